@@ -1,0 +1,232 @@
+"""Axes: the logical dimensions of a model, found by unifying the dimensions of its tensors.
+
+An `Axis` is an equivalence class (union-find) of tensor dimensions or of factors of them. An axis is a
+*leaf*, or it is refined into a *product* of axes (`heads x head_dim`, major to minor) or a
+*concatenation* (`q | k | v`). Tensor parallelism is: choose leaves, cut every tensor that has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Size:
+    """The length of an axis, in elements: an integer times symbols, so `4*s77` is `Size(4, ("s77",))`."""
+
+    number: int = 1
+    symbols: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(length: Any) -> Size:
+        """The size of an int, or of a SymInt: a monomial as it is, a sum as one opaque symbol."""
+        if isinstance(length, Size):
+            return length
+        if isinstance(length, int):
+            return Size(length)
+        number, rest = length.node.expr.as_coeff_Mul()
+        symbols: list[str] = []
+        for base, power in rest.as_powers_dict().items():
+            whole = power.is_Integer and power > 0
+            symbols += [str(base)] * int(power) if whole else [str(base**power)]
+        if not number.is_Integer or rest == 1:
+            return Size(int(number)) if rest == 1 and number.is_Integer else Size(1, (str(length.node.expr),))
+        return Size(int(number), tuple(sorted(symbols)))
+
+    def __mul__(self, other: Size) -> Size:
+        return Size(self.number * other.number, tuple(sorted(self.symbols + other.symbols)))
+
+    def divided(self, other: Size) -> Size | None:
+        """`self / other` where that is whole, else None."""
+        symbols = list(self.symbols)
+        for symbol in other.symbols:
+            if symbol not in symbols:
+                return None
+            symbols.remove(symbol)
+        if other.number == 0 or self.number % other.number:
+            return None
+        return Size(self.number // other.number, tuple(symbols))
+
+    def common(self, other: Size) -> Size:
+        """The greatest common divisor."""
+        rest, shared = list(other.symbols), []
+        for symbol in self.symbols:
+            if symbol in rest:
+                rest.remove(symbol)
+                shared.append(symbol)
+        return Size(gcd(self.number, other.number), tuple(shared))
+
+    def __str__(self) -> str:
+        return "*".join([str(self.number)] * (self.number != 1 or not self.symbols) + list(self.symbols))
+
+
+ONE = Size(1)
+
+
+@dataclass(eq=False)
+class Axis:
+    """A node of the union-find. Compare axes by `find(axis)`; read `kind` and `parts` of that only.
+
+    Attributes:
+        size: the number of positions along the axis, over all ranks.
+        kind: leaf, or how `parts` make it up.
+        tangled: two refinements of this axis did not line up (`6 x 4` against `4 x 6`), so it is never cut.
+    """
+
+    size: Size
+    kind: Literal["leaf", "product", "concat"] = "leaf"
+    parts: tuple[Axis, ...] = ()
+    tangled: bool = False
+    link: Axis | None = None
+
+    def __str__(self) -> str:
+        axis = find(self)
+        if axis.kind == "leaf":
+            return str(axis.size)
+        return "(" + (" " if axis.kind == "product" else " | ").join(map(str, axis.parts)) + ")"
+
+
+def find(axis: Axis) -> Axis:
+    """The representative of an axis."""
+    while axis.link is not None:
+        if axis.link.link is not None:
+            axis.link = axis.link.link
+        axis = axis.link
+    return axis
+
+
+def product(parts: Sequence[Axis]) -> Axis:
+    """An axis that is `parts`, major to minor; parts of one element are dropped."""
+    kept = tuple(part for part in parts if part.size != ONE)
+    if len(kept) == 1:
+        return kept[0]
+    size = ONE
+    for part in kept:
+        size = size * part.size
+    return Axis(size, "product" if kept else "leaf", kept)
+
+
+def concat(parts: Sequence[Axis]) -> Axis:
+    """An axis that is `parts`, one behind the other. Their sizes must be numbers."""
+    kept = tuple(part for part in parts if part.size != Size(0))
+    if len(kept) == 1:
+        return kept[0]
+    return Axis(Size(sum(part.size.number for part in kept)), "concat", kept)
+
+
+def unify(a: Axis, b: Axis) -> None:
+    """Makes `a` and `b` one axis. What cannot be lined up is marked tangled: then neither is ever cut there."""
+    a, b = find(a), find(b)
+    if a is b:
+        return
+    if a.size != b.size:
+        tangle(a)
+        tangle(b)
+        return
+    if a.kind == "leaf":
+        a.link, b.tangled = b, a.tangled or b.tangled
+        if a.tangled:
+            tangle(b)
+        return
+    if b.kind == "leaf":
+        return unify(b, a)
+    b.link = a  # Linked first: an axis that turns up inside itself must not send us round in circles.
+    if a.kind != b.kind:
+        tangle_parts(a)
+        tangle_parts(b)
+    else:
+        (_align_products if a.kind == "product" else _align_concats)(list(a.parts), list(b.parts))
+
+
+def tangle(axis: Axis) -> None:
+    """Marks an axis, and all it is made of, as never to be cut."""
+    axis = find(axis)
+    axis.tangled = True
+    tangle_parts(axis)
+
+
+def tangle_parts(axis: Axis) -> None:
+    for part in find(axis).parts:
+        if not find(part).tangled:
+            tangle(part)
+
+
+def leaves(axis: Axis) -> Iterator[Axis]:
+    """The leaves of an axis, in order; a leaf in several parts of a concatenation comes several times."""
+    axis = find(axis)
+    if axis.kind == "leaf":
+        yield axis
+    for part in axis.parts:
+        yield from leaves(part)
+
+
+def holds(axis: Axis, leaf: Axis) -> bool:
+    """True if cutting `leaf` cuts all of `axis`: it is in every part of a concatenation, in one of a product."""
+    axis, leaf = find(axis), find(leaf)
+    if axis is leaf:
+        return not leaf.tangled
+    inside = [holds(part, leaf) for part in axis.parts]
+    if axis.kind == "concat":
+        return all(inside)
+    return sum(inside) == 1
+
+
+def touches(axis: Axis, leaf: Axis) -> bool:
+    """True if `leaf` is anywhere in `axis`."""
+    return any(find(leaf) is other for other in leaves(axis))
+
+
+def _align_products(xs: list[Axis], ys: list[Axis]) -> None:
+    """Unifies two products of equal size factor by factor, splitting factors at common divisors."""
+    while xs and ys:
+        x, y = find(xs.pop(0)), find(ys.pop(0))
+        if x.size == y.size:
+            unify(x, y)
+            continue
+        if x.kind == "product" or y.kind == "product":  # Already split there: open it and look again.
+            xs[:0] = x.parts if x.kind == "product" else [x]
+            ys[:0] = y.parts if y.kind == "product" else [y]
+            continue
+        major = x.size.common(y.size)
+        if major == ONE or not (_split(x, major) and _split(y, major)):
+            for rest in [x, y, *xs, *ys]:
+                tangle(rest)
+            return
+        xs.insert(0, x)
+        ys.insert(0, y)
+
+
+def _split(x: Axis, major: Size) -> bool:
+    """Refines the leaf `x` into `major x rest`; true if it is now a product or was that size already."""
+    if x.size == major:
+        return True
+    minor = x.size.divided(major)
+    if x.kind != "leaf" or minor is None:
+        return False
+    x.kind, x.parts = "product", (Axis(major, tangled=x.tangled), Axis(minor, tangled=x.tangled))
+    return True
+
+
+def _align_concats(xs: list[Axis], ys: list[Axis]) -> None:
+    """Unifies two concatenations of equal size part by part, splitting parts at each other's boundaries."""
+    while xs and ys:
+        x, y = find(xs.pop(0)), find(ys.pop(0))
+        if x.size == y.size:
+            unify(x, y)
+            continue
+        if x.kind == "concat" or y.kind == "concat":
+            xs[:0] = x.parts if x.kind == "concat" else [x]
+            ys[:0] = y.parts if y.kind == "concat" else [y]
+            continue
+        long, length = (x, y.size.number) if x.size.number > y.size.number else (y, x.size.number)
+        if long.kind != "leaf":
+            for rest in [x, y, *xs, *ys]:
+                tangle(rest)
+            return
+        sizes = (Size(length), Size(long.size.number - length))
+        long.kind, long.parts = "concat", tuple(Axis(size, tangled=long.tangled) for size in sizes)
+        xs.insert(0, x)
+        ys.insert(0, y)

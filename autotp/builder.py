@@ -1,0 +1,55 @@
+"""Building one torch.fx graph out of another: passes are graph -> graph, and the old graph stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensorMode
+
+META = ("val", "stack_trace", "nn_module_stack")
+"""The keys of `node.meta` that passes carry over; `val` is the example value."""
+
+
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
+    """The fake mode that the example values of `graph` belong to."""
+    values = [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    return detect_fake_mode(values) or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+class Builder:
+    """A new graph, and where each node of the old one went (`env`)."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.graph, self.mode = fx.Graph(), mode
+        self.env: dict[fx.Node, Any] = {}
+        self.origin: fx.Node | None = None
+
+    def map(self, value: Any) -> Any:
+        """Arguments of the old graph as arguments of the new one."""
+        return fx.map_arg(value, lambda node: self.env[node])
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        """The same node, reading what its operands became; remembered in `env`."""
+        new = self.graph.node_copy(node, lambda old: self.env[old])
+        new.meta = {key: node.meta[key] for key in META if key in node.meta}
+        self.env[node] = new
+        return new
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """A new call on nodes of the new graph, its example value computed from theirs."""
+        node = self.raw(target, args, kwargs)
+        values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self.mode, torch.no_grad():
+            node.meta["val"] = target(*values, **named)
+        return node
+
+    def raw(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        """A new call without an example value, with the source line of the node in hand (`origin`)."""
+        node = self.graph.call_function(target, args, kwargs or {})
+        if self.origin is not None:
+            node.meta = {key: self.origin.meta[key] for key in META if key in self.origin.meta and key != "val"}
+        return node

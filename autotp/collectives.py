@@ -1,0 +1,233 @@
+"""The conjugates: six functions that change the placement of a value, each the other's backward.
+
+They are targets of `torch.fx` call_function nodes and run as they are: in eager, under `torch.compile(fullgraph=True)`,
+`torch.func.grad`, `vmap` and double backward. `group` is a process group's name; `None` and a group of one are the
+identity. `size` is the global length of dimension `dim`, cut into whole blocks of `block` as `partition.py` says.
+
+NOTE [Why the backward calls the other's apply]
+A backward that ran a raw collective would be right once and wrong after that: the collective is no node of the
+autograd graph, so a second derivative would not pass through it, and it has no batching rule, so `vmap(grad(f))` would
+fail. `Conjugate.apply` inside `backward` is differentiated, batched and traced as the forward is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
+
+from autotp.errors import Error
+from autotp.partition import chunk_bounds, chunk_length, chunk_sizes
+
+# No backend sends these; they travel as bytes.
+_AS_BYTES = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2})
+
+
+def copy(x: Tensor, group: str | None) -> Tensor:
+    """Replicate -> Copied: `x` itself; its gradient is summed over the ranks. x: [...]"""
+    return _convert("copy", x, group)
+
+
+def reduce(x: Tensor, group: str | None, op: str = "sum") -> Tensor:
+    """Partial -> Replicate: the sum of the ranks' `x`; the gradient passes. With op="max": the maximum, no gradient."""
+    return _convert("max", x.detach(), group) if op == "max" else _convert("reduce", x, group)
+
+
+def scatter(x: Tensor, group: str | None, dim: int, size: int, block: int = 1) -> Tensor:
+    """Replicate -> Shard(dim): this rank's part of `x`. x: [... size ...] -> [... part ...]"""
+    return _convert("scatter", x, group, dim, size, block)
+
+
+def gather(x: Tensor, group: str | None, dim: int, size: int, block: int = 1) -> Tensor:
+    """Shard(dim) -> Replicate: the ranks' parts put together. x: [... part ...] -> [... size ...]"""
+    return _convert("gather", x, group, dim, size, block)
+
+
+def all_gather(x: Tensor, group: str | None, dim: int, size: int, block: int = 1) -> Tensor:
+    """Shard(dim) -> Copied: as gather, its gradient summed over the ranks. x: [... part ...] -> [... size ...]"""
+    return _convert("all_gather", x, group, dim, size, block)
+
+
+def reduce_scatter(x: Tensor, group: str | None, dim: int, size: int, block: int = 1) -> Tensor:
+    """Partial -> Shard(dim): this rank's part of the sum of the ranks' `x`. x: [... size ...] -> [... part ...]"""
+    return _convert("reduce_scatter", x, group, dim, size, block)
+
+
+def _convert(name: str, x: Tensor, group: str | None, dim: int = 0, size: int = 0, block: int = 1) -> Tensor:
+    if group is None or _seat(group)[1] == 1:
+        return x
+    return _apply(name, x, group, dim % max(x.dim(), 1), size, block)
+
+
+def _apply(name: str, x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
+    out: Tensor = Conjugate.apply(name, x, group, dim, size, block)  # type: ignore[no-untyped-call]
+    return out
+
+
+class Conjugate(torch.autograd.Function):
+    """The row `name` of `TABLE` as an operator whose backward is its conjugate's row."""
+
+    # The parameters are spelled out because Dynamo counts them.
+    @staticmethod
+    def forward(name: str, x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
+        return TABLE[name][0](x, group, dim, size, block)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Tensor) -> None:
+        ctx.conjugate, ctx.where = TABLE[inputs[0]][1], inputs[2:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # NOTE [Why the backward calls the other's apply]
+        return None, _apply(ctx.conjugate, grad, *ctx.where), None, None, None, None
+
+    @staticmethod
+    def vmap(
+        _: Any, in_dims: tuple[int | None, ...], name: str, x: Tensor, group: str, dim: int, size: int, block: int
+    ) -> tuple[Tensor, int]:
+        return _apply(name, x.movedim(in_dims[1] or 0, 0), group, dim + 1, size, block), 0
+
+
+# `apply` looks its forward's signature up on every call; found ready-made, a call costs 10 us instead of 18.
+Conjugate.forward.__dict__.update(__signature__=inspect.signature(Conjugate.forward))
+
+
+def _identity(x: Tensor, *_: Any) -> Tensor:
+    return x.view_as(x)
+
+
+def _all_reduce(x: Tensor, group: str, *_: Any) -> Tensor:
+    return communicate("all_reduce", x, "sum", group)
+
+
+def _maximum(x: Tensor, group: str, *_: Any) -> Tensor:
+    return communicate("all_reduce", x, "max", group)
+
+
+def _slice(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
+    _expect(x, dim, size, group)
+    start, stop = _held(group, size, block)
+    return x.narrow(dim, start, stop - start).contiguous()
+
+
+def _all_gather(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
+    start, stop = _held(group, size, block)
+    _expect(x, dim, stop - start, group)
+    tp = _seat(group)[1]
+    part = _pad(x, dim, chunk_length(size // block, tp) * block).contiguous()
+    sent = part.view(torch.uint8) if x.dtype in _AS_BYTES else part
+    parts = communicate("all_gather_into_tensor", sent, tp, group).view(x.dtype).view(tp, *part.shape)
+    if dim == 0 or part.shape[dim] * tp == size:
+        return parts.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, size)
+    sizes = chunk_sizes(size // block, tp)
+    return torch.cat([part.narrow(dim, 0, n * block) for part, n in zip(parts.unbind(), sizes, strict=True)], dim)
+
+
+def _reduce_scatter(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
+    _expect(x, dim, size, group)
+    start, stop = _held(group, size, block)
+    if _is_gloo(group, x.device.type):
+        # gloo's own is an all-reduce inside: sliced here, it needs no padding. The clone lets go of the rest.
+        whole = communicate("all_reduce", x, "sum", group)
+        return whole.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+    tp = _seat(group)[1]
+    part = chunk_length(size // block, tp) * block
+    parts = torch.unflatten(_pad(x, dim, part * tp), dim, (tp, part)).movedim(dim, 0).flatten(0, 1).contiguous()
+    return communicate("reduce_scatter_tensor", parts, "sum", tp, group).narrow(dim, 0, stop - start).contiguous()
+
+
+# name: (forward, the conjugate that is its backward). Its rows are those of DESIGN.md, section 2. No gradient reaches "max".
+TABLE: dict[str, tuple[Callable[[Tensor, str, int, int, int], Tensor], str]] = {
+    "copy": (_identity, "reduce"),
+    "reduce": (_all_reduce, "copy"),
+    "scatter": (_slice, "gather"),
+    "gather": (_all_gather, "scatter"),
+    "all_gather": (_all_gather, "reduce_scatter"),
+    "reduce_scatter": (_reduce_scatter, "all_gather"),
+    "max": (_maximum, ""),
+}
+
+
+def communicate(name: str, *args: Any) -> Tensor:
+    """The result of c10d's functional collective `name`, arrived; its last argument is the group's name.
+
+    Raises:
+        Error: a peer died or did not answer within the group's timeout (in eager; compiled code raises c10d's own).
+    """
+    ops = torch.ops._c10d_functional
+    if torch.compiler.is_compiling():
+        return ops.wait_tensor(getattr(ops, name)(*args))  # type: ignore[no-any-return]
+    try:
+        return ops.wait_tensor(getattr(ops, name)(*args))  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        raise peer_error(name, args[-1], error) or error from error
+
+
+def peer_error(what: str, group: str, error: RuntimeError) -> Error | None:
+    """The error that says which axis and rank lost a peer, or None where `error` is about something else."""
+    text = str(error).lower()
+    if "timed out" in text or "timeout" in text:
+        reason = "a peer did not answer within the group's timeout"
+    elif any(sign in text for sign in ("connection", "peer", "gloo/transport", "nccl", "socket", "broken pipe")):
+        reason = "a peer closed its connection"
+    else:
+        return None
+    rank, size = _seat(group)
+    return Error(
+        f"{what} over axis `{_axis(group)}` failed on rank {rank} of {size} (global rank {dist.get_rank()}): {reason}",
+        **{
+            "try": "read the other ranks' logs: one stopped with an error of its own, or was given another batch",
+            "or": "if it was only slow: call init_process_group(timeout=...) first and pass mesh=init_device_mesh(...)",
+        },
+    )
+
+
+def _axis(group: str) -> str:
+    description = _process_group(group).group_desc
+    return "tp" if description == "default_pg" else description.removeprefix("mesh_")
+
+
+def _process_group(name: str) -> ProcessGroup:
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def _seat(group: str) -> tuple[int, int]:
+    """This process's rank in the group, and the group's size."""
+    process_group = _process_group(group)
+    return process_group.rank(), process_group.size()
+
+
+def _is_gloo(group: str, device_type: str) -> bool:
+    return _process_group(group)._get_backend(torch.device(device_type)).name() == "gloo"
+
+
+# Dynamo calls these two while it traces. `torch.compiler.assume_constant_result` would do, but imports Dynamo (1 s).
+_seat.__dict__.update(_dynamo_marked_constant=True)
+_is_gloo.__dict__.update(_dynamo_marked_constant=True)
+
+
+def _held(group: str, size: int, block: int) -> tuple[int, int]:
+    rank, tp = _seat(group)
+    start, stop = chunk_bounds(size // block, tp, rank)
+    return start * block, stop * block
+
+
+def _pad(x: Tensor, dim: int, length: int) -> Tensor:
+    if x.shape[dim] == length:
+        return x
+    return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, length - x.shape[dim]])
+
+
+def _expect(x: Tensor, dim: int, length: int, group: str) -> None:
+    if x.shape[dim] != length:
+        rank, size = _seat(group)
+        raise Error(
+            f"dimension {dim} of {list(x.shape)} has length {x.shape[dim]}, and on rank {rank} of {size} it should be {length}",
+            **{"try": "pass the value as the parallel model returned it, with the global size of the cut dimension"},
+        )

@@ -1,0 +1,34 @@
+"""The one error type of autotp, given its context once at the entry point."""
+
+from __future__ import annotations
+
+
+class Error(RuntimeError):
+    """What a user can cause, and what to do about it.
+
+    Printed as the public call and the problem on the first line, then one indented line for each fact::
+
+        autotp.Error: parallelize(GPT, tp=8): cannot cut `h.0.attn.c_attn` by heads
+          at      gpt.py:52  q, k, v = self.c_attn(x).split(...)
+          try     ...
+
+    Args:
+        problem: one line, what is wrong.
+        facts: label -> text, in the order printed; usual labels: rule, expected, got, at, try.
+    """
+
+    def __init__(self, problem: str, **facts: str) -> None:
+        self.problem, self.facts, self.call = problem, facts, ""
+        super().__init__(problem)
+
+    def within(self, call: str) -> Error:
+        """This error with the public call it happened in, unless it already has one."""
+        self.call = self.call or call
+        return self
+
+    def __str__(self) -> str:
+        head = f"{self.call}: {self.problem}" if self.call else self.problem
+        return "\n".join([head, *(f"  {label:<9}{text}" for label, text in self.facts.items())])
+
+
+Error.__module__ = "autotp"

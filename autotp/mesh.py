@@ -1,0 +1,183 @@
+"""The processes that hold one model together: which group they are, and which of them this one is."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from autotp.collectives import communicate, gather
+from autotp.errors import Error
+
+TIMEOUT = timedelta(minutes=10)
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One axis of processes, and this process's place on it.
+
+    Attributes:
+        axis: the name the graphs and the errors use.
+        size: how many processes.
+        rank: which of them this is, from 0.
+        group: the process group's name; None where one process needs none.
+        device: where this process computes.
+    """
+
+    axis: str = "tp"
+    size: int = 1
+    rank: int = 0
+    group: str | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __str__(self) -> str:
+        return f"{self.axis}={self.size}, rank {self.rank} on {self.device}"
+
+
+def make_mesh(
+    tp: int | None = None,
+    mesh: DeviceMesh | None = None,
+    device: torch.device | str | None = None,
+    timeout: timedelta = TIMEOUT,
+) -> Mesh:
+    """The tensor-parallel axis: of `mesh` if given, else over the whole world, as torchrun started it.
+
+    Without `mesh` it initialises torch.distributed where that is not done yet (NCCL where each process has a GPU of its
+    own, else gloo) and makes a group with `timeout`. A caller's mesh keeps the timeouts it was made with.
+
+    Args:
+        tp: the size; None is the whole world, or the mesh's.
+        mesh: one-dimensional, or with a dimension named "tp".
+        device: this process's device; None is the mesh's kind, else the GPU of LOCAL_RANK, else the CPU.
+
+    Raises:
+        Error: not `tp` processes, not under torchrun, a mesh without "tp" or of another size, no GPU of its own.
+    """
+    if tp is not None and (isinstance(tp, bool) or not isinstance(tp, int) or tp < 1):
+        raise Error(f"tp={tp!r} is not a whole number of 1 or more", **{"try": "tp=2"})
+    if mesh is not None:
+        return _from_device_mesh(tp, mesh, device)
+    _check_world(tp, _world())
+    if not dist.is_initialized() and not _launched():
+        return Mesh(device=_own_device(device))
+    return _over_the_world(_own_device(device), timeout)
+
+
+def broadcast_from_first(tensor: Tensor, mesh: Mesh) -> Tensor:
+    """`tensor` itself, overwritten bit for bit with the one the first rank of the axis holds. tensor: [...]"""
+    if mesh.group is None or mesh.size == 1 or tensor.numel() == 0:
+        return tensor
+    source = tensor.detach()
+    sent = source.contiguous()
+    communicate("broadcast_", sent.view(-1).view(torch.uint8), 0, mesh.group)
+    if sent.data_ptr() != source.data_ptr():
+        source.copy_(sent)
+    return tensor
+
+
+def gather_ints(values: list[int], mesh: Mesh) -> list[list[int]]:
+    """Every rank's `values`, by rank, in one exchange: as many on each rank, each within 64 bits, signed."""
+    mine = torch.tensor([values], dtype=torch.int64, device=mesh.device)
+    return gather(mine, mesh.group, 0, mesh.size).tolist()
+
+
+def _from_device_mesh(tp: int | None, mesh: DeviceMesh, device: torch.device | str | None) -> Mesh:
+    if not isinstance(mesh, DeviceMesh):
+        raise Error(f"mesh is a {type(mesh).__name__}, not a DeviceMesh", **{"try": _mesh_line(tp or 2, 1)})
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim > 1 and "tp" not in names:
+        shape = tuple(mesh.shape)
+        raise Error(
+            f"no dimension of the mesh is named tp: {names or 'none has a name'}",
+            **{"try": f'init_device_mesh("{mesh.device_type}", {shape}, mesh_dim_names=(..., "tp"))'},
+        )
+    if mesh.get_coordinate() is None:
+        raise Error(
+            f"global rank {dist.get_rank()} is not in the mesh",
+            **{"try": "call parallelize on the mesh's ranks only, or make the mesh over all of them"},
+        )
+    group = mesh.get_group("tp") if mesh.ndim > 1 else mesh.get_group()
+    if tp not in (None, group.size()):
+        raise Error(f"tp={tp}, but the mesh has tp={group.size()}", **{"try": "leave tp out"})
+    return Mesh("tp", group.size(), group.rank(), group.group_name, _mesh_device(mesh, device))
+
+
+def _over_the_world(device: torch.device, timeout: timedelta) -> Mesh:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" and _own_gpus() else "gloo", timeout=timeout)
+    # A group of its own, so that it has this timeout and this name whoever made the default one.
+    group = dist.new_group(timeout=timeout, group_desc="tp")
+    return Mesh("tp", dist.get_world_size(), dist.get_rank(), group.group_name, device)
+
+
+def _check_world(tp: int | None, world: int) -> None:
+    if tp is None or tp == world:
+        return
+    if not dist.is_initialized() and not _launched():
+        raise Error(f"tp={tp} needs {tp} processes, and this is one", **{"try": _command(tp)})
+    if world < tp:
+        raise Error(f"tp={tp} needs {tp} processes, and the world has {world}", **{"try": _command(tp)})
+    if world % tp:
+        raise Error(f"{world} processes are not a multiple of tp={tp}", **{"try": _command(tp)})
+    raise Error(
+        f"{world} processes are more than tp={tp}: without a mesh the replicas would silently drift apart",
+        **{"try": _mesh_line(tp, world // tp), "then": "parallelize(model, mesh=mesh), and DDP over mesh['dp']"},
+    )
+
+
+def _mesh_line(tp: int, dp: int) -> str:
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return f'mesh = init_device_mesh("{kind}", ({dp}, {tp}), mesh_dim_names=("dp", "tp"))'
+
+
+def _command(tp: int) -> str:
+    return f"torchrun --nproc-per-node {tp} {sys.argv[0] or 'train.py'}"
+
+
+def _launched() -> bool:
+    return all(name in os.environ for name in ENVIRONMENT)
+
+
+def _world() -> int:
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if _launched() else 1
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _own_gpus() -> bool:
+    """Whether each process of this machine has a GPU of its own."""
+    return torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _own_device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        gloo = dist.is_initialized() and dist.get_backend() == "gloo"
+        device = "cuda" if torch.cuda.is_available() and not gloo else "cpu"
+    device = torch.device(device)
+    if device.type != "cuda" or device.index is not None:
+        return device
+    if _local_rank() >= torch.cuda.device_count():
+        raise Error(
+            f"LOCAL_RANK {_local_rank()} has no GPU of its own: this machine has {torch.cuda.device_count()}",
+            **{"try": 'fewer processes, or device="cuda:0" on each to share a card (slow: gloo instead of NCCL)'},
+        )
+    return torch.device("cuda", _local_rank())
+
+
+def _mesh_device(mesh: DeviceMesh, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return _own_device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")

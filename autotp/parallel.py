@@ -1,0 +1,146 @@
+"""Operators in their parallel form: what a rank computes of a lookup, a maximum, a dropout on cut values.
+
+Plain functions on plain tensors, the targets of calls in lowered graphs. Each has its rule in the table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autotp.errors import Error
+
+
+def embedding(weight: Tensor, indices: Tensor, start: int, padding_idx: int = -1) -> Tensor:
+    """This rank's summand of a lookup: its own rows, zero elsewhere (Megatron-LM, Shoeybi et al. 2019, section 3).
+
+    Args:
+        weight: [rows hidden], rows `start` to `start + rows` of the table.
+        indices: [*] global row numbers.
+
+    Returns:
+        [* hidden]; the sum over ranks is the lookup.
+    """
+    rows = weight.shape[0]
+    if rows == 0:
+        return weight.new_zeros((*indices.shape, weight.shape[1])) + weight.sum()
+    local = indices - start
+    outside = (local < 0) | (local >= rows)
+    padding = padding_idx - start if start <= padding_idx < start + rows else None
+    found = F.embedding(local.masked_fill(outside, 0), weight, padding)
+    return found.masked_fill(outside.unsqueeze(-1), 0)
+
+
+def gather(x: Tensor, dim: int, index: Tensor, start: int) -> Tensor:
+    """This rank's summand of `torch.gather`: the elements it has, zero elsewhere.
+
+    Args:
+        x: positions `start` onwards of the whole along `dim`.
+        index: positions in the whole.
+    """
+    length = x.shape[dim]
+    if length == 0:
+        return x.new_zeros(index.shape) + x.sum()
+    local = index - start
+    outside = (local < 0) | (local >= length)
+    return torch.gather(x, dim, local.masked_fill(outside, 0)).masked_fill(outside, 0)
+
+
+def peak(x: Tensor, dim: int) -> Tensor:
+    """The maximum along `dim`, kept as one element, without a gradient; the lowest number where there is none."""
+    x = x.detach()
+    if x.shape[dim] == 0:
+        shape = [1 if d == dim % x.dim() else n for d, n in enumerate(x.shape)]
+        return x.new_full(shape, torch.finfo(x.dtype).min)
+    return x.amax(dim, keepdim=True)
+
+
+def exact_dropout(x: Tensor, p: float, shape: Sequence[int], dim: int, pieces: Sequence[tuple[int, int]]) -> Tensor:
+    """Dropout with the mask one device would draw: drawn for the global shape, of which this rank keeps its part.
+
+    Args:
+        x: this rank's part.
+        shape: the global shape.
+        dim: the dimension that is cut.
+        pieces: this rank's (start, stop) ranges of it.
+    """
+    order = sorted(range(x.dim()), key=lambda d: -x.stride(d)) if x.numel() else list(range(x.dim()))
+    ones = torch.ones([shape[d] for d in order], dtype=x.dtype, device=x.device)
+    noise = F.dropout(ones, p, True).permute([order.index(d) for d in range(len(order))])
+    return x * _local(noise, dim, pieces)
+
+
+def fast_dropout(x: Tensor, p: float, rank: int) -> Tensor:
+    """Dropout with a mask of this rank's own, of its part alone. Every rank draws one number from the shared stream."""
+    return x * keep(x, p, rank) * (1 / (1 - p) if p < 1 else 0.0)
+
+
+def exact_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float | None,
+    grouped: bool, shape: Sequence[int], dim: int, pieces: Sequence[tuple[int, int]],
+) -> Tensor:  # fmt: skip
+    """Attention whose dropped weights are those one device drops; `shape` is that of all heads' weights."""
+    weights, value = _weights(query, key, value, mask, causal, scale, grouped)
+    return exact_dropout(weights, p, shape, dim, pieces) @ value
+
+
+def fast_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float | None,
+    grouped: bool, rank: int,
+) -> Tensor:  # fmt: skip
+    """Attention with dropout on this rank's heads alone, the mask its own."""
+    weights, value = _weights(query, key, value, mask, causal, scale, grouped)
+    return fast_dropout(weights, p, rank) @ value
+
+
+def _weights(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None, grouped: bool
+) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T) of this rank's heads, and the values one for each head."""
+    if grouped and key.shape[-3]:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    root = math.sqrt(scale)
+    scores = (query * root) @ (key * root).transpose(-2, -1)
+    if causal:
+        rows, columns = scores.shape[-2:]
+        allowed = torch.ones(rows, columns, dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~allowed, -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return torch.ops.aten._safe_softmax.default(scores, -1), value
+
+
+def _local(full: Tensor, dim: int, pieces: Sequence[tuple[int, int]]) -> Tensor:
+    parts = [full.narrow(dim, a, b - a) for a, b in pieces]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else full.narrow(dim, 0, 0)
+
+
+@torch.library.custom_op("autotp::keep", mutates_args=())
+def keep(x: Tensor, p: float, rank: int) -> Tensor:
+    """A mask like `x`, true with probability `1 - p`, from a stream of this rank's own.
+
+    The stream is seeded by one number from the CPU's generator, the same on all ranks, plus the rank: all ranks
+    draw as much from the shared stream however much they need, so replicated masks stay equal.
+    """
+    seed = int(torch.randint(2**62, ()))
+    generator = torch.Generator(x.device).manual_seed(seed + rank)
+    return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+
+
+@keep.register_fake
+def _(x: Tensor, p: float, rank: int) -> Tensor:
+    return torch.empty_like(x, dtype=torch.bool)
+
+
+@keep.register_vmap
+def _(info, in_dims, x, p, rank):  # type: ignore[no-untyped-def]
+    if info.randomness == "error":
+        raise Error("vmap over dropout", **{"try": 'torch.func.vmap(..., randomness="different")'})
+    same = info.randomness == "same" and in_dims[0] is not None
+    return keep(x.select(in_dims[0], 0) if same else x, p, rank), None if same else in_dims[0]

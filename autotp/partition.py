@@ -1,0 +1,25 @@
+"""Who holds which part: torch.chunk's convention, which is DTensor's and the checkpoint format's.
+
+50,257 rows on 8 ranks are 7 x 6,283 and 6,276; 12 heads on 8 ranks are 2, 2, 2, 2, 2, 2, 0, 0.
+Only trailing parts are short, so parts padded to the longest and put together need one cut at the end.
+The arithmetic holds for a `torch.SymInt` length too.
+"""
+
+from __future__ import annotations
+
+
+def chunk_length(n: int, parts: int) -> int:
+    """The length of the longest of `parts` chunks of `n`."""
+    return (n + parts - 1) // parts
+
+
+def chunk_bounds(n: int, parts: int, index: int) -> tuple[int, int]:
+    """The half-open range [start, stop) of `n` that chunk `index` of `parts` holds, possibly empty."""
+    length = chunk_length(n, parts)
+    return min(index * length, n), min((index + 1) * length, n)
+
+
+def chunk_sizes(n: int, parts: int) -> list[int]:
+    """How many of `n` each of `parts` chunks holds, in order; they sum to `n`."""
+    bounds = [chunk_bounds(n, parts, index) for index in range(parts)]
+    return [stop - start for start, stop in bounds]

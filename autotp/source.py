@@ -1,0 +1,40 @@
+"""Where in the user's code a value comes from."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from traceback import FrameSummary
+
+import torch
+from torch import fx
+
+_LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+
+
+def user_line(frames: Sequence[FrameSummary]) -> str:
+    """The deepest frame outside torch and autotp, as `file.py:12  the code`."""
+    for frame in reversed(frames):
+        if not frame.filename.startswith(_LIBRARIES) and not frame.filename.startswith("<"):
+            if os.sep + "passes" + os.sep in frame.filename:
+                continue
+            return f"{os.path.basename(frame.filename)}:{frame.lineno}  {frame.line or ''}".rstrip()
+    return "?"
+
+
+def line_of(node: fx.Node) -> str:
+    """The source line a node was captured from, as `file.py:12  the code`; torch's own layers by their caller."""
+    found = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
+    mine = [row for row in found if not row[0].startswith(_LIBRARIES)] or found
+    if not mine:
+        return "?"
+    path, line, code = mine[-1]
+    return f"{os.path.basename(path)}:{line}  {code.strip()}"
+
+
+def layer_of(node: fx.Node) -> str:
+    """The name of the innermost module that made a node, as `h.0.attn.c_attn`."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    return re.sub(r"^(L\['self'\]\.|_?model\.?)", "", path)

@@ -1,0 +1,137 @@
+"""The way through: model -> capture -> axes -> plan -> lower -> check, as one function of the model and its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+
+from autotp.layout import Layout, layout_of
+from autotp.passes.axes import Axes, infer_axes
+from autotp.passes.canonicalize import canonicalize
+from autotp.passes.capture import Captured, capture
+from autotp.passes.defer import defer
+from autotp.passes.expand import expand
+from autotp.passes.flow import flow, needs_grad
+from autotp.passes.functionalize import functionalize
+from autotp.passes.inline import inline
+from autotp.passes.lower import Target, lower
+from autotp.passes.match import match
+from autotp.passes.plan import Decision, decide, decide_as
+from autotp.placement import Shard
+
+Outputs = Literal["auto", "full", "local"]
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A model's graph with everything decided about it, before any rank's graph is made.
+
+    Attributes:
+        captured: the graph as it was captured, and what surrounds it.
+        graph: the canonical graph, its mixing operators spelled out where they are cut.
+        axes: the axes of `graph`.
+        decision: what is cut.
+        differentiable: the values of `graph` a gradient may flow through.
+        updated: placeholder names of the buffers whose new values `graph` returns last.
+        layouts: parameter name -> how it is held.
+        local_outputs: positions of outputs that stay cut.
+    """
+
+    captured: Captured
+    graph: fx.Graph
+    axes: Axes
+    decision: Decision
+    differentiable: set[fx.Node]
+    updated: list[str]
+    layouts: dict[str, Layout]
+    local_outputs: dict[int, Layout]
+    tp: int
+
+
+def analyse(
+    skeleton: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tp: int,
+    outputs: Outputs = "auto",
+    layouts: Mapping[str, Layout] | None = None,
+) -> Analysis:
+    """Captures `skeleton` on these arguments and decides what is cut on `tp` ranks.
+
+    Args:
+        skeleton: the model on `meta`.
+        outputs: whether cut outputs are gathered.
+        layouts: how the parameters are held already, for a further graph of a parallel model.
+    """
+    captured = capture(skeleton, args, kwargs)
+    graph, updated = functionalize(inline(captured.graph), captured.buffers)
+    graph = canonicalize(graph)
+    axes = infer_axes(graph)
+    candidates = match(graph, axes, captured.parameters, captured.inputs)
+    if layouts is None:
+        total = sum(n.meta["val"].numel() for n in graph.nodes if n.name in captured.parameters)
+        decision = decide(axes, candidates, needs_grad(graph, _sources(graph, captured)), total, tp)
+    else:
+        decision = decide_as(axes, candidates, layouts, captured.parameters, tp)
+    graph, axes, decision = expand(graph, axes, decision)
+    graph, axes, decision = defer(graph, axes, decision)
+    differentiable = needs_grad(graph, _sources(graph, captured))
+    held = _layouts(graph, axes, decision, captured, tp)
+    local = _local_outputs(graph, axes, decision, skeleton.training, outputs, tp)
+    return Analysis(captured, graph, axes, decision, differentiable, updated, held, local, tp)
+
+
+def rank_graph(analysis: Analysis, rank: int, randomness: Literal["exact", "fast"], axis: str = "tp") -> fx.Graph:
+    """The lowered graph of one rank."""
+    to = Target(axis, analysis.tp, rank, randomness, frozenset(analysis.local_outputs))
+    return lower(analysis.graph, analysis.axes, analysis.decision, analysis.differentiable, to)
+
+
+def _sources(graph: fx.Graph, captured: Captured) -> frozenset[fx.Node]:
+    """What a gradient may be wanted of: parameters, and floating inputs."""
+    names = {*captured.parameters, *captured.inputs}
+    return frozenset(n for n in graph.nodes if n.op == "placeholder" and n.name in names)
+
+
+def _layouts(graph: fx.Graph, axes: Axes, decision: Decision, captured: Captured, tp: int) -> dict[str, Layout]:
+    names = {find_leaf(c.leaf): c.name for c in decision.chosen}
+    found = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.name in captured.parameters:
+            leaf = decision.held.get(node)
+            name = names.get(find_leaf(leaf), "") if leaf is not None else ""
+            shape = tuple(node.meta["val"].shape)
+            found[captured.parameters[node.name]] = layout_of(shape, axes.of(node), leaf, tp, name)
+    return found
+
+
+def _local_outputs(
+    graph: fx.Graph, axes: Axes, decision: Decision, training: bool, outputs: Outputs, tp: int
+) -> dict[int, Layout]:
+    """The outputs that stay cut: all that are for "local", none for "full"; for "auto", beside a loss in training."""
+    found = [n for n in graph.output_node().args[0]]
+    scalar_loss = any(isinstance(n, fx.Node) and _is_loss(n) for n in found)
+    if outputs == "full" or (outputs == "auto" and not (training and scalar_loss)):
+        return {}
+    have = flow(graph, axes, decision.cuts, decision.held)
+    local = {}
+    for i, node in enumerate(found):
+        if isinstance(node, fx.Node) and isinstance(have.get(node, (None,))[0], Shard):
+            shape = tuple(n if isinstance(n, int) else -1 for n in node.meta["val"].shape)
+            local[i] = layout_of(shape, axes.of(node), have[node][0].axis, tp, "")  # type: ignore[union-attr]
+    return local
+
+
+def _is_loss(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
+def find_leaf(leaf: Any) -> Any:
+    from autotp.axis import find
+
+    return find(leaf)

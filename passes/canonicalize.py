@@ -1,0 +1,107 @@
+"""canonicalize: one way to write each thing.
+
+    Before: linear(x, w, b)            After: add(linear(x, w), b)
+    Before: addmm(b, x, w)             After: add(mm(x, w), b)
+    Before: dropout(x, 0.1, False)     After: x
+
+NOTE [Why the bias leaves the linear]
+A row-parallel product is a sum over ranks. Were its bias inside, every rank would add it and the sum would hold
+it tp times. Outside, the reduction comes before the bias by construction. Where nothing is reduced, `clean`
+puts the bias back in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.axis import Size
+from autotp.builder import Builder, fake_mode_of
+from autotp.call import bind
+
+aten = torch.ops.aten
+Rewrite = Callable[[Builder, dict[str, Any]], Any]
+
+
+def canonicalize(graph: fx.Graph) -> fx.Graph:
+    """The same function, each operator in its canonical form."""
+    builder = Builder(fake_mode_of(graph))
+    for node in graph.nodes:
+        builder.origin = node
+        rewrite = REWRITES.get(node.target)
+        new = rewrite(builder, builder.map(bind(node))) if rewrite else None
+        if new is None:
+            builder.copy(node)
+        else:
+            builder.env[node] = new
+    return builder.graph
+
+
+def _linear(builder: Builder, args: dict[str, Any]) -> Any:
+    if args["bias"] is None:
+        return None
+    return builder.call(aten.add.Tensor, builder.call(aten.linear.default, args["input"], args["weight"]), args["bias"])
+
+
+def _addmm(product: Any, left: str, right: str) -> Rewrite:
+    """`beta * input + alpha * left @ right`, the product first and by itself."""
+
+    def rewrite(builder: Builder, args: dict[str, Any]) -> Any:
+        multiplied = builder.call(product, args[left], args[right])
+        added = args["self"]
+        if args["alpha"] != 1:
+            multiplied = builder.call(aten.mul.Tensor, multiplied, args["alpha"])
+        if args["beta"] == 0:
+            return multiplied
+        if args["beta"] != 1:
+            added = builder.call(aten.mul.Tensor, added, args["beta"])
+        return builder.call(aten.add.Tensor, multiplied, added)
+
+    return rewrite
+
+
+def _dropout(builder: Builder, args: dict[str, Any]) -> Any:
+    return args["input"] if not args["train"] or args["p"] == 0 else None
+
+
+def _cast(builder: Builder, args: dict[str, Any]) -> Any:
+    """A cast to the dtype that the value has is nothing. (The dtypes are part of the graph's signature.)"""
+    value = args["self"].meta["val"]
+    same = args.get("dtype") in (None, value.dtype) and args.get("device") in (None, value.device)
+    return args["self"] if same and not args.get("copy") and args.get("memory_format") is None else None
+
+
+def _whole(builder: Builder, args: dict[str, Any]) -> Any:
+    """A slice that takes everything."""
+    x, dim = args["self"].meta["val"], args["dim"]
+    start, end, length = args["start"] or 0, args["end"], x.shape[dim]
+    everything = end is None or (isinstance(end, int) and end == 2**63 - 1) or (isinstance(length, int) and end == length)
+    return args["self"] if start == 0 and args["step"] == 1 and everything else None
+
+
+def _same_shape(builder: Builder, args: dict[str, Any]) -> Any:
+    """A view that changes nothing."""
+    x = args["self"].meta["val"]
+    sizes = args.get("size", args.get("shape"))
+    if sizes is None or len(sizes) != x.dim():
+        return None
+    wanted = [n.meta["val"] if isinstance(n, fx.Node) else n for n in sizes]
+    known = [n == -1 or Size.of(n) == Size.of(m) for n, m in zip(wanted, x.shape, strict=True)]
+    return args["self"] if all(known) and sum(n == -1 for n in wanted if isinstance(n, int)) <= 1 else None
+
+
+REWRITES: dict[Any, Rewrite] = {
+    aten.linear.default: _linear,
+    aten.addmm.default: _addmm(aten.mm.default, "mat1", "mat2"),
+    aten.baddbmm.default: _addmm(aten.bmm.default, "batch1", "batch2"),
+    aten.dropout.default: _dropout,
+    aten.to.dtype: _cast,
+    aten.to.dtype_layout: _cast,
+    aten.to.device: _cast,
+    aten.slice.Tensor: _whole,
+    aten.view.default: _same_shape,
+    aten.reshape.default: _same_shape,
+}

@@ -1,0 +1,212 @@
+"""capture: an nn.Module and example inputs -> a torch.fx graph of ATen operators, and the guards it is right under.
+
+    Before: nn.Module, on any device or on meta
+    After:  graph(parameters..., buffers..., constants..., tensor inputs...) -> flat tensor outputs
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+from torch.export import Dim, ExportedProgram, export
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.printers import PythonPrinter
+
+from autotp.errors import Error
+from autotp.source import user_line
+
+Shapes = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One graph of a model.
+
+    Attributes:
+        graph: placeholders in the order parameters, buffers, constants, inputs; one output, a tuple of tensors.
+        parameters: placeholder name -> the parameter's first name in the model; a tied one has one placeholder.
+        buffers: placeholder name -> the buffer's first name in the model.
+        constants: placeholder name -> the tensor the model made while it was captured.
+        inputs: placeholder names of the tensor inputs, in the order of the flattened arguments.
+        outputs: rebuilds the model's output from the flat list of output tensors.
+        fits: True for shapes of the tensor inputs that the graph is right for.
+        example: shapes of the inputs it was captured with.
+    """
+
+    graph: fx.Graph
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+    constants: dict[str, torch.Tensor]
+    inputs: list[str]
+    outputs: Callable[[Sequence[Any]], Any]
+    fits: Callable[[Shapes], bool]
+    example: tuple[tuple[int, ...], ...]
+
+
+class _Flat(nn.Module):
+    """The model as a function of its tensor inputs alone; what is no tensor is closed over."""
+
+    def __init__(self, model: nn.Module, spec: Any, leaves: Sequence[Any]) -> None:
+        super().__init__()
+        self.model, self.spec, self.leaves = model, spec, leaves
+        self.out_spec: Any = None
+        self.out_leaves: list[Any] = []
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        queue = iter(tensors)
+        leaves = [next(queue) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        found, self.out_spec = pytree.tree_flatten(self.model(*args, **kwargs))
+        self.out_leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
+        return tuple(leaf for leaf in found if isinstance(leaf, torch.Tensor))
+
+
+_TENSOR = object()
+
+
+def capture(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    """The graph of `skeleton(*args, **kwargs)`, with every input dimension symbolic where the model allows.
+
+    Args:
+        skeleton: the model, on `meta` (see `skeleton_of`); its train/eval flags count.
+        args, kwargs: example arguments; of tensors only shapes and dtypes are read.
+
+    Raises:
+        Error: the model branches on data, or fails on these inputs; names the source line.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    flat = _Flat(skeleton, spec, leaves)
+    tensors = tuple(_like(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+    dynamic = tuple({d: Dim.AUTO for d in range(t.dim())} for t in tensors)
+    try:
+        with torch.enable_grad():
+            program = export(flat, tensors, dynamic_shapes=(dynamic,), strict=False)
+    except Error:
+        raise
+    except Exception as error:
+        raise _explained(error) from error
+    return _captured(program, flat, tensors)
+
+
+def skeleton_of(model: nn.Module) -> nn.Module:
+    """A copy of `model` on `meta`: its code, structure and flags, none of its numbers. The model is not touched."""
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, memo)
+
+
+def _like(leaf: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta")
+
+
+def _captured(program: ExportedProgram, flat: _Flat, tensors: Sequence[torch.Tensor]) -> Captured:
+    graph, names = program.graph_module.graph, _targets(program)
+    parameters = _first_names(names.get(InputKind.PARAMETER, {}), dict(flat.named_parameters(remove_duplicate=False)))
+    buffers = _first_names(names.get(InputKind.BUFFER, {}), dict(flat.named_buffers(remove_duplicate=False)))
+    _merge_tied(graph, parameters)
+    _merge_tied(graph, buffers)
+    inputs = list(names.get(InputKind.USER_INPUT, {}))
+    example = [node.meta["val"] for node in graph.nodes if node.op == "placeholder" and node.name in inputs]
+    constants = {name: program.constants[target] for name, target in names.get(InputKind.CONSTANT_TENSOR, {}).items()}
+    shapes = tuple(tuple(t.shape) for t in tensors)
+    rebuild = _rebuilding(flat.out_spec, flat.out_leaves)
+    return Captured(graph, parameters, buffers, constants, inputs, rebuild, guard(example, program), shapes)
+
+
+def _targets(program: ExportedProgram) -> dict[InputKind, dict[str, str]]:
+    """Placeholder name -> what it is in the model, by kind."""
+    found: dict[InputKind, dict[str, str]] = {}
+    for spec in program.graph_signature.input_specs:
+        found.setdefault(spec.kind, {})[spec.arg.name] = spec.target or spec.arg.name
+    return found
+
+
+def _first_names(targets: dict[str, str], tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Placeholder name -> the first of the names that its tensor has in the model."""
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
+    return {place: first[id(tensors[target])].removeprefix("model.") for place, target in targets.items()}
+
+
+def _merge_tied(graph: fx.Graph, names: dict[str, str]) -> None:
+    """One placeholder for each tensor: the exporter gives a tied one a placeholder for each of its names."""
+    kept: dict[str, fx.Node] = {}
+    for node in [n for n in graph.nodes if n.op == "placeholder" and n.name in names]:
+        first = kept.setdefault(names[node.name], node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+            del names[node.name]
+
+
+def _rebuilding(spec: Any, leaves: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
+    """The function that puts output tensors back into the structure the model returns."""
+
+    def rebuild(found: Sequence[Any]) -> Any:
+        queue = iter(found)
+        return pytree.tree_unflatten([next(queue) if leaf is _TENSOR else leaf for leaf in leaves], spec)
+
+    return rebuild
+
+
+def guard(example: Sequence[torch.Tensor], program: ExportedProgram) -> Callable[[Shapes], bool]:
+    """What the exporter assumed of the input shapes, as a plain Python function of them.
+
+    Every size must be the number or the symbol it was captured as, symbols stay in their ranges, and the
+    comparisons that the model made keep their outcome.
+    """
+    symbols: dict[str, str] = {}
+    tests: list[str] = []
+    for i, tensor in enumerate(example):
+        for d, size in enumerate(tensor.shape):
+            expr = sympy.Integer(size) if isinstance(size, int) else size.node.expr
+            place = f"shapes[{i}][{d}]"
+            if expr.is_Symbol and str(expr) not in symbols:
+                symbols[str(expr)] = place
+            else:
+                tests.append(f"{place} == {_python(expr)}")
+    for symbol, bounds in program.range_constraints.items():
+        if str(symbol) in symbols:
+            tests += [f"{symbol} >= {bounds.lower}"] if bounds.lower.is_Integer else []
+            tests += [f"{symbol} <= {bounds.upper}"] if bounds.upper.is_Integer else []
+    environment = example[0].fake_mode.shape_env if example else None  # type: ignore[attr-defined]
+    tests += [_python(g.expr) for g in environment.guards if {str(s) for s in g.expr.free_symbols} <= set(symbols)] if environment else []
+    head = "".join(f"    {name} = {place}\n" for name, place in symbols.items())
+    source = f"def fits(shapes):\n{head}    return {' and '.join(f'({test})' for test in tests) or 'True'}\n"
+    scope: dict[str, Any] = {"math": __import__("math")}
+    exec(source, scope)  # noqa: S102  Our own text: sizes, symbols and sympy's printed comparisons.
+    return scope["fits"]
+
+
+def _python(expr: sympy.Basic) -> str:
+    return PythonPrinter().doprint(expr)
+
+
+def _explained(error: Exception) -> Error:
+    """The exporter's complaint, with the user's line and what to change."""
+    frames = traceback.extract_tb(error.__traceback__)
+    at = user_line(frames)
+    kind = type(error).__name__
+    if "DataDependent" in kind or "data-dependent" in str(error):
+        return Error(
+            "the model branches on the values of a tensor, which one graph cannot do",
+            at=at,
+            **{"try": "choose with torch.where, or branch on shapes and configuration only"},
+        )
+    first = str(error).strip().splitlines()[0] if str(error).strip() else kind
+    return Error(
+        f"the model does not run on the example inputs: {kind}: {first}",
+        at=at,
+        **{"try": "example_inputs={...}: the keyword arguments of one forward call that works"},
+    )

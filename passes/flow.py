@@ -1,0 +1,99 @@
+"""flow: the placement of every value that follows from what is cut; shared by the passes that plan and lower.
+
+    Before: linear cut along `heads`       After: operands Copied and Shard(heads), result Shard(heads)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autotp.axis import ONE, Axis, Size
+from autotp.placement import Copied, Partial, Placement, Replicate, Shard
+from autotp.passes.axes import Axes, Bound, is_getitem
+
+Cuts = Mapping[fx.Node, Axis]
+"""Node -> the leaf that it is cut along; a node that is not in it is whole."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The placements an operator reads its operands in, and gives its outputs."""
+
+    operands: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+
+
+def needs(node: fx.Node, bound: Bound, leaf: Axis | None, have: Mapping[fx.Node, tuple[Placement, ...]]) -> Needs:
+    """What `node` reads and gives where it is cut along `leaf`, or whole; `have` holds its operands' placements."""
+    n_outs = len(bound.rule.outs)
+    if leaf is not None:
+        factor = bound.cuttable(leaf)
+        assert factor is not None
+        ins = tuple(Shard(leaf) if i in factor.ins else Copied() for i in range(len(bound.operands)))
+        lost = Partial(bound.rule.reducer)
+        return Needs(ins, tuple(Shard(leaf) if o in factor.outs else lost for o in range(n_outs)))
+    group = _deferred(node, bound, have)
+    if group is not None:
+        ins = tuple(Partial() if i in group else Copied() for i in range(len(bound.operands)))
+        return Needs(ins, (Partial(),) * n_outs)
+    return Needs((Replicate(),) * len(bound.operands), (Replicate(),) * n_outs)
+
+
+def _deferred(node: fx.Node, bound: Bound, have: Mapping[fx.Node, tuple[Placement, ...]]) -> frozenset[int] | None:
+    """The operands that can stay partial sums through this operator: it is linear in them and their only reader."""
+    for group in bound.rule.linear:
+        operands = [bound.operands[i] for i in group]
+        if operands and all(have[n][0] == Partial() and len(n.users) == 1 for n in operands):
+            return group if _grows_not(node, operands) else None
+    return None
+
+
+def _grows_not(node: fx.Node, operands: list[fx.Node]) -> bool:
+    """True if the result has no more elements than the operands: reducing it later costs no more."""
+    value = node.meta["val"]
+    values = value if isinstance(value, list | tuple) else [value]
+    wanted = [_count(v) for v in values if isinstance(v, torch.Tensor)]
+    return all(_count(n.meta["val"]).divided(count) is not None for n in operands for count in wanted)
+
+
+def _count(value: torch.Tensor) -> Size:
+    total = ONE
+    for n in value.shape:
+        total = total * Size.of(n)
+    return total
+
+
+def flow(graph: fx.Graph, axes: Axes, cuts: Cuts, held: Cuts) -> dict[fx.Node, tuple[Placement, ...]]:
+    """The placements in which every node's outputs come, before any conversion.
+
+    Args:
+        cuts: node -> leaf it is cut along.
+        held: placeholder -> leaf along which it is stored cut.
+    """
+    have: dict[fx.Node, tuple[Placement, ...]] = {}
+    for node in graph.nodes:
+        if is_getitem(node) and node.args[0] in have:
+            have[node] = (have[node.args[0]][node.args[1]],)  # type: ignore[index]
+        elif node in axes.bound:
+            have[node] = needs(node, axes.bound[node], cuts.get(node), have).outputs
+        elif axes.dims.get(node):
+            have[node] = (Shard(held[node]) if node in held else Replicate(),)
+    return have
+
+
+def needs_grad(graph: fx.Graph, trainable: frozenset[fx.Node]) -> set[fx.Node]:
+    """The values a gradient can flow through: floating, and computed from `trainable` without a detach."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        values = value if isinstance(value, list | tuple) else [value]
+        floating = any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
+        if node in trainable and floating:
+            found.add(node)
+        elif floating and "detach" not in str(node.target) and any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found

@@ -1,0 +1,171 @@
+"""functionalize: operators that write into their input become operators that return a new value.
+
+    Before: v = select(x, 1, 0); fill_(v, 3.0); read(x)
+    After:  v = select(x, 1, 0); v1 = fill(v, 3.0); x1 = select_scatter(x, v1, 1, 0); read(x1)
+
+A buffer that the model updates is state: its last value becomes an extra output, written back by the runtime.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from autotp.builder import Builder, fake_mode_of
+from autotp.errors import Error
+from autotp.source import line_of
+
+aten = torch.ops.aten
+
+# How the base changes where a view of it does: view -> (scatter operator, or None where an inverse view will do).
+SCATTERS = {"aten::slice": aten.slice_scatter.default, "aten::select": aten.select_scatter.default}
+SAME = ("aten::alias", "aten::detach", "aten::lift_fresh")
+RESHAPES = ("aten::view", "aten::unsqueeze", "aten::squeeze", "aten::_unsafe_view", "aten::reshape", "aten::flatten")
+
+
+def functionalize(graph: fx.Graph, buffers: Collection[str]) -> tuple[fx.Graph, list[str]]:
+    """The graph without in-place operators, and the buffers it updates, whose new values it returns last.
+
+    Raises:
+        Error: an in-place operator on an input, a parameter, or through a view that cannot be undone.
+    """
+    state = _Versions(Builder(fake_mode_of(graph)))
+    for node in graph.nodes:
+        if node.op == "output":
+            updated = [n for n in graph.nodes if n.op == "placeholder" and n.name in buffers and state.changed(n)]
+            found = tuple(state.read(n) for n in node.args[0])
+            state.builder.graph.output((*found, *(state.read(n) for n in updated)))
+        elif isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+            state.mutate(node, buffers)
+        else:
+            state.visit(node)
+    return state.builder.graph, [n.name for n in updated]
+
+
+class _Versions:
+    """The current value of every old node; a view is replayed where its base has changed since it was taken."""
+
+    def __init__(self, builder: Builder) -> None:
+        self.builder = builder
+        self.current: dict[fx.Node, fx.Node] = {}
+        self.base: dict[fx.Node, fx.Node] = {}
+        self.seen: dict[fx.Node, int] = {}
+        self.version: dict[fx.Node, int] = {}
+
+    def visit(self, node: fx.Node) -> None:
+        source = _viewed(node)
+        if source is not None:
+            self.base[node] = source
+        self._replay(node)
+
+    def read(self, node: fx.Node) -> Any:
+        """The value of an old node now."""
+        if node in self.base and self.seen[node] != self._version(node):
+            self._replay(node)
+        return self.current[node]
+
+    def changed(self, node: fx.Node) -> bool:
+        return self.version.get(node, 0) > 0
+
+    def mutate(self, node: fx.Node, buffers: Collection[str]) -> None:
+        """Replaces an in-place operator: its functional form, then everything that shares the memory."""
+        self.builder.origin = node
+        written = node.args[0]
+        root = self._root(written)
+        if root.op == "placeholder" and root.name not in buffers:
+            raise _refused(node, "writes into an input or a parameter of the model")
+        args = fx.map_arg((node.args, node.kwargs), lambda n: self.read(n))
+        new = self._functional(node, *args)
+        self._write(written, new)
+        self.version[root] = self.version.get(root, 0) + 1
+        self.current[node], self.base[node], self.seen[node] = self.current[written], written, self._version(written)
+
+    def _functional(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        name, overload = node.target._schema.name.removesuffix("_"), node.target._overloadname  # type: ignore[union-attr]
+        packet = getattr(aten, name.split("::")[1], None)
+        if name == "aten::zero":
+            return self.builder.call(aten.zeros_like.default, args[0])
+        if name == "aten::copy":
+            like = args[0].meta["val"]
+            cast = self.builder.call(aten.to.dtype, args[1], like.dtype)
+            return self.builder.call(aten.expand.default, cast, _sizes(self.builder, args[0]))
+        if name == "aten::fill":
+            ones = self.builder.call(aten.ones_like.default, args[0])
+            return self.builder.call(getattr(aten.mul, overload), ones, args[1])
+        if packet is None or overload not in packet.overloads():
+            raise _refused(node, f"{node.target} has no form that returns a new tensor")
+        new = self.builder.call(getattr(packet, overload), *args, **kwargs)
+        dtype = args[0].meta["val"].dtype
+        return new if new.meta["val"].dtype == dtype else self.builder.call(aten.to.dtype, new, dtype)
+
+    def _write(self, node: fx.Node, new: fx.Node) -> None:
+        """`node` is `new` now; so is its part of what it is a view of."""
+        source = self.base.get(node)
+        if source is not None:
+            self._write(source, _scattered(self.builder, node, self.read(source), new))
+        self.current[node] = new
+        if source is not None:
+            self.seen[node] = self._version(node) + 1
+
+    def _replay(self, node: fx.Node) -> None:
+        self.builder.origin = node
+        self.builder.env = {n: self.read(n) for n in node.all_input_nodes}
+        self.current[node] = self.builder.copy(node)
+        if node in self.base:
+            self.seen[node] = self._version(node)
+
+    def _root(self, node: Any) -> fx.Node:
+        while node in self.base:
+            node = self.base[node]
+        return node
+
+    def _version(self, node: fx.Node) -> int:
+        return self.version.get(self._root(node), 0)
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """The node whose memory this one shares."""
+    if node.target is operator.getitem:
+        return node.args[0] if isinstance(node.args[0], fx.Node) else None
+    if not isinstance(node.target, OpOverload):
+        return None
+    schema = node.target._schema
+    aliased = any(r.alias_info is not None for r in schema.returns) or schema.name in ("aten::contiguous", "aten::reshape")
+    return node.args[0] if aliased and node.args and isinstance(node.args[0], fx.Node) else None
+
+
+def _scattered(builder: Builder, view: fx.Node, base: Any, new: fx.Node) -> fx.Node:
+    """The base of `view` once the view is `new`."""
+    name = view.target._schema.name if isinstance(view.target, OpOverload) else "getitem"
+    rest = view.args[1:]
+    if name in SCATTERS:
+        return builder.call(SCATTERS[name], base, new, *rest)
+    if name in SAME or name == "aten::contiguous":
+        return new
+    if name in RESHAPES:
+        return builder.call(aten.reshape.default, new, _sizes(builder, base))
+    if name in ("aten::transpose", "aten::t"):
+        return builder.call(view.target, new, *rest)  # type: ignore[arg-type]
+    if name == "aten::permute":
+        order = [d % len(rest[0]) for d in rest[0]]
+        return builder.call(aten.permute.default, new, [order.index(d) for d in range(len(order))])
+    raise _refused(view, f"an in-place operator writes through `{view.target}`")
+
+
+def _sizes(builder: Builder, node: fx.Node) -> list[Any]:
+    """The sizes of a value, symbolic ones as nodes."""
+    shape = node.meta["val"].shape
+    return [n if isinstance(n, int) else builder.call(aten.sym_size.int, node, d) for d, n in enumerate(shape)]
+
+
+def _refused(node: fx.Node, why: str) -> Error:
+    return Error(
+        f"the model changes a tensor in place where autotp cannot follow: {why}",
+        at=line_of(node),
+        **{"try": "write the new value to a new tensor"},
+    )

@@ -1,0 +1,134 @@
+"""plan: which leaf every operator is cut along, and which every parameter is stored cut along.
+
+    Before: candidates heads (h.0), width (h.0), vocab, hidden, ...
+    After:  cuts {linear: heads, attention: heads, ...}, held {c_attn.weight: heads, ...}; hidden is not cut
+
+The choice is greedy: what was recognised first, most parameter bytes first, then whatever else divides enough
+parameters for its communication. An operator is cut along one leaf at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from math import ceil
+
+import torch
+from torch import fx
+
+from autotp.axis import Axis, Size, find
+from autotp.layout import Layout, layout_of
+from autotp.passes.axes import Axes
+from autotp.passes.match import Candidate
+
+NOMINAL = 512
+"""The length assumed of a symbolic dimension (batch, sequence) when communication is weighed."""
+WORTH = 8
+"""An axis other than heads and width is cut if it divides this many parameters for each element exchanged per token."""
+SHARE = 0.005
+"""One that nobody recognised must also divide at least this share of all parameters."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is cut.
+
+    Attributes:
+        cuts: node -> the leaf that the operator is cut along.
+        held: parameter placeholder -> the leaf along which it is stored cut.
+        chosen: the candidates that were accepted, in the order of acceptance.
+    """
+
+    cuts: dict[fx.Node, Axis] = field(default_factory=dict)
+    held: dict[fx.Node, Axis] = field(default_factory=dict)
+    chosen: list[Candidate] = field(default_factory=list)
+
+
+def decide(axes: Axes, candidates: list[Candidate], trainable: Collection[fx.Node], total: int, tp: int) -> Decision:
+    """The cuts for `tp` ranks.
+
+    Args:
+        trainable: values that a gradient flows through: only those cost communication in backward.
+        total: elements of all parameters.
+    """
+    decision = Decision()
+    ranked = sorted(candidates, key=lambda c: (c.name == "", -_gain(c, decision, tp)))
+    for candidate in ranked:
+        gain = _gain(candidate, decision, tp)
+        worth = gain * NOMINAL**2 >= WORTH * _cost(candidate, decision, axes, trainable)
+        known = candidate.name or gain >= SHARE * total
+        if gain > 0 and (candidate.core or (known and worth)):
+            accept(candidate, decision)
+    return decision
+
+
+def decide_as(axes: Axes, candidates: list[Candidate], layouts: Mapping[str, Layout], names: Mapping[str, str], tp: int) -> Decision:
+    """The cuts that fit parameters which are stored already, for a further graph of the same model.
+
+    Args:
+        layouts: parameter name -> how it is held.
+        names: placeholder name -> parameter name.
+    """
+    decision = Decision()
+    for candidate in candidates:
+        if any(_stored(node, candidate.leaf, axes, layouts[names[node.name]], tp) for node in candidate.parameters):
+            accept(candidate, decision)
+    return decision
+
+
+def _stored(node: fx.Node, leaf: Axis, axes: Axes, layout: Layout, tp: int) -> bool:
+    """True if the parameter is stored as cutting `leaf` would store it."""
+    return layout.dim is not None and layout_of(layout.shape, axes.of(node), leaf, tp, layout.axis) == layout
+
+
+def accept(candidate: Candidate, decision: Decision) -> None:
+    """Cuts what is free along a candidate's leaf, and stores the parameters cut that only cut operators read."""
+    for node, _ in candidate.nodes:
+        decision.cuts.setdefault(node, candidate.leaf)
+    for parameter in candidate.parameters:
+        if parameter not in decision.held and _only_read_cut(parameter, candidate, decision):
+            decision.held[parameter] = candidate.leaf
+    decision.chosen.append(candidate)
+
+
+def _only_read_cut(parameter: fx.Node, candidate: Candidate, decision: Decision) -> bool:
+    leaf = find(candidate.leaf)
+    nodes = {node for node, _ in candidate.nodes}
+    readers = [node for node in parameter.users if isinstance(node.meta.get("val"), torch.Tensor | list | tuple)]
+    return bool(readers) and all(n in nodes and find(decision.cuts.get(n, leaf)) is leaf for n in readers)
+
+
+def _gain(candidate: Candidate, decision: Decision, tp: int) -> float:
+    """Elements of weights that the fullest rank no longer holds."""
+    size = candidate.leaf.size.number
+    fullest = ceil(size / tp) / size
+    cut = [p for p in candidate.weights if p not in decision.held and _only_read_cut(p, candidate, decision)]
+    return sum(p.meta["val"].numel() for p in cut) * (1 - fullest)
+
+
+def _cost(candidate: Candidate, decision: Decision, axes: Axes, trainable: Collection[fx.Node]) -> float:
+    """Elements exchanged in a step, forward and backward, at nominal batch and sequence."""
+    free = {node: factor for node, factor in candidate.nodes if node not in decision.cuts}
+    summed = [node for node, factor in free.items() if not factor.outs]
+    copied, moved = set(), set()
+    for node, factor in free.items():
+        for i, operand in enumerate(axes.bound[node].operands):
+            if i not in factor.ins and operand in trainable and operand.op != "placeholder":
+                copied.add(operand)
+            if i in factor.ins and operand not in free and operand.op != "placeholder":
+                moved.add(operand)
+        if factor.outs and any(user not in free for user in node.users):
+            moved.add(node)
+    return sum(elements(node) for node in [*summed, *copied, *moved])
+
+
+def elements(node: fx.Node) -> int:
+    """Elements of a node's value at nominal batch and sequence."""
+    value = node.meta["val"]
+    total = 0
+    for tensor in value if isinstance(value, list | tuple) else [value]:
+        size = Size.of(1)
+        for n in tensor.shape if isinstance(tensor, torch.Tensor) else ():
+            size = size * Size.of(n)
+        total += size.number * NOMINAL ** len(size.symbols)
+    return total
