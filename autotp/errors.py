@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
 
 class Error(RuntimeError):
     """What a user can cause, and what to do about it.
@@ -29,6 +34,15 @@ class Error(RuntimeError):
     def __str__(self) -> str:
         head = f"{self.call}: {self.problem}" if self.call else self.problem
         return "\n".join([head, *(f"  {label:<9}{text}" for label, text in self.facts.items())])
+
+
+def within(call: str, run: Callable[[], T]) -> T:
+    """What `run` returns; an Error it raises gets the public call's name."""
+    try:
+        return run()
+    except Error as error:
+        error.within(call)
+        raise
 
 
 Error.__module__ = "autotp"

@@ -39,6 +39,7 @@ class Captured:
         outputs: rebuilds the model's output from the flat list of output tensors.
         fits: True for shapes of the tensor inputs that the graph is right for.
         example: shapes of the inputs it was captured with.
+        leaves, spec: the flattened arguments, tensors on meta, and their structure.
     """
 
     graph: fx.Graph
@@ -49,6 +50,15 @@ class Captured:
     outputs: Callable[[Sequence[Any]], Any]
     fits: Callable[[Shapes], bool]
     example: tuple[tuple[int, ...], ...]
+    leaves: tuple[Any, ...]
+    spec: Any
+
+
+class _Returned:
+    """What the model returned while it was captured: the leaves (tensors marked) and their structure."""
+
+    leaves: Sequence[Any] = ()
+    spec: Any = None
 
 
 class _Flat(nn.Module):
@@ -57,15 +67,15 @@ class _Flat(nn.Module):
     def __init__(self, model: nn.Module, spec: Any, leaves: Sequence[Any]) -> None:
         super().__init__()
         self.model, self.spec, self.leaves = model, spec, leaves
-        self.out_spec: Any = None
-        self.out_leaves: list[Any] = []
+        self.returned = _Returned()  # An object: the exporter undoes what a forward sets on the module itself.
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         queue = iter(tensors)
         leaves = [next(queue) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        found, self.out_spec = pytree.tree_flatten(self.model(*args, **kwargs))
-        self.out_leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
+        found, out_spec = pytree.tree_flatten(self.model(*args, **kwargs))
+        self.returned.spec = out_spec
+        self.returned.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
         return tuple(leaf for leaf in found if isinstance(leaf, torch.Tensor))
 
 
@@ -85,7 +95,7 @@ def capture(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     leaves, spec = pytree.tree_flatten((args, kwargs))
     flat = _Flat(skeleton, spec, leaves)
     tensors = tuple(_like(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
-    dynamic = tuple({d: Dim.AUTO for d in range(t.dim())} for t in tensors)
+    dynamic = tuple({d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in tensors)
     try:
         with torch.enable_grad():
             program = export(flat, tensors, dynamic_shapes=(dynamic,), strict=False)
@@ -119,8 +129,10 @@ def _captured(program: ExportedProgram, flat: _Flat, tensors: Sequence[torch.Ten
     example = [node.meta["val"] for node in graph.nodes if node.op == "placeholder" and node.name in inputs]
     constants = {name: program.constants[target] for name, target in names.get(InputKind.CONSTANT_TENSOR, {}).items()}
     shapes = tuple(tuple(t.shape) for t in tensors)
-    rebuild = _rebuilding(flat.out_spec, flat.out_leaves)
-    return Captured(graph, parameters, buffers, constants, inputs, rebuild, guard(example, program), shapes)
+    rebuild = _rebuilding(flat.returned)
+    leaves = tuple(_like(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves)
+    fits = guard(example, program)
+    return Captured(graph, parameters, buffers, constants, inputs, rebuild, fits, shapes, leaves, flat.spec)
 
 
 def _targets(program: ExportedProgram) -> dict[InputKind, dict[str, str]]:
@@ -150,8 +162,9 @@ def _merge_tied(graph: fx.Graph, names: dict[str, str]) -> None:
             del names[node.name]
 
 
-def _rebuilding(spec: Any, leaves: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
+def _rebuilding(returned: _Returned) -> Callable[[Sequence[Any]], Any]:
     """The function that puts output tensors back into the structure the model returns."""
+    leaves, spec = returned.leaves, returned.spec
 
     def rebuild(found: Sequence[Any]) -> Any:
         queue = iter(found)

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autotp.axis import ONE, Axis, Size
+from autotp.parallel import peak
 from autotp.placement import Copied, Partial, Placement, Replicate, Shard
 from autotp.passes.axes import Axes, Bound, is_getitem
 
@@ -67,6 +68,10 @@ def _count(value: torch.Tensor) -> Size:
     return total
 
 
+STOPS = (torch.ops.aten.detach.default, peak)
+"""Operators that no gradient passes."""
+
+
 def flow(graph: fx.Graph, axes: Axes, cuts: Cuts, held: Cuts) -> dict[fx.Node, tuple[Placement, ...]]:
     """The placements in which every node's outputs come, before any conversion.
 
@@ -94,6 +99,6 @@ def needs_grad(graph: fx.Graph, trainable: frozenset[fx.Node]) -> set[fx.Node]:
         floating = any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
         if node in trainable and floating:
             found.add(node)
-        elif floating and "detach" not in str(node.target) and any(n in found for n in node.all_input_nodes):
+        elif floating and node.target not in STOPS and any(n in found for n in node.all_input_nodes):
             found.add(node)
     return found

@@ -3,14 +3,16 @@
     Before: candidates heads (h.0), width (h.0), vocab, hidden, ...
     After:  cuts {linear: heads, attention: heads, ...}, held {c_attn.weight: heads, ...}; hidden is not cut
 
-The choice is greedy: what was recognised first, most parameter bytes first, then whatever else divides enough
-parameters for its communication. An operator is cut along one leaf at most.
+The choice is greedy: what divides most weights for its communication comes first, and is taken if it was
+recognised or is worth it. So the heads, the width and the vocabulary come before the hidden axis, which every
+weight has and which would be exchanged at every turn. An operator is cut along one leaf at most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from math import ceil
 
 import torch
@@ -52,14 +54,26 @@ def decide(axes: Axes, candidates: list[Candidate], trainable: Collection[fx.Nod
         total: elements of all parameters.
     """
     decision = Decision()
-    ranked = sorted(candidates, key=lambda c: (c.name == "", -_gain(c, decision, tp)))
-    for candidate in ranked:
-        gain = _gain(candidate, decision, tp)
-        worth = gain * NOMINAL**2 >= WORTH * _cost(candidate, decision, axes, trainable)
-        known = candidate.name or gain >= SHARE * total
-        if gain > 0 and (candidate.core or (known and worth)):
-            accept(candidate, decision)
+
+    def worth(candidate: Candidate) -> float:
+        """Elements of weights divided for each element exchanged per token."""
+        return _gain(candidate, decision, tp) * NOMINAL**2 / max(_cost(candidate, decision, axes, trainable), 1)
+
+    queue = [(-worth(candidate), i) for i, candidate in enumerate(candidates)]
+    heapify(queue)
+    while queue:
+        stale, i = heappop(queue)
+        now = worth(candidates[i])
+        if -now > stale and queue and -now > queue[0][0]:  # It lost to what was cut since: to the back.
+            heappush(queue, (-now, i))
+        elif _acceptable(candidates[i], now, _gain(candidates[i], decision, tp), total):
+            accept(candidates[i], decision)
     return decision
+
+
+def _acceptable(candidate: Candidate, worth: float, gain: float, total: int) -> bool:
+    known = candidate.name or gain >= SHARE * total
+    return gain > 0 and bool(candidate.core or (known and worth >= WORTH))
 
 
 def decide_as(axes: Axes, candidates: list[Candidate], layouts: Mapping[str, Layout], names: Mapping[str, str], tp: int) -> Decision:

@@ -1,0 +1,139 @@
+"""The one-line API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autotp.agree import CheckInputs, agree_on_graph
+from autotp.errors import Error, within
+from autotp.initialize import initialize
+from autotp.inputs import example_inputs as find_inputs
+from autotp.mesh import Mesh, broadcast_from_first, make_mesh
+from autotp.passes.capture import skeleton_of
+from autotp.report import Plan, report
+from autotp.run import ParallelModule, Settings
+from autotp.transform import Analysis, Outputs, analyse
+
+
+def parallelize(
+    model: nn.Module,
+    tp: int | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    device: torch.device | str | None = None,
+    example_inputs: Any = None,
+    outputs: Outputs = "auto",
+    randomness: Literal["fast", "exact"] = "fast",
+    strict: bool = False,
+    check_inputs: CheckInputs = "first",
+) -> ParallelModule:
+    """This rank's part of `model`, which computes the same outputs, loss and gradients as `model` did.
+
+    The parameters are taken over: each is broadcast from the first rank, cut, and the full one freed; `model` stays
+    behind on `meta`. A model on `meta` is initialised piece by piece with its own initialisers.
+
+    Args:
+        model: an ordinary single-device model.
+        tp: how many ranks; None means all of them.
+        mesh: a DeviceMesh of one dimension or with one named "tp". Without it the process groups are made from
+            torchrun's environment.
+        device: where this rank computes; None is the mesh's, or the GPU of LOCAL_RANK, or the CPU.
+        example_inputs: keyword arguments (a dict), positional ones (a tuple), or one tensor; of tensors only shapes
+            and dtypes are read. None: the model's `dummy_inputs`, or found from its signature.
+        outputs: "full" gathers cut outputs, "local" leaves them cut, "auto" leaves them cut in training beside a loss.
+        randomness: "exact" draws the dropout masks that one device would, "fast" masks of the rank's own for cut values.
+        strict: True raises where a weight in a transformer block would stay whole.
+        check_inputs: when ranks compare checksums of their inputs and random states.
+
+    Raises:
+        Error: bad input of any kind; nothing of `model` is changed then.
+    """
+    return within(f"parallelize({_name(model)}, tp={tp})", lambda: _parallelize(
+        model, tp, mesh, device, example_inputs, Settings(outputs, randomness, check_inputs), strict))  # fmt: skip
+
+
+def _parallelize(
+    model: nn.Module, tp: int | None, mesh: DeviceMesh | None, device: Any, given: Any, settings: Settings, strict: bool
+) -> ParallelModule:
+    _expect_ordinary(model)
+    _expect_choices(settings)
+    place = make_mesh(tp, mesh, device)
+    args, kwargs = find_inputs(model, given)
+    analysis = analyse(skeleton_of(model), args, kwargs, place.size, settings.outputs)
+    agree_on_graph(place, analysis)
+    if strict:
+        _expect_cut(report(analysis, _name(model)))
+    on_meta = any(p.is_meta for p in model.parameters())
+    tensors = initialize(model, analysis.layouts, place.rank, place.device) if on_meta else _taken(model, analysis, place)
+    return ParallelModule(model, analysis, tensors, place, settings)
+
+
+def explain(model: nn.Module, tp: int, *, example_inputs: Any = None, outputs: Outputs = "auto") -> Plan:
+    """What `parallelize(model, tp)` would cut, what it would cost and what would stay whole; `model` is not touched.
+
+    Runs on any machine, without processes; the model may be on `meta`. Arguments as for `parallelize`.
+    """
+
+    def run() -> Plan:
+        _expect_ordinary(model)
+        args, kwargs = find_inputs(model, example_inputs)
+        return report(analyse(skeleton_of(model), args, kwargs, tp, outputs), _name(model))
+
+    return within(f"explain({_name(model)}, tp={tp})", run)
+
+
+def _taken(model: nn.Module, analysis: Analysis, mesh: Mesh) -> dict[str, Tensor]:
+    """The model's tensors, cut; the model is left on meta. One full parameter at a time is on the device."""
+    found: dict[str, Tensor] = {}
+    for name, tensor, holders in _held(model):
+        full = broadcast_from_first(tensor.detach().to(mesh.device, copy=True).contiguous(), mesh)
+        found[name] = analysis.layouts[name].take(full, mesh.rank) if name in analysis.layouts else full
+        empty: Tensor = torch.empty_like(tensor, device="meta")
+        empty = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+        for table, key in holders:
+            table[key] = empty
+    return found
+
+
+def _held(model: nn.Module) -> list[tuple[str, Tensor, list[tuple[dict[str, Any], str]]]]:
+    """Every parameter and buffer by its first name, with all the tables it stands in."""
+    found: dict[int, tuple[str, Tensor, list[tuple[dict[str, Any], str]]]] = {}
+    for prefix, module in model.named_modules():
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    name = f"{prefix}.{key}" if prefix else key
+                    found.setdefault(id(tensor), (name, tensor, []))[2].append((table, key))  # type: ignore[arg-type]
+    return list(found.values())
+
+
+def _name(model: Any) -> str:
+    return type(model).__name__
+
+
+def _expect_ordinary(model: Any) -> None:
+    if isinstance(model, ParallelModule):
+        raise Error("the model is parallel already", **{"try": "parallelize the original model once"})
+    if not isinstance(model, nn.Module):
+        raise Error(f"{_name(model)} is no torch.nn.Module", **{"try": "pass the model itself"})
+
+
+def _expect_choices(settings: Settings) -> None:
+    allowed: Mapping[str, tuple[str, ...]] = {
+        "outputs": ("auto", "full", "local"), "randomness": ("fast", "exact"), "check_inputs": ("always", "first", "never"),
+    }  # fmt: skip
+    for name, values in allowed.items():
+        if getattr(settings, name) not in values:
+            raise Error(f"{name}={getattr(settings, name)!r}", expected=", ".join(map(repr, values)))
+
+
+def _expect_cut(plan: Plan) -> None:
+    whole = [w for w in plan.whole if w.in_block]
+    if whole:
+        rows = "; ".join(f"{w.name} ({w.reason}, {w.at})" for w in whole)
+        raise Error(f"strict=True, and weights in a block would stay whole: {rows}", **{"try": "strict=False, or autotp.rule(...)"})

@@ -1,0 +1,2 @@
+"""Placeholder until the helper's file lands."""
+def initialize(model, layouts, rank, device): raise NotImplementedError

@@ -1,0 +1,273 @@
+"""The plan as a reader sees it: what is cut and why, what it costs, and everything that stayed whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp import collectives
+from autotp.axis import find
+from autotp.layout import Layout
+from autotp.passes.match import CONTRACTIONS, LOOKUPS
+from autotp.source import layer_of, line_of
+from autotp.transform import Analysis, rank_graph
+
+WIDTH = 100
+
+FORWARD = {"reduce": "all-reduce", "gather": "all-gather", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
+BACKWARD = {"copy": "all-reduce", "scatter": "all-gather", "all_gather": "reduce-scatter", "reduce_scatter": "all-gather"}
+"""What each conjugate sends, forward and backward."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A parameter that is cut.
+
+    Attributes:
+        name: its name in the model.
+        layout: how it is held.
+        forward, backward: the collective that its operator causes, or "".
+        why: the pattern that its axis was recognised in.
+    """
+
+    name: str
+    layout: Layout
+    forward: str
+    backward: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Something that stayed replicated: a parameter, or an operator that autotp has no rule for."""
+
+    name: str
+    shape: tuple[int, ...]
+    at: str
+    reason: str
+    in_block: bool = False
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one step, and the bytes of their tensors.
+
+    Attributes:
+        forward, backward: kind -> how many.
+        forward_bytes, backward_bytes: bytes of the tensors they carry, for the inputs of `shapes`.
+    """
+
+    forward: dict[str, int]
+    backward: dict[str, int]
+    forward_bytes: int
+    backward_bytes: int
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `explain` finds. `str(plan)` is a table of at most 100 columns.
+
+    Attributes:
+        model: the model's class.
+        tp: ranks.
+        cuts: the parameters that are cut.
+        whole: what stayed replicated, with source line and reason.
+        bytes_total, bytes_rank: bytes of all parameters, and of those the fullest rank holds.
+        traffic: the collectives of a step.
+    """
+
+    model: str
+    tp: int
+    cuts: tuple[Cut, ...]
+    whole: tuple[Whole, ...]
+    bytes_total: int
+    bytes_rank: int
+    traffic: Traffic
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def report(analysis: Analysis, model: str) -> Plan:
+    """The plan of an analysed model."""
+    places = {n.name: n for n in analysis.graph.nodes if n.op == "placeholder"}
+    nodes = {name: places[place] for place, name in analysis.captured.parameters.items()}
+    dtypes = {name: node.meta["val"].dtype.itemsize for name, node in nodes.items()}
+    cuts = tuple(_cut(name, nodes[name], layout, analysis) for name, layout in analysis.layouts.items() if layout.dim is not None)
+    whole = [_whole(name, nodes[name], analysis) for name, layout in analysis.layouts.items() if layout.dim is None]
+    total = sum(_count(layout.shape) * dtypes[name] for name, layout in analysis.layouts.items())
+    ranks = [sum(_count(lay.local_shape(r)) * dtypes[n] for n, lay in analysis.layouts.items()) for r in range(analysis.tp)]
+    return Plan(model, analysis.tp, cuts, (*whole, *_unknown(analysis)), total, max(ranks), traffic(rank_graph(analysis, 0, "fast"), analysis))
+
+
+def traffic(graph: fx.Graph, analysis: Analysis) -> Traffic:
+    """The collectives of a lowered graph, forward and backward."""
+    counts: tuple[dict[str, int], dict[str, int]] = ({}, {})
+    sizes = [0, 0]
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if getattr(collectives, name, None) is not node.target:
+            continue
+        one_way = node.target is collectives.reduce and len(node.args) > 2
+        for side, table in enumerate((FORWARD, BACKWARD if not one_way else {})):
+            if name in table:
+                counts[side][table[name]] = counts[side].get(table[name], 0) + 1
+                sizes[side] += max(_bytes(node.meta["val"]), _bytes(node.args[0].meta["val"]))
+    return Traffic(*counts, *sizes, analysis.captured.example)
+
+
+def _bytes(value: torch.Tensor) -> int:
+    """Bytes of an example value, its symbolic sizes as captured."""
+    return _count(n if isinstance(n, int) else int(n.node.hint) for n in value.shape) * value.dtype.itemsize
+
+
+def _count(shape: Iterable[Any]) -> int:
+    total = 1
+    for n in shape:
+        total *= n
+    return total
+
+
+def _cut(name: str, node: fx.Node, layout: Layout, analysis: Analysis) -> Cut:
+    leaf = analysis.decision.held[node]
+    chosen = next(c for c in analysis.decision.chosen if find(c.leaf) is find(leaf))
+    forward = backward = ""
+    for reader in node.users:
+        factor = analysis.axes.bound[reader].cuttable(leaf) if reader in analysis.axes.bound else None
+        weighs = str(reader.target).startswith((*CONTRACTIONS, *LOOKUPS))
+        if factor is not None and weighs and not factor.outs:
+            forward = "all-reduce"
+        elif factor is not None and str(reader.target).startswith(CONTRACTIONS):
+            backward = "all-reduce"
+    why = f"{chosen.name}: {chosen.pattern}" if chosen.name else "its use divides"
+    return Cut(name, layout, forward, backward, why)
+
+
+def _whole(name: str, node: fx.Node, analysis: Analysis) -> Whole:
+    reader = next(iter(node.users), None)
+    shape = tuple(node.meta["val"].shape)
+    if reader is None:
+        return Whole(name, shape, "?", "nothing reads it on these inputs")
+    weighs = str(reader.target).startswith(CONTRACTIONS)
+    in_block = weighs and bool(re.search(r"\.\d+\.", name))
+    return Whole(name, shape, line_of(reader), _reason(node, reader, analysis), in_block)
+
+
+def _reason(node: fx.Node, reader: fx.Node, analysis: Analysis) -> str:
+    bound, kind = analysis.axes.bound.get(reader), str(reader.target)
+    if bound is not None and not bound.known:
+        return f"{kind} has no rule"
+    if "norm" in kind:
+        return "the norm needs the whole width"
+    if kind.startswith(LOOKUPS):
+        return "a small table, or one looked up by counted positions"
+    if kind.startswith(CONTRACTIONS):
+        return "cutting it would cost more than it divides"
+    if reader in analysis.decision.cuts:
+        return "read whole by work that is divided along another axis"
+    return "read after the reduction, by every rank"
+
+
+def _unknown(analysis: Analysis) -> Iterator[Whole]:
+    for node, bound in analysis.axes.bound.items():
+        if not bound.known:
+            value = node.meta["val"]
+            shape = tuple(str(n) for n in value.shape) if isinstance(value, torch.Tensor) else ()
+            yield Whole(f"{layer_of(node)} {node.target}".strip(), shape, line_of(node), "no rule: replicated")  # type: ignore[arg-type]
+
+
+# ---- text
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    yield f"{plan.model} on tp={plan.tp}"
+    yield ""
+    rows = [
+        (_template(c.name), f"{_shape(c.layout)}", c.forward, c.backward, c.why) for c in plan.cuts
+    ]
+    yield from _table(("cut", "shape", "forward", "backward", "why"), _folded(plan.cuts, rows))
+    yield ""
+    kept = [(_template(w.name), str(list(w.shape)).replace("'", ""), w.reason, w.at) for w in plan.whole]
+    if kept:
+        yield from _table(("whole", "shape", "why", "at"), _folded(plan.whole, kept))
+        yield ""
+    yield from _totals(plan)
+
+
+def _shape(layout: Layout) -> str:
+    return str(layout)
+
+
+def _totals(plan: Plan) -> Iterator[str]:
+    share = plan.bytes_rank / plan.bytes_total if plan.bytes_total else 1.0
+    yield f"parameters  {_size(plan.bytes_total)}, the fullest rank holds {_size(plan.bytes_rank)} ({share:.1%})"
+    t = plan.traffic
+    inputs = " ".join("x".join(map(str, shape)) for shape in t.shapes)
+    for name, counts, size in (("forward", t.forward, t.forward_bytes), ("backward", t.backward, t.backward_bytes)):
+        kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "no collective"
+        yield f"{name:<12}{kinds}; {_size(size)} for inputs {inputs}"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def _template(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
+def _folded(items: Iterable[Any], rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows that differ in their layer numbers only, as one row with the numbers as a range."""
+    numbers: dict[tuple[str, ...], list[list[int]]] = {}
+    for item, row in zip(items, rows, strict=True):
+        numbers.setdefault(row, []).append([int(n) for n in re.findall(r"\d+", item.name)])
+    return [(_named(row[0], found), *row[1:]) for row, found in numbers.items()]
+
+
+def _named(template: str, found: list[list[int]]) -> str:
+    """The template with each number, or the range of numbers, in its place."""
+    for column in zip(*found, strict=True):
+        template = template.replace("#", _range(sorted(set(column))), 1)
+    return template
+
+
+def _range(numbers: list[int]) -> str:
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    text = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return text if len(numbers) == 1 else "{" + text + "}"
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
+    """Columns two spaces apart within WIDTH; the widest gives way, its text broken over lines."""
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    while sum(widths) + 2 * (len(widths) - 1) > WIDTH:
+        widest = max(range(len(widths)), key=lambda i: widths[i])
+        widths[widest] -= 1
+    for row in [head, *rows]:
+        cells = [_broken(cell, width) for cell, width in zip(row, widths, strict=True)]
+        for line in range(max(map(len, cells))):
+            parts = [(cell[line] if line < len(cell) else "").ljust(w) for cell, w in zip(cells, widths, strict=True)]
+            yield "  ".join(parts).rstrip()
+
+
+def _broken(text: str, width: int) -> list[str]:
+    """The text in lines of at most `width`, broken behind spaces, dots or commas where there are any."""
+    lines = []
+    while len(text) > width:
+        at = max((text.rfind(mark, 0, width) + 1 for mark in " .,"), default=0) or width
+        lines.append(text[:at])
+        text = text[at:].lstrip()
+    return [*lines, text]
+
+

@@ -1,0 +1,107 @@
+"""Text as bytes: a training part, a held-out part, and windows of them that depend on (seed, step) alone.
+
+Every rank of a tensor-parallel model must see the same batch, and so must the single-process run it is compared
+with: hence no shuffling state, and files in sorted order.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HELD_OUT = 0.1  # The last tenth of the corpus.
+NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The bytes of a text, in two parts.
+
+    Attributes:
+        train: [bytes], uint8.
+        held_out: [bytes], uint8, never trained on.
+    """
+
+    train: Tensor
+    held_out: Tensor
+
+    def __str__(self) -> str:
+        return f"{len(self.train) / 1e6:.1f} MB to train on, {len(self.held_out) / 1e6:.1f} MB held out"
+
+
+def load(paths: Sequence[str | Path] = ()) -> Corpus:
+    """The corpus of these files, and of the text files in these folders; without any, Python's own source.
+
+    Raises:
+        ValueError: a path does not exist, or there are no bytes to train on.
+    """
+    files = [file for path in paths for file in _files(Path(path))] if paths else standard_library()
+    text = b"".join(file.read_bytes() for file in files)
+    if len(text) < 2:
+        where = ", ".join(map(str, paths)) or "the standard library's folder"
+        raise ValueError(f"no text in {where}: {len(files)} text files, {len(text)} bytes. Try --data FILE")
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    cut = len(data) - max(1, int(len(data) * HELD_OUT))
+    return Corpus(data[:cut], data[cut:])
+
+
+def standard_library() -> list[Path]:
+    """The Python files of the standard library (about 12 MB), its tests and the installed packages left out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return [file for file in sorted(root.rglob("*.py")) if not NOT_STDLIB & set(file.relative_to(root).parts)]
+
+
+def windows(data: Tensor, length: int, batch: int, step: int, seed: int = 0) -> Tensor:
+    """Windows of the data at places drawn from (seed, step): [batch length], int64.
+
+    Raises:
+        ValueError: the data is shorter than a window.
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    starts = torch.randint(_room(data, length), (batch,), generator=generator)
+    return _cut(data, starts, length)
+
+
+def spread(data: Tensor, length: int, count: int) -> Tensor:
+    """`count` windows evenly over the data, from its first byte to its last: [count length], int64.
+
+    Raises:
+        ValueError: the data is shorter than a window.
+    """
+    return _cut(data, torch.linspace(0, _room(data, length) - 1, count, dtype=torch.float64).long(), length)
+
+
+def _cut(data: Tensor, starts: Tensor, length: int) -> Tensor:
+    return data[starts[:, None] + torch.arange(length)].long()
+
+
+def _room(data: Tensor, length: int) -> int:
+    """How many places a window of this length can start at."""
+    if len(data) < length:
+        raise ValueError(f"the text is too short: {len(data)} bytes, a window is {length}. Try a smaller --block")
+    return len(data) - length + 1
+
+
+def _files(path: Path) -> list[Path]:
+    """The file itself; of a folder all its text files, hidden ones left out, in sorted order."""
+    if not path.exists():
+        raise ValueError(f"--data {path}: no such file or folder")
+    if path.is_file():
+        return [path]
+    found = (file for file in sorted(path.rglob("*")) if file.is_file())
+    return [file for file in found if not _hidden(file.relative_to(path)) and _is_text(file)]
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _is_text(file: Path) -> bool:
+    """As git judges it: no zero byte among the first 8,000."""
+    with file.open("rb") as opened:
+        return b"\0" not in opened.read(8000)

@@ -1,0 +1,42 @@
+"""One line makes an ordinary GPT tensor-parallel, and a training step of it is that of one device.
+
+    python examples/one_line.py                          # a world of one
+    torchrun --nproc-per-node 2 examples/one_line.py     # the same numbers on two processes
+
+The plan that it prints is for eight.
+"""
+
+import copy
+import os
+
+import torch
+from torch import nn
+
+import autotp
+from autotp.models.gpt import GPT, GPTConfig
+
+
+def losses(model: nn.Module) -> tuple[float, float]:
+    """The loss before and after one step of training."""
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(1000, (2, 4, 64), generator=generator).to(next(model.parameters()).device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = model(tokens, labels)
+    before.backward()
+    optimizer.step()
+    return before.item(), model(tokens, labels).item()
+
+
+torch.manual_seed(0)
+model = GPT(GPTConfig(block_size=64, vocab_size=1000, n_layer=2, n_head=8, n_embd=128, dropout=0.0))
+plan = autotp.explain(model, tp=8)  # Needs no processes, and touches nothing of the model's.
+alone = losses(copy.deepcopy(model))
+
+model = autotp.parallelize(model)  # The one line: over all of torchrun's processes.
+
+together = losses(model)
+if os.environ.get("RANK", "0") == "0":
+    print(plan)
+    print(f"one device:      loss {alone[0]:.5f}, after a step {alone[1]:.5f}")
+    print(f"tensor-parallel: loss {together[0]:.5f}, after a step {together[1]:.5f}")
+assert max(abs(a - b) for a, b in zip(alone, together, strict=True)) < 1e-4

@@ -1,0 +1,95 @@
+"""Trains a tensor-parallel BERT to fill in masked bytes, and shows that it learns exactly as on one device.
+
+    torchrun --nproc-per-node 2 examples/train_bert.py
+
+Masking is that of the paper (Devlin et al. 2018, section 3.1): 15% of the bytes are to be predicted; of those 80%
+are masked, 10% replaced by another byte, 10% left as they are.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+import corpus
+import torch
+import training
+from torch import Tensor
+from training import Batch, say
+
+import autotp
+from autotp.models.bert import BERT, BERTConfig
+
+MASK = 256  # The one token that is no byte.
+CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1
+IGNORED = -100  # The label of a byte that is not to be predicted.
+
+
+def arguments() -> Namespace:
+    """The flags, with this script's own."""
+    parser = training.parser("Trains a BERT on masked bytes, tensor-parallel over all of torchrun's processes.")
+    parser.add_argument("--norm", choices=("pre", "post"), default="pre", help="pre is Megatron's, post BERT's")
+    parser.set_defaults(layers=2, lr=2e-3)
+    return parser.parse_args()
+
+
+def build(args: Namespace) -> BERT:
+    """An ordinary BERT over bytes: the same weights on every rank and in every run."""
+    torch.manual_seed(args.seed)
+    return BERT(
+        BERTConfig(
+            block_size=args.block, vocab_size=MASK + 1, n_layer=args.layers, n_head=args.heads, n_embd=args.width,
+            dropout=args.dropout, norm=args.norm,
+        )
+    )  # fmt: skip
+
+
+def masked(windows: Tensor, seed: int) -> Batch:
+    """Tokens, some of them masked, and as labels what stood at the chosen places; all three: [batch block]"""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.rand(windows.shape, generator=generator) < CHOSEN
+    fate = torch.rand(windows.shape, generator=generator)
+    others = torch.randint(MASK, windows.shape, generator=generator)
+    tokens = windows.masked_fill(chosen & (fate < MASKED), MASK)
+    tokens = torch.where(chosen & (fate >= 1 - REPLACED), others, tokens)
+    return tokens, windows.masked_fill(~chosen, IGNORED)
+
+
+def held_out(text: corpus.Corpus, args: Namespace, count: int = 512) -> Iterator[Batch]:
+    """`count` windows over the held-out text, in batches, masked the same each time."""
+    for seed, windows in enumerate(corpus.spread(text.held_out, args.block, count).split(args.batch)):
+        yield masked(windows, seed)
+
+
+def frequencies_loss(text: corpus.Corpus) -> float:
+    """The loss, in nats a byte, of knowing how often each byte occurs and nothing of what stands around it."""
+    share = torch.bincount(text.train.long(), minlength=256).double() / len(text.train)
+    return float(torch.special.entr(share).sum())
+
+
+def main() -> None:
+    """Trains alone, trains together, compares, and asks whether it has learnt."""
+    args = arguments()
+    text = corpus.load(args.data)
+    say(text)
+
+    def batches(step: int) -> Batch:
+        return masked(corpus.windows(text.train, args.block, args.batch, step, args.seed), step)
+
+    where = training.device(args)
+    alone = training.fit(
+        build(args).to(where), batches, args, name="single process", steps=args.compare, clip=training.clip_one_device
+    )
+    model = autotp.parallelize(build(args), device=where, randomness="exact")  # exact: dropout as on one device
+    say(model.plan)
+    together = training.fit(model, batches, args, name="tensor-parallel", steps=args.steps, clip=autotp.clip_grad_norm_)
+    loss = training.held_out_loss(model, held_out(text, args))
+    difference = training.report(args, "train_bert", alone, together, loss)
+    without_context = frequencies_loss(text)
+    say(f"without context           {without_context:.3f} nats a byte")
+    assert difference <= args.tolerance, f"tensor-parallel losses differ by {difference:.1e}"
+    assert loss < without_context - 0.5, f"it has not learnt from context: {loss:.3f} nats a byte"
+
+
+if __name__ == "__main__":
+    main()

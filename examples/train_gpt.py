@@ -1,0 +1,94 @@
+"""Trains a tensor-parallel GPT on bytes of real text, and shows that it learns exactly as on one device.
+
+    torchrun --nproc-per-node 2 examples/train_gpt.py
+
+A single process first trains the same model on the same batches for 50 steps. The parallel run repeats those, and
+its losses must be the same to 1e-4; then it trains on until it has learnt. Without torchrun it is a world of one.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+import corpus
+import torch
+import training
+from torch import nn
+from training import Batch, say
+
+import autotp
+from autotp.models.gpt import GPT, GPTConfig
+
+
+def arguments() -> Namespace:
+    """The flags, with this script's own."""
+    parser = training.parser("Trains a byte-level GPT, tensor-parallel over all of torchrun's processes.")
+    parser.add_argument("--target", type=float, default=2.2, help="the held-out loss must be below, in nats a byte")
+    parser.add_argument("--prompt", default="def main(", help="what the text sample starts with")
+    parser.add_argument("--sample", type=int, default=300, help="bytes of text to generate at the end")
+    return parser.parse_args()
+
+
+def build(args: Namespace) -> GPT:
+    """An ordinary GPT over bytes: the same weights on every rank and in every run."""
+    torch.manual_seed(args.seed)
+    return GPT(
+        GPTConfig(
+            block_size=args.block, vocab_size=256, n_layer=args.layers, n_head=args.heads, n_embd=args.width,
+            dropout=args.dropout,
+        )
+    )  # fmt: skip
+
+
+def shifted(windows: torch.Tensor) -> Batch:
+    """Tokens, and for each the byte that follows. windows: [batch block+1]; both results: [batch block]"""
+    return windows[:, :-1], windows[:, 1:]
+
+
+def held_out(text: corpus.Corpus, args: Namespace, count: int = 512) -> Iterator[Batch]:
+    """`count` windows over the held-out text, in batches."""
+    for windows in corpus.spread(text.held_out, args.block + 1, count).split(args.batch):
+        yield shifted(windows)
+
+
+@torch.no_grad()
+def generate(model: nn.Module, prompt: bytes, count: int, block: int, temperature: float = 0.8) -> bytes:
+    """The prompt and `count` bytes more. Logits are the same on every rank, and so is the generator: so is the text."""
+    model.eval()
+    generator = torch.Generator().manual_seed(0)
+    where = next(model.parameters()).device
+    tokens = torch.tensor([list(prompt)])
+    for _ in range(count):
+        logits = model(tokens[:, -block:].to(where))[:, -1].cpu()  # [1 vocab]
+        drawn = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
+        tokens = torch.cat((tokens, drawn), 1)
+    return bytes(tokens[0].tolist())
+
+
+def main() -> None:
+    """Trains alone, trains together, compares, and asks whether it has learnt."""
+    args = arguments()
+    text = corpus.load(args.data)
+    say(text)
+
+    def batches(step: int) -> Batch:
+        return shifted(corpus.windows(text.train, args.block + 1, args.batch, step, args.seed))
+
+    where = training.device(args)
+    alone = training.fit(
+        build(args).to(where), batches, args, name="single process", steps=args.compare, clip=training.clip_one_device
+    )
+    model = autotp.parallelize(build(args), device=where, randomness="exact")  # exact: dropout as on one device
+    say(model.plan)
+    together = training.fit(model, batches, args, name="tensor-parallel", steps=args.steps, clip=autotp.clip_grad_norm_)
+    loss = training.held_out_loss(model, held_out(text, args))
+    sample = generate(model, args.prompt.encode(), args.sample, args.block)
+    say(f"\n{sample.decode(errors='replace')}\n")
+    difference = training.report(args, "train_gpt", alone, together, loss)
+    assert difference <= args.tolerance, f"tensor-parallel losses differ by {difference:.1e}"
+    assert loss < args.target, f"it has not learnt: {loss:.3f} nats a byte"
+
+
+if __name__ == "__main__":
+    main()

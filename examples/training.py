@@ -1,0 +1,173 @@
+"""What the training scripts share: flags, the loop with its progress bar, the held-out loss, the loss curve.
+
+Nothing here knows of tensor parallelism but `rank`: the loop is the one of a single device.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+Batch = tuple[Tensor, Tensor]  # tokens, labels: [batch block] each
+Clip = Callable[[nn.Module, float], object]
+
+MAX_NORM = 1.0
+
+
+def parser(description: str) -> ArgumentParser:
+    """The flags that the scripts share; each adds its own and sets its defaults."""
+    new = ArgumentParser(description=description, formatter_class=ArgumentDefaultsHelpFormatter)
+    new.add_argument("--data", nargs="*", default=[], help="files or folders of text; none: Python's own source")
+    new.add_argument("--out", type=Path, default=Path("out"), help="folder for the loss curve")
+    new.add_argument("--device", help='such as "cuda:0"; default: a GPU where there is one, else the CPU')
+    new.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the dropout")
+    new.add_argument("--layers", type=int, default=4)
+    new.add_argument("--heads", type=int, default=4)
+    new.add_argument("--width", type=int, default=128)
+    new.add_argument("--block", type=int, default=64, help="bytes a window")
+    new.add_argument("--batch", type=int, default=16, help="windows a step")
+    new.add_argument("--dropout", type=float, default=0.0)
+    new.add_argument("--steps", type=int, default=1000)
+    new.add_argument("--compare", type=int, default=50, help="steps that a single process trains as well")
+    new.add_argument("--tolerance", type=float, default=1e-4, help="between the losses of those steps")
+    new.add_argument("--lr", type=float, default=4e-3, help="after a tenth of the steps; then a cosine, down")
+    return new
+
+
+def rank() -> int:
+    """Which of torchrun's processes this is; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world() -> int:
+    """How many processes torchrun started; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def say(*what: object) -> None:
+    """Prints, on the first rank only."""
+    if rank() == 0:
+        print(*what, flush=True)
+
+
+def device(args: Namespace) -> torch.device:
+    """Where this process computes: `--device`, else a GPU (shared, if there are too few), else the CPU."""
+    if args.device is not None or not torch.cuda.is_available():
+        return torch.device(args.device or "cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def clip_one_device(model: nn.Module, max_norm: float) -> Tensor:
+    """torch's own clipping, called as `autotp.clip_grad_norm_` is."""
+    return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def fit(
+    model: nn.Module, batches: Callable[[int], Batch], args: Namespace, *, name: str, steps: int, clip: Clip
+) -> list[float]:
+    """The loss of each step, trained with AdamW; `model` is any module that gives a loss for tokens and labels.
+
+    Args:
+        batches: step -> tokens and labels.
+        steps: how many to take now; the schedule is that of all `args.steps`.
+        clip: clips the gradients in place to a norm.
+    """
+    torch.manual_seed(args.seed)  # The dropout of both runs starts here.
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, args.lr, total_steps=args.steps, pct_start=0.1, cycle_momentum=False
+    )
+    losses: list[float] = []
+    with progress(name, steps * args.batch * args.block) as bar:
+        for step in range(steps):
+            tokens, labels = to_device(batches(step), model)
+            loss = model(tokens, labels=labels)
+            optimizer.zero_grad()
+            loss.backward()
+            clip(model, MAX_NORM)
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+            bar.update(tokens.numel())
+    return losses
+
+
+def progress(name: str, tokens: int) -> tqdm:
+    """A bar that counts tokens, and so shows tokens a second; on the first rank only."""
+    return tqdm(total=tokens, desc=name, unit="tok", unit_scale=True, disable=rank() != 0, mininterval=0.5)
+
+
+def to_device(batch: Batch, model: nn.Module) -> Batch:
+    """The batch, where the model's parameters are."""
+    where = next(model.parameters()).device
+    return batch[0].to(where), batch[1].to(where)
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
+    """The mean loss over the batches, in nats a label, dropout off."""
+    model.eval()
+    total, count = 0.0, 0
+    for tokens, labels in batches:
+        found = int((labels >= 0).sum())
+        tokens, labels = to_device((tokens, labels), model)
+        total += float(model(tokens, labels=labels)) * found
+        count += found
+    return total / count
+
+
+def largest_difference(alone: list[float], together: list[float]) -> float:
+    """Between the two runs' losses, over the steps that both took."""
+    return max(abs(a - b) for a, b in zip(alone, together, strict=False))
+
+
+def report(args: Namespace, script: str, alone: list[float], together: list[float], held_out: float) -> float:
+    """Draws the loss curve and prints the figures; returns the largest difference between the two runs' losses."""
+    difference = largest_difference(alone, together)
+    if rank() == 0:
+        file = args.out / f"{script}.png"
+        plot(file, f"tp={world()}", alone, together, held_out)
+        print(f"loss curve                {file}")
+        print(f"largest difference        {difference:.1e} to a single process, first {len(alone)} steps")
+        print(f"held-out loss             {held_out:.3f} nats a byte", flush=True)
+    return difference
+
+
+def smooth(losses: list[float], window: int = 25) -> list[float]:
+    """The mean of each loss and the up to `window - 1` before it."""
+    sums = [0.0]
+    for loss in losses:
+        sums.append(sums[-1] + loss)
+    starts = (max(0, end - window) for end in range(1, len(sums)))
+    return [(sums[end] - sums[start]) / (end - start) for end, start in enumerate(starts, 1)]
+
+
+def plot(file: Path, name: str, alone: list[float], together: list[float], held_out: float) -> None:
+    """Draws the loss curve into `file`, and the first steps with the single-process run beside it."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # No display is needed.
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    left.plot(together, color="C0", alpha=0.25)
+    left.plot(smooth(together), color="C0", label=f"{name}, mean of 25 steps")
+    left.axhline(held_out, color="C2", linestyle=":", label=f"held out, at the end: {held_out:.3f}")
+    left.set(title="training loss", xlabel="step", ylabel="nats a byte")
+    left.legend()
+    right.plot(together[: len(alone)], color="C0", linewidth=5, alpha=0.4, label=name)
+    right.plot(alone, color="black", linestyle="--", linewidth=1.2, label="single process")
+    difference = largest_difference(alone, together)
+    right.set(title=f"the first {len(alone)} steps: at most {difference:.1e} apart", xlabel="step")
+    right.legend()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)

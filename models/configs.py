@@ -1,0 +1,26 @@
+"""The sizes that Megatron was published with: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053v4.
+
+GPT-2: table 2 for 355M, 2.5B and 8.3B, the models that were trained, and table 1, the scaling study, for 1.2B and 4.2B
+(table 1 also has the 8.3B, with 32 heads instead of 24). Sequences of 1,024 tokens (section 4.2) and GPT-2's own
+vocabulary of 50,257; the paper pads it to 51,200 so that 8 ranks divide it (section 5.1), for which there is no need.
+
+BERT: table 4, with the rearranged norm of figure 7, sequences of 512 and the original vocabulary of 30,522 (section
+4.2). What table 4 calls 336M is 334M in the encoder, and 336M with the pooler and both heads.
+"""
+
+from .bert import BERTConfig
+from .gpt import GPTConfig
+
+GPT_SIZES: dict[str, GPTConfig] = {
+    "355M": GPTConfig(n_layer=24, n_embd=1024, n_head=16),
+    "1.2B": GPTConfig(n_layer=40, n_embd=1536, n_head=16),
+    "2.5B": GPTConfig(n_layer=54, n_embd=1920, n_head=20),
+    "4.2B": GPTConfig(n_layer=64, n_embd=2304, n_head=24),
+    "8.3B": GPTConfig(n_layer=72, n_embd=3072, n_head=24),
+}
+
+BERT_SIZES: dict[str, BERTConfig] = {
+    "334M": BERTConfig(n_layer=24, n_embd=1024, n_head=16, norm="pre"),
+    "1.3B": BERTConfig(n_layer=24, n_embd=2048, n_head=32, norm="pre"),
+    "3.9B": BERTConfig(n_layer=48, n_embd=2560, n_head=40, norm="pre"),
+}

@@ -1,0 +1,139 @@
+"""What the tests share: functions run on real ranks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LAST_WORDS = 0.5  # seconds the other ranks have to answer once one has failed
+
+
+class Died(RuntimeError):
+    """A rank ended without an answer."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a rank returned, or what it raised and where."""
+
+    value: Any = None
+    error: BaseException | None = None
+    where: str = ""
+
+
+def run_ranks(
+    fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60, may_die: Sequence[int] = ()
+) -> list[Any]:
+    """What `fn(rank, n, *args)` returned on each of `n` real processes, by rank; None for one of `may_die` that died.
+
+    Within `fn`, a module-level function, the default process group is initialised (gloo, one thread a rank) and the
+    environment is as torchrun sets it. A rank that is done lives on until all are.
+
+    Args:
+        timeout: in seconds, for the whole run and for each collective.
+
+    Raises:
+        Exception: what a rank raised first, with its traceback there as the cause.
+        Died: a rank died.
+        TimeoutError: a rank was not done in time.
+    """
+    payload = pickle.dumps((fn, args))
+    with tempfile.TemporaryDirectory() as folder, _started(payload, n, folder, timeout) as ranks:
+        replies = _replies(ranks, time.monotonic() + timeout)
+    errors = {rank: reply.error for rank, reply in replies.items() if reply.error is not None}
+    failed = [rank for rank, error in errors.items() if not (isinstance(error, Died) and rank in may_die)]
+    if failed:  # a death counts before what it made the others raise
+        rank = min(failed, key=lambda rank: not isinstance(errors[rank], Died))
+        raise errors[rank] from RuntimeError(f"on rank {rank} of {n}:\n{replies[rank].where}")
+    late = [rank for rank in range(n) if rank not in replies]
+    if late:
+        raise TimeoutError(f"{fn.__name__}: ranks {late} of {n} not done in {timeout} s")
+    return [replies[rank].value for rank in range(n)]
+
+
+@contextmanager
+def _started(payload: bytes, n: int, folder: str, timeout: float) -> Iterator[list[tuple[BaseProcess, Connection]]]:
+    """The running ranks; these, and nothing else, are killed in the end."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "autotp"])
+    ranks: list[tuple[BaseProcess, Connection]] = []
+    try:
+        for rank in range(n):
+            here, there = context.Pipe()
+            process = context.Process(target=_rank, args=(payload, rank, n, folder, timeout, there), daemon=True)
+            process.start()
+            there.close()  # so that reading ends when the rank does
+            ranks.append((process, here))
+        yield ranks
+    finally:
+        for rank_and_pipe in ranks:
+            _end(*rank_and_pipe)
+
+
+def _end(process: BaseProcess, pipe: Connection) -> None:
+    pipe.close()
+    process.kill()
+    process.join()
+
+
+def _replies(ranks: list[tuple[BaseProcess, Connection]], deadline: float) -> dict[int, Reply]:
+    """What has come by `deadline`, or soon after the first failure, in order of arrival."""
+    silent = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
+    replies: dict[int, Reply] = {}
+    while silent and (left := deadline - time.monotonic()) > 0:
+        ready = wait(list(silent), left)
+        for pipe in [pipe for pipe in silent if pipe in ready]:
+            rank = silent.pop(pipe)
+            try:
+                replies[rank] = pickle.loads(pipe.recv_bytes())
+            except (EOFError, ConnectionError):
+                ranks[rank][0].join(LAST_WORDS)
+                replies[rank] = Reply(error=Died(f"rank {rank} of {len(ranks)}, exit code {ranks[rank][0].exitcode}"))
+            if replies[rank].error is not None:
+                deadline = min(deadline, time.monotonic() + LAST_WORDS)
+    return replies
+
+
+def _rank(payload: bytes, rank: int, n: int, folder: str, timeout: float, pipe: Connection) -> None:
+    try:
+        reply = pickle.dumps(Reply(_run(payload, rank, n, folder, timeout)))
+    except BaseException as error:
+        reply = _failure(error)
+    pipe.send_bytes(reply)
+    pipe.poll(None)  # the peers may still be reading from this rank
+
+
+def _run(payload: bytes, rank: int, n: int, folder: str, timeout: float) -> Any:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0, "OMP_NUM_THREADS": 1}
+    os.environ.update({name: str(value) for name, value in (place | rendezvous).items()})
+    torch.set_num_threads(1)
+    file = Path(folder, "rendezvous").as_uri()
+    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=n, timeout=timedelta(seconds=timeout))
+    fn, args = pickle.loads(payload)
+    return fn(rank, n, *args)
+
+
+def _failure(error: BaseException) -> bytes:
+    where = "".join(traceback.format_exception(error))
+    try:
+        reply = pickle.dumps(Reply(error=error, where=where))
+        pickle.loads(reply)
+    except Exception:  # an exception that cannot travel
+        return pickle.dumps(Reply(error=RuntimeError(repr(error)), where=where))
+    return reply
