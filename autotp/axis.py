@@ -120,7 +120,7 @@ def concat(parts: Sequence[Axis]) -> Axis:
 def unify(a: Axis, b: Axis) -> None:
     """Makes `a` and `b` one axis. What cannot be lined up is marked tangled: then neither is ever cut there."""
     a, b = find(a), find(b)
-    if a is b:
+    if a is b or a.size == b.size == Size(0):  # Of no positions nothing can be cut.
         return
     if a.size != b.size:
         tangle(a)
@@ -177,6 +177,24 @@ def holds(axis: Axis, leaf: Axis) -> bool:
 def touches(axis: Axis, leaf: Axis) -> bool:
     """True if `leaf` is anywhere in `axis`."""
     return any(find(leaf) is other for other in leaves(axis))
+
+
+def open_product(axis: Axis, leaf: Axis) -> tuple[Size, Size] | None:
+    """The sizes before and behind `leaf` in an axis that is a product around it (or is it); None for other axes."""
+    axis, leaf = find(axis), find(leaf)
+    if axis is leaf:
+        return ONE, ONE
+    if axis.kind != "product" or not holds(axis, leaf):
+        return None
+    before, inner, behind = ONE, None, ONE
+    for part in axis.parts:
+        if holds(part, leaf):
+            inner = open_product(part, leaf)
+        elif inner is None:
+            before = before * part.size
+        else:
+            behind = behind * part.size
+    return None if inner is None else (before * inner[0], inner[1] * behind)
 
 
 def _align_products(xs: list[Axis], ys: list[Axis]) -> None:

@@ -66,7 +66,7 @@ def _convert(name: str, x: Tensor, group: str | None, dim: int = 0, size: int = 
 
 
 def _apply(name: str, x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
-    out: Tensor = Conjugate.apply(name, x, group, dim, size, block)  # type: ignore[no-untyped-call]
+    out: Tensor = Conjugate.apply(name, x, group, dim, size, block)
     return out
 
 
@@ -142,7 +142,7 @@ def _reduce_scatter(x: Tensor, group: str, dim: int, size: int, block: int) -> T
     return communicate("reduce_scatter_tensor", parts, "sum", tp, group).narrow(dim, 0, stop - start).contiguous()
 
 
-# name: (forward, the conjugate that is its backward). Its rows are those of DESIGN.md, section 2. No gradient reaches "max".
+# name: (forward, the conjugate that is its backward), as in DESIGN.md, section 2. No gradient reaches "max".
 TABLE: dict[str, tuple[Callable[[Tensor, str, int, int, int], Tensor], str]] = {
     "copy": (_identity, "reduce"),
     "reduce": (_all_reduce, "copy"),
@@ -228,6 +228,6 @@ def _expect(x: Tensor, dim: int, length: int, group: str) -> None:
     if x.shape[dim] != length:
         rank, size = _seat(group)
         raise Error(
-            f"dimension {dim} of {list(x.shape)} has length {x.shape[dim]}, and on rank {rank} of {size} it should be {length}",
+            f"dimension {dim} of {list(x.shape)} should have length {length} on rank {rank} of {size}",
             **{"try": "pass the value as the parallel model returned it, with the global size of the cut dimension"},
         )

@@ -64,14 +64,20 @@ def exact_dropout(x: Tensor, p: float, shape: Sequence[int], dim: int, pieces: S
 
     Args:
         x: this rank's part.
-        shape: the global shape.
-        dim: the dimension that is cut.
+        shape: the global shape; dimensions that the cut lies inside of may be opened (`heads 64` for `heads*64`).
+        dim: the dimension of `shape` that is cut.
         pieces: this rank's (start, stop) ranges of it.
     """
-    order = sorted(range(x.dim()), key=lambda d: -x.stride(d)) if x.numel() else list(range(x.dim()))
+    order = _memory_order(x) if len(shape) == x.dim() else list(range(len(shape)))
     ones = torch.ones([shape[d] for d in order], dtype=x.dtype, device=x.device)
     noise = F.dropout(ones, p, True).permute([order.index(d) for d in range(len(order))])
-    return x * _local(noise, dim, pieces)
+    parts = [noise.narrow(dim, a, b - a) for a, b in pieces] or [noise.narrow(dim, 0, 0)]
+    return x * torch.cat(parts, dim).reshape(x.shape)
+
+
+def _memory_order(x: Tensor) -> list[int]:
+    """The dimensions as they lie in memory, outermost first: a mask is drawn in that order."""
+    return sorted(range(x.dim()), key=lambda d: (-x.stride(d), d)) if x.numel() else list(range(x.dim()))
 
 
 def fast_dropout(x: Tensor, p: float, rank: int) -> Tensor:
@@ -114,11 +120,6 @@ def _weights(
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     return torch.ops.aten._safe_softmax.default(scores, -1), value
-
-
-def _local(full: Tensor, dim: int, pieces: Sequence[tuple[int, int]]) -> Tensor:
-    parts = [full.narrow(dim, a, b - a) for a, b in pieces]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else full.narrow(dim, 0, 0)
 
 
 @torch.library.custom_op("autotp::keep", mutates_args=())

@@ -5,18 +5,18 @@
     "b s (n d) -> b s n d"                         a view
     "b (q | k | v) -> b q, b k, b v"               a split
 
-One term for each tensor operand (a trailing or absent optional operand drops its term), one for each output.
+One term for each tensor operand (an absent optional operand drops its term), one for each output.
 A factor in inputs and outputs is passed through; one missing from the outputs is reduced; one missing from
 the inputs is introduced. `name^` needs replication at this operator. `name!` can be cut, but only in the
-operator's own parallel form (`passes/expand.py`, `passes/localize.py`). `(a b)` is a product, major to minor,
-`(a | b)` a concatenation, `*` the leading dimensions broadcast as pointwise operators do, `1` a dimension
-without a factor.
+operator's own parallel form (`passes/expand.py`, `passes/lower.py`). `(a b)` is a product, major to minor,
+`(a | b)` a concatenation (`(h | h)`: of two parts that are cut together), `*` the leading dimensions broadcast
+as pointwise operators do, `1` a dimension without a factor, `()` a tensor without dimensions.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
@@ -96,11 +96,11 @@ class Rule:
         named = {"each": tuple((i,) for i in everyone), "all": (everyone,)}
         groups = named[linear] if isinstance(linear, str) else linear
         known = {name: Size.of(size) for name, size in sizes.items()}
-        return Rule(ins, outs, known, tuple(frozenset(group) for group in groups), reducer)
+        return Rule(ins, outs, known, tuple(frozenset(group) for group in groups if group), reducer)
 
     def __str__(self) -> str:
-        sides = (", ".join(" ".join(map(str, term)) for term in side) for side in (self.ins, self.outs))
-        return " -> ".join(sides)
+        ins, outs = (", ".join(" ".join(map(str, term)) or "()" for term in side) for side in (self.ins, self.outs))
+        return f"{ins} -> {outs}" if ins else f"-> {outs}"
 
 
 @lru_cache(maxsize=4096)
@@ -113,11 +113,24 @@ def parse(text: str) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
     return (ins if sides[0].strip() else ()), outs
 
 
+def spell(ins: Iterable[Sequence[str]], outs: Iterable[Sequence[str]]) -> str:
+    """The factor string of terms given dimension by dimension: `[["a", "b"], []], [["a"]]` is `a b, () -> a`."""
+    left, right = (", ".join(" ".join(term) or "()" for term in side) for side in (ins, outs))
+    return f"{left} -> {right}"
+
+
 def names(expr: Expr) -> list[Name]:
     """All factors in an expression, in order, `1` and `*` left out."""
     if isinstance(expr, Group):
         return [name for part in expr.parts for name in names(part)]
     return [] if expr in (STAR, UNIT) else [expr]
+
+
+def _spread(expr: Expr) -> list[set[str]]:
+    """The factor names in an expression, in sets that may not overlap: the parts of a concatenation count as one."""
+    if isinstance(expr, Group) and expr.kind == "product":
+        return [found for part in expr.parts for found in _spread(part)]
+    return [{name.name for name in names(expr)}]
 
 
 def _malformed(text: str, expected: str) -> Error:
@@ -145,12 +158,22 @@ class _Parser:
         return tokens
 
     def term(self) -> Term:
+        if self.tokens == ["(", ")"]:
+            return ()
         exprs = []
         while self.tokens:
             exprs.append(self.expr())
         if sum(expr == STAR for expr in exprs) > 1:
             raise _malformed(self.text, "at most one `*` in a term")
+        self._check_distinct([part for expr in exprs for part in _spread(expr)])
         return tuple(exprs)
+
+    def _check_distinct(self, parts: list[set[str]]) -> None:
+        seen: set[str] = set()
+        for part in parts:
+            if seen & part:
+                raise _malformed(self.text, f"`{min(seen & part)}` once in a term: only parts joined by `|` may share it")
+            seen |= part
 
     def expr(self) -> Expr:
         token = self.tokens.pop(0)
@@ -171,7 +194,7 @@ class _Parser:
         if not self.tokens:
             raise _malformed(self.text, "`)` for every `(`")
         self.tokens.pop(0)
-        if not all(parts) or STAR in [expr for part in parts for expr in part]:
-            raise _malformed(self.text, "factors on both sides of `|` and inside `( )`, none of them `*`")
+        if not all(parts) or any(expr in (STAR, UNIT) for part in parts for expr in part):
+            raise _malformed(self.text, "factors on both sides of `|` and inside `( )`, none of them `*` or `1`")
         joined = [part[0] if len(part) == 1 else Group("product", tuple(part)) for part in parts]
         return joined[0] if len(joined) == 1 else Group("concat", tuple(joined))

@@ -18,7 +18,8 @@ from autotp.passes.expand import expand
 from autotp.passes.flow import flow, needs_grad
 from autotp.passes.functionalize import functionalize
 from autotp.passes.inline import inline
-from autotp.passes.lower import Target, lower
+from autotp.passes.local import Target
+from autotp.passes.lower import lower
 from autotp.passes.match import match
 from autotp.passes.plan import Decision, decide, decide_as
 from autotp.placement import Shard

@@ -1,0 +1,81 @@
+"""exchange: the conjugates that move a value along a leaf, wherever in a dimension the leaf lies.
+
+    Before: gather of f32[b, s, (q: heads@tp x 64 | k: ... | v: ...)] along heads
+    After:  split; gather each part in whole heads; cat
+
+A collective moves contiguous blocks of one dimension. A leaf that is major in its dimension is that already; inside
+a product it is made so by a view, in a concatenation each part is moved by itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.axis import ONE, Axis, Size, find, holds
+from autotp.collectives import reduce_scatter, scatter
+from autotp.passes.local import Local
+
+aten = torch.ops.aten
+Conjugate = Callable[..., Any]
+
+
+def exchange(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: Conjugate) -> fx.Node:
+    """`kind` applied to `x`, whose dimension `dim` is `axis`, along the `leaf` inside it."""
+    axis, leaf = find(axis), find(leaf)
+    if axis is leaf:
+        return _blocks(local, x, leaf, dim, kind, leaf.size.number, 1)
+    if axis.kind == "concat":
+        return _parts(local, x, axis, leaf, dim, kind)
+    at = next(i for i, part in enumerate(axis.parts) if holds(part, leaf))
+    minor = ONE
+    for part in axis.parts[at + 1 :]:
+        minor = minor * part.size
+    if at == 0 and find(axis.parts[0]) is leaf and not minor.symbols:
+        return _blocks(local, x, leaf, dim, kind, axis.size.number, minor.number)
+    return _inside(local, x, axis.parts[at], minor, leaf, dim, kind)
+
+
+def _inward(kind: Conjugate) -> bool:
+    """True for a conjugate that cuts, false for one that puts together."""
+    return kind in (scatter, reduce_scatter)
+
+
+def _blocks(local: Local, x: fx.Node, leaf: Axis, dim: int, kind: Conjugate, size: int, block: int) -> fx.Node:
+    """The collective itself: `size` elements along `dim`, of which whole blocks belong together."""
+    args = (dim, size) if block == 1 else (dim, size, block)
+    new = local.builder.raw(kind, (x, local.to.axis, *args))
+    length = local.to.length(leaf) * block if _inward(kind) else size
+    new.meta["val"] = local.resized(x.meta["val"], dim, length)
+    return new
+
+
+def _parts(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: Conjugate) -> fx.Node:
+    """Each part of a concatenation by itself."""
+    lengths = [local.local_size(part.size, part, None if _inward(kind) else leaf) for part in axis.parts]
+    pieces = local.builder.raw(aten.split_with_sizes.default, (x, lengths, dim))
+    pieces.meta["val"] = [local.resized(x.meta["val"], dim, n) for n in lengths]
+    moved = []
+    for i, part in enumerate(axis.parts):
+        piece = local.builder.raw(operator.getitem, (pieces, i))
+        piece.meta["val"] = pieces.meta["val"][i]
+        moved.append(exchange(local, piece, part, leaf, dim, kind))
+    whole = local.builder.raw(aten.cat.default, (moved, dim))
+    whole.meta["val"] = local.resized(x.meta["val"], dim, sum(m.meta["val"].shape[dim] for m in moved))
+    return whole
+
+
+def _inside(local: Local, x: fx.Node, part: Axis, minor: Size, leaf: Axis, dim: int, kind: Conjugate) -> fx.Node:
+    """Splits a product into what is before the part that has the leaf, the part, and what is behind; moves the part."""
+    middle = local.local_size(part.size, part, None if _inward(kind) else leaf)
+    behind = local.size(minor)
+    whole, inner = local.size(x.meta["val"].shape[dim]), local.times(middle, behind)
+    both = isinstance(whole, int) and isinstance(inner, int)
+    before = (whole // inner if inner else 0) if both else local.call(operator.floordiv, whole, inner)
+    split = local.builder.call(aten.unflatten.int, x, dim, [before, middle, behind])
+    moved = exchange(local, split, part, leaf, dim + 1, kind)
+    return local.builder.call(aten.flatten.using_ints, moved, dim, dim + 2)

@@ -1,0 +1,117 @@
+"""What one rank has of sizes and values: shared by the passes that make its graph."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from autotp.axis import ONE, Axis, Size, find, touches
+from autotp.builder import Builder
+from autotp.errors import Error
+from autotp.layout import ranges
+from autotp.partition import chunk_bounds
+from autotp.source import line_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Target:
+    """Whose graph is made.
+
+    Attributes:
+        axis: the mesh axis's name.
+        tp, rank: its size, and the place of this rank on it.
+        randomness: "exact" draws the masks one device would, "fast" masks of the rank's own.
+        local_outputs: output positions that stay cut; the others are gathered.
+    """
+
+    axis: str
+    tp: int
+    rank: int
+    randomness: Literal["exact", "fast"] = "fast"
+    local_outputs: frozenset[int] = frozenset()
+
+    def chunk(self, leaf: Axis) -> tuple[int, int]:
+        """Where this rank's part of a leaf starts and stops."""
+        return chunk_bounds(find(leaf).size.number, self.tp, self.rank)
+
+    def length(self, leaf: Axis) -> int:
+        """How many positions of a leaf this rank has."""
+        start, stop = self.chunk(leaf)
+        return stop - start
+
+
+class Local:
+    """Sizes and example values of one rank, as numbers or as nodes of its graph."""
+
+    def __init__(self, builder: Builder, to: Target) -> None:
+        self.builder, self.to = builder, to
+        self.symbols: dict[str, tuple[fx.Node, int]] = {}
+
+    def learn(self, node: fx.Node) -> None:
+        """Remembers which symbolic sizes a placeholder shows."""
+        value = node.meta.get("val")
+        for d, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if not isinstance(size, int) and size.node.expr.is_Symbol:
+                self.symbols.setdefault(str(size.node.expr), (node, d))
+
+    # ---- sizes as arguments: numbers, or nodes that compute them from the inputs' sizes
+
+    def size(self, size: Any) -> Any:
+        """A global size."""
+        found: Any = Size.of(size).number
+        for symbol in Size.of(size).symbols:
+            if symbol not in self.symbols:
+                at = line_of(self.builder.origin) if self.builder.origin else "?"
+                raise Error(f"the size {Size.of(size)} cannot be computed from the inputs' shapes", at=at)
+            source, d = self.symbols[symbol]
+            found = self.times(found, self.call(aten.sym_size.int, source, d))
+        return found
+
+    def local_size(self, size: Any, axis: Axis, leaf: Axis | None) -> Any:
+        """The size of a dimension of a local tensor, which is `axis` and `size` globally."""
+        if leaf is None or not touches(axis, leaf):
+            return self.size(size)
+        if not find(axis).size.symbols:
+            return sum(b - a for a, b in ranges(axis, leaf, self.to.tp, self.to.rank))
+        rest = find(axis).size.divided(find(leaf).size) or ONE
+        return self.times(self.to.length(leaf), self.size(rest))
+
+    def times(self, a: Any, b: Any) -> Any:
+        if isinstance(a, int) and isinstance(b, int):
+            return a * b
+        return b if a == 1 else a if b == 1 else self.call(operator.mul, a, b)
+
+    def call(self, target: Any, *args: Any) -> fx.Node:
+        """A call that gives a size."""
+        values = fx.map_arg(args, lambda n: n.meta["val"])
+        new = self.builder.raw(target, args)
+        new.meta["val"] = values[0].shape[values[1]] if target is aten.sym_size.int else target(*values)
+        return new
+
+    # ---- example values
+
+    def value(self, value: torch.Tensor, dims: tuple[Axis, ...], leaf: Axis) -> torch.Tensor:
+        """A global example value with the cut dimension local."""
+        shape = []
+        for size, axis in zip(value.shape, dims, strict=True):
+            if not touches(axis, leaf):
+                shape.append(size)
+            elif isinstance(size, int):
+                shape.append(sum(b - a for a, b in ranges(axis, leaf, self.to.tp, self.to.rank)))
+            else:
+                shape.append(size // find(leaf).size.number * self.to.length(leaf))
+        return self.empty(shape, value)
+
+    def resized(self, value: torch.Tensor, dim: int, length: Any) -> torch.Tensor:
+        """An example value with another length along `dim`."""
+        return self.empty([length if d == dim else n for d, n in enumerate(value.shape)], value)
+
+    def empty(self, shape: list[Any], like: torch.Tensor) -> torch.Tensor:
+        with self.builder.mode:
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
