@@ -90,6 +90,11 @@ def _operands(node: fx.Node) -> Iterator[fx.Node | None]:
             yield from (v if v is None or is_tensor(v) else None for v in value)
 
 
+def draws(node: fx.Node) -> bool:
+    """True for a call that takes numbers from the random stream."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or hasattr(node.target, "draws")
+
+
 def is_tensor(value: Any) -> bool:
     """True for a node that stands for a tensor."""
     return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)

@@ -162,9 +162,9 @@ def communicate(name: str, *args: Any) -> Tensor:
     """
     ops = torch.ops._c10d_functional
     if torch.compiler.is_compiling():
-        return ops.wait_tensor(getattr(ops, name)(*args))  # type: ignore[no-any-return]
+        return ops.wait_tensor(getattr(ops, name)(*args))
     try:
-        return ops.wait_tensor(getattr(ops, name)(*args))  # type: ignore[no-any-return]
+        return ops.wait_tensor(getattr(ops, name)(*args))
     except RuntimeError as error:
         raise peer_error(name, args[-1], error) or error from error
 

@@ -122,6 +122,10 @@ def _weights(
     return torch.ops.aten._safe_softmax.default(scores, -1), value
 
 
+for _random in (exact_dropout, fast_dropout, exact_attention, fast_attention):
+    _random.draws = True  # type: ignore[attr-defined]  Read by `call.draws`: passes keep these, in order.
+
+
 @torch.library.custom_op("autotp::keep", mutates_args=())
 def keep(x: Tensor, p: float, rank: int) -> Tensor:
     """A mask like `x`, true with probability `1 - p`, from a stream of this rank's own.

@@ -13,6 +13,7 @@ from autotp.layout import Layout, layout_of
 from autotp.passes.axes import Axes, infer_axes
 from autotp.passes.canonicalize import canonicalize
 from autotp.passes.capture import Captured, capture
+from autotp.passes.clean import clean
 from autotp.passes.defer import defer
 from autotp.passes.expand import expand
 from autotp.passes.flow import flow, needs_grad
@@ -89,7 +90,7 @@ def analyse(
 def rank_graph(analysis: Analysis, rank: int, randomness: Literal["exact", "fast"], axis: str = "tp") -> fx.Graph:
     """The lowered graph of one rank."""
     to = Target(axis, analysis.tp, rank, randomness, frozenset(analysis.local_outputs))
-    return lower(analysis.graph, analysis.axes, analysis.decision, analysis.differentiable, to)
+    return clean(lower(analysis.graph, analysis.axes, analysis.decision, analysis.differentiable, to))
 
 
 def _sources(graph: fx.Graph, captured: Captured) -> frozenset[fx.Node]:

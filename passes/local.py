@@ -52,6 +52,7 @@ class Local:
     def __init__(self, builder: Builder, to: Target) -> None:
         self.builder, self.to = builder, to
         self.symbols: dict[str, tuple[fx.Node, int]] = {}
+        self.read: dict[str, fx.Node] = {}
 
     def learn(self, node: fx.Node) -> None:
         """Remembers which symbolic sizes a placeholder shows."""
@@ -66,12 +67,16 @@ class Local:
         """A global size."""
         found: Any = Size.of(size).number
         for symbol in Size.of(size).symbols:
-            if symbol not in self.symbols:
-                at = line_of(self.builder.origin) if self.builder.origin else "?"
-                raise Error(f"the size {Size.of(size)} cannot be computed from the inputs' shapes", at=at)
-            source, d = self.symbols[symbol]
-            found = self.times(found, self.call(aten.sym_size.int, source, d))
+            if symbol not in self.read:
+                self.read[symbol] = self._symbol(symbol)
+            found = self.times(found, self.read[symbol])
         return found
+
+    def _symbol(self, symbol: str) -> fx.Node:
+        if symbol not in self.symbols:
+            at = line_of(self.builder.origin) if self.builder.origin else "?"
+            raise Error(f"the size {symbol} cannot be computed from the inputs' shapes", at=at)
+        return self.call(aten.sym_size.int, *self.symbols[symbol])
 
     def local_size(self, size: Any, axis: Axis, leaf: Axis | None) -> Any:
         """The size of a dimension of a local tensor, which is `axis` and `size` globally."""

@@ -1,0 +1,82 @@
+"""clean: what no rank needs any more goes, and a bias that no reduction waits for goes back into its product.
+
+    Before: y = linear(x, w); z = add(y, b)                After: z = linear(x, w, b)
+    Before: p = reduce(linear(x, w)); z = add(p, b)        After: the same (NOTE [Why the bias leaves the linear])
+    Before: m = le(a, b), which nothing reads              After: nothing
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.builder import Builder, fake_mode_of
+from autotp.call import draws, outputs_of
+
+aten = torch.ops.aten
+
+
+def clean(graph: fx.Graph) -> fx.Graph:
+    """The same function and the same collectives, without dead operators and with biases inside their products."""
+    builder = Builder(fake_mode_of(graph))
+    live = _live(graph)
+    joined = {node: product for node in graph.nodes if (product := _product(node)) is not None}
+    inside = set(joined.values())
+    for node in graph.nodes:
+        builder.origin = node
+        if node in joined:
+            builder.env[node] = _with_bias(builder, node, joined[node])
+        elif node in live and node not in inside:
+            builder.copy(node)
+    return builder.graph
+
+
+def _with_bias(builder: Builder, add: fx.Node, product: fx.Node) -> fx.Node:
+    bias = builder.env[next(arg for arg in add.args if arg is not product)]
+    x, w = builder.map(product.args[:2])
+    op, args = (aten.linear.default, (x, w, bias)) if product.target is aten.linear.default else (aten.addmm.default, (bias, x, w))
+    new = builder.raw(op, args)
+    new.meta["val"] = add.meta["val"]
+    return new
+
+
+def _product(node: fx.Node) -> fx.Node | None:
+    """The product that a sum adds a bias of one dimension to, if nothing else reads it."""
+    if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
+        return None
+    for product, bias in (node.args, reversed(node.args)):
+        if _is_product(product) and len(product.users) == 1 and _is_bias(bias, product, node):  # type: ignore[union-attr]
+            return product  # type: ignore[return-value]
+    return None
+
+
+def _is_product(node: Any) -> bool:
+    bare = {aten.linear.default: 2, aten.mm.default: 2}
+    return isinstance(node, fx.Node) and node.target in bare and len(node.args) == 2
+
+
+def _is_bias(bias: Any, product: Any, add: fx.Node) -> bool:
+    """True for a vector along the product's last dimension that exists before the product does."""
+    if not isinstance(bias, fx.Node) or bias.op != "placeholder":
+        return False
+    vector, matrix = bias.meta["val"], product.meta["val"]
+    same = vector.dtype == matrix.dtype == add.meta["val"].dtype
+    return vector.dim() == 1 and same and matrix.dim() >= 2 and vector.shape[0] == matrix.shape[-1]
+
+
+def _live(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that the outputs need, and those that do more than give a value: inputs, regions, random draws."""
+    live: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node in live or node.op in ("placeholder", "output") or not outputs_of(node) and _acts(node) or draws(node):
+            live.add(node)
+            live.update(node.all_input_nodes)
+    return live
+
+
+def _acts(node: fx.Node) -> bool:
+    """True for a call for its effect: it gives neither a tensor nor a size."""
+    return node.op == "call_function" and not isinstance(node.meta.get("val"), torch.Tensor | torch.SymInt | int | list | tuple)
+
