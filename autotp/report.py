@@ -146,7 +146,8 @@ def _cut(name: str, node: fx.Node, layout: Layout, analysis: Analysis) -> Cut:
             forward = "all-reduce"
         elif factor is not None and str(reader.target).startswith(CONTRACTIONS):
             backward = "all-reduce"
-    why = f"{chosen.name}: {chosen.pattern}" if chosen.name else "its use divides"
+    size = find(leaf).size
+    why = f"{size} {chosen.name}: {chosen.pattern}" if chosen.name else f"an axis of {size} that all its readers divide"
     return Cut(name, layout, forward, backward, why)
 
 
@@ -189,20 +190,15 @@ def _unknown(analysis: Analysis) -> Iterator[Whole]:
 def _lines(plan: Plan) -> Iterator[str]:
     yield f"{plan.model} on tp={plan.tp}"
     yield ""
-    rows = [
-        (_template(c.name), f"{_shape(c.layout)}", c.forward, c.backward, c.why) for c in plan.cuts
-    ]
-    yield from _table(("cut", "shape", "forward", "backward", "why"), _folded(plan.cuts, rows))
-    yield ""
-    kept = [(_template(w.name), str(list(w.shape)).replace("'", ""), w.reason, w.at) for w in plan.whole]
-    if kept:
-        yield from _table(("whole", "shape", "why", "at"), _folded(plan.whole, kept))
+    if plan.cuts:
+        cuts = [(c.name, (str(c.layout), c.forward, c.backward, c.why)) for c in plan.cuts]
+        yield from _table(("cut", "shape", "forward", "backward", "why"), _folded(cuts))
+        yield ""
+    if plan.whole:
+        whole = [(w.name, (str(list(w.shape)).replace("'", ""), w.reason, w.at.split("  ")[0])) for w in plan.whole]
+        yield from _table(("whole on every rank", "shape", "why", "at"), _folded(whole))
         yield ""
     yield from _totals(plan)
-
-
-def _shape(layout: Layout) -> str:
-    return str(layout)
 
 
 def _totals(plan: Plan) -> Iterator[str]:
@@ -223,19 +219,19 @@ def _size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def _template(name: str) -> str:
-    return re.sub(r"\d+", "#", name)
+def _folded(rows: list[tuple[str, tuple[str, ...]]]) -> list[tuple[str, ...]]:
+    """Rows that differ in their layer numbers only as one row, the numbers as a range; then in their last names only."""
+    layers: dict[tuple[str, ...], list[list[int]]] = {}
+    for name, rest in rows:
+        layers.setdefault((re.sub(r"\d+", "#", name), *rest), []).append([int(n) for n in re.findall(r"\d+", name)])
+    ends: dict[tuple[str, ...], list[str]] = {}
+    for (template, *rest), numbers in layers.items():
+        above, dot, last = _numbered(template, numbers).rpartition(".")
+        ends.setdefault((above + dot, *rest), []).append(last)
+    return [(above + (lasts[0] if len(lasts) == 1 else "{" + ",".join(lasts) + "}"), *rest) for (above, *rest), lasts in ends.items()]
 
 
-def _folded(items: Iterable[Any], rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Rows that differ in their layer numbers only, as one row with the numbers as a range."""
-    numbers: dict[tuple[str, ...], list[list[int]]] = {}
-    for item, row in zip(items, rows, strict=True):
-        numbers.setdefault(row, []).append([int(n) for n in re.findall(r"\d+", item.name)])
-    return [(_named(row[0], found), *row[1:]) for row, found in numbers.items()]
-
-
-def _named(template: str, found: list[list[int]]) -> str:
+def _numbered(template: str, found: list[list[int]]) -> str:
     """The template with each number, or the range of numbers, in its place."""
     for column in zip(*found, strict=True):
         template = template.replace("#", _range(sorted(set(column))), 1)

@@ -73,7 +73,13 @@ class Bound:
         found = [factor for factor in self.factors if touches(factor.axis, leaf)]
         if not found or any(factor.mark == "^" or not holds(factor.axis, leaf) for factor in found):
             return None
-        return found[0] if len(found) == 1 else self._siblings(found, leaf)
+        factor = found[0] if len(found) == 1 else self._siblings(found, leaf)
+        return factor if factor is not None and self._held(factor, leaf) else None
+
+    def _held(self, factor: Factor, leaf: Axis) -> bool:
+        """True if cutting `leaf` cuts every dimension that has the factor; of a concatenation it may cut a part only."""
+        places = ((self.dims[0], factor.ins), (self.dims[1], factor.outs))
+        return all(holds(dims[at][d], leaf) for dims, place in places for at, d in place.items())
 
     def _siblings(self, found: list[Factor], leaf: Axis) -> Factor | None:
         ins = set.intersection(*(set(factor.ins.items()) for factor in found))
@@ -166,6 +172,8 @@ def _unify_terms(rule: Rule, ins: list[Dims], outs: list[Dims]) -> tuple[Factor,
     for expr, axis in pairs:
         if isinstance(expr, Name) and expr != UNIT:
             unify(known.setdefault(expr.name, axis), axis)
+    for expr in (expr for term in (*rule.ins, *rule.outs) for expr in term if isinstance(expr, Name)):
+        known.setdefault(expr.name, Axis(ONE))  # Of one element wherever it stands alone: it may be part of a group.
     for expr, axis in sorted(pairs, key=lambda pair: _unknown_parts(pair[0], known)):
         if isinstance(expr, Group):
             unify(_build(expr, find(axis).size, known), axis)
@@ -195,11 +203,15 @@ def _unknown_parts(expr: Expr, known: dict[str, Axis]) -> int:
 
 
 def _build(expr: Expr, size: Size, known: dict[str, Axis]) -> Axis:
-    """The axis that an expression spells, whose size is known; at most one factor of a product may be new."""
+    """The axis that an expression spells, whose size is known; at most one factor in a group may be new."""
     if isinstance(expr, Name):
         return known.setdefault(expr.name, Axis(size))
     if expr.kind == "concat":
-        return concat([_build(part, _size(part, known) or size, known) for part in expr.parts])
+        inner = [_size(part, known) for part in expr.parts]
+        if size.symbols or any(n.symbols for n in inner if n):
+            return Axis(size, tangled=True)
+        others = Size(size.number - sum(n.number for n in inner if n))
+        return concat([_build(part, n or others, known) for part, n in zip(expr.parts, inner, strict=True)])
     rest: Size | None = size
     for part in expr.parts:
         inner = _size(part, known)

@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
-from autotp.axis import Axis, find, leaves
+from autotp.axis import Axis, find, leaves, touches
 from autotp.passes.axes import Axes, Factor
 
 aten = torch.ops.aten
@@ -33,6 +33,7 @@ class Candidate:
         parameters: the parameters that have it.
         name: heads, kv_heads, group, width, vocab; or "" where nothing was recognised.
         pattern: what was recognised, for the plan's reader.
+        hub: True if its weights lead to more than two other axes, as those of the residual stream do.
         weights: those of `parameters` that a product or a lookup of the model's inputs reads; the cut is for their sake.
     """
 
@@ -42,11 +43,12 @@ class Candidate:
     name: str = ""
     pattern: str = ""
     weights: list[fx.Node] = field(default_factory=list)
+    hub: bool = False
 
     @property
     def core(self) -> bool:
-        """True for the axes of a transformer block, which are always cut."""
-        return self.pattern in (ATTENTION, MLP)
+        """True for the axes inside a transformer block, which are always cut."""
+        return self.pattern in (ATTENTION, MLP) and not self.hub
 
 
 def match(graph: fx.Graph, axes: Axes, parameters: Mapping[str, str], inputs: Collection[str]) -> list[Candidate]:
@@ -73,6 +75,7 @@ def match(graph: fx.Graph, axes: Axes, parameters: Mapping[str, str], inputs: Co
     for candidate in found.values():
         candidate.name, candidate.pattern = _recognised(candidate, axes, inputs)
         candidate.weights = _weights(candidate, axes)
+        candidate.hub = len(_partners(candidate, axes)) > 2
     return [candidate for candidate in found.values() if candidate.nodes]
 
 
@@ -95,12 +98,21 @@ def _recognised(candidate: Candidate, axes: Axes, inputs: Collection[str]) -> tu
 def _closed(candidate: Candidate) -> bool:
     """True if whatever is cut is read by operators that can be cut, too: nothing has to be gathered on the way."""
     nodes = {node for node, _ in candidate.nodes}
-    return all(user in nodes or _only_sized(user) for node, factor in candidate.nodes if factor.outs for user in node.users)
+    return all(reader in nodes for node, factor in candidate.nodes if factor.outs for reader in readers(node))
 
 
-def _only_sized(node: fx.Node) -> bool:
-    """True for a reader of sizes, and for a getitem: its readers are asked instead."""
-    return not isinstance(node.meta.get("val"), torch.Tensor) or node.target is operator.getitem
+def readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The operators that read a value's elements (not only its sizes), those of a tuple's items included."""
+    for user in node.users:
+        if user.target is operator.getitem:
+            yield from readers(user)
+        elif user.op == "output" or isinstance(user.meta.get("val"), torch.Tensor | list | tuple):
+            yield user
+
+
+def maker(node: fx.Node) -> fx.Node:
+    """The operator that makes a value: for an item of a tuple, that of the tuple."""
+    return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
 
 
 def _in_loss(kinds: list[tuple[str, Factor]]) -> bool:
@@ -121,6 +133,12 @@ def _weights(candidate: Candidate, axes: Axes) -> list[fx.Node]:
         if product or (candidate.name == "vocab" and str(node.target).startswith(LOOKUPS)):
             read |= {_root(axes.bound[node].operands[i]) for i in factor.ins}
     return [parameter for parameter in candidate.parameters if parameter in read]
+
+
+def _partners(candidate: Candidate, axes: Axes) -> set[Axis]:
+    """The axes that the candidate's weights lead to."""
+    others = (find(axis) for weight in candidate.weights for axis in axes.of(weight))
+    return {axis for axis in others if not touches(axis, candidate.leaf)}
 
 
 def _root(node: fx.Node) -> fx.Node:

@@ -3,9 +3,9 @@
     Before: candidates heads (h.0), width (h.0), vocab, hidden, ...
     After:  cuts {linear: heads, attention: heads, ...}, held {c_attn.weight: heads, ...}; hidden is not cut
 
-The choice is greedy: what divides most weights for its communication comes first, and is taken if it was
-recognised or is worth it. So the heads, the width and the vocabulary come before the hidden axis, which every
-weight has and which would be exchanged at every turn. An operator is cut along one leaf at most.
+The choice is greedy: heads and widths come first, then what divides most weights for its communication, which is
+taken if it is worth it. So the hidden axis, which every weight has and which would be exchanged at every turn,
+comes last, when nothing is left to divide. An operator is cut along one leaf at most.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import fx
 from autotp.axis import Axis, Size, find
 from autotp.layout import Layout, layout_of
 from autotp.passes.axes import Axes
-from autotp.passes.match import Candidate
+from autotp.passes.match import Candidate, maker, readers
 
 NOMINAL = 512
 """The length assumed of a symbolic dimension (batch, sequence) when communication is weighed."""
@@ -59,13 +59,17 @@ def decide(axes: Axes, candidates: list[Candidate], trainable: Collection[fx.Nod
         """Elements of weights divided for each element exchanged per token."""
         return _gain(candidate, decision, tp) * NOMINAL**2 / max(_cost(candidate, decision, axes, trainable), 1)
 
-    queue = [(-worth(candidate), i) for i, candidate in enumerate(candidates)]
+    def key(i: int) -> tuple[bool, float, int]:
+        return not candidates[i].core, -worth(candidates[i]), i
+
+    queue = [key(i) for i in range(len(candidates))]
     heapify(queue)
     while queue:
-        stale, i = heappop(queue)
+        stale = heappop(queue)
+        i = stale[-1]
         now = worth(candidates[i])
-        if -now > stale and queue and -now > queue[0][0]:  # It lost to what was cut since: to the back.
-            heappush(queue, (-now, i))
+        if queue and key(i) > max(stale, queue[0]):  # It lost to what was cut since: it queues again.
+            heappush(queue, key(i))
         elif _acceptable(candidates[i], now, _gain(candidates[i], decision, tp), total):
             accept(candidates[i], decision)
     return decision
@@ -129,9 +133,9 @@ def _cost(candidate: Candidate, decision: Decision, axes: Axes, trainable: Colle
         for i, operand in enumerate(axes.bound[node].operands):
             if i not in factor.ins and operand in trainable and operand.op != "placeholder":
                 copied.add(operand)
-            if i in factor.ins and operand not in free and operand.op != "placeholder":
+            if i in factor.ins and maker(operand) not in free and operand.op != "placeholder":
                 moved.add(operand)
-        if factor.outs and any(user not in free for user in node.users):
+        if factor.outs and any(reader not in free for reader in readers(node)):
             moved.add(node)
     return sum(elements(node) for node in [*summed, *copied, *moved])
 
