@@ -1,6 +1,6 @@
 """bind: a lowered graph names its mesh axis and the device it was captured on; here it gets the real ones.
 
-    Before: reduce(x, "tp"); arange(n, device="meta")      After: reduce(x, "5"); arange(n, device="cuda:1")
+    Before: reduce(x, "tp"); arange(n, device="cpu")       After: reduce(x, "5"); arange(n, device="cuda:1")
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import torch
 from torch import fx
 
 from autotp.lockstep import COLLECTIVES
+from autotp.passes.capture import DEVICE
 from autotp.regions import enter_autocast
 
-META = torch.device("meta")
+CAPTURED = torch.device(DEVICE)
 
 
 def bind(graph: fx.Graph, device: torch.device, groups: Mapping[str, str | None]) -> fx.Graph:
@@ -23,9 +24,9 @@ def bind(graph: fx.Graph, device: torch.device, groups: Mapping[str, str | None]
     for node in graph.nodes:
         new = bound.node_copy(node, lambda old: env[old])
         env[node] = new
-        new.args = fx.node.map_aggregate(new.args, lambda a: device if a == META else a)
-        new.kwargs = fx.node.map_aggregate(new.kwargs, lambda a: device if a == META else a)
-        if new.target is enter_autocast and new.args[0] == "meta":
+        new.args = fx.node.map_aggregate(new.args, lambda a: device if a == CAPTURED else a)
+        new.kwargs = fx.node.map_aggregate(new.kwargs, lambda a: device if a == CAPTURED else a)
+        if new.target is enter_autocast and new.args[0] == DEVICE:
             new.args = (device.type, *new.args[1:])
         if node.target in COLLECTIVES and node.args[1] in groups:
             new.args = (new.args[0], groups[str(node.args[1])], *new.args[2:])

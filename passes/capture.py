@@ -15,6 +15,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx, nn
+from torch._subclasses import FakeTensorMode
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
@@ -24,6 +25,9 @@ from autotp.errors import Error
 from autotp.source import user_line
 
 Shapes = Sequence[Sequence[int]]
+
+DEVICE = "cpu"
+"""Where models are captured, on tensors without memory. Not `meta`: there a constant that the model makes has no value."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +97,9 @@ def capture(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         Error: the model branches on data, or fails on these inputs; names the source line.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    flat = _Flat(skeleton, spec, leaves)
-    tensors = tuple(_like(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        flat = _Flat(_copy_on(skeleton, DEVICE), spec, leaves)
+        tensors = tuple(_like(leaf, DEVICE) for leaf in leaves if isinstance(leaf, torch.Tensor))
     dynamic = tuple({d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in tensors)
     try:
         with torch.enable_grad():
@@ -108,15 +113,19 @@ def capture(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def skeleton_of(model: nn.Module) -> nn.Module:
     """A copy of `model` on `meta`: its code, structure and flags, none of its numbers. The model is not touched."""
+    return _copy_on(model, "meta")
+
+
+def _copy_on(model: nn.Module, device: str) -> nn.Module:
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
-        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+        empty = torch.empty_like(tensor, device=device, requires_grad=False)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     return copy.deepcopy(model, memo)
 
 
-def _like(leaf: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta")
+def _like(leaf: torch.Tensor, device: str) -> torch.Tensor:
+    return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device=device)
 
 
 def _captured(program: ExportedProgram, flat: _Flat, tensors: Sequence[torch.Tensor]) -> Captured:
@@ -128,11 +137,21 @@ def _captured(program: ExportedProgram, flat: _Flat, tensors: Sequence[torch.Ten
     inputs = list(names.get(InputKind.USER_INPUT, {}))
     example = [node.meta["val"] for node in graph.nodes if node.op == "placeholder" and node.name in inputs]
     constants = {name: program.constants[target] for name, target in names.get(InputKind.CONSTANT_TENSOR, {}).items()}
+    _expect_values(constants)
     shapes = tuple(tuple(t.shape) for t in tensors)
     rebuild = _rebuilding(flat.returned)
-    leaves = tuple(_like(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves)
+    leaves = tuple(_like(leaf, "meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves)
     fits = guard(example, program)
     return Captured(graph, parameters, buffers, constants, inputs, rebuild, fits, shapes, leaves, flat.spec)
+
+
+def _expect_values(constants: dict[str, torch.Tensor]) -> None:
+    for name, constant in constants.items():
+        if constant.is_meta:
+            raise Error(
+                f"the model holds a tensor without values that is neither parameter nor buffer: {name} {list(constant.shape)}",
+                **{"try": "make it in forward, or register it as a buffer with an initialiser"},
+            )
 
 
 def _targets(program: ExportedProgram) -> dict[InputKind, dict[str, str]]:
