@@ -1,17 +1,16 @@
 """Models too big for one device: a model built on `meta` -> one rank's shards, as if it had been built whole and cut.
 
-    Before: a model on meta, the layouts of its parameters, the random state
-    After:  this rank's part of what its constructors would have drawn; the random state as after drawing all of it
+Before: a model on meta, the layouts of its parameters, the random state
+After:  this rank's part of what its constructors would have drawn; the random state as after drawing all of it
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
-from collections import defaultdict
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
 
@@ -39,6 +38,7 @@ LOOKS = {"shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout
 LOOKS |= {"size", "dim", "ndimension", "numel", "is_floating_point", "is_complex", "is_contiguous", "stride"}
 OVERWRITES = {"normal_", "uniform_", "fill_", "zero_", "copy_", "constant_", "exponential_", "random_", "data="}
 OVERWRITES |= {"trunc_normal_", "kaiming_normal_", "kaiming_uniform_", "xavier_normal_", "xavier_uniform_"}
+TIE = re.compile(r"^ *self\.([\w.]+)\.\w+ = self\.([\w.]+)\.\w+ *(?:#.*)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,10 @@ class Event:
         module: whose tensors it is for.
         call: the method; `__init__` for a module that has none, but can be made again.
         owner: the model whose `_init_weights` is applied to `module`, or None.
-        counted: whether the writes on meta tell of it.
+        counted: whether it was run on meta, too.
         copy_of: the event whose random numbers it has: `nn.TransformerEncoder` copies one layer.
+
+    `str` of it is `Linear.reset_parameters()`, or `GPT._init_weights(Linear)`.
     """
 
     module: nn.Module
@@ -64,26 +66,20 @@ class Event:
         return f"{own}.{self.call}()" if self.owner is None else f"{type(self.owner).__name__}._init_weights({own})"
 
 
-@dataclass(eq=False)
-class Slot:
-    """One parameter or buffer of the model.
-
-    Attributes:
-        homes: the modules that hold it.
-        origin: of a tied one, the module whose constructor made it.
-        shared: whether it was tied before `_init_weights` was applied.
-    """
+@dataclass
+class Place:
+    """Where a module holds a parameter or buffer; its `tensor` is one of its own while ties are undone."""
 
     name: str
+    module: nn.Module
+    key: str
     tensor: Tensor
-    homes: list[nn.Module] = field(default_factory=list)
-    origin: nn.Module | None = None
-    shared: bool = True
 
-    def keeps(self, event: Event) -> bool:
-        """Whether `event` wrote to this tensor, and not to one of its module's own that a tie replaced later."""
-        other = self.origin is not None and event.module in self.homes and event.module is not self.origin
-        return not other or (event.owner is not None and self.shared)
+    def put(self, tensor: Tensor) -> None:
+        """Has the module hold `tensor` here."""
+        self.tensor = tensor
+        table: dict[str, Any] = self.module._parameters if self.key in self.module._parameters else self.module._buffers
+        table[self.key] = tensor
 
 
 @dataclass
@@ -94,7 +90,10 @@ class StandIn:
     state: str = "empty"
 
 
-Sink = Callable[[Event, Slot, StandIn], None]
+Tied = list[list[Place]]  # the places that hold one tensor, the first registered first
+Way = tuple[int, bool]  # of tying: the place the tensor comes from; whether `_init_weights` wrote through the tie
+Write = tuple[int, StandIn]  # the number of the event, and what it wrote on
+Sink = Callable[[int, Place, StandIn], None]  # called with the number of the event
 
 
 def initialize(model: nn.Module, layouts: Mapping[str, Layout], rank: int, device: torch.device) -> dict[str, Tensor]:
@@ -111,41 +110,60 @@ def initialize(model: nn.Module, layouts: Mapping[str, Layout], rank: int, devic
     Raises:
         Error: something has no initialiser, or the constructors did other than the initialisers do.
     """
-    slots, events = _slots(model), _events(model)
-    found: dict[str, Tensor] = {}
+    tied = _places(model)
+    with _untied(tied):
+        events = _events(model)
+        kept = _check(model, tied, events)
+        found: dict[str, Tensor] = {}
 
-    def cut(slot: Slot, full: Tensor) -> None:
-        found.pop(slot.name, None)  # first, so that the earlier shard and the new one are never both there
-        layout = layouts.get(slot.name)
-        found[slot.name] = full if layout is None or layout.dim is None else layout.take(full, rank)
+        def cut(i: int, place: Place, it: StandIn) -> None:
+            name = kept.get(id(place.tensor))
+            found.pop(name or "", None)  # first, so that the earlier shard and the new one are never both there
+            if name is not None:
+                found[name] = _part(it.tensor.detach(), layouts.get(name), rank)
 
-    _check(model, slots, events)
-    _Replay(slots, events, device, lambda event, slot, it: cut(slot, it.tensor.detach())).run()
-    for slot in slots.values():
-        if not slot.tensor.is_meta:
-            cut(slot, slot.tensor.detach().to(device))
-    _expect_all(slots, found)
-    return {slot.name: found[slot.name] for slot in slots.values()}
-
-
-# ---- what the construction ran
+        _Replay(tied, events, device, cut).run()
+    for place in [places[0] for places in tied if not places[0].tensor.is_meta]:
+        found[place.name] = _part(place.tensor.detach().to(device, copy=True), layouts.get(place.name), rank)
+    _expect_all(tied, found)
+    return {places[0].name: found[places[0].name] for places in tied}
 
 
-def _slots(model: nn.Module) -> dict[int, Slot]:
-    """Every parameter and buffer once, by the id of its tensor."""
-    found: dict[int, Slot] = {}
+def _part(full: Tensor, layout: Layout | None, rank: int) -> Tensor:
+    return full if layout is None or layout.dim is None else layout.take(full, rank)
+
+
+def _places(model: nn.Module) -> Tied:
+    found: dict[int, list[Place]] = {}
     for prefix, module in model.named_modules():
         for key, tensor in _tensors(module).items():
-            slot = found.setdefault(id(tensor), Slot(f"{prefix}.{key}" if prefix else key, tensor))
-            slot.homes += [module] if module not in slot.homes else []
-    return found
+            place = Place(f"{prefix}.{key}" if prefix else key, module, key, tensor)
+            found.setdefault(id(tensor), []).append(place)
+    return list(found.values())
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {key: t for key, t in {**module._parameters, **module._buffers}.items() if t is not None}
 
 
-@torch.device("meta")
+@contextmanager
+def _untied(tied: Tied) -> Iterator[None]:
+    """Within, every module holds tensors of its own, as when it was constructed."""
+    before = [places[0].tensor for places in tied]
+    try:
+        for places in tied:
+            for place in places[1:]:
+                place.put(_empty_like(place.tensor, torch.device("meta")))
+        yield
+    finally:
+        for places, tensor in zip(tied, before, strict=True):
+            for place in places:
+                place.put(tensor)
+
+
+# ---- what the construction ran
+
+
 def _events(model: nn.Module) -> list[Event]:
     """The initialisers that building `model` ran: each module after its children, these as they were registered."""
     events: list[Event] = []
@@ -172,17 +190,18 @@ def _events(model: nn.Module) -> list[Event]:
             events.append(Event(module, "_init_weights", owner, counted=not _is_hugging_face(owner)))
             applied.add(module)
 
-    build(model)
+    with torch.device("meta"):
+        build(model)
     return events
 
 
 def _is_hugging_face(owner: nn.Module) -> bool:
-    """Whether `owner` applies `_init_weights` once to each module, not at all on meta, and then ties."""
+    """Whether `owner` applies `_init_weights` once to each module, not at all on meta, and ties afterwards."""
     return hasattr(owner, "_initialize_weights")
 
 
 def _mark_copies(events: list[Event], start: int, layers: int) -> None:
-    """The events from `start` on are those of `layers` copies of one layer, which is in the model no more."""
+    """The events from `start` on are those of `layers` copies of one layer, which itself is not in the model."""
     each = (len(events) - start) // layers
     for i in range(start, len(events)):
         events[i] = replace(events[i], counted=False, copy_of=i - each if i - each >= start else None)
@@ -216,21 +235,20 @@ def _made_again(module: nn.Module) -> nn.Module | None:
     return again if kinds[0] == kinds[1] else None
 
 
-def _constructors(module: nn.Module) -> Iterator[tuple[type, CodeType]]:
-    """The classes of `module` that have a constructor, and its code; not torch's."""
-    for cls in type(module).__mro__:
-        code = getattr(inspect.unwrap(vars(cls).get("__init__", cls)), "__code__", None)
-        if code is not None and not cls.__module__.startswith("torch."):
-            yield cls, code
+def _classes(module: nn.Module) -> list[type]:
+    """The classes of `module` that have a constructor, torch's left out."""
+    ours = [cls for cls in type(module).__mro__ if "__init__" in vars(cls)]
+    return [cls for cls in ours if cls.__module__.partition(".")[0] not in ("torch", "builtins")]
 
 
 def _mentioned(module: nn.Module) -> Iterator[str]:
-    """The names in the code of the module's constructors."""
-    codes = [code for _, code in _constructors(module)]
+    """The names in the code of the module's constructors, torch's left out."""
+    codes = [getattr(inspect.unwrap(vars(cls)["__init__"]), "__code__", None) for cls in _classes(module)]
     while codes:
         code = codes.pop()
-        yield from code.co_names
-        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+        if isinstance(code, CodeType):
+            yield from code.co_names
+            codes += code.co_consts
 
 
 # ---- running it again
@@ -239,36 +257,48 @@ def _mentioned(module: nn.Module) -> Iterator[str]:
 class _Replay(TorchFunctionMode):
     """Runs events on stand-ins on `device`, and hands each that was written to `sink` as soon as it can be cut."""
 
-    def __init__(self, slots: dict[int, Slot], events: Sequence[Event], device: torch.device, sink: Sink) -> None:
+    def __init__(self, tied: Tied, events: Sequence[Event], device: torch.device, sink: Sink) -> None:
         super().__init__()
-        self.slots, self.events, self.device, self.sink = slots, events, device, sink
-        self.states: list[Any] = []  # the random state before each event
-        self.history: dict[int, list[int]] = defaultdict(list)  # the events that a slot's value follows from
+        self.tied, self.events, self.device, self.sink = tied, events, device, sink
+        self.places = {id(place.tensor): place for places in tied for place in reversed(places)}
+        self.states: dict[int, RandomState] = {}  # before each event
+        self.history: dict[int, list[int]] = {}  # the events that a tensor's value follows from
         self.live: dict[int, StandIn] = {}
         self.aliases: dict[int, tuple[Tensor, int]] = {}  # `p.data`, and whose it is
         self.pinned: int | None = None
 
     def run(self) -> None:
         """All events, in order."""
-        for event in self.events:
+        for i, event in enumerate(self.events):
             now = _random_state(self.device)
-            self.states.append(now if event.copy_of is None else self.states[event.copy_of])
-            _set_random_state(self.device, self.states[-1])
-            self.call(event)
+            self.states[i] = now if event.copy_of is None else self.states[event.copy_of]
+            self.call(i)
             if event.copy_of is not None:
                 _set_random_state(self.device, now)
 
-    def call(self, event: Event) -> None:
-        """One event, after which no stand-in lives."""
-        self.event = event
+    def call(self, i: int) -> None:
+        """One event, from the random state it had; after it no stand-in lives."""
+        self.at, event = i, self.events[i]
+        _set_random_state(self.device, self.states[i])
         with torch.no_grad(), self.device:
             if event.call == "__init__":
                 self._adopt(event.module)
             else:
-                with self:
-                    event.owner._init_weights(event.module) if event.owner else getattr(event.module, event.call)()
+                self._run(event)
         for key in list(self.live):
             self._release(key)
+
+    def _run(self, event: Event) -> None:
+        try:
+            with self:
+                if event.owner is None:
+                    getattr(event.module, event.call)()
+                else:
+                    getattr(event.owner, event.call)(event.module)
+        except Error:
+            raise
+        except Exception as error:
+            raise Error(f"{event} failed on {self.device}: {type(error).__name__}: {error}") from error
 
     def _adopt(self, module: nn.Module) -> None:
         """Takes the tensors of a second `module` as the stand-ins of the first one's."""
@@ -285,20 +315,20 @@ class _Replay(TorchFunctionMode):
         real: dict[int, Tensor] = {}
         for x in pytree.tree_leaves((args, kwargs)):
             key = self.aliases[id(x)][1] if id(x) in self.aliases else id(x)
-            if key in self.slots:
+            if key in self.places:
                 it = self._stand_in(key, name, x is target)
                 real[id(x)] = it.tensor if key == id(x) else x
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: real.get(id(x), x), (args, kwargs))
         result = func(*args, **kwargs)
-        if name in ("data", "detach") and id(target) in self.slots:
+        if name in ("data", "detach") and id(target) in self.places:
             self.aliases[id(result)] = (result, id(target))
         return result
 
     def _stand_in(self, key: int, function: str, target: bool) -> StandIn:
-        """What stands for slot `key`, with the slot's value unless `function` does not need it."""
+        """What stands for a tensor, with the value that has now unless `function` does not need it."""
         if key not in self.live:
-            self._make_room(self.slots[key])
-            self.live[key] = StandIn(_empty_like(self.slots[key].tensor, self.device))
+            self._make_room(self.places[key].module)
+            self.live[key] = StandIn(_empty_like(self.places[key].tensor, self.device))
         it = self.live[key]
         if it.state == "empty" and function not in LOOKS:
             it.state = "written" if target and function in OVERWRITES else "recalled"
@@ -306,41 +336,50 @@ class _Replay(TorchFunctionMode):
                 self._recall(key, it.tensor)
         return it
 
-    def _make_room(self, slot: Slot) -> None:
-        """Cuts what lives of other modules than the event's, before more of them comes to life."""
-        if not self._is_own(slot):
-            for key in [k for k in self.live if k != self.pinned and not self._is_own(self.slots[k])]:
-                self._release(key)
-
-    def _is_own(self, slot: Slot) -> bool:
-        return any(h is self.event.module or isinstance(h, nn.ParameterList | nn.ParameterDict) for h in slot.homes)
+    def _make_room(self, module: nn.Module) -> None:
+        """Cuts what lives of other modules, before tensors of `module` come to life."""
+        for key in [key for key in self.live if key != self.pinned and self.places[key].module is not module]:
+            self._release(key)
 
     def _recall(self, key: int, tensor: Tensor) -> None:
-        """Fills `tensor` with the slot's value, by running what wrote it again; with nan if nothing did."""
-        past, now = self.history[key], _random_state(self.device)
-        if past and past[-1] == len(self.states) - 1:
+        """Fills `tensor` with the value it has now, by running what wrote it again; with nan if nothing did."""
+        past, now = self.history.get(key, []), _random_state(self.device)
+        if self.at in past:
             raise Error(
-                f"{self.event} comes back to `{self.slots[key].name}` after another module's parameters",
-                **{"try": "initialise one parameter after the other, each in one go"},
+                f"{self.events[self.at]} comes back to `{self.places[key].name}` after another module's tensors",
+                **{"try": "initialise the modules one after the other"},
             )
         if tensor.is_floating_point():
             tensor.data.fill_(torch.nan)
         for i in past:
-            again = _Replay(self.slots, self.events, self.device, lambda event, slot, it: None)
-            again.pinned, again.live = key, {key: StandIn(tensor, "written")}
-            _set_random_state(self.device, self.states[i])
-            again.call(self.events[i])
+            again = _Replay(self.tied, self.events, self.device, lambda i, place, it: None)
+            again.states, again.pinned, again.live = self.states, key, {key: StandIn(tensor, "written")}
+            again.call(i)
         _set_random_state(self.device, now)
 
     def _release(self, key: int) -> None:
-        it, slot = self.live.pop(key), self.slots[key]
+        it, place = self.live.pop(key), self.places[key]
         self.aliases = {i: alias for i, alias in self.aliases.items() if alias[1] != key}
-        if it.state == "empty" or not slot.keeps(self.event):
+        if it.state == "empty":
             return
         if it.state == "recalled" and not it.tensor.is_meta and bool(it.tensor.detach().sum().isnan()):
-            raise Error(f"{self.event} leaves `{slot.name}` without a value, in part or whole", **_advice(slot))
-        self.history[key] = [*(self.history[key] if it.state == "recalled" else []), len(self.states) - 1]
-        self.sink(self.event, slot, it)
+            raise Error(f"{self.events[self.at]} leaves `{place.name}` or a part of it empty", **_advice(place))
+        self.history[key] = [*(self.history.get(key, []) if it.state == "recalled" else []), self.at]
+        self.sink(self.at, place, it)
+
+
+RandomState = tuple[Tensor, Tensor | None]  # of the CPU, and of the device if it has one of its own
+
+
+def _random_state(device: torch.device) -> RandomState:
+    own = device.type not in ("cpu", "meta")
+    return torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device) if own else None
+
+
+def _set_random_state(device: torch.device, state: RandomState) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.get_device_module(device).set_rng_state(state[1], device)
 
 
 def _function_name(func: Any) -> str:
@@ -356,68 +395,124 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """The random state of the CPU, and of `device` if it has one of its own."""
-    own = device.type not in ("cpu", "meta")
-    return torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device) if own else None
+# ---- whether that is what the construction ran
 
 
-def _set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.get_device_module(device).set_rng_state(state[1], device)
+def _check(model: nn.Module, tied: Tied, events: Sequence[Event]) -> dict[int, str]:
+    """Replays on meta, where nothing is drawn or stored, and compares the writes with those the model has seen.
 
-
-# ---- whether the events are what the construction ran
-
-Write = tuple[Event, StandIn]
-
-
-def _check(model: nn.Module, slots: dict[int, Slot], events: Sequence[Event]) -> None:
-    """Replays on meta, where nothing is drawn or stored, compares the writes, and finds which ties came when."""
+    Returns:
+        id of a tensor -> first name, for those whose values stay. Ties that `_init_weights` wrote through are back.
+    """
     _expect_traces(model, events)
-    writes: dict[int, list[Write]] = {key: [] for key in slots}
+    writes: dict[int, list[Write]] = {id(place.tensor): [] for places in tied for place in places}
     now = torch.get_rng_state()
-    record: Sink = lambda event, slot, it: writes[id(slot.tensor)].append((event, it))  # noqa: E731
-    _Replay(slots, events, torch.device("meta"), record).run()
+    _Replay(tied, events, torch.device("meta"), lambda i, place, it: writes[id(place.tensor)].append((i, it))).run()
     torch.set_rng_state(now)
-    _expect_all(slots, {slots[key].name for key in slots if writes[key]})
-    for key, slot in slots.items():
-        if isinstance(slot.tensor, nn.Parameter) and slot.tensor.is_meta:
-            _settle(slot, _ties(model, slot), writes[key])
+    kept: dict[int, str] = {}
+    for places in [places for places in tied if places[0].tensor.is_meta]:
+        own = [writes[id(place.tensor)] for place in places]
+        _expect_all([places], {places[0].name} if any(own) else ())
+        origin, shared = _settle(places, own, events, _ways(model, places))
+        kept[id(places[origin].tensor)] = places[0].name
+        for place in places if shared else ():
+            place.put(places[origin].tensor)
+    return kept
 
 
-def _settle(slot: Slot, ties: list[tuple[nn.Module, bool]], writes: list[Write]) -> None:
-    """Picks of the possible ties, (origin, shared), the one with which the writes add up to what the tensor has seen."""
-    counts, fitting = [], {}
-    for slot.origin, slot.shared in ties:
-        kept = [(event, it) for event, it in writes if slot.keeps(event)]
-        counts.append(sum(it.tensor._version for event, it in kept if event.counted))
-        last = max((i for i, (_, it) in enumerate(kept) if it.state == "written"), default=0)
-        if counts[-1] == slot.tensor._version:
-            fitting[tuple(event for event, _ in kept[last:])] = slot.origin, slot.shared
-    if not fitting:
-        raise Error(
-            f"the constructors wrote `{slot.name}` otherwise than its initialisers do",
-            expected=f"{counts[0]} writes: {', '.join(str(e) for e, it in writes if e.counted and it.tensor._version)}",
-            got=f"{slot.tensor._version} writes" + ("" if slot.tensor._version else ": a copy of a model on meta?"),
-            **_advice(slot),
-        )
+def _settle(places: list[Place], own: list[list[Write]], events: Sequence[Event], ways: list[Way]) -> Way:
+    """The way of tying with which the writes add up to those that the tensor has seen.
+
+    Args:
+        own: for each place the writes on a tensor of its own.
+    """
+    counts: list[int] = []
+    fitting: dict[tuple[int, ...], Way] = {}  # by the events that the value follows from
+    for origin, shared in ways:
+        kept = [w for k, mine in enumerate(own) for w in mine if k == origin or (shared and events[w[0]].owner)]
+        kept.sort(key=lambda write: write[0])
+        counts.append(sum(it.tensor._version for i, it in kept if events[i].counted))
+        last = max((n for n, (_, it) in enumerate(kept) if it.state == "written"), default=0)
+        value = tuple(i for i, _ in kept[last:])
+        apart = set(value) <= {i for i, _ in own[origin]}
+        fits = counts[-1] == places[0].tensor._version or not isinstance(places[0].tensor, nn.Parameter)
+        if value and fits and (apart or events[value[0]].owner):
+            fitting[value] = origin, not apart
     if len(fitting) > 1:
-        raise Error(f"`{slot.name}` is tied, and it does not show to what", **{"try": "..."})
-    ((slot.origin, slot.shared),) = fitting.values()
+        raise Error(
+            f"`{places[0].name}` is tied to `{places[1].name}`, and which was initialised last cannot be told",
+            **{"try": "tie them in the constructor that has both: self.head.weight = self.embedding.weight"},
+        )
+    if not fitting:
+        raise _other_writes(places[0], counts[0], [str(events[i]) for mine in own for i, _ in mine])
+    return next(iter(fitting.values()))
 
 
-def _ties(model: nn.Module, slot: Slot) -> list[tuple[nn.Module, bool]]:
-    """How `slot` can have been tied, (origin, shared): as the source says, `self.head.weight = self.wte.weight`."""
-    if len(slot.homes) == 1 or _is_hugging_face(model):
-        return [(slot.homes[0], False)]
-    found = []
-    for module in model.modules():
-        for cls, _ in _constructors(module):
-            for target, source, times in _assignments(cls):
-                homes = [_submodule(module, path) for path in (target, source)]
-                if all(home in slot.homes for home in homes):
-                    found += [(homes[1], shared) for shared in times]
-    return found or [(home, shared) for shared in (True, False) for home in slot.homes]
-'''
+def _ways(model: nn.Module, places: list[Place]) -> list[Way]:
+    """How the places may have been tied: as the source says, else all ways."""
+    if len(places) == 1 or _is_hugging_face(model) or not isinstance(places[0].tensor, nn.Parameter):
+        return [(0, False)]
+    homes, found = [place.module for place in places], []
+    for module in [module for module in model.modules() if set(homes) <= set(module.modules())]:
+        for source in [source for cls in _classes(module) for source in _sources(cls)]:
+            applied = source.find(".apply(")
+            for tie in TIE.finditer(source):
+                to, origin = (_submodule(module, path) for path in tie.groups())
+                if to in homes and origin in homes:
+                    times = [True, False] if applied < 0 else [tie.start() < applied]
+                    found += [(homes.index(origin), shared) for shared in times]
+    return found or [(k, shared) for shared in (True, False) for k in range(len(homes))]
+
+
+def _sources(cls: type) -> Iterator[str]:
+    """The source of each method, where there is one."""
+    for method in filter(inspect.isfunction, vars(cls).values()):
+        try:
+            yield inspect.getsource(method)
+        except OSError:
+            continue
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _expect_traces(model: nn.Module, events: Sequence[Event]) -> None:
+    """No constructor draws random numbers that a replay would miss."""
+    again = {event.module for event in events if event.call == "__init__"}
+    for name, module in model.named_modules():
+        draws, own = sorted(UNSEEN.intersection(_mentioned(module))), type(module).__name__
+        if draws and module not in again:
+            raise Error(
+                f"the constructor of {own}, `{name or 'the model'}`, draws random numbers itself: {draws[0]}",
+                **{"try": f"draw them in {own}.reset_parameters(self), and call that in the constructor"},
+            )
+
+
+def _expect_all(tied: Tied, found: Collection[str]) -> None:
+    for place in [places[0] for places in tied if places[0].name not in found]:
+        kind = "parameter" if isinstance(place.tensor, nn.Parameter) else "buffer"
+        raise Error(f"nothing initialises the {kind} `{place.name}`, whose values are lost on meta", **_advice(place))
+
+
+def _other_writes(place: Place, count: int, events: list[str]) -> Error:
+    seen = place.tensor._version
+    advice = _advice(place) if seen else {"try": 'the model built under torch.device("meta") itself, not a copy of it'}
+    return Error(
+        f"the constructors wrote `{place.name}` otherwise than its initialisers do",
+        expected=f"{count} writes: {', '.join(events)}",
+        got=f"{seen} writes",
+        **advice,
+    )
+
+
+def _advice(place: Place) -> dict[str, str]:
+    own, key = type(place.module).__name__, place.key
+    advice = {"try": f"fill self.{key} in {own}.reset_parameters(self) and call that in the constructor,"}
+    advice["or"] = "in _init_weights(self, module) of the model, applied at the end of its constructor"
+    if not isinstance(place.tensor, nn.Parameter):
+        advice["or else"] = 'make it with device="cpu": what is not on meta keeps its value'
+    return advice

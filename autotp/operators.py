@@ -14,6 +14,8 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from autotp import families as f
+from autotp import indexing as i
+from autotp import movement as m
 from autotp import parallel
 from autotp.call import Call
 from autotp.errors import Error
@@ -24,71 +26,141 @@ Operator = Callable[..., Any]
 _TABLE: list[tuple[str, f.RuleFunction]] = [
     # Pointwise: nothing but the element at the same place.
     (
-        "abs acos acosh asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp "
-        "clamp_max clamp_min copysign cos cosh deg2rad digamma elu eq erf erfc erfinv exp exp2 expm1 float_power floor "
-        "floor_divide fmax fmin fmod frac ge gelu gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot isfinite "
-        "isinf isnan ldexp le leaky_relu lerp lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and "
-        "logical_not logical_or logical_xor logit lt maximum minimum mish nan_to_num ne nextafter pow reciprocal relu "
-        "relu6 remainder round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink  sqrt "
-        "square tan tanh threshold trunc xlogy __and__ __or__ __xor__ addcdiv addcmul",
+        "abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan atan2 atanh "
+        "bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max "
+        "clamp_min clip copysign cos cosh deg2rad digamma elu eq erf erfc erfinv exp exp2 expm1 fix float_power floor "
+        "floor_divide fmax fmin fmod frac frexp gcd ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish "
+        "hardtanh heaviside hypot i0 igamma igammac isclose isfinite isinf isnan isneginf isposinf isreal lcm ldexp le "
+        "leaky_relu lerp less less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and "
+        "logical_not logical_or logical_xor logit lt max.other maximum min.other minimum mish mvlgamma nan_to_num ne "
+        "nextafter not_equal polar polygamma pow rad2deg reciprocal relu relu6 remainder round rsqrt selu sgn sigmoid "
+        "sign signbit silu sin sinc sinh softplus softshrink special_entr special_erf special_erfc special_erfcx "
+        "special_erfinv special_exp2 special_expit special_expm1 special_gammaln special_i0 special_i0e special_i1 "
+        "special_i1e special_log1p special_log_ndtr special_logit special_multigammaln special_ndtr special_ndtri "
+        "special_polygamma special_psi special_round special_sinc special_xlog1py special_xlogy special_zeta sqrt square "
+        "tan tanh threshold trunc xlogy __and__ __lshift__ __or__ __rshift__ __xor__ addcdiv addcmul fill",
         f.pointwise(),
     ),
-    ("alias clone contiguous detach lift_fresh_copy neg positive", f.pointwise("all")),
-    ("mul", f.pointwise("each")),
-    ("add sub", f.additive),
-    ("div true_divide", f.divide),
+    (
+        "alias clone complex conj conj_physical contiguous detach imag lift lift_fresh lift_fresh_copy neg negative positive "
+        "real resolve_conj resolve_neg",
+        f.pointwise("all"),
+    ),
+    ("mul multiply", f.pointwise("each")),
+    ("add sub subtract rsub", f.additive),
+    ("div divide true_divide", f.divide),
     ("to type_as _to_copy", f.cast),
-    ("where", f.where),
-    ("masked_fill.Scalar", f.masked_fill),
+    ("copy.default", f.copy),
+    ("where.self where.ScalarSelf where.ScalarOther where.Scalar", f.where),
+    ("masked_fill", f.masked_fill),
     ("dropout", f.dropout),
+    ("alpha_dropout feature_dropout feature_alpha_dropout", f.either("train", f.whole, f.pointwise("all"))),
+    ("glu", f.gated),
+    ("prelu", f.channelwise),
+    ("view_as_real", f.fixed("* -> * k^", "all")),
+    ("view_as_complex", f.fixed("* k^ -> *", "all")),
     # Contractions.
-    ("linear", f.linear),
-    ("matmul mm bmm mv dot", f.matmul),
+    ("linear", f.biased("* i, o i -> * o", "o")),
+    ("bilinear", f.biased("* i, * j, o i j -> * o", "o")),
+    ("matmul mm bmm mv dot linalg_matmul", f.matmul),
+    ("addmm", f.added("m i, i n -> m n")),
+    ("addmv", f.added("m i, i -> m")),
+    ("addbmm", f.added("b m i, b i n -> m n")),
+    ("baddbmm", f.added("b m i, b i n -> b m n")),
+    ("addr", f.added("m, n -> m n")),
     ("einsum", f.einsum),
+    ("inner", f.inner),
+    ("outer ger", f.fixed("m, n -> m n", "each")),
+    ("linalg_vecdot", f.paired("", "each")),
+    ("conv1d conv2d conv3d", f.convolution),
+    ("cdist", f.fixed("* p k^, * r k^ -> * p r")),
     ("scaled_dot_product_attention", f.attention),
-    ("outer", f.fixed("m, n -> m n", "each")),
     # Views and movement.
-    ("view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as", f.view),
-    ("permute", f.permute),
-    ("transpose t", f.transpose),
-    ("numpy_T", f.reverse),
-    ("expand expand_as", f.expand),
-    ("slice narrow", f.slice_),
-    ("select", f.select),
-    ("split split_with_sizes chunk tensor_split", f.split),
-    ("unbind", f.unbind),
-    ("cat concat", f.cat),
-    ("stack", f.stack),
+    ("view.default reshape _unsafe_view flatten unflatten unsqueeze ravel", m.view),
+    ("atleast_1d.default atleast_2d.default atleast_3d.default", m.view),
+    ("view_as reshape_as", m.view_as),
+    ("squeeze", m.squeeze),
+    ("expand expand_as broadcast_to", m.expand),
+    ("broadcast_tensors", m.broadcast_tensors),
+    ("permute transpose t adjoint mH mT matrix_H numpy_T movedim moveaxis swapaxes swapdims", m.reorder),
+    ("slice.Tensor narrow.default", m.slice_),
+    ("select.int", m.select),
+    ("split split_with_sizes chunk tensor_split.sections tensor_split.indices", m.split),
+    ("unbind", m.unbind),
+    ("diagonal", m.diagonal),
+    ("unfold", m.unfold),
+    ("cat concat concatenate", m.cat),
+    ("stack", m.stack),
+    ("hstack", m.stacked(lambda ndim: min(1, ndim - 1))),
+    ("vstack row_stack", m.stacked(lambda ndim: 0 if ndim > 1 else ndim + 1)),
+    ("meshgrid", m.meshgrid),
+    ("repeat tile", m.repeat),
+    ("repeat_interleave", m.repeat_interleave),
+    ("pad constant_pad_nd", m.pad),
+    ("slice_scatter", m.updated_slice),
+    ("select_scatter", m.updated_place),
     ("flip roll", f.along_dims),
-    ("tril triu", f.along_last_two),
-    # Reductions.
+    ("fliplr", f.along_fixed(1, linear="all")),
+    ("flipud", f.along_fixed(0, linear="all")),
+    ("tril triu", f.along_fixed(-2, -1, linear="all")),
+    # Reductions, and what works along a dimension.
     ("sum", f.reduction(linear="all")),
+    ("nansum count_nonzero", f.reduction()),
     ("mean", f.reduction("!", linear="all")),
-    ("amax", f.maximum),
-    ("amin prod any all argmax argmin max.dim min.dim median.dim var std norm logsumexp", f.reduction("^")),
-    ("softmax log_softmax", f.along_dim("!")),
+    (
+        "all amax amin aminmax any argmax argmin kthvalue linalg_vector_norm logsumexp max.default max.dim median min.default "
+        "min.dim mode nanmean nanmedian norm prod special_logsumexp std std_mean var var_mean",
+        f.reduction("^"),
+    ),
+    ("cosine_similarity pairwise_distance", f.paired("^")),
+    ("softmax.int log_softmax.int", f.along_dim("!")),
+    ("_softmax _log_softmax _safe_softmax special_softmax special_log_softmax", f.along_dim()),
     ("cumsum", f.along_dim(linear="all")),
-    ("cumprod sort argsort", f.along_dim()),
+    ("cummax cummin cumprod logcumsumexp sort argsort", f.along_dim()),
+    ("msort", f.along_fixed(0)),
+    ("topk diff", f.resized),
     ("layer_norm rms_norm", f.norm),
+    ("group_norm", f.group_norm),
+    ("batch_norm", f.batch_norm),
+    ("avg_pool1d max_pool1d max_pool1d_with_indices adaptive_avg_pool1d adaptive_max_pool1d", f.pooled(1)),
+    ("avg_pool2d max_pool2d max_pool2d_with_indices adaptive_avg_pool2d adaptive_max_pool2d", f.pooled(2)),
     # Creation.
     ("zeros ones empty full new_zeros new_ones new_empty new_full scalar_tensor", f.filled),
     ("zeros_like ones_like empty_like full_like", f.pointwise()),
-    ("arange linspace eye tril_indices triu_indices", f.enumerated),
-    # Lookups and losses.
-    ("embedding", f.fixed("v! h, * -> * h", ((0,),))),
-    ("gather", f.gather),
-    ("index_select", f.index_select),
-    ("index", f.index),
+    ("arange linspace logspace eye tril_indices triu_indices", f.whole),
+    (
+        "bernoulli multinomial normal poisson rand rand_like randint randint_like randn randn_like randperm",
+        f.whole,
+    ),
+    # Lookups, updates and losses.
+    ("embedding", i.embedding),
+    ("one_hot", f.fixed("* -> * k^")),
+    ("gather", i.gather),
+    ("scatter scatter_add scatter_reduce", i.scatter),
+    ("index_select", i.index_select),
+    ("index_add index_copy index_fill index_reduce", i.index_update),
+    ("index", i.index),
+    ("index_put", i.index_put),
+    ("searchsorted.Tensor bucketize.Tensor", i.searched),
+    ("isin.Tensor_Tensor", i.membership),
+    ("isin.Tensor_Scalar", f.pointwise()),
     ("cross_entropy_loss nll_loss nll_loss_nd", f.class_loss),
+    (
+        "binary_cross_entropy binary_cross_entropy_with_logits hinge_embedding_loss huber_loss kl_div l1_loss "
+        "margin_ranking_loss mse_loss poisson_nll_loss smooth_l1_loss soft_margin_loss",
+        f.elementwise_loss,
+    ),
 ]
 
 
 def _rows() -> Iterator[tuple[OpOverload, f.RuleFunction]]:
+    """Every overload of the table that graphs can hold: those on tensors, without names for dimensions."""
     for names, function in _TABLE:
         for name in names.split():
             packet, _, overload = name.partition(".")
             for op in overloads(getattr(torch.ops.aten, packet), overload):
-                yield op, function
+                if "Tensor" in str(op._schema).rpartition("->")[2] and "Dimname" not in str(op._schema):
+                    yield op, function
 
 
 def overloads(op: Operator, only: str = "") -> list[Any]:
@@ -146,14 +218,12 @@ def rule_of(call: Call) -> Rule | None:
 
 def unknown(call: Call) -> Rule:
     """What is assumed of an operator without a rule: it needs all of everything."""
-    tensors = [t for t in call.operands if t is not None]
-    terms = [" ".join(f"x{i}_{j}^" for j in range(t.dim())) for i, t in enumerate(tensors)]
-    outs = [" ".join(f"y{i}_{j}^" for j in range(t.dim())) for i, t in enumerate(call.outputs)]
-    return Rule.of(f"{', '.join(terms)} -> {', '.join(outs)}")
+    return f.whole(call)
 
 
 SIZE_ARGUMENTS = {
     "aten.view": "size", "aten.reshape": "shape", "aten._unsafe_view": "size", "aten.expand": "size",
+    "aten.broadcast_to": "size",
     "aten.unflatten": "sizes", "aten.zeros": "size", "aten.ones": "size", "aten.empty": "size",
     "aten.full": "size", "aten.new_zeros": "size", "aten.new_ones": "size", "aten.new_empty": "size",
     "aten.new_full": "size", "aten.split_with_sizes": "split_sizes",

@@ -28,7 +28,7 @@ def losses(model: nn.Module) -> tuple[float, float]:
 
 
 torch.manual_seed(0)
-model = GPT(GPTConfig(block_size=64, vocab_size=1000, n_layer=2, n_head=8, n_embd=128, dropout=0.0))
+model: nn.Module = GPT(GPTConfig(block_size=64, vocab_size=1000, n_layer=2, n_head=8, n_embd=128, dropout=0.0))
 plan = autotp.explain(model, tp=8)  # Needs no processes, and touches nothing of the model's.
 alone = losses(copy.deepcopy(model))
 

@@ -29,7 +29,8 @@ def arguments() -> Namespace:
     """The flags, with this script's own."""
     parser = training.parser("Trains a BERT on masked bytes, tensor-parallel over all of torchrun's processes.")
     parser.add_argument("--norm", choices=("pre", "post"), default="pre", help="pre is Megatron's, post BERT's")
-    parser.set_defaults(layers=2, lr=2e-3)
+    parser.add_argument("--gain", type=float, default=0.4, help="what context must be worth, in nats a byte")
+    parser.set_defaults(layers=2, block=32, batch=64, steps=700, lr=2e-3)
     return parser.parse_args()
 
 
@@ -88,7 +89,7 @@ def main() -> None:
     without_context = frequencies_loss(text)
     say(f"without context           {without_context:.3f} nats a byte")
     assert difference <= args.tolerance, f"tensor-parallel losses differ by {difference:.1e}"
-    assert loss < without_context - 0.5, f"it has not learnt from context: {loss:.3f} nats a byte"
+    assert loss < without_context - args.gain, f"it has not learnt from context: {loss:.3f} nats a byte"
 
 
 if __name__ == "__main__":

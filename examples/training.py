@@ -9,13 +9,14 @@ import os
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 Batch = tuple[Tensor, Tensor]  # tokens, labels: [batch block] each
-Clip = Callable[[nn.Module, float], object]
+Model = TypeVar("Model", bound=nn.Module)
 
 MAX_NORM = 1.0
 
@@ -69,7 +70,13 @@ def clip_one_device(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def fit(
-    model: nn.Module, batches: Callable[[int], Batch], args: Namespace, *, name: str, steps: int, clip: Clip
+    model: Model,
+    batches: Callable[[int], Batch],
+    args: Namespace,
+    *,
+    name: str,
+    steps: int,
+    clip: Callable[[Model, float], object],
 ) -> list[float]:
     """The loss of each step, trained with AdamW; `model` is any module that gives a loss for tokens and labels.
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-import corpus  # noqa: E402
-import train_bert  # noqa: E402
-import train_gpt  # noqa: E402
-import training  # noqa: E402
+import corpus
+import train_bert
+import train_gpt
+import training
 
 
 def write(folder: Path, name: str, data: bytes) -> Path:

@@ -4,12 +4,14 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_ranks
+from torch._C._distributed_c10d import TCPStore, _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autotp
@@ -97,14 +99,14 @@ def run_torchrun(rank: int, n: int, port: int) -> tuple[Mesh, str, list[list[int
     assert not dist.is_initialized(), "an error leaves nothing half done"
     mesh = make_mesh(timeout=timedelta(seconds=7))
     assert dist.get_backend() == "gloo"
-    for group in (dist.distributed_c10d._resolve_process_group(mesh.group), dist.group.WORLD):  # type: ignore[arg-type]
+    for group in (_resolve_process_group(mesh.group), dist.group.WORLD):  # type: ignore[arg-type]
         assert group is not None
         assert group._get_backend(mesh.device).options._timeout == timedelta(seconds=7)
     return mesh, before, gather_ints([rank, -(2**62) - rank], mesh)
 
 
 def test_torchrun() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for rank, (mesh, before, ints) in enumerate(run_ranks(run_torchrun, 3, store.port)):
         assert (mesh.axis, mesh.size, mesh.rank, mesh.device) == ("tp", 3, rank, torch.device("cpu"))
         assert before == (
@@ -162,9 +164,13 @@ def values(rank: int) -> list[torch.Tensor]:
     ]
 
 
+@cache
+def world_of_four() -> list[Any]:
+    return run_ranks(run_world, 4)
+
+
 def test_world_of_four() -> None:
-    ranks = run_ranks(run_world, 4)
-    for rank, found in enumerate(ranks):
+    for rank, found in enumerate(world_of_four()):
         for name, size, place in (("world", 4, rank), ("grid", 2, rank % 2), ("line", 4, rank)):
             mesh = found[name]
             assert (mesh.axis, mesh.size, mesh.rank, mesh.device) == ("tp", size, place, torch.device("cpu"))
@@ -176,7 +182,7 @@ def test_world_of_four() -> None:
 
 
 def test_errors_in_a_world_of_four() -> None:
-    for rank, found in enumerate(run_ranks(run_world, 4)):
+    for rank, found in enumerate(world_of_four()):
         for tp, dp in ((2, 2), (1, 4)):
             assert found[f"tp{tp}"] == (
                 f"4 processes are more than tp={tp}: without a mesh the replicas would silently drift apart\n"

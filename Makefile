@@ -1,0 +1,39 @@
+# make train    trains a tensor-parallel GPT on two processes, beside the same on one
+# make test     passes the tests
+# make lint     ruff and mypy
+# make clean    removes all that these made
+#
+# Each makes .venv and installs what it needs. With another Python: make test PYTHON=python3.12
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+TYPED := build/typed/autotp
+
+.PHONY: train test lint clean
+
+train: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py
+
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# mypy knows a package by where its files lie, so it reads ours through links that lie as they are installed.
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf $(TYPED)
+	mkdir -p $(TYPED)
+	ln -s $(CURDIR)/autotp/*.py $(CURDIR)/models $(CURDIR)/passes $(TYPED)
+	$(BIN)/mypy $(TYPED) examples
+
+# Without -c the newest torch would come, and with it, in places, gigabytes of CUDA.
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "autotp needs Python 3.10 or newer, and this is %d.%d: make PYTHON=python3.12" % sys.version_info[:2])'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

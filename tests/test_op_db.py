@@ -1,0 +1,94 @@
+"""Every rule against PyTorch's own samples of operators: the cases nobody here wrote."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from autotp.operators import RULES
+from autotp.prove import prove
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.common_methods_invocations import op_db
+
+SAMPLES = 4  # of each operator's
+CALLS = 6  # of each overload
+BIGGEST = 4096  # elements of a tensor
+DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool, torch.float32)
+PACKETS = sorted({op._schema.name.split("::")[1] for op in RULES if isinstance(op, OpOverload)})
+
+Recorded = dict[str, list[tuple[OpOverload, tuple[Any, ...], dict[str, Any]]]]
+
+
+class Recorder(fx.Interpreter):
+    """Runs a graph and keeps the calls of operators that have a rule."""
+
+    def __init__(self, module: fx.GraphModule, calls: Recorded) -> None:
+        super().__init__(module)
+        self.calls = calls
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in RULES:
+            kept = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
+            calls = self.calls.setdefault(target._schema.name.split("::")[1], [])
+            if sum(call[0] is target for call in calls) < CALLS:
+                calls.append((target, *kept))
+        return super().call_function(target, args, kwargs)
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Recorded:
+    """The ATen calls that the samples make in a graph captured as the exporter does, by operator name."""
+    calls: Recorded = {}
+    with warnings.catch_warnings(), torch.random.fork_rng(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        for info in op_db:
+            for variant in (info, *info.aliases):
+                for sample in samples(info):
+                    record(variant, sample, calls)
+    return calls
+
+
+def samples(info: Any) -> Iterator[Any]:
+    dtype = next((d for d in DTYPES if d in info.supported_dtypes("cpu")), None)
+    if dtype is not None:
+        yield from (sample for sample, _ in zip(info.sample_inputs("cpu", dtype), range(SAMPLES), strict=False))
+
+
+def record(op: Any, sample: Any, calls: Recorded) -> None:
+    leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    if any(x.numel() > BIGGEST or x.layout is not torch.strided for x in tensors):
+        return
+
+    def call(*given: Tensor) -> Any:
+        queue = iter(given)
+        x, args, kwargs = pytree.tree_unflatten([next(queue) if isinstance(x, Tensor) else x for x in leaves], spec)
+        return op(x, *args, **kwargs)
+
+    try:
+        graph = make_fx(call, pre_dispatch=True)(*tensors)
+    except Exception:  # It reads numbers (`item`), or needs what this machine has not: no graph of it is ever captured.
+        return
+    Recorder(graph, calls).run(*tensors)
+
+
+@pytest.mark.parametrize("name", PACKETS)
+def test_rule(name: str, recorded: Recorded) -> None:
+    for op, args, kwargs in recorded.get(name, []):
+        for tp in (2, 3, 4):
+            assert prove(op, args, kwargs, tp) == []
+
+
+def test_coverage(recorded: Recorded) -> None:
+    assert sorted(set(PACKETS) - set(recorded)) == []
