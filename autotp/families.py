@@ -188,9 +188,12 @@ def group_norm(call: Call) -> Rule:
 
 
 def batch_norm(call: Call) -> Rule | None:
-    """`input: [n c ...]`, with statistics that are given; in training those of the batch are taken and kept."""
+    """`input: [n c ...]`, with statistics that are given; in training those of the batch are taken and kept.
+
+    Torch refuses an empty channel dimension in some shapes, so it stays whole.
+    """
     x, *rest = present(call)
-    term = ["n", *letters(x.dim() - 1)]
+    term = ["n", "c^", *letters(x.dim() - 2)]
     return None if call["training"] else Rule.of(spell([term] + [term[1:2]] * len(rest), [term]))
 
 

@@ -10,7 +10,7 @@ import torch
 
 from autotp.axis import Size
 from autotp.call import Call
-from autotp.families import letters, present, unread
+from autotp.families import letters, present, unread, whole
 from autotp.rule import Rule, spell
 
 
@@ -19,6 +19,11 @@ def embedding(call: Call) -> Rule | None:
     if call["scale_grad_by_freq"]:
         return None
     return Rule.of(f"v{'^' if call['sparse'] else '!'} h, * -> * h", ((0,),))
+
+
+def one_hot(call: Call) -> Rule:
+    """A new dimension, of the classes; how many there are is counted where it is not said."""
+    return Rule.of("* -> * k^") if call["num_classes"] >= 0 else whole(call)
 
 
 def gather(call: Call) -> Rule | None:

@@ -322,7 +322,7 @@ class _Replay(TorchFunctionMode):
         result = func(*args, **kwargs)
         if name in ("data", "detach") and id(target) in self.places:
             self.aliases[id(result)] = (result, id(target))
-        return result
+        return target if result is real.get(id(target)) else result  # for `module.weight *= 2`, which also assigns
 
     def _stand_in(self, key: int, function: str, target: bool) -> StandIn:
         """What stands for a tensor, with the value that has now unless `function` does not need it."""

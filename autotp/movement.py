@@ -146,7 +146,8 @@ def diagonal(call: Call) -> Rule:
 def unfold(call: Call) -> Rule:
     """Windows along `dimension`, the window last."""
     ns, dim = letters(call.operands[0].dim()), call.dim("dimension")
-    return Rule.of(spell([_at(ns, dim, "k^")], [[*_at(ns, dim, "w^"), "s^"]] if ns else [["s^"]]), "all")
+    ins, out = (_at(ns, dim, "k^"), _at(ns, dim, "w^")) if ns else ([], [])
+    return Rule.of(spell([ins], [[*out, "s^"]]), "all")
 
 
 # ---- joins

@@ -64,7 +64,6 @@ _TABLE: list[tuple[str, f.RuleFunction]] = [
     ("bilinear", f.biased("* i, * j, o i j -> * o", "o")),
     ("matmul mm bmm mv dot linalg_matmul", f.matmul),
     ("addmm", f.added("m i, i n -> m n")),
-    ("addmv", f.added("m i, i -> m")),
     ("addbmm", f.added("b m i, b i n -> m n")),
     ("baddbmm", f.added("b m i, b i n -> b m n")),
     ("addr", f.added("m, n -> m n")),
@@ -134,7 +133,7 @@ _TABLE: list[tuple[str, f.RuleFunction]] = [
     ),
     # Lookups, updates and losses.
     ("embedding", i.embedding),
-    ("one_hot", f.fixed("* -> * k^")),
+    ("one_hot", i.one_hot),
     ("gather", i.gather),
     ("scatter scatter_add scatter_reduce", i.scatter),
     ("index_select", i.index_select),

@@ -69,7 +69,7 @@ class Local:
         for symbol in Size.of(size).symbols:
             if symbol not in self.read:
                 self.read[symbol] = self._symbol(symbol)
-            found = self.times(found, self.read[symbol])
+            found = self.read[symbol] if found == 1 else self.times(found, self.read[symbol])
         return found
 
     def _symbol(self, symbol: str) -> fx.Node:
@@ -88,9 +88,9 @@ class Local:
         return self.times(self.to.length(leaf), self.size(rest))
 
     def times(self, a: Any, b: Any) -> Any:
-        if isinstance(a, int) and isinstance(b, int):
-            return a * b
-        return b if a == 1 else a if b == 1 else self.call(operator.mul, a, b)
+        """A product of sizes. A local length of one is multiplied too: the graphs of all ranks have the same nodes."""
+        both = isinstance(a, int) and isinstance(b, int)
+        return a * b if both else self.call(operator.mul, a, b)
 
     def call(self, target: Any, *args: Any) -> fx.Node:
         """A call that gives a size."""

@@ -164,7 +164,7 @@ def _from_input(candidate: Candidate, inputs: Collection[str]) -> bool:
 def _attention(candidate: Candidate, axes: Axes) -> str:
     """heads, kv_heads or group where the leaf counts independent attentions; else ""."""
     for node, factor in candidate.nodes:
-        if str(node.target).startswith("aten.scaled_dot_product_attention") and factor.outs:
+        if str(node.target).startswith("aten.scaled_dot_product_attention") and factor.outs and factor.name != "e":
             return "kv_heads" if factor.name == "k" else "group" if factor.name == "g" else "heads"
     batched = [f for n, f in candidate.nodes if str(n.target).startswith(CONTRACTIONS) and len(f.ins) == 2 and f.outs]
     softmax = any(str(n.target).startswith("aten.softmax") and f.mark == "" for n, f in candidate.nodes)

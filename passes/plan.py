@@ -70,14 +70,16 @@ def decide(axes: Axes, candidates: list[Candidate], trainable: Collection[fx.Nod
         now = worth(candidates[i])
         if queue and key(i) > max(stale, queue[0]):  # It lost to what was cut since: it queues again.
             heappush(queue, key(i))
-        elif _acceptable(candidates[i], now, _gain(candidates[i], decision, tp), total):
+        elif _acceptable(candidates[i], decision, now, _gain(candidates[i], decision, tp), total):
             accept(candidates[i], decision)
     return decision
 
 
-def _acceptable(candidate: Candidate, worth: float, gain: float, total: int) -> bool:
+def _acceptable(candidate: Candidate, decision: Decision, worth: float, gain: float, total: int) -> bool:
+    """True for a block's own axis where nothing else took part of it, and for what is worth its communication."""
     known = candidate.name or gain >= SHARE * total
-    return gain > 0 and bool(candidate.core or (known and worth >= WORTH))
+    whole = candidate.core and not any(node in decision.cuts for node, _ in candidate.nodes)
+    return gain > 0 and bool(whole or (known and worth >= WORTH))
 
 
 def decide_as(axes: Axes, candidates: list[Candidate], layouts: Mapping[str, Layout], names: Mapping[str, str], tp: int) -> Decision:
