@@ -135,8 +135,9 @@ def unify(a: Axis, b: Axis) -> None:
         return unify(b, a)
     b.link = a  # Linked first: an axis that turns up inside itself must not send us round in circles.
     if a.kind != b.kind:
-        tangle_parts(a)
-        tangle_parts(b)
+        tangle(a)
+        for part in b.parts:
+            tangle(part)
     else:
         (_align_products if a.kind == "product" else _align_concats)(list(a.parts), list(b.parts))
 
@@ -145,11 +146,7 @@ def tangle(axis: Axis) -> None:
     """Marks an axis, and all it is made of, as never to be cut."""
     axis = find(axis)
     axis.tangled = True
-    tangle_parts(axis)
-
-
-def tangle_parts(axis: Axis) -> None:
-    for part in find(axis).parts:
+    for part in axis.parts:
         if not find(part).tangled:
             tangle(part)
 

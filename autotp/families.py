@@ -57,7 +57,9 @@ def fixed(text: str, linear: Linear = ()) -> RuleFunction:
 
     def of(call: Call) -> Rule:
         at = [i for i, operand in enumerate(call.operands[: len(terms)]) if operand is not None]
-        groups = linear if isinstance(linear, str) else tuple(tuple(map(at.index, g)) for g in linear if set(g) <= {*at})
+        groups = linear
+        if not isinstance(linear, str):
+            groups = tuple(tuple(at.index(i) for i in group) for group in linear if set(group) <= set(at))
         return Rule.of(",".join(terms[i] for i in at) + "->" + outs, groups)
 
     return of
@@ -74,14 +76,17 @@ def either(argument: str, there: RuleFunction, absent: RuleFunction) -> RuleFunc
 
 
 def biased(text: str, bias: str) -> RuleFunction:
-    """A product (`text`), linear in each operand; with a bias as last operand every rank would add it to its summand."""
-    product = Rule.of(text)
-    outs = {str(expr) for term in product.outs for expr in term}
-    mark = lambda term: " ".join(name if name in outs else f"{name}^" for name in map(str, term))  # noqa: E731
-    n = len(product.ins)
-    ins, out = text.split("->")
-    full = f"{', '.join(map(mark, product.ins))}, {bias} -> {out}"
-    return lambda call: fixed(full, tuple((i, n) for i in range(n)))(call) if len(present(call)) > n else Rule.of(text, "each")
+    """A product, linear in each operand; with a bias, the last operand, nothing is reduced: every rank would add it."""
+    product, n = Rule.of(text, "each"), text.count(",") + 1
+    terms = [*_whole_where_reduced(product), bias]
+    whole_sum = fixed(f"{', '.join(terms)} ->{text.split('->')[1]}", tuple((i, n) for i in range(n)))
+    return lambda call: whole_sum(call) if len(present(call)) > n else product
+
+
+def _whole_where_reduced(rule: Rule) -> list[str]:
+    """The operands' terms of a rule without groups, what is missing from the output marked `^`."""
+    kept = {str(expr) for expr in rule.outs[0]}
+    return [" ".join(f"{n}" if str(n) in kept else f"{n}^" for n in term) for term in rule.ins]
 
 
 # ---- pointwise
@@ -146,7 +151,7 @@ def channelwise(call: Call) -> Rule:
     """`prelu`: `input: [a b ...]`, one weight for all or one for each `b`."""
     x, weight = call.operands
     ns = letters(x.dim())
-    return Rule.of(spell([ns, ns[1:2] if x.dim() > 1 and weight.numel() > 1 else unread(weight, 1)], [ns]))
+    return Rule.of(spell([ns, ns[1:2] if x.dim() > 1 and weight.dim() else unread(weight, 1)], [ns]))
 
 
 # ---- along dimensions
@@ -273,8 +278,7 @@ def matmul(call: Call) -> Rule:
 def added(text: str) -> RuleFunction:
     """`addmm` and its kin: `beta * input + alpha * product`, the input broadcast to the product's shape."""
     product = Rule.of(text)
-    out = [str(expr) for expr in product.outs[0]]
-    terms = [[str(expr) if str(expr) in out else f"{expr}^" for expr in term] for term in product.ins]
+    out, terms = [str(expr) for expr in product.outs[0]], [term.split() for term in _whole_where_reduced(product)]
     return lambda call: Rule.of(spell([out[len(out) - call.operands[0].dim() :], *terms], [out]), ((0, 1), (0, 2)))
 
 
@@ -361,7 +365,8 @@ def class_loss(call: Call) -> Rule | None:
 
 def filled(call: Call) -> Rule:
     """A new tensor whose elements do not depend on their place; of its operands nothing but the dtype is read."""
-    return Rule.of(spell([unread(operand, i) for i, operand in enumerate(present(call))], [letters(call.outputs[0].dim())]))
+    ins = [unread(operand, i) for i, operand in enumerate(present(call))]
+    return Rule.of(spell(ins, [letters(call.outputs[0].dim())]))
 
 
 # ---- our own parallel forms

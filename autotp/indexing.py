@@ -113,13 +113,11 @@ def _indexed(call: Call, mark: str) -> tuple[list[str], list[list[str]], list[st
 
 def searched(call: Call) -> Rule:
     """`searchsorted` and `bucketize`: where each number stands in a sorted list, one for all or one for each row."""
-    listed = {"sorted_sequence": call.get("sorted_sequence"), "boundaries": call.get("boundaries")}
-    wanted, at = call["self"], next(value for value in listed.values() if value is not None)
-    if at.dim() == 1:
-        ins = [unread(operand, i) if operand is not wanted else ["*"] for i, operand in enumerate(present(call))]
-        return Rule.of(spell(ins, [["*"]]))
-    rows = letters(at.dim() - 1)
-    return Rule.of(spell([[*rows, "k"] if operand is wanted else [*rows, "t^"] for operand in present(call)], [[*rows, "k"]]))
+    wanted = call["self"]
+    listed = next(operand for operand in present(call) if operand is not wanted)
+    rows = ["*"] if listed.dim() == 1 else [*letters(listed.dim() - 1), "k"]
+    ranked = ["t^"] if listed.dim() == 1 else [*rows[:-1], "t^"]
+    return Rule.of(spell([rows if operand is wanted else ranked for operand in present(call)], [rows]))
 
 
 def membership(call: Call) -> Rule:

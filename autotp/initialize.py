@@ -272,9 +272,7 @@ class _Replay(TorchFunctionMode):
         for i, event in enumerate(self.events):
             now = _random_state(self.device)
             self.states[i] = now if event.copy_of is None else self.states[event.copy_of]
-            self.call(i)
-            if event.copy_of is not None:
-                _set_random_state(self.device, now)
+            self.call(i)  # The last copy ends where the first layer did.
 
     def call(self, i: int) -> None:
         """One event, from the random state it had; after it no stand-in lives."""

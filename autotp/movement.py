@@ -66,7 +66,7 @@ def squeeze(call: Call) -> Rule:
 
 
 def expand(call: Call) -> Rule:
-    """Dimensions of one element become new factors; the others pass through. `expand_as` reads a second operand's shape."""
+    """Dimensions of one element become new factors, the others pass; `expand_as` reads a second operand's shape."""
     outs = letters(call.outputs[0].dim())
     return Rule.of(spell([outs[len(outs) - x.dim() :] for x in present(call)], [outs]), ((0,),))
 
@@ -97,7 +97,7 @@ def _at(ns: list[str], dim: int, *names: str) -> list[str]:
 def slice_(call: Call) -> Rule:
     """A slice of fixed bounds is a part of a concatenation; one that moves or has a step needs the whole."""
     x, dim = call.operands[0], call.dim()
-    ns, start = letters(x.dim()), call["start"] or 0
+    ns, start = letters(x.dim()), 0 if call["start"] is None else call["start"]
     length, taken = x.shape[dim], call.outputs[0].shape[dim]
     if Size.of(length) == Size.of(taken):
         return Rule.of(spell([ns], [ns]), "all")
@@ -158,9 +158,9 @@ def cat(call: Call) -> Rule | None:
     return _cat(call, call.get("dim", 0))
 
 
-def stacked(dim: Callable[[int], int]) -> Callable[[Call], Rule | None]:
-    """`hstack` and its kin: a concatenation where the operands have the dimension `dim(ndim)`, else unknown."""
-    return lambda call: _cat(call, dim(call.operands[0].dim()))
+def stacked(dim: int) -> Callable[[Call], Rule | None]:
+    """`hstack` and its kin: a concatenation along `dim` where the operands have that dimension, else unknown."""
+    return lambda call: _cat(call, min(dim, call.outputs[0].dim() - 1))
 
 
 def _cat(call: Call, dim: int) -> Rule | None:
@@ -202,8 +202,9 @@ def repeat(call: Call) -> Rule:
 
 
 def _repeated(name: str, length: Any, times: Any) -> str:
-    once = isinstance(times, int) and times == 1
-    return name if once else f"r{name}^" if Size.of(length) == ONE or times == 0 else f"(r{name}^ {name})"
+    if Size.of(times) == ONE:
+        return name
+    return f"r{name}^" if Size.of(length) == ONE or Size.of(times) == Size(0) else f"(r{name}^ {name})"
 
 
 def repeat_interleave(call: Call) -> Rule | None:

@@ -19,31 +19,33 @@ from autotp import movement as m
 from autotp import parallel
 from autotp.call import Call
 from autotp.errors import Error
-from autotp.rule import Rule, parse
+from autotp.rule import STAR, Rule, parse
 
 Operator = Callable[..., Any]
 
 _TABLE: list[tuple[str, f.RuleFunction]] = [
     # Pointwise: nothing but the element at the same place.
     (
-        "abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan atan2 atanh "
-        "bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max "
-        "clamp_min clip copysign cos cosh deg2rad digamma elu eq erf erfc erfinv exp exp2 expm1 fix float_power floor "
-        "floor_divide fmax fmin fmod frac frexp gcd ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish "
-        "hardtanh heaviside hypot i0 igamma igammac isclose isfinite isinf isnan isneginf isposinf isreal lcm ldexp le "
-        "leaky_relu lerp less less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and "
-        "logical_not logical_or logical_xor logit lt max.other maximum min.other minimum mish mvlgamma nan_to_num ne "
-        "nextafter not_equal polar polygamma pow rad2deg reciprocal relu relu6 remainder round rsqrt selu sgn sigmoid "
-        "sign signbit silu sin sinc sinh softplus softshrink special_entr special_erf special_erfc special_erfcx "
-        "special_erfinv special_exp2 special_expit special_expm1 special_gammaln special_i0 special_i0e special_i1 "
-        "special_i1e special_log1p special_log_ndtr special_logit special_multigammaln special_ndtr special_ndtri "
-        "special_polygamma special_psi special_round special_sinc special_xlog1py special_xlogy special_zeta sqrt square "
-        "tan tanh threshold trunc xlogy __and__ __lshift__ __or__ __rshift__ __xor__ addcdiv addcmul fill",
+        "abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan "
+        "atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor "
+        "ceil celu clamp clamp_max clamp_min clip copysign cos cosh deg2rad digamma elu eq erf erfc erfinv "
+        "exp exp2 expm1 fix float_power floor floor_divide fmax fmin fmod frac frexp gcd ge gelu greater "
+        "greater_equal gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 igamma igammac isclose "
+        "isfinite isinf isnan isneginf isposinf isreal lcm ldexp le leaky_relu lerp less less_equal lgamma "
+        "log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and logical_not logical_or logical_xor "
+        "logit lt max.other maximum min.other minimum mish mvlgamma nan_to_num ne nextafter not_equal polar "
+        "polygamma pow rad2deg reciprocal relu relu6 remainder round rsqrt selu sgn sigmoid sign signbit silu "
+        "sin sinc sinh softplus softshrink special_entr special_erf special_erfc special_erfcx special_erfinv "
+        "special_exp2 special_expit special_expm1 special_gammaln special_i0 special_i0e special_i1 "
+        "special_i1e special_log1p special_log_ndtr special_logit special_multigammaln special_ndtr "
+        "special_ndtri special_polygamma special_psi special_round special_sinc special_xlog1py special_xlogy "
+        "special_zeta sqrt square tan tanh threshold trunc xlogy __and__ __lshift__ __or__ __rshift__ __xor__ "
+        "addcdiv addcmul fill",
         f.pointwise(),
     ),
     (
-        "alias clone complex conj conj_physical contiguous detach imag lift lift_fresh lift_fresh_copy neg negative positive "
-        "real resolve_conj resolve_neg",
+        "alias clone complex conj conj_physical contiguous detach imag lift lift_fresh lift_fresh_copy neg "
+        "negative positive real resolve_conj resolve_neg",
         f.pointwise("all"),
     ),
     ("mul multiply", f.pointwise("each")),
@@ -62,7 +64,7 @@ _TABLE: list[tuple[str, f.RuleFunction]] = [
     # Contractions.
     ("linear", f.biased("* i, o i -> * o", "o")),
     ("bilinear", f.biased("* i, * j, o i j -> * o", "o")),
-    ("matmul mm bmm mv dot linalg_matmul", f.matmul),
+    ("matmul mm bmm mv dot vdot linalg_matmul", f.matmul),
     ("addmm", f.added("m i, i n -> m n")),
     ("addbmm", f.added("b m i, b i n -> m n")),
     ("baddbmm", f.added("b m i, b i n -> b m n")),
@@ -90,8 +92,9 @@ _TABLE: list[tuple[str, f.RuleFunction]] = [
     ("unfold", m.unfold),
     ("cat concat concatenate", m.cat),
     ("stack", m.stack),
-    ("hstack", m.stacked(lambda ndim: min(1, ndim - 1))),
-    ("vstack row_stack", m.stacked(lambda ndim: 0 if ndim > 1 else ndim + 1)),
+    ("vstack row_stack", m.stacked(0)),
+    ("hstack column_stack", m.stacked(1)),
+    ("dstack", m.stacked(2)),
     ("meshgrid", m.meshgrid),
     ("repeat tile", m.repeat),
     ("repeat_interleave", m.repeat_interleave),
@@ -107,8 +110,8 @@ _TABLE: list[tuple[str, f.RuleFunction]] = [
     ("nansum count_nonzero", f.reduction()),
     ("mean", f.reduction("!", linear="all")),
     (
-        "all amax amin aminmax any argmax argmin kthvalue linalg_vector_norm logsumexp max.default max.dim median min.default "
-        "min.dim mode nanmean nanmedian norm prod special_logsumexp std std_mean var var_mean",
+        "all amax amin aminmax any argmax argmin kthvalue linalg_vector_norm logsumexp max.default max.dim median "
+        "min.default min.dim mode nanmean nanmedian norm prod special_logsumexp std std_mean var var_mean",
         f.reduction("^"),
     ),
     ("cosine_similarity pairwise_distance", f.paired("^")),
@@ -202,17 +205,39 @@ def rule(op: Operator, factors: str | f.RuleFunction, linear: f.Linear = ()) -> 
     try:
         if isinstance(factors, str):
             parse(factors)
+            if "!" in factors:
+                raise Error("`!` is for operators that autotp has a parallel form of", **{"try": "`^`"})
     except Error as error:
         raise error.within(f"rule({op})") from None
-    for one in overloads(op):
+    found = overloads(op)
+    if not found or any(isinstance(one, OpOverload) and one._schema.is_mutable for one in found):
+        raise Error(f"{op} writes into its operands", **{"try": "an operator that returns a new tensor"}).within("rule")
+    for one in found:
         RULES[one] = f.fixed(factors, linear) if isinstance(factors, str) else factors
         USER_RULES.add(one)
 
 
 def rule_of(call: Call) -> Rule | None:
-    """The rule of a call, or None where autotp knows none."""
+    """The rule of a call, or None where autotp knows none.
+
+    Raises:
+        Error: a user's rule has not the terms, or a term not the dimensions, that the call has.
+    """
     function = RULES.get(call.target)
-    return None if function is None else function(call)
+    found = None if function is None else function(call)
+    if found is not None and call.target in USER_RULES and not _fits(found, call):
+        shapes = [", ".join(str(list(t.shape)) for t in side) for side in (f.present(call), call.outputs)]
+        raise Error(f"the rule of {call.target} does not fit", rule=str(found), shapes=" -> ".join(shapes))
+    return found
+
+
+def _fits(rule: Rule, call: Call) -> bool:
+    """True if there is a term for each tensor, and an expression for each of its dimensions."""
+    tensors = (f.present(call), call.outputs)
+    if (len(rule.ins), len(rule.outs)) != tuple(map(len, tensors)):
+        return False
+    pairs = zip((*rule.ins, *rule.outs), (*tensors[0], *tensors[1]), strict=True)
+    return all(len(term) - 1 <= t.dim() if STAR in term else len(term) == t.dim() for term, t in pairs)
 
 
 def unknown(call: Call) -> Rule:

@@ -30,7 +30,7 @@ from autotp.passes.localize import FORMS, localize
 from autotp.source import line_of
 
 TOLERANCE = 4096
-"""How far two ways to compute the same may be apart, in units of the last place of the largest number: 1e-12 in float64."""
+"""How far two ways to compute one number may be apart, in units of the last place: 1e-12 of the largest in float64."""
 
 
 def prove(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tp: int) -> list[str]:
@@ -46,7 +46,9 @@ def prove(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], t
         except Exception as error:  # Whatever a rule function stumbles over: it is the rule that is at fault.
             return [f"{op}: the rule does not fit: {type(error).__name__}: {error}"]
         bound = axes.bound.get(node)
-        return [] if bound is None or not bound.known else [f"{op}: {p}" for p in _Trial(node, axes, bound, tp).problems()]
+        if bound is None or not bound.known:
+            return []
+        return [f"{op}: {problem}" for problem in _Trial(node, axes, bound, tp).problems()]
 
 
 def prove_node(node: fx.Node, tp: int = 2, device: str = "cpu") -> None:
@@ -238,7 +240,7 @@ def _typed(x: Tensor) -> str:
 
 
 def _apart(want: Tensor, got: Tensor, values: bool = True, parts: Tensor | None = None) -> str:
-    """How two tensors differ, "" if they do not; rounding is measured by the largest number among `want` and `parts`."""
+    """How two tensors differ, "" if they do not; rounding is measured by the largest number in `want` and `parts`."""
     if want.shape != got.shape or want.dtype != got.dtype:
         return f": {_typed(got)} where {_typed(want)} was to come"
     if not values or not want.numel():
@@ -247,6 +249,6 @@ def _apart(want: Tensor, got: Tensor, values: bool = True, parts: Tensor | None 
         return "" if want.equal(got) else ": other numbers"
     every = torch.cat([want.flatten(), *([] if parts is None else [parts.flatten()])]).abs()
     finite = every[every.isfinite()]
-    room = TOLERANCE * torch.finfo(want.dtype).eps
-    close = torch.isclose(got, want, rtol=room, atol=room * (finite.max().item() if finite.numel() else 0), equal_nan=True)
+    room, largest = TOLERANCE * torch.finfo(want.dtype).eps, finite.max().item() if finite.numel() else 0
+    close = torch.isclose(got, want, rtol=room, atol=room * largest, equal_nan=True)
     return "" if close.all() else f": off by {(got - want).abs().nan_to_num().max().item():.2g}"

@@ -109,8 +109,10 @@ def parse(text: str) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
     sides = text.split("->")
     if len(sides) != 2:
         raise _malformed(text, "one `->` between operands and outputs")
-    ins, outs = (tuple(_Parser(text, term).term() for term in side.split(",")) for side in sides)
-    return (ins if sides[0].strip() else ()), outs
+    left, right = (side.split(",") if side.strip() else [] for side in sides)
+    if not right:
+        raise _malformed(text, "a term for each output behind `->`, `()` for a tensor without dimensions")
+    return tuple(_Parser(text, term).term() for term in left), tuple(_Parser(text, term).term() for term in right)
 
 
 def spell(ins: Iterable[Sequence[str]], outs: Iterable[Sequence[str]]) -> str:
@@ -160,6 +162,8 @@ class _Parser:
     def term(self) -> Term:
         if self.tokens == ["(", ")"]:
             return ()
+        if not self.tokens:
+            raise _malformed(self.text, "a term between commas, `()` for a tensor without dimensions")
         exprs = []
         while self.tokens:
             exprs.append(self.expr())
@@ -172,7 +176,7 @@ class _Parser:
         seen: set[str] = set()
         for part in parts:
             if seen & part:
-                raise _malformed(self.text, f"`{min(seen & part)}` once in a term: only parts joined by `|` may share it")
+                raise _malformed(self.text, f"`{min(seen & part)}` in one dimension of a term only")
             seen |= part
 
     def expr(self) -> Expr:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
+from autotp.axis import find
 from autotp.layout import Layout, layout_of
 from autotp.passes.axes import Axes, infer_axes
 from autotp.passes.canonicalize import canonicalize
@@ -78,11 +79,13 @@ def analyse(
         total = sum(n.meta["val"].numel() for n in graph.nodes if n.name in captured.parameters)
         decision = decide(axes, candidates, needs_grad(graph, _sources(graph, captured)), total, tp)
     else:
-        decision = decide_as(axes, candidates, layouts, captured.parameters, tp)
+        places = [node for node in graph.nodes if node.op == "placeholder" and node.name in captured.parameters]
+        stored = {node: layouts[captured.parameters[node.name]] for node in places}
+        decision = decide_as(axes, candidates, stored, tp)
     graph, axes, decision = expand(graph, axes, decision)
     graph, axes, decision = defer(graph, axes, decision)
     differentiable = needs_grad(graph, _sources(graph, captured))
-    held = _layouts(graph, axes, decision, captured, tp)
+    held = dict(layouts) if layouts is not None else _layouts(graph, axes, decision, captured, tp)
     local = _local_outputs(graph, axes, decision, skeleton.training, outputs, tp)
     return Analysis(captured, graph, axes, decision, differentiable, updated, held, local, tp)
 
@@ -100,12 +103,12 @@ def _sources(graph: fx.Graph, captured: Captured) -> frozenset[fx.Node]:
 
 
 def _layouts(graph: fx.Graph, axes: Axes, decision: Decision, captured: Captured, tp: int) -> dict[str, Layout]:
-    names = {find_leaf(c.leaf): c.name for c in decision.chosen}
+    names = {find(c.leaf): c.name for c in decision.chosen}
     found = {}
     for node in graph.nodes:
         if node.op == "placeholder" and node.name in captured.parameters:
             leaf = decision.held.get(node)
-            name = names.get(find_leaf(leaf), "") if leaf is not None else ""
+            name = names.get(find(leaf), "") if leaf is not None else ""
             shape = tuple(node.meta["val"].shape)
             found[captured.parameters[node.name]] = layout_of(shape, axes.of(node), leaf, tp, name)
     return found
@@ -131,9 +134,3 @@ def _local_outputs(
 def _is_loss(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
-
-
-def find_leaf(leaf: Any) -> Any:
-    from autotp.axis import find
-
-    return find(leaf)

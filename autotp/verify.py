@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from autotp.layout import Layout
 from autotp.lockstep import run_lockstep
 from autotp.passes.bind import bind
 from autotp.passes.capture import skeleton_of
-from autotp.report import Traffic, traffic
+from autotp.report import Plan, report
 from autotp.transform import Analysis, Outputs, analyse, rank_graph
 
 TOLERANCE = 1e-9
@@ -46,19 +46,16 @@ class Report:
     """What `verify` found; `str(report)` is for reading.
 
     Attributes:
-        model, tp: what was verified.
-        outputs, gradients, steps: differences of the outputs, of every parameter's gradient, and of every
-            parameter after an optimizer step, largest first; empty for a model on meta.
-        traffic: the collectives of a step.
+        plan: what was verified, its sizes those of float64.
+        outputs, gradients, steps: differences of the outputs, of the gradient of every parameter and floating
+            input, and of every parameter after an optimizer step, largest first; empty for a model on meta.
         tolerance: what is allowed.
     """
 
-    model: str
-    tp: int
+    plan: Plan
     outputs: tuple[Difference, ...]
     gradients: tuple[Difference, ...]
     steps: tuple[Difference, ...]
-    traffic: Traffic
     tolerance: float = TOLERANCE
 
     @property
@@ -75,92 +72,127 @@ class Report:
         return "\n".join(_lines(self))
 
 
-def verify_model(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tp: int,
-    outputs: Any,
-    change: Callable[[fx.Graph, int], fx.Graph] | None = None,
-) -> Report:
-    """The differences between `model` and its `tp` ranks in lockstep, both in float64 and drawing the same numbers.
+@dataclass(frozen=True)
+class Trial:
+    """A model and the arguments of a call, in float64 on the CPU (a model on meta as it is), and what was decided."""
 
-    Args:
-        change: what a test does to each rank's graph before it runs; None changes nothing.
-    """
-    name = type(model).__name__
-    if any(p.is_meta for p in model.parameters()):
-        analysis = analyse(skeleton_of(model), args, kwargs, tp, outputs)
-        graphs = [rank_graph(analysis, rank, "exact") for rank in range(tp)]
-        return Report(name, tp, (), (), (), traffic(graphs[0], analysis))
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    analysis: Analysis
+
+
+def prepare(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tp: int, outputs: Outputs = "auto"
+) -> Trial:
+    """A copy of `model`, and the analysis of its `tp` ranks."""
+    if _on_meta(model):
+        return Trial(model, args, kwargs, analyse(skeleton_of(model), args, kwargs, tp, outputs))
     with all_double():
         whole = copy.deepcopy(model).cpu().double()
         args, kwargs = pytree.tree_map_only(Tensor, _doubled, (args, kwargs))
-        analysis = analyse(skeleton_of(whole), args, kwargs, tp, outputs)
-        graphs = [rank_graph(analysis, rank, "exact") for rank in range(tp)]
-        count = traffic(graphs[0], analysis)
-        ready = [bind(change(g, r) if change else g, torch.device("cpu"), {}) for r, g in enumerate(graphs)]
-        parts = [{n: lay.take(_parameter(whole, n), r) for n, lay in analysis.layouts.items()} for r in range(tp)]
-        ranks = [{n: nn.Parameter(t, _parameter(whole, n).requires_grad) for n, t in part.items()} for part in parts]
-        found = _run_ranks(analysis, ready, ranks, whole, args, kwargs)
-        expected = _run_whole(whole, args, kwargs)
-        return _compare(name, analysis, whole, ranks, expected, found, count)
+        return Trial(whole, args, kwargs, analyse(skeleton_of(whole), args, kwargs, tp, outputs))
 
 
-def _run_whole(whole: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
-    torch.manual_seed(0)
-    return [t for t in pytree.tree_leaves(whole(*args, **kwargs)) if isinstance(t, Tensor)]
+Change = Callable[[fx.Graph, int], fx.Graph]
+"""What a test does to a rank's graph before it runs: (graph, rank) -> graph."""
 
 
-def _run_ranks(
-    analysis: Analysis, graphs: Sequence[fx.Graph], ranks: Sequence[Mapping[str, Tensor]], whole: nn.Module, args: Any, kwargs: Any
-) -> list[tuple[Any, ...]]:
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    captured, buffers = analysis.captured, dict(whole.named_buffers())
-    inputs = []
-    for graph, parameters in zip(graphs, ranks, strict=True):
-        queue, row = iter(tensors), []
-        for node in graph.nodes:
-            if node.op == "placeholder" and node.name in captured.parameters:
-                row.append(parameters[captured.parameters[node.name]])
-            elif node.op == "placeholder" and node.name in captured.buffers:
-                row.append(buffers[captured.buffers[node.name]].clone())
-            elif node.op == "placeholder" and node.name in captured.constants:
-                row.append(captured.constants[node.name])
-            elif node.op == "placeholder":
-                row.append(next(queue))
-        inputs.append(row)
-    torch.manual_seed(0)
-    return run_lockstep(graphs, inputs)
+def compare(trial: Trial, change: Change = lambda graph, rank: graph) -> Report:
+    """The differences between a model and its ranks in lockstep, both drawing the same random numbers."""
+    analysis, plan = trial.analysis, report(trial.analysis, type(trial.model).__name__)
+    if _on_meta(trial.model):
+        return Report(plan, (), (), ())
+    with all_double(), torch.random.fork_rng(devices=[]):
+        model, inputs = copy.deepcopy(trial.model), _inputs(trial)
+        ranks = [_rank(trial, rank) for rank in range(analysis.tp)]
+        graphs = [bind(rank_graph(analysis, rank, "exact"), torch.device("cpu"), {}) for rank in range(analysis.tp)]
+        placed = [_placed(graph, rank, trial) for graph, rank in zip(graphs, ranks, strict=True)]
+        torch.manual_seed(0)
+        found = run_lockstep([change(graph, rank) for rank, graph in enumerate(graphs)], placed)
+        torch.manual_seed(0)
+        expected = _returned(model, trial, inputs)
+        outputs = [_output(i, value, [row[i] for row in found], analysis) for i, value in enumerate(expected)]
+        _backward(expected, found, analysis)
+        whole = dict(model.named_parameters()) | inputs
+        rows = outputs, _gradients(whole, ranks, analysis), _steps(whole, ranks, analysis)
+    return Report(plan, *(tuple(sorted(row, key=_descending)) for row in rows))
 
 
-def _compare(
-    name: str, analysis: Analysis, whole: nn.Module, ranks: list[dict[str, nn.Parameter]],
-    expected: list[Tensor], found: list[tuple[Any, ...]], count: Traffic,
-) -> Report:  # fmt: skip
-    outputs = [_output(i, value, [row[i] for row in found], analysis) for i, value in enumerate(expected)]
+Held = dict[str, Tensor]
+"""What a rank, or one device, holds: parameters by name, and the inputs of the call as `input 0`, `input 1`, ..."""
+
+
+def _inputs(trial: Trial) -> Held:
+    """The tensors among the arguments, in memory of their own; a gradient is wanted of the floating ones."""
+    given = [leaf for leaf in pytree.tree_leaves((trial.args, trial.kwargs)) if isinstance(leaf, Tensor)]
+    return {f"input {i}": t.clone().requires_grad_(t.is_floating_point()) for i, t in enumerate(given)}
+
+
+def _rank(trial: Trial, rank: int) -> Held:
+    own = {name: trial.model.get_parameter(name) for name in trial.analysis.layouts}
+    parts = {n: layout.take(own[n].detach(), rank) for n, layout in trial.analysis.layouts.items()}
+    return {n: part.requires_grad_(own[n].requires_grad) for n, part in parts.items()} | _inputs(trial)
+
+
+def _placed(graph: fx.Graph, held: Held, trial: Trial) -> list[Tensor]:
+    """The values of a rank graph's placeholders, in order."""
+    captured, row = trial.analysis.captured, []
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.name in captured.parameters:
+            row.append(held[captured.parameters[node.name]])
+        elif node.op == "placeholder" and node.name in captured.buffers:
+            row.append(trial.model.get_buffer(captured.buffers[node.name]).clone())
+        elif node.op == "placeholder" and node.name in captured.constants:
+            row.append(captured.constants[node.name])
+        elif node.op == "placeholder":
+            row.append(held[f"input {captured.inputs.index(node.name)}"])
+    return row
+
+
+def _returned(model: nn.Module, trial: Trial, inputs: Held) -> list[Tensor]:
+    """The tensors that one device returns."""
+    queue = iter(inputs.values())
+    args, kwargs = pytree.tree_map_only(Tensor, lambda _: next(queue), (trial.args, trial.kwargs))
+    return [leaf for leaf in pytree.tree_leaves(model(*args, **kwargs)) if isinstance(leaf, Tensor)]
+
+
+def _backward(expected: Sequence[Tensor], found: Sequence[Sequence[Tensor]], analysis: Analysis) -> None:
+    """Gradients of one objective, on one device and on the ranks. Outputs that stay cut are not in it."""
     kept = [i for i, value in enumerate(expected) if i not in analysis.local_outputs and value.requires_grad]
-    _objective([expected[i] for i in kept]).backward()
-    torch.autograd.backward([_objective([row[i] for i in kept]) for row in found])
-    own = dict(whole.named_parameters())
-    scale = max((float(p.grad.abs().max()) for p in own.values() if p.grad is not None and p.grad.numel()), default=1.0)
-    gradients = [
-        Difference(n, _apart(p.grad, [rank[n].grad for rank in ranks], layout, scale))
-        for (n, layout), p in zip(analysis.layouts.items(), (own[n] for n in analysis.layouts), strict=True)
-    ]
-    for parameters in (own.values(), *(rank.values() for rank in ranks)):
-        torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1, momentum=0.9, weight_decay=0.1).step()
-    largest = max((float(p.detach().abs().max()) for p in own.values() if p.numel()), default=1.0)
-    steps = [
-        Difference(n, _apart(own[n].detach(), [rank[n].detach() for rank in ranks], layout, largest))
-        for n, layout in analysis.layouts.items()
-    ]
-    ordered = [tuple(sorted(row, key=lambda d: -_rank(d.error))) for row in (outputs, gradients, steps)]
-    return Report(name, analysis.tp, *ordered, count)
+    if kept:
+        _objective([expected[i] for i in kept]).backward()
+        torch.autograd.backward([_objective([row[i] for i in kept]) for row in found])
 
 
-def _rank(error: float) -> float:
-    return float("inf") if error != error else error
+def _gradients(whole: Held, ranks: Sequence[Held], analysis: Analysis) -> list[Difference]:
+    wanted = {name: tensor for name, tensor in whole.items() if tensor.is_floating_point()}
+    scale = _largest([t.grad for t in wanted.values() if t.grad is not None])
+    layouts = {name: analysis.layouts.get(name, Layout(tuple(t.shape))) for name, t in wanted.items()}
+    return [Difference(n, _apart(t.grad, [r[n].grad for r in ranks], layouts[n], scale)) for n, t in wanted.items()]
+
+
+def _steps(whole: Held, ranks: Sequence[Held], analysis: Analysis) -> list[Difference]:
+    """Takes a step of an optimizer, on one device and on the ranks."""
+    for held in (whole, *ranks):
+        trained = [held[name] for name in analysis.layouts if held[name].requires_grad]
+        if trained:
+            torch.optim.SGD(trained, lr=0.1, momentum=0.9, weight_decay=0.1).step()
+    after = [{name: held[name].detach() for name in analysis.layouts} for held in (whole, *ranks)]
+    scale = _largest(list(after[0].values()))
+    whole, *ranks = after
+    return [
+        Difference(n, _apart(whole[n], [rank[n] for rank in ranks], layout, scale)) for n, layout in analysis.layouts.items()
+    ]
+
+
+def _largest(tensors: Sequence[Tensor]) -> float:
+    """The largest element of all; 1 where that would be no scale."""
+    return max((float(t.abs().max()) for t in tensors if t.numel()), default=0.0) or 1.0
+
+
+def _descending(difference: Difference) -> float:
+    return -float("inf") if difference.error != difference.error else -difference.error
 
 
 def _objective(outputs: Sequence[Tensor]) -> Tensor:
@@ -176,8 +208,8 @@ def _output(i: int, value: Tensor, parts: list[Tensor], analysis: Analysis) -> D
     layout = analysis.local_outputs.get(i, Layout(tuple(value.shape)))
     layout = Layout(tuple(value.shape), layout.dim, layout.pieces, layout.axis)
     kind = "loss" if value.dim() == 0 else f"output {i}"
-    scale = float(value.abs().max()) if value.numel() and value.dtype != torch.bool else 1.0
-    return Difference(kind, _apart(value.detach(), [part.detach() for part in parts], layout, scale or 1.0))
+    scale = _largest([value.detach()]) if value.dtype != torch.bool else 1.0
+    return Difference(kind, _apart(value.detach(), [part.detach() for part in parts], layout, scale))
 
 
 def _apart(whole: Tensor | None, parts: Sequence[Tensor | None], layout: Layout, scale: float) -> float:
@@ -187,22 +219,22 @@ def _apart(whole: Tensor | None, parts: Sequence[Tensor | None], layout: Layout,
     zeros = [torch.zeros(layout.local_shape(r), dtype=whole.dtype) for r in range(len(parts))]
     given = [zero if part is None else part for zero, part in zip(zeros, parts, strict=True)]
     if layout.dim is None:
-        return max(_largest(part, whole) for part in given) / scale
+        return max(_distance(part, whole) for part in given) / scale
     joined = torch.full_like(whole, float("nan")) if whole.is_floating_point() else torch.zeros_like(whole)
     for rank, part in enumerate(given):
         layout.put(joined, part, rank)
-    return _largest(joined, whole) / scale
+    return _distance(joined, whole) / scale
 
 
-def _largest(a: Tensor, b: Tensor) -> float:
+def _distance(a: Tensor, b: Tensor) -> float:
     if a.shape != b.shape:
         return float("inf")
     equal = (a == b) | ((a != a) & (b != b))  # Infinities and undefined values agree with themselves.
     return float((a.double() - b.double()).abs().masked_fill(equal, 0).max()) if a.numel() else 0.0
 
 
-def _parameter(model: nn.Module, name: str) -> Tensor:
-    return model.get_parameter(name)
+def _on_meta(model: nn.Module) -> bool:
+    return any(p.is_meta for p in model.parameters())
 
 
 def _doubled(tensor: Tensor) -> Tensor:
@@ -234,17 +266,20 @@ def all_double() -> Iterator[None]:
 
 
 def _lines(report: Report) -> Iterator[str]:
+    plan = report.plan
     verdict = "equal to one device" if report.ok else "DIFFERENT from one device"
     if not report.gradients:
-        yield f"{report.model} on tp={report.tp}: the model is on meta: proved and counted, nothing computed"
+        yield f"{plan.model} on tp={plan.tp}: the model is on meta: proved and counted, nothing computed"
     else:
-        yield f"{report.model} on tp={report.tp}: {verdict} (float64, tolerance {report.tolerance:.0e})"
-        for label, rows in (("outputs", report.outputs), ("gradients", report.gradients), ("after a step", report.steps)):
+        yield f"{plan.model} on tp={plan.tp}: {verdict} (float64, tolerance {report.tolerance:.0e})"
+        found = {"outputs": report.outputs, "gradients": report.gradients, "after a step": report.steps}
+        for label, rows in found.items():
             worst = rows[0] if rows else "none"
             yield f"  {label:<13}{len(rows):>4} compared, worst {worst}"
             for bad in [row for row in rows[1:8] if not row.error <= report.tolerance]:
                 yield f"  {'':<13}     and {bad}"
-    kinds = [", ".join(f"{n} {kind}" for kind, n in c.items()) or "none" for c in (report.traffic.forward, report.traffic.backward)]
+    sides = (plan.traffic.forward, plan.traffic.backward)
+    kinds = [", ".join(f"{n} {kind}" for kind, n in c.items()) or "none" for c in sides]
     yield f"  collectives  forward {kinds[0]}; backward {kinds[1]}"
 
 
@@ -259,4 +294,5 @@ def verify(model: nn.Module, tp: int, *, example_inputs: Any = None, outputs: Ou
         tp: how many ranks.
         example_inputs, outputs: as for `parallelize`.
     """
-    return within(f"verify({type(model).__name__}, tp={tp})", lambda: verify_model(model, *find_inputs(model, example_inputs), tp, outputs))
+    call = f"verify({type(model).__name__}, tp={tp})"
+    return within(call, lambda: compare(prepare(model, *find_inputs(model, example_inputs), tp, outputs)))

@@ -77,7 +77,7 @@ class Bound:
         return factor if factor is not None and self._held(factor, leaf) else None
 
     def _held(self, factor: Factor, leaf: Axis) -> bool:
-        """True if cutting `leaf` cuts every dimension that has the factor; of a concatenation it may cut a part only."""
+        """True if cutting `leaf` cuts every dimension that has the factor, not one part of a concatenation only."""
         places = ((self.dims[0], factor.ins), (self.dims[1], factor.outs))
         return all(holds(dims[at][d], leaf) for dims, place in places for at, d in place.items())
 

@@ -107,13 +107,40 @@ def check(
     return proof.types
 
 
+class _Model:
+    """The model's graph: the nodes whose order counts; the others by region, operator and operands, each once.
+
+    Nodes that compute the same stand for each other: `same` has the first of them.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.pure: dict[Any, list[fx.Node]] = {}
+        self.same: dict[fx.Node, fx.Node] = {}
+        ordered, first, region = [], {}, 0
+        for node in graph.nodes:
+            self.same[node] = node
+            if _is_ordered(node):
+                ordered.append(node)
+                region += not outputs_of(node)
+            elif not _is_number(node):
+                self.same[node] = first.setdefault((region, node.target, repr(self.valued(bind(node)))), node)
+                if self.same[node] is node:
+                    operands = tuple(self.same[operand] for operand in _operands(node))
+                    self.pure.setdefault((region, _family(node), operands), []).append(node)
+        self.ordered = iter(ordered)
+
+    def valued(self, arguments: Any) -> Any:
+        """Arguments, sizes as numbers and of nodes that compute the same the first."""
+        return _plain(fx.map_arg(arguments, lambda n: n.meta["val"] if _is_number(n) else self.same[n]))
+
+
 class _Proof:
     """What has been proved of a rank's nodes so far."""
 
     def __init__(self, graph: fx.Graph, held: Any, trainable: Any, to: Target, local_outputs: Any) -> None:
         self.held, self.trainable, self.to, self.local_outputs = held, trainable, to, local_outputs
         self.axes, self.region = infer_axes(graph), 0
-        self.ordered, self.pure = _sorted(graph)
+        self.model = _Model(graph)
         self.types: dict[fx.Node, tuple[Typed, ...]] = {}
         self.whole: dict[fx.Node, fx.Node] = {}  # The node of the model's graph whose value, or part of it, this is.
         self.numbers: dict[fx.Node, Any] = {}
@@ -181,14 +208,12 @@ class _Proof:
             return self._biased(node)
         if _is_ordered(node):
             self.region += not outputs_of(node)
-            return self._stands_for(node, next(self.ordered, None))
+            return self._stands_for(node, next(self.model.ordered, None))
         operands = tuple(self.whole[n] for n in _operands(node))
-        candidates = self.pure.get((self.region, _family(node.target), operands), [])
         errors = []
-        for model in candidates:
+        for model in self.model.pure.get((self.region, _family(node), operands), ()):
             try:
-                self._stands_for(node, model)
-                return candidates.remove(model)
+                return self._stands_for(node, model)
             except Error as error:
                 errors.append(error)
         raise errors[0] if errors else self._stands_for(node, None)
@@ -225,7 +250,7 @@ class _Proof:
 
     def _output(self, node: fx.Node, model: fx.Node) -> None:
         for i, (got, expected) in enumerate(zip(node.args[0], model.args[0], strict=True)):  # type: ignore[arg-type]
-            if _plain(self._erased(got)) != _plain(_valued(expected)):
+            if _plain(self._erased(got)) != self.model.valued(expected):
                 self.refuse(node, f"returns something else at {i}", expected=expected, got=got)
             for typed in self.types.get(got, ()):
                 whole, layout = replace(typed, placement=Replicate()), self.local_outputs.get(i)
@@ -253,7 +278,7 @@ class _Proof:
 
     def _is_call(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> bool:
         """True if `node` calls `target` on these arguments, which are the model's."""
-        return node.target is target and _plain(self._erased(bind(node))) == _plain(_valued(arguments))
+        return node.target is target and _plain(self._erased(bind(node))) == self.model.valued(arguments)
 
     def _expect_call(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> None:
         if not self._is_call(node, target, arguments):
@@ -271,15 +296,14 @@ class _Proof:
         """A product with the bias that was put back into it (`passes/clean.py`): product and sum, one after the other."""
         target, places = BIASED[node.target]
         x, w, bias = (_arguments(node)[i] for i in places)
-        for model in self.pure.get((self.region, target, (self.whole[x], self.whole[w])), []):
-            sums = [n for n in model.users if _plain({*n.args}) == {model, self.whole[bias]} and n.target is aten.add.Tensor]
-            if len(sums) == len(model.users) == 1 and not sums[0].kwargs:
-                break
-        else:
-            self.refuse(node, "is not what the model computes", got=_called(node.target, node.args))
-        (made,) = self._plainly(node, model, [(n, self.types[n][0]) for n in (x, w)])
-        terms = [(node, made) if n is model else (bias, self.types[bias][0]) for n in sums[0].args]
-        self._give(node, sums[0], self._plainly(node, sums[0], terms))
+        for product_ in self.model.pure.get((self.region, target, (self.whole[x], self.whole[w])), ()):
+            for terms in ((product_, self.whole[bias]), (self.whole[bias], product_)):
+                for total in self.model.pure.get((self.region, aten.add.Tensor, terms), ()):
+                    if bind(total)["alpha"] == 1:
+                        (made,) = self._plainly(node, product_, [(n, self.types[n][0]) for n in (x, w)])
+                        reads = [(node, made) if term is product_ else (bias, self.types[bias][0]) for term in terms]
+                        return self._give(node, total, self._plainly(node, total, reads))
+        self._stands_for(node, None)
 
     def _plainly(self, node: fx.Node, model: fx.Node, reads: Reads) -> tuple[Typed, ...]:
         """The types that an operator gives whose arguments no cut changes."""
@@ -339,11 +363,11 @@ class _Proof:
             return self._form(node, model, bound, leaf)
         dims, outs = bound.dims[0][0] if bound.dims[0] else (), self.axes.dims[model]
         name = str(target).rsplit(".", 1)[0]
-        if _family(target) is SPLIT:
+        if _family(model) is SPLIT:
             dim = arguments["dim"] % len(dims)
             sizes = [self._local(out[dim], leaf) for out in outs]
             return SPLIT, {"self": arguments["self"], "split_sizes": sizes, "dim": dim}
-        if _family(target) is SLICE and touches(dims[arguments["dim"]], leaf):
+        if _family(model) is SLICE and touches(dims[arguments["dim"]], leaf):
             return SLICE, self._local_slice(model, arguments, dims, leaf)
         if name in SIZE_ARGUMENTS:
             at, out = SIZE_ARGUMENTS[name], outs[0]
@@ -398,12 +422,13 @@ class _Proof:
         """A row of the table of conjugates, in its place and over the dimension that is cut."""
         x, axis, *rest = _arguments(node)
         (typed,), kinds = self.types[x], CONJUGATES[node.target]
-        leaf, reducer = self._moved(typed, *rest) if Shard in kinds else None, rest[0] if rest else "sum"
-        allowed = {collectives.copy: ([],), collectives.reduce: ([], ["sum"], ["max"])}
-        if axis != self.to.axis or node.kwargs or (leaf is None and rest not in allowed.get(node.target, ())):
-            self.refuse(node, "does not move along the axis that is cut", got=f"{_called(node.target, node.args)} of {typed}")
-        make = {Shard: lambda: Shard(leaf), Partial: lambda: Partial(reducer)}  # type: ignore[arg-type]
-        want, give = (make.get(kind, kind)() for kind in kinds)
+        leaf = self._moved(typed, *rest) if Shard in kinds else None
+        allowed = {collectives.copy: ([],), collectives.reduce: ([], ["sum"], ["max"])}.get(node.target, ())
+        if axis != self.to.axis or node.kwargs or (leaf is None and rest not in allowed):
+            got = f"{_called(node.target, node.args)} of {typed}"
+            self.refuse(node, "does not move along the axis that is cut", got=got)
+        reducer = rest if leaf is None else ()
+        want, give = (Shard(leaf) if kind is Shard else Partial(*reducer) if kind is Partial else kind() for kind in kinds)
         if not typed.fits(want):
             self.refuse_read(node, x, typed, want)
         self._give(node, self.whole[x], (replace(typed, placement=give),))
@@ -503,20 +528,6 @@ def _openings(target: Any, axis: Axis) -> Iterator[list[Axis]]:
 # ---- nodes and their arguments
 
 
-def _sorted(graph: fx.Graph) -> tuple[Iterator[fx.Node], dict[Any, list[fx.Node]]]:
-    """The nodes of the model's graph whose order counts; and the others by region, operator and operands."""
-    ordered: list[fx.Node] = []
-    pure: dict[Any, list[fx.Node]] = {}
-    region = 0
-    for node in graph.nodes:
-        if _is_ordered(node):
-            ordered.append(node)
-            region += not outputs_of(node)
-        elif not _is_number(node):
-            pure.setdefault((region, _family(node.target), tuple(_operands(node))), []).append(node)
-    return iter(ordered), pure
-
-
 def _is_ordered(node: fx.Node) -> bool:
     """True for inputs and outputs, random draws, and calls for their effect."""
     return node.op != "call_function" or draws(node) or node.meta.get("val") is None
@@ -539,8 +550,11 @@ def _operands(node: fx.Node) -> list[fx.Node]:
     return [arg for arg in node.args if isinstance(arg, fx.Node) and outputs_of(arg)]
 
 
-def _family(target: Any) -> Any:
-    """What an operator is called in the model's graph, or one name for operators that a cut makes one."""
+def _family(node: Any) -> Any:
+    """What a node's operator is called in the model's graph, or one name for operators that a cut makes one."""
+    target = node.target
+    if target is operator.getitem:
+        return target, node.args[1]
     packet = getattr(target, "overloadpacket", target)
     splits, slices = (aten.split, aten.split_with_sizes, aten.chunk, aten.tensor_split), (aten.slice, aten.narrow)
     return SPLIT if packet in splits else SLICE if packet in slices else FORMS.get(target, (target,))[0]
@@ -548,11 +562,6 @@ def _family(target: Any) -> Any:
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:
     return node.args
-
-
-def _valued(arguments: Any) -> Any:
-    """Arguments of the model's graph, sizes as numbers."""
-    return fx.map_arg(arguments, lambda n: n.meta["val"] if _is_number(n) else n)
 
 
 def _plain(value: Any) -> Any:

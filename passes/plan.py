@@ -18,10 +18,12 @@ from math import ceil
 import torch
 from torch import fx
 
-from autotp.axis import Axis, Size, find
+from autotp.axis import Axis, Size, find, leaves
+from autotp.errors import Error
 from autotp.layout import Layout, layout_of
 from autotp.passes.axes import Axes
 from autotp.passes.match import Candidate, maker, readers
+from autotp.source import line_of
 
 NOMINAL = 512
 """The length assumed of a symbolic dimension (batch, sequence) when communication is weighed."""
@@ -82,23 +84,41 @@ def _acceptable(candidate: Candidate, decision: Decision, worth: float, gain: fl
     return gain > 0 and bool(whole or (known and worth >= WORTH))
 
 
-def decide_as(axes: Axes, candidates: list[Candidate], layouts: Mapping[str, Layout], names: Mapping[str, str], tp: int) -> Decision:
-    """The cuts that fit parameters which are stored already, for a further graph of the same model.
+def decide_as(axes: Axes, candidates: list[Candidate], stored: Mapping[fx.Node, Layout], tp: int) -> Decision:
+    """The cuts for a further graph of a model whose parameters are stored already.
+
+    A parameter stays stored as it is, whatever reads it here; operators that cannot follow read it gathered.
 
     Args:
-        layouts: parameter name -> how it is held.
-        names: placeholder name -> parameter name.
+        stored: parameter placeholder -> how it is held.
+
+    Raises:
+        Error: a parameter is cut along what is no axis in this graph.
     """
     decision = Decision()
+    for node, layout in stored.items():
+        if layout.dim is not None:
+            decision.held[node] = _leaf_of(node, layout, axes, tp)
+    kept = {find(leaf) for leaf in decision.held.values()}
     for candidate in candidates:
-        if any(_stored(node, candidate.leaf, axes, layouts[names[node.name]], tp) for node in candidate.parameters):
-            accept(candidate, decision)
+        if find(candidate.leaf) in kept:
+            for cuttable, _ in candidate.nodes:
+                decision.cuts.setdefault(cuttable, candidate.leaf)
+            decision.chosen.append(candidate)
     return decision
 
 
-def _stored(node: fx.Node, leaf: Axis, axes: Axes, layout: Layout, tp: int) -> bool:
-    """True if the parameter is stored as cutting `leaf` would store it."""
-    return layout.dim is not None and layout_of(layout.shape, axes.of(node), leaf, tp, layout.axis) == layout
+def _leaf_of(node: fx.Node, layout: Layout, axes: Axes, tp: int) -> Axis:
+    """The leaf of a parameter that, cut, stores it as `layout` does."""
+    dims = axes.of(node)
+    for leaf in leaves(dims[layout.dim or 0]):
+        if layout_of(layout.shape, dims, leaf, tp, layout.axis) == layout:
+            return leaf
+    raise Error(
+        f"this call uses a parameter of shape {list(layout.shape)} in a way that its cut by {layout.axis or 'an axis'} does not fit",
+        at=line_of(next(iter(node.users), node)),
+        **{"try": "give parallelize this call's arguments as example_inputs"},
+    )
 
 
 def accept(candidate: Candidate, decision: Decision) -> None:

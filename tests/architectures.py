@@ -69,7 +69,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
     divisors = [n for n in range(1, heads + 1) if heads % n == 0]
     kv_heads = heads if qkv in ONE_HEAD_EACH else one_of(*reversed(divisors))
     module = qkv == "module"
-    positions = one_of("learned", "none") if module else one_of("learned", "none", "rotary", "rotary_pairs", "alibi", "relative")
+    positions = one_of("learned", "none", *(() if module else ("rotary", "rotary_pairs", "alibi", "relative")))
     head_dim = 2 * some(1, 4) if positions.startswith("rotary") else some(2, 6)
     loss = one_of("none", "cross_entropy", "transposed", "nll", "gather", "logsumexp")
     classed = loss in ("cross_entropy", "transposed")
@@ -101,7 +101,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
         head_bias=one_of(False, True),
         loss=loss,
         shift=one_of("none", "slice", "pad"),
-        ignore=one_of(False, True) and loss != "logsumexp",
+        ignore=one_of(False, True),
         smoothing=one_of(0.0, 0.1) if classed else 0.0,
         reduction=one_of("mean", "mean", "sum"),
         weighted=one_of(False, False, True) if classed or loss == "nll" else False,
