@@ -1,10 +1,36 @@
-"""Autocast regions in a flat graph: a pair of calls around the operators inside."""
+"""Autocast: what is switched on around a model, and its regions in a flat graph as a pair of calls."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """What `torch.autocast` does to operators on one kind of device.
+
+    Attributes:
+        device: the kind, "cpu" or "cuda".
+        dtype: the low precision; None where autocast is off.
+    """
+
+    device: str = "cpu"
+    dtype: torch.dtype | None = None
+
+    def on(self) -> AbstractContextManager[Any]:
+        """A region in which autocast is so. Casts are not cached: these would outlive a capture."""
+        return torch.autocast(self.device, self.dtype, self.dtype is not None, cache_enabled=False)
+
+
+def ambient(device: torch.device) -> Autocast:
+    """What autocast does now to operators on `device`."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return Autocast()
+    return Autocast(device.type, torch.get_autocast_dtype(device.type))
 
 
 def enter_autocast(device_type: str, dtype: torch.dtype | None, enabled: bool, cache: bool | None) -> Any:

@@ -10,10 +10,13 @@ import torch
 from torch import fx, nn
 
 from autotp.axis import find
+from autotp.call import operand_nodes
 from autotp.layout import Layout, layout_of
+from autotp.passes.autocast import cast
+from autotp.operators import USER_RULES
 from autotp.passes.axes import Axes, infer_axes
 from autotp.passes.canonicalize import canonicalize
-from autotp.passes.capture import Captured, capture
+from autotp.passes.capture import OFF, Captured, capture
 from autotp.passes.clean import clean
 from autotp.passes.defer import defer
 from autotp.passes.expand import expand
@@ -25,6 +28,8 @@ from autotp.passes.lower import lower
 from autotp.passes.match import match
 from autotp.passes.plan import Decision, decide, decide_as
 from autotp.placement import Shard
+from autotp.prove import prove_node
+from autotp.regions import Autocast
 
 Outputs = Literal["auto", "full", "local"]
 
@@ -62,6 +67,7 @@ def analyse(
     tp: int,
     outputs: Outputs = "auto",
     layouts: Mapping[str, Layout] | None = None,
+    autocast: Autocast = OFF,
 ) -> Analysis:
     """Captures `skeleton` on these arguments and decides what is cut on `tp` ranks.
 
@@ -69,11 +75,13 @@ def analyse(
         skeleton: the model on `meta`.
         outputs: whether cut outputs are gathered.
         layouts: how the parameters are held already, for a further graph of a parallel model.
+        autocast: what is on around the model.
     """
-    captured = capture(skeleton, args, kwargs)
-    graph, updated = functionalize(inline(captured.graph), captured.buffers)
+    captured = capture(skeleton, args, kwargs, autocast)
+    graph, updated = functionalize(cast(inline(captured.graph), autocast), captured.buffers)
     graph = canonicalize(graph)
     axes = infer_axes(graph)
+    _prove_users_rules(graph, tp)
     candidates = match(graph, axes, captured.parameters, captured.inputs)
     if layouts is None:
         total = sum(n.meta["val"].numel() for n in graph.nodes if n.name in captured.parameters)
@@ -94,6 +102,17 @@ def rank_graph(analysis: Analysis, rank: int, randomness: Literal["exact", "fast
     """The lowered graph of one rank."""
     to = Target(axis, analysis.tp, rank, randomness, frozenset(analysis.local_outputs))
     return clean(lower(analysis.graph, analysis.axes, analysis.decision, analysis.differentiable, to))
+
+
+def _prove_users_rules(graph: fx.Graph, tp: int) -> None:
+    """Tries each rule that a user registered on the examples the graph gives; raises Error where it is not true."""
+    tried = set()
+    for node in graph.nodes:
+        if node.target in USER_RULES:
+            shapes = [tuple(n.meta["val"].shape) for n in operand_nodes(node) if n is not None]
+            if (case := (node.target, str(shapes))) not in tried:
+                tried.add(case)
+                prove_node(node, tp)
 
 
 def _sources(graph: fx.Graph, captured: Captured) -> frozenset[fx.Node]:

@@ -180,10 +180,8 @@ def _steps(whole: Held, ranks: Sequence[Held], analysis: Analysis) -> list[Diffe
             torch.optim.SGD(trained, lr=0.1, momentum=0.9, weight_decay=0.1).step()
     after = [{name: held[name].detach() for name in analysis.layouts} for held in (whole, *ranks)]
     scale = _largest(list(after[0].values()))
-    whole, *ranks = after
-    return [
-        Difference(n, _apart(whole[n], [rank[n] for rank in ranks], layout, scale)) for n, layout in analysis.layouts.items()
-    ]
+    found = {n: (after[0][n], [rank[n] for rank in after[1:]], layout) for n, layout in analysis.layouts.items()}
+    return [Difference(name, _apart(*row, scale)) for name, row in found.items()]
 
 
 def _largest(tensors: Sequence[Tensor]) -> float:

@@ -12,7 +12,6 @@ from torch import fx
 
 from autotp.lockstep import COLLECTIVES
 from autotp.passes.capture import DEVICE
-from autotp.regions import enter_autocast
 
 CAPTURED = torch.device(DEVICE)
 
@@ -26,8 +25,6 @@ def bind(graph: fx.Graph, device: torch.device, groups: Mapping[str, str | None]
         env[node] = new
         new.args = fx.node.map_aggregate(new.args, lambda a: device if a == CAPTURED else a)
         new.kwargs = fx.node.map_aggregate(new.kwargs, lambda a: device if a == CAPTURED else a)
-        if new.target is enter_autocast and new.args[0] == DEVICE:
-            new.args = (device.type, *new.args[1:])
         if node.target in COLLECTIVES and node.args[1] in groups:
             new.args = (new.args[0], groups[str(node.args[1])], *new.args[2:])
     return bound

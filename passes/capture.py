@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +20,21 @@ from torch._subclasses import FakeTensorMode
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 
 from autotp.errors import Error
+from autotp.regions import Autocast
 from autotp.source import user_line
+from autotp.structure import flatten
 
 Shapes = Sequence[Sequence[int]]
 
 DEVICE = "cpu"
-"""Where models are captured, on tensors without memory. Not `meta`: there a constant that the model makes has no value."""
+"""Where models are captured, on tensors without memory. Not `meta`: there a constant that the model makes has no value,
+and autocast does nothing. (Under autocast it is the kind of device that this is for.)"""
+
+OFF = Autocast(DEVICE)
 
 
 @dataclass(frozen=True)
@@ -40,10 +47,11 @@ class Captured:
         buffers: placeholder name -> the buffer's first name in the model.
         constants: placeholder name -> the tensor the model made while it was captured.
         inputs: placeholder names of the tensor inputs, in the order of the flattened arguments.
-        outputs: rebuilds the model's output from the flat list of output tensors.
+        outputs: rebuilds the model's output from the flat list of outputs.
         fits: True for shapes of the tensor inputs that the graph is right for.
         example: shapes of the inputs it was captured with.
         leaves, spec: the flattened arguments, tensors on meta, and their structure.
+        autocast: what was on around the model; its `device` is the one that the graph names.
     """
 
     graph: fx.Graph
@@ -56,10 +64,11 @@ class Captured:
     example: tuple[tuple[int, ...], ...]
     leaves: tuple[Any, ...]
     spec: Any
+    autocast: Autocast
 
 
 class _Returned:
-    """What the model returned while it was captured: the leaves (tensors marked) and their structure."""
+    """What the model returned while it was captured: the leaves, or where in the graph's outputs they are; the structure."""
 
     leaves: Sequence[Any] = ()
     spec: Any = None
@@ -77,38 +86,55 @@ class _Flat(nn.Module):
         queue = iter(tensors)
         leaves = [next(queue) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        found, out_spec = pytree.tree_flatten(self.model(*args, **kwargs))
-        self.returned.spec = out_spec
-        self.returned.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
-        return tuple(leaf for leaf in found if isinstance(leaf, torch.Tensor))
+        found, self.returned.spec = flatten(self.model(*args, **kwargs))
+        sizes = [leaf for leaf in found if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)]
+        computed = [leaf for leaf in found if isinstance(leaf, torch.Tensor)] + sizes
+        places = {id(leaf): _Place(i) for i, leaf in enumerate(computed)}
+        self.returned.leaves = [places.get(id(leaf), leaf) for leaf in found]
+        return tuple(computed)
 
 
-_TENSOR = object()
+@dataclass(frozen=True)
+class _Place:
+    """Stands for the output of the graph at this position."""
+
+    at: int
 
 
-def capture(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+def capture(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: Autocast = OFF) -> Captured:
     """The graph of `skeleton(*args, **kwargs)`, with every input dimension symbolic where the model allows.
 
     Args:
         skeleton: the model, on `meta` (see `skeleton_of`); its train/eval flags count.
         args, kwargs: example arguments; of tensors only shapes and dtypes are read.
+        autocast: what is on around the model.
 
     Raises:
         Error: the model branches on data, or fails on these inputs; names the source line.
     """
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        flat = _Flat(_copy_on(skeleton, DEVICE), spec, leaves)
-        tensors = tuple(_like(leaf, DEVICE) for leaf in leaves if isinstance(leaf, torch.Tensor))
-    dynamic = tuple({d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in tensors)
-    try:
-        with torch.enable_grad():
-            program = export(flat, tensors, dynamic_shapes=(dynamic,), strict=False)
-    except Error:
-        raise
-    except Exception as error:
-        raise _explained(error) from error
-    return _captured(program, flat, tensors)
+    leaves, spec = flatten((args, kwargs))
+    with _alone():
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            flat = _Flat(_copy_on(skeleton, autocast.device), spec, leaves)
+            tensors = tuple(_like(leaf, autocast.device) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        dynamic = tuple({d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in tensors)
+        try:
+            with autocast.on():
+                program = export(flat, tensors, dynamic_shapes=(dynamic,), strict=False)
+        except Error:
+            raise
+        except Exception as error:
+            raise _explained(error) from error
+        return _captured(program, flat, tensors, autocast)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """A capture sees nothing of what the user has switched on: no_grad, inference mode, transforms, dispatch modes."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with torch.inference_mode(False), torch.enable_grad(), _disable_current_modes(), temporarily_clear_interpreter_stack():
+        yield
 
 
 def skeleton_of(model: nn.Module) -> nn.Module:
@@ -121,14 +147,21 @@ def _copy_on(model: nn.Module, device: str) -> nn.Module:
     for tensor in [*model.parameters(), *model.buffers()]:
         empty = torch.empty_like(tensor, device=device, requires_grad=False)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(model, memo)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        first = str(error).strip().splitlines()[0]
+        raise Error(
+            f"copy.deepcopy fails on the model: {first}",
+            **{"try": "delete computed tensors and open handles from its attributes before the call"},
+        ) from error
 
 
 def _like(leaf: torch.Tensor, device: str) -> torch.Tensor:
     return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device=device)
 
 
-def _captured(program: ExportedProgram, flat: _Flat, tensors: Sequence[torch.Tensor]) -> Captured:
+def _captured(program: ExportedProgram, flat: _Flat, tensors: Sequence[torch.Tensor], autocast: Autocast) -> Captured:
     graph, names = program.graph_module.graph, _targets(program)
     parameters = _first_names(names.get(InputKind.PARAMETER, {}), dict(flat.named_parameters(remove_duplicate=False)))
     buffers = _first_names(names.get(InputKind.BUFFER, {}), dict(flat.named_buffers(remove_duplicate=False)))
@@ -142,7 +175,7 @@ def _captured(program: ExportedProgram, flat: _Flat, tensors: Sequence[torch.Ten
     rebuild = _rebuilding(flat.returned)
     leaves = tuple(_like(leaf, "meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves)
     fits = guard(example, program)
-    return Captured(graph, parameters, buffers, constants, inputs, rebuild, fits, shapes, leaves, flat.spec)
+    return Captured(graph, parameters, buffers, constants, inputs, rebuild, fits, shapes, leaves, flat.spec, autocast)
 
 
 def _expect_values(constants: dict[str, torch.Tensor]) -> None:
@@ -182,12 +215,11 @@ def _merge_tied(graph: fx.Graph, names: dict[str, str]) -> None:
 
 
 def _rebuilding(returned: _Returned) -> Callable[[Sequence[Any]], Any]:
-    """The function that puts output tensors back into the structure the model returns."""
+    """The function that puts outputs of the graph back into the structure the model returns."""
     leaves, spec = returned.leaves, returned.spec
 
     def rebuild(found: Sequence[Any]) -> Any:
-        queue = iter(found)
-        return pytree.tree_unflatten([next(queue) if leaf is _TENSOR else leaf for leaf in leaves], spec)
+        return pytree.tree_unflatten([found[leaf.at] if isinstance(leaf, _Place) else leaf for leaf in leaves], spec)
 
     return rebuild
 

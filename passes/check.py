@@ -123,7 +123,7 @@ class _Model:
                 ordered.append(node)
                 region += not outputs_of(node)
             elif not _is_number(node):
-                self.same[node] = first.setdefault((region, node.target, repr(self.valued(bind(node)))), node)
+                self.same[node] = first.setdefault((region, node.target, self.valued(list(bind(node).values()))), node)
                 if self.same[node] is node:
                     operands = tuple(self.same[operand] for operand in _operands(node))
                     self.pure.setdefault((region, _family(node), operands), []).append(node)

@@ -74,7 +74,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
     loss = one_of("none", "cross_entropy", "transposed", "nll", "gather", "logsumexp")
     classed = loss in ("cross_entropy", "transposed")
     return Architecture(
-        layers=one_of(1, 1, 2, 3),
+        layers=one_of(1, 1, 1, 1, 2, 3),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
