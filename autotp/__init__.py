@@ -14,6 +14,7 @@ if (_checkout / "setup.cfg").is_file():  # A checkout that is not installed: aut
 from autotp.api import explain, parallelize  # noqa: E402  The path above comes first.
 from autotp.errors import Error  # noqa: E402
 from autotp.operators import rule  # noqa: E402
+from autotp.outputs import gather  # noqa: E402
 from autotp.report import Plan  # noqa: E402
 from autotp.run import ParallelModule  # noqa: E402
 from autotp.state import clip_grad_norm_, full_state_dict, load_full_state_dict  # noqa: E402
@@ -27,6 +28,7 @@ __all__ = [
     "clip_grad_norm_",
     "explain",
     "full_state_dict",
+    "gather",
     "load_full_state_dict",
     "parallelize",
     "rule",

@@ -1,13 +1,15 @@
 """Agreement between ranks: they must be called with the same inputs, draw the same numbers, and run the same graph.
 
-Ranks that do not would drift apart without a word; here each says what differs, and on which ranks.
+Ranks that do not would drift apart without a word, or wait for each other for ever; here each says what differs, and
+on which ranks.
 """
 
 from __future__ import annotations
 
+import re
 import zlib
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -17,50 +19,71 @@ from autotp.mesh import Mesh, gather_ints
 from autotp.transform import Analysis
 
 CheckInputs = Literal["always", "first", "never"]
-RANDOM = ("dropout", "attention", "rand", "bernoulli", "multinomial", "normal", "exponential")
+T = TypeVar("T")
 
 
-def agree_on_inputs(mesh: Mesh, check: CheckInputs, first: bool, tensors: Sequence[Tensor], random: bool) -> None:
-    """Raises Error on every rank if some rank was called with other tensors, or would draw other random numbers.
+def agree_on_call(mesh: Mesh, leaves: Sequence[Any], random: bool) -> None:
+    """Raises Error on every rank if some rank was called with other arguments, or would draw other random numbers.
+
+    Inside a torch.func transform values cannot be looked at, and nothing is compared.
 
     Args:
-        first: True on the first calls of a graph.
-        random: True if the graph draws random numbers.
+        leaves: the flattened arguments.
+        random: True if the call draws random numbers.
     """
-    if mesh.size == 1 or check == "never" or (check == "first" and not first) or _transformed(tensors):
+    if mesh.size == 1 or torch._C._functorch.peek_interpreter_stack() is not None:
         return
-    sums = [checksum(t) for t in tensors]
-    combined = zlib.crc32(repr((sums, [tuple(t.shape) for t in tensors])).encode())
-    rows = gather_ints([combined, _random_state(mesh) if random else 0], mesh)
-    _compare(rows, 0, mesh, "were called with other inputs", "give every rank of the axis the same batch")
-    _compare(rows, 1, mesh, "have another random state", "torch.manual_seed(seed) with one seed on all ranks")
+    called = zlib.crc32(repr([_print(leaf) for leaf in leaves]).encode())
+    rows = gather_ints([called, _random_state(mesh) if random else 0], mesh)
+    _compare(rows, 0, mesh, "called with other inputs than rank 0", "give every rank of the axis the same batch")
+    agree_on_random(mesh, [row[1] for row in rows])
 
 
-def agree_on_graph(mesh: Mesh, analysis: Analysis) -> None:
-    """Raises Error on every rank if the ranks captured different graphs or decided on different cuts."""
-    if mesh.size == 1:
-        return
-    rows = gather_ints([zlib.crc32(digest(analysis).encode())], mesh)
-    _compare(rows, 0, mesh, "would build another graph", "build the same model and call it the same way on all ranks")
+def agree_on_random(mesh: Mesh, states: Sequence[int] | None = None) -> None:
+    """Raises Error on every rank if some rank would draw other random numbers.
+
+    Args:
+        states: what stands for each rank's random state, if that is known already.
+    """
+    rows = [[state] for state in states] if states is not None else gather_ints([_random_state(mesh)], mesh)
+    _compare(rows, 0, mesh, "in another random state than rank 0", "torch.manual_seed(seed) with one seed on all ranks")
+
+
+def agree_on_graph(mesh: Mesh, make: Callable[[], T], text: Callable[[T], str]) -> T:
+    """What `make()` returns, made on every rank before any goes on.
+
+    Args:
+        text: what must be the same on all ranks.
+
+    Raises:
+        Error: on every rank; where `make` failed its own, elsewhere that it failed there; on all that they differ.
+    """
+    made: list[T] = []
+    problem: Exception | None = None
+    try:
+        made = [make()]
+    except Exception as error:
+        problem = error
+    rows = gather_ints([zlib.crc32(text(made[0]).encode()) if made else -1], mesh)
+    if problem is not None:
+        raise problem
+    failed = [rank for rank, row in enumerate(rows) if row[0] == -1]
+    if failed:
+        raise Error(f"{_ranks(mesh, failed)} failed", **{"try": "read the error there; it is no error here"})
+    _compare(rows, 0, mesh, "about to run another graph than rank 0", "build the same model and call it alike on all ranks")
+    return made[0]
 
 
 def digest(analysis: Analysis) -> str:
-    """The graph and the layouts as text, the same on ranks that agree."""
+    """The graph, its constants and the layouts as text, the same on ranks that agree."""
     nodes = [f"{n.op} {_called(n)} {n.args} {n.kwargs}" for n in analysis.graph.nodes]
-    return "\n".join([*nodes, *(f"{name} {layout}" for name, layout in analysis.layouts.items())])
+    text = re.sub(r"cuda:\d+", "cuda", "\n".join(nodes))  # Each rank names its own device.
+    constants = [checksum(tensor) for tensor in analysis.captured.constants.values()]
+    return "\n".join([text, str(constants), *(f"{name} {layout}" for name, layout in analysis.layouts.items())])
 
 
 def _called(node: fx.Node) -> str:
     return getattr(node.target, "__qualname__", None) or str(node.target)
-
-
-def draws(graph: fx.Graph) -> bool:
-    """True if a graph draws random numbers."""
-    for node in graph.nodes:
-        name = _called(node)
-        if node.op == "call_function" and any(word in name for word in RANDOM):
-            return True
-    return False
 
 
 def checksum(tensor: Tensor) -> int:
@@ -69,9 +92,11 @@ def checksum(tensor: Tensor) -> int:
     return zlib.crc32(data.view(torch.uint8).numpy().tobytes()) if data.numel() else 0
 
 
-def _transformed(tensors: Sequence[Tensor]) -> bool:
-    """True inside torch.func transforms, where values cannot be looked at."""
-    return any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+def _print(leaf: Any) -> Any:
+    """What is compared of an argument: a tensor's shape, dtype and values; a plain value; of an object its class."""
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), str(leaf.dtype), checksum(leaf)
+    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf).__qualname__
 
 
 def _random_state(mesh: Mesh) -> int:
@@ -84,5 +109,8 @@ def _random_state(mesh: Mesh) -> int:
 def _compare(rows: Sequence[Sequence[int]], column: int, mesh: Mesh, what: str, remedy: str) -> None:
     other = [rank for rank, row in enumerate(rows) if row[column] != rows[0][column]]
     if other:
-        ranks = ", ".join(map(str, other))
-        raise Error(f"{mesh.axis} rank{'s' * (len(other) > 1)} {ranks} {what} than rank 0", **{"try": remedy})
+        raise Error(f"{_ranks(mesh, other)} {'is' if len(other) == 1 else 'are'} {what}", **{"try": remedy})
+
+
+def _ranks(mesh: Mesh, ranks: Sequence[int]) -> str:
+    return f"{mesh.axis} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -9,15 +9,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.agree import CheckInputs, agree_on_graph
+from autotp.agree import CheckInputs, agree_on_graph, agree_on_random, digest
 from autotp.errors import Error, within
 from autotp.initialize import initialize
 from autotp.inputs import example_inputs as find_inputs
-from autotp.mesh import Mesh, broadcast_from_first, make_mesh
+from autotp.mesh import Mesh, broadcast_from_first, gather_ints, make_mesh
 from autotp.passes.capture import skeleton_of
+from autotp.regions import ambient
 from autotp.report import Plan, report
-from autotp.run import ParallelModule, Settings
+from autotp.run import Entry, ParallelModule, Settings, prepare
+from autotp.structure import signature_of
 from autotp.transform import Analysis, Outputs, analyse
+
+
+TAKEN = "autotp_taken"
+"""An attribute of the empty parameters that `parallelize` leaves in a model."""
 
 
 def parallelize(
@@ -60,17 +66,23 @@ def parallelize(
 def _parallelize(
     model: nn.Module, tp: int | None, mesh: DeviceMesh | None, device: Any, given: Any, settings: Settings, strict: bool
 ) -> ParallelModule:
-    _expect_ordinary(model)
-    _expect_choices(settings)
     place = make_mesh(tp, mesh, device)
-    args, kwargs = find_inputs(model, given)
-    analysis = analyse(skeleton_of(model), args, kwargs, place.size, settings.outputs)
-    agree_on_graph(place, analysis)
-    if strict:
-        _expect_cut(report(analysis, _name(model)))
-    on_meta = any(p.is_meta for p in model.parameters())
-    tensors = initialize(model, analysis.layouts, place.rank, place.device) if on_meta else _taken(model, analysis, place)
-    return ParallelModule(model, analysis, tensors, place, settings)
+
+    def make() -> Entry:
+        _expect_ordinary(model)
+        _expect_choices(settings)
+        args, kwargs = signature_of(model).by_name(*find_inputs(model, given))
+        analysis = analyse(skeleton_of(model), args, kwargs, place.size, settings.outputs, autocast=ambient(place.device))
+        if strict:
+            _expect_cut(report(analysis, _name(model)))
+        return prepare(analysis, place, settings)
+
+    # Whatever can fail is behind us when the first parameter is touched, on every rank.
+    first = agree_on_graph(place, make, lambda made: f"{digest(made.analysis)} {settings} {_flags(model)}")
+    parallel = ParallelModule(model, first, _taken(model, first.analysis, place), place, settings)
+    for tensor in model.parameters():
+        setattr(tensor, TAKEN, True)
+    return parallel
 
 
 def explain(model: nn.Module, tp: int, *, example_inputs: Any = None, outputs: Outputs = "auto") -> Plan:
@@ -89,15 +101,28 @@ def explain(model: nn.Module, tp: int, *, example_inputs: Any = None, outputs: O
 
 def _taken(model: nn.Module, analysis: Analysis, mesh: Mesh) -> dict[str, Tensor]:
     """The model's tensors, cut; the model is left on meta. One full parameter at a time is on the device."""
+    on_meta = any(p.is_meta for p in model.parameters())
+    if gather_ints([on_meta], mesh)[0][0]:  # The first rank is the truth: others may be on meta for its sake alone.
+        agree_on_random(mesh)
+        return initialize(model, analysis.layouts, mesh.rank, mesh.device)
     found: dict[str, Tensor] = {}
     for name, tensor, holders in _held(model):
-        full = broadcast_from_first(tensor.detach().to(mesh.device, copy=True).contiguous(), mesh)
-        found[name] = analysis.layouts[name].take(full, mesh.rank) if name in analysis.layouts else full
-        empty: Tensor = torch.empty_like(tensor, device="meta")
+        full = broadcast_from_first(_on(tensor, mesh.device), mesh)
+        layout = analysis.layouts.get(name)
+        found[name] = layout.take(full, mesh.rank) if layout is not None and layout.dim is not None else full
+        empty: Tensor = torch.empty_like(tensor, device="meta", requires_grad=False)
         empty = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+        empty.__dict__.update(tensor.__dict__)
         for table, key in holders:
             table[key] = empty
     return found
+
+
+def _on(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on `device`, without values for a tensor on meta."""
+    if tensor.is_meta:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return tensor.detach().to(device, copy=True).contiguous()
 
 
 def _held(model: nn.Module) -> list[tuple[str, Tensor, list[tuple[dict[str, Any], str]]]]:
@@ -112,6 +137,11 @@ def _held(model: nn.Module) -> list[tuple[str, Tensor, list[tuple[dict[str, Any]
     return list(found.values())
 
 
+def _flags(model: nn.Module) -> str:
+    """Which parameters want a gradient, and what is in training: what backward waits for on all ranks."""
+    return f"{[p.requires_grad for p in model.parameters()]} {[m.training for m in model.modules()]}"
+
+
 def _name(model: Any) -> str:
     return type(model).__name__
 
@@ -120,7 +150,9 @@ def _expect_ordinary(model: Any) -> None:
     if isinstance(model, ParallelModule):
         raise Error("the model is parallel already", **{"try": "parallelize the original model once"})
     if not isinstance(model, nn.Module):
-        raise Error(f"{_name(model)} is no torch.nn.Module", **{"try": "pass the model itself"})
+        raise Error(f"a {_name(model)} is no torch.nn.Module", **{"try": "pass the model itself"})
+    if any(hasattr(tensor, TAKEN) for tensor in model.parameters()):
+        raise Error("the model was parallelized before, which took its parameters over", **{"try": "use what parallelize returned then"})
 
 
 def _expect_choices(settings: Settings) -> None:

@@ -29,14 +29,22 @@ from autotp.partition import chunk_bounds, chunk_length, chunk_sizes
 _AS_BYTES = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2})
 
 
-def copy(x: Tensor, group: str | None) -> Tensor:
-    """Replicate -> Copied: `x` itself; its gradient is summed over the ranks. x: [...]"""
-    return _convert("copy", x, group)
+def copy(x: Tensor, group: str | None, fresh: bool = False) -> Tensor:
+    """Replicate -> Copied: `x` itself; its gradient is summed over the ranks. x: [...]
+
+    With `fresh` the gradient is summed in its own memory: its readers make a new one that nobody else holds.
+    """
+    return _convert("copy_" if fresh and _plain(x) else "copy", x, group)
 
 
-def reduce(x: Tensor, group: str | None, op: str = "sum") -> Tensor:
-    """Partial -> Replicate: the sum of the ranks' `x`; the gradient passes. With op="max": the maximum, no gradient."""
-    return _convert("max", x.detach(), group) if op == "max" else _convert("reduce", x, group)
+def reduce(x: Tensor, group: str | None, op: str = "sum", fresh: bool = False) -> Tensor:
+    """Partial -> Replicate: the sum of the ranks' `x`; the gradient passes. With op="max": the maximum, no gradient.
+
+    With `fresh` the sum takes the memory of `x`, which nobody else reads (`passes/reuse.py` says which values are).
+    """
+    if op == "max":
+        return _convert("max", x.detach(), group)
+    return _convert("reduce_" if fresh and _plain(x) else "reduce", x, group)
 
 
 def scatter(x: Tensor, group: str | None, dim: int, size: int, block: int = 1) -> Tensor:
@@ -85,7 +93,9 @@ class Conjugate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # NOTE [Why the backward calls the other's apply]
-        return None, _apply(ctx.conjugate, grad, *ctx.where), None, None, None, None
+        # A gradient that is differentiated again is not written over.
+        name = "reduce" if ctx.conjugate == "reduce_" and torch.is_grad_enabled() else ctx.conjugate
+        return None, _apply(name, grad, *ctx.where), None, None, None, None
 
     @staticmethod
     def vmap(
@@ -104,6 +114,15 @@ def _identity(x: Tensor, *_: Any) -> Tensor:
 
 def _all_reduce(x: Tensor, group: str, *_: Any) -> Tensor:
     return communicate("all_reduce", x, "sum", group)
+
+
+def _all_reduce_in_place(x: Tensor, group: str, *_: Any) -> Tensor:
+    return communicate("all_reduce_", x, "sum", group) if x.is_contiguous() else communicate("all_reduce", x, "sum", group)
+
+
+def _plain(x: Tensor) -> bool:
+    """True in eager mode, outside torch.func's transforms: where memory may be written over."""
+    return not torch.compiler.is_compiling() and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _maximum(x: Tensor, group: str, *_: Any) -> Tensor:
@@ -143,9 +162,12 @@ def _reduce_scatter(x: Tensor, group: str, dim: int, size: int, block: int) -> T
 
 
 # name: (forward, the conjugate that is its backward), as in DESIGN.md, section 2. No gradient reaches "max".
+# Those with an underscore write the sum over what is summed.
 TABLE: dict[str, tuple[Callable[[Tensor, str, int, int, int], Tensor], str]] = {
     "copy": (_identity, "reduce"),
     "reduce": (_all_reduce, "copy"),
+    "copy_": (_identity, "reduce_"),
+    "reduce_": (_all_reduce_in_place, "copy"),
     "scatter": (_slice, "gather"),
     "gather": (_all_gather, "scatter"),
     "all_gather": (_all_gather, "reduce_scatter"),

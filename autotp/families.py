@@ -304,18 +304,12 @@ def einsum(call: Call) -> Rule | None:
 
 
 def convolution(call: Call) -> Rule:
-    """`input: [n i ...]`, `weight: [o i ...]`, `bias: [o]`: reduces the channels `i`, unless they come in groups.
-
-    Torch refuses a weight without output channels, so these stay whole.
-    """
+    """`input: [n i ...]`, `weight: [o i ...]`, `bias: [o]`. Torch mistakes empty channels, so these stay whole."""
     x, weight, *bias = present(call)
-    spatial = range(weight.dim() - 2)
-    i = ["i^"] * 2 if bias else ["i"] * 2
-    i = ["i^", "j^"] if call["groups"] != 1 else i
+    places, kernel, out = ([f"{name}{d}^" for d in range(weight.dim() - 2)] for name in "xky")
     front = ["n"] if x.dim() == weight.dim() else []
-    ins = [[*front, i[0], *(f"x{d}^" for d in spatial)], ["o^", i[1], *(f"k{d}^" for d in spatial)]]
-    out = [*front, "o^", *(f"y{d}^" for d in spatial)]
-    return Rule.of(spell([*ins, *[["o^"]] * len(bias)], [out]), ((0, 2), (1, 2)) if bias else "each")
+    ins = [[*front, "i^", *places], ["o^", "j^", *kernel], *[["o^"]] * len(bias)]
+    return Rule.of(spell(ins, [[*front, "o^", *out]]), ((0, 2), (1, 2)) if bias else "each")
 
 
 def attention(call: Call) -> Rule:

@@ -400,7 +400,7 @@ def _check(model: nn.Module, tied: Tied, events: Sequence[Event]) -> dict[int, s
     """Replays on meta, where nothing is drawn or stored, and compares the writes with those the model has seen.
 
     Returns:
-        id of a tensor -> first name, for those whose values stay. Ties that `_init_weights` wrote through are back.
+        id of a tensor -> first name, for those whose values stay: of tied ones that which was written last.
     """
     _expect_traces(model, events)
     writes: dict[int, list[Write]] = {id(place.tensor): [] for places in tied for place in places}
@@ -411,31 +411,27 @@ def _check(model: nn.Module, tied: Tied, events: Sequence[Event]) -> dict[int, s
     for places in [places for places in tied if places[0].tensor.is_meta]:
         own = [writes[id(place.tensor)] for place in places]
         _expect_all([places], {places[0].name} if any(own) else ())
-        origin, shared = _settle(places, own, events, _ways(model, places))
-        kept[id(places[origin].tensor)] = places[0].name
-        for place in places if shared else ():
-            place.put(places[origin].tensor)
+        kept[id(places[_settle(places, own, events, _ways(model, places))].tensor)] = places[0].name
     return kept
 
 
-def _settle(places: list[Place], own: list[list[Write]], events: Sequence[Event], ways: list[Way]) -> Way:
-    """The way of tying with which the writes add up to those that the tensor has seen.
+def _settle(places: list[Place], own: list[list[Write]], events: Sequence[Event], ways: list[Way]) -> int:
+    """The place whose own tensor ends as the tied one did: that with which the writes are as many as it has seen.
 
     Args:
         own: for each place the writes on a tensor of its own.
     """
     counts: list[int] = []
-    fitting: dict[tuple[int, ...], Way] = {}  # by the events that the value follows from
+    fitting: dict[tuple[int, ...], int] = {}  # by the events that the value follows from
     for origin, shared in ways:
-        kept = [w for k, mine in enumerate(own) for w in mine if k == origin or (shared and events[w[0]].owner)]
-        kept.sort(key=lambda write: write[0])
-        counts.append(sum(it.tensor._version for i, it in kept if events[i].counted))
-        last = max((n for n, (_, it) in enumerate(kept) if it.state == "written"), default=0)
-        value = tuple(i for i, _ in kept[last:])
-        apart = set(value) <= {i for i, _ in own[origin]}
-        fits = counts[-1] == places[0].tensor._version or not isinstance(places[0].tensor, nn.Parameter)
-        if value and fits and (apart or events[value[0]].owner):
-            fitting[value] = origin, not apart
+        writes = [w for k, mine in enumerate(own) for w in mine if k == origin or (shared and events[w[0]].owner)]
+        writes.sort(key=lambda write: write[0])
+        counts.append(sum(it.tensor._version for i, it in writes if events[i].counted))
+        last = max((n for n, (_, it) in enumerate(writes) if it.state == "written"), default=0)
+        value = tuple(i for i, _ in writes[last:])
+        holders = [k for k, mine in enumerate(own) if value and set(value) <= {i for i, _ in mine}]
+        if holders and (counts[-1] == places[0].tensor._version or not isinstance(places[0].tensor, nn.Parameter)):
+            fitting[value] = holders[0]
     if len(fitting) > 1:
         raise Error(
             f"`{places[0].name}` is tied to `{places[1].name}`, and which was initialised last cannot be told",

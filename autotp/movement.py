@@ -13,7 +13,7 @@ import torch
 
 from autotp.axis import ONE, Size
 from autotp.call import Call
-from autotp.families import letters, present, same_dtype
+from autotp.families import letters, present, same_dtype, whole
 from autotp.rule import Rule, spell
 
 # ---- views
@@ -218,12 +218,13 @@ def repeat_interleave(call: Call) -> Rule | None:
 
 
 def pad(call: Call) -> Rule:
-    """Padding, the last dimension first; a dimension that is padded needs the whole."""
+    """Padding, the last dimension first; one that is padded needs the whole. Reflections refuse empty tensors."""
+    if call.get("mode", "constant") != "constant":
+        return whole(call)
     ns, amounts = letters(call.operands[0].dim()), call["pad"]
     padded = {len(ns) - 1 - i // 2 for i, n in enumerate(amounts) if not isinstance(n, int) or n}
     ins, outs = ([f"{side}{n}^" if i in padded else n for i, n in enumerate(ns)] for side in "xy")
-    zero = call.get("mode", "constant") == "constant" and not call.get("value")
-    return Rule.of(spell([ins], [outs]), "all" if zero else ())
+    return Rule.of(spell([ins], [outs]), () if call.get("value") else "all")
 
 
 def updated_slice(call: Call) -> Rule:

@@ -63,7 +63,7 @@ _TABLE: list[tuple[str, f.RuleFunction]] = [
     ("view_as_complex", f.fixed("* k^ -> *", "all")),
     # Contractions.
     ("linear", f.biased("* i, o i -> * o", "o")),
-    ("bilinear", f.biased("* i, * j, o i j -> * o", "o")),
+    ("bilinear", f.fixed("* i^, * j^, o i^ j^, o -> * o")),
     ("matmul mm bmm mv dot vdot linalg_matmul", f.matmul),
     ("addmm", f.added("m i, i n -> m n")),
     ("addbmm", f.added("b m i, b i n -> m n")),

@@ -67,7 +67,7 @@ def prove_node(node: fx.Node, tp: int = 2, device: str = "cpu") -> None:
             found=problems[0].partition(": ")[2],
             shapes=shapes,
             at=line_of(node),
-            **{"try": "mark a factor that the operator mixes with ^, and name only operands that it is linear in"},
+            **{"try": "mark what the operator mixes with ^, name only operands it is linear in"},
         )
 
 

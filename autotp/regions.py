@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,10 @@ class Autocast:
     def on(self) -> AbstractContextManager[Any]:
         """A region in which autocast is so. Casts are not cached: these would outlive a capture."""
         return torch.autocast(self.device, self.dtype, self.dtype is not None, cache_enabled=False)
+
+    def off(self) -> AbstractContextManager[Any]:
+        """A region for what was captured so: there every cast is written out."""
+        return torch.autocast(self.device, enabled=False) if self.dtype is not None else nullcontext()
 
 
 def ambient(device: torch.device) -> Autocast:

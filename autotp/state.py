@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from autotp.collectives import reduce
 from autotp.errors import Error
@@ -16,74 +16,101 @@ from autotp.mesh import Mesh, broadcast_from_first, gather_ints
 from autotp.run import ParallelModule
 
 
-def full_state_dict(model: ParallelModule) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state dict of the original model, on the CPU of the first rank; an empty one on the others.
 
     One tensor at a time is gathered, so no device holds more than its shards and the largest single tensor. A
     bit-exact inverse of `load_full_state_dict`. Call it on every rank of the axis.
     """
-    _expect(model, "full_state_dict")
+    parallel = _parallel(model, "full_state_dict")
     found: dict[str, Tensor] = {}
     whole: dict[Tensor, Tensor | None] = {}
-    for name, local in model.state_dict(keep_vars=True).items():
+    for name, local in parallel.state_dict(keep_vars=True).items():
         if local not in whole:
-            whole[local] = _gathered(local.detach(), _layout(model, name, local), model.mesh)
-        if model.mesh.rank == 0:
+            whole[local] = _gathered(local.detach(), _layout(parallel, name, local), parallel.mesh)
+        if parallel.mesh.rank == 0:
             found[name] = whole[local]  # type: ignore[assignment]
     return found
 
 
-def load_full_state_dict(model: ParallelModule, state: Mapping[str, Tensor]) -> None:
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Fills the shards of `model` from the original model's state dict, which only the first rank needs to hold.
 
     Raises:
         Error: names are missing or unexpected, or shapes differ; on every rank, before anything is changed.
     """
-    _expect(model, "load_full_state_dict")
-    mesh, own = model.mesh, model.state_dict(keep_vars=True)
-    problem = _mismatch(model, own, state) if mesh.rank == 0 else ""
+    parallel = _parallel(model, "load_full_state_dict")
+    mesh, own = parallel.mesh, parallel.state_dict(keep_vars=True)
+    problem = _mismatch(parallel, own, state) if mesh.rank == 0 else ""
     _raise_together(problem, mesh)
     done: set[Tensor] = set()
     for name, local in own.items():
         if local in done:
             continue
         done.add(local)
-        layout = _layout(model, name, local)
-        whole = state[name].to(local) if mesh.rank == 0 else torch.empty(layout.shape, dtype=local.dtype, device=local.device)
+        layout = _layout(parallel, name, local)
+        whole = torch.empty(layout.shape, dtype=local.dtype, device=local.device)
+        if mesh.rank == 0:
+            whole.copy_(state[name])
         with torch.no_grad():
-            local.copy_(layout.take(broadcast_from_first(whole.contiguous(), mesh), mesh.rank))
+            local.copy_(layout.take(broadcast_from_first(whole, mesh), mesh.rank))
 
 
-def clip_grad_norm_(model: ParallelModule, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
     """The norm of the whole model's gradient, after scaling it in place to at most `max_norm`.
 
     As `torch.nn.utils.clip_grad_norm_` on one device: parts of cut parameters are summed over the axis, replicated
     parameters are counted once.
 
     Args:
-        norm_type: the order of the norm; `float("inf")` is the largest element.
+        norm_type: the order of the norm, above 0; `float("inf")` is the largest element.
+
+    Raises:
+        Error: no such norm, or with `error_if_nonfinite` a norm that is infinite or undefined; on every rank.
     """
-    _expect(model, "clip_grad_norm_")
-    mine = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
-    cut = [p.grad for name, p in mine if model.layouts[name].dim is not None]
-    whole = [p.grad for name, p in mine if model.layouts[name].dim is None]
-    infinite = norm_type == float("inf")
-    parts = [_power(grads, norm_type, model) for grads in (cut, whole)]
-    over_ranks = reduce(parts[0], model.mesh.group, "max" if infinite else "sum")
-    total = torch.maximum(over_ranks, parts[1]) if infinite else (over_ranks + parts[1]) ** (1 / norm_type)
+    parallel = _parallel(model, "clip_grad_norm_")
+    order, infinite = float(norm_type), float(norm_type) == float("inf")
+    if not order > 0:
+        raise Error(f"clip_grad_norm_: norm_type={norm_type}", expected="a number above 0, or inf")
+    dtype = torch.float64 if parallel.mesh.device.type != "mps" else torch.float32
+    norms = [torch.linalg.vector_norm(g, order, dtype=_wide(g)).to(dtype) for g in _counted(parallel) if g.numel()]
+    mine = torch.stack([*norms, torch.zeros((), dtype=dtype, device=parallel.mesh.device)])
+    if infinite:
+        total = reduce(mine.max(), parallel.mesh.group, "max")
+    else:
+        total = reduce((mine**order).sum(), parallel.mesh.group) ** (1 / order)
     if error_if_nonfinite and not torch.isfinite(total):
-        raise Error(f"clip_grad_norm_: the gradient's norm is {total.item()}", **{"try": "error_if_nonfinite=False"})
-    torch.nn.utils.clip_grads_with_norm_([p for _, p in mine], max_norm, total)
+        raise Error(f"clip_grad_norm_: the norm of the gradient is {total.item()}", **{"try": "error_if_nonfinite=False"})
+    total = total.to(next(parallel.parameters()).dtype)
+    torch.nn.utils.clip_grads_with_norm_([p for p in parallel.parameters() if p.grad is not None], max_norm, total)
     return total
 
 
-def _power(grads: Iterable[Any], norm_type: float, model: ParallelModule) -> Tensor:
-    """The norm of some gradients to the power of its order: what can be summed over ranks."""
-    norms = [torch.linalg.vector_norm(g, norm_type) for g in grads if g.numel()]
-    if not norms:
-        return torch.zeros((), device=model.mesh.device, dtype=next(model.parameters()).dtype)
-    stacked = torch.stack(norms)
-    return stacked.max() if norm_type == float("inf") else (stacked**norm_type).sum()
+def _counted(model: ParallelModule) -> Iterator[Tensor]:
+    """The parts of the gradient that this rank counts: of what several ranks hold, the first does."""
+    for name, parameter in model.named_parameters():
+        layout, rank = model.layouts[name], model.mesh.rank
+        if parameter.grad is None or (layout.dim is None and rank):
+            continue
+        if layout.dim is None:
+            yield parameter.grad
+        else:
+            yield from _first_held(parameter.grad, layout, rank)
+
+
+def _first_held(local: Tensor, layout: Layout, rank: int) -> Iterator[Tensor]:
+    """The parts of a cut tensor that no rank before this one holds too."""
+    assert layout.dim is not None
+    before = {piece for pieces in layout.pieces[:rank] for piece in pieces}
+    at = 0
+    for a, b in layout.pieces[rank]:
+        if (a, b) not in before:
+            yield local.narrow(layout.dim, at, b - a)
+        at += b - a
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return tensor.dtype if tensor.dtype not in (torch.float16, torch.bfloat16) else torch.float32
 
 
 def _gathered(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor | None:
@@ -116,9 +143,11 @@ def _mismatch(model: ParallelModule, own: Mapping[str, Tensor], state: Mapping[s
         lines = [f"{kind}: {', '.join(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected)) if names]
         return "the state dict is another model's; " + "; ".join(lines)
     for name, local in own.items():
-        shape = _layout(model, name, local).shape
-        if tuple(state[name].shape) != shape:
-            return f"`{name}` is {list(state[name].shape)} in the state dict and {list(shape)} in the model"
+        shape, given = _layout(model, name, local).shape, state[name]
+        if not isinstance(given, Tensor):
+            return f"`{name}` is a {type(given).__name__} in the state dict, and no tensor"
+        if tuple(given.shape) != shape:
+            return f"`{name}` is {list(given.shape)} in the state dict and {list(shape)} in the model"
     return ""
 
 
@@ -135,6 +164,11 @@ def _raise_together(problem: str, mesh: Mesh) -> None:
     raise Error(f"load_full_state_dict: {told}", **{"try": "the state dict of the model that was parallelized"})
 
 
-def _expect(model: Any, call: str) -> None:
-    if not isinstance(model, ParallelModule):
-        raise Error(f"{call}: {type(model).__name__} is no parallel model", **{"try": "autotp.parallelize(model) first"})
+def _parallel(model: Any, call: str) -> ParallelModule:
+    """The parallel model, out of what DistributedDataParallel or torch.compile wrapped around it."""
+    inner = model
+    while not isinstance(inner, ParallelModule):
+        inner = getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
+        if inner is None:
+            raise Error(f"{call}: a {type(model).__name__} is no parallel model", **{"try": "autotp.parallelize(model) first"})
+    return inner

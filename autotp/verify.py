@@ -89,9 +89,18 @@ def prepare(
     if _on_meta(model):
         return Trial(model, args, kwargs, analyse(skeleton_of(model), args, kwargs, tp, outputs))
     with all_double():
-        whole = copy.deepcopy(model).cpu().double()
+        whole = _moved(copy.deepcopy(model).cpu().double())
         args, kwargs = pytree.tree_map_only(Tensor, _doubled, (args, kwargs))
         return Trial(whole, args, kwargs, analyse(skeleton_of(whole), args, kwargs, tp, outputs))
+
+
+def _moved(model: nn.Module) -> nn.Module:
+    """The model, every parameter a little off: biases of 0 and norm weights of 1 would not show a wrong cut of them."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    return model
 
 
 Change = Callable[[fx.Graph, int], fx.Graph]
@@ -285,7 +294,8 @@ def verify(model: nn.Module, tp: int, *, example_inputs: Any = None, outputs: Ou
     """How far `tp` ranks of `model` are from the model itself: outputs, loss, every gradient, a step of an optimizer.
 
     In one process, without process groups: the ranks run in lockstep, in float64, and draw the numbers that one
-    device draws. `model` is not touched. A model on `meta` is proved statically and counted, and nothing computed.
+    device draws. `model` is not touched; what is compared are copies of it, their parameters moved by noise. A model
+    on `meta` is proved statically and counted, and nothing computed.
 
     Args:
         model: an ordinary model, in the mode (train or eval) that is to be verified.

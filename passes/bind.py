@@ -12,13 +12,14 @@ from torch import fx
 
 from autotp.lockstep import COLLECTIVES
 from autotp.passes.capture import DEVICE
+from autotp.passes.reuse import fresh
 
 CAPTURED = torch.device(DEVICE)
 
 
 def bind(graph: fx.Graph, device: torch.device, groups: Mapping[str, str | None]) -> fx.Graph:
     """A copy of `graph` for `device`, its axis names replaced by process group names."""
-    bound = fx.Graph()
+    bound, in_place = fx.Graph(), fresh(graph)
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         new = bound.node_copy(node, lambda old: env[old])
@@ -27,6 +28,7 @@ def bind(graph: fx.Graph, device: torch.device, groups: Mapping[str, str | None]
         new.kwargs = fx.node.map_aggregate(new.kwargs, lambda a: device if a == CAPTURED else a)
         if node.target in COLLECTIVES and node.args[1] in groups:
             new.args = (new.args[0], groups[str(node.args[1])], *new.args[2:])
+            new.kwargs = {"fresh": True} if node in in_place else {}
     return bound
 
 

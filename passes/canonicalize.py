@@ -3,6 +3,7 @@
     Before: linear(x, w, b)            After: add(linear(x, w), b)
     Before: addmm(b, x, w)             After: add(mm(x, w), b)
     Before: dropout(x, 0.1, False)     After: x
+    Before: view(x, [2, 8])            After: reshape(x, [2, 8])
 
 NOTE [Why the bias leaves the linear]
 A row-parallel product is a sum over ranks. Were its bias inside, every rank would add it and the sum would hold
@@ -82,6 +83,12 @@ def _whole(builder: Builder, args: dict[str, Any]) -> Any:
     return args["self"] if start == 0 and args["step"] == 1 and everything else None
 
 
+def _view(builder: Builder, args: dict[str, Any]) -> Any:
+    """A view is a reshape: whether memory can be shared depends on strides, which a cut may change."""
+    same = _same_shape(builder, args)
+    return builder.call(aten.reshape.default, args["self"], args["size"]) if same is None else same
+
+
 def _same_shape(builder: Builder, args: dict[str, Any]) -> Any:
     """A view that changes nothing."""
     x = args["self"].meta["val"]
@@ -102,6 +109,7 @@ REWRITES: dict[Any, Rewrite] = {
     aten.to.dtype_layout: _cast,
     aten.to.device: _cast,
     aten.slice.Tensor: _whole,
-    aten.view.default: _same_shape,
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
     aten.reshape.default: _same_shape,
 }

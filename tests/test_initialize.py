@@ -114,6 +114,15 @@ class TieBefore(Language):
         self.apply(self._init_weights)
 
 
+class TieBeforeBack(Language):
+    """The head is initialised last, though the weight is the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embedding.weight
+        self.apply(self._init_weights)
+
+
 class TieAfter(Language):
     def __init__(self) -> None:
         super().__init__()
@@ -179,6 +188,66 @@ class All(nn.Module):
             nn.init.xavier_uniform_(p) if p.dim() > 1 else nn.init.normal_(p)
 
 
+class PartsOfParts(nn.Module):
+    """Parts of what one call wrote with others, and of what was made again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all, self.scale = All(), Scale(5, 2.0, True)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self:
+            with torch.no_grad():
+                self.all.inner[0].weight[0] = 0
+                self.all.inner[2].weight[0] = 0
+                self.scale.weight[1:3] *= 2
+
+
+class Pretrained(nn.Module):
+    """Hugging Face's way: each module once, by the innermost model, and not on meta; then ties."""
+
+    def __init__(self, std: float) -> None:
+        super().__init__()
+        self.std = std
+
+    def post_init(self) -> None:
+        if torch.get_default_device().type != "meta":
+            self._walk(self, self)
+
+    def _walk(self, module: nn.Module, owner: Pretrained) -> None:
+        for child in module.children():
+            self._walk(child, child if isinstance(child, Pretrained) else owner)
+        owner._initialize_weights(module)
+
+    def _initialize_weights(self, module: nn.Module) -> None:
+        if not hasattr(module, "initialized"):
+            self._init_weights(module)
+            module.initialized = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=self.std)
+
+
+class Encoder(Pretrained):
+    """Leaves it to the model it is in to initialise it."""
+
+    def __init__(self) -> None:
+        super().__init__(0.1)
+        self.linear = nn.Linear(4, 5)
+
+
+class WithEncoder(Pretrained):
+    def __init__(self) -> None:
+        super().__init__(0.5)
+        self.embedding = nn.Embedding(9, 4)
+        self.encoder = Encoder()
+        self.head = nn.Linear(4, 9)
+        self.post_init()
+        self.head.weight = self.embedding.weight
+
+
 class Nested(nn.Module):
     """Two models in one, each of which initialises all below it."""
 
@@ -208,12 +277,15 @@ MODELS: dict[str, Make] = {
     "plain-tie": PlainTie,
     "plain-tie-back": PlainTieBack,
     "tie-before": TieBefore,
+    "tie-before-back": TieBeforeBack,
     "tie-after": TieAfter,
     "tie-after-back": TieAfterBack,
     "tie-after-padded": TieAfterPadded,
     "data": Data,
     "parts": Parts,
     "all-at-once": All,
+    "parts-of-parts": PartsOfParts,
+    "pretrained": WithEncoder,
     "nested": Nested,
 }
 

@@ -1,0 +1,72 @@
+"""gather, later: a cut output of a parallel model, put together when somebody does want it whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autotp import collectives
+from autotp.errors import Error
+from autotp.layout import Layout
+from autotp.mesh import Mesh
+from autotp.partition import chunk_sizes
+
+HELD = "autotp_held"
+"""The attribute that a parallel model gives each tensor it returns, so that `gather` knows what it is given."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """How an output is held: whole, or cut by a layout over a mesh axis. (In its shape -1 is a size not known before.)"""
+
+    layout: Layout | None
+    mesh: Mesh
+
+
+def mark(value: Any, held: Held) -> None:
+    """Notes on an output tensor how it is held."""
+    if isinstance(value, Tensor):
+        setattr(value, HELD, held)
+
+
+def gather(output: Any) -> Any:
+    """What one device would have returned, of an output that stayed cut (`outputs="local"`, or logits beside a loss).
+
+    Differentiable: every rank's part gets its part of the gradient. An output that is whole comes back as it is.
+
+    Args:
+        output: a tensor as the parallel model returned it, or a structure of such tensors.
+
+    Raises:
+        Error: a tensor that no parallel model returned, or what was computed from one.
+    """
+    return pytree.tree_map_only(Tensor, _gathered, output)
+
+
+def _gathered(output: Tensor) -> Tensor:
+    held: Held | None = getattr(output, HELD, None)
+    if held is None:
+        raise Error(
+            f"gather: a tensor {list(output.shape)} that is no output of a parallel model",
+            **{"try": "autotp.gather(output) on what the model returned, before anything is computed from it"},
+        )
+    if held.layout is None or held.mesh.size == 1:
+        return output
+    return _joined(output, held.layout, held.mesh)
+
+
+def _joined(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    assert layout.dim is not None
+    lengths = layout.lengths()
+    size, block = sum(lengths), gcd(*lengths)
+    assert lengths == [n * block for n in chunk_sizes(size // block, mesh.size)], "an output is cut in whole blocks"
+    whole = collectives.gather(local, mesh.group, layout.dim, size, block)
+    order = torch.tensor([i for piece in layout.pieces for a, b in piece for i in range(a, b)])
+    if torch.equal(order, torch.arange(size)):
+        return whole
+    return whole.index_select(layout.dim, order.argsort().to(whole.device))

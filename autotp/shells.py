@@ -1,0 +1,105 @@
+"""The tree of modules of a parallel model: the original's names, flags and attributes, and no work of its own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from autotp.errors import Error
+
+Place = tuple[nn.Module, str]
+"""A module, and the name there of a parameter or buffer."""
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+def _no_hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+    raise Error(
+        "a hook on a submodule of a parallel model would never run: its work is part of the model's graph",
+        **{"try": "register it on the original model before autotp.parallelize, or on the whole parallel model"},
+    )
+
+
+class Shell(nn.Module):
+    """A module of a parallel model: it holds parameters under their names, the graph of the whole does the work."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_original"] = original
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises Error: there is nothing here to run."""
+        raise Error(
+            "a submodule of a parallel model cannot be called by itself: its work is part of the model's graph",
+            **{"try": "call the whole model, or parallelize the submodule"},
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = self.__dict__.get("_original")
+            if original is None or name.startswith("__"):
+                raise
+            return _borrowed(self, original, name)
+
+
+class Leaf(Shell):
+    """A submodule's shell. (The whole model takes hooks, a part of it would not run them.)"""
+
+    register_forward_hook = register_forward_pre_hook = _no_hook
+    register_full_backward_hook = register_full_backward_pre_hook = _no_hook
+
+
+def mirror(original: nn.Module, root: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Gives `root` the tree of modules below `original`, tied and shared as there, in the same order.
+
+    Args:
+        tensors: first name -> local tensor, for parameters and buffers.
+    """
+    held: dict[int, Tensor] = {id(b): tensors[name] for name, b in original.named_buffers()}
+    for name, p in original.named_parameters():
+        held[id(p)] = nn.Parameter(tensors[name], p.requires_grad)
+        held[id(p)].__dict__.update(p.__dict__)  # Marks for the user's optimizer, as `p.no_weight_decay`.
+    shells = {id(m): root if m is original else _shell(m) for m in original.modules()}
+    for module in original.modules():
+        shell = shells[id(module)]
+        shell.training = module.training
+        # Into the tables: the original may well have a submodule called `plan`.
+        shell._parameters.update({k: None if p is None else held[id(p)] for k, p in module._parameters.items()})  # type: ignore[misc]
+        shell._buffers.update({k: None if b is None else held[id(b)] for k, b in module._buffers.items()})
+        shell._non_persistent_buffers_set.update(module._non_persistent_buffers_set)
+        shell._modules.update({k: None if m is None else shells[id(m)] for k, m in module._modules.items()})
+
+
+def _shell(module: nn.Module) -> nn.Module:
+    return type(module)() if type(module) in CONTAINERS else Leaf(module)
+
+
+def places(root: nn.Module) -> tuple[dict[str, str], dict[str, Place]]:
+    """For every name of a parameter or buffer the first name it has, and for every first name where it lies."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    found: dict[str, Place] = {}
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        for key, tensor in {**module._parameters, **module._buffers}.items():
+            if tensor is not None:
+                name = f"{prefix}.{key}" if prefix else key
+                names[name] = first.setdefault(id(tensor), name)
+                found.setdefault(names[name], (module, key))
+    return names, found
+
+
+def _borrowed(shell: nn.Module, original: nn.Module, name: str) -> Any:
+    """A plain attribute of the original, or what its class defines (a method, a property), bound to the shell."""
+    if name in original.__dict__:
+        return original.__dict__[name]
+    try:
+        found = inspect.getattr_static(type(original), name)
+    except AttributeError:
+        raise AttributeError(f"'{type(original).__name__}' (parallel) has no attribute '{name}'") from None
+    bind: Callable[..., Any] | None = getattr(type(found), "__get__", None)
+    return bind(found, shell, type(original)) if bind else found

@@ -1,0 +1,16 @@
+"""How hypothesis draws: the same cases in every run of `make test`, new ones and many with `--deep`."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--deep", action="store_true", help="5,000 random architectures instead of 200; takes an hour")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.register_profile("default", deadline=None, derandomize=True, max_examples=200)
+    settings.register_profile("deep", deadline=None, max_examples=5000, print_blob=True)
+    settings.load_profile("deep" if config.getoption("deep") else "default")
