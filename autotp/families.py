@@ -193,12 +193,12 @@ def group_norm(call: Call) -> Rule:
 
 
 def batch_norm(call: Call) -> Rule | None:
-    """`input: [n c ...]`, with statistics that are given; in training those of the batch are taken and kept.
+    """`input: [a b ...]`, with statistics that are given; in training those of the batch are taken and kept.
 
-    Torch refuses an empty channel dimension in some shapes, so it stays whole.
+    Torch refuses an empty channel dimension (`b`) in some shapes, so it stays whole.
     """
     x, *rest = present(call)
-    term = ["n", "c^", *letters(x.dim() - 2)]
+    term = [n + "^" * (i == 1) for i, n in enumerate(letters(x.dim()))]
     return None if call["training"] else Rule.of(spell([term] + [term[1:2]] * len(rest), [term]))
 
 

@@ -92,21 +92,20 @@ def _counted(model: ParallelModule) -> Iterator[Tensor]:
         layout, rank = model.layouts[name], model.mesh.rank
         if parameter.grad is None or (layout.dim is None and rank):
             continue
-        if layout.dim is None:
-            yield parameter.grad
-        else:
-            yield from _first_held(parameter.grad, layout, rank)
+        yield parameter.grad if layout.dim is None else _first_held(parameter.grad, layout, rank)
 
 
-def _first_held(local: Tensor, layout: Layout, rank: int) -> Iterator[Tensor]:
-    """The parts of a cut tensor that no rank before this one holds too."""
+def _first_held(local: Tensor, layout: Layout, rank: int) -> Tensor:
+    """The part of a cut tensor that no rank before this one holds too, as the shared keys of `q | k | v`."""
     assert layout.dim is not None
-    before = {piece for pieces in layout.pieces[:rank] for piece in pieces}
-    at = 0
-    for a, b in layout.pieces[rank]:
-        if (a, b) not in before:
-            yield local.narrow(layout.dim, at, b - a)
-        at += b - a
+    size = layout.shape[layout.dim]
+    if sum(layout.lengths()) == size:
+        return local
+    free = torch.ones(size, dtype=torch.bool)
+    for a, b in (piece for pieces in layout.pieces[:rank] for piece in pieces):
+        free[a:b] = False
+    mine = torch.cat([free[a:b] for a, b in layout.pieces[rank]])
+    return local.index_select(layout.dim, mine.nonzero().flatten().to(local.device))
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -167,8 +166,8 @@ def _raise_together(problem: str, mesh: Mesh) -> None:
 def _parallel(model: Any, call: str) -> ParallelModule:
     """The parallel model, out of what DistributedDataParallel or torch.compile wrapped around it."""
     inner = model
-    while not isinstance(inner, ParallelModule):
-        inner = getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
-        if inner is None:
-            raise Error(f"{call}: a {type(model).__name__} is no parallel model", **{"try": "autotp.parallelize(model) first"})
+    while isinstance(inner, nn.Module) and not isinstance(inner, ParallelModule):
+        inner = getattr(inner, "_orig_mod", getattr(inner, "module", None))
+    if not isinstance(inner, ParallelModule):
+        raise Error(f"{call}: a {type(model).__name__} is no parallel model", **{"try": "autotp.parallelize(model) first"})
     return inner

@@ -17,6 +17,7 @@ from autotp.operators import USER_RULES
 from autotp.passes.axes import Axes, infer_axes
 from autotp.passes.canonicalize import canonicalize
 from autotp.passes.capture import OFF, Captured, capture
+from autotp.passes.check import check
 from autotp.passes.clean import clean
 from autotp.passes.defer import defer
 from autotp.passes.expand import expand
@@ -99,9 +100,13 @@ def analyse(
 
 
 def rank_graph(analysis: Analysis, rank: int, randomness: Literal["exact", "fast"], axis: str = "tp") -> fx.Graph:
-    """The lowered graph of one rank."""
+    """The lowered graph of one rank, checked: a graph whose types do not add up is refused with an Error."""
     to = Target(axis, analysis.tp, rank, randomness, frozenset(analysis.local_outputs))
-    return clean(lower(analysis.graph, analysis.axes, analysis.decision, analysis.differentiable, to))
+    lowered = clean(lower(analysis.graph, analysis.axes, analysis.decision, analysis.differentiable, to))
+    captured = analysis.captured
+    held = {place: analysis.layouts[name] for place, name in captured.parameters.items()}
+    check(lowered, analysis.graph, held, [*captured.parameters, *captured.inputs], to, analysis.local_outputs)
+    return lowered
 
 
 def _prove_users_rules(graph: fx.Graph, tp: int) -> None:

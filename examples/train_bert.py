@@ -9,7 +9,6 @@ are masked, 10% replaced by another byte, 10% left as they are.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
 
 import corpus
 import torch
@@ -31,7 +30,7 @@ def arguments() -> Namespace:
     parser.add_argument("--norm", choices=("pre", "post"), default="pre", help="pre is Megatron's, post BERT's")
     parser.add_argument("--gain", type=float, default=0.4, help="what context must be worth, in nats a byte")
     parser.set_defaults(layers=2, block=32, batch=64, steps=700, lr=2e-3)
-    return parser.parse_args()
+    return training.parse(parser)
 
 
 def build(args: Namespace) -> BERT:
@@ -56,10 +55,10 @@ def masked(windows: Tensor, seed: int) -> Batch:
     return tokens, windows.masked_fill(~chosen, IGNORED)
 
 
-def held_out(text: corpus.Corpus, args: Namespace, count: int = 512) -> Iterator[Batch]:
+def held_out(text: corpus.Corpus, args: Namespace, count: int = 512) -> list[Batch]:
     """`count` windows over the held-out text, in batches, masked the same each time."""
-    for seed, windows in enumerate(corpus.spread(text.held_out, args.block, count).split(args.batch)):
-        yield masked(windows, seed)
+    windows = corpus.spread(text.held_out, args.block, count)
+    return [masked(some, seed) for seed, some in enumerate(windows.split(args.batch))]
 
 
 def frequencies_loss(text: corpus.Corpus) -> float:
@@ -72,6 +71,7 @@ def main() -> None:
     """Trains alone, trains together, compares, and asks whether it has learnt."""
     args = arguments()
     text = corpus.load(args.data)
+    unseen = held_out(text, args)
     say(text)
 
     def batches(step: int) -> Batch:
@@ -84,7 +84,7 @@ def main() -> None:
     model = autotp.parallelize(build(args), device=where, randomness="exact")  # exact: dropout as on one device
     say(model.plan)
     together = training.fit(model, batches, args, name="tensor-parallel", steps=args.steps, clip=autotp.clip_grad_norm_)
-    loss = training.held_out_loss(model, held_out(text, args))
+    loss = training.held_out_loss(model, unseen)
     difference = training.report(args, "train_bert", alone, together, loss)
     without_context = frequencies_loss(text)
     say(f"without context           {without_context:.3f} nats a byte")

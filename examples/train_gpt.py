@@ -9,7 +9,6 @@ its losses must be the same to 1e-4; then it trains on until it has learnt. With
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
 
 import corpus
 import torch
@@ -27,7 +26,7 @@ def arguments() -> Namespace:
     parser.add_argument("--target", type=float, default=2.2, help="the held-out loss must be below, in nats a byte")
     parser.add_argument("--prompt", default="def main(", help="what the text sample starts with")
     parser.add_argument("--sample", type=int, default=300, help="bytes of text to generate at the end")
-    return parser.parse_args()
+    return training.parse(parser)
 
 
 def build(args: Namespace) -> GPT:
@@ -46,10 +45,10 @@ def shifted(windows: torch.Tensor) -> Batch:
     return windows[:, :-1], windows[:, 1:]
 
 
-def held_out(text: corpus.Corpus, args: Namespace, count: int = 512) -> Iterator[Batch]:
+def held_out(text: corpus.Corpus, args: Namespace, count: int = 512) -> list[Batch]:
     """`count` windows over the held-out text, in batches."""
-    for windows in corpus.spread(text.held_out, args.block + 1, count).split(args.batch):
-        yield shifted(windows)
+    windows = corpus.spread(text.held_out, args.block + 1, count)
+    return [shifted(some) for some in windows.split(args.batch)]
 
 
 @torch.no_grad()
@@ -70,6 +69,7 @@ def main() -> None:
     """Trains alone, trains together, compares, and asks whether it has learnt."""
     args = arguments()
     text = corpus.load(args.data)
+    unseen = held_out(text, args)
     say(text)
 
     def batches(step: int) -> Batch:
@@ -82,7 +82,7 @@ def main() -> None:
     model = autotp.parallelize(build(args), device=where, randomness="exact")  # exact: dropout as on one device
     say(model.plan)
     together = training.fit(model, batches, args, name="tensor-parallel", steps=args.steps, clip=autotp.clip_grad_norm_)
-    loss = training.held_out_loss(model, held_out(text, args))
+    loss = training.held_out_loss(model, unseen)
     sample = generate(model, args.prompt.encode(), args.sample, args.block)
     say(f"\n{sample.decode(errors='replace')}\n")
     difference = training.report(args, "train_gpt", alone, together, loss)

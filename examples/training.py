@@ -41,6 +41,14 @@ def parser(description: str) -> ArgumentParser:
     return new
 
 
+def parse(parser: ArgumentParser) -> Namespace:
+    """The command line's flags; ends the program with a message where they do not go together."""
+    args = parser.parse_args()
+    if not 1 <= args.compare <= args.steps:
+        parser.error(f"--compare {args.compare} must be from 1 to --steps, which is {args.steps}")
+    return args
+
+
 def rank() -> int:
     """Which of torchrun's processes this is; 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))

@@ -108,30 +108,18 @@ def check(
 
 
 class _Model:
-    """The model's graph: the nodes whose order counts; the others by region, operator and operands, each once.
-
-    Nodes that compute the same stand for each other: `same` has the first of them.
-    """
+    """The model's graph: the nodes whose order counts; the others by region, operator and operands, in order."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.pure: dict[Any, list[fx.Node]] = {}
-        self.same: dict[fx.Node, fx.Node] = {}
-        ordered, first, region = [], {}, 0
+        ordered, region, live = [], 0, _live(graph)
         for node in graph.nodes:
-            self.same[node] = node
             if _is_ordered(node):
                 ordered.append(node)
                 region += not outputs_of(node)
-            elif not _is_number(node):
-                self.same[node] = first.setdefault((region, node.target, self.valued(list(bind(node).values()))), node)
-                if self.same[node] is node:
-                    operands = tuple(self.same[operand] for operand in _operands(node))
-                    self.pure.setdefault((region, _family(node), operands), []).append(node)
+            elif node in live and not _is_number(node):
+                self.pure.setdefault((region, _family(node), *_operands(node)), []).append(node)
         self.ordered = iter(ordered)
-
-    def valued(self, arguments: Any) -> Any:
-        """Arguments, sizes as numbers and of nodes that compute the same the first."""
-        return _plain(fx.map_arg(arguments, lambda n: n.meta["val"] if _is_number(n) else self.same[n]))
 
 
 class _Proof:
@@ -209,11 +197,12 @@ class _Proof:
         if _is_ordered(node):
             self.region += not outputs_of(node)
             return self._stands_for(node, next(self.model.ordered, None))
-        operands = tuple(self.whole[n] for n in _operands(node))
+        candidates = self.model.pure.get((self.region, _family(node), *(self.whole[n] for n in _operands(node))), [])
         errors = []
-        for model in self.model.pure.get((self.region, _family(node), operands), ()):
+        for model in candidates:
             try:
-                return self._stands_for(node, model)
+                self._stands_for(node, model)
+                return candidates.remove(model)
             except Error as error:
                 errors.append(error)
         raise errors[0] if errors else self._stands_for(node, None)
@@ -250,7 +239,7 @@ class _Proof:
 
     def _output(self, node: fx.Node, model: fx.Node) -> None:
         for i, (got, expected) in enumerate(zip(node.args[0], model.args[0], strict=True)):  # type: ignore[arg-type]
-            if _plain(self._erased(got)) != self.model.valued(expected):
+            if _plain(self._erased(got)) != _valued(expected):
                 self.refuse(node, f"returns something else at {i}", expected=expected, got=got)
             for typed in self.types.get(got, ()):
                 whole, layout = replace(typed, placement=Replicate()), self.local_outputs.get(i)
@@ -278,7 +267,7 @@ class _Proof:
 
     def _is_call(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> bool:
         """True if `node` calls `target` on these arguments, which are the model's."""
-        return node.target is target and _plain(self._erased(bind(node))) == self.model.valued(arguments)
+        return node.target is target and _plain(self._erased(bind(node))) == _valued(arguments)
 
     def _expect_call(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> None:
         if not self._is_call(node, target, arguments):
@@ -296,13 +285,13 @@ class _Proof:
         """A product with the bias that was put back into it (`passes/clean.py`): product and sum, one after the other."""
         target, places = BIASED[node.target]
         x, w, bias = (_arguments(node)[i] for i in places)
-        for product_ in self.model.pure.get((self.region, target, (self.whole[x], self.whole[w])), ()):
-            for terms in ((product_, self.whole[bias]), (self.whole[bias], product_)):
-                for total in self.model.pure.get((self.region, aten.add.Tensor, terms), ()):
-                    if bind(total)["alpha"] == 1:
-                        (made,) = self._plainly(node, product_, [(n, self.types[n][0]) for n in (x, w)])
-                        reads = [(node, made) if term is product_ else (bias, self.types[bias][0]) for term in terms]
-                        return self._give(node, total, self._plainly(node, total, reads))
+        for model in self.model.pure.get((self.region, target, self.whole[x], self.whole[w]), ()):
+            for terms in ((model, self.whole[bias]), (self.whole[bias], model)):
+                sums = self.model.pure.get((self.region, aten.add.Tensor, *terms), ())
+                if sums and bind(sums[0])["alpha"] == 1:
+                    (made,) = self._plainly(node, model, [(n, self.types[n][0]) for n in (x, w)])
+                    reads = [(node, made) if term is model else (bias, self.types[bias][0]) for term in terms]
+                    return self._give(node, sums[0], self._plainly(node, sums.pop(0), reads))
         self._stands_for(node, None)
 
     def _plainly(self, node: fx.Node, model: fx.Node, reads: Reads) -> tuple[Typed, ...]:
@@ -528,6 +517,15 @@ def _openings(target: Any, axis: Axis) -> Iterator[list[Axis]]:
 # ---- nodes and their arguments
 
 
+def _live(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that something needs whose order counts; to know a size, no tensor is needed."""
+    live: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if (_is_ordered(node) or node in live) and node.target is not aten.sym_size.int:
+            live.update([node, *node.all_input_nodes])
+    return live
+
+
 def _is_ordered(node: fx.Node) -> bool:
     """True for inputs and outputs, random draws, and calls for their effect."""
     return node.op != "call_function" or draws(node) or node.meta.get("val") is None
@@ -562,6 +560,11 @@ def _family(node: Any) -> Any:
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:
     return node.args
+
+
+def _valued(arguments: Any) -> Any:
+    """Arguments of the model's graph, sizes as numbers."""
+    return _plain(fx.map_arg(arguments, lambda n: n.meta["val"] if _is_number(n) else n))
 
 
 def _plain(value: Any) -> Any:

@@ -174,6 +174,14 @@ def fit(steps: int, lr: float = 0.1) -> list[float]:
     )
 
 
+@pytest.mark.parametrize("compare", ["0", "6"])
+def test_cannot_compare_more_steps_than_are_taken(compare, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train", "--steps", "5", "--compare", compare])
+    with pytest.raises(SystemExit):
+        training.parse(training.parser("A test."))
+    assert f"error: --compare {compare} must be from 1 to --steps, which is 5\n" in capsys.readouterr().err
+
+
 def test_fit_learns():
     losses = fit(40)
     assert len(losses) == 40 and losses[-1] < losses[0] / 2

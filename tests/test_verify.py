@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,10 +16,8 @@ from transformer import arguments, model
 
 import autotp
 from autotp import collectives, parallel
-from autotp.layout import Layout
 from autotp.models.bert import BERT, BERTConfig
 from autotp.models.gpt import GPT, GPTConfig
-from autotp.partition import chunk_bounds
 from autotp.passes.flow import needs_grad
 from autotp.verify import Change, Difference, Report, Trial, compare, prepare
 
@@ -44,9 +42,9 @@ def bert() -> Trial:
 
 @cache
 def alibi() -> Trial:
-    """Logits that are gathered, and slopes of heads that are scattered."""
-    arch = Architecture(positions="alibi", vocab=61, loss="none", train=False)
-    return prepare(model(arch), (), arguments(arch), 2)
+    """Slopes of heads that are scattered, logits that are gathered beside the loss."""
+    arch = Architecture(positions="alibi", vocab=61, logits=True)
+    return prepare(model(arch), (), arguments(arch), 2, "full")
 
 
 TRIALS = pytest.mark.parametrize("trial", [gpt, bert, alibi], ids=["gpt", "bert", "alibi"])
@@ -71,7 +69,9 @@ def wrong(report: Report) -> set[str]:
 def calls(trial: Trial, *targets: Any) -> list[fx.Node]:
     """The calls of these functions in a rank's graph, in order."""
     seen: list[fx.Node] = []
-    compare(trial, lambda graph, rank: seen.extend(n for n in graph.nodes if rank == 0 and n.target in targets) or graph)
+    compare(
+        trial, lambda graph, rank: seen.extend(n for n in graph.nodes if rank == 0 and n.target in targets) or graph
+    )
     return seen
 
 
@@ -142,7 +142,7 @@ def test_nothing_changed(trial: Callable[[], Trial]) -> None:
 @TRIALS
 def test_each_conjugate_dropped(trial: Callable[[], Trial]) -> None:
     nodes = calls(trial(), *CONJUGATES)
-    assert len(nodes) >= 5
+    assert len(nodes) >= 9
     assert [str(n) for n in nodes if not red(trial(), on(n.name, drop))] == []
 
 
@@ -169,3 +169,148 @@ def test_a_conjugate_too_many(kind: Any) -> None:
     tensors = [n.name for n in graph[0].nodes if n in values and isinstance(n.meta["val"], Tensor)]
     assert len(tensors) > 30
     assert [name for name in tensors if not red(gpt(), on(name, behind(kind, "tp")))] == []
+
+
+def test_names_what_is_wrong() -> None:
+    """A dropped copy leaves outputs right; wrong is the gradient of all that stands before it, and nothing else."""
+    copies = calls(gpt(), collectives.copy)
+    before = [{"wte.weight", "wpe.weight", "h.0.ln_1.weight", "h.0.ln_1.bias"}]
+    before += [before[0] | {f"h.0.attn.c_{part}.{kind}" for part in ("attn", "proj") for kind in ("weight", "bias")}]
+    before[1] |= {"h.0.ln_2.weight", "h.0.ln_2.bias"}
+    for node, expected in zip(copies[:2], before, strict=True):
+        report = compare(gpt(), on(node.name, drop))
+        assert all(d.error <= report.tolerance for d in report.outputs)
+        assert wrong(report) == expected
+        assert report.worst.name in expected
+
+
+def test_the_gradient_of_an_input() -> None:
+    mlp = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
+    trial = prepare(mlp, (torch.ones(2, 6),), {}, 2)
+    (node,) = calls(trial, collectives.copy)
+    assert compare(trial).ok
+    assert wrong(compare(trial, on(node.name, drop))) == {"input 0"}
+
+
+# ---- slices, sizes and numbers
+
+
+def resliced(trial: Trial, name: str, pieces: list[tuple[int, int]]) -> Trial:
+    """The same with a parameter cut elsewhere."""
+    layout = replace(trial.analysis.layouts[name], pieces=tuple((piece,) for piece in pieces))
+    return replace(trial, analysis=replace(trial.analysis, layouts=trial.analysis.layouts | {name: layout}))
+
+
+@pytest.mark.parametrize("name", ["h.0.attn.c_attn.weight", "h.0.attn.c_attn.bias"])
+def test_a_fused_weight_cut_as_one(name: str) -> None:
+    """Contiguous halves of q | k | v instead of half of each."""
+    assert not compare(resliced(gpt(), name, [(0, 24), (24, 48)])).ok
+
+
+@pytest.mark.parametrize(
+    "name", ["attention.query.weight", "attention.key.weight", "attention.value.bias", "attention.output.weight"]
+)
+def test_heads_in_another_order(name: str) -> None:
+    assert not compare(resliced(bert(), f"layer.0.{name}", [(8, 16), (0, 8)])).ok
+
+
+@pytest.mark.parametrize("trial", [gpt, bert], ids=["gpt", "bert"])
+def test_a_bias_added_on_every_rank(trial: Callable[[], Trial]) -> None:
+    reduced = [n for n in calls(trial(), collectives.reduce) if is_biased(n)]
+    assert len(reduced) >= 2
+    assert [str(n) for n in reduced if not red(trial(), on(n.name, bias_before_reduce))] == []
+
+
+def is_biased(node: fx.Node) -> bool:
+    reader = next(iter(node.users))
+    return reader.target is torch.ops.aten.add.Tensor and any(arg.op == "placeholder" for arg in reader.all_input_nodes)
+
+
+WRONG = {
+    "scale": (parallel.exact_attention, 6, lambda scale: 0.7),
+    "causal": (parallel.exact_attention, 5, lambda causal: not causal),
+    "dropout": (parallel.exact_attention, 10, lambda pieces: ((1, 3),)),
+    "lookup": (parallel.embedding, 2, lambda start: start + 1),
+    "target": (parallel.gather, 3, lambda start: start + 1),
+}
+
+
+@pytest.mark.parametrize("trial", [gpt, bert], ids=["gpt", "bert"])
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_argument(trial: Callable[[], Trial], what: str) -> None:
+    """The softmax scale, the mask, the heads whose mask is drawn, where a rank's rows of the vocabulary start."""
+    function, at, change = WRONG[what]
+    (node,) = calls(trial(), function)
+    assert not compare(trial(), on(node.name, argument(at, change))).ok
+
+
+def test_a_loss_divided_twice() -> None:
+    (node,) = calls(gpt(), torch.ops.aten.div.Tensor)
+    report = compare(gpt(), on(node.name, behind(torch.ops.aten.mul.Tensor, 0.5)))
+    assert [d.name for d in report.outputs if d.error > report.tolerance] == ["loss"]
+
+
+# ---- the report
+
+
+def test_report() -> None:
+    plan = compare(gpt()).plan
+    good = Report(
+        plan, (Difference("loss", 2e-16),), (Difference("w", 3e-16), Difference("b", 0.0)), (Difference("w", 1e-17),)
+    )
+    assert good.ok
+    assert str(good) == OK
+    bad = replace(good, gradients=(Difference("w", 0.5), Difference("b", 0.25), Difference("c", 0.0)))
+    assert not bad.ok
+    assert bad.worst == Difference("w", 0.5)
+    assert str(bad) == FAILED
+
+
+OK = """\
+GPT on tp=2: equal to one device (float64, tolerance 1e-09)
+  outputs         1 compared, worst 2.0e-16  loss
+  gradients       2 compared, worst 3.0e-16  w
+  after a step    1 compared, worst 1.0e-17  w
+  collectives  forward 6 all-reduce; backward 3 all-reduce"""
+
+FAILED = """\
+GPT on tp=2: DIFFERENT from one device (float64, tolerance 1e-09)
+  outputs         1 compared, worst 2.0e-16  loss
+  gradients       3 compared, worst 5.0e-01  w
+                    and 2.5e-01  b
+  after a step    1 compared, worst 1.0e-17  w
+  collectives  forward 6 all-reduce; backward 3 all-reduce"""
+
+
+def test_what_is_no_number_is_not_ok() -> None:
+    (node,) = calls(gpt(), torch.ops.aten.div.Tensor)
+    report = compare(gpt(), on(node.name, behind(torch.ops.aten.mul.Tensor, float("nan"))))
+    assert not report.ok
+    assert str(report.outputs[0]) == "nan  loss"
+
+
+def test_on_meta() -> None:
+    with torch.device("meta"):
+        big = GPT(GPTConfig(n_layer=2))
+    assert str(autotp.verify(big, tp=8)) == (
+        "GPT on tp=8: the model is on meta: proved and counted, nothing computed\n"
+        "  collectives  forward 8 all-reduce; backward 5 all-reduce"
+    )
+
+
+def test_the_model_is_not_touched() -> None:
+    trained = BERT(BERTConfig(**SIZES))
+    trained.layer[0].mlp.output.weight.requires_grad_(False)
+    inputs = trained.dummy_inputs
+    before = copy.deepcopy((trained.state_dict(), inputs))
+    state, dtype = torch.get_rng_state(), torch.get_default_dtype()
+    assert autotp.verify(trained, tp=3, example_inputs=inputs).ok
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_default_dtype() == dtype
+    after = (trained.state_dict(), inputs)
+    for was, now in zip(before, after, strict=True):
+        assert list(was) == list(now)
+        assert all(torch.equal(was[name], now[name]) and was[name].dtype == now[name].dtype for name in was)
+    assert all(p.grad is None for p in trained.parameters())
+    assert [n for n, p in trained.named_parameters() if not p.requires_grad] == ["layer.0.mlp.output.weight"]
+    assert trained.training
