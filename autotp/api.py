@@ -21,7 +21,6 @@ from autotp.run import Entry, ParallelModule, Settings, prepare
 from autotp.structure import signature_of
 from autotp.transform import Analysis, Outputs, analyse
 
-
 TAKEN = "autotp_taken"
 """An attribute of the empty parameters that `parallelize` leaves in a model."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
+
+from autotp.parallel import DRAWS
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,15 @@ def _operands(node: fx.Node) -> Iterator[fx.Node | None]:
             yield from (v if v is None or is_tensor(v) else None for v in value)
 
 
+def returned(graph: fx.Graph) -> tuple[Any, ...]:
+    """What a graph returns."""
+    found: Any = graph.output_node().args[0]
+    return tuple(found)
+
+
 def draws(node: fx.Node) -> bool:
     """True for a call that takes numbers from the random stream."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or hasattr(node.target, "draws")
+    return node.target in DRAWS or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def is_tensor(value: Any) -> bool:
@@ -100,7 +108,7 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _schema(op: OpOverload) -> tuple[tuple[str, Any, bool, str], ...]:
     """Name, default, keyword-only and kind (tensor, tensors, plain) of each argument."""
     rows = []

@@ -117,7 +117,7 @@ def _all_reduce(x: Tensor, group: str, *_: Any) -> Tensor:
 
 
 def _all_reduce_in_place(x: Tensor, group: str, *_: Any) -> Tensor:
-    return communicate("all_reduce_", x, "sum", group) if x.is_contiguous() else communicate("all_reduce", x, "sum", group)
+    return communicate("all_reduce_" if x.is_contiguous() else "all_reduce", x, "sum", group)
 
 
 def _plain(x: Tensor) -> bool:

@@ -101,7 +101,8 @@ def initialize(model: nn.Module, layouts: Mapping[str, Layout], rank: int, devic
 
     Bit for bit, from the random state as it is now; afterwards that is as after building the model whole. At any time
     the device holds the shards and the parameters of the one module that is being initialised. What an initialiser
-    needs for itself (torch's `trunc_normal_`: up to three copies) comes on top.
+    needs for itself (torch's `trunc_normal_`: up to three copies) comes on top. All is drawn in the dtype it has now:
+    bit for bit under `torch.set_default_dtype`, not after `model.to(dtype)`, of which nothing can be seen.
 
     Args:
         model: built under `torch.device("meta")`, and left there. What is not on meta keeps its value.
@@ -444,10 +445,13 @@ def _settle(places: list[Place], own: list[list[Write]], events: Sequence[Event]
 
 def _ways(model: nn.Module, places: list[Place]) -> list[Way]:
     """How the places may have been tied: as the source says, else all ways."""
-    if len(places) == 1 or _is_hugging_face(model) or not isinstance(places[0].tensor, nn.Parameter):
+    if len(places) == 1 or not isinstance(places[0].tensor, nn.Parameter):
         return [(0, False)]
     homes, found = [place.module for place in places], []
-    for module in [module for module in model.modules() if set(homes) <= set(module.modules())]:
+    above = [module for module in model.modules() if set(homes) <= set(module.modules())]
+    if any(map(_is_hugging_face, above)):
+        return [(0, False)]
+    for module in above:
         for source in [source for cls in _classes(module) for source in _sources(cls)]:
             applied = source.find(".apply(")
             for tie in TIE.finditer(source):

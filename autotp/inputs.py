@@ -160,7 +160,8 @@ def _returns_loss(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _cannot_infer(model: nn.Module, needed: list[inspect.Parameter], value: Tensor | None) -> Error:
     """An error that shows the arguments to pass, the first as far as it is known."""
-    shown = {p.name: "torch.randn(...)" for p in needed}
+    tensor = [p.annotation is p.empty or "Tensor" in str(p.annotation) for p in needed]
+    shown = {p.name: "torch.randn(...)" if is_tensor else "..." for p, is_tensor in zip(needed, tensor, strict=True)}
     if needed and value is not None:
         shown[needed[0].name] = _spelled(value)
     missing = [f"`{name}`" for name, text in shown.items() if "..." in text]

@@ -30,7 +30,7 @@ def run_lockstep(graphs: Sequence[fx.Graph], inputs: Sequence[Sequence[Any]]) ->
     for nodes in zip(*(graph.nodes for graph in graphs), strict=True):
         kind = COLLECTIVES.get(nodes[0].target)
         if nodes[0].op == "output":
-            return [fx.map_arg(node.args[0], lambda n, e=env: e[n.name]) for node, env in zip(nodes, envs, strict=True)]
+            return [_arguments(node, env)[0][0] for node, env in zip(nodes, envs, strict=True)]
         if nodes[0].op == "placeholder":
             values: Sequence[Any] = [next(queue) for queue in queues]
         elif kind is not None:

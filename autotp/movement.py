@@ -34,7 +34,7 @@ def regroup(before: Sequence[Any], after: Sequence[Any]) -> Rule:
     """The rule of a view: dimensions split at common divisors, `b s (h d) -> b s h d`, symbolic sizes included."""
     exprs: tuple[list[list[str]], list[list[str]]] = ([[] for _ in before], [[] for _ in after])
     queue = tuple([(i, Size.of(n)) for i, n in enumerate(shape) if Size.of(n) != ONE] for shape in (before, after))
-    sizes: dict[str, Size] = {}
+    sizes: dict[str, Any] = {}
     for name in (f"f{i}" for i in count()):
         if not queue[0] or not queue[1]:
             break

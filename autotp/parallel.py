@@ -77,7 +77,8 @@ def exact_dropout(x: Tensor, p: float, shape: Sequence[int], dim: int, pieces: S
 
 def _memory_order(x: Tensor) -> list[int]:
     """The dimensions as they lie in memory, outermost first: a mask is drawn in that order."""
-    return sorted(range(x.dim()), key=lambda d: (-x.stride(d), d)) if x.numel() else list(range(x.dim()))
+    strides = x.stride()
+    return sorted(range(x.dim()), key=lambda d: (-strides[d], d)) if x.numel() else list(range(x.dim()))
 
 
 def fast_dropout(x: Tensor, p: float, rank: int) -> Tensor:
@@ -122,8 +123,8 @@ def _weights(
     return torch.ops.aten._safe_softmax.default(scores, -1), value
 
 
-for _random in (exact_dropout, fast_dropout, exact_attention, fast_attention):
-    _random.draws = True  # type: ignore[attr-defined]  Read by `call.draws`: passes keep these, in order.
+DRAWS = (exact_dropout, fast_dropout, exact_attention, fast_attention)
+"""The forms that take numbers from the random stream: passes keep these, in order."""
 
 
 @torch.library.custom_op("autotp::keep", mutates_args=())

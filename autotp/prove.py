@@ -180,7 +180,7 @@ class _Trial:
 
     def _local(self, factor: Factor, leaf: Axis, rank: int) -> Any:
         """What `rank` computes."""
-        local = Local(Builder(nullcontext()), Target("tp", self.tp, rank))
+        local = Local(Builder(nullcontext()), Target("tp", self.tp, rank))  # type: ignore[arg-type]
         real: dict[fx.Node, Tensor] = {}
         for node in self.node.all_input_nodes:
             x, dims = node.meta["val"], self.axes.of(node)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -20,8 +20,12 @@ from autotp.transform import Analysis, rank_graph
 
 WIDTH = 100
 
-FORWARD = {"reduce": "all-reduce", "gather": "all-gather", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
-BACKWARD = {"copy": "all-reduce", "scatter": "all-gather", "all_gather": "reduce-scatter", "reduce_scatter": "all-gather"}
+FORWARD = {
+    "reduce": "all-reduce", "gather": "all-gather", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter",
+}  # fmt: skip
+BACKWARD = {
+    "copy": "all-reduce", "scatter": "all-gather", "all_gather": "reduce-scatter", "reduce_scatter": "all-gather",
+}  # fmt: skip
 """What each conjugate sends, forward and backward."""
 
 
@@ -100,11 +104,13 @@ def report(analysis: Analysis, model: str) -> Plan:
     places = {n.name: n for n in analysis.graph.nodes if n.op == "placeholder"}
     nodes = {name: places[place] for place, name in analysis.captured.parameters.items()}
     dtypes = {name: node.meta["val"].dtype.itemsize for name, node in nodes.items()}
-    cuts = tuple(_cut(name, nodes[name], layout, analysis) for name, layout in analysis.layouts.items() if layout.dim is not None)
-    whole = [_whole(name, nodes[name], analysis) for name, layout in analysis.layouts.items() if layout.dim is None]
-    total = sum(_count(layout.shape) * dtypes[name] for name, layout in analysis.layouts.items())
-    ranks = [sum(_count(lay.local_shape(r)) * dtypes[n] for n, lay in analysis.layouts.items()) for r in range(analysis.tp)]
-    return Plan(model, analysis.tp, cuts, (*whole, *_unknown(analysis)), total, max(ranks), traffic(rank_graph(analysis, 0, "fast"), analysis))
+    layouts = analysis.layouts.items()
+    cuts = tuple(_cut(name, nodes[name], layout, analysis) for name, layout in layouts if layout.dim is not None)
+    whole = [_whole(name, nodes[name], analysis) for name, layout in layouts if layout.dim is None]
+    total = sum(_count(layout.shape) * dtypes[name] for name, layout in layouts)
+    ranks = [sum(_count(lay.local_shape(r)) * dtypes[n] for n, lay in layouts) for r in range(analysis.tp)]
+    count = traffic(rank_graph(analysis, 0, "fast"), analysis)
+    return Plan(model, analysis.tp, cuts, (*whole, *_unknown(analysis)), total, max(ranks), count)
 
 
 def traffic(graph: fx.Graph, analysis: Analysis) -> Traffic:
@@ -120,7 +126,7 @@ def traffic(graph: fx.Graph, analysis: Analysis) -> Traffic:
             if name in table:
                 counts[side][table[name]] = counts[side].get(table[name], 0) + 1
                 sizes[side] += max(_bytes(node.meta["val"]), _bytes(node.args[0].meta["val"]))
-    return Traffic(*counts, *sizes, analysis.captured.example)
+    return Traffic(counts[0], counts[1], sizes[0], sizes[1], analysis.captured.example)
 
 
 def _bytes(value: torch.Tensor) -> int:
@@ -219,16 +225,20 @@ def _size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def _folded(rows: list[tuple[str, tuple[str, ...]]]) -> list[tuple[str, ...]]:
-    """Rows that differ in their layer numbers only as one row, the numbers as a range; then in their last names only."""
+def _folded(rows: Sequence[tuple[str, tuple[str, ...]]]) -> list[tuple[str, ...]]:
+    """Rows that differ in layer numbers only as one row, the numbers as a range; then those that differ in last names."""
     layers: dict[tuple[str, ...], list[list[int]]] = {}
     for name, rest in rows:
         layers.setdefault((re.sub(r"\d+", "#", name), *rest), []).append([int(n) for n in re.findall(r"\d+", name)])
     ends: dict[tuple[str, ...], list[str]] = {}
-    for (template, *rest), numbers in layers.items():
+    for (template, *others), numbers in layers.items():
         above, dot, last = _numbered(template, numbers).rpartition(".")
-        ends.setdefault((above + dot, *rest), []).append(last)
-    return [(above + (lasts[0] if len(lasts) == 1 else "{" + ",".join(lasts) + "}"), *rest) for (above, *rest), lasts in ends.items()]
+        ends.setdefault((above + dot, *others), []).append(last)
+    return [(above + _either(lasts), *others) for (above, *others), lasts in ends.items()]
+
+
+def _either(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
 
 
 def _numbered(template: str, found: list[list[int]]) -> str:

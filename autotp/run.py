@@ -159,7 +159,7 @@ class ParallelModule(Shell):
         if not torch.compiler.is_compiling():
             entry = self._agreed(entry, called)
         elif entry is None:
-            raise RuntimeError(NEW_KIND)
+            raise Error(NEW_KIND)
         with called.autocast.off():
             found = entry.module(*self._values(entry), *tensors)
         return self._returned(entry, found)

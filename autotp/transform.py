@@ -10,10 +10,10 @@ import torch
 from torch import fx, nn
 
 from autotp.axis import find
-from autotp.call import operand_nodes
+from autotp.call import operand_nodes, returned
 from autotp.layout import Layout, layout_of
-from autotp.passes.autocast import cast
 from autotp.operators import USER_RULES
+from autotp.passes.autocast import cast
 from autotp.passes.axes import Axes, infer_axes
 from autotp.passes.canonicalize import canonicalize
 from autotp.passes.capture import OFF, Captured, capture
@@ -142,7 +142,7 @@ def _local_outputs(
     graph: fx.Graph, axes: Axes, decision: Decision, training: bool, outputs: Outputs, tp: int
 ) -> dict[int, Layout]:
     """The outputs that stay cut: all that are for "local", none for "full"; for "auto", beside a loss in training."""
-    found = [n for n in graph.output_node().args[0]]
+    found = returned(graph)
     scalar_loss = any(isinstance(n, fx.Node) and _is_loss(n) for n in found)
     if outputs == "full" or (outputs == "auto" and not (training and scalar_loss)):
         return {}

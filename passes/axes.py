@@ -88,7 +88,8 @@ class Bound:
         if not any(holds(axis, leaf) for axis in whole):
             return None
         places = [{at: d for f in found for at, d in (f.ins, f.outs)[side].items()} for side in (0, 1)]
-        clash = any((f.ins, f.outs)[side].get(at, d) != d for f in found for side in (0, 1) for at, d in places[side].items())
+        sides = [(own, places[side]) for f in found for side, own in enumerate((f.ins, f.outs))]
+        clash = any(own.get(at, d) != d for own, all_ in sides for at, d in all_.items())
         mark = max(factor.mark for factor in found)
         return None if clash else Factor(" | ".join(f.name for f in found), whole[0], mark, *places)
 
@@ -164,10 +165,12 @@ def _tensor_index(node: fx.Node) -> int:
 
 def _unify_terms(rule: Rule, ins: list[Dims], outs: list[Dims]) -> tuple[Factor, ...]:
     if len(rule.ins) != len(ins) or len(rule.outs) != len(outs):
-        raise ValueError(f'the rule "{rule}" has {len(rule.ins)} -> {len(rule.outs)} terms, not {len(ins)} -> {len(outs)}')
-    stars = max([len(dims) - len(term) + 1 for term, dims in _starred(rule, ins, outs)], default=0)
-    terms = [_without_star(term, dims, stars) for term, dims in zip((*rule.ins, *rule.outs), (*ins, *outs), strict=True)]
-    pairs = [(expr, axis) for term, dims in zip(terms, (*ins, *outs), strict=True) for expr, axis in zip(term, dims, strict=True)]
+        given = f"{len(ins)} -> {len(outs)}"
+        raise ValueError(f'the rule "{rule}" has {len(rule.ins)} -> {len(rule.outs)} terms, not {given}')
+    tensors = (*ins, *outs)
+    stars = max((len(dims) - len(term) + 1 for term, dims in _starred(rule, ins, outs)), default=0)
+    terms = [_without_star(term, dims, stars) for term, dims in zip((*rule.ins, *rule.outs), tensors, strict=True)]
+    pairs = [pair for term, dims in zip(terms, tensors, strict=True) for pair in zip(term, dims, strict=True)]
     known = {name: Axis(size) for name, size in rule.sizes.items()}
     for expr, axis in pairs:
         if isinstance(expr, Name) and expr != UNIT:
@@ -199,7 +202,7 @@ def _without_star(term: Term, dims: Dims, stars: int) -> Term:
 
 
 def _unknown_parts(expr: Expr, known: dict[str, Axis]) -> int:
-    return sum(name.name not in known for name in names(expr))
+    return len([name for name in names(expr) if name.name not in known])
 
 
 def _build(expr: Expr, size: Size, known: dict[str, Axis]) -> Axis:
@@ -207,11 +210,11 @@ def _build(expr: Expr, size: Size, known: dict[str, Axis]) -> Axis:
     if isinstance(expr, Name):
         return known.setdefault(expr.name, Axis(size))
     if expr.kind == "concat":
-        inner = [_size(part, known) for part in expr.parts]
-        if size.symbols or any(n.symbols for n in inner if n):
+        lengths = [_size(part, known) for part in expr.parts]
+        if size.symbols or any(n.symbols for n in lengths if n):
             return Axis(size, tangled=True)
-        others = Size(size.number - sum(n.number for n in inner if n))
-        return concat([_build(part, n or others, known) for part, n in zip(expr.parts, inner, strict=True)])
+        others = Size(size.number - sum(n.number for n in lengths if n))
+        return concat([_build(part, n or others, known) for part, n in zip(expr.parts, lengths, strict=True)])
     rest: Size | None = size
     for part in expr.parts:
         inner = _size(part, known)
@@ -223,9 +226,12 @@ def _size(expr: Expr, known: dict[str, Axis]) -> Size | None:
     """The size of an expression if all its factors are known."""
     if isinstance(expr, Name):
         return find(known[expr.name]).size if expr.name in known else None
-    sizes = [_size(part, known) for part in expr.parts]
-    if any(size is None for size in sizes):
-        return None
+    sizes = []
+    for part in expr.parts:
+        size = _size(part, known)
+        if size is None:
+            return None
+        sizes.append(size)
     if expr.kind == "concat":
         return Size(sum(size.number for size in sizes if size))
     total = ONE
@@ -239,10 +245,10 @@ def _factors(ins: list[Term], outs: list[Term], known: dict[str, Axis]) -> Itera
     for side, terms in enumerate((ins, outs)):
         for position, term in enumerate(terms):
             for dim, expr in enumerate(term):
-                for name in names(expr):
-                    entry = places.setdefault(name.name, ({}, {}, set()))
-                    entry[side][position] = dim  # type: ignore[index]
-                    entry[2].add(name.mark)
+                for named in names(expr):
+                    entry = places.setdefault(named.name, ({}, {}, set()))
+                    (entry[0] if side == 0 else entry[1])[position] = dim
+                    entry[2].add(named.mark)
     for name, (in_dims, out_dims, marks) in places.items():
         mark = "^" if "^" in marks else "!" if "!" in marks else ""
         yield Factor(name, known[name], mark, in_dims, out_dims)

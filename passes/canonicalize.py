@@ -79,7 +79,7 @@ def _whole(builder: Builder, args: dict[str, Any]) -> Any:
     """A slice that takes everything."""
     x, dim = args["self"].meta["val"], args["dim"]
     start, end, length = args["start"] or 0, args["end"], x.shape[dim]
-    everything = end is None or (isinstance(end, int) and end == 2**63 - 1) or (isinstance(length, int) and end == length)
+    everything = end is None or (isinstance(end, int) and (end == 2**63 - 1 or end == length))
     return args["self"] if start == 0 and args["step"] == 1 and everything else None
 
 

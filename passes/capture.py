@@ -249,7 +249,7 @@ def guard(example: Sequence[torch.Tensor], program: ExportedProgram) -> Callable
     head = "".join(f"    {name} = {place}\n" for name, place in symbols.items())
     source = f"def fits(shapes):\n{head}    return {' and '.join(f'({test})' for test in tests) or 'True'}\n"
     scope: dict[str, Any] = {"math": __import__("math")}
-    exec(source, scope)  # noqa: S102  Our own text: sizes, symbols and sympy's printed comparisons.
+    exec(source, scope)
     return scope["fits"]
 
 

@@ -34,10 +34,10 @@ def clean(graph: fx.Graph) -> fx.Graph:
 
 
 def _with_bias(builder: Builder, add: fx.Node, product: fx.Node) -> fx.Node:
-    bias = builder.env[next(arg for arg in add.args if arg is not product)]
+    bias = builder.map(next(arg for arg in add.args if arg is not product))
     x, w = builder.map(product.args[:2])
-    op, args = (aten.linear.default, (x, w, bias)) if product.target is aten.linear.default else (aten.addmm.default, (bias, x, w))
-    new = builder.raw(op, args)
+    linear = product.target is aten.linear.default
+    new = builder.raw(*((aten.linear.default, (x, w, bias)) if linear else (aten.addmm.default, (bias, x, w))))
     new.meta["val"] = add.meta["val"]
     return new
 
@@ -70,7 +70,8 @@ def _live(graph: fx.Graph) -> set[fx.Node]:
     """The nodes that the outputs need, and those that do more than give a value: inputs, regions, random draws."""
     live: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node in live or node.op in ("placeholder", "output") or not outputs_of(node) and _acts(node) or draws(node):
+        needed = node in live or node.op in ("placeholder", "output")
+        if needed or draws(node) or (not outputs_of(node) and _acts(node)):
             live.add(node)
             live.update(node.all_input_nodes)
     return live
@@ -78,5 +79,6 @@ def _live(graph: fx.Graph) -> set[fx.Node]:
 
 def _acts(node: fx.Node) -> bool:
     """True for a call for its effect: it gives neither a tensor nor a size."""
-    return node.op == "call_function" and not isinstance(node.meta.get("val"), torch.Tensor | torch.SymInt | int | list | tuple)
+    gives = isinstance(node.meta.get("val"), torch.Tensor | torch.SymInt | int | list | tuple)
+    return node.op == "call_function" and not gives
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import reduce as fold
+from typing import Any
 
 import torch
 from torch import fx
@@ -58,16 +59,17 @@ def _inside(node: fx.Node) -> bool:
 
 def _alike(a: fx.Node, b: fx.Node) -> bool:
     x, y = a.meta["val"], b.meta["val"]
-    return x.dim() == y.dim() and x.dtype == y.dtype and all(str(m) == str(n) for m, n in zip(x.shape, y.shape, strict=True))
+    return x.dtype == y.dtype and [str(n) for n in x.shape] == [str(n) for n in y.shape]
 
 
 def _terms(node: fx.Node) -> Iterator[fx.Node]:
     """What a tree of sums adds up, left to right."""
-    for arg in node.args:
+    both: Any = node.args
+    for arg in both:
         if _is_sum(arg) and _inside(arg):
             yield from _terms(arg)
         else:
-            yield arg  # type: ignore[misc]
+            yield arg
 
 
 def _without_dead_sums(graph: fx.Graph) -> fx.Graph:

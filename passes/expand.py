@@ -19,9 +19,9 @@ from torch import fx
 
 from autotp.builder import Builder, fake_mode_of
 from autotp.call import bind
+from autotp.parallel import peak
 from autotp.passes.axes import Axes, visit
 from autotp.passes.plan import Decision
-from autotp.parallel import peak
 
 aten = torch.ops.aten
 Expansion = Callable[[Builder, dict[str, Any]], fx.Node]
@@ -35,7 +35,7 @@ def expand(graph: fx.Graph, axes: Axes, decision: Decision) -> tuple[fx.Graph, A
         builder.origin = node
         leaf = decision.cuts.get(node)
         expansion = EXPANSIONS.get(node.target) if leaf is not None and _mixes(node, axes, leaf) else None
-        if expansion is None:
+        if leaf is None or expansion is None:
             carry(builder.copy(node), node, axes, new_axes, decision, new)
             continue
         last = len(builder.graph.nodes)

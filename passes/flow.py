@@ -13,8 +13,8 @@ from torch import fx
 
 from autotp.axis import ONE, Axis, Size
 from autotp.parallel import peak
-from autotp.placement import Copied, Partial, Placement, Replicate, Shard
 from autotp.passes.axes import Axes, Bound, is_getitem
+from autotp.placement import Copied, Partial, Placement, Replicate, Shard
 
 Cuts = Mapping[fx.Node, Axis]
 """Node -> the leaf that it is cut along; a node that is not in it is whole."""
@@ -34,7 +34,9 @@ def needs(node: fx.Node, bound: Bound, leaf: Axis | None, have: Mapping[fx.Node,
     if leaf is not None:
         factor = bound.cuttable(leaf)
         assert factor is not None
-        ins = tuple(Shard(leaf) if i in factor.ins else Copied() for i in range(len(bound.operands)))
+        ins: tuple[Placement, ...] = tuple(
+            Shard(leaf) if i in factor.ins else Copied() for i in range(len(bound.operands))
+        )
         lost = Partial(bound.rule.reducer)
         return Needs(ins, tuple(Shard(leaf) if o in factor.outs else lost for o in range(n_outs)))
     group = _deferred(node, bound, have)
@@ -82,7 +84,7 @@ def flow(graph: fx.Graph, axes: Axes, cuts: Cuts, held: Cuts) -> dict[fx.Node, t
     have: dict[fx.Node, tuple[Placement, ...]] = {}
     for node in graph.nodes:
         if is_getitem(node) and node.args[0] in have:
-            have[node] = (have[node.args[0]][node.args[1]],)  # type: ignore[index]
+            have[node] = (have[node.args[0]][node.args[1]],)
         elif node in axes.bound:
             have[node] = needs(node, axes.bound[node], cuts.get(node), have).outputs
         elif axes.dims.get(node):
@@ -97,8 +99,7 @@ def needs_grad(graph: fx.Graph, trainable: frozenset[fx.Node]) -> set[fx.Node]:
         value = node.meta.get("val")
         values = value if isinstance(value, list | tuple) else [value]
         floating = any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
-        if node in trainable and floating:
-            found.add(node)
-        elif floating and node.target not in STOPS and any(n in found for n in node.all_input_nodes):
+        flows = node.target not in STOPS and any(n in found for n in node.all_input_nodes)
+        if floating and (node in trainable or flows):
             found.add(node)
     return found

@@ -75,7 +75,7 @@ class _Versions:
     def mutate(self, node: fx.Node, buffers: Collection[str]) -> None:
         """Replaces an in-place operator: its functional form, then everything that shares the memory."""
         self.builder.origin = node
-        written = node.args[0]
+        written: Any = node.args[0]
         root = self._root(written)
         if root.op == "placeholder" and root.name not in buffers:
             raise _refused(node, "writes into an input or a parameter of the model")
@@ -135,14 +135,15 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     if not isinstance(node.target, OpOverload):
         return None
     schema = node.target._schema
-    aliased = any(r.alias_info is not None for r in schema.returns) or schema.name in ("aten::contiguous", "aten::reshape")
+    maybe = schema.name in ("aten::contiguous", "aten::reshape")
+    aliased = maybe or any(r.alias_info is not None for r in schema.returns)
     return node.args[0] if aliased and node.args and isinstance(node.args[0], fx.Node) else None
 
 
 def _scattered(builder: Builder, view: fx.Node, base: Any, new: fx.Node) -> fx.Node:
     """The base of `view` once the view is `new`."""
     name = view.target._schema.name if isinstance(view.target, OpOverload) else "getitem"
-    rest = view.args[1:]
+    rest: Any = view.args[1:]
     if name in SCATTERS:
         return builder.call(SCATTERS[name], base, new, *rest)
     if name in SAME or name == "aten::contiguous":

@@ -43,8 +43,8 @@ def _inline_node(builder: Builder, node: fx.Node) -> None:
             builder.raw(exit_autocast, (entered,))
         case target if target.startswith(DROPPED) or _nested(node) is not None:
             builder.env[node] = None
-        case _ if node.target is operator.getitem and isinstance(builder.env[node.args[0]], tuple):
-            builder.env[node] = builder.env[node.args[0]][node.args[1]]
+        case _ if node.target is operator.getitem and isinstance(builder.map(node.args[0]), tuple):
+            builder.env[node] = builder.map(node.args[0])[node.args[1]]
         case _:
             builder.copy(node)
 

@@ -158,5 +158,5 @@ class _Lowering:
     def _along(self, node: fx.Node, x: fx.Node, leaf: Axis, kind: Callable[..., torch.Tensor]) -> fx.Node:
         dim = self.axes.dim_of(node, leaf)
         if dim is None:
-            raise Error(f"cannot move `{node}` along an axis of {leaf}: it is not in exactly one dimension", at=line_of(node))
+            raise Error(f"cannot move `{node}` along an axis of {leaf}, in several dimensions", at=line_of(node))
         return exchange(self.local, x, self.axes.of(node)[dim], leaf, dim, kind)

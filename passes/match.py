@@ -34,7 +34,7 @@ class Candidate:
         name: heads, kv_heads, group, width, vocab; or "" where nothing was recognised.
         pattern: what was recognised, for the plan's reader.
         hub: True if its weights lead to more than two other axes, as those of the residual stream do.
-        weights: those of `parameters` that a product or a lookup of the model's inputs reads; the cut is for their sake.
+        weights: those of `parameters` that a product, or a lookup of the model's inputs, reads; the cut is for them.
     """
 
     leaf: Axis

@@ -286,6 +286,7 @@ MODELS: dict[str, Make] = {
     "all-at-once": All,
     "parts-of-parts": PartsOfParts,
     "pretrained": WithEncoder,
+    "pretrained-inside": lambda: nn.Sequential(nn.Linear(2, 3), WithEncoder()),
     "nested": Nested,
 }
 

@@ -543,7 +543,7 @@ def test_own_rule_that_does_not_fit(registry: None) -> None:
             torch.ops.autotp_test.scale,
             "* -> ",
             [
-                "rule(autotp_test.scale): the rule \"* -> \" does not parse",
+                'rule(autotp_test.scale): the rule "* -> " does not parse',
                 "  expected a term for each output behind `->`, `()` for a tensor without dimensions",
                 '  try      for example "* i, o i -> * o"',
             ],
