@@ -233,10 +233,10 @@ def _size(expr: Expr, known: dict[str, Axis]) -> Size | None:
             return None
         sizes.append(size)
     if expr.kind == "concat":
-        return Size(sum(size.number for size in sizes if size))
+        return Size(sum([size.number for size in sizes]))
     total = ONE
     for size in sizes:
-        total = total * size if size else total
+        total = total * size
     return total
 
 

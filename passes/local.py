@@ -54,12 +54,17 @@ class Local:
         self.symbols: dict[str, tuple[fx.Node, int]] = {}
         self.read: dict[str, fx.Node] = {}
 
-    def learn(self, node: fx.Node) -> None:
-        """Remembers which symbolic sizes a placeholder shows."""
-        value = node.meta.get("val")
-        for d, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
-            if not isinstance(size, int) and size.node.expr.is_Symbol:
-                self.symbols.setdefault(str(size.node.expr), (node, d))
+    def learn(self, node: fx.Node, whole: torch.Tensor | None) -> None:
+        """Remembers which symbolic sizes a value shows: a symbol, or a sum of some (`s0 - 1`) as one.
+
+        Args:
+            node: the value in this rank's graph.
+            whole: the model's example value of it, whose symbolic dimensions are not cut.
+        """
+        for d, length in enumerate(whole.shape if isinstance(whole, torch.Tensor) else ()):
+            size = Size.of(length)
+            if size.number == 1 and len(size.symbols) == 1:
+                self.symbols.setdefault(size.symbols[0], (node, d))
 
     # ---- sizes as arguments: numbers, or nodes that compute them from the inputs' sizes
 

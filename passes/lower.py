@@ -71,7 +71,7 @@ class _Lowering:
 
     def _placeholder(self, node: fx.Node) -> None:
         new, leaf = self.builder.copy(node), self.decision.held.get(node)
-        self.local.learn(new)
+        self.local.learn(new, node.meta.get("val"))
         if leaf is not None:
             new.meta["val"] = self.local.value(node.meta["val"], self.axes.of(node), leaf)
         self._give(node, new, Shard(leaf) if leaf is not None else Replicate())
@@ -113,6 +113,7 @@ class _Lowering:
             new = self.builder.copy(node)
         else:
             new = self.builder.env[node] = localize(self.local, node, self.axes, factor, leaf)
+        self.local.learn(new, node.meta["val"])
         self.have[node] = wants.outputs
         self.forms[node] = dict.fromkeys(wants.outputs, new)
 
