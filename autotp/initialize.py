@@ -112,26 +112,41 @@ def initialize(model: nn.Module, layouts: Mapping[str, Layout], rank: int, devic
         Error: something has no initialiser, or the constructors did other than the initialisers do.
     """
     tied = _places(model)
+    done: set[str] = set()
     with _untied(tied):
         events = _events(model)
         kept = _check(model, tied, events)
-        found: dict[str, Tensor] = {}
+        # All at once and first: between the full ones that come and go they would leave holes in the memory.
+        parts = {p[0].name: _empty_part(p[0], layouts.get(p[0].name), rank, device) for p in tied}
 
-        def cut(i: int, place: Place, it: StandIn) -> None:
+        def keep(i: int, place: Place, it: StandIn) -> None:
             name = kept.get(id(place.tensor))
-            found.pop(name or "", None)  # first, so that the earlier shard and the new one are never both there
             if name is not None:
-                found[name] = _part(it.tensor.detach(), layouts.get(name), rank)
+                _fill(parts[name], it.tensor.detach(), layouts.get(name), rank)
+                done.add(name)
 
-        _Replay(tied, events, device, cut).run()
+        _Replay(tied, events, device, keep).run()
     for place in [places[0] for places in tied if not places[0].tensor.is_meta]:
-        found[place.name] = _part(place.tensor.detach().to(device, copy=True), layouts.get(place.name), rank)
-    _expect_all(tied, found)
-    return {places[0].name: found[places[0].name] for places in tied}
+        _fill(parts[place.name], place.tensor.detach(), layouts.get(place.name), rank)
+        done.add(place.name)
+    _expect_all(tied, done)
+    return parts
 
 
-def _part(full: Tensor, layout: Layout | None, rank: int) -> Tensor:
-    return full if layout is None or layout.dim is None else layout.take(full, rank)
+def _empty_part(place: Place, layout: Layout | None, rank: int, device: torch.device) -> Tensor:
+    shape = place.tensor.shape if layout is None else layout.local_shape(rank)
+    return torch.empty(shape, dtype=place.tensor.dtype, device=device)
+
+
+def _fill(part: Tensor, full: Tensor, layout: Layout | None, rank: int) -> None:
+    """`layout.take`, into memory that is there."""
+    if layout is None or layout.dim is None:
+        part.copy_(full)
+        return
+    at = 0
+    for start, stop in layout.pieces[rank]:
+        part.narrow(layout.dim, at, stop - start).copy_(full.narrow(layout.dim, start, stop - start))
+        at += stop - start
 
 
 def _places(model: nn.Module) -> Tied:

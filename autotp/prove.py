@@ -57,9 +57,13 @@ def prove_node(node: fx.Node, tp: int = 2, device: str = "cpu") -> None:
     Raises:
         Error: the rule is not true; says which factor, and what was computed instead.
     """
-    value = lambda n: _example(n.meta["val"], device)  # noqa: E731
-    args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-    problems = prove(node.target, args, kwargs, tp)  # type: ignore[arg-type]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _example(n.meta["val"], device))
+    try:
+        problems = prove(node.target, args, kwargs, tp)  # type: ignore[arg-type]
+    except Exception as error:  # An operator of the user's may fail in any way.
+        problem = f"{node.target} does not run on numbers like the graph's, so its rule is not proved"
+        got = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise Error(problem, got=got, at=line_of(node)) from error
     if problems:
         shapes = ", ".join(str(list(x.shape)) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
         raise Error(

@@ -30,8 +30,6 @@ from autotp.transform import Analysis, Outputs, analyse, rank_graph
 CHECKED_CALLS = 2
 """How many calls of each graph `check_inputs="first"` compares."""
 
-NEW_KIND = "autotp: a new kind of call inside torch.compile. Make one such call of the model before it is compiled."
-
 Key = tuple[Any, ...]
 
 
@@ -159,7 +157,7 @@ class ParallelModule(Shell):
         if not torch.compiler.is_compiling():
             entry = self._agreed(entry, called)
         elif entry is None:
-            raise Error(NEW_KIND)
+            _refuse_capture(type(self._original).__name__)
         with called.autocast.off():
             found = entry.module(*self._values(entry), *tensors)
         return self._returned(entry, found)
@@ -225,6 +223,17 @@ class ParallelModule(Shell):
         entry = agree_on_graph(mesh, make, lambda made: digest(made.analysis))
         self._entries.append((self._key(called.leaves, called.spec, called.autocast), entry))
         return entry
+
+
+def _refuse_capture(name: str) -> None:
+    raise Error(
+        f"{name}.forward: the first call of its kind is inside torch.compile, where autotp cannot capture a graph",
+        **{"try": "make one such call (same arguments, mode and dtypes) before the compiled one"},
+    )
+
+
+# Dynamo runs it while it traces, so that the user sees this error and not one of Dynamo's.
+_refuse_capture.__dict__.update(_dynamo_marked_constant=True)
 
 
 def _follow(original: nn.Module, module: ParallelModule) -> None:

@@ -74,24 +74,30 @@ class Report:
 
 @dataclass(frozen=True)
 class Trial:
-    """A model and the arguments of a call, in float64 on the CPU (a model on meta as it is), and what was decided."""
+    """A model and the arguments of a call, in float64 on the CPU (a model on meta as it is), and its ranks' graphs."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     analysis: Analysis
+    graphs: tuple[fx.Graph, ...]
+    plan: Plan
 
 
 def prepare(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tp: int, outputs: Outputs = "auto"
 ) -> Trial:
-    """A copy of `model`, and the analysis of its `tp` ranks."""
+    """A copy of `model`, and the graphs of its `tp` ranks."""
+    name = type(model).__name__
     if _on_meta(model):
-        return Trial(model, args, kwargs, analyse(skeleton_of(model), args, kwargs, tp, outputs))
+        analysis = analyse(skeleton_of(model), args, kwargs, tp, outputs)
+        return Trial(model, args, kwargs, analysis, (), report(analysis, name))
     with all_double():
         whole = _moved(copy.deepcopy(model).cpu().double())
         args, kwargs = pytree.tree_map_only(Tensor, _doubled, (args, kwargs))
-        return Trial(whole, args, kwargs, analyse(skeleton_of(whole), args, kwargs, tp, outputs))
+        analysis = analyse(skeleton_of(whole), args, kwargs, tp, outputs)
+        graphs = tuple(rank_graph(analysis, rank, "exact") for rank in range(tp))
+        return Trial(whole, args, kwargs, analysis, graphs, report(analysis, name))
 
 
 def _moved(model: nn.Module) -> nn.Module:
@@ -108,24 +114,23 @@ Change = Callable[[fx.Graph, int], fx.Graph]
 
 
 def compare(trial: Trial, change: Change = lambda graph, rank: graph) -> Report:
-    """The differences between a model and its ranks in lockstep, both drawing the same random numbers."""
-    analysis, plan = trial.analysis, report(trial.analysis, type(trial.model).__name__)
-    if _on_meta(trial.model):
-        return Report(plan, (), (), ())
+    """The differences between a model and its ranks in lockstep, both drawing the same numbers."""
+    if not trial.graphs:
+        return Report(trial.plan, (), (), ())
+    analysis, cpu = trial.analysis, torch.device("cpu")
     with all_double(), torch.random.fork_rng(devices=[]):
         model, inputs = copy.deepcopy(trial.model), _inputs(trial)
         ranks = [_rank(trial, rank) for rank in range(analysis.tp)]
-        graphs = [bind(rank_graph(analysis, rank, "exact"), torch.device("cpu"), {}) for rank in range(analysis.tp)]
-        placed = [_placed(graph, rank, trial) for graph, rank in zip(graphs, ranks, strict=True)]
+        placed = [_placed(graph, rank, trial) for graph, rank in zip(trial.graphs, ranks, strict=True)]
         torch.manual_seed(0)
-        found = run_lockstep([change(graph, rank) for rank, graph in enumerate(graphs)], placed)
+        found = run_lockstep([change(bind(g, cpu, {}), rank) for rank, g in enumerate(trial.graphs)], placed)
         torch.manual_seed(0)
         expected = _returned(model, trial, inputs)
         outputs = [_output(i, value, [row[i] for row in found], analysis) for i, value in enumerate(expected)]
         _backward(expected, found, analysis)
         whole = dict(model.named_parameters()) | inputs
         rows = outputs, _gradients(whole, ranks, analysis), _steps(whole, ranks, analysis)
-    return Report(plan, *(tuple(sorted(row, key=_descending)) for row in rows))
+    return Report(trial.plan, *(tuple(sorted(row, key=_descending)) for row in rows))
 
 
 Held = dict[str, Tensor]
@@ -254,10 +259,12 @@ class _Double(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
             return args[0].double()
-        low = (torch.float32, torch.float16, torch.bfloat16)
-        swap = lambda value: torch.float64 if value in low else value  # noqa: E731
-        args, kwargs = pytree.tree_map_only(torch.dtype, swap, (tuple(args), kwargs or {}))
-        return func(*args, **kwargs)
+        return func(*(_raised(arg) for arg in args), **{name: _raised(arg) for name, arg in (kwargs or {}).items()})
+
+
+def _raised(arg: Any) -> Any:
+    low = arg is torch.float32 or arg is torch.float16 or arg is torch.bfloat16
+    return torch.float64 if low else arg
 
 
 @contextmanager

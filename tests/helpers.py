@@ -137,3 +137,54 @@ def _failure(error: BaseException) -> bytes:
     except Exception:  # an exception that cannot travel
         return pickle.dumps(Reply(error=RuntimeError(repr(error)), where=where))
     return reply
+
+
+class Checks:
+    """Functions that assert on real ranks, batched: one launch for each number of ranks and module.
+
+    A file registers its functions with `@checks.on(2, 4)` and ends in one test over `checks.cases()`.
+    """
+
+    def __init__(self, timeout: float = 240) -> None:
+        self.timeout = timeout
+        self.functions: dict[int, list[Callable[[int, int], None]]] = {}
+        self.outcomes: dict[int, list[dict[str, str]]] = {}
+
+    def on(self, *sizes: int) -> Callable[[Callable[[int, int], None]], Callable[[int, int], None]]:
+        """Registers a module-level function of the rank and the number of ranks."""
+
+        def register(fn: Callable[[int, int], None]) -> Callable[[int, int], None]:
+            for n in sizes:
+                self.functions.setdefault(n, []).append(fn)
+            return fn
+
+        return register
+
+    def cases(self) -> list[Any]:
+        """Parameters `n, name` for each function and size."""
+        return [(n, fn.__name__) for n, functions in self.functions.items() for fn in functions]
+
+    def expect(self, n: int, name: str) -> None:
+        """Fails with the traceback of the first rank on which the function failed."""
+        if n not in self.outcomes:
+            self.outcomes[n] = run_ranks(_in_turn, n, self.functions[n], timeout=self.timeout)
+        for rank, found in enumerate(self.outcomes[n]):
+            assert name in found, f"not run on rank {rank}: {list(found)[-1]} failed before"
+            assert not found[name], f"on rank {rank} of {n}:\n{found[name]}"
+
+
+def _in_turn(rank: int, n: int, functions: Sequence[Callable[[int, int], None]]) -> dict[str, str]:
+    """Function name -> what it raised, or nothing. Ends at the first failure on any rank: behind it nothing is in step."""
+    found: dict[str, str] = {}
+    for fn in functions:
+        torch.manual_seed(0)
+        try:
+            fn(rank, n)
+            found[fn.__name__] = ""
+        except Exception as error:
+            found[fn.__name__] = "".join(traceback.format_exception(error))
+        failed = torch.tensor(bool(found[fn.__name__]), dtype=torch.int32)
+        dist.all_reduce(failed, dist.ReduceOp.MAX)
+        if failed:
+            break
+    return found

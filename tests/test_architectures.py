@@ -1,0 +1,86 @@
+"""Whatever an ordinary transformer is made of, its ranks compute what one device does, and its weights are cut."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from architectures import Architecture, architectures
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformer import arguments, model
+
+from autotp.report import Plan
+from autotp.verify import Trial, compare, prepare
+
+TOLERANCE = 1e-10
+RANKS = st.sampled_from((2, 3, 4, 8))
+EXAMPLES = settings().max_examples  # 200, or 5,000 with --deep
+
+slow = pytest.mark.timeout(10 * EXAMPLES)
+
+
+def trial(arch: Architecture, tp: int) -> Trial:
+    return prepare(model(arch), (), arguments(arch), tp)
+
+
+@slow
+@given(architectures(), RANKS)
+def test_equals_one_device(arch: Architecture, tp: int) -> None:
+    report = replace(compare(trial(arch, tp)), tolerance=TOLERANCE)
+    assert report.ok, str(report)
+    assert not uncut(arch, report.plan), str(report.plan)
+
+
+def uncut(arch: Architecture, plan: Plan) -> set[str]:
+    """What stayed whole for no good reason: weights with an axis to cut, operators without a rule."""
+    weights = {f"blocks.{i}.{name}" for i in range(arch.layers) for name in divisible(arch)}
+    return {entry.name for entry in plan.whole if entry.name in weights or entry.reason.startswith("no rule")}
+
+
+def divisible(arch: Architecture) -> Iterator[str]:
+    """The weights in a block that have heads or a width to cut."""
+    if arch.width > 1:
+        yield from ("mlp.up.weight", "mlp.down.weight", "mlp.gated.weight")
+    if arch.qk_norm == "full" and arch.norm != "rms_by_hand":
+        return  # A norm in one operator takes all heads together.
+    if arch.kv_heads > 1:
+        yield from (f"attention.qkv.{name}.weight" for name in ("q", "k", "v", "qkv"))
+        yield from ("attention.attention.in_proj_weight", "attention.attention.out_proj.weight", "attention.out.weight")
+    elif arch.heads > 1 and arch.qkv == "separate":  # The one key head is every rank's.
+        yield from ("attention.qkv.q.weight", "attention.out.weight")
+
+
+@st.composite
+def plain(draw: st.DrawFn) -> Architecture:
+    """Blocks that need no collective but their own: no norm of cut heads, no heads that all ranks share."""
+    arch = draw(architectures())
+    heads = max(arch.heads, 2)
+    return replace(
+        arch,
+        heads=heads,
+        kv_heads=heads,
+        hidden=heads * arch.head_dim,
+        width=max(arch.width, 2),
+        qk_norm="none",
+        residual=draw(st.sampled_from(("serial", "parallel"))),
+        layers=1,
+    )
+
+
+@slow
+@settings(max_examples=EXAMPLES // 10)
+@given(plain(), RANKS)
+def test_all_reduces_of_a_layer(arch: Architecture, tp: int) -> None:
+    """Two forward and two backward; one each where both branches read one value and are added."""
+    one, two = (trial(replace(arch, layers=n), tp).plan for n in (1, 2))
+    count = {"all-reduce": 2 if arch.residual == "serial" else 1}
+    assert added(one, two) == (count, count)
+
+
+def added(one: Plan, two: Plan) -> tuple[Counter[str], ...]:
+    """The collectives, forward and backward, that `two` has and `one` has not."""
+    sides = ((one.traffic.forward, two.traffic.forward), (one.traffic.backward, two.traffic.backward))
+    return tuple(Counter(more) - Counter(less) for less, more in sides)
