@@ -277,7 +277,7 @@ class _Replay(TorchFunctionMode):
         super().__init__()
         self.tied, self.events, self.device, self.sink = tied, events, device, sink
         self.places = {id(place.tensor): place for places in tied for place in reversed(places)}
-        self.states: dict[int, RandomState] = {}  # before each event
+        self.states = torch.empty(0)  # the random state before each event: [events bytes], in one piece
         self.history: dict[int, list[int]] = {}  # the events that a tensor's value follows from
         self.live: dict[int, StandIn] = {}
         self.aliases: dict[int, tuple[Tensor, int]] = {}  # `p.data`, and whose it is
@@ -285,9 +285,9 @@ class _Replay(TorchFunctionMode):
 
     def run(self) -> None:
         """All events, in order."""
+        self.states = torch.stack([_random_state(self.device)] * len(self.events)) if self.events else self.states
         for i, event in enumerate(self.events):
-            now = _random_state(self.device)
-            self.states[i] = now if event.copy_of is None else self.states[event.copy_of]
+            self.states[i] = _random_state(self.device) if event.copy_of is None else self.states[event.copy_of]
             self.call(i)  # The last copy ends where the first layer did.
 
     def call(self, i: int) -> None:
@@ -382,18 +382,19 @@ class _Replay(TorchFunctionMode):
         self.sink(self.at, place, it)
 
 
-RandomState = tuple[Tensor, Tensor | None]  # of the CPU, and of the device if it has one of its own
+def _random_state(device: torch.device) -> Tensor:
+    """The random state of the CPU and, if it has one of its own, of `device`: uint8 [bytes]"""
+    states = [torch.get_rng_state()]
+    if device.type not in ("cpu", "meta"):
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return torch.cat(states)
 
 
-def _random_state(device: torch.device) -> RandomState:
-    own = device.type not in ("cpu", "meta")
-    return torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device) if own else None
-
-
-def _set_random_state(device: torch.device, state: RandomState) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.get_device_module(device).set_rng_state(state[1], device)
+def _set_random_state(device: torch.device, state: Tensor) -> None:
+    size = torch.get_rng_state().numel()
+    torch.set_rng_state(state[:size].clone())
+    if state.numel() > size:
+        torch.get_device_module(device).set_rng_state(state[size:].clone(), device)
 
 
 def _function_name(func: Any) -> str:

@@ -28,6 +28,7 @@ from autotp.passes.local import Target
 from autotp.passes.lower import lower
 from autotp.passes.match import match
 from autotp.passes.plan import Decision, decide, decide_as
+from autotp.passes.share import share
 from autotp.placement import Shard
 from autotp.prove import prove_node
 from autotp.regions import Autocast
@@ -80,7 +81,7 @@ def analyse(
     """
     captured = capture(skeleton, args, kwargs, autocast)
     graph, updated = functionalize(cast(inline(captured.graph), autocast), captured.buffers)
-    graph = canonicalize(graph)
+    graph = share(canonicalize(graph))
     axes = infer_axes(graph)
     _prove_users_rules(graph, tp)
     candidates = match(graph, axes, captured.parameters, captured.inputs)
