@@ -116,7 +116,7 @@ def initialize(model: nn.Module, layouts: Mapping[str, Layout], rank: int, devic
     with _untied(tied):
         events = _events(model)
         kept = _check(model, tied, events)
-        # All at once and first: between the full ones that come and go they would leave holes in the memory.
+        # At once and first (as the random states): made one by one, they would sit in holes that full tensors left.
         parts = {p[0].name: _empty_part(p[0], layouts.get(p[0].name), rank, device) for p in tied}
 
         def keep(i: int, place: Place, it: StandIn) -> None:
@@ -285,7 +285,7 @@ class _Replay(TorchFunctionMode):
 
     def run(self) -> None:
         """All events, in order."""
-        self.states = torch.stack([_random_state(self.device)] * len(self.events)) if self.events else self.states
+        self.states = _random_state(self.device).repeat(len(self.events), 1)
         for i, event in enumerate(self.events):
             self.states[i] = _random_state(self.device) if event.copy_of is None else self.states[event.copy_of]
             self.call(i)  # The last copy ends where the first layer did.

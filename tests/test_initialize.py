@@ -400,7 +400,7 @@ def test_default_dtype() -> None:
 
 
 class Live(TorchDispatchMode):
-    """The bytes of the tensors on the CPU that live, and the most there were."""
+    """The bytes of the floating tensors on the CPU that live, and the most there were."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -410,7 +410,7 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for x in pytree.tree_leaves(result):
-            if isinstance(x, Tensor) and x.device == CPU:
+            if isinstance(x, Tensor) and x.device == CPU and x.is_floating_point():
                 self._hold(x)
         self.peak = max(self.peak, self.bytes)
         return result
@@ -445,7 +445,7 @@ def test_peak_memory_is_the_shards_and_one_module(name: str) -> None:
         got = initialize(model, layouts, 0, CPU)
     shards = bytes_of(got.values())
     assert live.bytes == shards
-    assert shards < live.peak <= shards + largest + 4096
+    assert shards < live.peak <= shards + largest + 256
     assert bytes_of(model.parameters()) > 1.5 * (shards + largest)
 
 
