@@ -318,17 +318,17 @@ def attention(call: Call) -> Rule:
     Linear in `value` where no weights are dropped. With dropout the mask is drawn for all heads at once, so a
     cut goes through the parallel form; with `is_causal` the positions matter.
     """
-    query, key, value, *mask = present(call)
+    query, key, _, *mask = present(call)
     mark = "!" if call.get("dropout_p") else ""
-    heads = [f"h{i}{mark}" for i in range(max(operand.dim() for operand in (query, key, value)) - 2)]
+    heads = [f"h{i}{mark}" for i in range(call.outputs[0].dim() - 2)]
     kv, sizes = heads, {}
     if call.get("enable_gqa") and Size.of(query.shape[-3]) != Size.of(key.shape[-3]):
         kv, heads, sizes = [*heads[:-1], f"k{mark}"], [*heads[:-1], f"(k{mark} g{mark})"], {"k": key.shape[-3]}
     s = "s^" if call.get("is_causal") or mark else "s"
-    terms = [[*heads, s, "d^"], [*kv, "t^", "d^"], [*kv, "t^", "e"]]
-    terms += [[*heads, s, "t^"] for _ in mask]
+    e = "e" if query.dim() == call.outputs[0].dim() else "e^"  # Of an empty value torch gives the query's shape.
+    terms = [[*heads, s, "d^"], [*kv, "t^", "d^"], [*kv, "t^", e], *[[*heads, s, "t^"]] * len(mask)]
     terms = [term[len(term) - operand.dim() :] for term, operand in zip(terms, present(call), strict=True)]
-    return Rule.of(spell(terms, [[*heads, s, "e"]]), () if mark else ((2,),), **sizes)
+    return Rule.of(spell(terms, [[*heads, s, e]]), () if mark else ((2,),), **sizes)
 
 
 # ---- losses
