@@ -36,7 +36,9 @@ def parser(description: str) -> ArgumentParser:
     new.add_argument("--dropout", type=float, default=0.0)
     new.add_argument("--steps", type=int, default=1000)
     new.add_argument("--compare", type=int, default=50, help="steps that a single process trains as well")
-    new.add_argument("--tolerance", type=float, default=1e-4, help="between the losses of those steps")
+    new.add_argument(
+        "--tolerance", type=float, default=1e-4, help="between the losses of those steps, see largest_difference"
+    )
     new.add_argument("--lr", type=float, default=4e-3, help="after a tenth of the steps; then a cosine, down")
     return new
 
@@ -140,7 +142,12 @@ def held_out_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
 
 
 def largest_difference(alone: list[float], together: list[float]) -> float:
-    """Between the two runs' losses, over the steps that both took."""
+    """Between the two runs' losses, over the steps that both took.
+
+    NOTE [Why the comparison lies in the warm-up] Training at the full learning rate amplifies round-off: one process in
+    float32 is then itself 1e-3 to 1e-2 away from float64 within 50 steps, and in the warm-up of 1,000 steps 5e-6 at
+    most (six seeds). So a run with far fewer --steps needs a smaller --lr too, or a larger --tolerance.
+    """
     return max(abs(a - b) for a, b in zip(alone, together, strict=False))
 
 

@@ -148,7 +148,7 @@ class Checks:
     def __init__(self, timeout: float = 240) -> None:
         self.timeout = timeout
         self.functions: dict[int, list[Callable[[int, int], None]]] = {}
-        self.outcomes: dict[int, list[dict[str, str]]] = {}
+        self.outcomes: dict[int, list[dict[str, str]] | BaseException] = {}
 
     def on(self, *sizes: int) -> Callable[[Callable[[int, int], None]], Callable[[int, int], None]]:
         """Registers a module-level function of the rank and the number of ranks."""
@@ -167,8 +167,14 @@ class Checks:
     def expect(self, n: int, name: str) -> None:
         """Fails with the traceback of the first rank on which the function failed."""
         if n not in self.outcomes:
-            self.outcomes[n] = run_ranks(_in_turn, n, self.functions[n], timeout=self.timeout)
-        for rank, found in enumerate(self.outcomes[n]):
+            try:
+                self.outcomes[n] = run_ranks(_in_turn, n, self.functions[n], timeout=self.timeout)
+            except Exception as error:
+                self.outcomes[n] = error
+        outcome = self.outcomes[n]
+        if isinstance(outcome, BaseException):
+            raise outcome
+        for rank, found in enumerate(outcome):
             assert name in found, f"not run on rank {rank}: {list(found)[-1]} failed before"
             assert not found[name], f"on rank {rank} of {n}:\n{found[name]}"
 
