@@ -199,7 +199,7 @@ def batch_norm(call: Call) -> Rule | None:
     """
     x, *rest = present(call)
     term = [n + "^" * (i == 1) for i, n in enumerate(letters(x.dim()))]
-    return None if call["training"] else Rule.of(spell([term] + [term[1:2]] * len(rest), [term]))
+    return None if call["training"] or x.dim() < 2 else Rule.of(spell([term] + [term[1:2]] * len(rest), [term]))
 
 
 def resized(call: Call) -> Rule:
@@ -312,23 +312,24 @@ def convolution(call: Call) -> Rule:
     return Rule.of(spell(ins, [[*front, "o^", *out]]), ((0, 2), (1, 2)) if bias else "each")
 
 
-def attention(call: Call) -> Rule:
+def attention(call: Call) -> Rule | None:
     """Scaled dot-product attention: `query: [* h s d]`, `key: [* k t d]`, `value: [* k t e]`, `mask: [* h s t]`.
 
     Linear in `value` where no weights are dropped. With dropout the mask is drawn for all heads at once, so a
     cut goes through the parallel form; with `is_causal` the positions matter.
     """
     query, key, _, *mask = present(call)
+    if query.dim() != call.outputs[0].dim():  # Broadcast by the others: torch mistakes empty parts.
+        return None
     mark = "!" if call.get("dropout_p") else ""
     heads = [f"h{i}{mark}" for i in range(call.outputs[0].dim() - 2)]
     kv, sizes = heads, {}
     if call.get("enable_gqa") and Size.of(query.shape[-3]) != Size.of(key.shape[-3]):
         kv, heads, sizes = [*heads[:-1], f"k{mark}"], [*heads[:-1], f"(k{mark} g{mark})"], {"k": key.shape[-3]}
     s = "s^" if call.get("is_causal") or mark else "s"
-    e = "e" if query.dim() == call.outputs[0].dim() else "e^"  # Of an empty value torch gives the query's shape.
-    terms = [[*heads, s, "d^"], [*kv, "t^", "d^"], [*kv, "t^", e], *[[*heads, s, "t^"]] * len(mask)]
+    terms = [[*heads, s, "d^"], [*kv, "t^", "d^"], [*kv, "t^", "e"], *[[*heads, s, "t^"]] * len(mask)]
     terms = [term[len(term) - operand.dim() :] for term, operand in zip(terms, present(call), strict=True)]
-    return Rule.of(spell(terms, [[*heads, s, e]]), () if mark else ((2,),), **sizes)
+    return Rule.of(spell(terms, [[*heads, s, "e"]]), () if mark else ((2,),), **sizes)
 
 
 # ---- losses
