@@ -70,7 +70,9 @@ def agree_on_graph(mesh: Mesh, make: Callable[[], T], text: Callable[[T], str]) 
     failed = [rank for rank, row in enumerate(rows) if row[0] == -1]
     if failed:
         raise Error(f"{_ranks(mesh, failed)} failed", **{"try": "read the error there; it is no error here"})
-    _compare(rows, 0, mesh, "about to run another graph than rank 0", "build the same model and call it alike on all ranks")
+    _compare(
+        rows, 0, mesh, "about to run another graph than rank 0", "build the same model and call it alike on all ranks"
+    )
     return made[0]
 
 

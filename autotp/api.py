@@ -51,7 +51,7 @@ def parallelize(
         example_inputs: keyword arguments (a dict), positional ones (a tuple), or one tensor; of tensors only shapes
             and dtypes are read. None: the model's `dummy_inputs`, or found from its signature.
         outputs: "full" gathers cut outputs, "local" leaves them cut, "auto" leaves them cut in training beside a loss.
-        randomness: "exact" draws the dropout masks that one device would, "fast" masks of the rank's own for cut values.
+        randomness: "exact" draws the dropout masks that one device would, "fast" the rank's own masks for cut values.
         strict: True raises where a weight in a transformer block would stay whole.
         check_inputs: when ranks compare checksums of their inputs and random states.
 
@@ -71,7 +71,9 @@ def _parallelize(
         _expect_ordinary(model)
         _expect_choices(settings)
         args, kwargs = signature_of(model).by_name(*find_inputs(model, given))
-        analysis = analyse(skeleton_of(model), args, kwargs, place.size, settings.outputs, autocast=ambient(place.device))
+        analysis = analyse(
+            skeleton_of(model), args, kwargs, place.size, settings.outputs, autocast=ambient(place.device)
+        )
         if strict:
             _expect_cut(report(analysis, _name(model)))
         return prepare(analysis, place, settings)
@@ -132,7 +134,7 @@ def _held(model: nn.Module) -> list[tuple[str, Tensor, list[tuple[dict[str, Any]
             for key, tensor in table.items():
                 if tensor is not None:
                     name = f"{prefix}.{key}" if prefix else key
-                    found.setdefault(id(tensor), (name, tensor, []))[2].append((table, key))  # type: ignore[arg-type]
+                    found.setdefault(id(tensor), (name, tensor, []))[2].append((table, key))
     return list(found.values())
 
 
@@ -151,12 +153,17 @@ def _expect_ordinary(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise Error(f"a {_name(model)} is no torch.nn.Module", **{"try": "pass the model itself"})
     if any(hasattr(tensor, TAKEN) for tensor in model.parameters()):
-        raise Error("the model was parallelized before, which took its parameters over", **{"try": "use what parallelize returned then"})
+        raise Error(
+            "the model was parallelized before, which took its parameters over",
+            **{"try": "use what parallelize returned then"},
+        )
 
 
 def _expect_choices(settings: Settings) -> None:
     allowed: Mapping[str, tuple[str, ...]] = {
-        "outputs": ("auto", "full", "local"), "randomness": ("fast", "exact"), "check_inputs": ("always", "first", "never"),
+        "outputs": ("auto", "full", "local"),
+        "randomness": ("fast", "exact"),
+        "check_inputs": ("always", "first", "never"),
     }  # fmt: skip
     for name, values in allowed.items():
         if getattr(settings, name) not in values:
@@ -167,4 +174,7 @@ def _expect_cut(plan: Plan) -> None:
     whole = [w for w in plan.whole if w.in_block]
     if whole:
         rows = "; ".join(f"{w.name} ({w.reason}, {w.at})" for w in whole)
-        raise Error(f"strict=True, and weights in a block would stay whole: {rows}", **{"try": "strict=False, or autotp.rule(...)"})
+        raise Error(
+            f"strict=True, and weights in a block would stay whole: {rows}",
+            **{"try": "strict=False, or autotp.rule(...)"},
+        )

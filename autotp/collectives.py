@@ -88,7 +88,7 @@ class Conjugate(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Tensor) -> None:
-        ctx.conjugate, ctx.where = TABLE[inputs[0]][1], inputs[2:]
+        ctx.name, ctx.conjugate, ctx.where = inputs[0], TABLE[inputs[0]][1], inputs[2:]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -96,6 +96,11 @@ class Conjugate(torch.autograd.Function):
         # A gradient that is differentiated again is not written over.
         name = "reduce" if ctx.conjugate == "reduce_" and torch.is_grad_enabled() else ctx.conjugate
         return None, _apply(name, grad, *ctx.where), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: Tensor, *rest: None) -> Tensor:
+        # All are linear. (A tangent's memory is nobody's to write over.)
+        return _apply(ctx.name.rstrip("_"), tangent, *ctx.where)
 
     @staticmethod
     def vmap(

@@ -116,5 +116,3 @@ def layout_of(shape: tuple[int, ...], dims: tuple[Axis, ...], leaf: Axis | None,
         return Layout(shape)
     pieces = tuple(tuple(ranges(dims[at[0]], leaf, tp, rank)) for rank in range(tp))
     return Layout(shape, at[0], pieces, name)
-
-

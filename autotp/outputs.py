@@ -22,7 +22,7 @@ HELD = "autotp_held"
 
 @dataclass(frozen=True)
 class Held:
-    """How an output is held: whole, or cut by a layout over a mesh axis. (In its shape -1 is a size not known before.)"""
+    """How an output is held: whole, or cut by a layout over a mesh axis. (In its shape -1 is a size not known yet.)"""
 
     layout: Layout | None
     mesh: Mesh

@@ -226,7 +226,7 @@ def _size(count: float) -> str:
 
 
 def _folded(rows: Sequence[tuple[str, tuple[str, ...]]]) -> list[tuple[str, ...]]:
-    """Rows that differ in layer numbers only as one row, the numbers as a range; then those that differ in last names."""
+    """Rows that differ in layer numbers only as one row, the numbers as a range; then those of one prefix."""
     layers: dict[tuple[str, ...], list[list[int]]] = {}
     for name, rest in rows:
         layers.setdefault((re.sub(r"\d+", "#", name), *rest), []).append([int(n) for n in re.findall(r"\d+", name)])
@@ -275,5 +275,3 @@ def _broken(text: str, width: int) -> list[str]:
         lines.append(text[:at])
         text = text[at:].lstrip()
     return [*lines, text]
-
-

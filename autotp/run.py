@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from autotp.agree import CheckInputs, agree_on_call, agree_on_graph, digest
-from autotp.call import draws
+from autotp.call import draws, returned
 from autotp.errors import Error, within
 from autotp.layout import Layout
 from autotp.mesh import Mesh
 from autotp.outputs import Held, mark
 from autotp.passes.bind import bind
+from autotp.passes.capture import alone
 from autotp.regions import Autocast, ambient
 from autotp.report import Plan, report
 from autotp.shells import Shell, mirror, places
@@ -47,7 +48,7 @@ class Entry:
     """A graph that is ready to run.
 
     Attributes:
-        analysis: what it was made from; `analysis.captured` has the guard on the sizes and the structure of the outputs.
+        analysis: what it was made from; `analysis.captured` has the guard on sizes and the structure of the outputs.
         module: the bound graph.
         sources: for each placeholder before the inputs a parameter's or buffer's first name, or a constant.
         updated: buffers that the graph returns new values of, last.
@@ -91,7 +92,7 @@ def prepare(analysis: Analysis, mesh: Mesh, settings: Settings) -> Entry:
         if node.op == "placeholder" and (node.name in names or node.name in captured.constants)
     ]
     updated = [captured.buffers[name] for name in analysis.updated]
-    count = len(graph.output_node().args[0]) - len(updated)
+    count = len(returned(graph)) - len(updated)
     held = [Held(analysis.local_outputs.get(i), mesh) for i in range(count)]
     module = fx.GraphModule(nn.Module(), graph)
     return Entry(analysis, module, sources, updated, held, any(draws(node) for node in graph.nodes))
@@ -158,6 +159,7 @@ class ParallelModule(Shell):
             entry = self._agreed(entry, called)
         elif entry is None:
             _refuse_capture(type(self._original).__name__)
+        assert entry is not None  # Refused above otherwise.
         with called.autocast.off():
             found = entry.module(*self._values(entry), *tensors)
         return self._returned(entry, found)
@@ -212,15 +214,16 @@ class ParallelModule(Shell):
     def _capture(self, called: Called) -> Entry:
         """A further graph, for a signature not met before, on the parameters as they are held."""
         mesh, settings = self.mesh, self._settings
-        _follow(self._original, self)
 
         def make() -> Entry:
+            _follow(self._original, self)
             analysis = analyse(
                 self._original, called.args, called.kwargs, mesh.size, settings.outputs, self.layouts, called.autocast
             )
             return prepare(analysis, mesh, settings)
 
-        entry = agree_on_graph(mesh, make, lambda made: digest(made.analysis))
+        with alone():
+            entry = agree_on_graph(mesh, make, lambda made: digest(made.analysis))
         self._entries.append((self._key(called.leaves, called.spec, called.autocast), entry))
         return entry
 
@@ -241,4 +244,6 @@ def _follow(original: nn.Module, module: ParallelModule) -> None:
     for theirs, mine in zip(original.modules(), module.modules(), strict=True):
         theirs.training = mine.training
     for name, tensor in [*original.named_parameters(), *original.named_buffers()]:
-        tensor.data = tensor.data.to(getattr(*module._places[name]).dtype)
+        dtype = getattr(*module._places[name]).dtype
+        if tensor.dtype != dtype:
+            tensor.data = tensor.data.to(dtype)

@@ -56,7 +56,9 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             local.copy_(layout.take(broadcast_from_first(whole, mesh), mesh.rank))
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
     """The norm of the whole model's gradient, after scaling it in place to at most `max_norm`.
 
     As `torch.nn.utils.clip_grad_norm_` on one device: parts of cut parameters are summed over the axis, replicated
@@ -80,7 +82,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
     else:
         total = reduce((mine**order).sum(), parallel.mesh.group) ** (1 / order)
     if error_if_nonfinite and not torch.isfinite(total):
-        raise Error(f"clip_grad_norm_: the norm of the gradient is {total.item()}", **{"try": "error_if_nonfinite=False"})
+        raise Error(
+            f"clip_grad_norm_: the norm of the gradient is {total.item()}", **{"try": "error_if_nonfinite=False"}
+        )
     total = total.to(next(parallel.parameters()).dtype)
     torch.nn.utils.clip_grads_with_norm_([p for p in parallel.parameters() if p.grad is not None], max_norm, total)
     return total
@@ -139,7 +143,9 @@ def _layout(model: ParallelModule, name: str, local: Tensor) -> Layout:
 def _mismatch(model: ParallelModule, own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
     missing, unexpected = [n for n in own if n not in state], [n for n in state if n not in own]
     if missing or unexpected:
-        lines = [f"{kind}: {', '.join(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected)) if names]
+        lines = [
+            f"{kind}: {', '.join(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected)) if names
+        ]
         return "the state dict is another model's; " + "; ".join(lines)
     for name, local in own.items():
         shape, given = _layout(model, name, local).shape, state[name]
@@ -169,5 +175,7 @@ def _parallel(model: Any, call: str) -> ParallelModule:
     while isinstance(inner, nn.Module) and not isinstance(inner, ParallelModule):
         inner = getattr(inner, "_orig_mod", getattr(inner, "module", None))
     if not isinstance(inner, ParallelModule):
-        raise Error(f"{call}: a {type(model).__name__} is no parallel model", **{"try": "autotp.parallelize(model) first"})
+        raise Error(
+            f"{call}: a {type(model).__name__} is no parallel model", **{"try": "autotp.parallelize(model) first"}
+        )
     return inner

@@ -62,7 +62,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
         if not dataclasses.is_dataclass(kind):
             raise Error(
                 f"a {kind.__name__} holds tensors, and torch does not know how to take one apart",
-                **{"try": f"torch.utils._pytree.register_pytree_node({kind.__name__}, ...), or a tuple, dict or dataclass"},
+                **{"try": f"torch.utils._pytree.register_pytree_node({kind.__name__}, ...), or a tuple or dict"},
             )
         torch.export.register_dataclass(kind)
     return flatten(tree) if closed else (leaves, spec)
@@ -73,4 +73,6 @@ def _holds_tensors(leaf: Any) -> bool:
     if isinstance(leaf, Tensor | nn.Module | torch.SymInt | type) or leaf is None:
         return False
     inside = pytree.tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
-    return any(isinstance(value, Tensor) or (dataclasses.is_dataclass(value) and _holds_tensors(value)) for value in inside)
+    return any(
+        isinstance(value, Tensor) or (dataclasses.is_dataclass(value) and _holds_tensors(value)) for value in inside
+    )

@@ -130,7 +130,7 @@ def compare(trial: Trial, change: Change = lambda graph, rank: graph) -> Report:
         _backward(expected, found, analysis)
         whole = dict(model.named_parameters()) | inputs
         rows = outputs, _gradients(whole, ranks, analysis), _steps(whole, ranks, analysis)
-    return Report(trial.plan, *(tuple(sorted(row, key=_descending)) for row in rows))
+    return Report(trial.plan, *[tuple(sorted(row, key=_descending)) for row in rows])  # type: ignore[arg-type]
 
 
 Held = dict[str, Tensor]

@@ -73,7 +73,13 @@ def compare(name: str, config: GPTConfig, batch: int, steps: int) -> list[str]:
             times[side].append(timed(step))
     floor, mine = (statistics.median(side) for side in times)
     ratios = statistics.median(b / a for a, b in zip(*times, strict=True))
-    return [name, f"{sum(p.numel() for p in GPT(config).parameters()) / 1e6:.1f}M", f"{floor * 1e3:.1f}", f"{mine * 1e3:.1f}", f"{ratios:.3f}"]
+    return [
+        name,
+        f"{sum(p.numel() for p in GPT(config).parameters()) / 1e6:.1f}M",
+        f"{floor * 1e3:.1f}",
+        f"{mine * 1e3:.1f}",
+        f"{ratios:.3f}",
+    ]
 
 
 def main() -> None:
@@ -86,8 +92,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     rows = [compare(name, SHAPES[name], args.batch, args.steps) for name in args.shapes]
     if dist.get_rank() == 0:
-        print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, tp={dist.get_world_size()}, "
-              f"batch {args.batch}, {args.steps} steps each in turn, {torch.get_num_threads()} thread a rank")  # fmt: skip
+        machine = f"{platform.processor() or platform.machine()}, torch {torch.__version__}"
+        threads = f"{torch.get_num_threads()} thread a rank"
+        print(f"{machine}, tp={dist.get_world_size()}, batch {args.batch}, {args.steps} steps each in turn, {threads}")
         print(f"{'shape':8}{'parameters':>12}{'by hand ms':>12}{'autotp ms':>12}{'ratio':>8}")
         for row in rows:
             print(f"{row[0]:8}{row[1]:>12}{row[2]:>12}{row[3]:>12}{row[4]:>8}")

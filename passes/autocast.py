@@ -59,7 +59,7 @@ def _visit(builder: Builder, node: fx.Node, state: Autocast) -> None:
         builder.copy(node)
         return
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda old: _as(builder, old, dtype))
-    new = builder.env[node] = builder.call(node.target, *args, **kwargs)
+    new = builder.env[node] = builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
     if [v.dtype for v in outputs_of(new)] != [v.dtype for v in outputs_of(node)]:
         raise Error(
             f"autocast casts in the middle of {node.target}", at=line_of(node),
@@ -70,7 +70,9 @@ def _visit(builder: Builder, node: fx.Node, state: Autocast) -> None:
 def _as(builder: Builder, old: fx.Node, dtype: torch.dtype) -> fx.Node:
     """An operand in `dtype`, if autocast may cast it: it leaves float64 and what is not floating alone."""
     value, new = old.meta.get("val"), builder.env[old]
-    fixed = not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype in (torch.float64, dtype)
+    fixed = (
+        not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype in (torch.float64, dtype)
+    )
     return new if fixed else builder.call(aten.to.dtype, new, dtype)
 
 

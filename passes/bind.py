@@ -1,6 +1,6 @@
 """bind: a lowered graph names its mesh axis and the device it was captured on; here it gets the real ones.
 
-    Before: reduce(x, "tp"); arange(n, device="cpu")       After: reduce(x, "5"); arange(n, device="cuda:1")
+Before: reduce(x, "tp"); arange(n, device="cpu")       After: reduce(x, "5"); arange(n, device="cuda:1")
 """
 
 from __future__ import annotations
@@ -30,5 +30,3 @@ def bind(graph: fx.Graph, device: torch.device, groups: Mapping[str, str | None]
             new.args = (new.args[0], groups[str(node.args[1])], *new.args[2:])
             new.kwargs = {"fresh": True} if node in in_place else {}
     return bound
-
-

@@ -1,7 +1,7 @@
 """capture: an nn.Module and example inputs -> a torch.fx graph of ATen operators, and the guards it is right under.
 
-    Before: nn.Module, on any device or on meta
-    After:  graph(parameters..., buffers..., constants..., tensor inputs...) -> flat tensor outputs
+Before: nn.Module, on any device or on meta
+After:  graph(parameters..., buffers..., constants..., tensor inputs...) -> flat tensor outputs
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Captured:
 
 
 class _Returned:
-    """What the model returned while it was captured: the leaves, or where in the graph's outputs they are; the structure."""
+    """What the model returned while it was captured: the leaves, or where they are in the outputs; the structure."""
 
     leaves: Sequence[Any] = ()
     spec: Any = None
@@ -88,7 +88,7 @@ class _Flat(nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         found, self.returned.spec = flatten(self.model(*args, **kwargs))
         sizes = [leaf for leaf in found if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)]
-        computed = [leaf for leaf in found if isinstance(leaf, torch.Tensor)] + sizes
+        computed: list[Any] = [leaf for leaf in found if isinstance(leaf, torch.Tensor)] + sizes
         places = {id(leaf): _Place(i) for i, leaf in enumerate(computed)}
         self.returned.leaves = [places.get(id(leaf), leaf) for leaf in found]
         return tuple(computed)
@@ -113,7 +113,7 @@ def capture(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
         Error: the model branches on data, or fails on these inputs; names the source line.
     """
     leaves, spec = flatten((args, kwargs))
-    with _alone():
+    with alone():
         with FakeTensorMode(allow_non_fake_inputs=True):
             flat = _Flat(_copy_on(skeleton, autocast.device), spec, leaves)
             tensors = tuple(_like(leaf, autocast.device) for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -129,11 +129,16 @@ def capture(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """A capture sees nothing of what the user has switched on: no_grad, inference mode, transforms, dispatch modes."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-    with torch.inference_mode(False), torch.enable_grad(), _disable_current_modes(), temporarily_clear_interpreter_stack():
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        _disable_current_modes(),
+        temporarily_clear_interpreter_stack(),
+    ):
         yield
 
 
@@ -182,7 +187,7 @@ def _expect_values(constants: dict[str, torch.Tensor]) -> None:
     for name, constant in constants.items():
         if constant.is_meta:
             raise Error(
-                f"the model holds a tensor without values that is neither parameter nor buffer: {name} {list(constant.shape)}",
+                f"a tensor of the model is neither parameter nor buffer, and has no values: {name} {list(constant.shape)}",
                 **{"try": "make it in forward, or register it as a buffer with an initialiser"},
             )
 
@@ -245,7 +250,11 @@ def guard(example: Sequence[torch.Tensor], program: ExportedProgram) -> Callable
             tests += [f"{symbol} >= {bounds.lower}"] if bounds.lower.is_Integer else []
             tests += [f"{symbol} <= {bounds.upper}"] if bounds.upper.is_Integer else []
     environment = example[0].fake_mode.shape_env if example else None  # type: ignore[attr-defined]
-    tests += [_python(g.expr) for g in environment.guards if {str(s) for s in g.expr.free_symbols} <= set(symbols)] if environment else []
+    tests += (
+        [_python(g.expr) for g in environment.guards if {str(s) for s in g.expr.free_symbols} <= set(symbols)]
+        if environment
+        else []
+    )
     head = "".join(f"    {name} = {place}\n" for name, place in symbols.items())
     source = f"def fits(shapes):\n{head}    return {' and '.join(f'({test})' for test in tests) or 'True'}\n"
     scope: dict[str, Any] = {"math": __import__("math")}

@@ -256,7 +256,7 @@ class _Proof:
         if outputs_of(model):
             source, at = node.args
             tensors = [isinstance(value, torch.Tensor) for value in source.meta["val"]]  # type: ignore[union-attr]
-            return self._give(node, model, (self.types[source][sum(tensors[:at])],))  # type: ignore[index, misc]
+            return self._give(node, model, (self.types[source][sum(tensors[:at])],))  # type: ignore[index]
         for operand in node.all_input_nodes:
             for typed in self.types.get(operand, ()):
                 if isinstance(typed.placement, Partial | Shard):
@@ -276,14 +276,16 @@ class _Proof:
 
     def _operator(self, node: fx.Node, model: fx.Node, bound: Bound) -> None:
         reads = [(operand, self.types[operand][0]) for operand in _operands(node)]
-        leaf = next((typed.leaf for _, typed in reads if typed.leaf is not None), None) or self._new_leaf(node, model, bound)
+        leaf = next((typed.leaf for _, typed in reads if typed.leaf is not None), None) or self._new_leaf(
+            node, model, bound
+        )
         factor = self._factor(node, bound, leaf) if leaf is not None else None
         self._expect_call(node, *self._local_call(node, model, bound, leaf, factor))
         self._give(node, model, self._typing(node, model, reads, leaf, factor))
 
     def _biased(self, node: fx.Node) -> None:
-        """A product with the bias that was put back into it (`passes/clean.py`): product and sum, one after the other."""
-        target, places = BIASED[node.target]
+        """A product with the bias that was put back into it (`passes/clean.py`): product, then sum."""
+        target, places = BIASED[node.target]  # type: ignore[index]
         x, w, bias = (_arguments(node)[i] for i in places)
         for model in self.model.pure.get((self.region, target, self.whole[x], self.whole[w]), ()):
             for terms in ((model, self.whole[bias]), (self.whole[bias], model)):
@@ -396,12 +398,12 @@ class _Proof:
         return pieces[self.to.rank][0][0] if pieces[self.to.rank] else find(axis).size.number
 
     def _mask(self, dims: Dims, leaf: Axis) -> list[Any]:
-        """The shape of one device's mask, the axis that is cut opened; its dimension; and what this rank keeps of it."""
+        """The shape of one device's mask, the cut axis opened; its dimension; and what this rank keeps of it."""
         (dim,) = (d for d, axis in enumerate(dims) if touches(axis, leaf))
         sizes: list[Any] = [find(axis).size for axis in dims]
         opened = open_product(dims[dim], leaf)
         if opened is None:
-            return [sizes, dim, (self._pieces(dims[dim], leaf) or {})[self.to.rank]]
+            return [sizes, dim, (self._pieces(dims[dim], leaf) or ())[self.to.rank]]
         sizes[dim : dim + 1] = [opened[0], find(leaf).size, opened[1]]
         return [sizes, dim + 1, (self.to.chunk(leaf),)]
 
@@ -412,12 +414,14 @@ class _Proof:
         x, axis, *rest = _arguments(node)
         (typed,), kinds = self.types[x], CONJUGATES[node.target]
         leaf = self._moved(typed, *rest) if Shard in kinds else None
-        allowed = {collectives.copy: ([],), collectives.reduce: ([], ["sum"], ["max"])}.get(node.target, ())
+        shapeless: dict[Any, Any] = {collectives.copy: ([],), collectives.reduce: ([], ["sum"], ["max"])}
+        allowed = shapeless.get(node.target, ())
         if axis != self.to.axis or node.kwargs or (leaf is None and rest not in allowed):
             got = f"{_called(node.target, node.args)} of {typed}"
             self.refuse(node, "does not move along the axis that is cut", got=got)
         reducer = rest if leaf is None else ()
-        want, give = (Shard(leaf) if kind is Shard else Partial(*reducer) if kind is Partial else kind() for kind in kinds)
+        made: dict[Any, Any] = {Shard: leaf and Shard(leaf), Partial: Partial(*reducer)}
+        want, give = (made.get(kind) or (Copied() if kind is Copied else Replicate()) for kind in kinds)
         if not typed.fits(want):
             self.refuse_read(node, x, typed, want)
         self._give(node, self.whole[x], (replace(typed, placement=give),))

@@ -1,8 +1,8 @@
 """clean: what no rank needs any more goes, and a bias that no reduction waits for goes back into its product.
 
-    Before: y = linear(x, w); z = add(y, b)                After: z = linear(x, w, b)
-    Before: p = reduce(linear(x, w)); z = add(p, b)        After: the same (NOTE [Why the bias leaves the linear])
-    Before: m = le(a, b), which nothing reads              After: nothing
+Before: y = linear(x, w); z = add(y, b)                After: z = linear(x, w, b)
+Before: p = reduce(linear(x, w)); z = add(p, b)        After: the same (NOTE [Why the bias leaves the linear])
+Before: m = le(a, b), which nothing reads              After: nothing
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def clean(graph: fx.Graph) -> fx.Graph:
     """The same function and the same collectives, without dead operators and with biases inside their products."""
     builder = Builder(fake_mode_of(graph))
     live = _live(graph)
-    joined = {node: product for node in graph.nodes if (product := _product(node)) is not None}
+    joined = {node: product for node in graph.nodes if node in live and (product := _product(node)) is not None}
     inside = set(joined.values())
     for node in graph.nodes:
         builder.origin = node
@@ -81,4 +81,3 @@ def _acts(node: fx.Node) -> bool:
     """True for a call for its effect: it gives neither a tensor nor a size."""
     gives = isinstance(node.meta.get("val"), torch.Tensor | torch.SymInt | int | list | tuple)
     return node.op == "call_function" and not gives
-

@@ -1,7 +1,7 @@
 """defer: sums in which several terms are partial add those first, so that they are reduced once.
 
-    Before: (x + (attention + b1)) + (mlp + b2)      attention, mlp Partial: two reductions
-    After:  (attention + mlp) + x + b1 + b2          one
+Before: (x + (attention + b1)) + (mlp + b2)      attention, mlp Partial: two reductions
+After:  (attention + mlp) + x + b1 + b2          one
 """
 
 from __future__ import annotations

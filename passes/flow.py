@@ -1,6 +1,6 @@
 """flow: the placement of every value that follows from what is cut; shared by the passes that plan and lower.
 
-    Before: linear cut along `heads`       After: operands Copied and Shard(heads), result Shard(heads)
+Before: linear cut along `heads`       After: operands Copied and Shard(heads), result Shard(heads)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """inline: nested regions become part of the one flat graph.
 
-    Before: wrap_with_set_grad_enabled(False, submod, x)      After: y = submod's operators; detach(y)
-    Before: wrap_with_autocast("cpu", ..., submod, x)         After: enter_autocast(...); operators; exit_autocast(...)
-    Before: _assert_tensor_metadata(x)                        After: nothing
+Before: wrap_with_set_grad_enabled(False, submod, x)      After: y = submod's operators; detach(y)
+Before: wrap_with_autocast("cpu", ..., submod, x)         After: enter_autocast(...); operators; exit_autocast(...)
+Before: _assert_tensor_metadata(x)                        After: nothing
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """match: recognises what the axes of the parameters are. It names and ranks; correctness never rests on it.
 
-    Before: leaf of 12 in c_attn.weight, c_attn.bias, c_proj.weight
-    After:  heads (QKV -> attention -> projection)
+Before: leaf of 12 in c_attn.weight, c_attn.bias, c_proj.weight
+After:  heads (QKV -> attention -> projection)
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def _leaf_of(node: fx.Node, layout: Layout, axes: Axes, tp: int) -> Axis:
         if layout_of(layout.shape, dims, leaf, tp, layout.axis) == layout:
             return leaf
     raise Error(
-        f"this call uses a parameter {list(layout.shape)} in a way that its cut by {layout.axis or 'an axis'} does not fit",
+        f"this call uses a parameter {list(layout.shape)} in a way that its cut by {layout.axis} does not fit",
         at=line_of(next(iter(node.users), node)),
         **{"try": "give parallelize this call's arguments as example_inputs"},
     )

@@ -180,7 +180,7 @@ class Checks:
 
 
 def _in_turn(rank: int, n: int, functions: Sequence[Callable[[int, int], None]]) -> dict[str, str]:
-    """Function name -> what it raised, or nothing. Ends at the first failure on any rank: behind it nothing is in step."""
+    """Function name -> what it raised, or nothing. Ends at the first failure on any rank: then nothing is in step."""
     found: dict[str, str] = {}
     for fn in functions:
         torch.manual_seed(0)

@@ -6,17 +6,16 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch._ops import OpOverload
 
-from autotp import collectives, parallel
+from autotp import collectives
 from autotp.errors import Error
 from autotp.layout import Layout
 from autotp.lockstep import run_lockstep
@@ -45,7 +44,7 @@ class Decoder(nn.Module):
 
     def __init__(self, heads: int = 4, dropout: float = 0.2, vocab: int = 131) -> None:
         super().__init__()
-        self.heads, self.p, hidden = heads, dropout, 4 * heads
+        self.heads, self.p, hidden = heads, dropout, 8 * heads
         self.tokens, self.places = nn.Embedding(vocab, hidden), nn.Embedding(8, hidden)
         self.norm_1, self.norm_2, self.norm = (nn.LayerNorm(hidden) for _ in range(3))
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
@@ -56,7 +55,7 @@ class Decoder(nn.Module):
         x = self.tokens(tokens) + self.places(torch.arange(tokens.size(1), device=tokens.device))
         x = F.dropout(x, self.p, self.training)
         q, k, v = self.qkv(self.norm_1(x)).chunk(3, -1)  # [batch seq hidden] each
-        q, k, v = (y.view(*y.shape[:2], self.heads, 4).transpose(1, 2) for y in (q, k, v))
+        q, k, v = (y.view(*y.shape[:2], self.heads, 8).transpose(1, 2) for y in (q, k, v))
         p = self.p if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True).transpose(1, 2).flatten(2)
         x = x + F.dropout(self.out(y), self.p, self.training)
@@ -174,7 +173,7 @@ def encoder(tp: int, train: bool = True, randomness: str = "exact") -> Case:
     return Case(made(Encoder(), train), inputs, tp, randomness=randomness)
 
 
-@lru_cache(maxsize=None)
+@cache
 def case(name: str) -> tuple[Case, Analysis]:
     found = CASES[name]()
     return found, found.analysed()
@@ -185,8 +184,12 @@ CASES: dict[str, Callable[[], Case]] = {
     "decoder-fast": lambda: decoder(2, randomness="fast"),
     "decoder-eval": lambda: decoder(3, train=False),
     "encoder": lambda: encoder(2),
-    "gathering": lambda: moving(2, {"last.weight": 1, "middle.weight": 0, "middle.bias": 0, "first.weight": 0, "first.bias": 0}),
-    "scattering": lambda: moving(2, {"first.weight": 0, "first.bias": 0, "middle.weight": 1, "middle.bias": 0, "last.weight": 1}),
+    "gathering": lambda: moving(
+        2, {"last.weight": 1, "middle.weight": 0, "middle.bias": 0, "first.weight": 0, "first.bias": 0}
+    ),
+    "scattering": lambda: moving(
+        2, {"first.weight": 0, "first.bias": 0, "middle.weight": 1, "middle.bias": 0, "last.weight": 1}
+    ),
 }
 
 
@@ -197,7 +200,9 @@ def graphs_of(found: Case, analysis: Analysis) -> list[fx.Graph]:
     return [rank_graph(analysis, rank, found.randomness) for rank in range(found.tp)]
 
 
-def typed(found: Case, analysis: Analysis, graph: fx.Graph, rank: int, **other: Any) -> dict[fx.Node, tuple[Typed, ...]]:
+def typed(
+    found: Case, analysis: Analysis, graph: fx.Graph, rank: int, **other: Any
+) -> dict[fx.Node, tuple[Typed, ...]]:
     captured = analysis.captured
     given = {
         "held": {place: analysis.layouts[name] for place, name in captured.parameters.items()},
@@ -240,9 +245,13 @@ def results(found: Case, analysis: Analysis, graphs: list[fx.Graph]) -> list[Ten
     torch.manual_seed(0)
     outputs = run_lockstep([bind(graph, torch.device("cpu"), {}) for graph in graphs], rows)
     weights = [[torch.linspace(0.5, 1.5, y.numel(), dtype=y.dtype).view(y.shape) for y in row] for row in outputs]
-    torch.autograd.backward([sum((y * w).sum() for y, w in zip(*both, strict=True)) for both in zip(outputs, weights, strict=True)])
+    torch.autograd.backward(
+        [sum((y * w).sum() for y, w in zip(*both, strict=True)) for both in zip(outputs, weights, strict=True)]
+    )
     leaves = [x for row in rows for x in row if x.requires_grad]
-    return [y.detach() for row in outputs for y in row] + [x.new_zeros(x.shape) if x.grad is None else x.grad for x in leaves]
+    return [y.detach() for row in outputs for y in row] + [
+        x.new_zeros(x.shape) if x.grad is None else x.grad for x in leaves
+    ]
 
 
 def harmless(found: Case, analysis: Analysis, graphs: list[fx.Graph]) -> bool:
@@ -369,7 +378,11 @@ def swap(node: fx.Node) -> Iterator[Change]:
     both = [isinstance(arg, fx.Node) and isinstance(arg.meta.get("val"), Tensor) for arg in node.args[:2]]
     if both == [True, True] and node.target not in (aten.add.Tensor, aten.mul.Tensor, aten.eq.Tensor):
         yield lambda n: setattr(n, "args", (n.args[1], n.args[0], *n.args[2:]))
-    others = {aten.add.Tensor: aten.sub.Tensor, aten.gelu.default: aten.silu.default, aten.relu.default: aten.abs.default}
+    others = {
+        aten.add.Tensor: aten.sub.Tensor,
+        aten.gelu.default: aten.silu.default,
+        aten.relu.default: aten.abs.default,
+    }
     if node.target in others:
         yield lambda n: setattr(n, "target", others[n.target])
 

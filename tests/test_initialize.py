@@ -169,7 +169,7 @@ class Parts(Language):
                 module.weight.uniform_().mul_(2)
             if module is self:
                 self.embedding.weight.div_(3)
-                self.head.weight *= torch.rand(())
+                self.head.weight *= torch.rand((), device="cpu")
                 for half in self.scale.chunk(2):
                     nn.init.xavier_normal_(half)
 

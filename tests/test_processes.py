@@ -22,7 +22,9 @@ VOCAB = 97  # divides by no number of ranks
 
 
 def gpt(dropout: float = 0.1, n_head: int = 6, n_layer: int = 2) -> GPT:
-    return GPT(GPTConfig(block_size=16, vocab_size=VOCAB, n_layer=n_layer, n_head=n_head, n_embd=8 * n_head, dropout=dropout))
+    return GPT(
+        GPTConfig(block_size=16, vocab_size=VOCAB, n_layer=n_layer, n_head=n_head, n_embd=8 * n_head, dropout=dropout)
+    )
 
 
 def bert(dropout: float = 0.1) -> BERT:
@@ -77,7 +79,9 @@ def expect_equal_state(whole: nn.Module, parallel: nn.Module, tolerance: float) 
     if dist.get_rank() == 0:
         assert list(state) == list(whole.state_dict())
         for name, tensor in whole.state_dict().items():
-            torch.testing.assert_close(state[name], tensor, rtol=0, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                state[name], tensor, rtol=0, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+            )
 
 
 @checks.on(2, 4)
