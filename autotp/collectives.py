@@ -74,7 +74,8 @@ def _convert(name: str, x: Tensor, group: str | None, dim: int = 0, size: int = 
 
 
 def _apply(name: str, x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
-    out: Tensor = Conjugate.apply(name, x, group, dim, size, block)
+    kind = Conjugate if torch.compiler.is_compiling() else Linear
+    out: Tensor = kind.apply(name, x, group, dim, size, block)
     return out
 
 
@@ -98,15 +99,18 @@ class Conjugate(torch.autograd.Function):
         return None, _apply(name, grad, *ctx.where), None, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, _: None, tangent: Tensor, *rest: None) -> Tensor:
-        # All are linear. (A tangent's memory is nobody's to write over.)
-        return _apply(ctx.name.rstrip("_"), tangent, *ctx.where)
-
-    @staticmethod
     def vmap(
         _: Any, in_dims: tuple[int | None, ...], name: str, x: Tensor, group: str, dim: int, size: int, block: int
     ) -> tuple[Tensor, int]:
         return _apply(name, x.movedim(in_dims[1] or 0, 0), group, dim + 1, size, block), 0
+
+
+class Linear(Conjugate):
+    """The same, in forward mode too: all are linear. (Dynamo refuses whatever has a `jvp`.)"""
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: Tensor, *rest: None) -> Tensor:
+        return _apply(ctx.name.rstrip("_"), tangent, *ctx.where)  # A tangent's memory is not written over.
 
 
 # `apply` looks its forward's signature up on every call; found ready-made, a call costs 10 us instead of 18.

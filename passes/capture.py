@@ -187,7 +187,7 @@ def _expect_values(constants: dict[str, torch.Tensor]) -> None:
     for name, constant in constants.items():
         if constant.is_meta:
             raise Error(
-                f"a tensor of the model is neither parameter nor buffer, and has no values: {name} {list(constant.shape)}",
+                f"a tensor of the model, no parameter and no buffer, has no values: {name} {list(constant.shape)}",
                 **{"try": "make it in forward, or register it as a buffer with an initialiser"},
             )
 
