@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autotp import parallel
-from autotp.axis import Axis, open_product, touches
+from autotp.axis import ONE, Axis, open_product, touches
 from autotp.call import bind
 from autotp.errors import Error
 from autotp.layout import ranges
@@ -101,12 +101,22 @@ Form = Callable[[Local, fx.Node, Axes, Axis], tuple[Callable[..., Any], tuple[An
 
 def _embedding(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     args = local.builder.map(bind(node))
-    return parallel.embedding, (args["weight"], args["indices"], local.to.chunk(leaf)[0], args["padding_idx"])
+    start = _start(local, node, axes.of(bind(node)["weight"])[0], leaf)
+    return parallel.embedding, (args["weight"], args["indices"], start, args["padding_idx"])
 
 
 def _gather(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     args = local.builder.map(bind(node))
-    return parallel.gather, (args["self"], args["dim"], args["index"], local.to.chunk(leaf)[0])
+    start = _start(local, node, axes.of(bind(node)["self"])[args["dim"]], leaf)
+    return parallel.gather, (args["self"], args["dim"], args["index"], start)
+
+
+def _start(local: Local, node: fx.Node, axis: Axis, leaf: Axis) -> int:
+    """Where this rank's positions of `axis` start; they must be neighbours: the leaf is the axis, or major in it."""
+    opened = open_product(axis, leaf)
+    if opened is None or opened[0] != ONE or opened[1].symbols:
+        raise Error(f"{node.target} cannot be cut inside an axis of {axis}", at=line_of(node))
+    return local.to.chunk(leaf)[0] * opened[1].number
 
 
 def _dropout(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:

@@ -24,7 +24,7 @@ class LossAndLogits(nn.Module):
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.gpt = GPT(GPTConfig(block_size=16, vocab_size=97, n_layer=1, n_head=3, n_embd=24, dropout=dropout))
+        self.gpt = GPT(GPTConfig(block_size=16, vocab_size=97, n_layer=1, n_head=3, n_embd=96, dropout=dropout))
 
     def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """[batch seq], [batch seq] -> [], [batch seq vocab]"""
