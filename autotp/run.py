@@ -167,7 +167,8 @@ class ParallelModule(Shell):
     def _returned(self, entry: Entry, found: Sequence[Any]) -> Any:
         """The outputs as the model returns them, each tensor with a note of how it is held; buffers are updated."""
         with torch.no_grad():
-            for name, value in zip(entry.updated, found[len(entry.held) :], strict=True):
+            # Backwards: a buffer that was written to and then set anew comes twice, what it was set to first.
+            for name, value in reversed(list(zip(entry.updated, found[len(entry.held) :], strict=True))):
                 getattr(*self._places[name]).copy_(value)
         for value, held in zip(found, entry.held, strict=False):
             mark(value, held)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -96,7 +96,8 @@ def analyse(
     graph, axes, decision = defer(graph, axes, decision)
     differentiable = needs_grad(graph, _sources(graph, captured))
     held = dict(layouts) if layouts is not None else _layouts(graph, axes, decision, captured, tp)
-    local = _local_outputs(graph, axes, decision, skeleton.training, outputs, tp)
+    given = returned(graph)[: len(returned(graph)) - len(updated)]  # A buffer's new value is no output.
+    local = _local_outputs(graph, given, axes, decision, skeleton.training, outputs, tp)
     return Analysis(captured, graph, axes, decision, differentiable, updated, held, local, tp)
 
 
@@ -140,10 +141,9 @@ def _layouts(graph: fx.Graph, axes: Axes, decision: Decision, captured: Captured
 
 
 def _local_outputs(
-    graph: fx.Graph, axes: Axes, decision: Decision, training: bool, outputs: Outputs, tp: int
+    graph: fx.Graph, found: Sequence[Any], axes: Axes, decision: Decision, training: bool, outputs: Outputs, tp: int
 ) -> dict[int, Layout]:
     """The outputs that stay cut: all that are for "local", none for "full"; for "auto", beside a loss in training."""
-    found = returned(graph)
     scalar_loss = any(isinstance(n, fx.Node) and _is_loss(n) for n in found)
     if outputs == "full" or (outputs == "auto" and not (training and scalar_loss)):
         return {}

@@ -1,11 +1,15 @@
-"""The floor: a GPT whose tensor parallelism is written by hand, as in the Megatron-LM paper (Shoeybi et al. 2019).
+"""The floor: GPT and BERT with tensor parallelism written by hand, as in the Megatron-LM paper (Shoeybi et al. 2019).
 
 Plain tensors, conjugate autograd functions, column- and row-parallel products, one copy for q, k and v, a
-vocabulary-parallel embedding, head and loss. It computes what `autotp.models.gpt.GPT` computes, from its weights.
+vocabulary-parallel embedding, head and loss. The modules are a copy of the model's own with each rank's parts in them,
+so parameters have the model's names; what the forward does is written out here. What Megatron does in place is in
+place: all-reduces on buffers nobody else reads, the loss on the logits.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +17,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autotp.models.bert import BERT
 from autotp.models.gpt import GPT
+
+Take = Callable[[Tensor, int, int], Tensor]
+"""What a rank holds of a full parameter: (parameter, rank, tp) -> part."""
 
 
 class Copy(torch.autograd.Function):
@@ -26,7 +34,7 @@ class Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         grad = grad.contiguous()
-        dist.all_reduce(grad)
+        dist.all_reduce(grad)  # in place: every reader of a copy here is a product, whose gradient is new
         return grad
 
 
@@ -36,7 +44,7 @@ class Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         x = x.contiguous()
-        dist.all_reduce(x)
+        dist.all_reduce(x)  # in place: products and lookups do not keep what they return
         return x
 
     @staticmethod
@@ -45,82 +53,177 @@ class Reduce(torch.autograd.Function):
 
 
 class VocabLoss(torch.autograd.Function):
-    """Cross-entropy of logits cut by vocabulary: maxima, sums and target logits are exchanged, a number a token."""
+    """Cross-entropy of logits cut by vocabulary: maxima, sums and target logits are exchanged, a number a token each.
+
+    The logits' buffer becomes their softmax and then their gradient (so one backward only), as in Megatron.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, start: int) -> Tensor:
+        """The mean over targets that are not -100. logits: [tokens vocab/tp]; target: [tokens]"""
         most = logits.amax(-1)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        logits = logits - most.unsqueeze(-1)
+        logits = logits.sub_(most.unsqueeze(-1))
         local = target - start
         outside = (local < 0) | (local >= logits.shape[-1])
-        local = local.masked_fill(outside, 0)
-        picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0)
+        local = local.masked_fill_(outside, 0).unsqueeze(-1)
+        picked = logits.gather(-1, local).squeeze(-1).masked_fill_(outside, 0)
         dist.all_reduce(picked)
         exponentials = logits.exp_()
         total = exponentials.sum(-1)
         dist.all_reduce(total)
-        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), local, outside)
-        return (total.log() - picked).mean()
+        counted = (target != -100).to(logits.dtype)
+        share = counted / counted.sum()
+        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), local, outside, share)
+        return (total.log() - picked) @ share
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        softmax, local, outside = ctx.saved_tensors
-        rows = torch.arange(local.shape[0], device=local.device)
-        softmax[rows, local] -= (~outside).to(softmax.dtype)
-        return softmax.mul_(grad / local.shape[0]), None, None
+        softmax, local, outside, share = ctx.saved_tensors
+        softmax.scatter_add_(-1, local, outside.to(softmax.dtype).sub_(1).unsqueeze(-1))
+        return softmax.mul_((grad * share).unsqueeze(-1)), None, None
 
 
-class Block(nn.Module):
-    """A block on this rank's heads and its part of the width."""
+def rows(full: Tensor, rank: int, tp: int) -> Tensor:
+    """This rank's rows: a column-parallel weight (torch's weights are transposed), its bias, the embedding table."""
+    return full.chunk(tp)[rank]
 
-    def __init__(self, block: Any, rank: int, tp: int) -> None:
+
+def columns(full: Tensor, rank: int, tp: int) -> Tensor:
+    """This rank's columns: a row-parallel weight."""
+    return full.chunk(tp, 1)[rank]
+
+
+def fused(full: Tensor, rank: int, tp: int) -> Tensor:
+    """This rank's rows of each of q, k and v."""
+    return torch.cat([rows(part, rank, tp) for part in full.chunk(3)])
+
+
+# The end of a parameter's name -> how it is cut; what is not here is whole.
+GPT_CUTS: dict[str, Take] = {
+    "wte.weight": rows,
+    "attn.c_attn.weight": fused,
+    "attn.c_attn.bias": fused,
+    "attn.c_proj.weight": columns,
+    "mlp.c_fc.weight": rows,
+    "mlp.c_fc.bias": rows,
+    "mlp.c_proj.weight": columns,
+}
+BERT_CUTS: dict[str, Take] = {
+    "embeddings.word.weight": rows,
+    "query.weight": rows,
+    "query.bias": rows,
+    "key.weight": rows,
+    "key.bias": rows,
+    "value.weight": rows,
+    "value.bias": rows,
+    "attention.output.weight": columns,
+    "mlp.intermediate.weight": rows,
+    "mlp.intermediate.bias": rows,
+    "mlp.output.weight": columns,
+    "mlm.bias": rows,
+}
+
+
+class Megatron(nn.Module):
+    """A model of ours cut by hand; heads, width and vocabulary must divide. Dropout is not computed.
+
+    Attributes:
+        takes: parameter name -> how its part was taken.
+    """
+
+    def __init__(self, model: nn.Module, cuts: Mapping[str, Take], table: str, rank: int, tp: int) -> None:
         super().__init__()
-        attn, mlp = block.attn, block.mlp
-        self.ln_1, self.ln_2, self.heads = block.ln_1, block.ln_2, attn.n_head // tp
-        q, k, v = (part.chunk(tp)[rank] for part in attn.c_attn.weight.detach().chunk(3))
-        self.qkv, self.qkv_bias = nn.Parameter(torch.cat((q, k, v))), _fused_bias(attn.c_attn.bias, rank, tp)
-        self.proj, self.proj_bias = _columns(attn.c_proj.weight, rank, tp), attn.c_proj.bias
-        self.up = nn.Parameter(mlp.c_fc.weight.detach().chunk(tp)[rank].clone())
-        self.up_bias = nn.Parameter(mlp.c_fc.bias.detach().chunk(tp)[rank].clone())
-        self.down, self.down_bias = _columns(mlp.c_proj.weight, rank, tp), mlp.c_proj.bias
+        self.m, self.takes = copy.deepcopy(model), {}
+        for name, parameter in self.m.named_parameters():
+            take = next((take for end, take in cuts.items() if name.endswith(end)), _whole)
+            self.takes[name] = take
+            parameter.data = take(parameter.detach(), rank, tp).clone(memory_format=torch.contiguous_format)
+        self.table = self.m.get_parameter(table)
+        self.heads, self.start = model.config.n_head // tp, rank * self.table.shape[0]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [batch seq hidden], whole on every rank, as is the result."""
-        b, s, _ = x.shape
-        q, k, v = F.linear(Copy.apply(self.ln_1(x)), self.qkv, self.qkv_bias).chunk(3, -1)
+    def lookup(self, tokens: Tensor) -> Tensor:
+        """The embeddings, whole. tokens: [batch seq] -> [batch seq hidden]"""
+        local = tokens - self.start
+        outside = (local < 0) | (local >= self.table.shape[0])
+        found = F.embedding(local.masked_fill_(outside, 0), self.table)
+        return Reduce.apply(found.masked_fill_(outside.unsqueeze(-1), 0))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        """Attention of this rank's heads. q, k, v: [batch seq hidden/tp], as is the result."""
+        b, s, _ = q.shape
         q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, -1)
-        x = x + (Reduce.apply(F.linear(y, self.proj)) + self.proj_bias)
-        h = F.gelu(F.linear(Copy.apply(self.ln_2(x)), self.up, self.up_bias), approximate="tanh")
-        return x + (Reduce.apply(F.linear(h, self.down)) + self.down_bias)
+        return (
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal).transpose(1, 2).reshape(b, s, -1)
+        )
 
 
-class MegatronGPT(nn.Module):
-    """`gpt`, cut by hand. Heads, width and vocabulary must divide."""
+class MegatronGPT(Megatron):
+    """A GPT by hand."""
 
     def __init__(self, gpt: GPT, rank: int, tp: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(block, rank, tp) for block in gpt.h)
-        self.table = nn.Parameter(gpt.wte.weight.detach().chunk(tp)[rank].clone())
-        self.start = rank * self.table.shape[0]
-        self.positions, self.norm = gpt.wpe, gpt.ln_f
+        super().__init__(gpt, GPT_CUTS, "wte.weight", rank, tp)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """The mean loss. tokens, labels: [batch seq]"""
-        local = tokens - self.start
-        outside = (local < 0) | (local >= self.table.shape[0])
-        rows = F.embedding(local.masked_fill(outside, 0), self.table).masked_fill(outside.unsqueeze(-1), 0)
-        x = Reduce.apply(rows) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        logits = F.linear(Copy.apply(self.norm(x)), self.table)
+        x = self.lookup(tokens) + self.m.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.m.h:
+            x = self.block(block, x)
+        logits = F.linear(Copy.apply(self.m.ln_f(x)), self.table)
         return VocabLoss.apply(logits.flatten(0, 1), labels.flatten(), self.start)
 
+    def block(self, block: Any, x: Tensor) -> Tensor:
+        """x and the result: [batch seq hidden], whole on every rank."""
+        attn, mlp = block.attn, block.mlp
+        q, k, v = F.linear(Copy.apply(block.ln_1(x)), attn.c_attn.weight, attn.c_attn.bias).chunk(3, -1)
+        x = x + _row(self.attend(q, k, v, None, True), attn.c_proj)
+        h = F.linear(Copy.apply(block.ln_2(x)), mlp.c_fc.weight, mlp.c_fc.bias)
+        return x + _row(F.gelu(h, approximate="tanh"), mlp.c_proj)
 
-def _columns(weight: Tensor, rank: int, tp: int) -> nn.Parameter:
-    return nn.Parameter(weight.detach().chunk(tp, 1)[rank].clone())
+
+class MegatronBERT(Megatron):
+    """A BERT by hand, either norm."""
+
+    def __init__(self, bert: BERT, rank: int, tp: int) -> None:
+        super().__init__(bert, BERT_CUTS, "embeddings.word.weight", rank, tp)
+
+    def forward(self, tokens: Tensor, types: Tensor, mask: Tensor, labels: Tensor, next_sentence: Tensor) -> Tensor:
+        """The loss of both heads. tokens, types, mask, labels: [batch seq]; next_sentence: [batch]"""
+        m, pieces = self.m, self.m.embeddings
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = pieces.norm(self.lookup(tokens) + pieces.segment(types) + pieces.position(positions))
+        attended = mask.bool()[:, None, None, :]
+        for block in m.layer:
+            x = self.block(block, x, attended)
+        x = m.norm(x)
+        nsp = F.cross_entropy(m.nsp(torch.tanh(m.pooler(x[:, 0]))), next_sentence)
+        h = Copy.apply(m.mlm.norm(F.gelu(m.mlm.transform(x))))
+        logits = F.linear(h, self.table, m.mlm.bias)
+        return VocabLoss.apply(logits.flatten(0, 1), labels.flatten(), self.start) + nsp
+
+    def block(self, block: Any, x: Tensor, mask: Tensor) -> Tensor:
+        """x and the result: [batch seq hidden], whole on every rank; mask: [batch 1 1 seq]"""
+        if block.norm == "pre":
+            x = x + self.attention(block.attention, block.attention_norm(x), mask)
+            return x + _mlp(block.mlp, block.mlp_norm(x))
+        x = block.attention_norm(x + self.attention(block.attention, x, mask))
+        return block.mlp_norm(x + _mlp(block.mlp, x))
+
+    def attention(self, attention: Any, x: Tensor, mask: Tensor) -> Tensor:
+        """Three products on one copy. x and the result: [batch seq hidden]"""
+        x = Copy.apply(x)
+        q, k, v = (F.linear(x, w.weight, w.bias) for w in (attention.query, attention.key, attention.value))
+        return _row(self.attend(q, k, v, mask, False), attention.output)
 
 
-def _fused_bias(bias: Tensor, rank: int, tp: int) -> nn.Parameter:
-    return nn.Parameter(torch.cat([part.chunk(tp)[rank] for part in bias.detach().chunk(3)]))
+def _mlp(mlp: Any, x: Tensor) -> Tensor:
+    return _row(F.gelu(F.linear(Copy.apply(x), mlp.intermediate.weight, mlp.intermediate.bias)), mlp.output)
+
+
+def _row(x: Tensor, linear: nn.Linear) -> Tensor:
+    """A row-parallel product, its bias after the sum. x: [batch seq in/tp] -> [batch seq out]"""
+    return Reduce.apply(F.linear(x, linear.weight)) + linear.bias
+
+
+def _whole(full: Tensor, rank: int, tp: int) -> Tensor:
+    return full

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotp.builder import Builder, fake_mode_of
@@ -77,26 +78,42 @@ def _as(builder: Builder, old: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def _target(node: fx.Node, state: Autocast, mode: Any) -> torch.dtype | None:
-    """The dtype that autocast gives an operator's operands, found by running it on tensors without memory."""
+    """The dtype that autocast gives an operator's operands, found by running it on tensors without memory.
+
+    Some operators cast by themselves, too; those casts are there without autocast. (Where operands differ in dtype,
+    an operator may need autocast to run at all: then it is compared with itself on operands that are cast.)
+    """
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    with_it, without = (_casts(node.target, args, kwargs, s, mode) for s in (state, Autocast(state.device)))
-    return next(iter(with_it - without), None)
+    seen = _casts(node.target, args, kwargs, state, mode)
+    if not seen:
+        return None
+    dtypes = {t.dtype for t in pytree.tree_leaves((args, kwargs)) if _castable(t)}
+    if len(dtypes) > 1:
+        with torch.no_grad(), mode:
+            args, kwargs = pytree.tree_map(lambda t: t.to(seen[0]) if _castable(t) else t, (args, kwargs))
+    own = Counter(_casts(node.target, args, kwargs, Autocast(state.device), mode))
+    return next(iter(Counter(seen) - own), None)
 
 
-def _casts(op: Any, args: Any, kwargs: Any, state: Autocast, mode: Any) -> Counter[torch.dtype]:
+def _castable(value: Any) -> bool:
+    """True for what autocast may cast: it leaves float64 and what is not floating alone."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def _casts(op: Any, args: Any, kwargs: Any, state: Autocast, mode: Any) -> list[torch.dtype]:
     with torch.no_grad(), mode, _Casts() as seen, state.on():
         op(*args, **kwargs)
     return seen.to
 
 
 class _Casts(TorchDispatchMode):
-    """Counts the casts below it, by what they cast to."""
+    """Lists the casts below it, by what they cast to."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.to: Counter[torch.dtype] = Counter()
+        self.to: list[torch.dtype] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._to_copy.default and kwargs and kwargs.get("dtype") is not None:
-            self.to[kwargs["dtype"]] += 1
+            self.to.append(kwargs["dtype"])
         return func(*args, **(kwargs or {}))

@@ -47,6 +47,7 @@ class Captured:
         buffers: placeholder name -> the buffer's first name in the model.
         constants: placeholder name -> the tensor the model made while it was captured.
         inputs: placeholder names of the tensor inputs, in the order of the flattened arguments.
+        assigned: placeholder names of the buffers that the model sets anew; their values are the last outputs.
         outputs: rebuilds the model's output from the flat list of outputs.
         fits: True for shapes of the tensor inputs that the graph is right for.
         example: shapes of the inputs it was captured with.
@@ -59,6 +60,7 @@ class Captured:
     buffers: dict[str, str]
     constants: dict[str, torch.Tensor]
     inputs: list[str]
+    assigned: list[str]
     outputs: Callable[[Sequence[Any]], Any]
     fits: Callable[[Shapes], bool]
     example: tuple[tuple[int, ...], ...]
@@ -72,6 +74,7 @@ class _Returned:
 
     leaves: Sequence[Any] = ()
     spec: Any = None
+    assigned: Sequence[str] = ()
 
 
 class _Flat(nn.Module):
@@ -86,12 +89,27 @@ class _Flat(nn.Module):
         queue = iter(tensors)
         leaves = [next(queue) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        before = dict(self.model.named_buffers())
         found, self.returned.spec = flatten(self.model(*args, **kwargs))
+        assigned = _assigned(before, self.model)
         sizes = [leaf for leaf in found if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)]
         computed: list[Any] = [leaf for leaf in found if isinstance(leaf, torch.Tensor)] + sizes
         places = {id(leaf): _Place(i) for i, leaf in enumerate(computed)}
         self.returned.leaves = [places.get(id(leaf), leaf) for leaf in found]
-        return tuple(computed)
+        self.returned.assigned = list(assigned)
+        return (*computed, *assigned.values())
+
+
+def _assigned(before: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that a forward has set anew (`self.mean = ...`), which the exporter does not see."""
+    found = {name: now for name, now in model.named_buffers() if now is not before.get(name)}
+    for name, now in found.items():
+        if name not in before or now.shape != before[name].shape:
+            raise Error(
+                f"the model gives its buffer `{name}` another shape, {list(now.shape)}",
+                **{"try": "a buffer as long as it may become, of which forward takes a slice"},
+            )
+    return found
 
 
 @dataclass(frozen=True)
@@ -176,11 +194,15 @@ def _captured(program: ExportedProgram, flat: _Flat, tensors: Sequence[torch.Ten
     example = [node.meta["val"] for node in graph.nodes if node.op == "placeholder" and node.name in inputs]
     constants = {name: program.constants[target] for name, target in names.get(InputKind.CONSTANT_TENSOR, {}).items()}
     _expect_values(constants)
+    places = {name: place for place, name in buffers.items()}
+    assigned = [places[name] for name in flat.returned.assigned]
     shapes = tuple(tuple(t.shape) for t in tensors)
     rebuild = _rebuilding(flat.returned)
     leaves = tuple(_like(leaf, "meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves)
     fits = guard(example, program)
-    return Captured(graph, parameters, buffers, constants, inputs, rebuild, fits, shapes, leaves, flat.spec, autocast)
+    return Captured(
+        graph, parameters, buffers, constants, inputs, assigned, rebuild, fits, shapes, leaves, flat.spec, autocast
+    )
 
 
 def _expect_values(constants: dict[str, torch.Tensor]) -> None:

@@ -30,18 +30,29 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autotp import collectives, parallel
-from autotp.axis import ONE, Axis, Size, find, holds, leaves, open_product, product, touches
+from autotp.axis import Axis, Size, find, holds, leaves, open_product, product, touches
 from autotp.call import bind, draws, is_tensor, operand_nodes, outputs_of
 from autotp.errors import Error
 from autotp.layout import Layout, Range, ranges
 from autotp.operators import SIZE_ARGUMENTS
-from autotp.passes.axes import Bound, Dims, Factor, infer_axes
+from autotp.passes.axes import Axes, Bound, Dims, Factor, infer_axes
 from autotp.passes.local import Target
 from autotp.placement import Copied, Partial, Placement, Replicate, Shard
 from autotp.source import line_of
 
 aten = torch.ops.aten
-SPLIT, SLICE = aten.split_with_sizes.default, aten.slice.Tensor
+
+CONJUGATES: dict[Any, tuple[type[Placement], type[Placement]]] = {
+    collectives.copy: (Replicate, Copied),
+    collectives.reduce: (Partial, Replicate),
+    collectives.scatter: (Replicate, Shard),
+    collectives.gather: (Shard, Replicate),
+    collectives.all_gather: (Shard, Copied),
+    collectives.reduce_scatter: (Partial, Shard),
+}
+"""The placements that each conjugate reads and gives."""
+NO_GRADIENT = (aten.detach.default, parallel.peak)
+"""Operators that no gradient passes."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +76,17 @@ class Typed:
         """The axis that is cut, or None."""
         return self.placement.axis if isinstance(self.placement, Shard) else None
 
+    def cut_dims(self, leaf: Axis | None) -> list[int]:
+        """The dimensions that have `leaf` anywhere."""
+        return [d for d, axis in enumerate(self.dims) if leaf is not None and touches(axis, leaf)]
+
     def fits(self, want: Placement) -> bool:
         """True if this can be read as `want`. See NOTE [No gradient, no difference]."""
         same = (Replicate(), Copied())
         return self.placement == want or (not self.flows and self.placement in same and want in same)
 
     def __str__(self) -> str:
-        cut = [self.leaf is not None and touches(axis, self.leaf) for axis in self.dims]
-        sizes = [f"{find(axis).size}{'@tp' * at}" for axis, at in zip(self.dims, cut, strict=True)]
+        sizes = [f"{find(a).size}{'@tp' * (d in self.cut_dims(self.leaf))}" for d, a in enumerate(self.dims)]
         dtype = str(self.dtype).removeprefix("torch.").replace("float", "f").replace("int", "i")
         return f"{dtype}[{', '.join(sizes)}]{str(self.placement) * (self.leaf is None)}"
 
@@ -102,24 +116,22 @@ def check(
     for node in lowered.nodes:
         try:
             proof.visit(node)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # Fail closed.
-            proof.refuse(node, f"cannot be typed: {error!r}", got=_called(node.target, node.args))
+        except Error:
+            raise
+        except Exception as error:  # Whatever it is, it is no proof.
+            proof.refuse(node, f"cannot be typed: {error!r}", got=_called(node))
     return proof.types
 
 
-class _Model:
-    """The model's graph: the nodes whose order counts; the others by region, operator and operands, in order."""
+@dataclass(frozen=True)
+class _Cut:
+    """What an operator is cut along: the leaf, and the factor that has it."""
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self.pure: dict[Any, list[fx.Node]] = {}
-        ordered, region, live = [], 0, _live(graph)
-        for node in graph.nodes:
-            if _is_ordered(node):
-                ordered.append(node)
-                region += not outputs_of(node)
-            elif node in live and not _is_number(node):
-                self.pure.setdefault((region, _family(node), *_operands(node)), []).append(node)
-        self.ordered = iter(ordered)
+    leaf: Axis
+    factor: Factor
+
+
+Reads = Sequence[tuple[fx.Node, Typed]]
 
 
 class _Proof:
@@ -127,7 +139,7 @@ class _Proof:
 
     def __init__(self, graph: fx.Graph, held: Any, trainable: Any, to: Target, local_outputs: Any) -> None:
         self.held, self.trainable, self.to, self.local_outputs = held, trainable, to, local_outputs
-        self.axes, self.region = infer_axes(graph), 0
+        self.axes = infer_axes(graph)
         self.model = _Model(graph)
         self.types: dict[fx.Node, tuple[Typed, ...]] = {}
         self.whole: dict[fx.Node, fx.Node] = {}  # The node of the model's graph whose value, or part of it, this is.
@@ -135,23 +147,24 @@ class _Proof:
         self.opened: dict[fx.Node, fx.Node] = {}  # What puts a value together again -> what took it apart.
 
     def visit(self, node: fx.Node) -> None:
+        source: Any = node.args[0] if node.args else None
         if _is_number(node):
             self.numbers[node] = self._number(node)
         elif node.target in CONJUGATES:
-            self._conjugate(node)
+            self._conjugate(node, *node.args)
         elif node in self.opened:
             self._close(node, self.opened[node])
         elif (end := _closing(node)) is not None:
             self._open(node, end)
-        elif node.target is operator.getitem and node.args[0] in self.opened.values():
-            self._give(node, node.args[0], (self.types[node.args[0]][node.args[1]],))  # type: ignore[index, arg-type]
+        elif node.target is operator.getitem and source in self.opened.values():
+            self._give(node, source, (self.types[source][node.args[1]],))  # type: ignore[index]
         else:
             self._compute(node)
 
     def _give(self, node: fx.Node, whole: fx.Node, types: tuple[Typed, ...]) -> None:
         """Remembers what was proved of a node, if the example values that it carries agree."""
         for value, typed in zip(outputs_of(node), types, strict=True):
-            shape = [self._local(axis, typed.leaf) for axis in typed.dims]
+            shape = [_length(self.to, axis, typed.leaf) for axis in typed.dims]
             if _plain(list(value.shape)) != _plain(shape) or value.dtype != typed.dtype:
                 self.refuse(node, f"is not this rank's {typed}", expected=_listed(shape), got=_listed(value.shape))
         self.types[node], self.whole[node] = types, whole
@@ -160,27 +173,17 @@ class _Proof:
         where = f"rank {self.to.rank} of {self.to.tp}: `{node}` "
         raise Error(where + problem, **{label: str(fact) for label, fact in facts.items()}, at=line_of(node))
 
-    # ---- numbers
-
-    def _local(self, axis: Axis, leaf: Axis | None) -> Size:
-        """The length of an axis on this rank where `leaf` is cut."""
-        if leaf is None or not touches(axis, leaf):
-            return find(axis).size
-        return Size(self.to.length(leaf)) * (find(axis).size.divided(find(leaf).size) or ONE)
-
-    def _pieces(self, axis: Axis, leaf: Axis) -> tuple[tuple[Range, ...], ...] | None:
-        """The positions of an axis that each rank holds; None where they depend on the inputs' sizes."""
-        if find(axis).size.symbols:
-            return None
-        return tuple(tuple(ranges(axis, leaf, self.to.tp, rank)) for rank in range(self.to.tp))
+    def refuse_read(self, node: fx.Node, operand: fx.Node, typed: Typed, want: Placement, **facts: Any) -> NoReturn:
+        expected, got = (f"{type(t.placement).__name__} {t}" for t in (replace(typed, placement=want), typed))
+        self.refuse(node, f"reads `{operand}`", **facts, expected=expected, got=got)
 
     def _number(self, node: fx.Node) -> Any:
         """A size, or what is computed from sizes."""
         if node.target is not aten.sym_size.int:
             return node.target(*self._erased(node.args), **self._erased(node.kwargs))  # type: ignore[operator]
-        x, dim = _arguments(node)
-        (typed,), size = self.types[x], self.whole[x].meta["val"].shape[dim]
-        if _plain(self._local(typed.dims[dim], typed.leaf)) != _plain(size):
+        x, dim = node.args
+        (typed,), size = self.types[x], self.whole[x].meta["val"].shape[dim]  # type: ignore[index]
+        if typed.leaf is not None and touches(typed.dims[dim], typed.leaf):  # type: ignore[index]
             self.refuse(node, f"reads from `{x}` a size that is cut", got=typed)
         return size
 
@@ -188,17 +191,15 @@ class _Proof:
         """Arguments in terms of the model's graph: values as its nodes, sizes as numbers."""
         return fx.map_arg(value, lambda n: self.numbers[n] if n in self.numbers else self.whole[n])
 
-    # ---- what stands for a node of the model's graph
+    # ---- nodes that stand for one of the model's graph
 
     def _compute(self, node: fx.Node) -> None:
-        """Finds the model's node that `node` stands for: the next one, or for a pure operator one on its operands."""
+        """Finds the node that `node` stands for: the next one, or of pure operators one on the same operands."""
         if node.target in BIASED and len(node.args) == 3:
-            return self._biased(node)
+            return self._biased(node, *(node.args[i] for i in BIASED[node.target][1]))  # type: ignore[index, arg-type]
         if _is_ordered(node):
-            self.region += not outputs_of(node)
-            return self._stands_for(node, next(self.model.ordered, None))
-        candidates = self.model.pure.get((self.region, _family(node), *(self.whole[n] for n in _operands(node))), [])
-        errors = []
+            return self._stands_for(node, self.model.next())
+        candidates, errors = self.model.on(_family(node), *(self.whole[n] for n in _operands(node))), []
         for model in candidates:
             try:
                 self._stands_for(node, model)
@@ -209,13 +210,13 @@ class _Proof:
 
     def _stands_for(self, node: fx.Node, model: fx.Node | None) -> Any:
         if model is None or node.op != model.op:
-            self.refuse(node, "is not what the model computes", expected=model, got=_called(node.target, node.args))
+            self.refuse(node, "is not what the model computes", expected=model and _called(model), got=_called(node))
         if node.op in ("placeholder", "get_attr"):
             self._stored(node, model)
         elif node.op == "output":
             self._output(node, model)
         elif model in self.axes.bound:
-            self._operator(node, model, self.axes.bound[model])
+            self._operator(node, model)
         else:
             self._other(node, model)
 
@@ -230,33 +231,38 @@ class _Proof:
 
     def _held(self, node: fx.Node, model: fx.Node, layout: Layout) -> Axis | None:
         """The axis that a layout cuts: the one whose cut gives every rank just these pieces."""
-        axis = None if layout.dim is None else self.axes.of(model)[layout.dim]
-        if layout.shape == tuple(outputs_of(model)[0].shape):
-            for leaf in [None] if axis is None else dict.fromkeys(leaves(axis)):
-                if axis is None or leaf is None or (holds(axis, leaf) and self._pieces(axis, leaf) == layout.pieces):
-                    return leaf
-        self.refuse(node, "is not held as one of its axes is cut", expected=f"{axis}, cut by one of these", got=layout)
+        dims, shape = self.axes.of(model), tuple(outputs_of(model)[0].shape)
+        if layout.dim is None and layout.shape == shape:
+            return None
+        for leaf in leaves(dims[layout.dim]) if layout.dim is not None and layout.shape == shape else ():
+            if holds(dims[layout.dim], leaf) and _pieces(self.to, dims[layout.dim], leaf) == layout.pieces:  # type: ignore[index]
+                return leaf
+        self.refuse(
+            node, "is not held as one of its axes is cut", expected=f"[{', '.join(map(str, dims))}]", got=layout
+        )
 
     def _output(self, node: fx.Node, model: fx.Node) -> None:
         for i, (got, expected) in enumerate(zip(node.args[0], model.args[0], strict=True)):  # type: ignore[arg-type]
             if _plain(self._erased(got)) != _valued(expected):
                 self.refuse(node, f"returns something else at {i}", expected=expected, got=got)
             for typed in self.types.get(got, ()):
-                whole, layout = replace(typed, placement=Replicate()), self.local_outputs.get(i)
+                layout, at = self.local_outputs.get(i), typed.cut_dims(typed.leaf)
                 if layout is None and not typed.fits(Replicate()):
-                    self.refuse(node, f"returns at {i} what is not whole", expected=whole, got=typed)
-                at = [d for d, axis in enumerate(typed.dims) if typed.leaf is not None and touches(axis, typed.leaf)]
-                cut = typed.leaf is not None and self._pieces(typed.dims[at[0]], typed.leaf)
-                if layout is not None and (at != [layout.dim] or cut != layout.pieces):
+                    self.refuse_read(node, got, typed, Replicate())
+                if layout is not None and (at != [layout.dim] or self._cut_at(typed, at[0]) != layout.pieces):
                     self.refuse(node, f"returns at {i} what is not cut as declared", expected=layout, got=typed)
+
+    def _cut_at(self, typed: Typed, dim: int) -> Any:
+        return _pieces(self.to, typed.dims[dim], typed.leaf) if typed.leaf is not None else None
 
     def _other(self, node: fx.Node, model: fx.Node) -> None:
         """A node without a rule: one of several outputs, a number read out of a tensor, the edge of a region."""
         self._expect_call(node, model.target, bind(model))
         if outputs_of(model):
-            source, at = node.args
-            tensors = [isinstance(value, torch.Tensor) for value in source.meta["val"]]  # type: ignore[union-attr]
-            return self._give(node, model, (self.types[source][sum(tensors[:at])],))  # type: ignore[index]
+            source: Any = node.args[0]
+            before = source.meta["val"][: node.args[1]]
+            types = self.types[source][sum(isinstance(value, torch.Tensor) for value in before)]
+            return self._give(node, model, (types,))
         for operand in node.all_input_nodes:
             for typed in self.types.get(operand, ()):
                 if isinstance(typed.placement, Partial | Shard):
@@ -271,43 +277,53 @@ class _Proof:
 
     def _expect_call(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> None:
         if not self._is_call(node, target, arguments):
-            got = _called(node.target, bind(node).values())
-            self.refuse(node, "is not this rank's part", expected=_called(target, arguments.values()), got=got)
+            expected = f"{_name(target)}({', '.join(map(_listed, arguments.values()))})"
+            self.refuse(node, "is not this rank's part", expected=expected, got=_called(node))
 
-    def _operator(self, node: fx.Node, model: fx.Node, bound: Bound) -> None:
+    def _operator(self, node: fx.Node, model: fx.Node) -> None:
         reads = [(operand, self.types[operand][0]) for operand in _operands(node)]
-        leaf = next((typed.leaf for _, typed in reads if typed.leaf is not None), None) or self._new_leaf(
-            node, model, bound
-        )
-        factor = self._factor(node, bound, leaf) if leaf is not None else None
-        self._expect_call(node, *self._local_call(node, model, bound, leaf, factor))
-        self._give(node, model, self._typing(node, model, reads, leaf, factor))
+        cut = self._cut(node, model, reads) or self._new_cut(node, model)
+        self._expect_call(node, *_local_call(self.to, self.axes, node, model, cut))
+        self._give(node, model, self._typing(node, model, reads, cut))
 
-    def _biased(self, node: fx.Node) -> None:
+    def _biased(self, node: fx.Node, x: fx.Node, w: fx.Node, bias: fx.Node) -> None:
         """A product with the bias that was put back into it (`passes/clean.py`): product, then sum."""
-        target, places = BIASED[node.target]  # type: ignore[index]
-        x, w, bias = (_arguments(node)[i] for i in places)
-        for model in self.model.pure.get((self.region, target, self.whole[x], self.whole[w]), ()):
+        read = {n: (n, self.types[n][0]) for n in (x, w, bias)}
+        for model in self.model.on(BIASED[node.target][0], self.whole[x], self.whole[w]):  # type: ignore[index]
             for terms in ((model, self.whole[bias]), (self.whole[bias], model)):
-                sums = self.model.pure.get((self.region, aten.add.Tensor, *terms), ())
+                sums = self.model.on(aten.add.Tensor, *terms)
                 if sums and bind(sums[0])["alpha"] == 1:
-                    (made,) = self._plainly(node, model, [(n, self.types[n][0]) for n in (x, w)])
-                    reads = [(node, made) if term is model else (bias, self.types[bias][0]) for term in terms]
-                    return self._give(node, sums[0], self._plainly(node, sums.pop(0), reads))
+                    factors = [read[x], read[w]]
+                    (made,) = self._typing(node, model, factors, self._cut(node, model, factors))
+                    reads = [(node, made) if term is model else read[bias] for term in terms]
+                    total = sums.pop(0)
+                    return self._give(node, total, self._typing(node, total, reads, self._cut(node, total, reads)))
         self._stands_for(node, None)
 
-    def _plainly(self, node: fx.Node, model: fx.Node, reads: Reads) -> tuple[Typed, ...]:
-        """The types that an operator gives whose arguments no cut changes."""
+    def _cut(self, node: fx.Node, model: fx.Node, reads: Reads) -> _Cut | None:
+        """Along what an operator is cut that reads something cut; None for one that does not."""
         leaf = next((typed.leaf for _, typed in reads if typed.leaf is not None), None)
-        factor = self._factor(node, self.axes.bound[model], leaf) if leaf is not None else None
-        return self._typing(node, model, reads, leaf, factor)
+        factor = _factor(self.axes.bound[model], leaf) if leaf is not None else None
+        if leaf is not None and factor is None:
+            rule, got = self.axes.bound[model].rule, ", ".join(str(typed) for _, typed in reads)
+            self.refuse(node, "cannot be cut along the axis of what it reads", rule=rule, got=got)
+        return None if leaf is None or factor is None else _Cut(leaf, factor)
 
-    def _typing(
-        self, node: fx.Node, model: fx.Node, reads: Reads, leaf: Axis | None, factor: Factor | None
-    ) -> tuple[Typed, ...]:
-        """The types that an operator gives, cut along `factor` or whole, if it may read its operands in theirs."""
+    def _new_cut(self, node: fx.Node, model: fx.Node) -> _Cut | None:
+        """Along what an operator is cut that makes a dimension, as zeros and expand do: its local sizes tell."""
         bound = self.axes.bound[model]
-        wants, gives = _uncut(bound, reads) if factor is None else _cut(bound, factor, Shard(leaf), reads)  # type: ignore[arg-type]
+        made = [factor.axis for factor in bound.factors if not factor.ins and not factor.mark]
+        for leaf in [leaf for axis in made for leaf in leaves(axis) if not leaf.size.symbols]:
+            factor = _factor(bound, leaf)
+            local = factor and _local_call(self.to, self.axes, node, model, _Cut(leaf, factor))
+            if factor and local and self._is_call(node, *local) and not self._is_call(node, model.target, bind(model)):
+                return _Cut(leaf, factor)
+        return None
+
+    def _typing(self, node: fx.Node, model: fx.Node, reads: Reads, cut: _Cut | None) -> tuple[Typed, ...]:
+        """The types that an operator gives, if it may read its operands in theirs."""
+        bound = self.axes.bound[model]
+        wants, gives = _placements(bound, [typed for _, typed in reads], cut)
         for (operand, typed), want in zip(reads, wants, strict=True):
             if not typed.fits(want):
                 self.refuse_read(node, operand, typed, want, rule=bound.rule)
@@ -319,131 +335,35 @@ class _Proof:
                 self.refuse(node, "loses its gradient where it is reduced", rule=bound.rule, got=typed)
         return types
 
-    def refuse_read(self, node: fx.Node, operand: fx.Node, typed: Typed, want: Placement, **facts: Any) -> NoReturn:
-        expected, got = (f"{type(t.placement).__name__} {t}" for t in (replace(typed, placement=want), typed))
-        self.refuse(node, f"reads `{operand}`", **facts, expected=expected, got=got)
-
-    def _factor(self, node: fx.Node, bound: Bound, leaf: Axis) -> Factor:
-        """The factor along which an operator is cut, the leaf in one dimension at most of each operand and output."""
-        factor = bound.cuttable(leaf)
-        for places, terms in zip((factor.ins, factor.outs) if factor else (), bound.dims, strict=False):
-            for i, dims in enumerate(terms):
-                has = [d for d, axis in enumerate(dims) if touches(axis, leaf)]
-                if has != [places[j] for j in (i,) if j in places] or not all(holds(dims[d], leaf) for d in has):
-                    factor = None
-        return factor or self.refuse(node, f"cannot be cut along {find(leaf)} of what it reads", rule=bound.rule)
-
-    def _new_leaf(self, node: fx.Node, model: fx.Node, bound: Bound) -> Axis | None:
-        """The axis that is cut in a value made of nothing cut, as zeros and expand can: local sizes tell."""
-        made = [factor.axis for factor in bound.factors if not factor.ins and not factor.mark]
-        for leaf in dict.fromkeys(leaf for axis in made for leaf in leaves(axis) if not leaf.size.symbols):
-            factor = bound.cuttable(leaf)
-            local = factor and self._local_call(node, model, bound, leaf, factor)
-            if local and self._is_call(node, *local) and not self._is_call(node, model.target, bind(model)):
-                return leaf
-        return None
-
-    def _local_call(
-        self, node: fx.Node, model: fx.Node, bound: Bound, leaf: Axis | None, factor: Factor | None
-    ) -> tuple[Any, dict[str, Any]]:
-        """The call that computes this rank's part: its target, and its arguments in terms of the model's graph."""
-        arguments, target = bind(model), model.target
-        if leaf is None or factor is None:
-            return target, arguments
-        if factor.mark == "!":
-            return self._form(node, model, bound, leaf)
-        dims, outs = bound.dims[0][0] if bound.dims[0] else (), self.axes.dims[model]
-        name = str(target).rsplit(".", 1)[0]
-        if _family(model) is SPLIT:
-            dim = arguments["dim"] % len(dims)
-            sizes = [self._local(out[dim], leaf) for out in outs]
-            return SPLIT, {"self": arguments["self"], "split_sizes": sizes, "dim": dim}
-        if _family(model) is SLICE and touches(dims[arguments["dim"]], leaf):
-            return SLICE, self._local_slice(model, arguments, dims, leaf)
-        if name in SIZE_ARGUMENTS:
-            at, out = SIZE_ARGUMENTS[name], outs[0]
-            first = arguments["dim"] % len(dims) if name == "aten.unflatten" else len(out) - len(arguments[at])
-            arguments[at] = [self._local(axis, leaf) for axis in out[first : first + len(arguments[at])]]
-        return target, arguments
-
-    def _local_slice(self, model: fx.Node, arguments: dict[str, Any], dims: Dims, leaf: Axis) -> dict[str, Any]:
-        """A slice of a dimension that is cut takes what the rank holds between its bounds."""
-        dim, start = arguments["dim"] % len(dims), arguments["start"] or 0
-        pieces = self._pieces(dims[dim], leaf) or ()
-        first = max(start + find(dims[dim]).size.number, 0) if start < 0 else start
-        bounds = first, first + outputs_of(model)[0].shape[dim]
-        at = [sum(max(min(b, bound) - a, 0) for a, b in pieces[self.to.rank]) for bound in bounds]
-        return {"self": arguments["self"], "dim": dim, "start": at[0], "end": at[1], "step": arguments.get("step", 1)}
-
-    # ---- parallel forms
-
-    def _form(self, node: fx.Node, model: fx.Node, bound: Bound, leaf: Axis) -> tuple[Any, dict[str, Any]]:
-        """The parallel form of a call, its arguments by position."""
-        of, names, only = FORMS.get(node.target, (None, (), ""))
-        arguments, dims = bind(model), bound.dims[0]
-        if of is not model.target or only not in ("", self.to.randomness) or not arguments.get("train", True):
-            self.refuse(node, "needs its parallel form where it is cut", rule=bound.rule)
-        arguments["start"] = self._start(dims[0][arguments.get("dim", 0)], leaf)
-        given = [arguments[name] for name in names]
-        if only:
-            drawn = dims[0] if of is not SDPA else (*dims[0][:-1], dims[1][-2])
-            given += [self.to.rank] if only == "fast" else self._mask(drawn, leaf)
-        return node.target, {str(i): value for i, value in enumerate(given)}
-
-    def _start(self, axis: Axis, leaf: Axis) -> int | None:
-        """Where this rank's rows start, if they are in one piece."""
-        pieces = self._pieces(axis, leaf)
-        if pieces is None or len(pieces[self.to.rank]) > 1:
-            return None
-        return pieces[self.to.rank][0][0] if pieces[self.to.rank] else find(axis).size.number
-
-    def _mask(self, dims: Dims, leaf: Axis) -> list[Any]:
-        """The shape of one device's mask, the cut axis opened; its dimension; and what this rank keeps of it."""
-        (dim,) = (d for d, axis in enumerate(dims) if touches(axis, leaf))
-        sizes: list[Any] = [find(axis).size for axis in dims]
-        opened = open_product(dims[dim], leaf)
-        if opened is None:
-            return [sizes, dim, (self._pieces(dims[dim], leaf) or ())[self.to.rank]]
-        sizes[dim : dim + 1] = [opened[0], find(leaf).size, opened[1]]
-        return [sizes, dim + 1, (self.to.chunk(leaf),)]
-
     # ---- conjugates
 
-    def _conjugate(self, node: fx.Node) -> None:
+    def _conjugate(self, node: fx.Node, x: Any, axis: Any, *rest: Any) -> None:
         """A row of the table of conjugates, in its place and over the dimension that is cut."""
-        x, axis, *rest = _arguments(node)
         (typed,), kinds = self.types[x], CONJUGATES[node.target]
-        leaf = self._moved(typed, *rest) if Shard in kinds else None
-        shapeless: dict[Any, Any] = {collectives.copy: ([],), collectives.reduce: ([], ["sum"], ["max"])}
-        allowed = shapeless.get(node.target, ())
-        if axis != self.to.axis or node.kwargs or (leaf is None and rest not in allowed):
-            got = f"{_called(node.target, node.args)} of {typed}"
-            self.refuse(node, "does not move along the axis that is cut", got=got)
-        reducer = rest if leaf is None else ()
-        made: dict[Any, Any] = {Shard: leaf and Shard(leaf), Partial: Partial(*reducer)}
-        want, give = (made.get(kind) or (Copied() if kind is Copied else Replicate()) for kind in kinds)
+        leaf = _moved(typed, *rest) if Shard in kinds else None
+        allowed = {collectives.copy: ([],), collectives.reduce: ([], ["sum"], ["max"])}.get(node.target, ())  # type: ignore[call-overload]
+        if axis != self.to.axis or node.kwargs or (leaf is None and list(rest) not in allowed):
+            self.refuse(node, "does not move along the axis that is cut", got=f"{_called(node)} of {typed}")
+        make: dict[type[Placement], Any] = {Shard: lambda: Shard(leaf), Partial: lambda: Partial(*rest[: leaf is None])}  # type: ignore[arg-type]
+        want, give = (make.get(kind, kind)() for kind in kinds)
         if not typed.fits(want):
             self.refuse_read(node, x, typed, want)
         self._give(node, self.whole[x], (replace(typed, placement=give),))
 
-    def _moved(self, typed: Typed, dim: int, size: int, block: int = 1) -> Axis | None:
-        """The leaf that a conjugate cuts or joins: the outermost of its dimension, in blocks of the rest of it."""
-        axis = outermost = find(typed.dims[dim])
-        while outermost.kind == "product":
-            outermost = find(outermost.parts[0])
-        blocks = axis.size == Size(size) and axis.size.divided(outermost.size) == Size(block)
-        alone = [d for d, other in enumerate(typed.dims) if touches(other, outermost)] == [dim % len(typed.dims)]
-        return outermost if blocks and alone and holds(axis, outermost) else None
-
     def _open(self, node: fx.Node, end: fx.Node) -> None:
-        """A dimension taken apart, so that one part of it can be cut or joined."""
-        x, *rest = _arguments(node)
-        (typed,), (sizes, dim) = self.types[x], rest if node.target is SPLIT else reversed(rest)
+        """A dimension taken apart, so that one part of it can be cut or joined (`passes/exchange.py`)."""
+        x: Any
+        dim: Any
+        x, *rest = node.args
+        sizes, dim = rest if node.target is SPLIT else reversed(rest)
+        (typed,) = self.types[x]
         for parts in _openings(node.target, find(typed.dims[dim])):
-            if _plain([self._local(part, typed.leaf) for part in parts]) == _plain(self._erased(sizes)):
+            if _plain([_length(self.to, part, typed.leaf) for part in parts]) == _plain(self._erased(sizes)):
                 break
         else:
-            self.refuse(node, "does not take a dimension apart as its axis is made up", expected=typed, got=sizes)
+            self.refuse(
+                node, "does not take a dimension apart as its axis is made up", expected=typed, got=_called(node)
+            )
         inner = [[part] for part in parts] if node.target is SPLIT else [parts]
         types = (replace(typed, dims=(*typed.dims[:dim], *axes, *typed.dims[dim + 1 :])) for axes in inner)
         self.opened[end] = node
@@ -451,50 +371,167 @@ class _Proof:
 
     def _close(self, node: fx.Node, opening: fx.Node) -> None:
         """The dimension put together again, all its parts moved alike."""
-        x = _arguments(opening)[0]
-        (typed,), found = self.types[x], [self.types[n][0] for n in node.all_input_nodes if n in self.types]
-        if any(one.placement != found[0].placement for one in found):
-            self.refuse(node, "joins parts that were moved differently", got=", ".join(map(str, found)))
-        self._give(node, self.whole[x], (replace(typed, placement=found[0].placement),))
+        x: Any = opening.args[0]
+        (typed,), moved = self.types[x], [self.types[n][0] for n in node.all_input_nodes if n in self.types]
+        if any(part.placement != moved[0].placement for part in moved):
+            self.refuse(node, "joins parts that were moved differently", got=", ".join(map(str, moved)))
+        self._give(node, self.whole[x], (replace(typed, placement=moved[0].placement),))
 
 
-Reads = Sequence[tuple[fx.Node, Typed]]
+# ---- placements
 
 
-def _cut(bound: Bound, factor: Factor, cut: Shard, reads: Reads) -> tuple[list[Placement], list[Placement]]:
-    """The placements that an operator reads and gives which is cut along a factor."""
-    lost = Partial(bound.rule.reducer)
-    wants: list[Placement] = [cut if i in factor.ins else Copied() for i in range(len(reads))]
-    return wants, [cut if i in factor.outs else lost for i in range(len(bound.rule.outs))]
+def _placements(bound: Bound, types: list[Typed], cut: _Cut | None) -> tuple[list[Placement], list[Placement]]:
+    """The placements that an operator reads and gives, cut or whole."""
+    n_outs = len(bound.rule.outs)
+    if cut is not None:
+        shard, lost = Shard(cut.leaf), Partial(bound.rule.reducer)
+        wants: list[Placement] = [shard if i in cut.factor.ins else Copied() for i in range(len(types))]
+        return wants, [shard if i in cut.factor.outs else lost for i in range(n_outs)]
+    partial = frozenset(i for i, typed in enumerate(types) if typed.placement == Partial())
+    if partial in bound.rule.linear:
+        return [Partial() if i in partial else Copied() for i in range(len(types))], [Partial()] * n_outs
+    copied = any(typed.flows and typed.placement == Copied() for typed in types)
+    kind: Placement = Copied() if copied else Replicate()
+    return [kind] * len(types), [kind] * n_outs
 
 
-def _uncut(bound: Bound, reads: Reads) -> tuple[list[Placement], list[Placement]]:
-    """The placements that an operator reads and gives which is not cut."""
-    placements = [typed.placement for _, typed in reads]
-    partial = frozenset(i for i, placement in enumerate(placements) if placement == Partial())
-    copied = any(typed.flows and typed.placement == Copied() for _, typed in reads)
-    kind: Placement = Copied() if copied or partial in bound.rule.linear else Replicate()
-    if partial not in bound.rule.linear:
-        return [kind] * len(reads), [kind] * len(bound.rule.outs)
-    return [Partial() if i in partial else kind for i in range(len(reads))], [Partial()] * len(bound.rule.outs)
+def _factor(bound: Bound, leaf: Axis) -> Factor | None:
+    """The factor along which an operator can be cut, the leaf in one dimension at most of each operand and output."""
+    factor = bound.cuttable(leaf)
+    for places, terms in zip((factor.ins, factor.outs) if factor else (), bound.dims, strict=False):
+        for i, dims in enumerate(terms):
+            has = [d for d, axis in enumerate(dims) if touches(axis, leaf)]
+            if has != [places[j] for j in (i,) if j in places] or not all(holds(dims[d], leaf) for d in has):
+                return None
+    return factor
 
 
-# ---- dimensions taken apart and put together around a conjugate (`passes/exchange.py`)
+def _moved(typed: Typed, dim: int, size: int, block: int = 1) -> Axis | None:
+    """The leaf that a conjugate cuts or joins: the outermost of its dimension, in blocks of the rest of it."""
+    axis = outermost = find(typed.dims[dim])
+    while outermost.kind == "product":
+        outermost = find(outermost.parts[0])
+    blocks = axis.size == Size(size) and axis.size.divided(outermost.size) == Size(block)
+    alone = typed.cut_dims(outermost) == [dim % len(typed.dims)]
+    return outermost if blocks and alone and holds(axis, outermost) else None
+
+
+# ---- what a rank has of a call, in terms of the model's graph
+
+
+def _length(to: Target, axis: Axis, leaf: Axis | None) -> Size:
+    """The length of an axis on this rank where `leaf` is cut."""
+    size = find(axis).size
+    if leaf is None or not touches(axis, leaf):
+        return size
+    rest = size.divided(find(leaf).size)
+    if rest is None:
+        raise ValueError(f"{axis} is not whole times {leaf}")
+    return Size(to.length(leaf)) * rest
+
+
+def _pieces(to: Target, axis: Axis, leaf: Axis) -> tuple[tuple[Range, ...], ...] | None:
+    """The positions of an axis that each rank holds; None where they depend on the inputs' sizes."""
+    if find(axis).size.symbols:
+        return None
+    return tuple(tuple(ranges(axis, leaf, to.tp, rank)) for rank in range(to.tp))
+
+
+def _local_call(to: Target, axes: Axes, node: fx.Node, model: fx.Node, cut: _Cut | None) -> tuple[Any, dict[str, Any]]:
+    """The call that computes this rank's part: its target and its arguments."""
+    arguments, target, name = bind(model), model.target, str(model.target).rsplit(".", 1)[0]
+    if cut is None:
+        return target, arguments
+    ins, outs, leaf = axes.bound[model].dims[0], axes.dims[model], cut.leaf
+    if cut.factor.mark == "!":
+        return _form(to, node.target, model.target, arguments, ins, leaf)
+    if _family(model) is SPLIT:
+        dim = arguments["dim"] % len(ins[0])
+        sizes = [_length(to, out[dim], leaf) for out in outs]
+        return SPLIT, {"self": arguments["self"], "split_sizes": sizes, "dim": dim}
+    if _family(model) is SLICE and touches(ins[0][arguments["dim"]], leaf):
+        return SLICE, _local_slice(to, model, arguments, ins[0], leaf)
+    if name in SIZE_ARGUMENTS:
+        at, out = SIZE_ARGUMENTS[name], outs[0]
+        first = arguments["dim"] % len(ins[0]) if name == "aten.unflatten" else len(out) - len(arguments[at])
+        arguments[at] = [_length(to, axis, leaf) for axis in out[first : first + len(arguments[at])]]
+    return target, arguments
+
+
+def _local_slice(to: Target, model: fx.Node, arguments: dict[str, Any], dims: Dims, leaf: Axis) -> dict[str, Any]:
+    """A slice of a dimension that is cut takes what the rank holds between its bounds."""
+    dim, start = arguments["dim"] % len(dims), arguments["start"] or 0
+    pieces = _pieces(to, dims[dim], leaf) or ()
+    first = max(start + find(dims[dim]).size.number, 0) if start < 0 else start
+    bounds = first, first + outputs_of(model)[0].shape[dim]
+    at = [sum(max(min(b, bound) - a, 0) for a, b in pieces[to.rank]) for bound in bounds]
+    return {"self": arguments["self"], "dim": dim, "start": at[0], "end": at[1], "step": arguments.get("step", 1)}
+
+
+SDPA = aten.scaled_dot_product_attention.default
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+FORMS: dict[Any, tuple[Any, tuple[str, ...], str]] = {
+    parallel.embedding: (aten.embedding.default, ("weight", "indices", "start", "padding_idx"), ""),
+    parallel.gather: (aten.gather.default, ("self", "dim", "index", "start"), ""),
+    parallel.exact_dropout: (aten.dropout.default, ("input", "p"), "exact"),
+    parallel.fast_dropout: (aten.dropout.default, ("input", "p"), "fast"),
+    parallel.exact_attention: (SDPA, _ATTENTION, "exact"),
+    parallel.fast_attention: (SDPA, _ATTENTION, "fast"),
+}
+"""A parallel form -> what it is the form of, the arguments it takes over, the randomness it is for."""
+
+
+def _form(
+    to: Target, form: Any, target: Any, arguments: dict[str, Any], ins: Sequence[Dims], leaf: Axis
+) -> tuple[Any, dict[str, Any]]:
+    """The call of a parallel form, its arguments by position; one that no graph has where `form` is not the right one."""
+    of, names, only = FORMS.get(form, (None, (), ""))
+    if of is not target or only not in ("", to.randomness) or not arguments.get("train", True):
+        return f"a parallel form of {target}", {}
+    arguments["start"] = _start(to, ins[0][arguments.get("dim", 0)], leaf)
+    given = [arguments[name] for name in names]
+    if only:
+        drawn = ins[0] if of is not SDPA else (*ins[0][:-1], ins[1][-2])
+        given += [to.rank] if only == "fast" else _mask(to, drawn, leaf)
+    return form, {str(i): value for i, value in enumerate(given)}
+
+
+def _start(to: Target, axis: Axis, leaf: Axis) -> int | None:
+    """Where this rank's rows start, if they are in one piece."""
+    pieces = _pieces(to, axis, leaf)
+    if pieces is None or len(pieces[to.rank]) > 1:
+        return None
+    return pieces[to.rank][0][0] if pieces[to.rank] else find(axis).size.number
+
+
+def _mask(to: Target, dims: Dims, leaf: Axis) -> list[Any]:
+    """The shape of one device's mask, the axis that is cut opened; its dimension; what this rank keeps of it."""
+    (dim,) = (d for d, axis in enumerate(dims) if touches(axis, leaf))
+    sizes, opened = [find(axis).size for axis in dims], open_product(dims[dim], leaf)
+    if opened is None:
+        return [sizes, dim, (_pieces(to, dims[dim], leaf) or ())[to.rank]]
+    return [[*sizes[:dim], opened[0], find(leaf).size, opened[1], *sizes[dim + 1 :]], dim + 1, (to.chunk(leaf),)]
+
+
+# ---- a dimension taken apart and put together around a conjugate
+
+SPLIT, SLICE = aten.split_with_sizes.default, aten.slice.Tensor
 
 
 def _closing(node: fx.Node) -> fx.Node | None:
     """What undoes a split or an unflatten, with nothing but conjugates between; None for other nodes."""
+    args: Any = node.args
     if node.target is aten.unflatten.int:
-        moved = _after(node)
-        end = _reader(moved)
-        undone = end is not None and end.target is aten.flatten.using_ints
-        return end if undone and end.args == (moved, node.args[1], node.args[1] + 2) else None  # type: ignore
-    if node.target is not SPLIT or len(node.args) != 3:
+        end = _reader(moved := _after(node))
+        undone = end is not None and end.target is aten.flatten.using_ints and end.args == (moved, args[1], args[1] + 2)
+        return end if undone else None
+    if node.target is not SPLIT or len(args) != 3:
         return None
     items = {item.args[1]: item for item in node.users if item.target is operator.getitem}
-    ends = [_after(items.get(i)) for i in range(len(_arguments(node)[1]))]
+    ends = [_after(items.get(i)) for i in range(len(args[1]))]
     end = _reader(ends[0])
-    undone = end is not None and end.target is aten.cat.default and list(end.args) == [ends, node.args[2]]
+    undone = end is not None and end.target is aten.cat.default and list(end.args) == [ends, args[2]]
     return end if undone and len(node.users) == len(ends) and all(_reader(one) is end for one in ends) else None
 
 
@@ -519,6 +556,31 @@ def _openings(target: Any, axis: Axis) -> Iterator[list[Axis]]:
 
 
 # ---- nodes and their arguments
+
+BIASED = {aten.linear.default: (aten.linear.default, (0, 1, 2)), aten.addmm.default: (aten.mm.default, (1, 2, 0))}
+"""A product with a bias -> the bare product, and the places of its operands and of the bias."""
+
+
+class _Model:
+    """The model's graph: the nodes whose order counts; the others by region, operator and operands, in order."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.region, self.ordered, self.pure = 0, iter([n for n in graph.nodes if _is_ordered(n)]), {}
+        region, live = 0, _live(graph)
+        for node in graph.nodes:
+            region += _is_ordered(node) and not outputs_of(node)
+            if node in live and not _is_ordered(node) and not _is_number(node):
+                self.pure.setdefault((region, _family(node), *_operands(node)), []).append(node)
+
+    def next(self) -> fx.Node | None:
+        """The next node whose order counts; an effect, such as entering an autocast region, begins a region."""
+        node = next(self.ordered, None)
+        self.region += node is not None and not outputs_of(node)
+        return node
+
+    def on(self, family: Any, *operands: fx.Node) -> list[fx.Node]:
+        """The pure operators on these operands that nothing has stood for yet."""
+        return self.pure.get((self.region, family, *operands), [])
 
 
 def _live(graph: fx.Graph) -> set[fx.Node]:
@@ -554,16 +616,11 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 def _family(node: Any) -> Any:
     """What a node's operator is called in the model's graph, or one name for operators that a cut makes one."""
-    target = node.target
-    if target is operator.getitem:
-        return target, node.args[1]
-    packet = getattr(target, "overloadpacket", target)
+    if node.target is operator.getitem:
+        return node.target, node.args[1]
+    packet = getattr(node.target, "overloadpacket", node.target)
     splits, slices = (aten.split, aten.split_with_sizes, aten.chunk, aten.tensor_split), (aten.slice, aten.narrow)
-    return SPLIT if packet in splits else SLICE if packet in slices else FORMS.get(target, (target,))[0]
-
-
-def _arguments(node: fx.Node) -> tuple[Any, ...]:
-    return node.args
+    return SPLIT if packet in splits else SLICE if packet in slices else FORMS.get(node.target, (node.target,))[0]
 
 
 def _valued(arguments: Any) -> Any:
@@ -583,39 +640,13 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float | torch.SymFloat | torch.SymBool) else value
 
 
-def _listed(values: Any) -> str:
-    return f"[{', '.join(map(str, values))}]"
+def _name(target: Any) -> str:
+    return str(target) if isinstance(target, OpOverload | str) else str(target.__name__)
 
 
-def _called(target: Any, arguments: Any) -> str:
-    name = str(target) if isinstance(target, OpOverload | str) else target.__name__
-    return name + "(" + ", ".join(_listed(a) if isinstance(a, list | tuple) else str(a) for a in arguments) + ")"
+def _called(node: fx.Node) -> str:
+    return f"{_name(node.target)}({', '.join(map(_listed, [*node.args, *node.kwargs.values()]))})"
 
 
-CONJUGATES: dict[Any, tuple[type[Placement], type[Placement]]] = {
-    collectives.copy: (Replicate, Copied),
-    collectives.reduce: (Partial, Replicate),
-    collectives.scatter: (Replicate, Shard),
-    collectives.gather: (Shard, Replicate),
-    collectives.all_gather: (Shard, Copied),
-    collectives.reduce_scatter: (Partial, Shard),
-}
-"""The placements that each conjugate reads and gives."""
-
-SDPA = aten.scaled_dot_product_attention.default
-_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-FORMS: dict[Any, tuple[Any, tuple[str, ...], str]] = {
-    parallel.embedding: (aten.embedding.default, ("weight", "indices", "start", "padding_idx"), ""),
-    parallel.gather: (aten.gather.default, ("self", "dim", "index", "start"), ""),
-    parallel.exact_dropout: (aten.dropout.default, ("input", "p"), "exact"),
-    parallel.fast_dropout: (aten.dropout.default, ("input", "p"), "fast"),
-    parallel.exact_attention: (SDPA, _ATTENTION, "exact"),
-    parallel.fast_attention: (SDPA, _ATTENTION, "fast"),
-}
-"""A parallel form -> what it is the form of, the arguments it takes over, the randomness it is for."""
-
-BIASED = {aten.linear.default: (aten.linear.default, (0, 1, 2)), aten.addmm.default: (aten.mm.default, (1, 2, 0))}
-"""A product with a bias -> the bare product, and the places of its operands and of the bias."""
-
-NO_GRADIENT = (aten.detach.default, parallel.peak)
-"""Operators that no gradient passes."""
+def _listed(value: Any) -> str:
+    return f"[{', '.join(map(_listed, value))}]" if isinstance(value, list | tuple) else str(value)

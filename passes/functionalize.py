@@ -146,8 +146,12 @@ def _scattered(builder: Builder, view: fx.Node, base: Any, new: fx.Node) -> fx.N
     rest: Any = view.args[1:]
     if name in SCATTERS:
         return builder.call(SCATTERS[name], base, new, *rest)
-    if name in SAME or name == "aten::contiguous":
-        return new
+    if (
+        name in SAME
+        or name == "aten::contiguous"
+        or (isinstance(view.target, OpOverload) and view.target._schema.is_mutable)
+    ):
+        return new  # What an in-place operator returns is what it wrote to.
     if name in RESHAPES:
         return builder.call(aten.reshape.default, new, _sizes(builder, base))
     if name in ("aten::transpose", "aten::t"):

@@ -176,8 +176,10 @@ def compiled(rank: int, n: int) -> None:
         expected, found = (_step(model, step) for model in (parallel, fast))
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         assert counters["stats"]["unique_graphs"] == 1
-    _, logits = fast(*tokens())
+    torch.manual_seed(9)
+    logits = fast(*tokens())[1]
     assert logits.shape == (4, 6, 49 - rank)
+    torch.manual_seed(9)
     torch.testing.assert_close(autotp.gather(logits), autotp.gather(parallel(*tokens())[1]))
     with pytest.raises(Exception, match=r"first call of its kind is inside torch\.compile"):
         fast.eval()(*tokens())

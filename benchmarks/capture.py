@@ -1,0 +1,159 @@
+"""Seconds to analyse a GPT on `meta`, by stage and by depth: what `parallelize` does before it touches a parameter.
+
+    OMP_NUM_THREADS=1 python benchmarks/capture.py
+
+Each depth runs in a process of its own, the stages timed where `autotp.transform` calls them, in processor seconds:
+the work is single-threaded, so on a quiet core they are those of the clock. A stage that calls another counts only its
+own. "linear" is the exponent of a power law fitted to the totals from the second depth on: 1 is linear.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+STAGES = {
+    "capture": ["capture"],
+    "analyse": ["functionalize", "inline", "cast", "canonicalize", "infer_axes", "match"],
+    "plan": ["decide"],
+    "lower": ["expand", "defer", "flow", "needs_grad", "lower", "clean", "reuse"],
+    "check": ["check"],
+}
+"""Columns of the table, and the functions that `autotp.transform` calls for each."""
+
+TARGET = 0.25  # seconds a layer, of capture + analyse + plan + lower
+
+
+class Clock:
+    """Processor seconds by stage; those of a stage inside another are the inner one's alone."""
+
+    def __init__(self) -> None:
+        self.spent: Counter[str] = Counter()
+        self.stage, self.since = "other", time.process_time()
+
+    def enter(self, stage: str) -> str:
+        """Charges what has passed to the stage before, which is returned."""
+        before, now = self.stage, time.process_time()
+        self.spent[before] += now - self.since
+        self.stage, self.since = stage, now
+        return before
+
+    def watch(self, module: Any, name: str, stage: str) -> None:
+        """Times the function that `module` calls by this name, if it does."""
+        original: Callable[..., Any] | None = getattr(module, name, None)
+        if original is None:
+            return
+
+        @functools.wraps(original)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            before = self.enter(stage)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.enter(before)
+
+        setattr(module, name, timed)
+
+
+def measure(size: str, layers: int, tp: int) -> dict[str, float]:
+    """Processor seconds of each stage for one rank, and megabytes of memory: in this process, which it changes."""
+    import torch
+
+    from autotp import transform
+    from autotp.inputs import example_inputs
+    from autotp.models.configs import GPT_SIZES
+    from autotp.models.gpt import GPT
+    from autotp.passes.capture import skeleton_of
+
+    torch.set_num_threads(1)
+    warm_up = replace(GPT_SIZES[size], n_layer=1)
+    found: dict[str, float] = {}
+    for config in (warm_up, replace(GPT_SIZES[size], n_layer=layers)):
+        with torch.device("meta"):
+            model = GPT(config).train()
+        before, clock, start = memory(), Clock(), time.perf_counter()
+        undo = dict(vars(transform))
+        for stage, names in STAGES.items():
+            for name in names:
+                clock.watch(transform, name, stage)
+        analysis = transform.analyse(skeleton_of(model), *example_inputs(model, None), tp)
+        transform.rank_graph(analysis, 0, "fast")
+        clock.enter("other")
+        vars(transform).update(undo)
+        found = {stage: clock.spent[stage] for stage in (*STAGES, "other")}
+        found |= {"wall": time.perf_counter() - start, "before": before, "peak": memory()}
+    return found
+
+
+def memory() -> float:
+    """The largest resident size of this process so far, in megabytes."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")) / 1e3
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
+
+
+def exponent(layers: Sequence[int], seconds: Sequence[float]) -> float:
+    """The k of the power law `seconds = c * layers**k` that fits best."""
+    if len(layers) < 2:
+        return math.nan
+    return statistics.linear_regression([math.log(n) for n in layers], [math.log(s) for s in seconds]).slope
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", nargs="*", type=int, default=[2, 12, 24, 48, 96])
+    parser.add_argument("--size", default="1.2B", help="the published size that has the width, heads and vocabulary")
+    parser.add_argument("--tp", type=int, default=8)
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)  # measures in this process, prints JSON
+    args = parser.parse_args()
+    if args.one is not None:
+        print(json.dumps(measure(args.size, args.one, args.tp)))
+        return
+    print(f"{platform.processor() or platform.machine()}, GPT-2 {args.size} width, tp={args.tp}, processor seconds")
+    print(
+        f"{'layers':>6}"
+        + "".join(f"{stage:>9}" for stage in (*STAGES, "other", "total", "a layer", "wall", "MB", "+MB"))
+    )
+    totals, rows = [], []
+    for layers in args.layers:
+        row = _in_a_process(args, layers)
+        total = sum(row[stage] for stage in (*STAGES, "other"))
+        totals.append(total)
+        rows.append((total - row["check"]) / layers)
+        cells = [*(row[stage] for stage in (*STAGES, "other")), total, total / layers, row["wall"]]
+        print(
+            f"{layers:>6}"
+            + "".join(f"{cell:>9.3f}" for cell in cells)
+            + f"{row['peak']:>9.0f}{row['peak'] - row['before']:>9.0f}",
+            flush=True,
+        )
+    k = exponent(args.layers[1:], totals[1:])
+    print(f"linear {k:.2f}; without check {rows[-1]:.3f} s a layer at {args.layers[-1]} layers, target {TARGET}")
+
+
+def _in_a_process(args: Any, layers: int) -> dict[str, float]:
+    command = [sys.executable, __file__, "--one", str(layers), "--size", args.size, "--tp", str(args.tp)]
+    found: dict[str, float] = json.loads(
+        subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.splitlines()[-1]
+    )
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""The benchmarks' own parts: the floor computes what the model does, clocks and comparisons tell what they should."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import run_ranks
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import capture
+import gpu
+import megatron
+import step
+
+import autotp
+from autotp import transform
+from autotp.models.bert import BERTConfig
+from autotp.models.gpt import GPTConfig
+
+SIZES = {"block_size": 8, "vocab_size": 32, "n_layer": 2, "n_head": 4, "n_embd": 16, "dropout": 0.0}
+TP = 2
+
+# --- step.py and megatron.py
+
+
+def compared(rank: int, tp: int, config: GPTConfig | BERTConfig) -> tuple[step.Row, step.Collectives]:
+    plain, inputs = step.build(config, 2, "cpu")
+    by_hand = megatron.MegatronGPT if isinstance(config, GPTConfig) else megatron.MegatronBERT
+    row = step.measure("tiny", config, batch=2, pairs=2, device="cpu")  # compares losses and gradients first
+    return row, step.collectives(step.stepper(by_hand(plain, rank, tp), inputs))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [GPTConfig(**SIZES), BERTConfig(**SIZES), BERTConfig(**SIZES, norm="pre")],
+    ids=["gpt", "bert-post", "bert-pre"],
+)
+def test_floor_is_the_model_and_sends_no_more_than_it_must(config):
+    for row, by_hand in run_ranks(compared, TP, config):
+        hidden = 2 * config.block_size * config.n_embd * 4  # bytes of [batch seq hidden]
+        per_token = 2 * config.block_size * 4
+        assert by_hand == row.sent[0]
+        assert by_hand.number == 4 * config.n_layer + 5  # the embedding, the head's input, three for the loss
+        assert by_hand.bytes == (4 * config.n_layer + 2) * hidden + 3 * per_token
+        assert row.sent[1].bytes <= by_hand.bytes + 2 * 2 * config.n_embd * 4  # BERT's pooler is cut as well
+
+
+def broken(rank: int, tp: int) -> str:
+    config = GPTConfig(**SIZES)
+    plain, inputs = step.build(config, 2, "cpu")
+    by_hand = megatron.MegatronGPT(plain, rank, tp)
+    by_hand.takes["h.1.mlp.c_fc.bias"] = lambda full, rank, tp: megatron.rows(full, 1 - rank, tp)
+    with pytest.raises(RuntimeError) as raised:
+        step.compare(plain, by_hand, autotp.parallelize(step.build(config, 2, "cpu")[0]), inputs)
+    return str(raised.value)
+
+
+def test_different_gradient_is_named():
+    for message in run_ranks(broken, TP):
+        assert message.startswith("the floor's gradient differs from one device's by ")
+        assert message.endswith(" h.1.mlp.c_fc.bias")
+
+
+def test_who_goes_first_changes_from_pair_to_pair(monkeypatch):
+    order = []
+    monkeypatch.setattr(step, "seconds", lambda run, device: order.append(run()) or step.Seconds(1, 1))
+    pairs = step.in_pairs(lambda: "hand", lambda: "ours", 3, "cpu")
+    assert order == ["ours", "hand", "hand", "ours", "ours", "hand"]
+    assert len(pairs) == 3
+
+
+# --- capture.py
+
+
+def test_inner_stage_counts_for_itself_alone(monkeypatch):
+    now = iter([0.0, 1.0, 3.0, 7.0, 15.0])
+    monkeypatch.setattr(time, "process_time", lambda: next(now))
+    module = SimpleNamespace(outer=lambda: module.inner(), inner=lambda: "found")
+    clock = capture.Clock()
+    clock.watch(module, "outer", "plan")
+    clock.watch(module, "inner", "lower")
+    clock.watch(module, "absent", "check")
+    assert module.outer() == "found"
+    assert dict(clock.spent) == {"other": 1.0, "plan": 2.0 + 8.0, "lower": 4.0}
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_exponent_of_a_power_law(k):
+    layers = [12, 24, 48]
+    assert math.isclose(capture.exponent(layers, [0.1 * n**k for n in layers]), k)
+
+
+def test_every_stage_takes_time_and_the_functions_are_put_back():
+    before = dict(vars(transform))
+    found = capture.measure("355M", 1, TP)
+    assert all(found[stage] > 0 for stage in ("capture", "analyse", "plan", "lower"))
+    assert vars(transform) == before
+
+
+# --- gpu.py
+
+
+def on_cpu(rank: int, tp: int, name: str) -> gpu.Found:
+    return getattr(gpu, name)("cpu")
+
+
+@pytest.mark.parametrize("name", ["bert_dropout", "autocast"])
+def test_gpu_checks_hold_on_the_cpu(name):
+    for found in run_ranks(on_cpu, TP, name):
+        assert found.error <= found.limit, found
+
+
+def test_differences_are_relative_to_the_whole_gradient():
+    expected = {"a": torch.tensor([4.0, 1.0]), "b": torch.tensor([0.0])}
+    found = gpu.differences(expected, {"a": torch.tensor([4.0, 1.0]), "b": torch.tensor([1.0])}, 0.5)
+    assert found == gpu.Found(0.25, 0.5, "b")
+
+
+def test_no_number_is_the_worst():
+    expected, nan = {"a": torch.ones(1), "b": torch.ones(1)}, torch.tensor([math.nan])
+    found = gpu.worst(gpu.Found(9, 1), gpu.differences(expected, {"a": torch.zeros(1), "b": nan}, 0.5))
+    assert found.where == "b" and not found.error <= found.limit
+
+
+def test_failed_rank_ends_the_wait(tmp_path):
+    (tmp_path / "found0").write_bytes(pickle.dumps(gpu.Found(0, 1)))
+    alive, dead = (SimpleNamespace(is_alive=lambda a=a: a, exitcode=-9) for a in (True, False))
+    found = gpu._wait(tmp_path, [alive, dead, alive], time.monotonic() + 60)
+    assert found == [gpu.Found(0, 1), "rank 1 died with exit code -9", "took too long"]
