@@ -35,7 +35,7 @@ def agree_on_call(mesh: Mesh, leaves: Sequence[Any], random: bool) -> None:
         return
     called = zlib.crc32(repr([_print(leaf) for leaf in leaves]).encode())
     rows = gather_ints([called, _random_state(mesh) if random else 0], mesh)
-    _compare(rows, 0, mesh, "called with other inputs than rank 0", "give every rank of the axis the same batch")
+    _compare(rows, 0, mesh, "got other inputs than rank 0", "give every rank of the axis the same batch")
     agree_on_random(mesh, [row[1] for row in rows])
 
 
@@ -46,7 +46,13 @@ def agree_on_random(mesh: Mesh, states: Sequence[int] | None = None) -> None:
         states: what stands for each rank's random state, if that is known already.
     """
     rows = [[state] for state in states] if states is not None else gather_ints([_random_state(mesh)], mesh)
-    _compare(rows, 0, mesh, "in another random state than rank 0", "torch.manual_seed(seed) with one seed on all ranks")
+    _compare(
+        rows,
+        0,
+        mesh,
+        "would draw other random numbers than rank 0",
+        "torch.manual_seed(seed) with one seed on all ranks",
+    )
 
 
 def agree_on_graph(mesh: Mesh, make: Callable[[], T], text: Callable[[T], str]) -> T:
@@ -69,9 +75,9 @@ def agree_on_graph(mesh: Mesh, make: Callable[[], T], text: Callable[[T], str]) 
         raise problem
     failed = [rank for rank, row in enumerate(rows) if row[0] == -1]
     if failed:
-        raise Error(f"{_ranks(mesh, failed)} failed", **{"try": "read the error there; it is no error here"})
+        raise Error(f"{_ranks(mesh, failed)} could not build a graph", **{"try": "read the error there: here is none"})
     _compare(
-        rows, 0, mesh, "about to run another graph than rank 0", "build the same model and call it alike on all ranks"
+        rows, 0, mesh, "would run another graph than rank 0", "build the same model and call it alike on all ranks"
     )
     return made[0]
 
@@ -111,7 +117,7 @@ def _random_state(mesh: Mesh) -> int:
 def _compare(rows: Sequence[Sequence[int]], column: int, mesh: Mesh, what: str, remedy: str) -> None:
     other = [rank for rank, row in enumerate(rows) if row[column] != rows[0][column]]
     if other:
-        raise Error(f"{_ranks(mesh, other)} {'is' if len(other) == 1 else 'are'} {what}", **{"try": remedy})
+        raise Error(f"{_ranks(mesh, other)} {what}", **{"try": remedy})
 
 
 def _ranks(mesh: Mesh, ranks: Sequence[int]) -> str:

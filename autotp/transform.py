@@ -81,6 +81,7 @@ def analyse(
     """
     captured = capture(skeleton, args, kwargs, autocast)
     graph, updated = functionalize(cast(inline(captured.graph), autocast), captured.buffers)
+    updated = [*captured.assigned, *updated]
     graph = share(canonicalize(graph))
     axes = infer_axes(graph)
     _prove_users_rules(graph, tp)

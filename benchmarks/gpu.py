@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from step import full_gradients, gradients
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -67,7 +68,7 @@ def build(device: str, dropout: float = 0.0, bert: bool = False) -> tuple[nn.Mod
     return model.train().to(device), {name: value.to(device) for name, value in inputs.items()}
 
 
-def gradient(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+def stepped(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     """The loss of a forward with the seed 1, after its backward."""
     torch.manual_seed(1)
     loss: Tensor = model(**inputs)
@@ -75,24 +76,10 @@ def gradient(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     return loss.detach()
 
 
-def full(model: nn.Module, gradients: bool = False) -> dict[str, Tensor]:
-    """Every parameter, or its gradient, put together on the CPU of the first rank; empty on the others."""
-    held = [(p, p.data) for p in model.parameters()]
-    for p, data in held if gradients else []:
-        p.data = torch.zeros_like(data) if p.grad is None else p.grad
-    try:
-        if isinstance(model, autotp.ParallelModule):
-            return autotp.full_state_dict(model)
-        return {name: p.detach().cpu() for name, p in model.named_parameters()}
-    finally:
-        for p, data in held:
-            p.data = data
-
-
 def differences(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], limit: float) -> Found:
     """The largest, over the largest element of all of `expected`; nothing where `found` is empty."""
     scale = max(float(value.abs().max()) for value in expected.values())
-    apart = [(float((found[n] - value).abs().max()) / scale, n) for n, value in expected.items() if found]
+    apart = [(float((found[n].cpu() - value.cpu()).abs().max()) / scale, n) for n, value in expected.items() if found]
     error, where = max(apart, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0], default=(0.0, ""))
     return Found(error, limit, where)
 
@@ -125,9 +112,9 @@ def against_one_device(
     parallel = autotp.parallelize(copy.deepcopy(plain), device=device, randomness="exact")
     # Fused attention draws its dropout in an order of its own; the math path's is the same cut and whole.
     with sdpa_kernel(SDPBackend.MATH):
-        expected, found = gradient(plain, inputs), gradient(run(parallel), inputs)
-    gradients = differences(full(plain, gradients=True), full(parallel, gradients=True), limit)
-    return worst(of_losses(expected, found, limit), gradients)
+        expected, found = stepped(plain, inputs), stepped(run(parallel), inputs)
+    apart = differences(gradients(plain), full_gradients(parallel), limit)
+    return worst(of_losses(expected, found, limit), apart)
 
 
 # ---- the checks: (device) -> Found, on every rank
@@ -144,10 +131,11 @@ def trains(device: str) -> Found:
         losses.append([])
         for _ in range(STEPS):
             optimizer.zero_grad()
-            losses[-1].append(gradient(model, inputs))
+            losses[-1].append(stepped(model, inputs))
             optimizer.step()
+    whole = {name: p.detach() for name, p in plain.named_parameters()}
     apart = [of_losses(a, b, 1e-9) for a, b in zip(*losses, strict=True)]
-    return worst(*apart, differences(full(plain), full(parallel), 1e-6))
+    return worst(*apart, differences(whole, autotp.full_state_dict(parallel), 1e-6))
 
 
 def gpt(device: str) -> Found:
@@ -179,11 +167,11 @@ def fast_dropout(device: str) -> Found:
     """Dropout as it is by default: ranks agree on the loss, and it is near the one without dropout."""
     model, inputs = build(device, 0.1)
     parallel = autotp.parallelize(copy.deepcopy(model), device=device)
-    found = gradient(parallel, inputs)
+    found = stepped(parallel, inputs)
     others = [torch.empty_like(found) for _ in range(dist.get_world_size())]
     dist.all_gather(others, found)
     same = Found(max(abs(float(other - found)) for other in others), 1e-6, "between ranks")
-    return worst(same, of_losses(gradient(model.eval(), inputs), found, 0.1))
+    return worst(same, of_losses(stepped(model.eval(), inputs), found, 0.1))
 
 
 def autocast(device: str) -> Found:
@@ -191,9 +179,9 @@ def autocast(device: str) -> Found:
     plain, inputs = build(device)
     parallel = autotp.parallelize(copy.deepcopy(plain), device=device)
     with torch.autocast(torch.device(device).type, torch.bfloat16):
-        expected, found = gradient(plain, inputs), gradient(parallel, inputs)
-    gradients = differences(full(plain, gradients=True), full(parallel, gradients=True), 0.1)
-    return worst(of_losses(expected, found, 0.02), gradients)
+        expected, found = stepped(plain, inputs), stepped(parallel, inputs)
+    apart = differences(gradients(plain), full_gradients(parallel), 0.1)
+    return worst(of_losses(expected, found, 0.02), apart)
 
 
 def compiled(device: str) -> Found:

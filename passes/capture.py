@@ -7,10 +7,12 @@ After:  graph(parameters..., buffers..., constants..., tensor inputs...) -> flat
 from __future__ import annotations
 
 import copy
+import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 import sympy
@@ -131,19 +133,30 @@ def capture(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
         Error: the model branches on data, or fails on these inputs; names the source line.
     """
     leaves, spec = flatten((args, kwargs))
-    with alone():
-        with FakeTensorMode(allow_non_fake_inputs=True):
+    with alone(), autocast.on(), _quiet():
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             flat = _Flat(_copy_on(skeleton, autocast.device), spec, leaves)
             tensors = tuple(_like(leaf, autocast.device) for leaf in leaves if isinstance(leaf, torch.Tensor))
         dynamic = tuple({d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in tensors)
         try:
-            with autocast.on():
-                program = export(flat, tensors, dynamic_shapes=(dynamic,), strict=False)
+            program = export(flat, tensors, dynamic_shapes=(dynamic,), strict=False)
         except Error:
             raise
         except Exception as error:
-            raise _explained(error) from error
-        return _captured(program, flat, tensors, autocast)
+            raise _explained(error, _plain(flat, tensors, mode)) from error
+    return _captured(program, flat, tensors, autocast)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter logs and prints a page about what an Error says in three lines."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stderr(StringIO()):
+            yield
+    finally:
+        logging.disable(before)
 
 
 @contextmanager
@@ -288,20 +301,29 @@ def _python(expr: sympy.Basic) -> str:
     return PythonPrinter().doprint(expr)
 
 
-def _explained(error: Exception) -> Error:
+def _plain(flat: _Flat, tensors: Sequence[torch.Tensor], mode: FakeTensorMode) -> Exception | None:
+    """What the model raises on inputs of exactly these sizes, if anything: there no symbols stand for sizes."""
+    try:
+        with mode:
+            flat(*tensors)
+    except Exception as error:
+        return error
+    return None
+
+
+def _explained(error: Exception, plain: Exception | None) -> Error:
     """The exporter's complaint, with the user's line and what to change."""
-    frames = traceback.extract_tb(error.__traceback__)
-    at = user_line(frames)
-    kind = type(error).__name__
-    if "DataDependent" in kind or "data-dependent" in str(error):
+    if "DataDependent" in type(error).__name__ or "data-dependent" in str(error):
         return Error(
             "the model branches on the values of a tensor, which one graph cannot do",
-            at=at,
+            at=user_line(traceback.extract_tb(error.__traceback__)),
             **{"try": "choose with torch.where, or branch on shapes and configuration only"},
         )
-    first = str(error).strip().splitlines()[0] if str(error).strip() else kind
+    shown = plain or error
+    kind, text = type(shown).__name__, str(shown).strip()
+    at = user_line(traceback.extract_tb(shown.__traceback__))
     return Error(
-        f"the model does not run on the example inputs: {kind}: {first}",
-        at=at,
+        f"the model does not run on the example inputs: {kind}: {text.splitlines()[0] if text else ''}".rstrip(": "),
+        **({"at": at} if at != "?" else {}),
         **{"try": "example_inputs={...}: the keyword arguments of one forward call that works"},
     )

@@ -341,7 +341,7 @@ class _Proof:
         """A row of the table of conjugates, in its place and over the dimension that is cut."""
         (typed,), kinds = self.types[x], CONJUGATES[node.target]
         leaf = _moved(typed, *rest) if Shard in kinds else None
-        allowed = {collectives.copy: ([],), collectives.reduce: ([], ["sum"], ["max"])}.get(node.target, ())  # type: ignore[call-overload]
+        allowed = {collectives.copy: ([],), collectives.reduce: ([], ["sum"], ["max"])}.get(node.target, ())  # type: ignore[arg-type]
         if axis != self.to.axis or node.kwargs or (leaf is None and list(rest) not in allowed):
             self.refuse(node, "does not move along the axis that is cut", got=f"{_called(node)} of {typed}")
         make: dict[type[Placement], Any] = {Shard: lambda: Shard(leaf), Partial: lambda: Partial(*rest[: leaf is None])}  # type: ignore[arg-type]
@@ -485,7 +485,7 @@ FORMS: dict[Any, tuple[Any, tuple[str, ...], str]] = {
 def _form(
     to: Target, form: Any, target: Any, arguments: dict[str, Any], ins: Sequence[Dims], leaf: Axis
 ) -> tuple[Any, dict[str, Any]]:
-    """The call of a parallel form, its arguments by position; one that no graph has where `form` is not the right one."""
+    """The call of a parallel form, by position; one that no graph has where `form` is not the right one."""
     of, names, only = FORMS.get(form, (None, (), ""))
     if of is not target or only not in ("", to.randomness) or not arguments.get("train", True):
         return f"a parallel form of {target}", {}
@@ -565,7 +565,8 @@ class _Model:
     """The model's graph: the nodes whose order counts; the others by region, operator and operands, in order."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.region, self.ordered, self.pure = 0, iter([n for n in graph.nodes if _is_ordered(n)]), {}
+        self.region, self.ordered = 0, iter([n for n in graph.nodes if _is_ordered(n)])
+        self.pure: dict[Any, Any] = {}
         region, live = 0, _live(graph)
         for node in graph.nodes:
             region += _is_ordered(node) and not outputs_of(node)

@@ -32,12 +32,12 @@ def exchange(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: C
     if axis.kind == "concat":
         return _parts(local, x, axis, leaf, dim, kind)
     at = next(i for i, part in enumerate(axis.parts) if holds(part, leaf))
-    minor = ONE
-    for part in axis.parts[at + 1 :]:
-        minor = minor * part.size
+    major, minor = ONE, ONE
+    for i, part in enumerate(axis.parts):
+        major, minor = (major * part.size if i < at else major), (minor * part.size if i > at else minor)
     if at == 0 and find(axis.parts[0]) is leaf and not minor.symbols:
         return _blocks(local, x, leaf, dim, kind, axis.size.number, minor.number)
-    return _inside(local, x, axis.parts[at], minor, leaf, dim, kind)
+    return _inside(local, x, axis.parts[at], (major, minor), leaf, dim, kind)
 
 
 def _inward(kind: Conjugate) -> bool:
@@ -69,13 +69,12 @@ def _parts(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: Con
     return whole
 
 
-def _inside(local: Local, x: fx.Node, part: Axis, minor: Size, leaf: Axis, dim: int, kind: Conjugate) -> fx.Node:
+def _inside(
+    local: Local, x: fx.Node, part: Axis, around: tuple[Size, Size], leaf: Axis, dim: int, kind: Conjugate
+) -> fx.Node:
     """Splits a product into what is before the part that has the leaf, the part, and what is behind; moves the part."""
     middle = local.local_size(part.size, part, None if _inward(kind) else leaf)
-    behind = local.size(minor)
-    whole, inner = local.size(x.meta["val"].shape[dim]), local.times(middle, behind)
-    both = isinstance(whole, int) and isinstance(inner, int)
-    before = (whole // inner if inner else 0) if both else local.call(operator.floordiv, whole, inner)
+    before, behind = (local.size(size) for size in around)
     split = local.builder.call(aten.unflatten.int, x, dim, [before, middle, behind])
     moved = exchange(local, split, part, leaf, dim + 1, kind)
     return local.builder.call(aten.flatten.using_ints, moved, dim, dim + 2)

@@ -1,0 +1,177 @@
+"""Whole state dicts from and to shards, bit for bit, and the norm of the whole gradient."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import Checks
+from torch import Tensor, nn
+
+import autotp
+from autotp.layout import Layout
+from autotp.models.bert import BERT, BERTConfig
+from autotp.models.gpt import GPT, GPTConfig
+from autotp.state import _first_held
+
+checks = Checks()
+VOCAB = 97
+
+
+def gpt(n_head: int = 7) -> GPT:
+    """Fused q | k | v, a tied head, and seven heads: uneven on three and on four ranks."""
+    config = GPTConfig(block_size=16, vocab_size=VOCAB, n_layer=1, n_head=n_head, n_embd=8 * n_head, dropout=0.0)
+    return GPT(config).double()
+
+
+def bert() -> BERT:
+    """Separate q, k and v, and a decoder tied to the embedding with a bias of its own."""
+    return BERT(BERTConfig(block_size=16, vocab_size=VOCAB, n_layer=1, n_head=3, n_embd=48, dropout=0.0)).double()
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    count = torch.arange(12).view(3, 4)
+    return count * 31 % VOCAB, count * 17 % VOCAB
+
+
+def message(call: Callable[[], Any]) -> str:
+    with pytest.raises(autotp.Error) as raised:
+        call()
+    return str(raised.value)
+
+
+# ---- state dicts
+
+
+class Tied(nn.Module):
+    """A tied weight under two names, a buffer saved and one not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64, bias=False)
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor([1.5]))
+        self.register_buffer("scratch", torch.tensor([0.0]), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        return self.head(x + self.scale * self.down(nn.functional.gelu(self.up(x))))
+
+
+@checks.on(2, 3, 4)
+def full_state_dicts(rank: int, n: int) -> None:
+    """Gathering and cutting are inverses, bit for bit; what one device holds comes out, and goes in."""
+    for make, example in ((gpt, None), (bert, None), (Tied, torch.arange(6).view(2, 3))):
+        whole, other = make(), make()
+        parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=example)
+        for source in (whole, other):
+            if source is other:
+                autotp.load_full_state_dict(parallel, source.state_dict() if rank == 0 else {})
+            found = autotp.full_state_dict(parallel)
+            assert list(found) == (list(source.state_dict()) if rank == 0 else [])
+            for name, tensor in found.items():
+                assert torch.equal(tensor, source.state_dict()[name]) and tensor.device.type == "cpu", name
+        for name, parameter in other.named_parameters():
+            mine = parallel.get_parameter(name)
+            assert torch.equal(mine, parallel.layouts[name].take(parameter, rank)), name
+    assert parallel.head.weight is parallel.embed.weight
+    if rank == 0:
+        assert found["head.weight"] is found["embed.weight"]
+
+
+@checks.on(3)
+def wrong_state_dicts(rank: int, n: int) -> None:
+    """What is wrong on the first rank is an error on every rank, and nothing is changed."""
+    parallel = autotp.parallelize(gpt(), n)
+    right = autotp.full_state_dict(parallel)
+    before = {name: tensor.clone() for name, tensor in parallel.state_dict().items()}
+    fewer = {name: tensor + 1 for name, tensor in right.items() if name != "wpe.weight"}
+    wrong = [
+        (fewer, "the state dict is another model's; missing: wpe.weight"),
+        (right | {"a": torch.ones(1), "b": torch.ones(1)}, "the state dict is another model's; unexpected: a, b"),
+        (fewer | {"a": torch.ones(1)}, "the state dict is another model's; missing: wpe.weight; unexpected: a"),
+        (
+            right | {"wte.weight": torch.ones(5, 56)},
+            "`wte.weight` is [5, 56] in the state dict and [97, 56] in the model",
+        ),
+        (right | {"wte.weight": None}, "`wte.weight` is a NoneType in the state dict, and no tensor"),
+    ]
+    for state, problem in wrong:
+        assert message(lambda state=state: autotp.load_full_state_dict(parallel, state if rank == 0 else {})) == (
+            f"load_full_state_dict: {problem}\n  try      the state dict of the model that was parallelized"
+        )
+    assert all(torch.equal(tensor, before[name]) for name, tensor in parallel.state_dict().items())
+
+
+# ---- the norm
+
+
+@checks.on(2, 4)
+def clipping(rank: int, n: int) -> None:
+    """Equal to one device's: replicated gradients counted once, tied ones too, frozen ones and None left out."""
+    for order in (2.0, 1.0, 3.0, float("inf")):
+        for limit in (1e-3, 1e3):
+            whole = gpt(n_head=3)
+            whole.wpe.requires_grad_(False)
+            parallel = autotp.parallelize(copy.deepcopy(whole), n, check_inputs="never")
+            for model in (whole, parallel):
+                model(*tokens()).backward()
+                model.ln_f.bias.grad = None
+            expected = nn.utils.clip_grad_norm_(whole.parameters(), limit, order)
+            found = autotp.clip_grad_norm_(parallel, limit, order)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+            for (name, a), b in zip(whole.named_parameters(), parallel.parameters(), strict=True):
+                assert (a.grad is None) == (b.grad is None)
+                if a.grad is not None:
+                    torch.testing.assert_close(b.grad, parallel.layouts[name].take(a.grad, rank), rtol=1e-9, atol=1e-12)
+
+
+@checks.on(2)
+def strange_norms(rank: int, n: int) -> None:
+    """No gradients, half precision, what is infinite, and what is no norm."""
+    parallel = autotp.parallelize(gpt(n_head=3), n)
+    assert autotp.clip_grad_norm_(parallel, 1.0) == 0
+    parallel.to(torch.float16)
+    for p in parallel.parameters():
+        p.grad = torch.full_like(p, 100.0)
+    count = sum(p.numel() for p in gpt(n_head=3).parameters())
+    assert abs(autotp.clip_grad_norm_(parallel, 1.0).item() / (100 * count**0.5) - 1) < 1e-3
+    parallel.to(torch.float32)
+    parallel.ln_f.weight.grad[0] = torch.inf
+    assert autotp.clip_grad_norm_(parallel, 1.0) == torch.inf
+    parallel.ln_f.weight.grad[0] = torch.inf
+    assert message(lambda: autotp.clip_grad_norm_(parallel, 1.0, error_if_nonfinite=True)) == (
+        "clip_grad_norm_: the norm of the gradient is inf\n  try      error_if_nonfinite=False"
+    )
+    assert message(lambda: autotp.clip_grad_norm_(parallel, 1.0, 0)) == (
+        "clip_grad_norm_: norm_type=0\n  expected a number above 0, or inf"
+    )
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
+
+
+# ---- one process
+
+
+def test_parts_held_twice_are_counted_once() -> None:
+    """`q | k | v` of which the queries are cut and the keys and values are on every rank."""
+    layout = Layout((10, 2), 0, (((0, 2), (6, 10)), ((2, 4), (6, 10)), ((4, 10),)), "q | kv")
+    whole = torch.arange(20.0).view(10, 2)
+    counted = [_first_held(layout.take(whole, rank), layout, rank) for rank in range(3)]
+    assert [part.shape[0] for part in counted] == [6, 2, 2]
+    assert torch.equal(torch.cat([part.flatten() for part in counted]).sort().values, whole.flatten())
+
+
+@pytest.mark.parametrize("call", ["full_state_dict", "load_full_state_dict", "clip_grad_norm_"])
+def test_an_ordinary_model(call: str) -> None:
+    rest = {"full_state_dict": (), "load_full_state_dict": ({},), "clip_grad_norm_": (1.0,)}[call]
+    for model in (nn.Linear(2, 2), nn.DataParallel(nn.Linear(2, 2)), None):
+        assert message(lambda model=model: getattr(autotp, call)(model, *rest)) == (
+            f"{call}: a {type(model).__name__} is no parallel model\n  try      autotp.parallelize(model) first"
+        )
