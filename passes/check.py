@@ -196,7 +196,7 @@ class _Proof:
     def _compute(self, node: fx.Node) -> None:
         """Finds the node that `node` stands for: the next one, or of pure operators one on the same operands."""
         if node.target in BIASED and len(node.args) == 3:
-            return self._biased(node, *(node.args[i] for i in BIASED[node.target][1]))  # type: ignore[index, arg-type]
+            return self._biased(node, *(node.args[i] for i in BIASED[node.target][1]))  # type: ignore[arg-type]
         if _is_ordered(node):
             return self._stands_for(node, self.model.next())
         candidates, errors = self.model.on(_family(node), *(self.whole[n] for n in _operands(node))), []
