@@ -187,7 +187,7 @@ def _in_turn(rank: int, n: int, functions: Sequence[Callable[[int, int], None]])
         try:
             fn(rank, n)
             found[fn.__name__] = ""
-        except Exception as error:
+        except BaseException as error:  # pytest's own failures are no Exceptions
             found[fn.__name__] = "".join(traceback.format_exception(error))
         failed = torch.tensor(bool(found[fn.__name__]), dtype=torch.int32)
         dist.all_reduce(failed, dist.ReduceOp.MAX)
