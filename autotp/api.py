@@ -107,7 +107,9 @@ def _taken(model: nn.Module, analysis: Analysis, mesh: Mesh) -> dict[str, Tensor
         agree_on_random(mesh)
         return initialize(model, analysis.layouts, mesh.rank, mesh.device)
     found: dict[str, Tensor] = {}
-    for name, tensor, holders in _held(model):
+    for name, holders in _held(model).items():
+        table, key = holders[0]
+        tensor = table[key]
         full = broadcast_from_first(_on(tensor, mesh.device), mesh)
         layout = analysis.layouts.get(name)
         found[name] = layout.take(full, mesh.rank) if layout is not None and layout.dim is not None else full
@@ -126,16 +128,17 @@ def _on(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.detach().to(device, copy=True).contiguous()
 
 
-def _held(model: nn.Module) -> list[tuple[str, Tensor, list[tuple[dict[str, Any], str]]]]:
-    """Every parameter and buffer by its first name, with all the tables it stands in."""
-    found: dict[int, tuple[str, Tensor, list[tuple[dict[str, Any], str]]]] = {}
+def _held(model: nn.Module) -> dict[str, list[tuple[dict[str, Any], str]]]:
+    """Every parameter and buffer by its first name: all the tables it stands in. Keeps none of them alive."""
+    names: dict[int, str] = {}
+    found: dict[str, list[tuple[dict[str, Any], str]]] = {}
     for prefix, module in model.named_modules():
         for table in (module._parameters, module._buffers):
             for key, tensor in table.items():
                 if tensor is not None:
-                    name = f"{prefix}.{key}" if prefix else key
-                    found.setdefault(id(tensor), (name, tensor, []))[2].append((table, key))
-    return list(found.values())
+                    name = names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
+                    found.setdefault(name, []).append((table, key))
+    return found
 
 
 def _flags(model: nn.Module) -> str:

@@ -99,8 +99,13 @@ def returned(graph: fx.Graph) -> tuple[Any, ...]:
 
 
 def draws(node: fx.Node) -> bool:
-    """True for a call that takes numbers from the random stream."""
-    return node.target in DRAWS or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """True for a call that takes numbers from the random stream; dropout does not in evaluation, or of nothing."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return node.target in DRAWS
+    arguments = bind(node)
+    idle = arguments.get("train", True) is False, arguments.get("training", True) is False
+    nothing = "train" in arguments and node.target is not torch.ops.aten.native_dropout.default and not arguments["p"]
+    return not (any(idle) or nothing or arguments.get("dropout_p") == 0)
 
 
 def is_tensor(value: Any) -> bool:

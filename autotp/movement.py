@@ -95,13 +95,19 @@ def _at(ns: list[str], dim: int, *names: str) -> list[str]:
 
 
 def slice_(call: Call) -> Rule:
-    """A slice of fixed bounds is a part of a concatenation; one that moves or has a step needs the whole."""
+    """A slice of fixed bounds is a part of a concatenation, every k-th place the major part of a product.
+
+    One that moves, or whose steps leave places over, needs the whole.
+    """
     x, dim = call.operands[0], call.dim()
     ns, start = letters(x.dim()), 0 if call["start"] is None else call["start"]
     length, taken = x.shape[dim], call.outputs[0].shape[dim]
     if Size.of(length) == Size.of(taken):
         return Rule.of(spell([ns], [ns]), "all")
-    if not all(isinstance(n, int) for n in (length, taken, start)) or call.get("step", 1) != 1 or not taken:
+    step = call.get("step", 1)
+    if isinstance(length, int) and length and 0 <= start < step and length == taken * step:
+        return Rule.of(spell([_at(ns, dim, "(n k^)")], [_at(ns, dim, "n")]), "all", k=step)
+    if not all(isinstance(n, int) for n in (length, taken, start)) or step != 1 or not taken:
         return Rule.of(spell([_at(ns, dim, "k^")], [_at(ns, dim, "l^")]), "all")
     start = max(start + length, 0) if start < 0 else start
     sizes = {name: n for name, n in zip("pqr", (start, taken, length - start - taken), strict=True) if n}

@@ -162,8 +162,8 @@ def _whole(name: str, node: fx.Node, analysis: Analysis) -> Whole:
     shape = tuple(node.meta["val"].shape)
     if reader is None:
         return Whole(name, shape, "?", "nothing reads it on these inputs")
-    weighs = str(reader.target).startswith(CONTRACTIONS)
-    in_block = weighs and bool(re.search(r"\.\d+\.", name))
+    matrix = len(shape) > 1 and not str(reader.target).startswith(LOOKUPS)
+    in_block = matrix and bool(re.search(r"\.\d+\.", name))
     return Whole(name, shape, line_of(reader), _reason(node, reader, analysis), in_block)
 
 

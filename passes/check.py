@@ -21,6 +21,7 @@ and local sizes are checked against them.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -460,13 +461,15 @@ def _local_call(to: Target, axes: Axes, node: fx.Node, model: fx.Node, cut: _Cut
 
 
 def _local_slice(to: Target, model: fx.Node, arguments: dict[str, Any], dims: Dims, leaf: Axis) -> dict[str, Any]:
-    """A slice of a dimension that is cut takes what the rank holds between its bounds."""
+    """A slice of a dimension that is cut takes what the rank holds between its bounds; every k-th place, to the end."""
     dim, start = arguments["dim"] % len(dims), arguments["start"] or 0
+    if arguments.get("step", 1) != 1:
+        return arguments | {"dim": dim, "start": start, "end": sys.maxsize}
     pieces = _pieces(to, dims[dim], leaf) or ()
     first = max(start + find(dims[dim]).size.number, 0) if start < 0 else start
     bounds = first, first + outputs_of(model)[0].shape[dim]
     at = [sum(max(min(b, bound) - a, 0) for a, b in pieces[to.rank]) for bound in bounds]
-    return {"self": arguments["self"], "dim": dim, "start": at[0], "end": at[1], "step": arguments.get("step", 1)}
+    return {"self": arguments["self"], "dim": dim, "start": at[0], "end": at[1], "step": 1}
 
 
 SDPA = aten.scaled_dot_product_attention.default

@@ -6,6 +6,7 @@ After:  view(x, [b, s, 6, 64]); parallel.embedding(w, t, 25129); parallel.fast_d
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -81,13 +82,15 @@ def _split(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Called:
 
 
 def _slice(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Called:
-    """A slice out of a concatenation, which starts where the local parts before it end."""
+    """A slice out of a concatenation, which starts where the local parts before it end; or every k-th place."""
     x, arguments = node.args[0], bind(node)
     dim = arguments["dim"] % node.meta["val"].dim()
     axis, taken = axes.of(x)[dim], axes.of(node)[dim]  # type: ignore[arg-type]
     if not touches(axis, leaf):
         return node.target, local.builder.map(node.args), local.builder.map(node.kwargs)  # type: ignore[return-value]
     start, length = arguments["start"] or 0, x.meta["val"].shape[dim]  # type: ignore[union-attr]
+    if arguments.get("step", 1) != 1:
+        return aten.slice.Tensor, (local.builder.env[x], dim, start, sys.maxsize, arguments["step"]), {}  # type: ignore[index]
     start = max(start + length, 0) if start < 0 else start
     before = sum(max(min(b, start) - a, 0) for a, b in ranges(axis, leaf, local.to.tp, local.to.rank))
     count = local.local_size(taken.size, taken, leaf)

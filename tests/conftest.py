@@ -16,13 +16,3 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("deep" if config.getoption("deep") else "default")
 
 
-# Written, and not yet seen green as a whole on a quiet machine: to be run by name, and taken up one by one.
-collect_ignore = [
-    "test_architectures.py",
-    "test_benchmarks.py",
-    "test_check.py",
-    "test_memory.py",
-    "test_run.py",
-    "test_state.py",
-    "test_transforms.py",
-]

@@ -119,17 +119,16 @@ class Copyless(Branching):
 
 
 class Odd(Branching):
-    """A block's weight so small that to divide it is not worth a collective."""
+    """A block's weight that an operator needs whole."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.narrow = nn.LayerNorm(16), nn.Linear(16, 4)
-        self.h = nn.ModuleList([nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4, bias=False))])
+        self.norm = nn.LayerNorm(16)
+        self.h = nn.ModuleList([nn.Linear(16, 16, bias=False)])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x + self.down(nn.functional.gelu(self.up(x))))
-        x = self.h[0](self.narrow(x))
-        return x.cumsum(-1)
+        return x @ torch.linalg.matrix_exp(self.h[0].weight)
 
 
 BRANCHES = "the model branches on the values of a tensor, which one graph cannot do"
@@ -186,7 +185,7 @@ def strictness(rank: int, n: int) -> None:
     x = torch.randn(4, 16)
     assert refusal(Odd(), n, example_inputs=x, strict=True) == (
         "parallelize(Odd, tp=2): strict=True, and weights in a block would stay whole: "
-        f"h.0.1.weight (cutting it would cost more than it divides, {line('x = self.h[0]')})\n"
+        f"h.0.weight (aten.linalg_matrix_exp.default has no rule, {line('return x @ torch')})\n"
         "  try      strict=False, or autotp.rule(...)"
     )
     autotp.parallelize(Odd(), n, example_inputs=x)

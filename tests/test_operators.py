@@ -52,6 +52,7 @@ def test_call(name: str) -> None:
         ("view-minus-one", "f0 f1 (f2 f3) -> f0 f1 f2 f3"),
         ("unsafe-view", "(f0 x0^) x1^ -> (f0 y0^) y1^"),
         ("slice", "a (p | q | r) -> a q"),
+        ("slice-step", "a (n k^) -> a n"),
         ("split-with-sizes", "a (p0 | p1 | p2) -> a p0, a p1, a p2"),
         ("einsum-ellipsis", "* i j, j k -> * i k"),
         ("einsum-diagonal", "unknown"),
