@@ -1,4 +1,4 @@
-"""How hypothesis draws: the same cases in every run of `make test`, new ones and many with `--deep`."""
+"""How hypothesis draws: the same cases in every run of `make test`, new ones with `--deep`; how workers share the files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import settings
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--deep", action="store_true", help="5,000 random architectures instead of 200; takes an hour")
+    parser.addoption("--deep", action="store_true", help="5,000 random architectures instead of 200; takes two hours")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -16,3 +16,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("deep" if config.getoption("deep") else "default")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two workers share the files; only the slowest file is shared test by test."""
+    for item in items:
+        if item.path.stem != "test_architectures":
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))

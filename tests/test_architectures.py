@@ -16,10 +16,11 @@ from autotp.report import Plan
 from autotp.verify import Trial, compare, prepare
 
 TOLERANCE = 1e-10
-RANKS = st.sampled_from((2, 3, 4, 8))
-EXAMPLES = settings().max_examples  # 200, or 5,000 with --deep
+RANKS = (2, 3, 4, 8)
+EXAMPLES = settings().max_examples  # 200, or 5,000 with --deep; each number of ranks has its share of its own
 
 slow = pytest.mark.timeout(10 * EXAMPLES)
+on_ranks = pytest.mark.parametrize("tp", RANKS, ids=lambda tp: f"tp{tp}")
 
 
 def trial(arch: Architecture, tp: int) -> Trial:
@@ -27,7 +28,9 @@ def trial(arch: Architecture, tp: int) -> Trial:
 
 
 @slow
-@given(architectures(), RANKS)
+@on_ranks
+@settings(max_examples=EXAMPLES // len(RANKS))
+@given(arch=architectures())
 def test_equals_one_device(arch: Architecture, tp: int) -> None:
     report = replace(compare(trial(arch, tp)), tolerance=TOLERANCE)
     assert report.ok, str(report)
@@ -71,8 +74,9 @@ def plain(draw: st.DrawFn) -> Architecture:
 
 
 @slow
-@settings(max_examples=EXAMPLES // 10)
-@given(plain(), RANKS)
+@on_ranks
+@settings(max_examples=EXAMPLES // len(RANKS) // 10)
+@given(arch=plain())
 def test_all_reduces_of_a_layer(arch: Architecture, tp: int) -> None:
     """Two forward and two backward; one each where both branches read one value and are added."""
     one, two = (trial(replace(arch, layers=n), tp).plan for n in (1, 2))
