@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -11,7 +11,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    settings.register_profile("default", deadline=None, derandomize=True, max_examples=200)
+    found = (Phase.explicit, Phase.reuse, Phase.generate)  # a failing model takes minutes to shrink: --deep does
+    settings.register_profile("default", deadline=None, derandomize=True, max_examples=200, phases=found)
     settings.register_profile("deep", deadline=None, max_examples=5000, print_blob=True)
     settings.load_profile("deep" if config.getoption("deep") else "default")
 

@@ -58,8 +58,12 @@ def divisible(arch: Architecture) -> Iterator[str]:
 
 @st.composite
 def plain(draw: st.DrawFn) -> Architecture:
-    """Blocks that need no collective but their own: no norm of cut heads, no heads that all ranks share."""
+    """Blocks that need no collective but their own.
+
+    No norm of cut heads, no heads that all ranks share, and no dropout of either of two branches before they are added.
+    """
     arch = draw(architectures())
+    residual = draw(st.sampled_from(("serial", "parallel")))
     heads = max(arch.heads, 2)
     return replace(
         arch,
@@ -68,7 +72,8 @@ def plain(draw: st.DrawFn) -> Architecture:
         hidden=heads * arch.head_dim,
         width=max(arch.width, 2),
         qk_norm="none",
-        residual=draw(st.sampled_from(("serial", "parallel"))),
+        residual=residual,
+        dropout=arch.dropout if residual == "serial" else (*arch.dropout[:2], 0.0),
         layers=1,
     )
 
