@@ -20,6 +20,7 @@ and local sizes are checked against them.
 
 from __future__ import annotations
 
+import inspect
 import operator
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -477,6 +478,7 @@ _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "s
 FORMS: dict[Any, tuple[Any, tuple[str, ...], str]] = {
     parallel.embedding: (aten.embedding.default, ("weight", "indices", "start", "padding_idx"), ""),
     parallel.gather: (aten.gather.default, ("self", "dim", "index", "start"), ""),
+    parallel.class_terms: (parallel.class_terms, ("x", "top", "classes", "dim", "start"), ""),
     parallel.exact_dropout: (aten.dropout.default, ("input", "p"), "exact"),
     parallel.fast_dropout: (aten.dropout.default, ("input", "p"), "fast"),
     parallel.exact_attention: (SDPA, _ATTENTION, "exact"),
@@ -497,7 +499,7 @@ def _form(
     if only:
         drawn = ins[0] if of is not SDPA else (*ins[0][:-1], ins[1][-2])
         given += [to.rank] if only == "fast" else _mask(to, drawn, leaf)
-    return form, {str(i): value for i, value in enumerate(given)}
+    return form, dict(zip(inspect.signature(form).parameters, given, strict=True))
 
 
 def _start(to: Target, axis: Axis, leaf: Axis) -> int | None:
