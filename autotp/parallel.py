@@ -61,8 +61,8 @@ def peak(x: Tensor, dim: int) -> Tensor:
 def class_terms(x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int) -> Tensor:
     """This rank's summands of what cross-entropy needs of each row, in one tensor and so in one reduction.
 
-    The logits are read where they lie: neither their exponentials nor a centred copy is kept for backward, which makes
-    its gradient in one new tensor. The gradient of `top` is left out: a loss does not depend on it.
+    For backward only the exponentials are kept, and the gradient is one new tensor. The gradient of `top` is left out:
+    a loss does not depend on it.
 
     Args:
         x: [* v *] logits of the classes `start` to `start + v`, along `dim`.
@@ -72,38 +72,43 @@ def class_terms(x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int) -
     Returns:
         [2 * *] the sum of `exp(x - top)`, and `x - top` at the class, 0 where another rank has it.
     """
-    found: Tensor = _ClassTerms.apply(x, top, classes, dim, start)
-    return found
+    found: tuple[Tensor, Tensor] = _ClassTerms.apply(x, top, classes, dim, start)
+    return found[0]
 
 
 class _ClassTerms(torch.autograd.Function):
+    """The terms, and the exponentials: an output, so that what backward computes of them can be differentiated again."""
+
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int) -> Tensor:
-        z = x - top
-        at, outside = _own(classes.unsqueeze(dim), start, x.shape[dim])
-        picked = torch.gather(z, dim, at).masked_fill(outside, 0) if x.shape[dim] else torch.zeros_like(top, dtype=z.dtype)
-        return torch.stack([z.exp_().sum(dim), picked.squeeze(dim)])
+    def forward(x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int) -> tuple[Tensor, Tensor]:
+        z, length = x - top, x.shape[dim]
+        at, outside = _own(classes.unsqueeze(dim), start, length)
+        picked = z.gather(dim, at).masked_fill(outside, 0) if length else torch.zeros_like(top, dtype=z.dtype)
+        exponentials = z.exp_()
+        return torch.stack([exponentials.sum(dim), picked.squeeze(dim)]), exponentials
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, top, classes, ctx.dim, ctx.start = inputs
-        ctx.save_for_backward(x, top, classes)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, _, classes, ctx.dim, ctx.start = inputs
+        ctx.dtype = x.dtype
+        ctx.save_for_backward(output[1], classes)
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, top, classes = ctx.saved_tensors
-        if not x.shape[ctx.dim]:
-            return torch.zeros_like(x) + 0 * grad.sum(), None, None, None, None
-        at, outside = _own(classes.unsqueeze(ctx.dim), ctx.start, x.shape[ctx.dim])
-        total, picked = (g.unsqueeze(ctx.dim) for g in grad.unbind())
-        picked = picked.masked_fill(outside, 0)
-        if _is_plain(grad):
-            found = (x - top).exp_().mul_(total).scatter_add_(ctx.dim, at, picked)
-        else:  # differentiated again, mapped or compiled
-            found = ((x - top).exp() * total).scatter_add(ctx.dim, at, picked)
-        return found.to(x.dtype), None, None, None, None
+    def backward(ctx: Any, grad: Tensor | None, again: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        exponentials, classes = ctx.saved_tensors
+        dim, length = ctx.dim, exponentials.shape[ctx.dim]
+        if grad is None:
+            return None if again is None else (exponentials * again).to(ctx.dtype), None, None, None, None
+        total, picked = (g.unsqueeze(dim) for g in grad.unbind())
+        found = exponentials * (total if again is None else total + again)
+        if length:
+            at, outside = _own(classes.unsqueeze(dim), ctx.start, length)
+            scatter_add = Tensor.scatter_add_ if _is_plain(grad) else Tensor.scatter_add
+            found = scatter_add(found, dim, at, picked.masked_fill(outside, 0))
+        return found.to(ctx.dtype), None, None, None, None
 
 
 def _own(index: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:

@@ -149,9 +149,7 @@ def _stay_cut(found: Sequence[Any], training: bool, outputs: Outputs) -> bool:
     return outputs == "local" or (outputs == "auto" and training and scalar_loss)
 
 
-def _cut_outputs(
-    graph: fx.Graph, found: Sequence[Any], axes: Axes, decision: Decision, tp: int
-) -> dict[int, Layout]:
+def _cut_outputs(graph: fx.Graph, found: Sequence[Any], axes: Axes, decision: Decision, tp: int) -> dict[int, Layout]:
     """How the outputs that are cut are held."""
     have = flow(graph, axes, decision.cuts, decision.held)
     local = {}

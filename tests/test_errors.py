@@ -216,7 +216,11 @@ def parts(rank: int, n: int) -> None:
         "a submodule of a parallel model cannot be called by itself: its work is part of the model's graph\n"
         "  try      call the whole model, or parallelize the submodule"
     )
-    for register in (block.register_forward_hook, block.attn.register_forward_pre_hook, block.register_full_backward_hook):
+    for register in (
+        block.register_forward_hook,
+        block.attn.register_forward_pre_hook,
+        block.register_full_backward_hook,
+    ):
         assert message(lambda register=register: register(print)) == (
             "a hook on a submodule of a parallel model would never run: its work is part of the model's graph\n"
             "  try      register it on the original model before autotp.parallelize, or on the whole parallel model"
@@ -236,9 +240,16 @@ def different_models(rank: int, n: int) -> None:
     last = rank == n - 1
     models = gpt(n_layer=1 + last), gpt(n_head=3 + 3 * last), gpt(dropout=0.1).train(not last)
     for model in models:
-        assert refusal(model, n) == f"parallelize(GPT, tp={n}): tp rank {n - 1} would run another graph than rank 0{SAME_MODEL}"
+        assert (
+            refusal(model, n)
+            == f"parallelize(GPT, tp={n}): tp rank {n - 1} would run another graph than rank 0{SAME_MODEL}"
+        )
     frozen = gpt().requires_grad_(not last)
-    settings = ({}, frozen), ({"outputs": "full" if last else "local"}, gpt()), ({"randomness": "exact" if last else "fast"}, gpt())
+    settings = (
+        ({}, frozen),
+        ({"outputs": "full" if last else "local"}, gpt()),
+        ({"randomness": "exact" if last else "fast"}, gpt()),
+    )
     for given, model in settings:
         assert refusal(model, n, **given) == (
             f"parallelize(GPT, tp={n}): tp rank {n - 1} would run another graph than rank 0{SAME_MODEL}"
@@ -253,7 +264,10 @@ def one_rank_fails(rank: int, n: int) -> None:
     if rank == 1:
         assert found == f"parallelize(Branching, tp=3): {BRANCHES}\n  at       {line('if x.sum() > 0:')}{TRY_WHERE}"
     else:
-        assert found == "parallelize(Odd, tp=3): tp rank 1 could not build a graph\n  try      read the error there: here is none"
+        assert (
+            found
+            == "parallelize(Odd, tp=3): tp rank 1 could not build a graph\n  try      read the error there: here is none"
+        )
     assert message(lambda: autotp.parallelize(gpt(), n)(torch.zeros(2, 20 if rank == 1 else 6, dtype=torch.int64))) == (
         f"GPT.forward: tp rank 1 got other inputs than rank 0{SAME_BATCH}"
     )
