@@ -77,7 +77,7 @@ def class_terms(x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int) -
 
 
 class _ClassTerms(torch.autograd.Function):
-    """The terms, and the exponentials: an output, so that what backward computes of them can be differentiated again."""
+    """The terms, and the exponentials: as an output, what backward computes of them can be differentiated again."""
 
     generate_vmap_rule = True
 
