@@ -62,9 +62,8 @@ def decide(
 
     def worth(candidate: Candidate) -> float:
         """Elements of weights divided for each element exchanged per token."""
-        return (
-            _gain(candidate, decision, tp) * NOMINAL**2 / max(_cost(candidate, decision, axes, trainable, gathered), 1)
-        )
+        cost = _cost(candidate, decision, axes, trainable, gathered)
+        return _gain(candidate, decision, tp) * NOMINAL**2 / max(cost, 1)
 
     def key(i: int) -> tuple[bool, float, int]:
         return not candidates[i].core, -worth(candidates[i]), i

@@ -1,4 +1,4 @@
-"""How hypothesis draws (the same cases in each `make test`, new ones with `--deep`), and how workers share the files."""
+"""How hypothesis draws (the same cases in each `make test`, new ones with `--deep`), how workers share the files."""
 
 from __future__ import annotations
 
