@@ -21,8 +21,9 @@ from autotp.lockstep import run_lockstep
 from autotp.partition import chunk_bounds
 from autotp.passes.bind import bind
 from autotp.passes.capture import skeleton_of
-from autotp.passes.check import Typed, check
+from autotp.passes.check import check
 from autotp.passes.local import Target
+from autotp.passes.typed import Typed
 from autotp.transform import Analysis, analyse, rank_graph
 
 aten = torch.ops.aten
