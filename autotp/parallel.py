@@ -97,7 +97,7 @@ class _ClassTerms(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, again: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None, again: Tensor | None) -> tuple[Tensor | None, ...]:
         exponentials, classes = ctx.saved_tensors
         dim, length = ctx.dim, exponentials.shape[ctx.dim]
         if grad is None:
