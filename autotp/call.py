@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +14,8 @@ from torch._ops import OpOverload
 
 from autotp.parallel import DRAWS
 
+POSITIONS = tuple(map(str, range(16)))
+
 
 @dataclass(frozen=True)
 class Call:
@@ -20,7 +23,7 @@ class Call:
 
     Attributes:
         target: the operator, or a Python function.
-        arguments: name (for a Python function without a schema: position) -> value, defaults included.
+        arguments: name -> value, defaults included; of a builtin without a signature: position -> value.
         operands: the tensor arguments in order, lists flattened; an optional one that is absent is None.
         outputs: the output tensors; empty for an operator that returns none.
     """
@@ -54,7 +57,7 @@ def call_of(node: fx.Node) -> Call:
 def bind(node: fx.Node) -> dict[str, Any]:
     """The arguments of a node by name, defaults filled in; nodes stay nodes."""
     if not isinstance(node.target, OpOverload):
-        return {str(i): arg for i, arg in enumerate(node.args)} | dict(node.kwargs)
+        return dict(zip(_parameters(node.target), node.args, strict=False)) | dict(node.kwargs)
     bound: dict[str, Any] = {}
     for i, (name, default, kwarg_only, _) in enumerate(_schema(node.target)):
         if name in node.kwargs:
@@ -111,6 +114,12 @@ def draws(node: fx.Node) -> bool:
 def is_tensor(value: Any) -> bool:
     """True for a node that stands for a tensor."""
     return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a function's parameters; of what is no Python function, the positions."""
+    return tuple(inspect.signature(function).parameters) if inspect.isfunction(function) else POSITIONS
 
 
 @cache

@@ -367,14 +367,25 @@ def filled(call: Call) -> Rule:
 # ---- our own parallel forms
 
 
+def _around(call: Call, *names: str) -> list[list[str]]:
+    """Terms as long as the first operand, each with its own factor along `dim`; "" for none."""
+    ns, dim = letters(call.operands[0].dim()), call.dim()
+    return [[*ns[:dim], *([name] if name else []), *ns[dim + 1 :]] for name in names]
+
+
 def parallel_gather(call: Call) -> Rule:
     """`gather` where the factor along `dim` is cut: see `parallel.gather(x, dim, index, start)`."""
-    dim, ns = call["1"] % call.operands[0].dim(), letters(call.operands[0].dim())
-    x, index = ([*ns[:dim], name, *ns[dim + 1 :]] for name in ("v", "k"))
+    x, index = _around(call, "v", "k")
     return Rule.of(spell([x, index], [index]), ((0,),))
 
 
 def parallel_peak(call: Call) -> Rule:
     """`peak(x, dim)`: a maximum without a gradient, so it can be reduced over ranks."""
-    dim, ns = call["1"] % call.operands[0].dim(), letters(call.operands[0].dim())
-    return Rule.of(spell([ns], [[*ns[:dim], "1", *ns[dim + 1 :]]]), reducer="max")
+    x, top = _around(call, "v", "1")
+    return Rule.of(spell([x], [top]), reducer="max")
+
+
+def parallel_class_terms(call: Call) -> Rule:
+    """`class_terms(x, top, classes, dim, start)`: two sums for each row, over classes that may be cut."""
+    x, top, row = _around(call, "v!", "1", "")
+    return Rule.of(spell([x, top, row], [["t^", *row]]))

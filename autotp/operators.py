@@ -177,6 +177,7 @@ PARALLEL: dict[Operator, f.RuleFunction] = {
     parallel.embedding: f.fixed("v h, * -> * h", ((0,),)),
     parallel.gather: f.parallel_gather,
     parallel.peak: f.parallel_peak,
+    parallel.class_terms: f.parallel_class_terms,
 }
 """The rules of our own parallel forms, which lowered graphs call."""
 

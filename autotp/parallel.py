@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +29,9 @@ def embedding(weight: Tensor, indices: Tensor, start: int, padding_idx: int = -1
     rows = weight.shape[0]
     if rows == 0:
         return weight.new_zeros((*indices.shape, weight.shape[1])) + weight.sum()
-    local = indices - start
-    outside = (local < 0) | (local >= rows)
+    local, outside = _own(indices, start, rows)
     padding = padding_idx - start if start <= padding_idx < start + rows else None
-    found = F.embedding(local.masked_fill(outside, 0), weight, padding)
+    found = F.embedding(local, weight, padding)
     return found.masked_fill(outside.unsqueeze(-1), 0)
 
 
@@ -45,9 +45,8 @@ def gather(x: Tensor, dim: int, index: Tensor, start: int) -> Tensor:
     length = x.shape[dim]
     if length == 0:
         return x.new_zeros(index.shape) + x.sum()
-    local = index - start
-    outside = (local < 0) | (local >= length)
-    return torch.gather(x, dim, local.masked_fill(outside, 0)).masked_fill(outside, 0)
+    local, outside = _own(index, start, length)
+    return torch.gather(x, dim, local).masked_fill(outside, 0)
 
 
 def peak(x: Tensor, dim: int) -> Tensor:
@@ -57,6 +56,74 @@ def peak(x: Tensor, dim: int) -> Tensor:
         shape = [1 if d == dim % x.dim() else n for d, n in enumerate(x.shape)]
         return x.new_full(shape, torch.finfo(x.dtype).min)
     return x.amax(dim, keepdim=True)
+
+
+def class_terms(x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int) -> Tensor:
+    """This rank's summands of what cross-entropy needs of each row, in one tensor and so in one reduction.
+
+    For backward only the exponentials are kept, and the gradient is one new tensor. The gradient of `top` is left out:
+    a loss does not depend on it.
+
+    Args:
+        x: [* v *] logits of the classes `start` to `start + v`, along `dim`.
+        top: [* 1 *] the maximum over the classes of all ranks.
+        classes: [* *] a class for each row, counted over all ranks.
+
+    Returns:
+        [2 * *] the sum of `exp(x - top)`, and `x - top` at the class, 0 where another rank has it.
+    """
+    found: tuple[Tensor, Tensor] = _ClassTerms.apply(x, top, classes, dim, start)
+    return found[0]
+
+
+class _ClassTerms(torch.autograd.Function):
+    """The terms, and the exponentials: as an output, what backward computes of them can be differentiated again."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int) -> tuple[Tensor, Tensor]:
+        z, length = x - top, x.shape[dim]
+        at, outside = _own(classes.unsqueeze(dim), start, length)
+        picked = z.gather(dim, at).masked_fill(outside, 0) if length else torch.zeros_like(top, dtype=z.dtype)
+        exponentials = z.exp_()
+        return torch.stack([exponentials.sum(dim), picked.squeeze(dim)]), exponentials
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, _, classes, ctx.dim, ctx.start = inputs
+        ctx.dtype = x.dtype
+        ctx.save_for_backward(output[1], classes)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, again: Tensor | None) -> tuple[Tensor | None, ...]:
+        exponentials, classes = ctx.saved_tensors
+        dim, length = ctx.dim, exponentials.shape[ctx.dim]
+        if grad is None:
+            return None if again is None else (exponentials * again).to(ctx.dtype), None, None, None, None
+        total, picked = (g.unsqueeze(dim) for g in grad.unbind())
+        found = exponentials * (total if again is None else total + again)
+        if length:
+            at, outside = _own(classes.unsqueeze(dim), ctx.start, length)
+            scatter_add = Tensor.scatter_add_ if _is_plain(grad) else Tensor.scatter_add
+            found = scatter_add(found, dim, at, picked.masked_fill(outside, 0))
+        return found.to(ctx.dtype), None, None, None, None
+
+
+def _own(index: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
+    """Positions of the whole as positions of this rank's part, 0 for those outside; and which are outside."""
+    local = index - start
+    outside = (local < 0) | (local >= length)
+    return local.masked_fill(outside, 0), outside
+
+
+def _is_plain(grad: Tensor) -> bool:
+    """True where a gradient is just a tensor: nothing records, maps or traces, and new tensors may be written to."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    functorch = torch._C._functorch
+    return not (functorch.is_functorch_wrapped_tensor(grad) or functorch.is_legacy_batchedtensor(grad))
 
 
 def exact_dropout(x: Tensor, p: float, shape: Sequence[int], dim: int, pieces: Sequence[tuple[int, int]]) -> Tensor:

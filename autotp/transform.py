@@ -86,9 +86,11 @@ def analyse(
     axes = infer_axes(graph)
     _prove_users_rules(graph, tp)
     candidates = match(graph, axes, captured.parameters, captured.inputs)
+    stay = _stay_cut(returned(graph)[: len(returned(graph)) - len(updated)], skeleton.training, outputs)
     if layouts is None:
         total = sum(n.meta["val"].numel() for n in graph.nodes if n.name in captured.parameters)
-        decision = decide(axes, candidates, needs_grad(graph, _sources(graph, captured)), total, tp)
+        trainable = needs_grad(graph, _sources(graph, captured))
+        decision = decide(axes, candidates, trainable, total, tp, not stay)
     else:
         places = [node for node in graph.nodes if node.op == "placeholder" and node.name in captured.parameters]
         stored = {node: layouts[captured.parameters[node.name]] for node in places}
@@ -98,7 +100,7 @@ def analyse(
     differentiable = needs_grad(graph, _sources(graph, captured))
     held = dict(layouts) if layouts is not None else _layouts(graph, axes, decision, captured, tp)
     given = returned(graph)[: len(returned(graph)) - len(updated)]  # A buffer's new value is no output.
-    local = _local_outputs(graph, given, axes, decision, skeleton.training, outputs, tp)
+    local = _cut_outputs(graph, given, axes, decision, tp) if stay else {}
     return Analysis(captured, graph, axes, decision, differentiable, updated, held, local, tp)
 
 
@@ -141,13 +143,14 @@ def _layouts(graph: fx.Graph, axes: Axes, decision: Decision, captured: Captured
     return found
 
 
-def _local_outputs(
-    graph: fx.Graph, found: Sequence[Any], axes: Axes, decision: Decision, training: bool, outputs: Outputs, tp: int
-) -> dict[int, Layout]:
-    """The outputs that stay cut: all that are for "local", none for "full"; for "auto", beside a loss in training."""
+def _stay_cut(found: Sequence[Any], training: bool, outputs: Outputs) -> bool:
+    """True if outputs that are cut stay so: for "local", never for "full"; for "auto", beside a loss in training."""
     scalar_loss = any(isinstance(n, fx.Node) and _is_loss(n) for n in found)
-    if outputs == "full" or (outputs == "auto" and not (training and scalar_loss)):
-        return {}
+    return outputs == "local" or (outputs == "auto" and training and scalar_loss)
+
+
+def _cut_outputs(graph: fx.Graph, found: Sequence[Any], axes: Axes, decision: Decision, tp: int) -> dict[int, Layout]:
+    """How the outputs that are cut are held."""
     have = flow(graph, axes, decision.cuts, decision.held)
     local = {}
     for i, node in enumerate(found):

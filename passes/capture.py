@@ -138,13 +138,20 @@ def capture(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
             flat = _Flat(_copy_on(skeleton, autocast.device), spec, leaves)
             tensors = tuple(_like(leaf, autocast.device) for leaf in leaves if isinstance(leaf, torch.Tensor))
         dynamic = tuple({d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in tensors)
-        try:
-            program = export(flat, tensors, dynamic_shapes=(dynamic,), strict=False)
-        except Error:
-            raise
-        except Exception as error:
-            raise _explained(error, _plain(flat, tensors, mode)) from error
+        program = _exported(flat, tensors, dynamic)
+        if isinstance(program, Exception):
+            plain = _plain(flat, tensors, mode)
+            raise _explained(program, plain) from plain or program  # The exporter's trace is a page long.
     return _captured(program, flat, tensors, autocast)
+
+
+def _exported(flat: _Flat, tensors: tuple[torch.Tensor, ...], dynamic: Any) -> ExportedProgram | Exception:
+    try:
+        return export(flat, tensors, dynamic_shapes=(dynamic,), strict=False)
+    except Error:
+        raise
+    except Exception as error:
+        return error
 
 
 @contextmanager

@@ -1,12 +1,12 @@
 """expand: an operator that is cut along a factor it mixes becomes operators that a cut goes through.
 
     Before: log_softmax(x, v)            After: z = x - peak(x); z - log(sum(exp(z)))
-    Before: cross_entropy(x, t)          After: z, lse as above; mean(lse - gather(z, t))
+    Before: cross_entropy(x, t)          After: e, z = class_terms(x, peak(x), t); mean(log(e) - z)
     Before: mean(x, v)                   After: sum(x, v) / length
 
 NOTE [Vocab-parallel loss]
-With the classes cut, `peak`, `sum` and `gather` each give one number a token that is reduced over ranks; the logits
-are never exchanged (Megatron-LM, Shoeybi et al. 2019, section 3). Gradients follow from the primitives.
+With the classes cut, a maximum, a sum and a target logit for each token are reduced over ranks; the logits are never
+exchanged (Megatron-LM, Shoeybi et al. 2019, section 3). The last two travel together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import fx
 
 from autotp.builder import Builder, fake_mode_of
 from autotp.call import bind
-from autotp.parallel import peak
+from autotp.parallel import class_terms, peak
 from autotp.passes.axes import Axes, visit
 from autotp.passes.plan import Decision
 
@@ -105,64 +105,65 @@ def _mean(builder: Builder, args: dict[str, Any]) -> fx.Node:
 
 
 def _cross_entropy(builder: Builder, args: dict[str, Any]) -> fx.Node:
-    x = args["self"]
-    dim = 1 if x.meta["val"].dim() > 1 else 0
-    z, lse = _centred(builder, x, dim)
-    logp = _LogProbabilities(builder, z, builder.call(aten.squeeze.dim, lse, dim), dim)
-    loss = _picked_loss(builder, logp, args, args["label_smoothing"])
-    return _cast(builder, loss, x.meta["val"].dtype)
+    call, x, dim = builder.call, args["self"], _class_dim(args)
+    top = call(peak, x, dim)
+    top = _cast(builder, top, torch.promote_types(top.meta["val"].dtype, torch.float32))
+    ignored, classes = _classes(builder, args)
+    terms = call(class_terms, x, top, classes, dim, 0)
+    lse = call(aten.log.default, call(aten.select.int, terms, 0, 0))
+    own = call(aten.sub.Tensor, lse, call(aten.select.int, terms, 0, 1))
+    smooth = None
+    if args["label_smoothing"]:
+        every = _every(builder, call(aten.sub.Tensor, x, top), lse, args["weight"], dim)
+        smooth = call(aten.mul.Tensor, every, args["label_smoothing"] / x.meta["val"].shape[dim])
+    return _cast(builder, _reduced(builder, args, own, smooth, ignored, classes), x.meta["val"].dtype)
 
 
 def _nll(builder: Builder, args: dict[str, Any]) -> fx.Node:
-    dim = 1 if args["self"].meta["val"].dim() > 1 else 0
-    return _picked_loss(builder, _LogProbabilities(builder, args["self"], None, dim), args, 0.0)
+    call, dim = builder.call, _class_dim(args)
+    ignored, classes = _classes(builder, args)
+    picked = call(aten.gather.default, args["self"], dim, call(aten.unsqueeze.default, classes, dim))
+    own = call(aten.neg.default, call(aten.squeeze.dim, picked, dim))
+    return _reduced(builder, args, own, None, ignored, classes)
 
 
-class _LogProbabilities:
-    """Log-probabilities as `z - lse`, of which only what is asked for is computed."""
-
-    def __init__(self, builder: Builder, z: fx.Node, lse: fx.Node | None, dim: int) -> None:
-        self.builder, self.z, self.lse, self.dim = builder, z, lse, dim
-
-    def less_lse(self, value: fx.Node, times: Any = 1) -> fx.Node:
-        """`times * lse - value`: minus log-probabilities, of one class or summed over `times` classes."""
-        call = self.builder.call
-        if self.lse is None:
-            return call(aten.neg.default, value)
-        lse = self.lse if isinstance(times, int) and times == 1 else call(aten.mul.Tensor, self.lse, times)
-        return call(aten.sub.Tensor, lse, value)
-
-    def minus_at(self, classes: fx.Node) -> fx.Node:
-        """`-log p[class]`, one a row."""
-        call = self.builder.call
-        at = call(aten.unsqueeze.default, classes, self.dim)
-        return self.less_lse(call(aten.squeeze.dim, call(aten.gather.default, self.z, self.dim, at), self.dim))
-
-    def minus_all(self, weight: fx.Node | None) -> fx.Node:
-        """`-sum over classes of weight * log p`, one a row."""
-        call = self.builder.call
-        if weight is None:
-            return self.less_lse(call(aten.sum.dim_IntList, self.z, [self.dim]), self.z.meta["val"].shape[self.dim])
-        shape = [-1] + [1] * (self.z.meta["val"].dim() - 1 - self.dim)
-        weighed = call(aten.mul.Tensor, self.z, call(aten.view.default, weight, shape))
-        return self.less_lse(call(aten.sum.dim_IntList, weighed, [self.dim]), call(aten.sum.default, weight))
+def _class_dim(args: dict[str, Any]) -> int:
+    return 1 if args["self"].meta["val"].dim() > 1 else 0
 
 
-def _picked_loss(builder: Builder, logp: _LogProbabilities, args: dict[str, Any], smoothing: float) -> fx.Node:
-    """The class loss of torch's documentation: ignored targets, class weights, smoothing, the three reductions."""
-    call, weight, target = builder.call, args["weight"], args["target"]
-    ignored = call(aten.eq.Scalar, target, args["ignore_index"])
-    classes = call(aten.masked_fill.Scalar, target, ignored, 0)
-    loss = logp.minus_at(classes)
-    counted = _cast(builder, call(aten.logical_not.default, ignored), loss.meta["val"].dtype)
+def _classes(builder: Builder, args: dict[str, Any]) -> tuple[fx.Node, fx.Node]:
+    """Which targets are ignored, and the targets with a legal class in their place."""
+    ignored = builder.call(aten.eq.Scalar, args["target"], args["ignore_index"])
+    return ignored, builder.call(aten.masked_fill.Scalar, args["target"], ignored, 0)
+
+
+def _every(builder: Builder, z: fx.Node, lse: fx.Node, weight: fx.Node | None, dim: int) -> fx.Node:
+    """`-sum over classes of weight * log p`, one a row; `z - lse` are the log-probabilities."""
+    call, total = builder.call, z.meta["val"].shape[dim]
+    if weight is not None:
+        shape = [-1] + [1] * (z.meta["val"].dim() - 1 - dim)
+        z = call(aten.mul.Tensor, z, call(aten.view.default, weight, shape))
+        total = call(aten.sum.default, weight)
+    return call(aten.sub.Tensor, call(aten.mul.Tensor, lse, total), call(aten.sum.dim_IntList, z, [dim]))
+
+
+def _reduced(
+    builder: Builder, args: dict[str, Any], loss: fx.Node, smooth: fx.Node | None, ignored: fx.Node, classes: fx.Node
+) -> fx.Node:
+    """The class loss of torch's documentation: ignored targets, class weights, smoothing, the three reductions.
+
+    Args:
+        loss: `-log p` of each row's class, neither weighed nor ignored yet.
+        smooth: what smoothing adds to each row.
+    """
+    call, weight, dtype = builder.call, args["weight"], loss.meta["val"].dtype
+    counted = _cast(builder, call(aten.logical_not.default, ignored), dtype)
     if weight is not None:
         column = call(aten.unsqueeze.default, weight, 1)
         own = call(aten.squeeze.dim, call(aten.embedding.default, column, classes), -1)
         loss, counted = call(aten.mul.Tensor, loss, own), call(aten.mul.Tensor, counted, own)
-    if smoothing:
-        n_classes = logp.z.meta["val"].shape[logp.dim]
-        smooth = call(aten.mul.Tensor, logp.minus_all(weight), smoothing / n_classes)
-        loss = call(aten.add.Tensor, call(aten.mul.Tensor, loss, 1 - smoothing), smooth)
+    if smooth is not None:
+        loss = call(aten.add.Tensor, call(aten.mul.Tensor, loss, 1 - args["label_smoothing"]), smooth)
     loss = call(aten.masked_fill.Scalar, loss, ignored, 0)
     if args["reduction"] in (MEAN, SUM):
         loss = call(aten.sum.default, loss)

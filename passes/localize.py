@@ -114,6 +114,12 @@ def _gather(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     return parallel.gather, (args["self"], args["dim"], args["index"], start)
 
 
+def _class_terms(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+    args = bind(node)
+    start = _start(local, node, axes.of(args["x"])[args["dim"]], leaf)
+    return parallel.class_terms, (*local.builder.map(node.args[:-1]), start)
+
+
 def _start(local: Local, node: fx.Node, axis: Axis, leaf: Axis) -> int:
     """Where this rank's positions of `axis` start; they must be neighbours: the leaf is the axis, or major in it."""
     opened = open_product(axis, leaf)
@@ -160,6 +166,7 @@ def _whole(local: Local, shape: Any, dims: tuple[Axis, ...], leaf: Axis) -> tupl
 FORMS: dict[Any, Form] = {
     aten.embedding.default: _embedding,
     aten.gather.default: _gather,
+    parallel.class_terms: _class_terms,
     aten.dropout.default: _dropout,
     aten.scaled_dot_product_attention.default: _attention,
 }

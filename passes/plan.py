@@ -48,10 +48,13 @@ class Decision:
     chosen: list[Candidate] = field(default_factory=list)
 
 
-def decide(axes: Axes, candidates: list[Candidate], trainable: Collection[fx.Node], total: int, tp: int) -> Decision:
+def decide(
+    axes: Axes, candidates: list[Candidate], trainable: Collection[fx.Node], total: int, tp: int, gathered: bool = True
+) -> Decision:
     """The cuts for `tp` ranks.
 
     Args:
+        gathered: True if outputs that are cut are gathered, which costs communication; False if they stay cut.
         trainable: values that a gradient flows through: only those cost communication in backward.
         total: elements of all parameters.
     """
@@ -59,7 +62,8 @@ def decide(axes: Axes, candidates: list[Candidate], trainable: Collection[fx.Nod
 
     def worth(candidate: Candidate) -> float:
         """Elements of weights divided for each element exchanged per token."""
-        return _gain(candidate, decision, tp) * NOMINAL**2 / max(_cost(candidate, decision, axes, trainable), 1)
+        cost = _cost(candidate, decision, axes, trainable, gathered)
+        return _gain(candidate, decision, tp) * NOMINAL**2 / max(cost, 1)
 
     def key(i: int) -> tuple[bool, float, int]:
         return not candidates[i].core, -worth(candidates[i]), i
@@ -146,7 +150,9 @@ def _gain(candidate: Candidate, decision: Decision, tp: int) -> float:
     return sum(p.meta["val"].numel() for p in cut) * (1 - fullest)
 
 
-def _cost(candidate: Candidate, decision: Decision, axes: Axes, trainable: Collection[fx.Node]) -> float:
+def _cost(
+    candidate: Candidate, decision: Decision, axes: Axes, trainable: Collection[fx.Node], gathered: bool
+) -> float:
     """Elements exchanged in a step, forward and backward, at nominal batch and sequence."""
     free = {node: factor for node, factor in candidate.nodes if node not in decision.cuts}
     summed = [node for node, factor in free.items() if not factor.outs]
@@ -157,7 +163,7 @@ def _cost(candidate: Candidate, decision: Decision, axes: Axes, trainable: Colle
                 copied.add(operand)
             if i in factor.ins and maker(operand) not in free and operand.op != "placeholder":
                 moved.add(operand)
-        if factor.outs and any(reader not in free for reader in readers(node)):
+        if factor.outs and any(reader not in free for reader in readers(node) if gathered or reader.op != "output"):
             moved.add(node)
     return sum(elements(node) for node in [*summed, *copied, *moved])
 

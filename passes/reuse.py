@@ -16,7 +16,7 @@ from autotp import collectives, parallel
 
 aten = torch.ops.aten
 PRODUCTS = {aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default}
-NEW = {*PRODUCTS, aten.addmm.default, parallel.embedding}
+NEW = {*PRODUCTS, aten.addmm.default, parallel.embedding, parallel.class_terms}
 VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints}
 
 

@@ -1,4 +1,4 @@
-"""How hypothesis draws: the same cases in every run of `make test`, new ones with `--deep`; how workers share the files."""
+"""How hypothesis draws (the same cases in each `make test`, new ones with `--deep`), how workers share the files."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("deep" if config.getoption("deep") else "default")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Two workers share the files; only the slowest file is shared test by test."""
     for item in items:

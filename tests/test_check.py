@@ -21,8 +21,9 @@ from autotp.lockstep import run_lockstep
 from autotp.partition import chunk_bounds
 from autotp.passes.bind import bind
 from autotp.passes.capture import skeleton_of
-from autotp.passes.check import Typed, check
+from autotp.passes.check import check
 from autotp.passes.local import Target
+from autotp.passes.typed import Typed
 from autotp.transform import Analysis, analyse, rank_graph
 
 aten = torch.ops.aten
@@ -64,7 +65,7 @@ class Decoder(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A BERT of one layer: separate q, k, v, attention written out, a padding mask, dropout on weights, norms after."""
+    """A BERT of one layer: separate q, k, v, attention and loss written out, dropout on weights, norms after."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ class Encoder(nn.Module):
         weights = F.dropout(scores.softmax(-1), 0.2, self.training)  # [batch heads seq seq]
         x = self.norm_1(x + self.out((weights @ v).transpose(1, 2).flatten(2)))
         x = self.norm_2(x + self.down(torch.relu(self.up(x))))
-        losses = F.cross_entropy(self.head(x).transpose(1, 2), labels, reduction="none")
+        losses = F.nll_loss(self.head(x).log_softmax(-1).transpose(1, 2), labels, reduction="none")
         return (losses * padding).sum() / padding.sum()
 
 
@@ -456,4 +457,5 @@ def test_what_is_broken_is_refused(name: str, way: Callable[[fx.Node], Iterator[
 def test_every_conjugate_is_broken() -> None:
     seen = {node.target for name in CASES for node in graphs_of(*case(name))[0].nodes}
     assert seen > set(KINDS)
-    assert seen > {parallel.embedding, parallel.gather, parallel.exact_dropout, parallel.fast_attention}
+    forms = {parallel.embedding, parallel.gather, parallel.class_terms, parallel.exact_dropout, parallel.fast_attention}
+    assert seen > forms

@@ -174,9 +174,12 @@ def example_inputs(rank: int, n: int) -> None:
 
 @checks.on(2)
 def choices(rank: int, n: int) -> None:
-    for name, values in (
-        ("outputs", "'auto', 'full', 'local'"), ("randomness", "'fast', 'exact'"), ("check_inputs", "'always', 'first', 'never'"),
-    ):  # fmt: skip
+    allowed = {
+        "outputs": "'auto', 'full', 'local'",
+        "randomness": "'fast', 'exact'",
+        "check_inputs": "'always', 'first', 'never'",
+    }
+    for name, values in allowed.items():
         assert refusal(gpt(), n, **{name: "all"}) == f"parallelize(GPT, tp=2): {name}='all'\n  expected {values}"
 
 
@@ -197,7 +200,8 @@ def parallel_already(rank: int, n: int) -> None:
     model = gpt()
     parallel = autotp.parallelize(model, n)
     assert message(lambda: autotp.parallelize(parallel, n)) == (
-        "parallelize(ParallelModule, tp=2): the model is parallel already\n  try      parallelize the original model once"
+        "parallelize(ParallelModule, tp=2): the model is parallel already\n"
+        "  try      parallelize the original model once"
     )
     assert message(lambda: autotp.parallelize(model, n)) == (
         "parallelize(GPT, tp=2): the model was parallelized before, which took its parameters over\n"
@@ -216,7 +220,8 @@ def parts(rank: int, n: int) -> None:
         "a submodule of a parallel model cannot be called by itself: its work is part of the model's graph\n"
         "  try      call the whole model, or parallelize the submodule"
     )
-    for register in (block.register_forward_hook, block.attn.register_forward_pre_hook, block.register_full_backward_hook):
+    hooks = block.register_forward_hook, block.attn.register_forward_pre_hook, block.register_full_backward_hook
+    for register in hooks:
         assert message(lambda register=register: register(print)) == (
             "a hook on a submodule of a parallel model would never run: its work is part of the model's graph\n"
             "  try      register it on the original model before autotp.parallelize, or on the whole parallel model"
@@ -234,15 +239,18 @@ SAME_SEED = "\n  try      torch.manual_seed(seed) with one seed on all ranks"
 def different_models(rank: int, n: int) -> None:
     """Of another depth, with other heads, in another mode, frozen elsewhere, or asked for otherwise."""
     last = rank == n - 1
+    other = f"parallelize(GPT, tp={n}): tp rank {n - 1} would run another graph than rank 0{SAME_MODEL}"
     models = gpt(n_layer=1 + last), gpt(n_head=3 + 3 * last), gpt(dropout=0.1).train(not last)
     for model in models:
-        assert refusal(model, n) == f"parallelize(GPT, tp={n}): tp rank {n - 1} would run another graph than rank 0{SAME_MODEL}"
+        assert refusal(model, n) == other
     frozen = gpt().requires_grad_(not last)
-    settings = ({}, frozen), ({"outputs": "full" if last else "local"}, gpt()), ({"randomness": "exact" if last else "fast"}, gpt())
+    settings = (
+        ({}, frozen),
+        ({"outputs": "full" if last else "local"}, gpt()),
+        ({"randomness": "exact" if last else "fast"}, gpt()),
+    )
     for given, model in settings:
-        assert refusal(model, n, **given) == (
-            f"parallelize(GPT, tp={n}): tp rank {n - 1} would run another graph than rank 0{SAME_MODEL}"
-        )
+        assert refusal(model, n, **given) == other
 
 
 @checks.on(3)
@@ -253,7 +261,9 @@ def one_rank_fails(rank: int, n: int) -> None:
     if rank == 1:
         assert found == f"parallelize(Branching, tp=3): {BRANCHES}\n  at       {line('if x.sum() > 0:')}{TRY_WHERE}"
     else:
-        assert found == "parallelize(Odd, tp=3): tp rank 1 could not build a graph\n  try      read the error there: here is none"
+        assert found == (
+            "parallelize(Odd, tp=3): tp rank 1 could not build a graph\n  try      read the error there: here is none"
+        )
     assert message(lambda: autotp.parallelize(gpt(), n)(torch.zeros(2, 20 if rank == 1 else 6, dtype=torch.int64))) == (
         f"GPT.forward: tp rank 1 got other inputs than rank 0{SAME_BATCH}"
     )
@@ -316,10 +326,12 @@ def different_seeds(rank: int, n: int) -> None:
 def meshes(rank: int, n: int) -> None:
     sys.argv = ["train.py"]
     assert refusal(gpt(), 3) == (
-        "parallelize(GPT, tp=3): tp=3 needs 3 processes, and the world has 2\n  try      torchrun --nproc-per-node 3 train.py"
+        "parallelize(GPT, tp=3): tp=3 needs 3 processes, and the world has 2\n"
+        "  try      torchrun --nproc-per-node 3 train.py"
     )
     assert refusal(gpt(), 1) == (
-        "parallelize(GPT, tp=1): 2 processes are more than tp=1: without a mesh the replicas would silently drift apart\n"
+        "parallelize(GPT, tp=1): 2 processes are more than tp=1: "
+        "without a mesh the replicas would silently drift apart\n"
         '  try      mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))\n'
         "  then     parallelize(model, mesh=mesh), and DDP over mesh['dp']"
     )
@@ -334,7 +346,8 @@ def meshes(rank: int, n: int) -> None:
 def no_multiple(rank: int, n: int) -> None:
     sys.argv = ["train.py"]
     assert refusal(gpt(), 2) == (
-        "parallelize(GPT, tp=2): 3 processes are not a multiple of tp=2\n  try      torchrun --nproc-per-node 2 train.py"
+        "parallelize(GPT, tp=2): 3 processes are not a multiple of tp=2\n"
+        "  try      torchrun --nproc-per-node 2 train.py"
     )
 
 
@@ -385,7 +398,8 @@ def test_not_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py"])
     model = gpt()
     assert refusal(model, 8) == (
-        "parallelize(GPT, tp=8): tp=8 needs 8 processes, and this is one\n  try      torchrun --nproc-per-node 8 train.py"
+        "parallelize(GPT, tp=8): tp=8 needs 8 processes, and this is one\n"
+        "  try      torchrun --nproc-per-node 8 train.py"
     )
     assert autotp.parallelize(copy.deepcopy(model), 1)(*tokens()).isfinite()
 

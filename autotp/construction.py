@@ -1,0 +1,203 @@
+"""What building a model did: the tensors it put in places, and the initialisers it ran, as its structure tells.
+
+Before: GPT(config) on meta
+After:  places: wte.weight = lm_head.weight, ...; events: Embedding.reset_parameters(), ..., GPT._init_weights(GPT)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+OWN = ("reset_parameters", "_reset_parameters", "_init_weights")  # a module's own initialiser, if it takes no argument
+APPLIES = {"_init_weights", "init_weights", "post_init"}  # in a constructor: it ends in applying _init_weights
+
+
+@dataclass(frozen=True)
+class Event:
+    """One call of an initialiser.
+
+    Attributes:
+        module: whose tensors it is for.
+        call: the method; `__init__` for a module that has none, but can be made again.
+        owner: the model whose `_init_weights` is applied to `module`, or None.
+        counted: whether it was run on meta, too.
+        copy_of: the event whose random numbers it has: `nn.TransformerEncoder` copies one layer.
+
+    `str` of it is `Linear.reset_parameters()`, or `GPT._init_weights(Linear)`.
+    """
+
+    module: nn.Module
+    call: str
+    owner: nn.Module | None = None
+    counted: bool = True
+    copy_of: int | None = None
+
+    def __str__(self) -> str:
+        own = type(self.module).__name__
+        return f"{own}.{self.call}()" if self.owner is None else f"{type(self.owner).__name__}._init_weights({own})"
+
+
+@dataclass
+class Place:
+    """Where a module holds a parameter or buffer; its `tensor` is one of its own while ties are undone."""
+
+    name: str
+    module: nn.Module
+    key: str
+    tensor: Tensor
+
+    def put(self, tensor: Tensor) -> None:
+        """Has the module hold `tensor` here."""
+        self.tensor = tensor
+        table: dict[str, Any] = self.module._parameters if self.key in self.module._parameters else self.module._buffers
+        table[self.key] = tensor
+
+
+Tied = list[list[Place]]  # the places that hold one tensor, the first registered first
+
+
+# ---- where it put tensors
+
+
+def places_of(model: nn.Module) -> Tied:
+    """The places of all parameters and buffers, by tensor."""
+    found: dict[int, list[Place]] = {}
+    for prefix, module in model.named_modules():
+        for key, tensor in tensors_of(module).items():
+            place = Place(f"{prefix}.{key}" if prefix else key, module, key, tensor)
+            found.setdefault(id(tensor), []).append(place)
+    return list(found.values())
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers that a module has itself."""
+    return {key: t for key, t in {**module._parameters, **module._buffers}.items() if t is not None}
+
+
+@contextmanager
+def untied(tied: Tied) -> Iterator[None]:
+    """Within, every module holds tensors of its own, as when it was constructed."""
+    before = [places[0].tensor for places in tied]
+    try:
+        for places in tied:
+            for place in places[1:]:
+                place.put(empty_like(place.tensor, torch.device("meta")))
+        yield
+    finally:
+        for places, tensor in zip(tied, before, strict=True):
+            for place in places:
+                place.put(tensor)
+
+
+def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor, or parameter, like this on `device`, with no values yet."""
+    empty = torch.empty_like(tensor, device=device, requires_grad=False)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def how_to_fill(place: Place) -> dict[str, str]:
+    """What to do about a tensor that its initialisers leave empty, as facts of an Error."""
+    own, key = type(place.module).__name__, place.key
+    advice = {"try": f"fill self.{key} in {own}.reset_parameters(self) and call that in the constructor,"}
+    advice["or"] = "in _init_weights(self, module) of the model, applied at the end of its constructor"
+    if not isinstance(place.tensor, nn.Parameter):
+        advice["or else"] = 'make it with device="cpu": what is not on meta keeps its value'
+    return advice
+
+
+# ---- what it ran
+
+
+def events_of(model: nn.Module) -> list[Event]:
+    """The initialisers that building `model` ran: each module after its children, these as they were registered."""
+    events: list[Event] = []
+    built: set[nn.Module] = set()
+    applied: set[nn.Module] = set()
+
+    def build(module: nn.Module) -> None:
+        built.add(module)
+        for child in module.children():
+            start = len(events)
+            if child not in built:
+                build(child)
+            if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder) and child is module.layers:
+                _mark_copies(events, start, module.num_layers)
+        if call := _own_initialiser(module):
+            events.append(Event(module, call))
+        if _arguments(module, "_init_weights") == 1 and (module is model or APPLIES & set(mentioned(module))):
+            apply(module, module)
+
+    def apply(module: nn.Module, owner: nn.Module) -> None:
+        for child in module.children():
+            apply(child, child if is_hugging_face(owner) and is_hugging_face(child) else owner)
+        if not (is_hugging_face(owner) and module in applied):
+            events.append(Event(module, "_init_weights", owner, counted=not is_hugging_face(owner)))
+            applied.add(module)
+
+    with torch.device("meta"):
+        build(model)
+    return events
+
+
+def is_hugging_face(owner: nn.Module) -> bool:
+    """Whether `owner` applies `_init_weights` once to each module, not at all on meta, and ties afterwards."""
+    return hasattr(owner, "_initialize_weights")
+
+
+def _mark_copies(events: list[Event], start: int, layers: int) -> None:
+    """The events from `start` on are those of `layers` copies of one layer, which itself is not in the model."""
+    each = (len(events) - start) // layers
+    for i in range(start, len(events)):
+        events[i] = replace(events[i], counted=False, copy_of=i - each if i - each >= start else None)
+
+
+def _own_initialiser(module: nn.Module) -> str | None:
+    own = [name for name in OWN if _arguments(module, name) == 0]
+    return own[0] if own else "__init__" if made_again(module) else None
+
+
+def _arguments(module: nn.Module, method: str) -> int | None:
+    """How many arguments the module's method needs; None if there is no such method."""
+    found = getattr(module, method, None)
+    if not callable(found):
+        return None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in kinds and p.default is p.empty for p in inspect.signature(found).parameters.values())
+
+
+def made_again(module: nn.Module) -> nn.Module | None:
+    """A second `module`, built from its attributes that are named as its constructor's arguments, or None."""
+    needed = set(inspect.signature(type(module)).parameters) - {"device", "dtype"}
+    if not tensors_of(module) or any(module.children()) or not all(hasattr(module, name) for name in needed):
+        return None
+    flags = {**module._parameters, **module._buffers}  # bias=True has become a tensor, bias=False None
+    try:
+        again = type(module)(**{n: flags[n] is not None if n in flags else getattr(module, n) for n in needed})
+    except Exception:  # an attribute means something else than the argument of its name
+        return None
+    kinds = [[(key, t.shape, t.dtype) for key, t in tensors_of(m).items()] for m in (module, again)]
+    return again if kinds[0] == kinds[1] else None
+
+
+def own_classes(module: nn.Module) -> list[type]:
+    """The classes of `module` that have a constructor, torch's left out."""
+    ours = [cls for cls in type(module).__mro__ if "__init__" in vars(cls)]
+    return [cls for cls in ours if cls.__module__.partition(".")[0] not in ("torch", "builtins")]
+
+
+def mentioned(module: nn.Module) -> Iterator[str]:
+    """The names in the code of the module's constructors, torch's left out."""
+    codes = [getattr(inspect.unwrap(vars(cls)["__init__"]), "__code__", None) for cls in own_classes(module)]
+    while codes:
+        code = codes.pop()
+        if isinstance(code, CodeType):
+            yield from code.co_names
+            codes += code.co_consts
