@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 
+from autotp.eager import is_plain
 from autotp.errors import Error
 from autotp.partition import chunk_bounds, chunk_length, chunk_sizes
 
@@ -34,7 +35,7 @@ def copy(x: Tensor, group: str | None, fresh: bool = False) -> Tensor:
 
     With `fresh` the gradient is summed in its own memory: its readers make a new one that nobody else holds.
     """
-    return _convert("copy_" if fresh and _plain(x) else "copy", x, group)
+    return _convert("copy_" if fresh and is_plain(x) else "copy", x, group)
 
 
 def reduce(x: Tensor, group: str | None, op: str = "sum", fresh: bool = False) -> Tensor:
@@ -44,7 +45,7 @@ def reduce(x: Tensor, group: str | None, op: str = "sum", fresh: bool = False) -
     """
     if op == "max":
         return _convert("max", x.detach(), group)
-    return _convert("reduce_" if fresh and _plain(x) else "reduce", x, group)
+    return _convert("reduce_" if fresh and is_plain(x) else "reduce", x, group)
 
 
 def scatter(x: Tensor, group: str | None, dim: int, size: int, block: int = 1) -> Tensor:
@@ -127,11 +128,6 @@ def _all_reduce(x: Tensor, group: str, *_: Any) -> Tensor:
 
 def _all_reduce_in_place(x: Tensor, group: str, *_: Any) -> Tensor:
     return communicate("all_reduce_" if x.is_contiguous() else "all_reduce", x, "sum", group)
-
-
-def _plain(x: Tensor) -> bool:
-    """True in eager mode, outside torch.func's transforms: where memory may be written over."""
-    return not torch.compiler.is_compiling() and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _maximum(x: Tensor, group: str, *_: Any) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autotp.eager import is_last_backward, is_plain
 from autotp.errors import Error
 
 
@@ -58,21 +59,23 @@ def peak(x: Tensor, dim: int) -> Tensor:
     return x.amax(dim, keepdim=True)
 
 
-def class_terms(x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int) -> Tensor:
+def class_terms(x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int, fresh: bool = False) -> Tensor:
     """This rank's summands of what cross-entropy needs of each row, in one tensor and so in one reduction.
 
-    For backward only the exponentials are kept, and the gradient is one new tensor. The gradient of `top` is left out:
-    a loss does not depend on it.
+    For backward only the exponentials are kept; in a last backward their memory becomes the gradient's. The gradient of
+    `top` is left out: a loss does not depend on it.
 
     Args:
         x: [* v *] logits of the classes `start` to `start + v`, along `dim`.
         top: [* 1 *] the maximum over the classes of all ranks.
         classes: [* *] a class for each row, counted over all ranks.
+        fresh: nobody else reads `x` (`passes/reuse.py`): the exponentials may take its memory.
 
     Returns:
         [2 * *] the sum of `exp(x - top)`, and `x - top` at the class, 0 where another rank has it.
     """
-    found: tuple[Tensor, Tensor] = _ClassTerms.apply(x, top, classes, dim, start)
+    fresh = fresh and is_plain(x) and x.dtype == top.dtype
+    found: tuple[Tensor, Tensor] = _ClassTerms.apply(x, top, classes, dim, start, fresh)
     return found[0]
 
 
@@ -82,8 +85,8 @@ class _ClassTerms(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int) -> tuple[Tensor, Tensor]:
-        z, length = x - top, x.shape[dim]
+    def forward(x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int, fresh: bool) -> tuple[Tensor, Tensor]:
+        z, length = x.detach().sub_(top) if fresh else x - top, x.shape[dim]
         at, outside = _own(classes.unsqueeze(dim), start, length)
         picked = z.gather(dim, at).masked_fill(outside, 0) if length else torch.zeros_like(top, dtype=z.dtype)
         exponentials = z.exp_()
@@ -91,7 +94,7 @@ class _ClassTerms(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, _, classes, ctx.dim, ctx.start = inputs
+        x, _, classes, ctx.dim, ctx.start, _ = inputs
         ctx.dtype = x.dtype
         ctx.save_for_backward(output[1], classes)
         ctx.set_materialize_grads(False)
@@ -101,14 +104,18 @@ class _ClassTerms(torch.autograd.Function):
         exponentials, classes = ctx.saved_tensors
         dim, length = ctx.dim, exponentials.shape[ctx.dim]
         if grad is None:
-            return None if again is None else (exponentials * again).to(ctx.dtype), None, None, None, None
+            found = None if again is None else (exponentials * again).to(ctx.dtype)
+            return found, None, None, None, None, None
         total, picked = (g.unsqueeze(dim) for g in grad.unbind())
-        found = exponentials * (total if again is None else total + again)
-        if length:
-            at, outside = _own(classes.unsqueeze(dim), ctx.start, length)
-            scatter_add = Tensor.scatter_add_ if _is_plain(grad) else Tensor.scatter_add
-            found = scatter_add(found, dim, at, picked.masked_fill(outside, 0))
-        return found.to(ctx.dtype), None, None, None, None
+        at, outside = _own(classes.unsqueeze(dim), ctx.start, length)
+        picked = picked.masked_fill(outside, 0)
+        if again is None and is_plain(grad) and is_last_backward():
+            found = exponentials.detach().mul_(total)
+            found = found.scatter_add_(dim, at, picked) if length else found
+        else:
+            found = exponentials * (total if again is None else total + again)
+            found = found.scatter_add(dim, at, picked) if length else found
+        return found.to(ctx.dtype), None, None, None, None, None
 
 
 def _own(index: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
@@ -116,14 +123,6 @@ def _own(index: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
     local = index - start
     outside = (local < 0) | (local >= length)
     return local.masked_fill(outside, 0), outside
-
-
-def _is_plain(grad: Tensor) -> bool:
-    """True where a gradient is just a tensor: nothing records, maps or traces, and new tensors may be written to."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return False
-    functorch = torch._C._functorch
-    return not (functorch.is_functorch_wrapped_tensor(grad) or functorch.is_legacy_batchedtensor(grad))
 
 
 def exact_dropout(x: Tensor, p: float, shape: Sequence[int], dim: int, pieces: Sequence[tuple[int, int]]) -> Tensor:

@@ -28,5 +28,6 @@ def bind(graph: fx.Graph, device: torch.device, groups: Mapping[str, str | None]
         new.kwargs = fx.node.map_aggregate(new.kwargs, lambda a: device if a == CAPTURED else a)
         if node.target in COLLECTIVES and node.args[1] in groups:
             new.args = (new.args[0], groups[str(node.args[1])], *new.args[2:])
-            new.kwargs = {"fresh": True} if node in in_place else {}
+        if node in in_place:
+            new.kwargs = {"fresh": True}
     return bound

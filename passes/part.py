@@ -86,7 +86,7 @@ def _form(
     if only:
         drawn = ins[0] if of is not SDPA else (*ins[0][:-1], ins[1][-2])
         given += [to.rank] if only == "fast" else _mask(to, drawn, leaf)
-    return form, dict(zip(inspect.signature(form).parameters, given, strict=True))
+    return form, dict(zip(inspect.signature(form).parameters, given, strict=False))  # `fresh` comes later
 
 
 def _start(to: Target, axis: Axis, leaf: Axis) -> int | None:

@@ -1,13 +1,17 @@
-"""reuse: the all-reduces that may take the memory of what they sum, because nobody else reads it.
+"""reuse: the operators that may write over what they read, because nobody else reads it.
 
     Before: p = reduce(linear(x, w), "tp")        After: p = reduce(linear(x, w), "tp", fresh=True)
     Before: c = copy(x, "tp"); linear(c, w)       After: c = copy(x, "tp", fresh=True): so is its gradient
+    Before: class_terms(linear(x, w), m, t)       After: class_terms(linear(x, w), m, t, fresh=True)
 
-A product does not keep its result for backward, and its gradient is a new tensor. If that were ever wrong, autograd
-would say so: it counts the writes to what it has saved.
+Products and sums do not keep their result for backward, and a product's gradient is a new tensor. If that were ever
+wrong, autograd would say so: it counts the writes to what it has saved.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,25 +21,37 @@ from autotp import collectives, parallel
 aten = torch.ops.aten
 PRODUCTS = {aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default}
 NEW = {*PRODUCTS, aten.addmm.default, parallel.embedding, parallel.class_terms}
+LOGITS = {*PRODUCTS, aten.addmm.default, aten.add.Tensor}
 VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints}
 
 
 def fresh(graph: fx.Graph) -> set[fx.Node]:
-    """The `copy` and `reduce` nodes of a lowered graph that may work in place."""
+    """The `copy`, `reduce` and `class_terms` nodes of a lowered graph that may work in place."""
     found = set()
     for node in graph.nodes:
         if node.target is collectives.reduce and len(node.args) == 2 and _is_new(node.args[0]):
             found.add(node)
         if node.target is collectives.copy and _gradient_is_new(node):
             found.add(node)
+        if node.target is parallel.class_terms and _is_new(node.args[0], LOGITS, 2):
+            found.add(node)
     return found
 
 
-def _is_new(node: fx.Node) -> bool:
-    """True for a value that one operator has just made and only one reads, views of it included."""
-    while node.target in VIEWS and len(node.users) == 1:
-        node = node.args[0]  # type: ignore[assignment]
-    return node.target in NEW and len(node.users) == 1
+def _is_new(node: fx.Node, makers: Collection[Any] = NEW, readers: int = 1) -> bool:
+    """True for a value that one operator has just made and nobody else reads, views of it included.
+
+    Args:
+        readers: how many readers it has; `class_terms` has its maximum read before it.
+    """
+    while node.target in VIEWS and _count(node) == readers:
+        node, readers = node.args[0], 1  # type: ignore[assignment]
+    return node.target in makers and _count(node) == readers
+
+
+def _count(node: fx.Node) -> int:
+    """How many read a value's elements, not its sizes only."""
+    return len([user for user in node.users if user.target is not aten.sym_size.int])
 
 
 def _gradient_is_new(node: fx.Node) -> bool:

@@ -25,10 +25,11 @@ def logits(dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(ROWS, CLASSES, dtype=torch.float64).mul(30).to(dtype).requires_grad_()
 
 
-def loss(x: Tensor, targets: Tensor, tp: int) -> Tensor:
+def loss(x: Tensor, targets: Tensor, tp: int, fresh: bool = False) -> Tensor:
     """Cross-entropy from the ranks' terms, the reductions by hand."""
     top = torch.stack([peak(part, 1) for _, part in parts(x, tp, 1)]).amax(0)
-    total, picked = sum(class_terms(part, top, targets, 1, start) for start, part in parts(x, tp, 1))
+    mine = [(start, part.clone() if fresh else part) for start, part in parts(x, tp, 1)]
+    total, picked = sum(class_terms(part, top, targets, 1, start, fresh) for start, part in mine)
     return (total.log() - picked).mean()
 
 
@@ -39,6 +40,27 @@ def test_class_terms(tp: int) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
     (mine,), (theirs,) = (torch.autograd.grad(value, x) for value in (found, expected))
     torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-16)
+
+
+@over_ranks
+def test_class_terms_in_place(tp: int) -> None:
+    """In the logits' memory, and in the last backward only: whoever retains the graph gets the same twice."""
+    x = logits()
+    found = loss(x, TARGETS, tp, fresh=True)
+    (expected,) = torch.autograd.grad(F.cross_entropy(x, TARGETS), x)
+    for retain in (True, True, False):
+        (grad,) = torch.autograd.grad(found, x, retain_graph=retain)
+        torch.testing.assert_close(grad, expected, rtol=1e-13, atol=1e-16)
+
+
+def test_class_terms_take_memory_only_where_they_may() -> None:
+    x = logits().clone()
+    before, top = x.detach().clone(), peak(x, 1)
+    class_terms(x, top, TARGETS, 1, 0)
+    torch.func.vmap(lambda x, t: class_terms(x[None], t[None], TARGETS[:1], 1, 0, fresh=True))(x, top)
+    assert torch.equal(x, before)
+    class_terms(x, top, TARGETS, 1, 0, fresh=True)
+    assert torch.equal(x, (before - top).exp())
 
 
 @over_ranks
