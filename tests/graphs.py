@@ -58,7 +58,7 @@ def canonical(model: nn.Module, *args: Tensor) -> tuple[Captured, fx.Graph]:
 
 
 def lines(graph: fx.Graph) -> list[str]:
-    """One line for each call and the output: `add(linear, b)`. A value is named for its operator, the second `add_1`."""
+    """One line a call, and the output: `add(linear, b)`. Values are named for their operators, a second one `add_1`."""
     names: dict[fx.Node, str] = {}
     taken = [node.name for node in graph.nodes if node.op == "placeholder"]
     found = []

@@ -82,6 +82,16 @@ def other_view(call: Any, x: Any) -> Any:
     return call(aten.exp.default, window), before, y
 
 
+def between(call: Any, x: Any) -> Any:
+    """A view that is read between two writes and again behind them."""
+    y = call(aten.clone.default, x)
+    window, found = call(aten.select.int, y, 0, 0), []
+    for _ in range(2):
+        call(aten.add_.Scalar, y, 1)
+        found.append(call(aten.exp.default, window))
+    return tuple(found)
+
+
 def second_write(call: Any, x: Any) -> Any:
     """What an in-place operator returns is the same memory."""
     y = call(aten.clone.default, x)
@@ -106,7 +116,7 @@ def piece(call: Any, x: Any) -> Any:
     return call(operator.getitem, pieces, 1), call(operator.getitem, pieces, 0)
 
 
-@pytest.mark.parametrize("make", [other_view, second_write, copies, piece])
+@pytest.mark.parametrize("make", [other_view, between, second_write, copies, piece])
 def test_who_sees_a_write(make: Callable[..., Any]) -> None:
     graph = draft(make, x=X)
     expect_same(graph, functionalize(graph, [])[0], [X])
