@@ -178,8 +178,3 @@ def test_core_and_hub() -> None:
     candidates, _ = found(Residual(), X)
     kinds = sorted({(c.leaf.size.number, c.name, c.core, c.hub) for c in candidates})
     assert kinds == [(10, "width", True, False), (12, "", False, True)]
-
-
-def test_an_axis_of_one_is_no_candidate() -> None:
-    candidates, _ = found(nn.Linear(12, 1), X)
-    assert [candidate.leaf.size.number for candidate in candidates] == [12]
