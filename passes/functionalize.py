@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch._subclasses import FakeTensorMode
 
 from autotp.builder import Builder, fake_mode_of
 from autotp.errors import Error
@@ -24,8 +25,18 @@ aten = torch.ops.aten
 
 # How the base changes where a view of it does: view -> (scatter operator, or None where an inverse view will do).
 SCATTERS = {"aten::slice": aten.slice_scatter.default, "aten::select": aten.select_scatter.default}
-SAME = ("aten::alias", "aten::detach", "aten::lift_fresh")
+SAME = (
+    "aten::alias",
+    "aten::detach",
+    "aten::lift_fresh",
+    "aten::contiguous",
+    "aten::to",
+    "aten::dropout",
+    "aten::type_as",
+)
 RESHAPES = ("aten::view", "aten::unsqueeze", "aten::squeeze", "aten::_unsafe_view", "aten::reshape", "aten::flatten")
+# Return their operand itself where there is nothing to do, which their schemas do not say.
+MAYBE = ("aten::contiguous", "aten::reshape", "aten::dropout", "aten::type_as")
 
 
 def functionalize(graph: fx.Graph, buffers: Collection[str]) -> tuple[fx.Graph, list[str]]:
@@ -40,7 +51,7 @@ def functionalize(graph: fx.Graph, buffers: Collection[str]) -> tuple[fx.Graph, 
             updated = [n for n in graph.nodes if n.op == "placeholder" and n.name in buffers and state.changed(n)]
             found = tuple(state.read(n) for n in node.args[0])
             state.builder.graph.output((*found, *(state.read(n) for n in updated)))
-        elif isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+        elif _mutates(node):
             state.mutate(node, buffers)
         else:
             state.visit(node)
@@ -58,7 +69,7 @@ class _Versions:
         self.version: dict[fx.Node, int] = {}
 
     def visit(self, node: fx.Node) -> None:
-        source = _viewed(node)
+        source = _viewed(node, self.builder.mode)
         if source is not None:
             self.base[node] = source
         self._replay(node)
@@ -115,7 +126,8 @@ class _Versions:
     def _replay(self, node: fx.Node) -> None:
         self.builder.origin = node
         self.builder.env = {n: self.read(n) for n in node.all_input_nodes}
-        self.current[node] = self.builder.copy(node)
+        # What an in-place operator returned is what it wrote to; it does not write again.
+        self.current[node] = self.read(self.base[node]) if _mutates(node) else self.builder.copy(node)
         if node in self.base:
             self.seen[node] = self._version(node)
 
@@ -128,16 +140,30 @@ class _Versions:
         return self.version.get(self._root(node), 0)
 
 
-def _viewed(node: fx.Node) -> fx.Node | None:
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _viewed(node: fx.Node, mode: FakeTensorMode) -> fx.Node | None:
     """The node whose memory this one shares."""
     if node.target is operator.getitem:
         return node.args[0] if isinstance(node.args[0], fx.Node) else None
     if not isinstance(node.target, OpOverload):
         return None
     schema = node.target._schema
-    maybe = schema.name in ("aten::contiguous", "aten::reshape")
-    aliased = maybe or any(r.alias_info is not None for r in schema.returns)
-    return node.args[0] if aliased and node.args and isinstance(node.args[0], fx.Node) else None
+    aliased = schema.name in MAYBE or any(r.alias_info is not None for r in schema.returns)
+    source = node.args[0] if aliased and node.args else None
+    return source if isinstance(source, fx.Node) and _shares(node, source, mode) else None
+
+
+def _shares(node: fx.Node, source: fx.Node, mode: FakeTensorMode) -> bool:
+    """True if a view is one: `reshape`, `contiguous` and `to` copy where they must. Tried on tensors without memory."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with mode, torch.no_grad():
+        found = node.target(*args, **kwargs)  # type: ignore[operator]
+    if not isinstance(found, torch.Tensor):
+        return True
+    return found.untyped_storage()._cdata == source.meta["val"].untyped_storage()._cdata
 
 
 def _scattered(builder: Builder, view: fx.Node, base: Any, new: fx.Node) -> fx.Node:
@@ -146,11 +172,7 @@ def _scattered(builder: Builder, view: fx.Node, base: Any, new: fx.Node) -> fx.N
     rest: Any = view.args[1:]
     if name in SCATTERS:
         return builder.call(SCATTERS[name], base, new, *rest)
-    if (
-        name in SAME
-        or name == "aten::contiguous"
-        or (isinstance(view.target, OpOverload) and view.target._schema.is_mutable)
-    ):
+    if name in SAME or _mutates(view):
         return new  # What an in-place operator returns is what it wrote to.
     if name in RESHAPES:
         return builder.call(aten.reshape.default, new, _sizes(builder, base))

@@ -1,0 +1,96 @@
+"""canonicalize: each thing in its one form, and the numbers it had."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from graphs import canonical, draft, expect_same, lines, ops, some
+from torch import Tensor, nn
+
+from autotp.passes.canonicalize import canonicalize
+
+aten = torch.ops.aten
+VALUES = {"x": some(2, 3, 4), "m": some(3, 4), "w": some(4, 4), "b": some(4)}
+NOTHING = math.nan * torch.ones(3, 4, dtype=torch.float64)
+
+
+def calls(target: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """The call of `target` where an argument that is an input's name is the input."""
+
+    def make(call: Any, **places: Any) -> Any:
+        given = [places.get(arg, arg) if isinstance(arg, str) else arg for arg in args]
+        return call(target, *given, **kwargs)
+
+    return make
+
+
+def of_size(call: Any, x: Any, **_: Any) -> Any:
+    """A view to the sizes that the value has, as a model computes them."""
+    return call(aten.view.default, x, [2, call(aten.sym_size.int, x, 1), 4])
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        pytest.param(calls(aten.linear.default, "x", "w", "b"), ["linear(x, w)", "add(linear, b)"], id="linear"),
+        pytest.param(calls(aten.linear.default, "x", "w"), ["linear(x, w)"], id="linear-without-bias"),
+        pytest.param(calls(aten.addmm.default, "b", "m", "w"), ["mm(m, w)", "add(mm, b)"], id="addmm"),
+        pytest.param(
+            calls(aten.addmm.default, "b", "m", "w", beta=2, alpha=3),
+            ["mm(m, w)", "mul(mm, 3)", "mul_1 = mul(b, 2)", "add(mul, mul_1)"],
+            id="addmm-scaled",
+        ),
+        pytest.param(calls(aten.addmm.default, "nan", "m", "w", beta=0), ["mm(m, w)"], id="addmm-beta-0-ignores-nan"),
+        pytest.param(calls(aten.baddbmm.default, "b", "x", "y"), ["bmm(x, y)", "add(bmm, b)"], id="baddbmm"),
+        pytest.param(calls(aten.dropout.default, "x", 0.1, True), ["dropout(x, 0.1, True)"], id="dropout"),
+        pytest.param(calls(aten.dropout.default, "x", 0.1, False), [], id="dropout-in-evaluation"),
+        pytest.param(calls(aten.dropout.default, "x", 0.0, True), [], id="dropout-of-nothing"),
+        pytest.param(calls(aten.to.dtype, "x", torch.float64), [], id="to-its-dtype"),
+        pytest.param(calls(aten.to.dtype, "x", torch.float32), ["to(x, float32)"], id="to-another-dtype"),
+        pytest.param(
+            calls(aten.to.dtype, "x", torch.float64, False, True), ["to(x, float64, False, True)"], id="to-a-copy"
+        ),
+        pytest.param(calls(aten.to.device, "x", torch.device("cpu"), torch.float64), [], id="to-its-device"),
+        pytest.param(calls(aten.slice.Tensor, "x", 1, 0, 2**63 - 1), [], id="slice-of-all"),
+        pytest.param(calls(aten.slice.Tensor, "x", 1, None, 3), [], id="slice-up-to-the-length"),
+        pytest.param(calls(aten.slice.Tensor, "x", 1, 0, 2), ["slice(x, 1, 0, 2)"], id="slice-of-some"),
+        pytest.param(calls(aten.slice.Tensor, "x", 1, 1), ["slice(x, 1, 1)"], id="slice-from-one"),
+        pytest.param(calls(aten.slice.Tensor, "x", 1, 0, 3, 2), ["slice(x, 1, 0, 3, 2)"], id="slice-every-other"),
+        pytest.param(calls(aten.view.default, "x", [6, 4]), ["reshape(x, [6, 4])"], id="view"),
+        pytest.param(calls(aten._unsafe_view.default, "x", [6, 4]), ["reshape(x, [6, 4])"], id="unsafe-view"),
+        pytest.param(calls(aten.view.default, "x", [2, 3, 4]), [], id="view-of-the-same-shape"),
+        pytest.param(calls(aten.reshape.default, "x", [2, -1, 4]), [], id="reshape-to-the-same-shape"),
+        pytest.param(calls(aten.reshape.default, "x", [3, 2, 4]), ["reshape(x, [3, 2, 4])"], id="reshape-swapped"),
+        pytest.param(calls(aten.reshape.default, "x", [-1]), ["reshape(x, [-1])"], id="reshape-to-one-dimension"),
+        pytest.param(of_size, ["sym_size(x, 1)"], id="view-to-computed-sizes"),
+    ],
+)
+def test_forms(make: Callable[..., Any], expected: list[str]) -> None:
+    values = VALUES | {"y": some(2, 4, 4), "nan": NOTHING}
+    graph = draft(make, **values)
+    found = lines(canonicalize(graph))
+    assert found[:-1] == expected
+    assert expected or found == ["return x"]
+    expect_same(graph, canonicalize(graph), list(values.values()))
+
+
+def test_symbolic_sizes_of_the_same_shape() -> None:
+    """`x.view(batch, seq, 4)` of `[batch seq 4]` is nothing, of `[seq batch 4]` it is not."""
+
+    class Views(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            batch, seq, _ = x.shape
+            return x.view(batch, seq, 4).exp(), x.transpose(0, 1).reshape(batch, seq, 4)
+
+    _, graph = canonical(Views(), some(2, 3, 4))
+    assert [kind for kind in ops(graph) if kind != "sym_size"] == ["exp", "transpose", "reshape"]
+
+
+def test_the_source_line_stays() -> None:
+    """What a rewrite makes is where the model's operator was, for the messages."""
+    graph = draft(calls(aten.linear.default, "x", "w", "b"), **VALUES)
+    graph.find_nodes(op="call_function", target=aten.linear.default)[0].meta["stack_trace"] = "here"
+    made = [node for node in canonicalize(graph).nodes if node.op == "call_function"]
+    assert [node.meta["stack_trace"] for node in made] == ["here", "here"]

@@ -1,0 +1,201 @@
+"""functionalize: what writes into memory becomes a value, seen by all that share the memory and by nothing else."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from graphs import draft, expect_same, lines, ops, run, some
+
+from autotp.errors import Error
+from autotp.passes.functionalize import functionalize
+
+aten = torch.ops.aten
+X = some(2, 1, 4)
+
+
+def written(*views: tuple[Any, ...], target: Any = aten.add_.Scalar, args: tuple[Any, ...] = (3.0,)) -> Any:
+    """Writes through views of views of a value; the value, the views and what the operator returned are read."""
+
+    def make(call: Any, x: Any) -> Any:
+        found = [call(aten.clone.default, x)]
+        for view, *rest in views:
+            found.append(call(view, found[-1], *rest))
+        given = [found[0] if arg == "itself" else arg for arg in args]
+        last = call(target, found[-1], *given)
+        return tuple(call(aten.mul.Scalar, value, 2) for value in (*found, last))
+
+    return make
+
+
+def test_the_docstrings_example() -> None:
+    graph = draft(written((aten.select.int, 1, 0), target=aten.fill_.Scalar), x=X)
+    found, updated = functionalize(graph, [])
+    assert lines(found)[:5] == [
+        "clone(x)",
+        "select(clone, 1, 0)",
+        "ones_like(select)",
+        "mul(ones_like, 3.0)",
+        "select_scatter(clone, mul, 1, 0)",
+    ]
+    assert not updated
+    expect_same(graph, found, [X])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(written(), id="itself"),
+        pytest.param(written((aten.slice.Tensor, 2, 1, 3)), id="slice"),
+        pytest.param(written((aten.slice.Tensor, -1, 0, 4, 2)), id="slice-every-other"),
+        pytest.param(written((aten.select.int, 2, -1)), id="select"),
+        pytest.param(written((aten.view.default, [4, 2])), id="view"),
+        pytest.param(written((aten.unsqueeze.default, 0)), id="unsqueeze"),
+        pytest.param(written((aten.squeeze.dim, 1)), id="squeeze"),
+        pytest.param(written((aten.transpose.int, 0, -1)), id="transpose"),
+        pytest.param(written((aten.permute.default, [2, 0, 1])), id="permute-cyclic"),
+        pytest.param(written((aten.permute.default, [-1, 0, 1])), id="permute-negative"),
+        pytest.param(written((aten.detach.default,)), id="detach"),
+        pytest.param(written((aten.alias.default,)), id="alias"),
+        pytest.param(
+            written((aten.select.int, 0, 1), (aten.slice.Tensor, 1, 2), (aten.t.default,)), id="view-of-views"
+        ),
+        pytest.param(written(target=aten.zero_.default, args=()), id="zero"),
+        pytest.param(written(target=aten.copy_.default, args=(torch.ones(4),)), id="copy-broadcast-of-another-dtype"),
+        pytest.param(written(target=aten.eq_.Scalar, args=(1.0,)), id="comparison-keeps-the-dtype"),
+        pytest.param(written((aten.detach.default,), target=aten.mul_.Tensor, args=("itself",)), id="by-itself"),
+    ],
+)
+def test_views(make: Callable[..., Any]) -> None:
+    graph = draft(make, x=X)
+    found, _ = functionalize(graph, [])
+    assert not any(kind.endswith("_") for kind in ops(found))
+    expect_same(graph, found, [X])
+
+
+def other_view(call: Any, x: Any) -> Any:
+    """A view taken before the write, of the same memory, shows it; what was computed before does not."""
+    y = call(aten.clone.default, x)
+    window, before = call(aten.select.int, y, 0, 0), call(aten.exp.default, y)
+    call(aten.mul_.Scalar, call(aten.slice.Tensor, y, 2, 0, 2), 5)
+    return call(aten.exp.default, window), before, y
+
+
+def between(call: Any, x: Any) -> Any:
+    """A view that is read between two writes and again behind them."""
+    y = call(aten.clone.default, x)
+    window, found = call(aten.select.int, y, 0, 0), []
+    for _ in range(2):
+        call(aten.add_.Scalar, y, 1)
+        found.append(call(aten.exp.default, window))
+    return tuple(found)
+
+
+def second_write(call: Any, x: Any) -> Any:
+    """What an in-place operator returns is the same memory."""
+    y = call(aten.clone.default, x)
+    first = call(aten.add_.Scalar, y, 1)
+    call(aten.mul_.Scalar, first, 3)
+    call(aten.sub_.Scalar, y, 2)
+    return y, first
+
+
+def copies(call: Any, x: Any) -> Any:
+    """A copy has memory of its own."""
+    y = call(aten.clone.default, x)
+    call(aten.add_.Scalar, call(aten.clone.default, y), 1)
+    return y
+
+
+def piece(call: Any, x: Any) -> Any:
+    """The pieces of a split that is written to show it, once it is read again."""
+    y = call(aten.clone.default, x)
+    pieces = call(aten.split.Tensor, y, 2, -1)
+    first = call(operator.getitem, pieces, 0)
+    call(aten.mul_.Scalar, y, 7)
+    return call(aten.exp.default, first), call(operator.getitem, pieces, 1)
+
+
+@pytest.mark.parametrize("make", [other_view, between, second_write, copies, piece])
+def test_who_sees_a_write(make: Callable[..., Any]) -> None:
+    graph = draft(make, x=X)
+    expect_same(graph, functionalize(graph, [])[0], [X])
+
+
+@pytest.mark.parametrize(
+    "maybe",
+    [
+        pytest.param((aten.reshape.default, [12]), id="reshape"),
+        pytest.param((aten.flatten.using_ints,), id="flatten"),
+        pytest.param((aten.contiguous.default,), id="contiguous"),
+        pytest.param((aten.to.dtype, torch.float64), id="to"),
+        pytest.param((aten.type_as.default, torch.ones(1, dtype=torch.float64)), id="type_as"),
+        pytest.param((aten.dropout.default, 0.5, False), id="dropout"),
+    ],
+)
+@pytest.mark.parametrize("changed", ["value", "view"])
+@pytest.mark.parametrize("before", [aten.clone.default, aten.t.default, None], ids=["plain", "strided", "f32"])
+def test_what_may_be_a_view(maybe: tuple[Any, ...], changed: str, before: Any) -> None:
+    """Of a transposed value `reshape` is a copy, of another dtype `to` is: the other does not see what one is given."""
+
+    def make(call: Any, x: Any) -> Any:
+        value = call(aten.clone.default, x)
+        value = call(aten.to.dtype, value, torch.float32) if before is None else call(before, value)
+        view = call(maybe[0], value, *maybe[1:])
+        call(aten.mul_.Scalar, value if changed == "value" else view, 3)
+        return value, view
+
+    graph = draft(make, x=some(3, 4))
+    expect_same(graph, functionalize(graph, [])[0], [some(3, 4)])
+
+
+def test_buffers() -> None:
+    """A buffer's last value is returned behind the outputs, whatever was written to in between, and only if changed."""
+
+    def make(call: Any, count: Any, mean: Any, x: Any) -> Any:
+        call(aten.add_.Scalar, count, 1)
+        call(aten.mul_.Tensor, call(aten.select.int, count, 0, 1), 2.0)
+        return call(aten.mul.Tensor, x, mean)
+
+    values = [some(2), some(4), X]
+    graph = draft(make, count=values[0], mean=values[1], x=X)
+    found, updated = functionalize(graph, ["mean", "count"])
+    assert updated == ["count"]
+    result, count = run(found, values)
+    torch.testing.assert_close(result, X * values[1])
+    expected = (values[0] + 1) * torch.tensor([1.0, 2.0])
+    torch.testing.assert_close(count, expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        pytest.param(
+            lambda call, x: call(aten.add_.Scalar, x, 1), "writes into an input or a parameter of the model", id="input"
+        ),
+        pytest.param(
+            lambda call, x: call(aten.relu_.default, call(aten.view.default, x, [8])),
+            "writes into an input or a parameter of the model",
+            id="view-of-an-input",
+        ),
+        pytest.param(
+            written((aten.diagonal.default, 0, 0, 2)),
+            "an in-place operator writes through `aten.diagonal.default`",
+            id="diagonal",
+        ),
+        pytest.param(
+            written(target=aten.normal_.default, args=()),
+            "aten.normal_.default has no form that returns a new tensor",
+            id="no-functional-form",
+        ),
+    ],
+)
+def test_refused(make: Callable[..., Any], why: str) -> None:
+    with pytest.raises(Error) as error:
+        functionalize(draft(make, x=X), [])
+    assert str(error.value) == (
+        f"the model changes a tensor in place where autotp cannot follow: {why}\n"
+        "  at       ?\n"
+        "  try      write the new value to a new tensor"
+    )

@@ -1,0 +1,86 @@
+"""inline: one flat graph, with the regions' gradients and dtypes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from graphs import Function, lines, ops, run, some
+from torch import Tensor
+
+from autotp.passes.capture import capture
+from autotp.passes.inline import inline
+
+X = some(3, 4, dtype=torch.float32)
+
+
+def without_grad(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = x.exp()
+    return x * y
+
+
+def with_grad_again(x: Tensor) -> Tensor:
+    """A gradient flows through what was made where gradients were on again, and through that alone."""
+    with torch.no_grad():
+        with torch.enable_grad():
+            y = x.exp()
+        z = y.sin()
+    return x * z + y
+
+
+def two_values(x: Tensor) -> Tensor:
+    """A region with several results, one an integer tensor, which has no gradient to stop."""
+    with torch.no_grad():
+        value, at = x.max(-1)
+    return x.gather(-1, at[:, None]) * value[:, None]
+
+
+def autocast(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = x @ x.T
+    return y.float() @ y.float()
+
+
+def autocast_without_grad(x: Tensor) -> Tensor:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y = x @ x.T
+    return x.T @ y.float()
+
+
+def checked(x: Tensor) -> Tensor:
+    """`to` leaves assertions about the tensor's metadata in the graph."""
+    return x.to(torch.float64).sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        pytest.param(without_grad, ["exp", "detach", "mul"], id="no-grad"),
+        pytest.param(with_grad_again, ["exp", "sin", "detach", "mul", "add"], id="enable-grad-inside"),
+        pytest.param(two_values, None, id="two-values"),
+        pytest.param(
+            autocast,
+            ["enter_autocast", "numpy_T", "matmul", "exit_autocast", "to", "to", "matmul"],
+            id="autocast",
+        ),
+        pytest.param(autocast_without_grad, None, id="autocast-without-grad"),
+        pytest.param(checked, ["to", "sum"], id="assertions"),
+    ],
+)
+def test_numbers_and_gradients(function: Callable[[Tensor], Tensor], expected: list[str] | None) -> None:
+    graph = inline(capture(Function(function), (X,), {}).graph)
+    assert all(node.op in ("placeholder", "call_function", "output") for node in graph.nodes)
+    assert expected is None or ops(graph) == expected
+    outputs, gradients = [], []
+    for call in (function, lambda x: run(graph, [x])[0]):
+        x = X.clone().requires_grad_()
+        outputs.append(call(x))
+        gradients.append(torch.autograd.grad(outputs[-1].sum(), x)[0])
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+def test_only_floating_results_are_detached() -> None:
+    graph = inline(capture(Function(two_values), (X,), {}).graph)
+    found = [line for line in lines(graph) if "detach" in line]
+    assert len(found) == 2 and all("getitem" in line for line in found[:1]), found
