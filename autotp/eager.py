@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def is_plain(x: Tensor) -> bool:
-    """True in eager mode, outside transforms: nothing traces or maps `x`."""
-    if torch.compiler.is_compiling():
+    """True in eager mode, outside transforms: nothing traces or maps `x`, or carries tangents along."""
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return False
     functorch = torch._C._functorch
     return not (functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x))

@@ -74,30 +74,26 @@ def class_terms(x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int, f
     Returns:
         [2 * *] the sum of `exp(x - top)`, and `x - top` at the class, 0 where another rank has it.
     """
-    fresh = fresh and is_plain(x) and x.dtype == top.dtype
-    found: tuple[Tensor, Tensor] = _ClassTerms.apply(x, top, classes, dim, start, fresh)
-    return found[0]
+    if is_plain(x):
+        return _ClassTerms.apply(x, top, classes, dim, start, fresh and x.dtype == top.dtype)[0]  # type: ignore[no-any-return]
+    z = x - top
+    return torch.stack([z.exp().sum(dim), gather(z, dim, classes.unsqueeze(dim), start).squeeze(dim)])
 
 
 class _ClassTerms(torch.autograd.Function):
     """The terms, and the exponentials: as an output, what backward computes of them can be differentiated again."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int, fresh: bool) -> tuple[Tensor, Tensor]:
-        z, length = x.detach().sub_(top) if fresh else x - top, x.shape[dim]
-        at, outside = _own(classes.unsqueeze(dim), start, length)
-        picked = z.gather(dim, at).masked_fill(outside, 0) if length else torch.zeros_like(top, dtype=z.dtype)
+    def forward(
+        ctx: Any, x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int, fresh: bool
+    ) -> tuple[Tensor, Tensor]:
+        z = x.detach().sub_(top) if fresh else x - top
+        picked = gather(z, dim, classes.unsqueeze(dim), start).squeeze(dim)
         exponentials = z.exp_()
-        return torch.stack([exponentials.sum(dim), picked.squeeze(dim)]), exponentials
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, _, classes, ctx.dim, ctx.start, _ = inputs
-        ctx.dtype = x.dtype
-        ctx.save_for_backward(output[1], classes)
+        ctx.dim, ctx.start, ctx.dtype = dim, start, x.dtype
+        ctx.save_for_backward(exponentials, classes)
         ctx.set_materialize_grads(False)
+        return torch.stack([exponentials.sum(dim), picked]), exponentials
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, again: Tensor | None) -> tuple[Tensor | None, ...]:

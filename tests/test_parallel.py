@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from autotp.parallel import class_terms, embedding, gather, peak
 from autotp.partition import chunk_bounds
@@ -74,6 +75,21 @@ def test_class_terms_differentiated_again(tp: int) -> None:
 
     mine, theirs = curvature(lambda x: loss(x, TARGETS, tp)), curvature(lambda x: F.cross_entropy(x, TARGETS))
     torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-15)
+
+
+@over_ranks
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch's own, at its first jvp
+def test_class_terms_forward_mode(tp: int) -> None:
+    x = logits().detach()
+    direction = torch.randn_like(x)
+    mine, theirs = (
+        torch.func.jvp(f, (x,), (direction,))
+        for f in (lambda x: loss(x, TARGETS, tp), lambda x: F.cross_entropy(x, TARGETS))
+    )
+    torch.testing.assert_close(mine, theirs)
+    with forward_ad.dual_level():
+        dual = loss(forward_ad.make_dual(x, direction), TARGETS, tp, fresh=True)
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, theirs[1])
 
 
 @over_ranks
