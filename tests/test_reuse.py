@@ -65,6 +65,23 @@ def returned(call: Any, x: Any, w: Any, **_: Any) -> Any:
     return call(aten.linear.default, value, w), value
 
 
+def loss_of(target: Any, *names: str, also: str | None = "") -> Make:
+    """The terms of logits, viewed on the way; `also` reads them too."""
+
+    def make(call: Any, **places: Any) -> Any:
+        made = call(target, *(places[name] for name in names))
+        logits = call(aten.view.default, made, [3, 4])
+        terms = call(parallel.class_terms, logits, call(parallel.peak, logits, 1), places["i"], 1, 0)
+        read = {
+            "size": (aten.sym_size.int, logits, 0),
+            "exp": (aten.exp.default, logits),
+            "made": (aten.exp.default, made),
+        }
+        return (terms, call(*read[also])) if also else (terms, logits) if also is None else terms
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
@@ -87,9 +104,16 @@ def returned(call: Any, x: Any, w: Any, **_: Any) -> Any:
         pytest.param(read_by(aten.linear.default, aten.view.default), False, id="copy-for-a-product-and-a-view"),
         pytest.param(unread, False, id="copy-for-nobody"),
         pytest.param(returned, False, id="copy-returned"),
+        pytest.param(loss_of(aten.linear.default, "x", "w"), True, id="logits"),
+        pytest.param(loss_of(aten.add.Tensor, "x", "b"), True, id="logits-with-a-bias"),
+        pytest.param(loss_of(aten.linear.default, "x", "w", also="size"), True, id="logits-measured"),
+        pytest.param(loss_of(aten.linear.default, "x", "w", also="exp"), False, id="logits-read-too"),
+        pytest.param(loss_of(aten.linear.default, "x", "w", also="made"), False, id="viewed-logits-read-too"),
+        pytest.param(loss_of(aten.linear.default, "x", "w", also=None), False, id="logits-returned"),
+        pytest.param(loss_of(aten.exp.default, "x"), False, id="logits-that-exp-keeps"),
     ],
 )
 def test_fresh(make: Make, expected: bool) -> None:
     graph = draft(make, **VALUES)
-    kinds = (collectives.copy, collectives.reduce)
+    kinds = (collectives.copy, collectives.reduce, parallel.class_terms)
     assert [node in fresh(graph) for node in graph.nodes if node.target in kinds] == [expected]
