@@ -226,15 +226,24 @@ def _size(count: float) -> str:
 
 
 def _folded(rows: Sequence[tuple[str, tuple[str, ...]]]) -> list[tuple[str, ...]]:
-    """Rows that differ in layer numbers only as one row, the numbers as a range; then those of one prefix."""
+    """Rows that differ in layer numbers only as one row, the numbers as a range; then `{weight,bias}`, `{q,k,v}`."""
     layers: dict[tuple[str, ...], list[list[int]]] = {}
     for name, rest in rows:
         layers.setdefault((re.sub(r"\d+", "#", name), *rest), []).append([int(n) for n in re.findall(r"\d+", name)])
-    ends: dict[tuple[str, ...], list[str]] = {}
-    for (template, *others), numbers in layers.items():
-        above, dot, last = _numbered(template, numbers).rpartition(".")
-        ends.setdefault((above + dot, *others), []).append(last)
-    return [(above + _either(lasts), *others) for (above, *others), lasts in ends.items()]
+    folded = [(_numbered(template, numbers), *others) for (template, *others), numbers in layers.items()]
+    return _joined(_joined(folded, 1), 2)
+
+
+def _joined(rows: list[tuple[str, ...]], place: int) -> list[tuple[str, ...]]:
+    """Rows whose names differ only in the part at `place`, counted from the end, as one row."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name, *others in rows:
+        parts = name.split(".")
+        own = ""
+        if len(parts) >= place:
+            own, parts[-place] = parts[-place], "{}"
+        found.setdefault((".".join(parts), *others), []).append(own)
+    return [(name.replace("{}", _either(own)), *others) for (name, *others), own in found.items()]
 
 
 def _either(names: list[str]) -> str:

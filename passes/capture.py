@@ -327,6 +327,12 @@ def _explained(error: Exception, plain: Exception | None) -> Error:
             **{"try": "choose with torch.where, or branch on shapes and configuration only"},
         )
     shown = plain or error
+    if "fake impl" in str(shown) or "UnsupportedOperator" in type(shown).__name__:
+        return Error(
+            "the model calls an operator that does not say what shape it returns",
+            at=user_line(traceback.extract_tb(shown.__traceback__)),
+            **{"try": "torch.library.register_fake, on the operator"},
+        )
     kind, text = type(shown).__name__, str(shown).strip()
     at = user_line(traceback.extract_tb(shown.__traceback__))
     return Error(

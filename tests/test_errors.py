@@ -110,6 +110,16 @@ class Writing(Branching):
         return self.up(x)
 
 
+@torch.library.custom_op("autotp_tests::shapeless", mutates_args=())
+def shapeless(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+class Shapeless(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(shapeless(self.up(x)))
+
+
 class Copyless(Branching):
     """Holds a computed tensor, which deepcopy refuses."""
 
@@ -150,6 +160,8 @@ def models(rank: int, n: int) -> None:
         "\n  try      a buffer as long as it may become, of which forward takes a slice",
         Writing: "the model changes a tensor in place where autotp cannot follow: writes into an input or a parameter"
         f" of the model\n  at       {line('x += 1')}\n  try      write the new value to a new tensor",
+        Shapeless: "the model calls an operator that does not say what shape it returns"
+        f"\n  at       {line('return self.down(shapeless')}\n  try      torch.library.register_fake, on the operator",
         Copyless: "copy.deepcopy fails on the model: Only Tensors created explicitly by the user (graph leaves) support"
         " the deepcopy protocol at the moment.  If you were attempting to deepcopy a module, this may be because of a"
         " torch.nn.utils.weight_norm usage, see https://github.com/pytorch/pytorch/pull/103001"
