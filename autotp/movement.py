@@ -13,7 +13,7 @@ import torch
 
 from autotp.axis import ONE, Size
 from autotp.call import Call
-from autotp.families import letters, present, same_dtype, whole
+from autotp.families import letters, present, same_dtype, unread, whole
 from autotp.rule import Rule, spell
 
 # ---- views
@@ -160,7 +160,7 @@ def unfold(call: Call) -> Rule:
 
 
 def cat(call: Call) -> Rule | None:
-    """A concatenation of its operands; whole where a length is symbolic. Old-style empty operands stay unknown."""
+    """A concatenation of its operands; whole where a length is symbolic."""
     return _cat(call, call.get("dim", 0))
 
 
@@ -170,12 +170,16 @@ def stacked(dim: int) -> Callable[[Call], Rule | None]:
 
 
 def _cat(call: Call, dim: int) -> Rule | None:
+    """As `torch.cat`: an operand of shape [0], whatever the others', is nothing."""
     ns, operands = letters(call.outputs[0].dim()), present(call)
-    if not ns or any(operand.dim() != len(ns) for operand in operands):
+    real = [operand for operand in operands if operand.dim() == len(ns)]
+    if not ns or any(operand.dim() != len(ns) and operand.shape != (0,) for operand in operands):
         return None
     dim %= len(ns)
-    parts, joined = _parts([operand.shape[dim] for operand in operands])
-    return Rule.of(spell([_at(ns, dim, part) for part in parts], [_at(ns, dim, joined)]), "all")
+    parts, joined = _parts([operand.shape[dim] for operand in real])
+    names = iter(parts)
+    terms = [_at(ns, dim, next(names)) if x.dim() == len(ns) else unread(x, i) for i, x in enumerate(operands)]
+    return Rule.of(spell(terms, [_at(ns, dim, joined)]), "all")
 
 
 def stack(call: Call) -> Rule:

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 
+from autotp.decided import Decided
 from autotp.errors import Error
 from autotp.regions import Autocast
 from autotp.source import user_line
@@ -92,7 +93,8 @@ class _Flat(nn.Module):
         leaves = [next(queue) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         before = dict(self.model.named_buffers())
-        found, self.returned.spec = flatten(self.model(*args, **kwargs))
+        with Decided():
+            found, self.returned.spec = flatten(self.model(*args, **kwargs))
         assigned = _assigned(before, self.model)
         sizes = [leaf for leaf in found if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)]
         computed: list[Any] = [leaf for leaf in found if isinstance(leaf, torch.Tensor)] + sizes

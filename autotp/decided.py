@@ -1,0 +1,45 @@
+"""Comparisons of a random number that come out the same whatever is drawn: `torch.rand([]) < layerdrop` at layerdrop 0.
+
+While a model is captured no tensor has a value, so a branch on one is refused. But a number from [0, 1) is below 1, and
+not below 0, without being known. The draw itself stays in the graph: the random stream does not shift.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+COMPARISONS = {"lt": (True, True), "le": (True, False), "ge": (False, True), "gt": (False, False)}
+"""Name -> (what it says of a number that is below, whether an equal one is not)."""
+
+
+class Decided(TorchFunctionMode):
+    """A mode in which such comparisons of `torch.rand([])` with a number are a bool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        comparison = COMPARISONS.get(getattr(func, "__name__", "").strip("_"))
+        if comparison is not None and any(args[0] is number for number in self.drawn):
+            says, strict = comparison
+            below = is_below(args[1], strict)
+            if below is not None:
+                return below is says
+        found = func(*args, **(kwargs or {}))
+        if func is torch.rand and found.dim() == 0:
+            self.drawn.append(found)
+        return found
+
+
+def is_below(bound: Any, strict: bool) -> bool | None:
+    """Whether every number of [0, 1) is below `bound` (True) or none is (False); None where it depends, or is unknown."""
+    if not isinstance(bound, int | float):
+        return None
+    if bound >= 1:
+        return True
+    return False if bound < 0 or (bound == 0 and strict) else None
