@@ -37,7 +37,7 @@ class Decided(TorchFunctionMode):
 
 
 def is_below(bound: Any, strict: bool) -> bool | None:
-    """Whether every number of [0, 1) is below `bound` (True) or none is (False); None where it depends, or is unknown."""
+    """True if every number of [0, 1) is below `bound`, False if none is, None where it depends or is unknown."""
     if not isinstance(bound, int | float):
         return None
     if bound >= 1:

@@ -1,0 +1,56 @@
+"""A branch on a random draw is taken where it comes out the same whatever is drawn, and refused elsewhere."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autotp
+from autotp.decided import is_below
+
+
+@pytest.mark.parametrize(
+    ("bound", "strict", "below"),
+    [
+        (0, True, False), (0.0, False, None), (-1, True, False), (-0.1, False, False), (1, True, True), (1.0, False, True),
+        (0.5, True, None), (2, False, True), ("0", True, None), (torch.tensor(0), True, None),
+    ],
+)  # fmt: skip
+def test_is_below(bound, strict, below):
+    assert is_below(bound, strict) is below
+
+
+class Layers(nn.Module):
+    """Skips whole layers at random, and draws dropout after that."""
+
+    def __init__(self, layerdrop: float, compare: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 24), nn.GELU(), nn.Linear(24, 6)) for _ in range(2))
+        self.layerdrop, self.compare = layerdrop, compare
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            draw = torch.rand([])
+            if getattr(draw, self.compare)(self.layerdrop):
+                continue
+            x = x + nn.functional.dropout(layer(x), 0.5, self.training)
+        return x
+
+
+@pytest.mark.parametrize(("layerdrop", "compare"), [(0.0, "__lt__"), (0, "lt"), (-1, "le"), (1.0, "__ge__"), (1, "gt")])
+def test_the_draw_stays(layerdrop, compare):
+    """Equal dropout masks: the stream has not shifted."""
+    report = autotp.verify(Layers(layerdrop, compare), 2, example_inputs=torch.randn(3, 6))
+    assert report.ok, report
+    assert len(report.gradients) == 9
+
+
+@pytest.mark.parametrize(("layerdrop", "compare"), [(1.0, "__lt__"), (0, "ge")])
+def test_the_other_branch(layerdrop, compare):
+    graph = autotp.explain(Layers(layerdrop, compare), 2, example_inputs=torch.randn(3, 6))
+    assert {entry.reason for entry in graph.whole} == {"nothing reads it on these inputs"}
+
+
+@pytest.mark.parametrize("compare", ["__lt__", "ge"])
+def test_what_depends_on_the_draw_is_refused(compare):
+    with pytest.raises(autotp.Error, match="branches on the values of a tensor"):
+        autotp.explain(Layers(0.1, compare), 2, example_inputs=torch.randn(3, 6))
