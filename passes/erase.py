@@ -62,10 +62,10 @@ class ModelNodes:
 
 
 def _live(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that something needs whose order counts; to know a size, no tensor is needed."""
+    """The nodes that something needs whose order counts."""
     live: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if (is_ordered(node) or node in live) and node.target is not aten.sym_size.int:
+        if is_ordered(node) or node in live:
             live.update([node, *node.all_input_nodes])
     return live
 

@@ -146,8 +146,9 @@ def _mutates(node: fx.Node) -> bool:
 
 def _viewed(node: fx.Node, mode: FakeTensorMode) -> fx.Node | None:
     """The node whose memory this one shares."""
-    if node.target is operator.getitem:
-        return node.args[0] if isinstance(node.args[0], fx.Node) else None
+    if node.target is operator.getitem:  # One part of a split shares memory with the whole, one of a topk is its own.
+        several: Any = node.args[0]
+        return several if _viewed(several, mode) is not None else None
     if not isinstance(node.target, OpOverload):
         return None
     schema = node.target._schema
@@ -168,7 +169,7 @@ def _shares(node: fx.Node, source: fx.Node, mode: FakeTensorMode) -> bool:
 
 def _scattered(builder: Builder, view: fx.Node, base: Any, new: fx.Node) -> fx.Node:
     """The base of `view` once the view is `new`."""
-    name = view.target._schema.name if isinstance(view.target, OpOverload) else "getitem"
+    name = view.target._schema.name if isinstance(view.target, OpOverload) else ""
     rest: Any = view.args[1:]
     if name in SCATTERS:
         return builder.call(SCATTERS[name], base, new, *rest)
@@ -181,7 +182,7 @@ def _scattered(builder: Builder, view: fx.Node, base: Any, new: fx.Node) -> fx.N
     if name == "aten::permute":
         order = [d % len(rest[0]) for d in rest[0]]
         return builder.call(aten.permute.default, new, [order.index(d) for d in range(len(order))])
-    raise _refused(view, f"an in-place operator writes through `{view.target}`")
+    raise _refused(view, f"an in-place operator writes through `{view.target if name else 'one of several views'}`")
 
 
 def _sizes(builder: Builder, node: fx.Node) -> list[Any]:
