@@ -13,16 +13,24 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-Model = tuple[nn.Module, dict[str, Tensor]]
+Model = tuple[nn.Module, dict[str, Any]]
+Sizes = dict[str, Any]
 VOCAB, BATCH, SEQ = 99, 2, 7
 
-SIZES = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 80}
-ROPE = {**SIZES, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-GPT = {
-    "vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 2,
+SIZES: Sizes = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "intermediate_size": 80,
+}
+ROPE: Sizes = {**SIZES, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GPT: Sizes = {
+    "vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 6,
+    "n_positions": 32, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-BERT = {**SIZES, "max_position_embeddings": 32, "type_vocab_size": 2, "pad_token_id": 0}
-SEQ2SEQ = {
+BERT: Sizes = {**SIZES, "max_position_embeddings": 32, "type_vocab_size": 2, "pad_token_id": 0}
+SEQ2SEQ: Sizes = {
     "vocab_size": VOCAB, "d_model": 48, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 6,
     "decoder_attention_heads": 6, "encoder_ffn_dim": 80, "decoder_ffn_dim": 80, "max_position_embeddings": 32,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
@@ -62,7 +70,13 @@ HEADS = {
 
 def whisper() -> Model:
     config = transformers.WhisperConfig(
-        **{**SEQ2SEQ, "max_source_positions": 10, "max_target_positions": 32, "num_mel_bins": 8, "begin_suppress_tokens": None}
+        **{
+            **SEQ2SEQ,
+            "max_source_positions": 10,
+            "max_target_positions": 32,
+            "num_mel_bins": 8,
+            "begin_suppress_tokens": None,
+        }
     )
     model = transformers.WhisperForConditionalGeneration(config)
     sound = torch.linspace(-1, 1, BATCH * 8 * 20).view(BATCH, 8, 20)
@@ -90,10 +104,11 @@ def clip() -> Model:
 
 MASKED = "AutoModelForMaskedLM"
 SEQ2SEQ_LM = "AutoModelForSeq2SeqLM"
-FALCON = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
-MOE = {"num_experts_per_tok": 2, "num_key_value_heads": 2, "output_router_logits": True}
-DEEPSEEK = {
-    "num_key_value_heads": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "n_group": 2,
+FALCON: Sizes = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
+MOE: Sizes = {"num_experts_per_tok": 2, "num_key_value_heads": 2, "output_router_logits": True}
+DEEPSEEK: Sizes = {
+    "num_key_value_heads": 6, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20, "n_group": 2,
     "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 4,
     "qk_nope_head_dim": 8, "v_head_dim": 8,
 }  # fmt: skip
@@ -132,16 +147,21 @@ FAMILIES: dict[str, Callable[[], Model]] = {
     "granite": language("GraniteConfig", **ROPE, num_key_value_heads=2),
     "persimmon": language("PersimmonConfig", **ROPE),
     "deepseek_v3": language("DeepseekV3Config", **ROPE, **DEEPSEEK),
-    "gpt_oss": language("GptOssConfig", **ROPE, num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
+    "gpt_oss": language(
+        "GptOssConfig", **ROPE, num_key_value_heads=2, head_dim=8,
+        num_local_experts=4, num_experts_per_tok=2,
+    ),
     "mixtral": language("MixtralConfig", **ROPE, **MOE, num_local_experts=4),
     "qwen3_moe": language("Qwen3MoeConfig", **ROPE, **MOE, num_experts=4, moe_intermediate_size=20, head_dim=8),
     "bert": language("BertConfig", MASKED, **BERT),
     "roberta": language("RobertaConfig", MASKED, **BERT),
     "distilbert": language(
-        "DistilBertConfig", MASKED, vocab_size=VOCAB, dim=48, n_layers=2, n_heads=6, hidden_dim=80, max_position_embeddings=32
+        "DistilBertConfig", MASKED, vocab_size=VOCAB, dim=48, n_layers=2,
+        n_heads=6, hidden_dim=80, max_position_embeddings=32
     ),
     "deberta_v2": language(
-        "DebertaV2Config", MASKED, **BERT, relative_attention=True, pos_att_type=["p2c", "c2p"], position_biased_input=False
+        "DebertaV2Config", MASKED, **BERT, relative_attention=True,
+        pos_att_type=["p2c", "c2p"], position_biased_input=False
     ),
     "electra": language("ElectraConfig", MASKED, **BERT, embedding_size=24),
     "albert": language("AlbertConfig", MASKED, **BERT, embedding_size=24),

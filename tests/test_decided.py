@@ -11,8 +11,8 @@ from autotp.decided import is_below
 @pytest.mark.parametrize(
     ("bound", "strict", "below"),
     [
-        (0, True, False), (0.0, False, None), (-1, True, False), (-0.1, False, False), (1, True, True), (1.0, False, True),
-        (0.5, True, None), (2, False, True), ("0", True, None), (torch.tensor(0), True, None),
+        (0, True, False), (0.0, False, None), (-1, True, False), (-0.1, False, False), (1, True, True),
+        (1.0, False, True), (0.5, True, None), (2, False, True), ("0", True, None), (torch.tensor(0), True, None),
     ],
 )  # fmt: skip
 def test_is_below(bound, strict, below):
