@@ -13,7 +13,7 @@ from autotp.agree import CheckInputs, agree_on_graph, agree_on_random, digest
 from autotp.errors import Error, within
 from autotp.initialize import initialize
 from autotp.inputs import example_inputs as find_inputs
-from autotp.mesh import Mesh, broadcast_from_first, gather_ints, make_mesh
+from autotp.mesh import Mesh, broadcast_from_first, expect_size, gather_ints, make_mesh
 from autotp.passes.capture import skeleton_of
 from autotp.regions import ambient
 from autotp.report import Plan, report
@@ -58,7 +58,8 @@ def parallelize(
     Raises:
         Error: bad input of any kind; nothing of `model` is changed then.
     """
-    return within(f"parallelize({_name(model)}, tp={tp})", lambda: _parallelize(
+    size = "" if tp is None else f", tp={tp}"
+    return within(f"parallelize({_name(model)}{size})", lambda: _parallelize(
         model, tp, mesh, device, example_inputs, Settings(outputs, randomness, check_inputs), strict))  # fmt: skip
 
 
@@ -93,6 +94,7 @@ def explain(model: nn.Module, tp: int, *, example_inputs: Any = None, outputs: O
     """
 
     def run() -> Plan:
+        expect_size(tp)
         _expect_ordinary(model)
         args, kwargs = find_inputs(model, example_inputs)
         return report(analyse(skeleton_of(model), args, kwargs, tp, outputs), _name(model))
@@ -112,13 +114,22 @@ def _taken(model: nn.Module, analysis: Analysis, mesh: Mesh) -> dict[str, Tensor
         tensor = table[key]
         full = broadcast_from_first(_on(tensor, mesh.device), mesh)
         layout = analysis.layouts.get(name)
-        found[name] = layout.take(full, mesh.rank) if layout is not None and layout.dim is not None else full
+        local = layout.take(full, mesh.rank) if layout is not None and layout.dim is not None else full
         empty: Tensor = torch.empty_like(tensor, device="meta", requires_grad=False)
         empty = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
         empty.__dict__.update(tensor.__dict__)
         for table, key in holders:
             table[key] = empty
+        found[name] = _now(tensor, local)
     return found
+
+
+def _now(tensor: Tensor, local: Tensor) -> Tensor:
+    """A parameter stays the object it was, as under `.to()`: an optimizer that was made before has the right one."""
+    if not isinstance(tensor, nn.Parameter) or not torch._has_compatible_shallow_copy_type(tensor, local):
+        return local
+    tensor.data, tensor.grad = local, None
+    return tensor
 
 
 def _on(tensor: Tensor, device: torch.device) -> Tensor:

@@ -189,8 +189,12 @@ def made_again(module: nn.Module) -> nn.Module | None:
 
 def own_classes(module: nn.Module) -> list[type]:
     """The classes of `module` that have a constructor, torch's left out."""
-    ours = [cls for cls in type(module).__mro__ if "__init__" in vars(cls)]
-    return [cls for cls in ours if cls.__module__.partition(".")[0] not in ("torch", "builtins")]
+    return [cls for cls in users_classes(module) if "__init__" in vars(cls)]
+
+
+def users_classes(module: nn.Module) -> list[type]:
+    """The classes of `module`, torch's left out."""
+    return [cls for cls in type(module).__mro__ if cls.__module__.partition(".")[0] not in ("torch", "builtins")]
 
 
 def mentioned(module: nn.Module) -> Iterator[str]:

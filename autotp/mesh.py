@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,14 +61,20 @@ def make_mesh(
     Raises:
         Error: not `tp` processes, not under torchrun, a mesh without "tp" or of another size, no GPU of its own.
     """
-    if tp is not None and (isinstance(tp, bool) or not isinstance(tp, int) or tp < 1):
-        raise Error(f"tp={tp!r} is not a whole number of 1 or more", **{"try": "tp=2"})
+    if tp is not None:
+        expect_size(tp)
     if mesh is not None:
         return _from_device_mesh(tp, mesh, device)
     _check_world(tp, _world())
     if not dist.is_initialized() and not _launched():
         return Mesh(device=_own_device(device))
     return _over_the_world(_own_device(device), timeout)
+
+
+def expect_size(tp: Any) -> None:
+    """Raises Error unless `tp` is a number of ranks."""
+    if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
+        raise Error(f"tp={tp!r} is not a whole number of 1 or more", **{"try": "tp=2"})
 
 
 def broadcast_from_first(tensor: Tensor, mesh: Mesh) -> Tensor:

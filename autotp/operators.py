@@ -201,7 +201,7 @@ def rule(op: Operator, factors: str | f.RuleFunction, linear: f.Linear = ()) -> 
     Raises:
         Error: the string does not parse, or `op` is no operator.
     """
-    if not callable(op):
+    if not isinstance(op, OpOverload | OpOverloadPacket):
         raise Error(f"{op!r} is no operator", **{"try": "torch.ops.mylib.myop"}).within("rule")
     try:
         if isinstance(factors, str):

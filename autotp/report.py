@@ -179,7 +179,16 @@ def _reason(node: fx.Node, reader: fx.Node, analysis: Analysis) -> str:
         return "cutting it would cost more than it divides"
     if reader in analysis.decision.cuts:
         return "read whole by work that is divided along another axis"
-    return "read after the reduction, by every rank"
+    if any(_is_reduced(operand, analysis) for operand in reader.all_input_nodes):
+        return "read after the reduction, by every rank"
+    return "nothing that reads it is divided"
+
+
+def _is_reduced(value: fx.Node, analysis: Analysis) -> bool:
+    """True for what cut work sums over ranks."""
+    leaf = analysis.decision.cuts.get(value)
+    factor = analysis.axes.bound[value].cuttable(leaf) if leaf is not None else None
+    return factor is not None and not factor.outs
 
 
 def _unknown(analysis: Analysis) -> Iterator[Whole]:

@@ -58,11 +58,12 @@ def mirror(original: nn.Module, root: nn.Module, tensors: Mapping[str, Tensor]) 
     """Gives `root` the tree of modules below `original`, tied and shared as there, in the same order.
 
     Args:
-        tensors: first name -> local tensor, for parameters and buffers.
+        tensors: first name -> local tensor, for parameters (or the parameter itself) and buffers.
     """
     held: dict[int, Tensor] = {id(b): tensors[name] for name, b in original.named_buffers()}
     for name, p in original.named_parameters():
-        held[id(p)] = nn.Parameter(tensors[name], p.requires_grad)
+        mine = tensors[name]
+        held[id(p)] = mine if isinstance(mine, nn.Parameter) else nn.Parameter(mine, p.requires_grad)
         held[id(p)].__dict__.update(p.__dict__)  # Marks for the user's optimizer, as `p.no_weight_decay`.
     shells = {id(m): root if m is original else _shell(m) for m in original.modules()}
     for module in original.modules():

@@ -176,6 +176,7 @@ def _parallel(model: Any, call: str) -> ParallelModule:
         inner = getattr(inner, "_orig_mod", getattr(inner, "module", None))
     if not isinstance(inner, ParallelModule):
         raise Error(
-            f"{call}: a {type(model).__name__} is no parallel model", **{"try": "autotp.parallelize(model) first"}
+            f"{call}: a {type(model).__name__} is no parallel model",
+            **{"try": f"{call}(model, ...), with what autotp.parallelize returned"},
         )
     return inner

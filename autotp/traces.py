@@ -6,20 +6,20 @@ After:  `_version` of the weight is 2; of tied tensors, the one whose value stay
 
 from __future__ import annotations
 
+import ast
 import inspect
-import re
+import textwrap
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import nn
 
-from autotp.construction import Event, Place, Tied, how_to_fill, is_hugging_face, mentioned, own_classes
+from autotp.construction import Event, Place, Tied, how_to_fill, is_hugging_face, mentioned, users_classes
 from autotp.errors import Error
 from autotp.replay import Replay, StandIn
 
 UNSEEN = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "normal", "bernoulli", "multinomial"}
 UNSEEN |= {"trunc_normal_", "orthogonal_", "sparse_"}  # draws that a constructor on meta leaves no trace of
-TIE = re.compile(r"^ *self\.([\w.]+)\.\w+ = self\.([\w.]+)\.\w+ *(?:#.*)?$", re.MULTILINE)
 
 Way = tuple[int, bool]  # of tying: the place the tensor comes from; whether `_init_weights` wrote through the tie
 Write = tuple[int, StandIn]  # the number of the event, and what it wrote on
@@ -80,14 +80,35 @@ def _ways(model: nn.Module, places: list[Place]) -> list[Way]:
     if any(map(is_hugging_face, above)):
         return [(0, False)]
     for module in above:
-        for source in [source for cls in own_classes(module) for source in _sources(cls)]:
-            applied = source.find(".apply(")
-            for tie in TIE.finditer(source):
-                to, origin = (_submodule(module, path) for path in tie.groups())
+        for source in [source for cls in users_classes(module) for source in _sources(cls)]:
+            body = ast.parse(textwrap.dedent(source))
+            applied = [n.lineno for n in ast.walk(body) if isinstance(n, ast.Attribute) and n.attr == "apply"]
+            for line, to, origin in _ties(body, module):
                 if to in homes and origin in homes:
-                    times = [True, False] if applied < 0 else [tie.start() < applied]
+                    times = [line < applied[0]] if applied else [True, False]
                     found += [(homes.index(origin), shared) for shared in times]
     return found or [(k, shared) for shared in (True, False) for k in range(len(homes))]
+
+
+def _ties(body: ast.Module, module: nn.Module) -> Iterator[tuple[int, nn.Module | None, nn.Module | None]]:
+    """Assignments of one submodule's attribute to another's, by way of a local name too: line, to whom, from whom."""
+    names: dict[str, nn.Module | None] = {}
+    for node in ast.walk(body):
+        if not isinstance(node, ast.Assign):
+            continue
+        value = node.value
+        origin = names.get(value.id) if isinstance(value, ast.Name) else _home(value, module)
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                names[target.id] = origin
+            elif origin is not None:
+                yield node.lineno, _home(target, module), origin
+
+
+def _home(node: ast.expr, module: nn.Module) -> nn.Module | None:
+    """The submodule whose attribute `self.a.b.weight` is."""
+    first, *path = ast.unparse(node).split(".") if isinstance(node, ast.Attribute) else [""]
+    return _submodule(module, ".".join(path[:-1])) if first == "self" else None
 
 
 def _sources(cls: type) -> Iterator[str]:

@@ -17,6 +17,7 @@ from autotp.errors import within
 from autotp.inputs import example_inputs as find_inputs
 from autotp.layout import Layout
 from autotp.lockstep import run_lockstep
+from autotp.mesh import expect_size
 from autotp.passes.bind import bind
 from autotp.passes.capture import skeleton_of
 from autotp.report import Plan, report
@@ -293,8 +294,9 @@ def _lines(report: Report) -> Iterator[str]:
             for bad in [row for row in rows[1:8] if not row.error <= report.tolerance]:
                 yield f"  {'':<13}     and {bad}"
     sides = (plan.traffic.forward, plan.traffic.backward)
-    kinds = [", ".join(f"{n} {kind}" for kind, n in c.items()) or "none" for c in sides]
-    yield f"  collectives  forward {kinds[0]}; backward {kinds[1]}"
+    kinds = [", ".join(f"{n} {kind}" for kind, n in sorted(c.items())) or "none" for c in sides]
+    yield f"  forward         {kinds[0]}"
+    yield f"  backward        {kinds[1]}"
 
 
 def verify(model: nn.Module, tp: int, *, example_inputs: Any = None, outputs: Outputs = "auto") -> Report:
@@ -309,5 +311,9 @@ def verify(model: nn.Module, tp: int, *, example_inputs: Any = None, outputs: Ou
         tp: how many ranks.
         example_inputs, outputs: as for `parallelize`.
     """
-    call = f"verify({type(model).__name__}, tp={tp})"
-    return within(call, lambda: compare(prepare(model, *find_inputs(model, example_inputs), tp, outputs)))
+
+    def run() -> Report:
+        expect_size(tp)
+        return compare(prepare(model, *find_inputs(model, example_inputs), tp, outputs))
+
+    return within(f"verify({type(model).__name__}, tp={tp})", run)

@@ -338,7 +338,7 @@ def _explained(error: Exception, plain: Exception | None) -> Error:
     kind, text = type(shown).__name__, str(shown).strip()
     at = user_line(traceback.extract_tb(shown.__traceback__))
     return Error(
-        f"the model does not run on the example inputs: {kind}: {text.splitlines()[0] if text else ''}".rstrip(": "),
+        f"the model does not run on these inputs: {kind}: {text.splitlines()[0] if text else ''}".rstrip(": "),
         **({"at": at} if at != "?" else {}),
-        **{"try": "example_inputs={...}: the keyword arguments of one forward call that works"},
+        **{"try": "arguments that the original model accepts: where they were made up, example_inputs={...}"},
     )

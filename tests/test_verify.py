@@ -264,7 +264,8 @@ GPT on tp=2: equal to one device (float64, tolerance 1e-09)
   outputs         1 compared, worst 2.0e-16  loss
   gradients       2 compared, worst 3.0e-16  w
   after a step    1 compared, worst 1.0e-17  w
-  collectives  forward 5 all-reduce; backward 3 all-reduce"""
+  forward         5 all-reduce
+  backward        3 all-reduce"""
 
 FAILED = """\
 GPT on tp=2: DIFFERENT from one device (float64, tolerance 1e-09)
@@ -272,7 +273,8 @@ GPT on tp=2: DIFFERENT from one device (float64, tolerance 1e-09)
   gradients       3 compared, worst 5.0e-01  w
                     and 2.5e-01  b
   after a step    1 compared, worst 1.0e-17  w
-  collectives  forward 5 all-reduce; backward 3 all-reduce"""
+  forward         5 all-reduce
+  backward        3 all-reduce"""
 
 
 def test_what_is_no_number_is_not_ok() -> None:
@@ -287,7 +289,7 @@ def test_on_meta() -> None:
         big = GPT(GPTConfig(n_layer=2))
     assert str(autotp.verify(big, tp=8)) == (
         "GPT on tp=8: the model is on meta: proved and counted, nothing computed\n"
-        "  collectives  forward 7 all-reduce; backward 5 all-reduce"
+        "  forward         7 all-reduce\n  backward        5 all-reduce"
     )
 
 
