@@ -107,7 +107,9 @@ def draws(node: fx.Node) -> bool:
         return node.target in DRAWS
     arguments = bind(node)
     idle = arguments.get("train", True) is False, arguments.get("training", True) is False
-    nothing = node.target is not torch.ops.aten.native_dropout.default and "train" in arguments and arguments.get("p") == 0
+    nothing = (
+        node.target is not torch.ops.aten.native_dropout.default and "train" in arguments and arguments.get("p") == 0
+    )
     return not (any(idle) or nothing or arguments.get("dropout_p") == 0)
 
 

@@ -17,17 +17,18 @@ from autotp.eager import is_last_backward, is_plain
 from autotp.errors import Error
 
 
-def embedding(weight: Tensor, indices: Tensor, start: int, padding_idx: int = -1) -> Tensor:
+def embedding(weight: Tensor, indices: Tensor, start: int, size: int, padding_idx: int = -1) -> Tensor:
     """This rank's summand of a lookup: its own rows, zero elsewhere (Megatron-LM, Shoeybi et al. 2019, section 3).
 
     Args:
-        weight: [rows hidden], rows `start` to `start + rows` of the table.
+        weight: [rows hidden], rows `start` to `start + rows` of the table, which has `size`.
         indices: [*] global row numbers.
 
     Returns:
         [* hidden]; the sum over ranks is the lookup.
     """
     rows = weight.shape[0]
+    _expect_within(indices, size)
     if rows == 0:
         return weight.new_zeros((*indices.shape, weight.shape[1])) + weight.sum()
     local, outside = _own(indices, start, rows)
@@ -36,14 +37,15 @@ def embedding(weight: Tensor, indices: Tensor, start: int, padding_idx: int = -1
     return found.masked_fill(outside.unsqueeze(-1), 0)
 
 
-def gather(x: Tensor, dim: int, index: Tensor, start: int) -> Tensor:
+def gather(x: Tensor, dim: int, index: Tensor, start: int, size: int) -> Tensor:
     """This rank's summand of `torch.gather`: the elements it has, zero elsewhere.
 
     Args:
-        x: positions `start` onwards of the whole along `dim`.
+        x: positions `start` onwards of the whole, which has `size`, along `dim`.
         index: positions in the whole.
     """
     length = x.shape[dim]
+    _expect_within(index, size)
     if length == 0:
         return x.new_zeros(index.shape) + x.sum()
     local, outside = _own(index, start, length)
@@ -59,7 +61,9 @@ def peak(x: Tensor, dim: int) -> Tensor:
     return x.amax(dim, keepdim=True)
 
 
-def class_terms(x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int, fresh: bool = False) -> Tensor:
+def class_terms(
+    x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int, size: int, fresh: bool = False
+) -> Tensor:
     """This rank's summands of what cross-entropy needs of each row, in one tensor and so in one reduction.
 
     For backward only the exponentials are kept; in a last backward their memory becomes the gradient's. The gradient of
@@ -68,16 +72,16 @@ def class_terms(x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int, f
     Args:
         x: [* v *] logits of the classes `start` to `start + v`, along `dim`.
         top: [* 1 *] the maximum over the classes of all ranks.
-        classes: [* *] a class for each row, counted over all ranks.
+        classes: [* *] a class for each row, counted over all ranks, which have `size` together.
         fresh: nobody else reads `x` (`passes/reuse.py`): the exponentials may take its memory.
 
     Returns:
         [2 * *] the sum of `exp(x - top)`, and `x - top` at the class, 0 where another rank has it.
     """
     if is_plain(x):
-        return _ClassTerms.apply(x, top, classes, dim, start, fresh and x.dtype == top.dtype)[0]
+        return _ClassTerms.apply(x, top, classes, dim, start, size, fresh and x.dtype == top.dtype)[0]
     z = x - top
-    return torch.stack([z.exp().sum(dim), gather(z, dim, classes.unsqueeze(dim), start).squeeze(dim)])
+    return torch.stack([z.exp().sum(dim), gather(z, dim, classes.unsqueeze(dim), start, size).squeeze(dim)])
 
 
 class _ClassTerms(torch.autograd.Function):
@@ -85,10 +89,10 @@ class _ClassTerms(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int, fresh: bool
+        ctx: Any, x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int, size: int, fresh: bool
     ) -> tuple[Tensor, Tensor]:
         z = x.detach().sub_(top) if fresh else x - top
-        picked = gather(z, dim, classes.unsqueeze(dim), start).squeeze(dim)
+        picked = gather(z, dim, classes.unsqueeze(dim), start, size).squeeze(dim)
         exponentials = z.exp_()
         ctx.dim, ctx.start, ctx.dtype = dim, start, x.dtype
         ctx.save_for_backward(exponentials, classes)
@@ -101,7 +105,7 @@ class _ClassTerms(torch.autograd.Function):
         dim, length = ctx.dim, exponentials.shape[ctx.dim]
         if grad is None:
             found = None if again is None else (exponentials * again).to(ctx.dtype)
-            return found, None, None, None, None, None
+            return found, *[None] * 6
         total, picked = (g.unsqueeze(dim) for g in grad.unbind())
         at, outside = _own(classes.unsqueeze(dim), ctx.start, length)
         picked = picked.masked_fill(outside, 0)
@@ -111,7 +115,15 @@ class _ClassTerms(torch.autograd.Function):
         else:
             found = exponentials * (total if again is None else total + again)
             found = found.scatter_add(dim, at, picked) if length else found
-        return found.to(ctx.dtype), None, None, None, None, None
+        return found.to(ctx.dtype), *[None] * 6
+
+
+def _expect_within(index: Tensor, size: int) -> None:
+    """Fails as a lookup on one device does: what no rank has would pass for what another rank has."""
+    if is_plain(index):
+        torch._assert_async(
+            ((index >= 0) & (index < size)).all(), f"an index is out of range: not from 0 to {size - 1}"
+        )
 
 
 def _own(index: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:

@@ -25,9 +25,9 @@ SPLIT, SLICE = aten.split_with_sizes.default, aten.slice.Tensor
 SDPA = aten.scaled_dot_product_attention.default
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 FORMS: dict[Any, tuple[Any, tuple[str, ...], str]] = {
-    parallel.embedding: (aten.embedding.default, ("weight", "indices", "start", "padding_idx"), ""),
-    parallel.gather: (aten.gather.default, ("self", "dim", "index", "start"), ""),
-    parallel.class_terms: (parallel.class_terms, ("x", "top", "classes", "dim", "start"), ""),
+    parallel.embedding: (aten.embedding.default, ("weight", "indices", "start", "size", "padding_idx"), ""),
+    parallel.gather: (aten.gather.default, ("self", "dim", "index", "start", "size"), ""),
+    parallel.class_terms: (parallel.class_terms, ("x", "top", "classes", "dim", "start", "size"), ""),
     parallel.exact_dropout: (aten.dropout.default, ("input", "p"), "exact"),
     parallel.fast_dropout: (aten.dropout.default, ("input", "p"), "fast"),
     parallel.exact_attention: (SDPA, _ATTENTION, "exact"),

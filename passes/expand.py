@@ -109,7 +109,7 @@ def _cross_entropy(builder: Builder, args: dict[str, Any]) -> fx.Node:
     top = call(peak, x, dim)
     top = _cast(builder, top, torch.promote_types(top.meta["val"].dtype, torch.float32))
     ignored, classes = _classes(builder, args)
-    terms = call(class_terms, x, top, classes, dim, 0)
+    terms = call(class_terms, x, top, classes, dim, 0, x.meta["val"].shape[dim])
     lse = call(aten.log.default, call(aten.select.int, terms, 0, 0))
     own = call(aten.sub.Tensor, lse, call(aten.select.int, terms, 0, 1))
     smooth = None

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autotp import parallel
-from autotp.axis import ONE, Axis, open_product, touches
+from autotp.axis import ONE, Axis, find, open_product, touches
 from autotp.call import bind
 from autotp.errors import Error
 from autotp.layout import ranges
@@ -104,20 +104,23 @@ Form = Callable[[Local, fx.Node, Axes, Axis], tuple[Callable[..., Any], tuple[An
 
 def _embedding(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     args = local.builder.map(bind(node))
-    start = _start(local, node, axes.of(bind(node)["weight"])[0], leaf)
-    return parallel.embedding, (args["weight"], args["indices"], start, args["padding_idx"])
+    axis = axes.of(bind(node)["weight"])[0]
+    return parallel.embedding, (
+        args["weight"], args["indices"], _start(local, node, axis, leaf), find(axis).size.number, args["padding_idx"],
+    )  # fmt: skip
 
 
 def _gather(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     args = local.builder.map(bind(node))
-    start = _start(local, node, axes.of(bind(node)["self"])[args["dim"]], leaf)
-    return parallel.gather, (args["self"], args["dim"], args["index"], start)
+    axis = axes.of(bind(node)["self"])[args["dim"]]
+    start = _start(local, node, axis, leaf)
+    return parallel.gather, (args["self"], args["dim"], args["index"], start, find(axis).size.number)
 
 
 def _class_terms(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
-    args = bind(node)
-    start = _start(local, node, axes.of(args["x"])[args["dim"]], leaf)
-    return parallel.class_terms, (*local.builder.map(node.args[:-1]), start)
+    x, top, classes, dim, _, size = local.builder.map(node.args)
+    start = _start(local, node, axes.of(bind(node)["x"])[dim], leaf)
+    return parallel.class_terms, (x, top, classes, dim, start, size)
 
 
 def _start(local: Local, node: fx.Node, axis: Axis, leaf: Axis) -> int:

@@ -81,7 +81,8 @@ def _form(
     of, names, only = FORMS.get(form, (None, (), ""))
     if of is not target or only not in ("", to.randomness) or not arguments.get("train", True):
         return f"a parallel form of {target}", {}
-    arguments["start"] = _start(to, ins[0][arguments.get("dim", 0)], leaf)
+    axis = ins[0][arguments.get("dim", 0)]
+    arguments |= {"start": _start(to, axis, leaf), "size": find(axis).size.number}
     given = [arguments[name] for name in names]
     if only:
         drawn = ins[0] if of is not SDPA else (*ins[0][:-1], ins[1][-2])

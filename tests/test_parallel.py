@@ -30,7 +30,7 @@ def loss(x: Tensor, targets: Tensor, tp: int, fresh: bool = False) -> Tensor:
     """Cross-entropy from the ranks' terms, the reductions by hand."""
     top = torch.stack([peak(part, 1) for _, part in parts(x, tp, 1)]).amax(0)
     mine = [(start, part.clone() if fresh else part) for start, part in parts(x, tp, 1)]
-    total, picked = sum(class_terms(part, top, targets, 1, start, fresh) for start, part in mine)
+    total, picked = sum(class_terms(part, top, targets, 1, start, CLASSES, fresh) for start, part in mine)
     return (total.log() - picked).mean()
 
 
@@ -57,10 +57,10 @@ def test_class_terms_in_place(tp: int) -> None:
 def test_class_terms_take_memory_only_where_they_may() -> None:
     x = logits().clone()
     before, top = x.detach().clone(), peak(x, 1)
-    class_terms(x, top, TARGETS, 1, 0)
-    torch.func.vmap(lambda x, t: class_terms(x[None], t[None], TARGETS[:1], 1, 0, fresh=True))(x, top)
+    class_terms(x, top, TARGETS, 1, 0, CLASSES)
+    torch.func.vmap(lambda x, t: class_terms(x[None], t[None], TARGETS[:1], 1, 0, CLASSES, fresh=True))(x, top)
     assert torch.equal(x, before)
-    class_terms(x, top, TARGETS, 1, 0, fresh=True)
+    class_terms(x, top, TARGETS, 1, 0, CLASSES, fresh=True)
     assert torch.equal(x, (before - top).exp())
 
 
@@ -112,7 +112,7 @@ def test_class_terms_of_each_sample(tp: int) -> None:
 def test_class_terms_of_half_precision_are_float32() -> None:
     x = logits(torch.bfloat16)
     top = peak(x, 1).float()
-    terms = class_terms(x, top, TARGETS, 1, 0)
+    terms = class_terms(x, top, TARGETS, 1, 0, CLASSES)
     assert terms.dtype == torch.float32
     torch.testing.assert_close(terms[0], (x.float() - top).exp().sum(1))
     terms.sum().backward()
@@ -122,8 +122,22 @@ def test_class_terms_of_half_precision_are_float32() -> None:
 @over_ranks
 def test_lookups(tp: int) -> None:
     table, x = torch.randn(CLASSES, 3), logits().detach()
-    rows = sum(embedding(part, TARGETS, start) for start, part in parts(table, tp))
+    rows = sum(embedding(part, TARGETS, start, CLASSES) for start, part in parts(table, tp))
     torch.testing.assert_close(rows, table[TARGETS], rtol=0, atol=0)
     index = TARGETS[:, None]
-    picked = sum(gather(part, 1, index, start) for start, part in parts(x, tp, 1))
+    picked = sum(gather(part, 1, index, start, CLASSES) for start, part in parts(x, tp, 1))
     torch.testing.assert_close(picked, x.gather(1, index), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wrong", [-1, CLASSES, CLASSES + 4])
+def test_what_no_rank_has_is_an_error(wrong: int) -> None:
+    """As on one device: it must not pass for what another rank has."""
+    index, x = torch.tensor([0, wrong]), logits().detach()[:2]
+    message = f"an index is out of range: not from 0 to {CLASSES - 1}"
+    for call in (
+        lambda: embedding(x.T[:3], index, 0, CLASSES),
+        lambda: gather(x[:, :3], 1, index[:, None], 0, CLASSES),
+        lambda: class_terms(x[:, :3], peak(x, 1), index, 1, 0, CLASSES),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call()

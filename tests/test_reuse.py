@@ -17,7 +17,7 @@ Make = Callable[..., Any]
 
 def reduced(target: Any, *names: str, view: bool = False, op: tuple[str, ...] = ()) -> Make:
     def make(call: Any, **places: Any) -> Any:
-        value = call(target, *(places[name] for name in names), *((0,) if target is parallel.embedding else ()))
+        value = call(target, *(places[name] for name in names), *((0, 4) if target is parallel.embedding else ()))
         for shape in [[12], [4, 3]] if view else []:
             value = call(aten.reshape.default, value, shape)
         return call(collectives.reduce, value, "tp", *op)
@@ -71,7 +71,7 @@ def loss_of(target: Any, *names: str, also: str | None = "") -> Make:
     def make(call: Any, **places: Any) -> Any:
         made = call(target, *(places[name] for name in names))
         logits = call(aten.view.default, made, [3, 4])
-        terms = call(parallel.class_terms, logits, call(parallel.peak, logits, 1), places["i"], 1, 0)
+        terms = call(parallel.class_terms, logits, call(parallel.peak, logits, 1), places["i"], 1, 0, 4)
         read = {
             "size": (aten.sym_size.int, logits, 0),
             "exp": (aten.exp.default, logits),
