@@ -180,7 +180,7 @@ class ParallelModule(Shell):
 
     def _key(self, leaves: Sequence[Any], spec: Any, autocast: Autocast) -> Key:
         """Everything about a call but its tensors' sizes and values."""
-        kinds = tuple((leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        kinds = tuple((leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves)
         modes = tuple(module.training for module in self._modules_in_order)
         dtypes = tuple(getattr(module, name).dtype for module, name in self._places.values())
         return spec, kinds, modes, dtypes, autocast.dtype
@@ -227,6 +227,11 @@ class ParallelModule(Shell):
             entry = agree_on_graph(mesh, make, lambda made: digest(made.analysis))
         self._entries.append((self._key(called.leaves, called.spec, called.autocast), entry))
         return entry
+
+
+def _plain(leaf: Any) -> Any:
+    """A plain argument as part of a key, in which undefined numbers are the same, and 1, 1.0 and True are not."""
+    return type(leaf), "nan" if isinstance(leaf, float) and leaf != leaf else leaf
 
 
 def _refuse_capture(name: str) -> None:

@@ -27,6 +27,7 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from autotp.decided import Decided
 from autotp.errors import Error
+from autotp.lost import nothing_lost
 from autotp.regions import Autocast
 from autotp.source import user_line
 from autotp.structure import flatten
@@ -93,7 +94,7 @@ class _Flat(nn.Module):
         leaves = [next(queue) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         before = dict(self.model.named_buffers())
-        with Decided():
+        with nothing_lost(self.model), Decided():
             found, self.returned.spec = flatten(self.model(*args, **kwargs))
         assigned = _assigned(before, self.model)
         sizes = [leaf for leaf in found if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)]

@@ -86,7 +86,7 @@ class _Versions:
     def mutate(self, node: fx.Node, buffers: Collection[str]) -> None:
         """Replaces an in-place operator: its functional form, then everything that shares the memory."""
         self.builder.origin = node
-        written: Any = node.args[0]
+        written: Any = _written(node)
         root = self._root(written)
         if root.op == "placeholder" and root.name not in buffers:
             raise _refused(node, "writes into an input or a parameter of the model")
@@ -142,6 +142,15 @@ class _Versions:
 
 def _mutates(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _written(node: fx.Node) -> Any:
+    """The value that an in-place operator writes into: its first operand, and no other."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    places = [i for i, arg in enumerate(schema) if arg.alias_info is not None and arg.alias_info.is_write]
+    if places != [0] or not isinstance(node.args[0], fx.Node):
+        raise _refused(node, f"{node.target} writes into `{schema[places[-1]].name}`")
+    return node.args[0]
 
 
 def _viewed(node: fx.Node, mode: FakeTensorMode) -> fx.Node | None:

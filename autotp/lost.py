@@ -1,0 +1,71 @@
+"""What the exporter would drop from a graph without a word is refused: gradients that the model computes its own way.
+
+A captured graph is differentiated by autograd, operator by operator. A `torch.autograd.Function`'s backward, a hook on
+a gradient and inference mode are not in it; with them gone the gradients would be wrong, and nobody would know.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from autotp.errors import Error
+from autotp.source import user_line
+
+HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+
+
+@contextmanager
+def nothing_lost(model: nn.Module) -> Iterator[None]:
+    """A region in which `model` runs, and what a graph of it would lose is an Error.
+
+    Checkpointing is not lost: what it recomputes is run as it is.
+    """
+    _expect_no_backward_hooks(model)
+    apply = torch.autograd.Function.__dict__["apply"]
+    torch.autograd.Function.apply = classmethod(_applied)  # type: ignore[assignment]
+    try:
+        with _Watch():
+            yield
+    finally:
+        torch.autograd.Function.apply = apply
+
+
+def _applied(function: type, *args: Any, **kwargs: Any) -> Any:
+    if function is CheckpointFunction:
+        run, _, *given = args
+        return run(*given)
+    raise _lost(
+        f"the backward of the torch.autograd.Function `{function.__name__}`",
+        "torch.library.custom_op with register_autograd, and autotp.rule",
+    )
+
+
+class _Watch(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in HOOKS:
+            raise _lost("a hook on a tensor", "an operator whose gradient is what the hook makes of it")
+        if torch.is_inference_mode_enabled():
+            raise _lost("torch.inference_mode", "torch.no_grad()")
+        return func(*args, **(kwargs or {}))
+
+
+def _lost(what: str, instead: str) -> Error:
+    at = user_line(traceback.extract_stack())
+    return Error(f"{what} would be lost: a graph of the model does not have it", at=at, **{"try": instead})
+
+
+def _expect_no_backward_hooks(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise Error(
+                f"the backward hook on `{name or 'the model'}` would be lost: a graph of the model does not have it",
+                **{"try": "remove it, or register it on what autotp.parallelize returns"},
+            )

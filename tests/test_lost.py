@@ -1,0 +1,104 @@
+"""Gradients that a model computes its own way, which a captured graph does not have, are refused and not lost."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autotp
+
+X = torch.linspace(-1, 1, 24).view(3, 8)
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -grad
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Function(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(Reverse.apply(x))  # own backward
+
+
+class Hook(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        y.register_hook(lambda grad: -grad)  # on a gradient
+        return y
+
+
+class Inference(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            y = x * 2  # without a gradient
+        return self.mlp(x) + y.clone()
+
+
+class Hooked(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.register_full_backward_hook(lambda module, grad, grad_out: (grad[0] * 2,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x)
+
+
+class Checkpointed(Plain):
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.mlp, self.mlp(x), use_reentrant=self.reentrant)
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+def line(text: str) -> str:
+    with open(__file__) as file:
+        at, code = next((i, row.strip()) for i, row in enumerate(file, 1) if text in row)
+    return f"test_lost.py:{at}  {code}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "at", "instead"),
+    [
+        (
+            Function, "the backward of the torch.autograd.Function `Reverse`", "# own backward",
+            "torch.library.custom_op with register_autograd, and autotp.rule",
+        ),
+        (Hook, "a hook on a tensor", "# on a gradient", "an operator whose gradient is what the hook makes of it"),
+        (Inference, "torch.inference_mode", "# without a gradient", "torch.no_grad()"),
+        (Hooked, "the backward hook on `up`", "", "remove it, or register it on what autotp.parallelize returns"),
+    ],
+)  # fmt: skip
+def test_refused(kind: type[nn.Module], what: str, at: str, instead: str) -> None:
+    with pytest.raises(autotp.Error) as raised:
+        autotp.explain(kind(), 2, example_inputs=X)
+    where = f"  at       {line(at + chr(10))}\n" if at else ""
+    assert str(raised.value) == (
+        f"explain({kind.__name__}, tp=2): {what} would be lost: a graph of the model does not have it\n"
+        f"{where}  try      {instead}"
+    )
+    assert Reverse.apply(X).equal(X)  # it works again
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, Reentrant])
+def test_checkpointing_is_not_lost(kind: type[nn.Module]) -> None:
+    assert autotp.verify(kind(), 2, example_inputs=X).ok
