@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import gcd
 from typing import Any, Literal
+
+import sympy
 
 
 @dataclass(frozen=True)
@@ -27,13 +30,14 @@ class Size:
             return length
         if isinstance(length, int):
             return Size(length)
-        number, rest = length.node.expr.as_coeff_Mul()
+        expr = _factored(length.node.expr)
+        number, rest = expr.as_coeff_Mul()
         symbols: list[str] = []
         for base, power in rest.as_powers_dict().items():
             whole = power.is_Integer and power > 0
             symbols += [str(base)] * int(power) if whole else [str(base**power)]
         if not number.is_Integer or rest == 1:
-            return Size(int(number)) if rest == 1 and number.is_Integer else Size(1, (str(length.node.expr),))
+            return Size(int(number)) if rest == 1 and number.is_Integer else Size(1, (str(expr),))
         return Size(int(number), tuple(sorted(symbols)))
 
     def __mul__(self, other: Size) -> Size:
@@ -61,6 +65,12 @@ class Size:
 
     def __str__(self) -> str:
         return "*".join([str(self.number)] * (self.number != 1 or not self.symbols) + list(self.symbols))
+
+
+@cache
+def _factored(expr: sympy.Expr) -> sympy.Expr:
+    """One form for sizes that are the same: `s*t + s` is `s*(t + 1)`."""
+    return sympy.factor(expr) if expr.is_Add else expr
 
 
 ONE = Size(1)

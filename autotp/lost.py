@@ -30,22 +30,24 @@ def nothing_lost(model: nn.Module) -> Iterator[None]:
     """
     _expect_no_backward_hooks(model)
     apply = torch.autograd.Function.__dict__["apply"]
-    torch.autograd.Function.apply = classmethod(_applied)  # type: ignore[assignment]
+
+    def refuse(function: type, *args: Any, **kwargs: Any) -> Any:
+        if function is CheckpointFunction:
+            run, _, *given = args
+            return run(*given)
+        if function.__module__ == "torch._library.autograd":  # what is behind an operator, which the graph has
+            return apply.__get__(None, function)(*args, **kwargs)
+        raise _lost(
+            f"the backward of the torch.autograd.Function `{function.__name__}`",
+            "torch.library.custom_op with register_autograd, and autotp.rule",
+        )
+
+    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment]
     try:
         with _Watch():
             yield
     finally:
         torch.autograd.Function.apply = apply
-
-
-def _applied(function: type, *args: Any, **kwargs: Any) -> Any:
-    if function is CheckpointFunction:
-        run, _, *given = args
-        return run(*given)
-    raise _lost(
-        f"the backward of the torch.autograd.Function `{function.__name__}`",
-        "torch.library.custom_op with register_autograd, and autotp.rule",
-    )
 
 
 class _Watch(TorchFunctionMode):

@@ -24,6 +24,7 @@ from autotp.builder import Builder
 from autotp.call import outputs_of
 from autotp.errors import Error
 from autotp.layout import layout_of
+from autotp.operators import USER_RULES
 from autotp.passes.axes import Axes, Bound, Factor, infer_axes
 from autotp.passes.local import Local, Target
 from autotp.passes.localize import FORMS, localize
@@ -48,7 +49,10 @@ def prove(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], t
         bound = axes.bound.get(node)
         if bound is None or not bound.known:
             return []
-        return [f"{op}: {problem}" for problem in _Trial(node, axes, bound, tp).problems()]
+        trial = _Trial(node, axes, bound, tp)
+        if op in USER_RULES and not trial.repeats():
+            return [f"{op}: two runs on the same numbers differ, which no rule describes"]
+        return [f"{op}: {problem}" for problem in trial.problems()]
 
 
 def prove_node(node: fx.Node, tp: int = 2, device: str = "cpu") -> None:
@@ -112,7 +116,7 @@ class _Trial:
 
     def problems(self) -> Iterator[str]:
         yield from (f"factor {f.name} does not line up" for f in self.bound.factors if find(f.axis).tangled)
-        values = self._repeats()
+        values = self.repeats()
         for leaf in self._leaves():
             factor = self.bound.cuttable(leaf)
             if factor is not None and (not factor.mark or (values and self._one_call(factor, leaf))):
@@ -124,7 +128,7 @@ class _Trial:
             if found:
                 yield f"linear in operands {sorted(group)}: {found}"
 
-    def _repeats(self) -> bool:
+    def repeats(self) -> bool:
         """False for an operator that draws random numbers, or leaves memory as it is: only shapes can be compared."""
         again = _tensors(self._run(self.node, {}))
         same = all(_apart(a, b) == "" for a, b in zip(outputs_of(self.node), again, strict=True))

@@ -37,6 +37,16 @@ class Shell(nn.Module):
             **{"try": "call the whole model, or parallelize the submodule"},
         )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = self.__dict__.get("_original")
+        before = vars(known).get(name) if known is not None else None
+        if name != "training" and isinstance(before, bool | int | float | str) and value != before:
+            raise Error(
+                f"`{name}` is {before!r} in the graphs of the parallel model, and setting it would change nothing",
+                **{"try": "set it on the original model before autotp.parallelize"},
+            )
+        super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

@@ -105,7 +105,10 @@ def _moved(model: nn.Module) -> nn.Module:
     """The model, every parameter a little off: biases of 0 and norm weights of 1 would not show a wrong cut of them."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        for parameter in model.parameters():
+        for module in model.modules():  # `.double()` passes by tensors that are plain attributes
+            plain = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+            vars(module).update({name: _doubled(value) for name, value in plain.items()})
+        for parameter in filter(torch.is_floating_point, model.parameters()):
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
     return model
 
@@ -128,6 +131,7 @@ def compare(trial: Trial, change: Change = lambda graph, rank: graph) -> Report:
         torch.manual_seed(0)
         expected = _returned(model, trial, inputs)
         outputs = [_output(i, value, [row[i] for row in found], analysis) for i, value in enumerate(expected)]
+        outputs += _buffers(model, found, analysis)
         _backward(expected, found, analysis)
         whole = dict(model.named_parameters()) | inputs
         rows = outputs, _gradients(whole, ranks, analysis), _steps(whole, ranks, analysis)
@@ -172,12 +176,26 @@ def _returned(model: nn.Module, trial: Trial, inputs: Held) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(model(*args, **kwargs)) if isinstance(leaf, Tensor)]
 
 
+def _buffers(model: nn.Module, found: Sequence[Sequence[Tensor]], analysis: Analysis) -> list[Difference]:
+    """The buffers that the call updates: their new values are the last that a rank's graph returns."""
+    names = [analysis.captured.buffers[place] for place in analysis.updated]
+    rows = zip(names, zip(*(row[len(row) - len(names) :] for row in found), strict=True), strict=True)
+    whole = dict(model.named_buffers())
+    return [Difference(n, _apart(whole[n], list(parts), Layout(tuple(whole[n].shape)), 1.0)) for n, parts in rows]
+
+
 def _backward(expected: Sequence[Tensor], found: Sequence[Sequence[Tensor]], analysis: Analysis) -> None:
-    """Gradients of one objective, on one device and on the ranks. Outputs that stay cut are not in it."""
-    kept = [i for i, value in enumerate(expected) if i not in analysis.local_outputs and value.requires_grad]
-    if kept:
-        _objective([expected[i] for i in kept]).backward()
-        torch.autograd.backward([_objective([row[i] for i in kept]) for row in found])
+    """Gradients of one objective, on one device and on the ranks: of one that stays cut each rank has its part."""
+    kept = [i for i, value in enumerate(expected) if value.requires_grad]
+    if not kept:
+        return
+    weights = {i: _weights(expected[i]) for i in kept}
+    mine = []
+    for rank, row in enumerate(found):
+        own = {i: _whole_layout(i, expected[i], analysis).take(weights[i], rank) for i in kept}
+        mine.append(_objective([(row[i], own[i]) for i in kept]))
+    _objective([(expected[i], weights[i]) for i in kept]).backward()
+    torch.autograd.backward(mine)
 
 
 def _gradients(whole: Held, ranks: Sequence[Held], analysis: Analysis) -> list[Difference]:
@@ -208,21 +226,27 @@ def _descending(difference: Difference) -> float:
     return -float("inf") if difference.error != difference.error else -difference.error
 
 
-def _objective(outputs: Sequence[Tensor]) -> Tensor:
-    """A number whose gradient reaches every element of every output, each with a weight of its own."""
-    total = torch.zeros((), dtype=torch.float64)
-    for value in outputs:
-        weights = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype).view(value.shape)
-        total = total + (value * weights).sum()
-    return total
+def _weights(value: Tensor) -> Tensor:
+    """A weight for each element, no two alike."""
+    return torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype).view(value.shape)
+
+
+def _objective(outputs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """A number whose gradient reaches every element of every output, each by its weight."""
+    return torch.stack([(value * weights).sum() for value, weights in outputs]).sum()
 
 
 def _output(i: int, value: Tensor, parts: list[Tensor], analysis: Analysis) -> Difference:
-    layout = analysis.local_outputs.get(i, Layout(tuple(value.shape)))
-    layout = Layout(tuple(value.shape), layout.dim, layout.pieces, layout.axis)
+    layout = _whole_layout(i, value, analysis)
     kind = "loss" if value.dim() == 0 else f"output {i}"
     scale = _largest([value.detach()]) if value.dtype != torch.bool else 1.0
     return Difference(kind, _apart(value.detach(), [part.detach() for part in parts], layout, scale))
+
+
+def _whole_layout(i: int, value: Tensor, analysis: Analysis) -> Layout:
+    """How an output is held, the sizes that a graph leaves open filled in."""
+    layout = analysis.local_outputs.get(i, Layout(tuple(value.shape)))
+    return Layout(tuple(value.shape), layout.dim, layout.pieces, layout.axis)
 
 
 def _apart(whole: Tensor | None, parts: Sequence[Tensor | None], layout: Layout, scale: float) -> float:

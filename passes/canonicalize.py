@@ -13,6 +13,7 @@ puts the bias back in.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -100,11 +101,22 @@ def _same_shape(builder: Builder, args: dict[str, Any]) -> Any:
     return args["self"] if all(known) and sum(n == -1 for n in wanted if isinstance(n, int)) <= 1 else None
 
 
+def _numel(builder: Builder, args: dict[str, Any]) -> Any:
+    """How many elements, as a product of sizes."""
+    x, total = args["self"], 1
+    for d, n in enumerate(x.meta["val"].shape):
+        size = n if isinstance(n, int) else builder.call(aten.sym_size.int, x, d)
+        plain = isinstance(total, int) and isinstance(size, int)
+        total = total * size if plain else builder.call(operator.mul, total, size)
+    return total
+
+
 REWRITES: dict[Any, Rewrite] = {
     aten.linear.default: _linear,
     aten.addmm.default: _addmm(aten.mm.default, "mat1", "mat2"),
     aten.baddbmm.default: _addmm(aten.bmm.default, "batch1", "batch2"),
     aten.dropout.default: _dropout,
+    aten.sym_numel.default: _numel,
     aten.to.dtype: _cast,
     aten.to.dtype_layout: _cast,
     aten.to.device: _cast,

@@ -193,6 +193,8 @@ def _copy_on(model: nn.Module, device: str) -> nn.Module:
     for tensor in [*model.parameters(), *model.buffers()]:
         empty = torch.empty_like(tensor, device=device, requires_grad=False)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    plain = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
+    memo.update({id(tensor): tensor for tensor in plain if tensor.is_leaf})  # constants of the graph
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:

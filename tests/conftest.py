@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import Phase, settings
 
@@ -23,3 +25,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem != "test_architectures":
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """The rules are, after the test, what they were; users have none before it."""
+    from autotp.operators import RULES, USER_RULES
+
+    before, users = dict(RULES), set(USER_RULES)
+    USER_RULES.clear()
+    yield
+    for rules, old in ((RULES, before), (USER_RULES, users)):
+        rules.clear()
+        rules.update(old)

@@ -102,3 +102,21 @@ def test_refused(kind: type[nn.Module], what: str, at: str, instead: str) -> Non
 @pytest.mark.parametrize("kind", [Checkpointed, Reentrant])
 def test_checkpointing_is_not_lost(kind: type[nn.Module]) -> None:
     assert autotp.verify(kind(), 2, example_inputs=X).ok
+
+
+@torch.library.custom_op("autotp_tests::reverse", mutates_args=())
+def reverse(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+reverse.register_fake(lambda x: torch.empty_like(x))
+reverse.register_autograd(lambda ctx, grad: -grad)
+
+
+class Operator(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(reverse(x))
+
+
+def test_an_operators_own_backward_is_not_lost() -> None:
+    assert autotp.verify(Operator(), 2, example_inputs=X).ok

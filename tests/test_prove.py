@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autotp
 from autotp import Error
 from autotp.families import fixed
-from autotp.operators import RULES, USER_RULES
+from autotp.operators import USER_RULES
 from autotp.passes.axes import infer_axes
 from autotp.prove import prove, prove_node
 from autotp.rule import Rule
@@ -89,17 +89,6 @@ def test_uneven_and_empty_parts_are_tried(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 # ---- a user's own
-
-
-@pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The registry as it was, after the test."""
-    before, users = dict(RULES), set(USER_RULES)
-    yield
-    RULES.clear()
-    RULES.update(before)
-    USER_RULES.clear()
-    USER_RULES.update(users)
 
 
 @torch.library.custom_op("autotp_test::scale", mutates_args=())

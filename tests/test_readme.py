@@ -40,7 +40,7 @@ def test_checking_a_model() -> None:
     assert printed(block("autotp.verify("), model=model).startswith("GPT on tp=4: equal to one device")
 
 
-def test_adding_an_operator() -> None:
+def test_adding_an_operator(registry: None) -> None:
     printed(block("autotp.rule("))
     op = torch.ops.mylib.scale_rows
 
