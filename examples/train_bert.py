@@ -89,7 +89,8 @@ def main() -> None:
     without_context = frequencies_loss(text)
     say(f"without context           {without_context:.3f} nats a byte")
     assert difference <= args.tolerance, f"tensor-parallel losses differ by {difference:.1e}"
-    assert loss < without_context - args.gain, f"it has not learnt from context: {loss:.3f} nats a byte"
+    learnt = loss < without_context - args.gain
+    assert learnt or args.short, f"it has not learnt from context: {loss:.3f} nats a byte"
 
 
 if __name__ == "__main__":

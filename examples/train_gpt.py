@@ -24,7 +24,7 @@ def arguments() -> Namespace:
     """The flags, with this script's own."""
     parser = training.parser("Trains a byte-level GPT, tensor-parallel over all of torchrun's processes.")
     parser.add_argument("--target", type=float, default=2.2, help="the held-out loss must be below, in nats a byte")
-    parser.add_argument("--prompt", default="def main(", help="what the text sample starts with")
+    parser.add_argument("--prompt", default="def main(", help="what the text sample starts with, as %(default)r")
     parser.add_argument("--sample", type=int, default=300, help="bytes of text to generate at the end")
     return training.parse(parser)
 
@@ -87,7 +87,7 @@ def main() -> None:
     say(f"\n{sample.decode(errors='replace')}\n")
     difference = training.report(args, "train_gpt", alone, together, loss)
     assert difference <= args.tolerance, f"tensor-parallel losses differ by {difference:.1e}"
-    assert loss < args.target, f"it has not learnt: {loss:.3f} nats a byte"
+    assert loss < args.target or args.short, f"it has not learnt: {loss:.3f} nats a byte"
 
 
 if __name__ == "__main__":

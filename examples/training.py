@@ -28,13 +28,15 @@ def parser(description: str) -> ArgumentParser:
     new.add_argument("--out", type=Path, default=Path("out"), help="folder for the loss curve")
     new.add_argument("--device", help='such as "cuda:0"; default: a GPU where there is one, else the CPU')
     new.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the dropout")
-    new.add_argument("--layers", type=int, default=4)
-    new.add_argument("--heads", type=int, default=4)
-    new.add_argument("--width", type=int, default=128)
+    new.add_argument("--layers", type=int, default=4, help="blocks")
+    new.add_argument("--heads", type=int, default=4, help="of attention")
+    new.add_argument("--width", type=int, default=128, help="of the residual stream")
     new.add_argument("--block", type=int, default=64, help="bytes a window")
     new.add_argument("--batch", type=int, default=16, help="windows a step")
-    new.add_argument("--dropout", type=float, default=0.0)
-    new.add_argument("--steps", type=int, default=1000)
+    new.add_argument("--dropout", type=float, default=0.0, help="probability, everywhere")
+    new.add_argument(
+        "--steps", type=int, default=1000, help="of the optimizer; it is asked what it has learnt only if not fewer"
+    )
     new.add_argument("--compare", type=int, default=50, help="steps that a single process trains as well")
     new.add_argument(
         "--tolerance", type=float, default=1e-4, help="between the losses of those steps, see largest_difference"
@@ -48,6 +50,7 @@ def parse(parser: ArgumentParser) -> Namespace:
     args = parser.parse_args()
     if not 1 <= args.compare <= args.steps:
         parser.error(f"--compare {args.compare} must be from 1 to --steps, which is {args.steps}")
+    args.short = args.steps < parser.get_default("steps")  # too short a run to ask what it has learnt
     return args
 
 

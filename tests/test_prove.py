@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autotp
 from autotp import Error
 from autotp.families import fixed
-from autotp.operators import USER_RULES
+from autotp.operators import RULES, USER_RULES
 from autotp.passes.axes import infer_axes
 from autotp.prove import prove, prove_node
 from autotp.rule import Rule

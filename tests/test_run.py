@@ -375,6 +375,43 @@ def generation(rank: int, n: int) -> None:
     assert torch.equal(*drawn)
 
 
+@checks.on(2)
+def what_was_made_before(rank: int, n: int) -> None:
+    """An optimizer and hooks on parameters that were there first go on working: parameters stay the same objects."""
+    whole, model = gpt().double().train(), gpt().double().train()
+    model.load_state_dict(whole.state_dict())
+    before = list(model.parameters())
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (whole, model)]
+    for one in (whole, model):
+        one.ln_f.weight.register_hook(lambda grad: 2 * grad)
+        one.wte.weight.grad = torch.ones_like(one.wte.weight)  # stale
+    whole.zero_grad()
+    parallel = autotp.parallelize(model, n)
+    assert all(now is then for now, then in zip(parallel.parameters(), before, strict=True))
+    assert parallel.wte.weight.grad is None
+    for _ in range(3):
+        for one, optimizer in zip((whole, parallel), optimizers, strict=True):
+            one(*tokens()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(parallel(*tokens()), whole(*tokens()), rtol=1e-12, atol=0)
+
+
+@checks.on(2)
+def attributes_that_are_in_the_graph(rank: int, n: int) -> None:
+    parallel = autotp.parallelize(gpt(dropout=0.1).train(), n)
+    with pytest.raises(autotp.Error) as raised:
+        parallel.h[0].attn.n_head = 4
+    assert str(raised.value) == (
+        "`n_head` is 3 in the graphs of the parallel model, and setting it would change nothing\n"
+        "  try      set it on the original model before autotp.parallelize"
+    )
+    parallel.h[0].attn.n_head = 3
+    parallel.note = "my own"
+    parallel.training = False
+    assert parallel.note == "my own"
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("n", "name"), checks.cases())
 def test_on_ranks(n: int, name: str) -> None:
