@@ -42,12 +42,12 @@ def nothing_lost(model: nn.Module) -> Iterator[None]:
             "torch.library.custom_op with register_autograd, and autotp.rule",
         )
 
-    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment]
+    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment,method-assign]
     try:
         with _Watch():
             yield
     finally:
-        torch.autograd.Function.apply = apply
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
 
 
 class _Watch(TorchFunctionMode):

@@ -103,9 +103,10 @@ def _same_shape(builder: Builder, args: dict[str, Any]) -> Any:
 
 def _numel(builder: Builder, args: dict[str, Any]) -> Any:
     """How many elements, as a product of sizes."""
-    x, total = args["self"], 1
+    x: fx.Node = args["self"]
+    total: Any = 1
     for d, n in enumerate(x.meta["val"].shape):
-        size = n if isinstance(n, int) else builder.call(aten.sym_size.int, x, d)
+        size: Any = n if isinstance(n, int) else builder.call(aten.sym_size.int, x, d)
         plain = isinstance(total, int) and isinstance(size, int)
         total = total * size if plain else builder.call(operator.mul, total, size)
     return total
