@@ -1,10 +1,14 @@
-"""Whether memory may be written over: only where tensors are just tensors, and nobody comes back for them."""
+"""Plain eager mode: whether this is it, so that memory may be written over, and a region in which it is."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def is_plain(x: Tensor) -> bool:
@@ -18,3 +22,17 @@ def is_plain(x: Tensor) -> bool:
 def is_last_backward() -> bool:
     """True inside a backward that frees what was saved for it (no `retain_graph`), and is not differentiated itself."""
     return not torch.is_grad_enabled() and not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A region without what is switched on around it: no_grad, inference mode, transforms, dispatch modes."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        _disable_current_modes(),
+        temporarily_clear_interpreter_stack(),
+    ):
+        yield

@@ -7,7 +7,7 @@ a gradient and inference mode are not in it; with them gone the gradients would 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from autotp.eager import alone
 from autotp.errors import Error
 from autotp.source import user_line
 
@@ -35,8 +36,11 @@ def nothing_lost(model: nn.Module) -> Iterator[None]:
         if function is CheckpointFunction:
             run, _, *given = args
             return run(*given)
+        real = apply.__get__(None, function)
         if function.__module__ == "torch._library.autograd":  # what is behind an operator, which the graph has
-            return apply.__get__(None, function)(*args, **kwargs)
+            return real(*args, **kwargs)
+        if _is_derivative(function, real, args):
+            return function.forward(_Context(), *args)  # type: ignore[attr-defined]
         raise _lost(
             f"the backward of the torch.autograd.Function `{function.__name__}`",
             "torch.library.custom_op with register_autograd, and autotp.rule",
@@ -48,6 +52,46 @@ def nothing_lost(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+
+
+class _Context:
+    """Takes what a forward keeps for its backward, for nobody."""
+
+    needs_input_grad = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Keeps nothing."""
+
+
+def _is_derivative(function: Any, real: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """True if a Function's backward is what autograd makes of its forward, tried on numbers of these shapes.
+
+    Then nothing is lost. (Functions that save memory are of this kind.)
+    """
+    try:
+        with torch._C.DisableTorchFunction(), alone(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            given = [_numbers(arg) for arg in args]
+            wanted = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
+            found = [_gradients(run, given, wanted) for run in (real, lambda *x: function.forward(_Context(), *x))]
+            return all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(*found, strict=True))
+    except Exception:  # A Function may fail in any way: it is then not known to be its forward's derivative.
+        return False
+
+
+def _numbers(arg: Any) -> Any:
+    if not isinstance(arg, Tensor):
+        return arg
+    shape = [n if isinstance(n, int) else n.node.hint for n in arg.shape]
+    if not arg.is_floating_point():
+        return torch.ones(shape, dtype=arg.dtype)
+    return torch.randn(shape, dtype=torch.float64).requires_grad_(arg.requires_grad)
+
+
+def _gradients(run: Callable[..., Any], given: Sequence[Any], wanted: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The output, and the gradients of its elements, each weighed by another number."""
+    out = run(*given)
+    return out.detach(), *torch.autograd.grad(out, wanted, torch.linspace(0.5, 1.5, out.numel()).view_as(out).to(out))
 
 
 class _Watch(TorchFunctionMode):

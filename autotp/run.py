@@ -16,12 +16,12 @@ from torch import Tensor, fx, nn
 
 from autotp.agree import CheckInputs, agree_on_call, agree_on_graph, digest
 from autotp.call import draws, returned
+from autotp.eager import alone
 from autotp.errors import Error, within
 from autotp.layout import Layout
 from autotp.mesh import Mesh
 from autotp.outputs import Held, mark
 from autotp.passes.bind import bind
-from autotp.passes.capture import alone
 from autotp.regions import Autocast, ambient
 from autotp.report import Plan, report
 from autotp.shells import Shell, mirror, places

@@ -22,10 +22,10 @@ from torch._subclasses import FakeTensorMode
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 
 from autotp.decided import Decided
+from autotp.eager import alone
 from autotp.errors import Error
 from autotp.lost import nothing_lost
 from autotp.regions import Autocast
@@ -167,20 +167,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """A capture sees nothing of what the user has switched on: no_grad, inference mode, transforms, dispatch modes."""
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        _disable_current_modes(),
-        temporarily_clear_interpreter_stack(),
-    ):
-        yield
 
 
 def skeleton_of(model: nn.Module) -> nn.Module:

@@ -22,6 +22,32 @@ class Reverse(torch.autograd.Function):
         return -grad
 
 
+class Square(torch.autograd.Function):
+    """Has the backward that its forward has anyway, as what saves memory has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -34,6 +60,16 @@ class Plain(nn.Module):
 class Function(Plain):
     def forward(self, x: Tensor) -> Tensor:
         return self.mlp(Reverse.apply(x))  # own backward
+
+
+class Estimator(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(Rounded.apply(self.mlp(x)))  # straight through
+
+
+class Known(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(Square.apply(self.mlp(x)))
 
 
 class Hook(Plain):
@@ -83,6 +119,10 @@ def line(text: str) -> str:
             Function, "the backward of the torch.autograd.Function `Reverse`", "# own backward",
             "torch.library.custom_op with register_autograd, and autotp.rule",
         ),
+        (
+            Estimator, "the backward of the torch.autograd.Function `Rounded`", "# straight through",
+            "torch.library.custom_op with register_autograd, and autotp.rule",
+        ),
         (Hook, "a hook on a tensor", "# on a gradient", "an operator whose gradient is what the hook makes of it"),
         (Inference, "torch.inference_mode", "# without a gradient", "torch.no_grad()"),
         (Hooked, "the backward hook on `up`", "", "remove it, or register it on what autotp.parallelize returns"),
@@ -99,8 +139,8 @@ def test_refused(kind: type[nn.Module], what: str, at: str, instead: str) -> Non
     assert Reverse.apply(X).equal(X)  # it works again
 
 
-@pytest.mark.parametrize("kind", [Checkpointed, Reentrant])
-def test_checkpointing_is_not_lost(kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize("kind", [Checkpointed, Reentrant, Known])
+def test_not_lost(kind: type[nn.Module]) -> None:
     assert autotp.verify(kind(), 2, example_inputs=X).ok
 
 
