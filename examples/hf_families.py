@@ -42,11 +42,12 @@ def tokens(low: int = 5) -> Tensor:
     return torch.arange(BATCH * SEQ).view(BATCH, SEQ) * 17 % (VOCAB - low) + low
 
 
-def language(config: str, head: str = "AutoModelForCausalLM", **given: Any) -> Callable[[], Model]:
-    """A model of tokens, with labels for its loss."""
+def language(config: str, head: str = "AutoModelForCausalLM", experts: str = "", **given: Any) -> Callable[[], Model]:
+    """A model of tokens, with labels for its loss; `experts`: how they are computed, where there are any."""
 
     def build() -> Model:
-        model = getattr(transformers, head).from_config(getattr(transformers, config)(**given))
+        how = {"experts_implementation": experts} if experts else {}
+        model = getattr(transformers, head).from_config(getattr(transformers, config)(**given), **how)
         x = tokens()
         inputs = {"input_ids": x, "attention_mask": torch.ones_like(x)}
         return model, inputs | HEADS.get(head, {"labels": x.masked_fill(x % 3 == 0, -100)})
@@ -103,6 +104,7 @@ def clip() -> Model:
 
 
 MASKED = "AutoModelForMaskedLM"
+BATCHED = "batched_mm"  # `grouped_mm` has no float64 to verify in
 SEQ2SEQ_LM = "AutoModelForSeq2SeqLM"
 FALCON: Sizes = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
 MOE: Sizes = {"num_experts_per_tok": 2, "num_key_value_heads": 2, "output_router_logits": True}
@@ -146,13 +148,15 @@ FAMILIES: dict[str, Callable[[], Model]] = {
     "cohere": language("CohereConfig", **ROPE, num_key_value_heads=2),
     "granite": language("GraniteConfig", **ROPE, num_key_value_heads=2),
     "persimmon": language("PersimmonConfig", **ROPE),
-    "deepseek_v3": language("DeepseekV3Config", **ROPE, **DEEPSEEK),
+    "deepseek_v3": language("DeepseekV3Config", experts=BATCHED, **ROPE, **DEEPSEEK),
     "gpt_oss": language(
-        "GptOssConfig", **ROPE, num_key_value_heads=2, head_dim=8,
+        "GptOssConfig", experts=BATCHED, **ROPE, num_key_value_heads=2, head_dim=8,
         num_local_experts=4, num_experts_per_tok=2,
     ),
-    "mixtral": language("MixtralConfig", **ROPE, **MOE, num_local_experts=4),
-    "qwen3_moe": language("Qwen3MoeConfig", **ROPE, **MOE, num_experts=4, moe_intermediate_size=20, head_dim=8),
+    "mixtral": language("MixtralConfig", experts=BATCHED, **ROPE, **MOE, num_local_experts=4),
+    "qwen3_moe": language(
+        "Qwen3MoeConfig", experts=BATCHED, **ROPE, **MOE, num_experts=4, moe_intermediate_size=20, head_dim=8,
+    ),
     "bert": language("BertConfig", MASKED, **BERT),
     "roberta": language("RobertaConfig", MASKED, **BERT),
     "distilbert": language(
