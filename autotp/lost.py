@@ -20,6 +20,7 @@ from autotp.eager import alone
 from autotp.errors import Error
 from autotp.source import user_line
 
+TRIALS = 8
 HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
@@ -66,32 +67,37 @@ class _Context:
 def _is_derivative(function: Any, real: Callable[..., Any], args: Sequence[Any]) -> bool:
     """True if a Function's backward is what autograd makes of its forward, tried on numbers of these shapes.
 
-    Then nothing is lost. (Functions that save memory are of this kind.)
+    Then nothing is lost. (Functions that save memory are of this kind.) The numbers and the gradients that come in are
+    of all sizes, so that a clamp of either shows. A gradient is asked of every floating operand, frozen or not:
+    somebody may unfreeze.
     """
     try:
         with torch._C.DisableTorchFunction(), alone(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            given = [_numbers(arg) for arg in args]
-            wanted = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
-            found = [_gradients(run, given, wanted) for run in (real, lambda *x: function.forward(_Context(), *x))]
-            return all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(*found, strict=True))
+            return all(_agree(real, lambda *x: function.forward(_Context(), *x), args) for _ in range(TRIALS))
     except Exception:  # A Function may fail in any way: it is then not known to be its forward's derivative.
         return False
+
+
+def _agree(one: Callable[..., Any], other: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """True if two functions of one output give the same, and the same gradients."""
+    given = [_numbers(arg) for arg in args]
+    wanted = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
+    outs = [run(*given) for run in (one, other)]
+    coming = _of_all_sizes(outs[0].shape)
+    found = [(out.detach(), *torch.autograd.grad(out, wanted, coming)) for out in outs]
+    return all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(*found, strict=True))
 
 
 def _numbers(arg: Any) -> Any:
     if not isinstance(arg, Tensor):
         return arg
     shape = [n if isinstance(n, int) else n.node.hint for n in arg.shape]
-    if not arg.is_floating_point():
-        return torch.ones(shape, dtype=arg.dtype)
-    return torch.randn(shape, dtype=torch.float64).requires_grad_(arg.requires_grad)
+    return _of_all_sizes(shape).requires_grad_() if arg.is_floating_point() else torch.ones(shape, dtype=arg.dtype)
 
 
-def _gradients(run: Callable[..., Any], given: Sequence[Any], wanted: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The output, and the gradients of its elements, each weighed by another number."""
-    out = run(*given)
-    return out.detach(), *torch.autograd.grad(out, wanted, torch.linspace(0.5, 1.5, out.numel()).view_as(out).to(out))
+def _of_all_sizes(shape: Sequence[int]) -> Tensor:
+    return torch.randn(tuple(shape), dtype=torch.float64) * torch.randn(tuple(shape), dtype=torch.float64).mul(3).exp()
 
 
 class _Watch(TorchFunctionMode):

@@ -40,7 +40,8 @@ class Shell(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         known = self.__dict__.get("_original")
         before = vars(known).get(name) if known is not None else None
-        if name != "training" and isinstance(before, bool | int | float | str) and value != before:
+        same = isinstance(value, bool | int | float | str) and value == before
+        if name != "training" and isinstance(before, bool | int | float | str) and not same:
             raise Error(
                 f"`{name}` is {before!r} in the graphs of the parallel model, and setting it would change nothing",
                 **{"try": "set it on the original model before autotp.parallelize"},

@@ -11,7 +11,6 @@ import argparse
 import math
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -73,12 +72,6 @@ def in_block(name: str) -> bool:
     return bool(re.search(r"\.\d+\.", name))
 
 
-def rows(names: list[str], tp: int, train: bool) -> Iterator[Row]:
-    """A row a family, as they are found."""
-    for name in names:
-        yield measure(name, tp, train)
-
-
 def main() -> None:
     """Prints the table; ends with 1 where a family is different or refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -88,9 +81,9 @@ def main() -> None:
     args = parser.parse_args()
     print(HEADER)
     found = []
-    for row in rows(args.families, args.tp, not args.eval):
-        print(row, flush=True)
-        found.append(row)
+    for name in args.families:
+        found.append(measure(name, args.tp, not args.eval))
+        print(found[-1], flush=True)
     good = [row for row in found if not row.problem]
     print(f"\n{len(good)} of {len(found)} equal to one device, tp={args.tp}")
     assert len(good) == len(found), [row.name for row in found if row.problem]

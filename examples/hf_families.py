@@ -70,6 +70,7 @@ HEADS = {
 
 
 def whisper() -> Model:
+    """Speech to text: an encoder of sound, a decoder of tokens."""
     config = transformers.WhisperConfig(
         **{
             **SEQ2SEQ,
@@ -85,6 +86,7 @@ def whisper() -> Model:
 
 
 def vit() -> Model:
+    """Images to classes."""
     config = transformers.ViTConfig(
         hidden_size=48, num_hidden_layers=2, num_attention_heads=6, intermediate_size=80, image_size=8, patch_size=4,
     )  # fmt: skip
@@ -93,6 +95,7 @@ def vit() -> Model:
 
 
 def clip() -> Model:
+    """Images and texts, with the loss that pairs them."""
     text = {**SIZES, "max_position_embeddings": 16, "eos_token_id": 98, "bos_token_id": 1, "pad_token_id": 0}
     vision = {**SIZES, "image_size": 8, "patch_size": 4}
     del vision["vocab_size"]

@@ -68,6 +68,7 @@ class MyModel(nn.Module):
 
 
 def main() -> None:
+    """Prints the plan, and the proof for three numbers of ranks."""
     torch.manual_seed(0)
     model = MyModel()
     print(autotp.explain(model, tp=4))  # 6 heads on 4 ranks are 2, 2, 2 and 0: nothing has to divide.

@@ -152,6 +152,7 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def outputs(node: fx.Node) -> Sequence[Any]:
+    """The example value of what a graph reads from outside; nothing for other nodes."""
     value = node.meta.get("val")
     return (value,) if node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor) else ()
 

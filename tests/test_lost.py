@@ -48,6 +48,32 @@ class Rounded(torch.autograd.Function):
         return grad
 
 
+class Clamped(torch.autograd.Function):
+    """Only large gradients show that this is not the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clamp(-10, 10)
+
+
+class Scaled(torch.autograd.Function):
+    """Forgets the gradient of its second operand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (scale,) = ctx.saved_tensors
+        return grad * scale, None
+
+
 class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -65,6 +91,22 @@ class Function(Plain):
 class Estimator(Plain):
     def forward(self, x: Tensor) -> Tensor:
         return self.mlp(Rounded.apply(self.mlp(x)))  # straight through
+
+
+class ClampedGradient(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(Clamped.apply(self.mlp(x)))  # no large ones
+
+
+class Frozen(Plain):
+    """Nothing is lost while `scale` is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Scaled.apply(self.mlp(x), self.scale)  # until it is not
 
 
 class Known(Plain):
@@ -121,6 +163,14 @@ def line(text: str) -> str:
         ),
         (
             Estimator, "the backward of the torch.autograd.Function `Rounded`", "# straight through",
+            "torch.library.custom_op with register_autograd, and autotp.rule",
+        ),
+        (
+            ClampedGradient, "the backward of the torch.autograd.Function `Clamped`", "# no large ones",
+            "torch.library.custom_op with register_autograd, and autotp.rule",
+        ),
+        (
+            Frozen, "the backward of the torch.autograd.Function `Scaled`", "# until it is not",
             "torch.library.custom_op with register_autograd, and autotp.rule",
         ),
         (Hook, "a hook on a tensor", "# on a gradient", "an operator whose gradient is what the hook makes of it"),

@@ -406,6 +406,8 @@ def attributes_that_are_in_the_graph(rank: int, n: int) -> None:
         "`n_head` is 3 in the graphs of the parallel model, and setting it would change nothing\n"
         "  try      set it on the original model before autotp.parallelize"
     )
+    with pytest.raises(autotp.Error, match="`n_head` is 3 in the graphs"):
+        parallel.h[0].attn.n_head = torch.ones(3)
     parallel.h[0].attn.n_head = 3
     parallel.note = "my own"
     parallel.training = False
