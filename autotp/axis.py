@@ -82,21 +82,25 @@ class Axis:
 
     Attributes:
         size: the number of positions along the axis, over all ranks.
-        kind: leaf, or how `parts` make it up.
+        kind: leaf, or how `parts` make it up; "grid" for a cut of several leaves at once (`autotp/grid.py`).
         tangled: two refinements of this axis did not line up (`6 x 4` against `4 x 6`), so it is never cut.
+        counts: of a grid, for each leaf into how many parts it is cut, and how many ranks in a row hold the same.
+        tp: of a grid, the number of ranks.
     """
 
     size: Size
-    kind: Literal["leaf", "product", "concat"] = "leaf"
+    kind: Literal["leaf", "product", "concat", "grid"] = "leaf"
     parts: tuple[Axis, ...] = ()
     tangled: bool = False
     link: Axis | None = None
+    counts: tuple[tuple[int, int], ...] = ()
+    tp: int = 0
 
     def __str__(self) -> str:
         axis = find(self)
         if axis.kind == "leaf":
             return str(axis.size)
-        return "(" + (" " if axis.kind == "product" else " | ").join(map(str, axis.parts)) + ")"
+        return "(" + {"product": " ", "concat": " | ", "grid": " x "}[axis.kind].join(map(str, axis.parts)) + ")"
 
 
 def find(axis: Axis) -> Axis:
@@ -171,8 +175,13 @@ def leaves(axis: Axis) -> Iterator[Axis]:
 
 
 def holds(axis: Axis, leaf: Axis) -> bool:
-    """True if cutting `leaf` cuts all of `axis`: it is in every part of a concatenation, in one of a product."""
+    """True if cutting `leaf` cuts all of `axis`: it is in every part of a concatenation, in one of a product.
+
+    A grid cuts what has one of its leaves; in a concatenation some parts may have none.
+    """
     axis, leaf = find(axis), find(leaf)
+    if leaf.kind == "grid":
+        return touches(axis, leaf) and all(_whole_in(axis, part) for part in leaf.parts)
     if axis is leaf:
         return not leaf.tangled
     inside = [holds(part, leaf) for part in axis.parts]
@@ -181,14 +190,27 @@ def holds(axis: Axis, leaf: Axis) -> bool:
     return sum(inside) == 1
 
 
+def _whole_in(axis: Axis, leaf: Axis) -> bool:
+    """True if a cut of `leaf` goes through `axis`: it is in no two factors of a product, nor in what is tangled."""
+    axis, leaf = find(axis), find(leaf)
+    if axis is leaf or axis.kind == "leaf":
+        return axis is not leaf or not leaf.tangled
+    inside = [part for part in axis.parts if touches(part, leaf)]
+    return (axis.kind == "concat" or len(inside) < 2) and all(_whole_in(part, leaf) for part in inside)
+
+
 def touches(axis: Axis, leaf: Axis) -> bool:
-    """True if `leaf` is anywhere in `axis`."""
-    return any(find(leaf) is other for other in leaves(axis))
+    """True if `leaf`, or one of a grid's, is anywhere in `axis`."""
+    leaf = find(leaf)
+    wanted = {id(find(part)) for part in leaf.parts} if leaf.kind == "grid" else {id(leaf)}
+    return any(id(other) in wanted for other in leaves(axis))
 
 
 def open_product(axis: Axis, leaf: Axis) -> tuple[Size, Size] | None:
     """The sizes before and behind `leaf` in an axis that is a product around it (or is it); None for other axes."""
     axis, leaf = find(axis), find(leaf)
+    if leaf.kind == "grid":
+        return None
     if axis is leaf:
         return ONE, ONE
     if axis.kind != "product" or not holds(axis, leaf):

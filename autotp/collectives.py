@@ -63,18 +63,23 @@ def all_gather(x: Tensor, group: str | None, dim: int, size: int, block: int = 1
     return _convert("all_gather", x, group, dim, size, block)
 
 
+def share(x: Tensor, group: str | None, dim: int, ranges: tuple[tuple[int, int], ...]) -> Tensor:
+    """Held -> Shard: `x` itself; the gradient of these positions of `dim`, which all ranks of the group hold, is summed."""
+    return _convert("share", x, group, dim, ranges)
+
+
 def reduce_scatter(x: Tensor, group: str | None, dim: int, size: int, block: int = 1) -> Tensor:
     """Partial -> Shard(dim): this rank's part of the sum of the ranks' `x`. x: [... size ...] -> [... part ...]"""
     return _convert("reduce_scatter", x, group, dim, size, block)
 
 
-def _convert(name: str, x: Tensor, group: str | None, dim: int = 0, size: int = 0, block: int = 1) -> Tensor:
+def _convert(name: str, x: Tensor, group: str | None, dim: int = 0, size: Any = 0, block: int = 1) -> Tensor:
     if group is None or _seat(group)[1] == 1:
         return x
     return _apply(name, x, group, dim % max(x.dim(), 1), size, block)
 
 
-def _apply(name: str, x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
+def _apply(name: str, x: Tensor, group: str, dim: int, size: Any, block: int) -> Tensor:
     kind = Conjugate if torch.compiler.is_compiling() else Linear
     out: Tensor = kind.apply(name, x, group, dim, size, block)
     return out
@@ -85,7 +90,7 @@ class Conjugate(torch.autograd.Function):
 
     # The parameters are spelled out because Dynamo counts them.
     @staticmethod
-    def forward(name: str, x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
+    def forward(name: str, x: Tensor, group: str, dim: int, size: Any, block: int) -> Tensor:
         return TABLE[name][0](x, group, dim, size, block)
 
     @staticmethod
@@ -101,7 +106,7 @@ class Conjugate(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        _: Any, in_dims: tuple[int | None, ...], name: str, x: Tensor, group: str, dim: int, size: int, block: int
+        _: Any, in_dims: tuple[int | None, ...], name: str, x: Tensor, group: str, dim: int, size: Any, block: int
     ) -> tuple[Tensor, int]:
         return _apply(name, x.movedim(in_dims[1] or 0, 0), group, dim + 1, size, block), 0
 
@@ -128,6 +133,14 @@ def _all_reduce(x: Tensor, group: str, *_: Any) -> Tensor:
 
 def _all_reduce_in_place(x: Tensor, group: str, *_: Any) -> Tensor:
     return communicate("all_reduce_" if x.is_contiguous() else "all_reduce", x, "sum", group)
+
+
+def _rows_reduced(x: Tensor, group: str, dim: int, ranges: Any, *_: Any) -> Tensor:
+    """The sum over ranks at some positions of `dim`."""
+    if ranges == ((0, x.shape[dim]),):
+        return communicate("all_reduce", x, "sum", group)
+    index = torch.tensor([i for start, stop in ranges for i in range(start, stop)], device=x.device, dtype=torch.int64)
+    return x.index_copy(dim, index, communicate("all_reduce", x.index_select(dim, index), "sum", group))
 
 
 def _maximum(x: Tensor, group: str, *_: Any) -> Tensor:
@@ -177,6 +190,8 @@ TABLE: dict[str, tuple[Callable[[Tensor, str, int, int, int], Tensor], str]] = {
     "gather": (_all_gather, "scatter"),
     "all_gather": (_all_gather, "reduce_scatter"),
     "reduce_scatter": (_reduce_scatter, "all_gather"),
+    "share": (_identity, "share_sum"),
+    "share_sum": (_rows_reduced, "share"),
     "max": (_maximum, ""),
 }
 

@@ -6,12 +6,13 @@ One convention everywhere, `torch.chunk`'s (and so DTensor's and DCP's): `n` pos
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from autotp.axis import Axis, find, holds, touches
-from autotp.partition import chunk_bounds
+from autotp.axis import Axis, find, holds
+from autotp.grid import Slice, bounds, slices_of
 
 Range = tuple[int, int]
 
@@ -19,32 +20,39 @@ Range = tuple[int, int]
 def ranges(axis: Axis, leaf: Axis, tp: int, rank: int) -> list[Range]:
     """The positions of `axis` that `rank` holds where `leaf` is cut, as sorted disjoint (start, stop) pairs.
 
-    `heads x head_dim` cut by heads is one range; `q | k | v` cut by the heads inside is three.
+    `heads x head_dim` cut by heads is one range; `q | k | v` cut by the heads inside is three. Of a part that does not
+    have the leaf a rank holds all.
     """
-    axis, leaf = find(axis), find(leaf)
-    if axis is leaf:
-        return _nonempty([chunk_bounds(axis.size.number, tp, rank)])
+    return _ranges(find(axis), slices_of(leaf, tp), rank)
+
+
+def _ranges(axis: Axis, cuts: Sequence[Slice], rank: int) -> list[Range]:
+    axis = find(axis)
+    for one in cuts:
+        if one[0] is axis:
+            return _nonempty([bounds(one, rank)])
     if axis.kind == "concat":
         starts, at = [], 0
         for part in axis.parts:
-            starts += [(at + a, at + b) for a, b in ranges(part, leaf, tp, rank)]
+            starts += [(at + a, at + b) for a, b in _ranges(part, cuts, rank)]
             at += part.size.number
         return _joined(starts)
-    if axis.kind == "product" and touches(axis, leaf):
-        return _product_ranges(axis, leaf, tp, rank)
-    return [(0, axis.size.number)]
+    if axis.kind == "product":
+        return _product_ranges(axis, cuts, rank)
+    return _nonempty([(0, axis.size.number)])
 
 
-def _product_ranges(axis: Axis, leaf: Axis, tp: int, rank: int) -> list[Range]:
-    at = next(i for i, part in enumerate(axis.parts) if holds(part, leaf))
-    major = minor = 1
-    for part in axis.parts[:at]:
-        major *= part.size.number
-    for part in axis.parts[at + 1 :]:
-        minor *= part.size.number
-    inner = ranges(axis.parts[at], leaf, tp, rank)
-    width = axis.parts[at].size.number
-    return _joined([((m * width + a) * minor, (m * width + b) * minor) for m in range(major) for a, b in inner])
+def _product_ranges(axis: Axis, cuts: Sequence[Slice], rank: int) -> list[Range]:
+    """Factor by factor, the innermost first: what is held of the factors so far, at every place that is held of one."""
+    pieces, size = [(0, 1)], 1
+    for part in reversed(axis.parts):
+        held = _ranges(part, cuts, rank)
+        if pieces == [(0, size)]:
+            pieces = [(a * size, b * size) for a, b in held]
+        else:
+            pieces = [(i * size + a, i * size + b) for start, stop in held for i in range(start, stop) for a, b in pieces]
+        size *= part.size.number
+    return _joined(pieces)
 
 
 def _nonempty(pieces: list[Range]) -> list[Range]:
@@ -60,6 +68,11 @@ def _joined(pieces: list[Range]) -> list[Range]:
         elif b > a:
             joined.append((a, b))
     return joined
+
+
+def _runs(mask: torch.Tensor) -> list[Range]:
+    """Where `mask` is true, as ranges."""
+    return _joined([(i, i + 1) for i in mask.nonzero().flatten().tolist()])
 
 
 @dataclass(frozen=True)
@@ -93,6 +106,31 @@ class Layout:
             return full.clone()
         parts = [full.narrow(self.dim, a, b - a) for a, b in self.pieces[rank]]
         return torch.cat(parts, self.dim) if parts else full.narrow(self.dim, 0, 0).clone()
+
+    def counts(self) -> set[int]:
+        """On how many ranks a position is: one, in a plain cut."""
+        return {int(n) for n in sum(self._marked(rank) for rank in range(len(self.pieces)))}  # type: ignore[union-attr]
+
+    def places(self, rank: int, positions: list[Range]) -> list[Range]:
+        """Where local positions of a rank are in the whole."""
+        held = self._marked(rank).nonzero().flatten()
+        return _joined([(int(held[i]), int(held[i]) + 1) for a, b in positions for i in range(a, b)])
+
+    def shared(self, rank: int) -> list[Range]:
+        """The local positions, along the cut dimension, of what other ranks hold too."""
+        return _runs(sum(self._marked(other) for other in range(len(self.pieces)))[self._marked(rank) > 0] > 1)  # type: ignore[index]
+
+    def first(self, rank: int) -> list[Range]:
+        """The local positions, along the cut dimension, of what no rank before this one holds."""
+        before = sum((self._marked(other) for other in range(rank)), torch.zeros(self.shape[self.dim or 0]))
+        return _runs(before[self._marked(rank) > 0] == 0)
+
+    def _marked(self, rank: int) -> torch.Tensor:
+        """One for each position that a rank holds, zero for the others."""
+        marked = torch.zeros(self.shape[self.dim or 0])
+        for a, b in self.pieces[rank]:
+            marked[a:b] = 1
+        return marked
 
     def put(self, full: torch.Tensor, local: torch.Tensor, rank: int) -> None:
         """Writes what `rank` holds into its place in `full`; the exact inverse of `take`."""

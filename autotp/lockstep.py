@@ -34,9 +34,8 @@ def run_lockstep(graphs: Sequence[fx.Graph], inputs: Sequence[Sequence[Any]]) ->
         if nodes[0].op == "placeholder":
             values: Sequence[Any] = [next(queue) for queue in queues]
         elif kind is not None:
-            arguments = [_arguments(node, env) for node, env in zip(nodes, envs, strict=True)]
-            tensors = [args[0] for args, _ in arguments]
-            values = kind(*tensors, rest=arguments[0][0][2:])
+            arguments = [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)]
+            values = _share(arguments) if kind is _share else kind(*(a[0] for a in arguments), rest=arguments[0][2:])
         else:
             values = _each(nodes, envs)
         for node, env, value in zip(nodes, envs, values, strict=True):
@@ -116,4 +115,35 @@ def _conjugate(kind: str) -> Callable[..., Ranks]:
     return run
 
 
-COLLECTIVES: dict[Any, Callable[..., Ranks]] = {getattr(collectives, kind): _conjugate(kind) for kind in FORWARD}
+Ranges = tuple[tuple[int, int], ...]
+
+
+class _Share(torch.autograd.Function):
+    """`share` on the ranks of one group, which hold the same at their `ranges` of `dim`."""
+
+    @staticmethod
+    def forward(ctx: Any, dim: int, ranges: list[Ranges], *xs: Tensor) -> Ranks:
+        ctx.where = dim, [torch.tensor([i for a, b in own for i in range(a, b)], dtype=torch.int64) for own in ranges]
+        return tuple(x.clone() for x in xs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        dim, at = ctx.where
+        total = sum(grad.index_select(dim, index) for grad, index in zip(grads, at, strict=True))
+        return None, None, *(grad.index_copy(dim, index, total) for grad, index in zip(grads, at, strict=True))
+
+
+def _share(arguments: Sequence[Sequence[Any]]) -> Sequence[Tensor]:
+    """`share(x, axis, dim, ranges)`, its axis all ranks or runs of so many (`tp/4`)."""
+    run = int(str(arguments[0][1]).partition("/")[2] or len(arguments))
+    found: list[Tensor] = []
+    for at in range(0, len(arguments), run):
+        group = arguments[at : at + run]
+        found += _Share.apply(group[0][2], [own[3] for own in group], *(own[0] for own in group))
+    return found
+
+
+COLLECTIVES: dict[Any, Callable[..., Any]] = {
+    **{getattr(collectives, kind): _conjugate(kind) for kind in FORWARD},
+    collectives.share: _share,
+}

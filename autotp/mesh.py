@@ -30,6 +30,7 @@ class Mesh:
         rank: which of them this is, from 0.
         group: the process group's name; None where one process needs none.
         device: where this process computes.
+        runs: number of ranks -> the name of the group of so many neighbours that this process is in.
     """
 
     axis: str = "tp"
@@ -37,6 +38,12 @@ class Mesh:
     rank: int = 0
     group: str | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    runs: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def groups(self) -> dict[str, str | None]:
+        """The names that graphs use -> the process groups: `tp`, and `tp/4` for runs of four of its ranks."""
+        return {self.axis: self.group, **{f"{self.axis}/{n}": name for n, name in self.runs}}
 
     def __str__(self) -> str:
         return f"{self.axis}={self.size}, rank {self.rank} on {self.device}"
@@ -113,7 +120,8 @@ def _from_device_mesh(tp: int | None, mesh: DeviceMesh, device: torch.device | s
     group = mesh.get_group("tp") if mesh.ndim > 1 else mesh.get_group()
     if tp not in (None, group.size()):
         raise Error(f"tp={tp}, but the mesh has tp={group.size()}", **{"try": "leave tp out"})
-    return Mesh("tp", group.size(), group.rank(), group.group_name, _mesh_device(mesh, device))
+    where = _mesh_device(mesh, device)
+    return Mesh("tp", group.size(), group.rank(), group.group_name, where, _runs(group, TIMEOUT))
 
 
 def _over_the_world(device: torch.device, timeout: timedelta) -> Mesh:
@@ -123,7 +131,17 @@ def _over_the_world(device: torch.device, timeout: timedelta) -> Mesh:
         dist.init_process_group("nccl" if device.type == "cuda" and _own_gpus() else "gloo", timeout=timeout)
     # A group of its own, so that it has this timeout and this name whoever made the default one.
     group = dist.new_group(timeout=timeout, group_desc="tp")
-    return Mesh("tp", dist.get_world_size(), dist.get_rank(), group.group_name, device)
+    return Mesh("tp", dist.get_world_size(), dist.get_rank(), group.group_name, device, _runs(group, timeout))
+
+
+def _runs(group: Any, timeout: timedelta) -> tuple[tuple[int, str], ...]:
+    """Groups of 2, 4, ... neighbours, for what is cut on a factor of the axis: for each number the one of this process."""
+    ranks, found = dist.get_process_group_ranks(group), []
+    for n in (n for n in range(2, len(ranks)) if len(ranks) % n == 0):
+        start = group.rank() // n * n
+        run = dist.new_group(ranks[start : start + n], timeout, use_local_synchronization=True, group_desc=f"tp/{n}")
+        found.append((n, run.group_name))
+    return tuple(found)
 
 
 def _check_world(tp: int | None, world: int) -> None:

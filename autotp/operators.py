@@ -176,6 +176,7 @@ def overloads(op: Operator, only: str = "") -> list[Any]:
 PARALLEL: dict[Operator, f.RuleFunction] = {
     parallel.embedding: f.fixed("v h, * -> * h", ((0,),)),
     parallel.gather: f.parallel_gather,
+    parallel.apart: f.whole,
     parallel.peak: f.parallel_peak,
     parallel.class_terms: f.parallel_class_terms,
 }

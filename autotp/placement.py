@@ -15,7 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from autotp.axis import Axis, find
+from autotp.axis import Axis
+from autotp.grid import cut_key, same_cut
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,21 @@ class Shard:
     axis: Axis
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Shard) and find(self.axis) is find(other.axis)
+        return type(other) is type(self) and same_cut(self.axis, other.axis)  # type: ignore[attr-defined]
 
     def __hash__(self) -> int:
-        return hash(id(find(self.axis)))
+        return cut_key(self.axis)
 
     def __str__(self) -> str:
         return "@tp"
+
+
+@dataclass(frozen=True, eq=False)
+class Held(Shard):
+    """A parameter cut by a grid, as it is stored: what several ranks hold of it is Replicate among them.
+
+    Of a Shard it is Copied among them: each does a part of the work that reads it.
+    """
 
 
 Placement = Replicate | Copied | Partial | Shard

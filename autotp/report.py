@@ -14,6 +14,7 @@ from torch import fx
 from autotp import collectives
 from autotp.axis import find
 from autotp.layout import Layout
+from autotp.passes.flow import needs_grad
 from autotp.passes.match import CONTRACTIONS, LOOKUPS
 from autotp.source import layer_of, line_of
 from autotp.transform import Analysis, rank_graph
@@ -24,7 +25,7 @@ FORWARD = {
     "reduce": "all-reduce", "gather": "all-gather", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter",
 }  # fmt: skip
 BACKWARD = {
-    "copy": "all-reduce", "scatter": "all-gather", "all_gather": "reduce-scatter", "reduce_scatter": "all-gather",
+    "copy": "all-reduce", "share": "all-reduce", "scatter": "all-gather", "all_gather": "reduce-scatter", "reduce_scatter": "all-gather",
 }  # fmt: skip
 """What each conjugate sends, forward and backward."""
 
@@ -117,12 +118,13 @@ def traffic(graph: fx.Graph, analysis: Analysis) -> Traffic:
     """The collectives of a lowered graph, forward and backward."""
     counts: tuple[dict[str, int], dict[str, int]] = ({}, {})
     sizes = [0, 0]
+    learnt = frozenset(node for node in graph.nodes if node.name in analysis.captured.parameters)
+    graded = needs_grad(graph, learnt)
     for node in graph.nodes:
         name = getattr(node.target, "__name__", "")
         if getattr(collectives, name, None) is not node.target:
             continue
-        one_way = node.target is collectives.reduce and len(node.args) > 2
-        for side, table in enumerate((FORWARD, BACKWARD if not one_way else {})):
+        for side, table in enumerate((FORWARD, BACKWARD if node in graded else {})):
             if name in table:
                 counts[side][table[name]] = counts[side].get(table[name], 0) + 1
                 sizes[side] += max(_bytes(node.meta["val"]), _bytes(node.args[0].meta["val"]))

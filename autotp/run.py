@@ -84,7 +84,7 @@ def prepare(analysis: Analysis, mesh: Mesh, settings: Settings) -> Entry:
         Error: the graph cannot be lowered.
     """
     captured = analysis.captured
-    graph = bind(rank_graph(analysis, mesh.rank, settings.randomness), mesh.device, {mesh.axis: mesh.group})
+    graph = bind(rank_graph(analysis, mesh.rank, settings.randomness), mesh.device, mesh.groups)
     names = captured.parameters | captured.buffers
     sources: list[str | Tensor] = [
         names[node.name] if node.name in names else captured.constants[node.name].to(mesh.device)

@@ -13,6 +13,7 @@ from autotp.axis import find
 from autotp.call import operand_nodes, returned
 from autotp.layout import Layout, layout_of
 from autotp.operators import USER_RULES
+from autotp.passes.apart import apart
 from autotp.passes.autocast import cast
 from autotp.passes.axes import Axes, infer_axes
 from autotp.passes.canonicalize import canonicalize
@@ -82,10 +83,10 @@ def analyse(
     captured = capture(skeleton, args, kwargs, autocast)
     graph, updated = functionalize(cast(inline(captured.graph), autocast), captured.buffers)
     updated = [*captured.assigned, *updated]
-    graph = share(canonicalize(graph))
+    graph = apart(share(canonicalize(graph)), captured.parameters)
     axes = infer_axes(graph)
     _prove_users_rules(graph, tp)
-    candidates = match(graph, axes, captured.parameters, captured.inputs)
+    candidates = match(graph, axes, captured.parameters, captured.inputs, tp)
     stay = _stay_cut(returned(graph)[: len(returned(graph)) - len(updated)], skeleton.training, outputs)
     if layouts is None:
         total = sum(n.meta["val"].numel() for n in graph.nodes if n.name in captured.parameters)

@@ -16,6 +16,7 @@ from torch import fx
 
 from autotp.axis import ONE, Axis, Size, concat, find, holds, leaves, product, tangle, touches, unify
 from autotp.call import Call, call_of, operand_nodes
+from autotp.grid import is_full
 from autotp.operators import rule_of, unknown
 from autotp.rule import STAR, UNIT, Expr, Group, Name, Rule, Term, names
 
@@ -71,10 +72,31 @@ class Bound:
         are cut together, and come back as one.
         """
         found = [factor for factor in self.factors if touches(factor.axis, leaf)]
+        if find(leaf).kind == "grid":
+            return self._on_grid(found, find(leaf))
         if not found or any(factor.mark == "^" or not holds(factor.axis, leaf) for factor in found):
             return None
         factor = found[0] if len(found) == 1 else self._siblings(found, leaf)
         return factor if factor is not None and self._held(factor, leaf) else None
+
+    def _on_grid(self, found: list[Factor], grid: Axis) -> Factor | None:
+        """The factors that a grid cuts, as one. They pass through, or all of the grid is reduced."""
+        dims = [axis for side in self.dims for term in side for axis in term if touches(axis, grid)]
+        if not found or any(factor.mark == "^" for factor in found) or not all(holds(axis, grid) for axis in dims):
+            return None
+        kept = [factor for factor in found if factor.outs]
+        whole = all(any(find(leaf) is find(f.axis) or holds(f.axis, leaf) for f in found) for leaf in grid.parts)
+        if kept and (len(kept) < len(found) or not self._passes(kept)):
+            return None
+        if not kept and not (is_full(grid) and whole):
+            return None
+        places = [{at: d for f in found for at, d in side(f).items()} for side in (_ins, _outs)]
+        return Factor(" ".join(f.name for f in found), grid, max(f.mark for f in found), *places)
+
+    def _passes(self, kept: list[Factor]) -> bool:
+        """True if each factor is in every output, or in one that is a part of an operand (`q | k | v -> q, k, v`)."""
+        count = len(self.rule.outs)
+        return all(len(f.outs) == count or (f.ins and self.rule.linear) for f in kept)
 
     def _held(self, factor: Factor, leaf: Axis) -> bool:
         """True if cutting `leaf` cuts every dimension that has the factor, not one part of a concatenation only."""
@@ -92,6 +114,14 @@ class Bound:
         clash = any(own.get(at, d) != d for own, all_ in sides for at, d in all_.items())
         mark = max(factor.mark for factor in found)
         return None if clash else Factor(" | ".join(f.name for f in found), whole[0], mark, *places)
+
+
+def _ins(factor: Factor) -> dict[int, int]:
+    return factor.ins
+
+
+def _outs(factor: Factor) -> dict[int, int]:
+    return factor.outs
 
 
 @dataclass(frozen=True)
@@ -164,13 +194,19 @@ def _tensor_index(node: fx.Node) -> int:
     return sum(isinstance(v, torch.Tensor) for v in values[:at])
 
 
+def named_dims(rule: Rule, ins: list[Dims]) -> Iterator[list[tuple[str, Axis]]]:
+    """For each operand the factor of each of its dimensions ("" for a group of factors, or none) and its axis."""
+    for term, dims in zip(_spelled(rule.ins, ins), ins, strict=True):
+        names_ = [expr.name if isinstance(expr, Name) and expr != UNIT else "" for expr in term]
+        yield list(zip(names_, dims, strict=True))
+
+
 def _unify_terms(rule: Rule, ins: list[Dims], outs: list[Dims]) -> tuple[Factor, ...]:
     if len(rule.ins) != len(ins) or len(rule.outs) != len(outs):
         given = f"{len(ins)} -> {len(outs)}"
         raise ValueError(f'the rule "{rule}" has {len(rule.ins)} -> {len(rule.outs)} terms, not {given}')
     tensors = (*ins, *outs)
-    stars = max((len(dims) - len(term) + 1 for term, dims in _starred(rule, ins, outs)), default=0)
-    terms = [_without_star(term, dims, stars) for term, dims in zip((*rule.ins, *rule.outs), tensors, strict=True)]
+    terms = _spelled((*rule.ins, *rule.outs), tensors)
     pairs = [pair for term, dims in zip(terms, tensors, strict=True) for pair in zip(term, dims, strict=True)]
     known = {name: Axis(size) for name, size in rule.sizes.items()}
     for expr, axis in pairs:
@@ -184,10 +220,11 @@ def _unify_terms(rule: Rule, ins: list[Dims], outs: list[Dims]) -> tuple[Factor,
     return tuple(_factors(terms[: len(ins)], terms[len(ins) :], known))
 
 
-def _starred(rule: Rule, ins: list[Dims], outs: list[Dims]) -> Iterator[tuple[Term, Dims]]:
-    for term, dims in zip((*rule.ins, *rule.outs), (*ins, *outs), strict=True):
-        if STAR in term:
-            yield term, dims
+def _spelled(terms: Sequence[Term], tensors: Sequence[Dims]) -> list[Term]:
+    """The terms without `*`."""
+    both = list(zip(terms, tensors, strict=True))
+    stars = max((len(dims) - len(term) + 1 for term, dims in both if STAR in term), default=0)
+    return [_without_star(term, dims, stars) for term, dims in both]
 
 
 def _without_star(term: Term, dims: Dims, stars: int) -> Term:
@@ -255,4 +292,4 @@ def _factors(ins: list[Term], outs: list[Term], known: dict[str, Axis]) -> Itera
         yield Factor(name, known[name], mark, in_dims, out_dims)
 
 
-__all__ = ["Axes", "Bound", "Factor", "bind_rule", "infer_axes", "leaves", "tangle", "visit"]
+__all__ = ["Axes", "Bound", "Factor", "bind_rule", "infer_axes", "leaves", "named_dims", "tangle", "visit"]

@@ -4,6 +4,7 @@
     Before: addmm(b, x, w)             After: add(mm(x, w), b)
     Before: dropout(x, 0.1, False)     After: x
     Before: view(x, [2, 8])            After: reshape(x, [2, 8])
+    Before: new_zeros(x, [2, 8])       After: zeros([2, 8], dtype=..., device=...)
 
 NOTE [Why the bias leaves the linear]
 A row-parallel product is a sum over ranks. Were its bias inside, every rank would add it and the sum would hold
@@ -101,6 +102,18 @@ def _same_shape(builder: Builder, args: dict[str, Any]) -> Any:
     return args["self"] if all(known) and sum(n == -1 for n in wanted if isinstance(n, int)) <= 1 else None
 
 
+def _made(creation: Any, *values: str) -> Rewrite:
+    """`x.new_zeros(size)` reads of `x` the dtype and the device alone."""
+
+    def rewrite(builder: Builder, args: dict[str, Any]) -> Any:
+        value = args["self"].meta["val"]
+        how = {name: args[name] for name in ("layout", "pin_memory")}
+        how |= {name: getattr(value, name) if args[name] is None else args[name] for name in ("dtype", "device")}
+        return builder.call(creation, args["size"], *(args[name] for name in values), **how)
+
+    return rewrite
+
+
 def _numel(builder: Builder, args: dict[str, Any]) -> Any:
     """How many elements, as a product of sizes."""
     x: fx.Node = args["self"]
@@ -117,6 +130,10 @@ REWRITES: dict[Any, Rewrite] = {
     aten.addmm.default: _addmm(aten.mm.default, "mat1", "mat2"),
     aten.baddbmm.default: _addmm(aten.bmm.default, "batch1", "batch2"),
     aten.dropout.default: _dropout,
+    aten.new_empty.default: _made(aten.empty.memory_format),
+    aten.new_zeros.default: _made(aten.zeros.default),
+    aten.new_ones.default: _made(aten.ones.default),
+    aten.new_full.default: _made(aten.full.default, "fill_value"),
     aten.sym_numel.default: _numel,
     aten.to.dtype: _cast,
     aten.to.dtype_layout: _cast,

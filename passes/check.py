@@ -27,9 +27,10 @@ import torch
 from torch import fx
 
 from autotp import collectives, parallel
-from autotp.axis import Axis, find, holds, leaves, touches
+from autotp.axis import Axis, find, leaves, touches
 from autotp.call import bind, outputs_of
 from autotp.errors import Error
+from autotp.grid import is_full
 from autotp.layout import Layout
 from autotp.passes.axes import infer_axes
 from autotp.passes.erase import (
@@ -50,6 +51,7 @@ from autotp.passes.erase import (
 )
 from autotp.passes.local import Target
 from autotp.passes.part import local_call, local_length, pieces_by_rank
+from autotp.passes.several import MOVES, cut_of, extended, joined, moved, shares, stored
 from autotp.passes.typed import CONJUGATES, Cut, Typed, cut_factor, moved_leaf, placements
 from autotp.placement import Partial, Placement, Replicate, Shard
 from autotp.source import line_of
@@ -111,8 +113,12 @@ class _Proof:
         source: Any = node.args[0] if node.args else None
         if is_number(node):
             self.numbers[node] = self._number(node)
+        elif node.target is collectives.share:
+            self._share(node, *node.args)
         elif node.target in CONJUGATES:
             self._conjugate(node, *node.args)
+        elif node.target in MOVES:
+            self._move(node, node.args[0])
         elif node in self.opened:
             self._close(node, self.opened[node])
         elif (end := closing(node)) is not None:
@@ -185,8 +191,10 @@ class _Proof:
         """A parameter, a buffer, an input, a constant."""
         if node.target != model.target:
             self.refuse(node, "is not what the model reads here", expected=model.target)
-        leaf = self._held(node, model, self.held[node.name]) if node.name in self.held else None
-        placement, flows = Replicate() if leaf is None else Shard(leaf), node.name in self.trainable
+        layout = self.held.get(node.name)
+        leaf = self._held(node, model, layout) if layout is not None else None
+        placement: Placement = Replicate() if leaf is None else stored(leaf, layout)
+        flows = node.name in self.trainable
         types = (Typed(v.dtype, self.axes.of(model), placement, flows and _is_floating(v)) for v in outputs_of(model))
         self._give(node, model, tuple(types))
 
@@ -195,8 +203,9 @@ class _Proof:
         dims, shape = self.axes.of(model), tuple(outputs_of(model)[0].shape)
         if layout.dim is None and layout.shape == shape:
             return None
-        for leaf in leaves(dims[layout.dim]) if layout.dim is not None and layout.shape == shape else ():
-            if holds(dims[layout.dim], leaf) and pieces_by_rank(self.to, dims[layout.dim], leaf) == layout.pieces:  # type: ignore[index]
+        if layout.dim is not None and layout.shape == shape:
+            leaf = cut_of(self.to, dims[layout.dim], layout.pieces)
+            if leaf is not None:
                 return leaf
         self.refuse(
             node, "is not held as one of its axes is cut", expected=f"[{', '.join(map(str, dims))}]", got=layout
@@ -208,6 +217,8 @@ class _Proof:
                 self.refuse(node, f"returns something else at {i}", expected=expected, got=got)
             for typed in self.types.get(got, ()):
                 layout, at = self.local_outputs.get(i), typed.cut_dims(typed.leaf)
+                if layout is not None and typed.flows and layout.counts() != {1} and type(typed.placement) is Shard:
+                    self.refuse(node, f"returns at {i} what several ranks have, its gradient counted by each", got=typed)
                 if layout is None and not typed.fits(Replicate()):
                     self.refuse_read(node, got, typed, Replicate())
                 if layout is not None and (at != [layout.dim] or self._cut_at(typed, at[0]) != layout.pieces):
@@ -243,7 +254,9 @@ class _Proof:
 
     def _operator(self, node: fx.Node, model: fx.Node) -> None:
         reads = [(operand, self.types[operand][0]) for operand in tensor_operands(node)]
-        cut = self._cut(node, model, reads) or self._new_cut(node, model)
+        cut = self._cut(node, model, reads)
+        if cut is None or not is_full(cut.leaf):
+            cut = self._new_cut(node, model, cut) or cut
         self._expect_call(node, *local_call(self.to, self.axes, node, model, cut))
         self._give(node, model, self._typing(node, model, reads, cut))
 
@@ -263,21 +276,29 @@ class _Proof:
 
     def _cut(self, node: fx.Node, model: fx.Node, reads: Reads) -> Cut | None:
         """Along what an operator is cut that reads something cut; None for one that does not."""
-        leaf = next((typed.leaf for _, typed in reads if typed.leaf is not None), None)
+        cuts = [typed.leaf for _, typed in reads if typed.leaf is not None]
+        leaf = (joined(cuts, self.to.tp) or cuts[0]) if cuts else None
         factor = cut_factor(self.axes.bound[model], leaf) if leaf is not None else None
         if leaf is not None and factor is None:
             rule, got = self.axes.bound[model].rule, ", ".join(str(typed) for _, typed in reads)
             self.refuse(node, "cannot be cut along the axis of what it reads", rule=rule, got=got)
         return None if leaf is None or factor is None else Cut(leaf, factor)
 
-    def _new_cut(self, node: fx.Node, model: fx.Node) -> Cut | None:
-        """Along what an operator is cut that makes a dimension, as zeros and expand do: its local sizes tell."""
+    def _new_cut(self, node: fx.Node, model: fx.Node, known: Cut | None) -> Cut | None:
+        """Along what an operator is cut that makes a dimension, as zeros and expand do: its local sizes tell.
+
+        Args:
+            known: along what else it is cut, on a part of the ranks.
+        """
         bound = self.axes.bound[model]
         made = [factor.axis for factor in bound.factors if not factor.ins and not factor.mark]
-        for leaf in [leaf for axis in made for leaf in leaves(axis) if not leaf.size.symbols]:
-            factor = cut_factor(bound, leaf)
-            local = factor and local_call(self.to, self.axes, node, model, Cut(leaf, factor))
-            if factor and local and self._is_call(node, *local) and not self._is_call(node, model.target, bind(model)):
+        if known is not None and self._is_call(node, *local_call(self.to, self.axes, node, model, known)):
+            return known
+        for new in [leaf for axis in made for leaf in leaves(axis) if not leaf.size.symbols]:
+            leaf = extended(known.leaf if known else None, new, self.to.tp)
+            factor = cut_factor(bound, leaf) if leaf is not None else None
+            local = leaf and factor and local_call(self.to, self.axes, node, model, Cut(leaf, factor))
+            if leaf and factor and local and self._is_call(node, *local) and not self._is_call(node, model.target, bind(model)):
                 return Cut(leaf, factor)
         return None
 
@@ -310,6 +331,23 @@ class _Proof:
         if not typed.fits(want):
             self.refuse_read(node, x, typed, want)
         self._give(node, self.whole[x], (replace(typed, placement=give),))
+
+    def _share(self, node: fx.Node, x: Any, axis: Any, dim: Any, ranges: Any) -> None:
+        """What several ranks hold, each of which does a part of the work that reads it."""
+        (typed,) = self.types[x]
+        if node.kwargs or not shares(self.to, typed, axis, dim, ranges):
+            self.refuse(node, "does not sum the gradient of what several ranks hold", got=f"{called(node)} of {typed}")
+        self._give(node, self.whole[x], (replace(typed, placement=Shard(typed.leaf)),))  # type: ignore[arg-type]
+
+    def _move(self, node: fx.Node, x: Any) -> None:
+        """A row of the table in `several.py`."""
+        (typed,) = self.types[x]
+        row = moved(self.to, node.target, typed, bind(node))
+        if row is None or node.kwargs:
+            self.refuse(node, "is no move of what this rank has", got=f"{called(node)} of {typed}")
+        if not typed.fits(row[0]):
+            self.refuse_read(node, x, typed, row[0])
+        self._give(node, self.whole[x], (replace(typed, placement=row[1]),))
 
     def _open(self, node: fx.Node, end: fx.Node) -> None:
         """A dimension taken apart, so that one part of it can be cut or joined (`passes/exchange.py`)."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autotp.axis import ONE, Axis, Size
+from autotp.axis import ONE, Axis, Size, find, holds, touches
 from autotp.parallel import peak
 from autotp.passes.axes import Axes, Bound, is_getitem
-from autotp.placement import Copied, Partial, Placement, Replicate, Shard
+from autotp.placement import Copied, Held, Partial, Placement, Replicate, Shard
 
 Cuts = Mapping[fx.Node, Axis]
 """Node -> the leaf that it is cut along; a node that is not in it is whole."""
@@ -37,7 +37,9 @@ def needs(node: fx.Node, bound: Bound, leaf: Axis | None, have: Mapping[fx.Node,
         ins: tuple[Placement, ...] = tuple(
             Shard(leaf) if i in factor.ins else Copied() for i in range(len(bound.operands))
         )
-        lost = Partial(bound.rule.reducer)
+        lost: Placement = Partial(bound.rule.reducer)
+        if find(leaf).kind == "grid" and factor.outs:  # A part of `q | k | v` that the grid does not cut.
+            lost = Copied()
         return Needs(ins, tuple(Shard(leaf) if o in factor.outs else lost for o in range(n_outs)))
     group = _deferred(node, bound, have)
     if group is not None:
@@ -88,8 +90,26 @@ def flow(graph: fx.Graph, axes: Axes, cuts: Cuts, held: Cuts) -> dict[fx.Node, t
         elif node in axes.bound:
             have[node] = needs(node, axes.bound[node], cuts.get(node), have).outputs
         elif axes.dims.get(node):
-            have[node] = (Shard(held[node]) if node in held else Replicate(),)
+            have[node] = (stored(axes.of(node), held[node]) if node in held else Replicate(),)
     return have
+
+
+def stored(dims: tuple[Axis, ...], leaf: Axis) -> Placement:
+    """The placement of a parameter that is held cut along `leaf`."""
+    return Held(leaf) if find(leaf).kind == "grid" and overlaps(dims, leaf) else Shard(leaf)
+
+
+def overlaps(dims: tuple[Axis, ...], leaf: Axis) -> bool:
+    """True if some positions of a value that is cut by a grid are on several ranks."""
+    cut = [axis for axis in dims if touches(axis, leaf)]
+    leaves_there = {id(find(part)) for part in find(leaf).parts if any(touches(axis, part) for axis in cut)}
+    mixed = any(not _every(axis, part) for part in find(leaf).parts for axis in cut if touches(axis, part))
+    return mixed or len(leaves_there) < len(find(leaf).parts)
+
+
+def _every(axis: Axis, leaf: Axis) -> bool:
+    """True if a leaf is in all parts of an axis."""
+    return find(leaf).tangled or holds(axis, leaf)
 
 
 def needs_grad(graph: fx.Graph, trainable: frozenset[fx.Node]) -> set[fx.Node]:

@@ -12,6 +12,7 @@ from torch import fx
 from autotp.axis import ONE, Axis, Size, find, touches
 from autotp.builder import Builder
 from autotp.errors import Error
+from autotp.grid import part_of
 from autotp.layout import ranges
 from autotp.partition import chunk_bounds
 from autotp.source import line_of
@@ -89,8 +90,8 @@ class Local:
             return self.size(size)
         if not find(axis).size.symbols:
             return sum(b - a for a, b in ranges(axis, leaf, self.to.tp, self.to.rank))
-        rest = find(axis).size.divided(find(leaf).size) or ONE
-        return self.times(self.to.length(leaf), self.size(rest))
+        whole, mine = part_of(axis, leaf, self.to.tp, self.to.rank)
+        return self.times(mine, self.size(find(axis).size.divided(whole) or ONE))
 
     def times(self, a: Any, b: Any) -> Any:
         """A product of sizes. A local length of one is multiplied too: the graphs of all ranks have the same nodes."""
@@ -115,7 +116,8 @@ class Local:
             elif isinstance(size, int):
                 shape.append(sum(b - a for a, b in ranges(axis, leaf, self.to.tp, self.to.rank)))
             else:
-                shape.append(size // find(leaf).size.number * self.to.length(leaf))
+                whole, mine = part_of(axis, leaf, self.to.tp, self.to.rank)
+                shape.append(size // whole.number * mine)
         return self.empty(shape, value)
 
     def resized(self, value: torch.Tensor, dim: int, length: Any) -> torch.Tensor:

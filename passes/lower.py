@@ -16,17 +16,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.axis import Axis
+from autotp.axis import Axis, find
 from autotp.builder import Builder, fake_mode_of
-from autotp.collectives import all_gather, copy, gather, reduce, reduce_scatter, scatter
+from autotp.collectives import all_gather, copy, gather, reduce, reduce_scatter, scatter, share
 from autotp.errors import Error
+from autotp.grid import holders, same_cut
+from autotp.layout import Layout, layout_of
+from autotp.parallel import first, place, take
 from autotp.passes.axes import Axes, Bound, is_getitem
 from autotp.passes.exchange import exchange
-from autotp.passes.flow import needs
+from autotp.passes.flow import needs, stored
 from autotp.passes.local import Local, Target
 from autotp.passes.localize import localize
 from autotp.passes.plan import Decision
-from autotp.placement import Copied, Partial, Placement, Replicate, Shard
+from autotp.placement import Copied, Held, Partial, Placement, Replicate, Shard
 from autotp.source import line_of
 
 
@@ -74,15 +77,16 @@ class _Lowering:
         self.local.learn(new, node.meta.get("val"))
         if leaf is not None:
             new.meta["val"] = self.local.value(node.meta["val"], self.axes.of(node), leaf)
-        self._give(node, new, Shard(leaf) if leaf is not None else Replicate())
+        self._give(node, new, stored(self.axes.of(node), leaf) if leaf is not None else Replicate())
 
     def _output(self, node: Any, position: int) -> Any:
         if not isinstance(node, fx.Node) or node not in self.have:
             return self.builder.map(node)
         self.builder.origin = node
         have = self.have[node][0]
-        kept = position in self.to.local_outputs and isinstance(have, Shard)
-        return self.forms[node][have] if kept else self.read(node, Replicate())
+        if position not in self.to.local_outputs or not isinstance(have, Shard):
+            return self.read(node, Replicate())
+        return self.read(node, stored(self.axes.of(node), have.axis))
 
     def _getitem(self, node: fx.Node) -> None:
         source: Any = node.args[0]
@@ -132,7 +136,11 @@ class _Lowering:
     def _converted(self, node: fx.Node, have: Placement, want: Placement) -> fx.Node:
         """One row of the table of conjugates, or two by way of the replicated form."""
         x, through_whole = self.forms[node][have], Replicate() in self.forms[node]
+        if any(isinstance(placement, Shard) and find(placement.axis).kind == "grid" for placement in (have, want)):
+            return self._on_grid(node, have, want)
         match have, want:
+            case Copied(), Replicate():
+                return self._kept(self.builder.raw(first, (x, 0, None if self.to.rank == 0 else ())), x)
             case Replicate(), Copied():
                 return self._same_shape(copy, x) if node in self.differentiable else x
             case Partial("sum"), Replicate():
@@ -151,13 +159,62 @@ class _Lowering:
                 self.read(node, Replicate())
                 return self._converted(node, Replicate(), want)
 
+    def _on_grid(self, node: fx.Node, have: Placement, want: Placement) -> fx.Node:
+        """A row of the table where what a grid does not cut is on several ranks: by way of a sum, or of the whole."""
+        x = self.forms[node][have]
+        match have, want:
+            case Held(leaf), Shard(other) if type(want) is Shard and same_cut(leaf, other):
+                dim, layout = self._layout(node, leaf)
+                axis = holders(self.to.axis, leaf, self.to.tp)
+                return self._kept(self.builder.raw(share, (x, axis, dim, tuple(layout.shared(self.to.rank)))), x)
+            case Shard(leaf), Held():
+                dim, layout = self._layout(node, leaf)
+                return self._kept(self.builder.raw(first, (x, dim, tuple(layout.first(self.to.rank)))), x)
+            case Held(leaf), _:
+                self.read(node, Shard(leaf))
+                return self._converted(node, Shard(leaf), want)
+            case Shard(leaf), Replicate():
+                return self._same_shape(reduce, self._placed(node, x, leaf))
+            case Replicate(), Shard(leaf):
+                dim, layout = self._layout(node, leaf)
+                new = self.builder.raw(take, (self.read(node, Copied()), dim, layout.pieces, self.to.rank))
+                new.meta["val"] = self.local.value(node.meta["val"], self.axes.of(node), leaf)
+                return new
+            case _:
+                self.read(node, Replicate())
+                return self._converted(node, Replicate(), want)
+
+    def _placed(self, node: fx.Node, x: fx.Node, leaf: Axis) -> fx.Node:
+        """A rank's summand of the whole."""
+        dim, layout = self._layout(node, leaf)
+        mine = layout.first(self.to.rank)
+        places = layout.places(self.to.rank, mine)
+        new = self.builder.raw(place, (x, dim, tuple(mine), tuple(places), layout.shape[dim]))
+        new.meta["val"] = self.local.resized(x.meta["val"], dim, layout.shape[dim])
+        return new
+
+    def _layout(self, node: fx.Node, leaf: Axis) -> tuple[int, Layout]:
+        """The dimension of a value that a grid cuts, and which of it each rank holds."""
+        dims = self.axes.of(node)
+        dim = self._dim(node, leaf)
+        shape = tuple(n if isinstance(n, int) else -1 for n in node.meta["val"].shape)
+        return dim, layout_of(shape, dims, leaf, self.to.tp, "")
+
+    def _kept(self, new: fx.Node, x: fx.Node) -> fx.Node:
+        new.meta["val"] = x.meta["val"]
+        return new
+
     def _same_shape(self, kind: Callable[..., Any], x: fx.Node, *args: Any) -> fx.Node:
         new = self.builder.raw(kind, (x, self.to.axis, *args))
         new.meta["val"] = x.meta["val"]
         return new
 
     def _along(self, node: fx.Node, x: fx.Node, leaf: Axis, kind: Callable[..., torch.Tensor]) -> fx.Node:
+        dim = self._dim(node, leaf)
+        return exchange(self.local, x, self.axes.of(node)[dim], leaf, dim, kind)
+
+    def _dim(self, node: fx.Node, leaf: Axis) -> int:
         dim = self.axes.dim_of(node, leaf)
         if dim is None:
             raise Error(f"cannot move `{node}` along an axis of {leaf}, in several dimensions", at=line_of(node))
-        return exchange(self.local, x, self.axes.of(node)[dim], leaf, dim, kind)
+        return dim

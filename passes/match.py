@@ -7,18 +7,21 @@ After:  heads (QKV -> attention -> projection)
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
-from autotp.axis import Axis, find, leaves, touches
+from autotp.axis import Axis, find, holds, leaves, touches
+from autotp.grid import grid, splits
+from autotp.layout import layout_of
 from autotp.passes.axes import Axes, Factor
 
 aten = torch.ops.aten
 CONTRACTIONS = ("aten.linear", "aten.mm", "aten.bmm", "aten.matmul", "aten.einsum")
 LOOKUPS = ("aten.embedding",)
+ROWS = ("aten.index.Tensor", "aten.index_select")
 ATTENTION, MLP = "QKV -> attention -> projection", "linear -> activation -> linear"
 LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss", "aten.log_softmax")
 
@@ -48,15 +51,25 @@ class Candidate:
     @property
     def core(self) -> bool:
         """True for the axes inside a transformer block, which are always cut."""
-        return self.pattern in (ATTENTION, MLP) and not self.hub
+        return self.pattern == ATTENTION or (self.pattern == MLP and not self.hub)
+
+    @property
+    def turn(self) -> int:
+        """When it is chosen: heads, then widths (of which some, as a low rank, lead to heads), vocabularies, the rest."""
+        on_grid = find(self.leaf).kind == "grid"
+        order = [self.core and on_grid, self.core and self.pattern == ATTENTION, self.core, self.name == "vocab", True]
+        return order.index(True)
 
 
-def match(graph: fx.Graph, axes: Axes, parameters: Mapping[str, str], inputs: Collection[str]) -> list[Candidate]:
+def match(
+    graph: fx.Graph, axes: Axes, parameters: Mapping[str, str], inputs: Collection[str], tp: int
+) -> list[Candidate]:
     """The leaves that parameters have and that can be cut somewhere, named where their use is known.
 
     Args:
         parameters: placeholder name -> parameter name.
         inputs: placeholder names of the model's inputs.
+        tp: how many ranks, which are a grid where one axis has too few positions for them.
     """
     found: dict[Axis, Candidate] = {}
     for node in graph.nodes:
@@ -67,16 +80,71 @@ def match(graph: fx.Graph, axes: Axes, parameters: Mapping[str, str], inputs: Co
                         entry = found.setdefault(leaf, Candidate(leaf))
                         if node not in entry.parameters:
                             entry.parameters.append(node)
+    touching: dict[Axis, list[fx.Node]] = {}
     for node, bound in axes.bound.items():
         for leaf in dict.fromkeys(leaf for factor in bound.factors for leaf in leaves(factor.axis)):
+            touching.setdefault(leaf, []).append(node)
             factor = bound.cuttable(leaf) if leaf in found else None
             if factor is not None:
                 found[leaf].nodes.append((node, factor))
-    for candidate in found.values():
+    _describe(found.values(), axes, inputs)
+    grids = [_on_grid(leaf, touching, axes, found) for leaf in _grids(found.values(), axes, tp)]
+    _describe(grids, axes, inputs)
+    attentions = [candidate for candidate in grids if candidate.core and _shared_evenly(candidate, axes, tp)]
+    return [candidate for candidate in [*attentions, *found.values()] if candidate.nodes]
+
+
+def _describe(candidates: Iterable[Candidate], axes: Axes, inputs: Collection[str]) -> None:
+    for candidate in candidates:
         candidate.name, candidate.pattern = _recognised(candidate, axes, inputs)
         candidate.weights = _weights(candidate, axes)
         candidate.hub = len(_partners(candidate, axes)) > 2
-    return [candidate for candidate in found.values() if candidate.nodes]
+
+
+# ---- cuts of two axes at once, and of fused weights that have an axis in some parts
+
+
+def _grids(candidates: Iterable[Candidate], axes: Axes, tp: int) -> Iterator[Axis]:
+    """What is worth a grid: fewer key/value heads than the ranks need, and heads that share a weight with what has none."""
+    for candidate in candidates:
+        pair = _pair(candidate) if candidate.core else None
+        if pair is not None:
+            parts = splits(pair[0].size.number, pair[1].size.number, tp)
+            cuts = [(leaf, n, run) for leaf, n, run in zip(pair, parts, (parts[1], 1), strict=True) if n > 1]
+            if parts[1] > 1:
+                yield grid(cuts, tp)
+        fused = (axis for node in candidate.parameters for axis in axes.of(node) if touches(axis, candidate.leaf))
+        if not candidate.core and any(not holds(axis, candidate.leaf) for axis in fused):
+            yield grid([(candidate.leaf, tp, 1)], tp)
+
+
+def _pair(candidate: Candidate) -> tuple[Axis, Axis] | None:
+    """Key/value heads and the group of query heads that share one, where `candidate` is the first of them."""
+    for _, factor in candidate.nodes:
+        inside = list(leaves(factor.axis))
+        if find(factor.axis).kind == "product" and len(inside) == 2 and inside[0] is find(candidate.leaf):
+            return None if inside[1].size.symbols or inside[1].tangled else (inside[0], inside[1])
+    return None
+
+
+def _on_grid(
+    leaf: Axis, touching: Mapping[Axis, list[fx.Node]], axes: Axes, found: Mapping[Axis, Candidate]
+) -> Candidate:
+    nodes = dict.fromkeys(node for part in leaf.parts for node in touching.get(find(part), []))
+    order = {node: i for i, node in enumerate(axes.bound)}
+    cut = [(node, axes.bound[node].cuttable(leaf)) for node in sorted(nodes, key=order.__getitem__)]
+    parameters = dict.fromkeys(p for part in leaf.parts if find(part) in found for p in found[find(part)].parameters)
+    return Candidate(leaf, [(node, factor) for node, factor in cut if factor is not None], list(parameters))
+
+
+def _shared_evenly(candidate: Candidate, axes: Axes, tp: int) -> bool:
+    """True if what several ranks hold of a parameter is held by all of its holders' group."""
+    run = find(candidate.leaf).counts[0][1]
+    for node in candidate.parameters:
+        layout = layout_of(tuple(node.meta["val"].shape), axes.of(node), candidate.leaf, tp, "")
+        if layout.dim is None or not layout.counts() <= {1, tp if run == 1 else run}:
+            return False
+    return True
 
 
 def _recognised(candidate: Candidate, axes: Axes, inputs: Collection[str]) -> tuple[str, str]:
@@ -136,15 +204,20 @@ def _weights(candidate: Candidate, axes: Axes) -> list[fx.Node]:
 
 
 def _partners(candidate: Candidate, axes: Axes) -> set[Axis]:
-    """The axes that the candidate's weights lead to."""
-    others = (find(axis) for weight in candidate.weights for axis in axes.of(weight))
+    """The axes that the candidate's weights lead to; of a stack of experts' weights, those of an expert's."""
+    others = (find(axis) for weight in candidate.weights for axis in axes.of(weight)[-2:])
     return {axis for axis in others if not touches(axis, candidate.leaf)}
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """The placeholder a value is a view of, or the value itself."""
-    while node.op != "placeholder" and len(node.all_input_nodes) == 1:
-        node = node.all_input_nodes[0]
+    """The placeholder a value is a view of, or rows of (an expert's weights, by its number); or the value itself."""
+    while node.op != "placeholder":
+        if str(node.target).startswith(ROWS):
+            node = node.args[0]  # type: ignore[assignment]
+        elif len(node.all_input_nodes) == 1:
+            node = node.all_input_nodes[0]
+        else:
+            break
     return node
 
 

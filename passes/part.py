@@ -15,6 +15,7 @@ from torch import fx
 
 from autotp.axis import Axis, Size, find, open_product, touches
 from autotp.call import bind, outputs_of
+from autotp.grid import part_of
 from autotp.layout import Range, ranges
 from autotp.operators import SIZE_ARGUMENTS
 from autotp.passes.axes import Axes, Dims
@@ -28,10 +29,13 @@ def local_length(to: Target, axis: Axis, leaf: Axis | None) -> Size:
     size = find(axis).size
     if leaf is None or not touches(axis, leaf):
         return size
-    rest = size.divided(find(leaf).size)
+    if find(leaf).kind == "grid" and not size.symbols:
+        return Size(sum(b - a for a, b in ranges(axis, leaf, to.tp, to.rank)))
+    whole, mine = part_of(axis, leaf, to.tp, to.rank)
+    rest = size.divided(whole)
     if rest is None:
         raise ValueError(f"{axis} is not whole times {leaf}")
-    return Size(to.length(leaf)) * rest
+    return Size(mine) * rest
 
 
 def pieces_by_rank(to: Target, axis: Axis, leaf: Axis) -> tuple[tuple[Range, ...], ...] | None:

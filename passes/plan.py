@@ -18,9 +18,9 @@ from math import ceil
 import torch
 from torch import fx
 
-from autotp.axis import Axis, Size, find, leaves
+from autotp.axis import Axis, Size, find, leaves, touches
 from autotp.errors import Error
-from autotp.layout import Layout, layout_of
+from autotp.layout import Layout, layout_of, ranges
 from autotp.passes.axes import Axes
 from autotp.passes.match import Candidate, maker, readers
 from autotp.source import line_of
@@ -28,9 +28,11 @@ from autotp.source import line_of
 NOMINAL = 512
 """The length assumed of a symbolic dimension (batch, sequence) when communication is weighed."""
 WORTH = 8
-"""An axis other than heads and width is cut if it divides this many parameters for each element exchanged per token."""
+"""A vocabulary is cut if it divides this many parameters for each element exchanged per token."""
+WORTH_UNKNOWN = 32
+"""So is an axis that nobody recognised, or of which another axis took a part, for this many."""
 SHARE = 0.005
-"""One that nobody recognised must also divide at least this share of all parameters."""
+"""Such an axis must also divide at least this share of all parameters."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,10 @@ def decide(
     def worth(candidate: Candidate) -> float:
         """Elements of weights divided for each element exchanged per token."""
         cost = _cost(candidate, decision, axes, trainable, gathered)
-        return _gain(candidate, decision, tp) * NOMINAL**2 / max(cost, 1)
+        return _gain(candidate, decision, axes, tp) * NOMINAL**2 / max(cost, 1)
 
-    def key(i: int) -> tuple[bool, float, int]:
-        return not candidates[i].core, -worth(candidates[i]), i
+    def key(i: int) -> tuple[int, float, int]:
+        return candidates[i].turn, -worth(candidates[i]), i
 
     queue = [key(i) for i in range(len(candidates))]
     heapify(queue)
@@ -76,16 +78,18 @@ def decide(
         now = worth(candidates[i])
         if queue and key(i) > max(stale, queue[0]):  # It lost to what was cut since: it queues again.
             heappush(queue, key(i))
-        elif _acceptable(candidates[i], decision, now, _gain(candidates[i], decision, tp), total):
+        elif _acceptable(candidates[i], decision, now, _gain(candidates[i], decision, axes, tp), total):
             accept(candidates[i], decision)
     return decision
 
 
 def _acceptable(candidate: Candidate, decision: Decision, worth: float, gain: float, total: int) -> bool:
     """True for a block's own axis where nothing else took part of it, and for what is worth its communication."""
-    known = candidate.name or gain >= SHARE * total
-    whole = candidate.core and not any(node in decision.cuts for node, _ in candidate.nodes)
-    return gain > 0 and bool(whole or (known and worth >= WORTH))
+    if candidate.core and not any(node in decision.cuts for node, _ in candidate.nodes):
+        return gain > 0
+    if candidate.name == "vocab":
+        return gain > 0 and worth >= WORTH
+    return gain > SHARE * total and worth >= WORTH_UNKNOWN
 
 
 def decide_as(axes: Axes, candidates: list[Candidate], stored: Mapping[fx.Node, Layout], tp: int) -> Decision:
@@ -100,8 +104,11 @@ def decide_as(axes: Axes, candidates: list[Candidate], stored: Mapping[fx.Node, 
         Error: a parameter is cut along what is no axis in this graph.
     """
     decision = Decision()
+    for candidate in candidates:
+        if find(candidate.leaf).kind == "grid" and _stored_so(candidate, stored, axes, tp):
+            decision.held.update((node, candidate.leaf) for node in candidate.parameters if node in stored)
     for node, layout in stored.items():
-        if layout.dim is not None:
+        if layout.dim is not None and node not in decision.held:
             decision.held[node] = _leaf_of(node, layout, axes, tp)
     kept = {find(leaf) for leaf in decision.held.values()}
     for candidate in candidates:
@@ -110,6 +117,12 @@ def decide_as(axes: Axes, candidates: list[Candidate], stored: Mapping[fx.Node, 
                 decision.cuts.setdefault(cuttable, candidate.leaf)
             decision.chosen.append(candidate)
     return decision
+
+
+def _stored_so(candidate: Candidate, stored: Mapping[fx.Node, Layout], axes: Axes, tp: int) -> bool:
+    """True if all parameters of a candidate are stored as its leaf cuts them."""
+    rows = [(axes.of(node), stored[node]) for node in candidate.parameters if node in stored]
+    return bool(rows) and all(layout_of(it.shape, dims, candidate.leaf, tp, it.axis) == it for dims, it in rows)
 
 
 def _leaf_of(node: fx.Node, layout: Layout, axes: Axes, tp: int) -> Axis:
@@ -142,12 +155,19 @@ def _only_read_cut(parameter: fx.Node, candidate: Candidate, decision: Decision)
     return bool(readers) and all(n in nodes and find(decision.cuts.get(n, leaf)) is leaf for n in readers)
 
 
-def _gain(candidate: Candidate, decision: Decision, tp: int) -> float:
+def _gain(candidate: Candidate, decision: Decision, axes: Axes, tp: int) -> float:
     """Elements of weights that the fullest rank no longer holds."""
-    size = candidate.leaf.size.number
-    fullest = ceil(size / tp) / size
     cut = [p for p in candidate.weights if p not in decision.held and _only_read_cut(p, candidate, decision)]
-    return sum(p.meta["val"].numel() for p in cut) * (1 - fullest)
+    return sum(p.meta["val"].numel() * (1 - _fullest(candidate.leaf, p, axes, tp)) for p in cut)
+
+
+def _fullest(leaf: Axis, parameter: fx.Node, axes: Axes, tp: int) -> float:
+    """The share of a parameter that the fullest rank holds."""
+    axis = next(axis for axis in axes.of(parameter) if touches(axis, leaf))
+    if find(leaf).kind != "grid":
+        return ceil(leaf.size.number / tp) / leaf.size.number
+    held = [sum(b - a for a, b in ranges(axis, leaf, tp, rank)) for rank in range(tp)]
+    return max(held) / axis.size.number
 
 
 def _cost(

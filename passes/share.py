@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from autotp.builder import Builder, fake_mode_of
 from autotp.call import draws, outputs_of
 from autotp.regions import enter_autocast, exit_autocast
+
+aten = torch.ops.aten
+FILLED = (aten.empty.memory_format, aten.zeros.default, aten.ones.default, aten.full.default)
 
 
 def share(graph: fx.Graph) -> fx.Graph:
@@ -25,6 +29,7 @@ def share(graph: fx.Graph) -> fx.Graph:
         if node.target in (enter_autocast, exit_autocast):
             done.clear()  # The same operator computes something else there.
         pure = node.op == "call_function" and not draws(node) and (outputs_of(node) or "val" in node.meta)
+        pure = pure and node.target not in FILLED  # Shared, it would make one axis of what is two layers' own.
         key = (node.target, _typed(builder.map(node.args)), _typed(builder.map(node.kwargs))) if pure else None
         if key is not None and key in done:
             builder.env[node] = done[key]

@@ -16,8 +16,9 @@ import torch
 
 from autotp import collectives
 from autotp.axis import Axis, Size, find, holds, touches
+from autotp.grid import grid, slices_of
 from autotp.passes.axes import Bound, Dims, Factor
-from autotp.placement import Copied, Partial, Placement, Replicate, Shard
+from autotp.placement import Copied, Held, Partial, Placement, Replicate, Shard
 
 CONJUGATES: dict[Any, tuple[type[Placement], type[Placement]]] = {
     collectives.copy: (Replicate, Copied),
@@ -26,6 +27,7 @@ CONJUGATES: dict[Any, tuple[type[Placement], type[Placement]]] = {
     collectives.gather: (Shard, Replicate),
     collectives.all_gather: (Shard, Copied),
     collectives.reduce_scatter: (Partial, Shard),
+    collectives.share: (Held, Shard),
 }
 """The placements that each conjugate reads and gives."""
 
@@ -77,6 +79,8 @@ class Cut:
 def placements(bound: Bound, types: list[Typed], cut: Cut | None) -> tuple[list[Placement], list[Placement]]:
     """The placements that an operator reads and gives, cut or whole."""
     n_outs = len(bound.rule.outs)
+    if cut is not None and find(cut.leaf).kind == "grid":
+        return _on_grid(bound, cut)
     if cut is not None:
         shard, lost = Shard(cut.leaf), Partial(bound.rule.reducer)
         wants: list[Placement] = [shard if i in cut.factor.ins else Copied() for i in range(len(types))]
@@ -89,9 +93,30 @@ def placements(bound: Bound, types: list[Typed], cut: Cut | None) -> tuple[list[
     return [kind] * len(types), [kind] * n_outs
 
 
+def _on_grid(bound: Bound, cut: Cut) -> tuple[list[Placement], list[Placement]]:
+    """What has none of a grid's leaves is the same on every rank; the others are cut by those that they have."""
+    lost: Placement = Copied() if cut.factor.outs else Partial(bound.rule.reducer)
+    sides = zip(bound.dims, (cut.factor.ins, cut.factor.outs), (Copied(), lost), strict=True)
+    found = [
+        [Shard(restricted(cut.leaf, dims)) if i in places else other for i, dims in enumerate(terms)]
+        for terms, places, other in sides
+    ]
+    return found[0], found[1]  # type: ignore[return-value]
+
+
+def restricted(leaf: Axis, dims: Dims) -> Axis:
+    """What of a cut is in a value of these dimensions."""
+    if find(leaf).kind != "grid":
+        return leaf
+    tp = find(leaf).tp
+    return grid([one for one in slices_of(leaf, tp) if any(touches(axis, one[0]) for axis in dims)], tp)
+
+
 def cut_factor(bound: Bound, leaf: Axis) -> Factor | None:
     """The factor along which an operator can be cut, the leaf in one dimension at most of each operand and output."""
     factor = bound.cuttable(leaf)
+    if find(leaf).kind == "grid":
+        return factor
     for places, terms in zip((factor.ins, factor.outs) if factor else (), bound.dims, strict=False):
         for i, dims in enumerate(terms):
             has = [d for d, axis in enumerate(dims) if touches(axis, leaf)]
