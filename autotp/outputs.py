@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autotp import collectives
+from autotp import collectives, parallel
 from autotp.errors import Error
 from autotp.layout import Layout
 from autotp.mesh import Mesh
@@ -62,6 +62,10 @@ def _gathered(output: Tensor) -> Tensor:
 
 def _joined(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     assert layout.dim is not None
+    if layout.counts() != {1}:
+        mine = layout.first(mesh.rank)
+        places = tuple(layout.places(mesh.rank, mine))
+        return collectives.reduce(parallel.place(local, layout.dim, tuple(mine), places, layout.shape[layout.dim]), mesh.group)
     lengths = layout.lengths()
     size, block = sum(lengths), gcd(*lengths)
     assert lengths == [n * block for n in chunk_sizes(size // block, mesh.size)], "an output is cut in whole blocks"

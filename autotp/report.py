@@ -150,7 +150,7 @@ def _cut(name: str, node: fx.Node, layout: Layout, analysis: Analysis) -> Cut:
     for reader in node.users:
         factor = analysis.axes.bound[reader].cuttable(leaf) if reader in analysis.axes.bound else None
         weighs = str(reader.target).startswith((*CONTRACTIONS, *LOOKUPS))
-        if factor is not None and weighs and not factor.outs:
+        if factor is not None and weighs and not factor.outs and factor.summed:
             forward = "all-reduce"
         elif factor is not None and str(reader.target).startswith(CONTRACTIONS):
             backward = "all-reduce"
@@ -190,7 +190,7 @@ def _is_reduced(value: fx.Node, analysis: Analysis) -> bool:
     """True for what cut work sums over ranks."""
     leaf = analysis.decision.cuts.get(value)
     factor = analysis.axes.bound[value].cuttable(leaf) if leaf is not None else None
-    return factor is not None and not factor.outs
+    return factor is not None and not factor.outs and factor.summed
 
 
 def _unknown(analysis: Analysis) -> Iterator[Whole]:

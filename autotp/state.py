@@ -102,14 +102,10 @@ def _counted(model: ParallelModule) -> Iterator[Tensor]:
 def _first_held(local: Tensor, layout: Layout, rank: int) -> Tensor:
     """The part of a cut tensor that no rank before this one holds too, as the shared keys of `q | k | v`."""
     assert layout.dim is not None
-    size = layout.shape[layout.dim]
-    if sum(layout.lengths()) == size:
+    if sum(layout.lengths()) == layout.shape[layout.dim]:
         return local
-    free = torch.ones(size, dtype=torch.bool)
-    for a, b in (piece for pieces in layout.pieces[:rank] for piece in pieces):
-        free[a:b] = False
-    mine = torch.cat([free[a:b] for a, b in layout.pieces[rank]])
-    return local.index_select(layout.dim, mine.nonzero().flatten().to(local.device))
+    mine = [i for a, b in layout.first(rank) for i in range(a, b)]
+    return local.index_select(layout.dim, torch.tensor(mine, dtype=torch.int64, device=local.device))
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -28,6 +28,7 @@ from autotp.passes.inline import inline
 from autotp.passes.local import Target
 from autotp.passes.lower import lower
 from autotp.passes.match import match
+from autotp.passes.pick import pick
 from autotp.passes.plan import Decision, decide, decide_as
 from autotp.passes.share import share
 from autotp.placement import Shard
@@ -83,7 +84,7 @@ def analyse(
     captured = capture(skeleton, args, kwargs, autocast)
     graph, updated = functionalize(cast(inline(captured.graph), autocast), captured.buffers)
     updated = [*captured.assigned, *updated]
-    graph = apart(share(canonicalize(graph)), captured.parameters)
+    graph = apart(share(canonicalize(pick(graph, captured.constants))), captured.parameters)
     axes = infer_axes(graph)
     _prove_users_rules(graph, tp)
     candidates = match(graph, axes, captured.parameters, captured.inputs, tp)

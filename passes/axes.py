@@ -33,6 +33,7 @@ class Factor:
         mark: "" it may be cut, "^" never, "!" in the operator's parallel form.
         ins: operand position -> the operand's dimension that has the factor.
         outs: output position -> dimension.
+        summed: False where an output that does not have the factor has all that it needs: another part of `q | k | v`.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Factor:
     mark: str
     ins: dict[int, int]
     outs: dict[int, int]
+    summed: bool = True
 
 
 @dataclass(frozen=True)
@@ -80,23 +82,18 @@ class Bound:
         return factor if factor is not None and self._held(factor, leaf) else None
 
     def _on_grid(self, found: list[Factor], grid: Axis) -> Factor | None:
-        """The factors that a grid cuts, as one. They pass through, or all of the grid is reduced."""
+        """The factors that a grid cuts, as one. They pass through, or are parts that are left out, or all are reduced."""
         dims = [axis for side in self.dims for term in side for axis in term if touches(axis, grid)]
         if not found or any(factor.mark == "^" for factor in found) or not all(holds(axis, grid) for axis in dims):
             return None
-        kept = [factor for factor in found if factor.outs]
-        whole = all(any(find(leaf) is find(f.axis) or holds(f.axis, leaf) for f in found) for leaf in grid.parts)
-        if kept and (len(kept) < len(found) or not self._passes(kept)):
-            return None
-        if not kept and not (is_full(grid) and whole):
+        parts = {name.name for term in self.rule.ins for expr in term for name in _parts(expr)}
+        summed = [factor for factor in found if not factor.outs and factor.name not in parts]
+        some = [f for f in found if 0 < len(f.outs) < len(self.rule.outs) and f.name not in parts]
+        every = all(any(holds(factor.axis, leaf) for factor in summed) for leaf in grid.parts)
+        if some or (summed and (len(summed) < len(found) or not (every and is_full(grid)))):
             return None
         places = [{at: d for f in found for at, d in side(f).items()} for side in (_ins, _outs)]
-        return Factor(" ".join(f.name for f in found), grid, max(f.mark for f in found), *places)
-
-    def _passes(self, kept: list[Factor]) -> bool:
-        """True if each factor is in every output, or in one that is a part of an operand (`q | k | v -> q, k, v`)."""
-        count = len(self.rule.outs)
-        return all(len(f.outs) == count or (f.ins and self.rule.linear) for f in kept)
+        return Factor(" ".join(f.name for f in found), grid, max(f.mark for f in found), *places, bool(summed))
 
     def _held(self, factor: Factor, leaf: Axis) -> bool:
         """True if cutting `leaf` cuts every dimension that has the factor, not one part of a concatenation only."""
@@ -114,6 +111,15 @@ class Bound:
         clash = any(own.get(at, d) != d for own, all_ in sides for at, d in all_.items())
         mark = max(factor.mark for factor in found)
         return None if clash else Factor(" | ".join(f.name for f in found), whole[0], mark, *places)
+
+
+def _parts(expr: Expr, inside: bool = False) -> Iterator[Name]:
+    """The factors in the concatenations of an expression."""
+    if isinstance(expr, Group):
+        for part in expr.parts:
+            yield from _parts(part, inside or expr.kind == "concat")
+    elif inside:
+        yield expr
 
 
 def _ins(factor: Factor) -> dict[int, int]:

@@ -4,6 +4,7 @@
     Before: addmm(b, x, w)             After: add(mm(x, w), b)
     Before: dropout(x, 0.1, False)     After: x
     Before: view(x, [2, 8])            After: reshape(x, [2, 8])
+    Before: type_as(x, y)              After: to(x, dtype of y)
     Before: new_zeros(x, [2, 8])       After: zeros([2, 8], dtype=..., device=...)
 
 NOTE [Why the bias leaves the linear]
@@ -77,6 +78,12 @@ def _cast(builder: Builder, args: dict[str, Any]) -> Any:
     return args["self"] if same and not args.get("copy") and args.get("memory_format") is None else None
 
 
+def _type_as(builder: Builder, args: dict[str, Any]) -> Any:
+    """Of the other tensor nothing but the dtype is read."""
+    wanted = args["other"].meta["val"].dtype
+    return _cast(builder, {**args, "dtype": wanted}) or builder.call(aten.to.dtype, args["self"], wanted)
+
+
 def _whole(builder: Builder, args: dict[str, Any]) -> Any:
     """A slice that takes everything."""
     x, dim = args["self"].meta["val"], args["dim"]
@@ -137,6 +144,7 @@ REWRITES: dict[Any, Rewrite] = {
     aten.sym_numel.default: _numel,
     aten.to.dtype: _cast,
     aten.to.dtype_layout: _cast,
+    aten.type_as.default: _type_as,
     aten.to.device: _cast,
     aten.slice.Tensor: _whole,
     aten.view.default: _view,

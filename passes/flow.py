@@ -38,14 +38,16 @@ def needs(node: fx.Node, bound: Bound, leaf: Axis | None, have: Mapping[fx.Node,
             Shard(leaf) if i in factor.ins else Copied() for i in range(len(bound.operands))
         )
         lost: Placement = Partial(bound.rule.reducer)
-        if find(leaf).kind == "grid" and factor.outs:  # A part of `q | k | v` that the grid does not cut.
+        if not factor.summed:
             lost = Copied()
         return Needs(ins, tuple(Shard(leaf) if o in factor.outs else lost for o in range(n_outs)))
     group = _deferred(node, bound, have)
     if group is not None:
         ins = tuple(Partial() if i in group else Copied() for i in range(len(bound.operands)))
         return Needs(ins, (Partial(),) * n_outs)
-    return Needs((Replicate(),) * len(bound.operands), (Replicate(),) * n_outs)
+    copied = any(have[n] == (Copied(),) for n in bound.operands)  # Read whole, its gradient would be summed here.
+    kind: Placement = Copied() if copied else Replicate()
+    return Needs((kind,) * len(bound.operands), (kind,) * n_outs)
 
 
 def _deferred(node: fx.Node, bound: Bound, have: Mapping[fx.Node, tuple[Placement, ...]]) -> frozenset[int] | None:

@@ -157,16 +157,23 @@ def _recognised(candidate: Candidate, axes: Axes, inputs: Collection[str]) -> tu
         return "vocab", "embedding" + (", head" if made else "") + (", loss" if _in_loss(kinds) else "")
     if _in_loss(kinds) and made:
         return "vocab", "head, loss"
-    if made and used and _closed(candidate):
+    if made and used and _closed(candidate, axes):
         attention = _attention(candidate, axes)
         return (attention, ATTENTION) if attention else ("width", MLP)
     return "", ""
 
 
-def _closed(candidate: Candidate) -> bool:
+def _closed(candidate: Candidate, axes: Axes) -> bool:
     """True if whatever is cut is read by operators that can be cut, too: nothing has to be gathered on the way."""
     nodes = {node for node, _ in candidate.nodes}
-    return all(reader in nodes for node, factor in candidate.nodes if factor.outs for reader in readers(node))
+    cut = [value for node, factor in candidate.nodes if factor.outs for value in _cut_values(node, candidate.leaf, axes)]
+    return all(reader in nodes for value in cut for reader in readers(value))
+
+
+def _cut_values(node: fx.Node, leaf: Axis, axes: Axes) -> Iterator[fx.Node]:
+    """The value of an operator, or those items of a tuple, that have the leaf."""
+    items = [user for user in node.users if user.target is operator.getitem and user in axes.dims]
+    yield from [item for item in items if any(touches(axis, leaf) for axis in axes.of(item))] if items else [node]
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:

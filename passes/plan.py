@@ -175,7 +175,7 @@ def _cost(
 ) -> float:
     """Elements exchanged in a step, forward and backward, at nominal batch and sequence."""
     free = {node: factor for node, factor in candidate.nodes if node not in decision.cuts}
-    summed = [node for node, factor in free.items() if not factor.outs]
+    summed = [node for node, factor in free.items() if not factor.outs and factor.summed]
     copied, moved = set(), set()
     for node, factor in free.items():
         for i, operand in enumerate(axes.bound[node].operands):

@@ -95,7 +95,7 @@ def placements(bound: Bound, types: list[Typed], cut: Cut | None) -> tuple[list[
 
 def _on_grid(bound: Bound, cut: Cut) -> tuple[list[Placement], list[Placement]]:
     """What has none of a grid's leaves is the same on every rank; the others are cut by those that they have."""
-    lost: Placement = Copied() if cut.factor.outs else Partial(bound.rule.reducer)
+    lost: Placement = Partial(bound.rule.reducer) if cut.factor.summed else Copied()
     sides = zip(bound.dims, (cut.factor.ins, cut.factor.outs), (Copied(), lost), strict=True)
     found = [
         [Shard(restricted(cut.leaf, dims)) if i in places else other for i, dims in enumerate(terms)]
