@@ -107,8 +107,13 @@ class Layout:
         parts = [full.narrow(self.dim, a, b - a) for a, b in self.pieces[rank]]
         return torch.cat(parts, self.dim) if parts else full.narrow(self.dim, 0, 0).clone()
 
-    def counts(self) -> set[int]:
-        """On how many ranks a position is: one, in a plain cut."""
+    @property
+    def repeated(self) -> bool:
+        """True if some positions are on several ranks, as key/value heads are of which there are fewer than ranks."""
+        return self.dim is not None and sum(self.lengths()) > self._size
+
+    def holders(self) -> set[int]:
+        """On how many ranks positions are."""
         return {int(n) for n in sum(self._marked(rank) for rank in range(len(self.pieces)))}  # type: ignore[union-attr]
 
     def places(self, rank: int, positions: list[Range]) -> list[Range]:
@@ -122,12 +127,17 @@ class Layout:
 
     def first(self, rank: int) -> list[Range]:
         """The local positions, along the cut dimension, of what no rank before this one holds."""
-        before = sum((self._marked(other) for other in range(rank)), torch.zeros(self.shape[self.dim or 0]))
+        before = sum((self._marked(other) for other in range(rank)), torch.zeros(self._size))
         return _runs(before[self._marked(rank) > 0] == 0)
+
+    @property
+    def _size(self) -> int:
+        """The global length of the cut dimension."""
+        return max((stop for piece in self.pieces for _, stop in piece), default=0)
 
     def _marked(self, rank: int) -> torch.Tensor:
         """One for each position that a rank holds, zero for the others."""
-        marked = torch.zeros(self.shape[self.dim or 0])
+        marked = torch.zeros(self._size)
         for a, b in self.pieces[rank]:
             marked[a:b] = 1
         return marked

@@ -62,7 +62,7 @@ def _gathered(output: Tensor) -> Tensor:
 
 def _joined(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     assert layout.dim is not None
-    if layout.counts() != {1}:
+    if layout.repeated:
         mine = layout.first(mesh.rank)
         places = tuple(layout.places(mesh.rank, mine))
         return collectives.reduce(parallel.place(local, layout.dim, tuple(mine), places, layout.shape[layout.dim]), mesh.group)

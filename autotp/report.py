@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -60,19 +61,48 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Collectives of one step, and the bytes of their tensors.
+class Sent:
+    """One collective of a step.
 
     Attributes:
-        forward, backward: kind -> how many.
-        forward_bytes, backward_bytes: bytes of the tensors they carry, for the inputs of `shapes`.
+        kind: all-reduce, all-gather, reduce-scatter.
+        module: the module that waits for it.
+        bytes: of the tensor it carries.
+        backward: it runs in backward.
+        parameter: it carries the gradient of a parameter, not of an activation.
     """
 
-    forward: dict[str, int]
-    backward: dict[str, int]
-    forward_bytes: int
-    backward_bytes: int
+    kind: str
+    module: str
+    bytes: int
+    backward: bool
+    parameter: bool
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one step; their bytes are those for the inputs of `shapes`."""
+
+    sends: tuple[Sent, ...]
     shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def forward(self) -> dict[str, int]:
+        """Kind -> how many."""
+        return dict(Counter(sent.kind for sent in self.sends if not sent.backward))
+
+    @property
+    def backward(self) -> dict[str, int]:
+        """Kind -> how many."""
+        return dict(Counter(sent.kind for sent in self.sends if sent.backward))
+
+    @property
+    def forward_bytes(self) -> int:
+        return sum(sent.bytes for sent in self.sends if not sent.backward)
+
+    @property
+    def backward_bytes(self) -> int:
+        return sum(sent.bytes for sent in self.sends if sent.backward)
 
 
 @dataclass(frozen=True)
@@ -116,8 +146,7 @@ def report(analysis: Analysis, model: str) -> Plan:
 
 def traffic(graph: fx.Graph, analysis: Analysis) -> Traffic:
     """The collectives of a lowered graph, forward and backward."""
-    counts: tuple[dict[str, int], dict[str, int]] = ({}, {})
-    sizes = [0, 0]
+    sends = []
     learnt = frozenset(node for node in graph.nodes if node.name in analysis.captured.parameters)
     graded = needs_grad(graph, learnt)
     for node in graph.nodes:
@@ -126,9 +155,9 @@ def traffic(graph: fx.Graph, analysis: Analysis) -> Traffic:
             continue
         for side, table in enumerate((FORWARD, BACKWARD if node in graded else {})):
             if name in table:
-                counts[side][table[name]] = counts[side].get(table[name], 0) + 1
-                sizes[side] += max(_bytes(node.meta["val"]), _bytes(node.args[0].meta["val"]))
-    return Traffic(counts[0], counts[1], sizes[0], sizes[1], analysis.captured.example)
+                size = max(_bytes(node.meta["val"]), _bytes(node.args[0].meta["val"]))
+                sends.append(Sent(table[name], layer_of(node), size, bool(side), node.args[0] in learnt))
+    return Traffic(tuple(sends), analysis.captured.example)
 
 
 def _bytes(value: torch.Tensor) -> int:

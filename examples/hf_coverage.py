@@ -1,6 +1,7 @@
 """Which Hugging Face families autotp cuts, and how well: every gradient against one device's, as a table.
 
-    python examples/hf_coverage.py --tp 2          # some minutes; --families llama bert for a few
+    python examples/hf_coverage.py                                   # all, half an hour: writes docs/coverage.md
+    python examples/hf_coverage.py --families llama bert --tp 2 4    # some, on the screen
 
 Tiny random models from configurations (`hf_families.py`): nothing is downloaded.
 """
@@ -11,82 +12,175 @@ import argparse
 import math
 import re
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from hf_families import FAMILIES
+from torch import nn
 
 import autotp
+
+SIZES = (2, 3, 4, 8)
+TABLE = Path(__file__).parent.parent / "docs" / "coverage.md"
+TEXT = """# Hugging Face families
+
+`python examples/hf_coverage.py` with torch {torch} and transformers {transformers}: tiny random models of two layers (six
+heads, a vocabulary of 99, widths that three does not divide), in train and in eval mode, tp in {sizes}; outputs, every
+gradient and a step of an optimizer compared with one device's in float64.
+
+- **cut in blocks**: the share of the parameters in numbered blocks that are divided, the least over all tp.
+- **a layer**: collectives of a block, forward + backward, the most over all tp. Small ones carry the gradient of a
+  parameter (of a norm that all heads share, of key/value heads of which there are fewer than ranks) or at most a
+  quarter of what the others do (the sums of a norm, a router's weights).
+- **gradient**: the largest difference of any, over the scale of the whole gradient. **seconds**: to capture, plan and
+  lower once.
+
+{header}
+{rows}
+
+{count} of {count} equal to one device.
+"""
+HEADER = """| family | heads | attention | cut in blocks | a layer | gradient | seconds | whole in blocks, and why |
+|---|---|---|---|---|---|---|---|"""
+
+
+@dataclass(frozen=True)
+class Found:
+    """One family on one number of ranks in one mode; `problem` is empty where all is equal."""
+
+    report: autotp.Report | None
+    problem: str = ""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was found of one family; `problem` is empty where all gradients are equal."""
+    """What was found of one family."""
 
     name: str
-    share: float = 0.0  # of the parameters in blocks, cut
-    forward: str = ""
-    backward: str = ""
-    error: float = math.nan
-    seconds: float = 0.0
-    problem: str = ""
+    heads: str
+    attention: str
+    seconds: float
+    found: tuple[Found, ...]
+
+    @property
+    def problems(self) -> list[str]:
+        return [one.problem for one in self.found if one.problem]
 
     def __str__(self) -> str:
-        if self.problem:
-            return f"| {self.name} | | | | {self.problem} | |"
-        cells = self.name, f"{self.share:.1%}", self.forward, self.backward, f"{self.error:.0e}", f"{self.seconds:.1f}"
-        return f"| {' | '.join(cells)} |"
+        if self.problems:
+            return f"| {self.name} | {self.heads} | {self.attention} | | | | | {self.problems[0]} |"
+        reports = [one.report for one in self.found if one.report]
+        plans = [report.plan for report in reports]
+        least = min(plans, key=share)
+        worst = max(difference.error for report in reports for difference in report.gradients)
+        cells = f"{share(least):.1%}", layers(plans), f"{worst:.0e}", f"{self.seconds:.1f}", whole(least)
+        return f"| {self.name} | {self.heads} | {self.attention} | {' | '.join(cells)} |"
 
 
-HEADER = """| family | cut in blocks | forward | backward | worst gradient | seconds |
-|---|---|---|---|---|---|"""
-
-
-def measure(name: str, tp: int, train: bool) -> Row:
+def measure(name: str, sizes: Sequence[int]) -> Row:
     """One family, verified in this process."""
-    start = time.perf_counter()
     torch.manual_seed(0)
     model, inputs = FAMILIES[name]()
+    start = time.perf_counter()
+    autotp.explain(model.train(), sizes[0], example_inputs=inputs)
+    seconds = time.perf_counter() - start
+    found = tuple(verified(model.train(train), tp, inputs) for tp in sizes for train in (True, False))
+    config: Any = model.config
+    return Row(name, heads(config), config._attn_implementation, seconds, found)
+
+
+def verified(model: nn.Module, tp: int, inputs: dict[str, Any]) -> Found:
     try:
-        report = autotp.verify(model.train(train), tp, example_inputs=inputs)
+        report = autotp.verify(model, tp, example_inputs=inputs)
     except (autotp.Error, RuntimeError) as error:
-        return Row(name, problem=str(error).splitlines()[0][:160].replace("|", "/"))
-    seconds, traffic = time.perf_counter() - start, report.plan.traffic
-    forward, backward = (
-        ", ".join(f"{n} {kind}" for kind, n in sorted(side.items())) for side in (traffic.forward, traffic.backward)
-    )
-    worst = max(difference.error for difference in report.gradients)
-    problem = "" if report.ok else f"DIFFERENT: {report.worst}"
-    return Row(name, share(report.plan), forward, backward, worst, seconds, problem)
+        return Found(None, f"tp={tp}: {str(error).splitlines()[0][:160]}".replace("|", "/"))
+    return Found(report, "" if report.ok else f"tp={tp}: DIFFERENT, {report.worst}")
+
+
+def heads(config: Any) -> str:
+    """Query heads, and key/value heads where these are fewer."""
+    config = getattr(config, "text_config", config)
+    query = config.num_attention_heads
+    fewer = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or query
+    fewer = 1 if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False) else fewer
+    return f"{query}" if fewer == query else f"{query} on {fewer}"
 
 
 def share(plan: autotp.Plan) -> float:
     """How much of the parameters inside numbered blocks is cut."""
-    cut = sum(math.prod(entry.layout.shape) for entry in plan.cuts if in_block(entry.name))
-    whole = [entry for entry in plan.whole if in_block(entry.name) and " " not in entry.name]
-    return cut / ((cut + sum(math.prod(entry.shape) for entry in whole)) or 1)
+    cut = sum(math.prod(entry.layout.shape) for entry in plan.cuts if block(entry.name))
+    rest = sum(math.prod(entry.shape) for entry in plan.whole if block(entry.name) and " " not in entry.name)
+    return cut / ((cut + rest) or 1)
 
 
-def in_block(name: str) -> bool:
-    """True for the name of a parameter inside a numbered block."""
-    return bool(re.search(r"\.\d+\.", name))
+def whole(plan: autotp.Plan) -> str:
+    """The matrices in blocks that stay whole, each kind once, where these are more than a twentieth."""
+    if share(plan) >= 0.95:
+        return ""
+    kinds = {".".join(entry.name.split(".")[-2:]): entry.reason for entry in plan.whole if entry.in_block}
+    return f"tp={plan.tp}: " + "; ".join(f"`{name}`: {reason}" for name, reason in kinds.items())
+
+
+def layers(plans: Sequence[autotp.Plan]) -> str:
+    """Collectives of a block, forward + backward, by kind of block; the most over all plans."""
+    most: dict[str, list[int]] = {}
+    for plan in plans:
+        for stack, counts in stacks(plan):
+            most[stack] = [max(pair) for pair in zip(counts, most.get(stack, [0] * 4), strict=True)]
+    texts = {}
+    for stack, (forward, backward, small_forward, small_backward) in most.items():
+        small = f", small {small_forward} + {small_backward}" if small_forward + small_backward else ""
+        texts[stack] = f"{forward} + {backward}{small}"
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return "; ".join(f"{stack.split('.')[-2] if '.' in stack else stack}: {text}" for stack, text in texts.items())
+
+
+def stacks(plan: autotp.Plan) -> Iterator[tuple[str, list[int]]]:
+    """Each stack of blocks, and the collectives of its last: forward, backward, small forward, small backward.
+
+    (The first one waits for the embedding's reduction, too.)
+    """
+    sends = [(block(sent.module), sent) for sent in plan.traffic.sends]
+    largest = max((sent.bytes for name, sent in sends if name), default=0)
+    last = {name.rpartition(".")[0]: name for name, _ in sends if name}
+    for stack, name in last.items():
+        counts = [0] * 4
+        for sent in (sent for module, sent in sends if module == name):
+            small = sent.parameter or sent.bytes * 4 <= largest
+            counts[2 * small + sent.backward] += 1
+        yield stack, counts
+
+
+def block(name: str) -> str:
+    """The numbered block that a parameter or module is in, or ""."""
+    found = re.match(r"(.*?\.\d+)(?:\.|$)", name)
+    return found.group(1) if found else ""
 
 
 def main() -> None:
-    """Prints the table; ends with 1 where a family is different or refused."""
+    """Prints the table, and writes it where all was measured; ends with 1 where a family is different or refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(FAMILIES), metavar="NAME")
-    parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--eval", action="store_true", help="in eval mode; else in train mode")
+    parser.add_argument("--tp", type=int, nargs="*", default=list(SIZES))
     args = parser.parse_args()
     print(HEADER)
-    found = []
+    rows = []
     for name in args.families:
-        found.append(measure(name, args.tp, not args.eval))
-        print(found[-1], flush=True)
-    good = [row for row in found if not row.problem]
-    print(f"\n{len(good)} of {len(found)} equal to one device, tp={args.tp}")
-    assert len(good) == len(found), [row.name for row in found if row.problem]
+        rows.append(measure(name, args.tp))
+        print(rows[-1], flush=True)
+    bad = [row.name for row in rows if row.problems]
+    print(f"\n{len(rows) - len(bad)} of {len(rows)} equal to one device, tp={args.tp}")
+    assert not bad, bad
+    if args.families == list(FAMILIES) and tuple(args.tp) == SIZES:
+        import transformers
+
+        versions = {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
+        sizes, text = ", ".join(map(str, SIZES)), "\n".join(map(str, rows))
+        TABLE.write_text(TEXT.format(**versions, sizes=sizes, header=HEADER, rows=text, count=len(rows)))
 
 
 if __name__ == "__main__":

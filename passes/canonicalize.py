@@ -5,6 +5,7 @@
     Before: dropout(x, 0.1, False)     After: x
     Before: view(x, [2, 8])            After: reshape(x, [2, 8])
     Before: type_as(x, y)              After: to(x, dtype of y)
+    Before: repeat_interleave(x, 4, 1) After: flatten(expand(unsqueeze(x, 2), [-1, -1, 4]), 1, 2)
     Before: new_zeros(x, [2, 8])       After: zeros([2, 8], dtype=..., device=...)
 
 NOTE [Why the bias leaves the linear]
@@ -78,6 +79,17 @@ def _cast(builder: Builder, args: dict[str, Any]) -> Any:
     return args["self"] if same and not args.get("copy") and args.get("memory_format") is None else None
 
 
+def _repeat_interleave(builder: Builder, args: dict[str, Any]) -> Any:
+    """Each place so many times is a dimension of its own behind it, so that it may be cut, too."""
+    x, times, dim = args["self"], args["repeats"], args["dim"]
+    if dim is None or not isinstance(times, int) or args["output_size"] is not None:
+        return None
+    dim %= x.meta["val"].dim()
+    sizes = [-1] * (dim + 1) + [times] + [-1] * (x.meta["val"].dim() - dim - 1)
+    repeated = builder.call(aten.expand.default, builder.call(aten.unsqueeze.default, x, dim + 1), sizes)
+    return builder.call(aten.flatten.using_ints, repeated, dim, dim + 1)
+
+
 def _type_as(builder: Builder, args: dict[str, Any]) -> Any:
     """Of the other tensor nothing but the dtype is read."""
     wanted = args["other"].meta["val"].dtype
@@ -145,6 +157,7 @@ REWRITES: dict[Any, Rewrite] = {
     aten.to.dtype: _cast,
     aten.to.dtype_layout: _cast,
     aten.type_as.default: _type_as,
+    aten.repeat_interleave.self_int: _repeat_interleave,
     aten.to.device: _cast,
     aten.slice.Tensor: _whole,
     aten.view.default: _view,

@@ -217,7 +217,7 @@ class _Proof:
                 self.refuse(node, f"returns something else at {i}", expected=expected, got=got)
             for typed in self.types.get(got, ()):
                 layout, at = self.local_outputs.get(i), typed.cut_dims(typed.leaf)
-                if layout is not None and typed.flows and layout.counts() != {1} and type(typed.placement) is Shard:
+                if layout is not None and typed.flows and layout.repeated and type(typed.placement) is Shard:
                     self.refuse(node, f"returns at {i} what several ranks have, its gradient counted by each", got=typed)
                 if layout is None and not typed.fits(Replicate()):
                     self.refuse_read(node, got, typed, Replicate())

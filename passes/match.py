@@ -22,6 +22,7 @@ aten = torch.ops.aten
 CONTRACTIONS = ("aten.linear", "aten.mm", "aten.bmm", "aten.matmul", "aten.einsum")
 LOOKUPS = ("aten.embedding",)
 ROWS = ("aten.index.Tensor", "aten.index_select")
+SDPA = "aten.scaled_dot_product_attention"
 ATTENTION, MLP = "QKV -> attention -> projection", "linear -> activation -> linear"
 LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss", "aten.log_softmax")
 
@@ -90,7 +91,7 @@ def match(
     _describe(found.values(), axes, inputs)
     grids = [_on_grid(leaf, touching, axes, found) for leaf in _grids(found.values(), axes, tp)]
     _describe(grids, axes, inputs)
-    attentions = [candidate for candidate in grids if candidate.core and _shared_evenly(candidate, axes, tp)]
+    attentions = [c for c in grids if c.pattern == ATTENTION and _shared_evenly(c, axes, tp)]
     return [candidate for candidate in [*attentions, *found.values()] if candidate.nodes]
 
 
@@ -120,9 +121,9 @@ def _grids(candidates: Iterable[Candidate], axes: Axes, tp: int) -> Iterator[Axi
 
 def _pair(candidate: Candidate) -> tuple[Axis, Axis] | None:
     """Key/value heads and the group of query heads that share one, where `candidate` is the first of them."""
-    for _, factor in candidate.nodes:
+    for node, factor in candidate.nodes:
         inside = list(leaves(factor.axis))
-        if find(factor.axis).kind == "product" and len(inside) == 2 and inside[0] is find(candidate.leaf):
+        if _counts_attentions(node, factor) and find(factor.axis).kind == "product" and len(inside) == 2 and inside[0] is find(candidate.leaf):
             return None if inside[1].size.symbols or inside[1].tangled else (inside[0], inside[1])
     return None
 
@@ -142,7 +143,7 @@ def _shared_evenly(candidate: Candidate, axes: Axes, tp: int) -> bool:
     run = find(candidate.leaf).counts[0][1]
     for node in candidate.parameters:
         layout = layout_of(tuple(node.meta["val"].shape), axes.of(node), candidate.leaf, tp, "")
-        if layout.dim is None or not layout.counts() <= {1, tp if run == 1 else run}:
+        if layout.dim is None or not layout.holders() <= {1, tp if run == 1 else run}:
             return False
     return True
 
@@ -244,8 +245,15 @@ def _from_input(candidate: Candidate, inputs: Collection[str]) -> bool:
 def _attention(candidate: Candidate, axes: Axes) -> str:
     """heads, kv_heads or group where the leaf counts independent attentions; else ""."""
     for node, factor in candidate.nodes:
-        if str(node.target).startswith("aten.scaled_dot_product_attention") and factor.outs and factor.name != "e":
+        if str(node.target).startswith(SDPA) and _counts_attentions(node, factor):
             return "kv_heads" if factor.name == "k" else "group" if factor.name == "g" else "heads"
-    batched = [f for n, f in candidate.nodes if str(n.target).startswith(CONTRACTIONS) and len(f.ins) == 2 and f.outs]
+    batched = [node for node, factor in candidate.nodes if _counts_attentions(node, factor)]
     softmax = any(str(n.target).startswith("aten.softmax") and f.mark == "" for n, f in candidate.nodes)
     return "heads" if softmax and len(batched) >= 2 else ""
+
+
+def _counts_attentions(node: fx.Node, factor: Factor) -> bool:
+    """True for the factor of an attention, or of a batch of products, that counts independent ones."""
+    if str(node.target).startswith(SDPA):
+        return bool(factor.outs) and factor.name != "e"
+    return str(node.target).startswith(CONTRACTIONS) and len(factor.ins) == 2 and bool(factor.outs)

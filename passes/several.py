@@ -37,7 +37,7 @@ def cut_of(to: Target, axis: Axis, pieces: Pieces) -> Axis | None:
 
 def stored(leaf: Axis, layout: Layout) -> Placement:
     """The placement of a parameter that is held so."""
-    return Held(leaf) if layout.counts() != {1} and find(leaf).kind == "grid" else Shard(leaf)
+    return Held(leaf) if layout.repeated else Shard(leaf)
 
 
 def joined(cuts: Iterable[Axis], tp: int) -> Axis | None:
