@@ -64,7 +64,7 @@ def all_gather(x: Tensor, group: str | None, dim: int, size: int, block: int = 1
 
 
 def share(x: Tensor, group: str | None, dim: int, ranges: tuple[tuple[int, int], ...]) -> Tensor:
-    """Held -> Shard: `x` itself; the gradient of these positions of `dim`, which all ranks of the group hold, is summed."""
+    """Held -> Shard: `x` itself; the gradient of these positions of `dim`, which the whole group holds, is summed."""
     return _convert("share", x, group, dim, ranges)
 
 

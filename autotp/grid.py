@@ -25,7 +25,9 @@ def grid(slices: Iterable[Slice], tp: int) -> Axis:
     size = ONE
     for leaf, _, _ in slices:
         size = size * find(leaf).size
-    return Axis(size, "grid", tuple(leaf for leaf, _, _ in slices), counts=tuple((n, run) for _, n, run in slices), tp=tp)
+    return Axis(
+        size, "grid", tuple(leaf for leaf, _, _ in slices), counts=tuple((n, run) for _, n, run in slices), tp=tp
+    )
 
 
 def slices_of(leaf: Axis, tp: int) -> tuple[Slice, ...]:
@@ -82,7 +84,7 @@ def holders(axis: str, leaf: Axis, tp: int) -> str:
 
 
 def splits(kv: int, group: int, tp: int) -> tuple[int, int]:
-    """`tp` as the product that leaves the fullest rank the fewest heads: for the key/value heads, and for the groups."""
+    """`tp` as the product that leaves the fullest rank the fewest heads: of key/value heads, and of groups."""
     found = [(n, tp // n) for n in range(tp, 0, -1) if tp % n == 0]
     return min(found, key=lambda pair: -(-kv // pair[0]) * -(-group // pair[1]))
 

@@ -50,7 +50,9 @@ def _product_ranges(axis: Axis, cuts: Sequence[Slice], rank: int) -> list[Range]
         if pieces == [(0, size)]:
             pieces = [(a * size, b * size) for a, b in held]
         else:
-            pieces = [(i * size + a, i * size + b) for start, stop in held for i in range(start, stop) for a, b in pieces]
+            pieces = [
+                (i * size + a, i * size + b) for start, stop in held for i in range(start, stop) for a, b in pieces
+            ]
         size *= part.size.number
     return _joined(pieces)
 

@@ -129,7 +129,7 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         dim, at = ctx.where
-        total = sum(grad.index_select(dim, index) for grad, index in zip(grads, at, strict=True))
+        (total,) = _sum(tuple(g.index_select(dim, index) for g, index in zip(grads, at, strict=True)))[:1]
         return None, None, *(grad.index_copy(dim, index, total) for grad, index in zip(grads, at, strict=True))
 
 

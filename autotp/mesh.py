@@ -135,7 +135,7 @@ def _over_the_world(device: torch.device, timeout: timedelta) -> Mesh:
 
 
 def _runs(group: Any, timeout: timedelta) -> tuple[tuple[int, str], ...]:
-    """Groups of 2, 4, ... neighbours, for what is cut on a factor of the axis: for each number the one of this process."""
+    """Groups of 2, 4, ... neighbours, for what is cut on a factor of the axis: of each number, this process's."""
     ranks, found = dist.get_process_group_ranks(group), []
     for n in (n for n in range(2, len(ranks)) if len(ranks) % n == 0):
         start = group.rank() // n * n

@@ -65,7 +65,9 @@ def _joined(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     if layout.repeated:
         mine = layout.first(mesh.rank)
         places = tuple(layout.places(mesh.rank, mine))
-        return collectives.reduce(parallel.place(local, layout.dim, tuple(mine), places, layout.shape[layout.dim]), mesh.group)
+        return collectives.reduce(
+            parallel.place(local, layout.dim, tuple(mine), places, layout.shape[layout.dim]), mesh.group
+        )
     lengths = layout.lengths()
     size, block = sum(lengths), gcd(*lengths)
     assert lengths == [n * block for n in chunk_sizes(size // block, mesh.size)], "an output is cut in whole blocks"

@@ -52,7 +52,7 @@ class Shard:
     axis: Axis
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and same_cut(self.axis, other.axis)  # type: ignore[attr-defined]
+        return type(other) is type(self) and same_cut(self.axis, other.axis)
 
     def __hash__(self) -> int:
         return cut_key(self.axis)

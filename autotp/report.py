@@ -26,7 +26,8 @@ FORWARD = {
     "reduce": "all-reduce", "gather": "all-gather", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter",
 }  # fmt: skip
 BACKWARD = {
-    "copy": "all-reduce", "share": "all-reduce", "scatter": "all-gather", "all_gather": "reduce-scatter", "reduce_scatter": "all-gather",
+    "copy": "all-reduce", "share": "all-reduce", "scatter": "all-gather", "all_gather": "reduce-scatter",
+    "reduce_scatter": "all-gather",
 }  # fmt: skip
 """What each conjugate sends, forward and backward."""
 

@@ -27,9 +27,9 @@ SIZES = (2, 3, 4, 8)
 TABLE = Path(__file__).parent.parent / "docs" / "coverage.md"
 TEXT = """# Hugging Face families
 
-`python examples/hf_coverage.py` with torch {torch} and transformers {transformers}: tiny random models of two layers (six
-heads, a vocabulary of 99, widths that three does not divide), in train and in eval mode, tp in {sizes}; outputs, every
-gradient and a step of an optimizer compared with one device's in float64.
+`python examples/hf_coverage.py` with torch {torch} and transformers {transformers}: tiny random models of two layers
+(six heads, a vocabulary of 99, widths that three does not divide), in train and in eval mode, tp in {sizes}; outputs,
+every gradient and a step of an optimizer compared with one device's in float64.
 
 - **cut in blocks**: the share of the parameters in numbered blocks that are divided, the least over all tp.
 - **a layer**: collectives of a block, forward + backward, the most over all tp. Small ones carry the gradient of a
@@ -105,7 +105,9 @@ def heads(config: Any) -> str:
     config = getattr(config, "text_config", config)
     query = config.num_attention_heads
     fewer = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or query
-    fewer = 1 if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False) else fewer
+    fewer = (
+        1 if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False) else fewer
+    )
     return f"{query}" if fewer == query else f"{query} on {fewer}"
 
 

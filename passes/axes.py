@@ -82,7 +82,7 @@ class Bound:
         return factor if factor is not None and self._held(factor, leaf) else None
 
     def _on_grid(self, found: list[Factor], grid: Axis) -> Factor | None:
-        """The factors that a grid cuts, as one. They pass through, or are parts that are left out, or all are reduced."""
+        """The factors that a grid cuts, as one: they pass through, or are parts left out, or all are reduced."""
         dims = [axis for side in self.dims for term in side for axis in term if touches(axis, grid)]
         if not found or any(factor.mark == "^" for factor in found) or not all(holds(axis, grid) for axis in dims):
             return None
@@ -92,8 +92,8 @@ class Bound:
         every = all(any(holds(factor.axis, leaf) for factor in summed) for leaf in grid.parts)
         if some or (summed and (len(summed) < len(found) or not (every and is_full(grid)))):
             return None
-        places = [{at: d for f in found for at, d in side(f).items()} for side in (_ins, _outs)]
-        return Factor(" ".join(f.name for f in found), grid, max(f.mark for f in found), *places, bool(summed))
+        ins, outs = _places(found)
+        return Factor(" ".join(f.name for f in found), grid, max(f.mark for f in found), ins, outs, bool(summed))
 
     def _held(self, factor: Factor, leaf: Axis) -> bool:
         """True if cutting `leaf` cuts every dimension that has the factor, not one part of a concatenation only."""
@@ -106,7 +106,7 @@ class Bound:
         whole = [self.dims[0][i][d] for i, d in ins] + [self.dims[1][o][d] for o, d in outs]
         if not any(holds(axis, leaf) for axis in whole):
             return None
-        places = [{at: d for f in found for at, d in (f.ins, f.outs)[side].items()} for side in (0, 1)]
+        places = _places(found)
         sides = [(own, places[side]) for f in found for side, own in enumerate((f.ins, f.outs))]
         clash = any(own.get(at, d) != d for own, all_ in sides for at, d in all_.items())
         mark = max(factor.mark for factor in found)
@@ -122,12 +122,10 @@ def _parts(expr: Expr, inside: bool = False) -> Iterator[Name]:
         yield expr
 
 
-def _ins(factor: Factor) -> dict[int, int]:
-    return factor.ins
-
-
-def _outs(factor: Factor) -> dict[int, int]:
-    return factor.outs
+def _places(factors: Sequence[Factor]) -> tuple[dict[int, int], dict[int, int]]:
+    """Where any of the factors are, in operands and outputs."""
+    ins = {at: dim for factor in factors for at, dim in factor.ins.items()}
+    return ins, {at: dim for factor in factors for at, dim in factor.outs.items()}
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,9 @@ class _Proof:
             for typed in self.types.get(got, ()):
                 layout, at = self.local_outputs.get(i), typed.cut_dims(typed.leaf)
                 if layout is not None and typed.flows and layout.repeated and type(typed.placement) is Shard:
-                    self.refuse(node, f"returns at {i} what several ranks have, its gradient counted by each", got=typed)
+                    self.refuse(
+                        node, f"returns at {i} what several ranks have, its gradient counted by each", got=typed
+                    )
                 if layout is None and not typed.fits(Replicate()):
                     self.refuse_read(node, got, typed, Replicate())
                 if layout is not None and (at != [layout.dim] or self._cut_at(typed, at[0]) != layout.pieces):
@@ -298,7 +300,13 @@ class _Proof:
             leaf = extended(known.leaf if known else None, new, self.to.tp)
             factor = cut_factor(bound, leaf) if leaf is not None else None
             local = leaf and factor and local_call(self.to, self.axes, node, model, Cut(leaf, factor))
-            if leaf and factor and local and self._is_call(node, *local) and not self._is_call(node, model.target, bind(model)):
+            if (
+                leaf
+                and factor
+                and local
+                and self._is_call(node, *local)
+                and not self._is_call(node, model.target, bind(model))
+            ):
                 return Cut(leaf, factor)
         return None
 

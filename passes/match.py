@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def turn(self) -> int:
-        """When it is chosen: heads, then widths (of which some, as a low rank, lead to heads), vocabularies, the rest."""
+        """When it is chosen: heads, then widths (a low rank leads to heads, and loses), vocabularies, the rest."""
         on_grid = find(self.leaf).kind == "grid"
         order = [self.core and on_grid, self.core and self.pattern == ATTENTION, self.core, self.name == "vocab", True]
         return order.index(True)
@@ -106,7 +106,7 @@ def _describe(candidates: Iterable[Candidate], axes: Axes, inputs: Collection[st
 
 
 def _grids(candidates: Iterable[Candidate], axes: Axes, tp: int) -> Iterator[Axis]:
-    """What is worth a grid: fewer key/value heads than the ranks need, and heads that share a weight with what has none."""
+    """What is worth a grid: fewer key/value heads than ranks, and heads that share a weight with what has none."""
     for candidate in candidates:
         pair = _pair(candidate) if candidate.core else None
         if pair is not None:
@@ -123,7 +123,12 @@ def _pair(candidate: Candidate) -> tuple[Axis, Axis] | None:
     """Key/value heads and the group of query heads that share one, where `candidate` is the first of them."""
     for node, factor in candidate.nodes:
         inside = list(leaves(factor.axis))
-        if _counts_attentions(node, factor) and find(factor.axis).kind == "product" and len(inside) == 2 and inside[0] is find(candidate.leaf):
+        if (
+            _counts_attentions(node, factor)
+            and find(factor.axis).kind == "product"
+            and len(inside) == 2
+            and inside[0] is find(candidate.leaf)
+        ):
             return None if inside[1].size.symbols or inside[1].tangled else (inside[0], inside[1])
     return None
 
@@ -167,7 +172,9 @@ def _recognised(candidate: Candidate, axes: Axes, inputs: Collection[str]) -> tu
 def _closed(candidate: Candidate, axes: Axes) -> bool:
     """True if whatever is cut is read by operators that can be cut, too: nothing has to be gathered on the way."""
     nodes = {node for node, _ in candidate.nodes}
-    cut = [value for node, factor in candidate.nodes if factor.outs for value in _cut_values(node, candidate.leaf, axes)]
+    cut = [
+        value for node, factor in candidate.nodes if factor.outs for value in _cut_values(node, candidate.leaf, axes)
+    ]
     return all(reader in nodes for value in cut for reader in readers(value))
 
 

@@ -1,8 +1,8 @@
 """Where several ranks hold the same, for `check`: grids found anew from layouts, and the moves that such values make.
 
-    share        Held -> Shard            take     Copied -> Shard
-    first        Shard -> Held            place    Shard -> Partial
-    first        Copied -> Replicate
+share        Held -> Shard            take     Copied -> Shard
+first        Shard -> Held            place    Shard -> Partial
+first        Copied -> Replicate
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def moved(to: Target, target: Any, typed: Typed, arguments: Mapping[str, Any]) -
         return None
     if target is parallel.first:
         return Shard(typed.leaf), Held(typed.leaf)
-    placed = arguments["places"] == tuple(layout.places(to.rank, list(first))) and arguments["size"] == layout.shape[dim]
+    placed = (
+        arguments["places"] == tuple(layout.places(to.rank, list(first))) and arguments["size"] == layout.shape[dim]
+    )
     return (Shard(typed.leaf), Partial()) if placed else None
 
 

@@ -101,7 +101,7 @@ def _on_grid(bound: Bound, cut: Cut) -> tuple[list[Placement], list[Placement]]:
         [Shard(restricted(cut.leaf, dims)) if i in places else other for i, dims in enumerate(terms)]
         for terms, places, other in sides
     ]
-    return found[0], found[1]  # type: ignore[return-value]
+    return found[0], found[1]
 
 
 def restricted(leaf: Axis, dims: Dims) -> Axis:

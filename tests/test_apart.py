@@ -24,7 +24,11 @@ class Sloped(nn.Module):
         rest = torch.arange(2.0) if self.extra is None else self.extra
         slopes = torch.cat([2.0 ** torch.arange(4.0), rest]).to(x.dtype)  # [heads]
         bias = slopes[:, None, None] * torch.arange(x.size(1))  # [heads 1 seq]
-        return self.out(F.scaled_dot_product_attention(q, k, v, bias[None].expand(x.size(0), -1, x.size(1), -1)).transpose(1, 2).flatten(2))
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v, bias[None].expand(x.size(0), -1, x.size(1), -1))
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 @pytest.mark.parametrize("tp", [2, 3])

@@ -69,7 +69,11 @@ def coordinates(of: Axis, leaf: Axis) -> Tensor:
     if of.kind == "leaf":
         return torch.full((of.size.number,), -1)
     parts = [coordinates(part, leaf) for part in of.parts]
-    return torch.cat(parts) if of.kind == "concat" else torch.stack(torch.meshgrid(*parts, indexing="ij")).amax(0).flatten()
+    return (
+        torch.cat(parts)
+        if of.kind == "concat"
+        else torch.stack(torch.meshgrid(*parts, indexing="ij")).amax(0).flatten()
+    )
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4, 6, 8])
@@ -182,7 +186,10 @@ class Grouped(nn.Module):
 
 @settings(deadline=None, max_examples=25)
 @given(
-    st.integers(1, 4), st.integers(1, 5), st.sampled_from(["separate", "q|k|v", "per-group"]), st.sampled_from([2, 3, 4, 8])
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.sampled_from(["separate", "q|k|v", "per-group"]),
+    st.sampled_from([2, 3, 4, 8]),
 )
 def test_grouped_attention(kv: int, group: int, layout: str, tp: int) -> None:
     model = Grouped(kv, group, layout)
