@@ -1,0 +1,384 @@
+"""A tensor that is not there yet: what was done to it is remembered, and done to the part that is read.
+
+Before: experts = torch.stack([Lazy(stored) for stored in files]).transpose(1, 2)
+After:  experts.source.read(((0, 8), (0, 64), (0, 32))) reads that box of each file, and nothing else
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autotp.errors import Error
+from autotp.layout import Layout
+
+aten = torch.ops.aten
+Shape = tuple[int, ...]
+Box = tuple[tuple[int, int], ...]
+"""For each dimension (start, stop)."""
+
+BLOCK = 2**26  # bytes read at once
+
+
+class Source(Protocol):
+    """What a lazy tensor is read from. `read` returns memory that need not be the caller's own: copy it."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def read(self, box: Box) -> Tensor:
+        """The elements in `box`, of the box's sizes."""
+        ...
+
+
+# ---- what can be done to the part that is read
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Parts one after the other along `dim`."""
+
+    parts: tuple[Source, ...]
+    dim: int
+
+    @property
+    def shape(self) -> Shape:
+        first = self.parts[0].shape
+        return *first[: self.dim], sum(p.shape[self.dim] for p in self.parts), *first[self.dim + 1 :]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    def read(self, box: Box) -> Tensor:
+        start, stop = box[self.dim]
+        found: list[Tensor] = []
+        at = 0
+        for part in self.parts:
+            length = part.shape[self.dim]
+            a, b = max(start - at, 0), min(stop - at, length)
+            if a < b:
+                found.append(part.read((*box[: self.dim], (a, b), *box[self.dim + 1 :])))
+            at += length
+        if not found:
+            return torch.empty(_sizes(box), dtype=self.dtype)
+        return found[0] if len(found) == 1 else torch.cat(found, self.dim)
+
+
+@dataclass(frozen=True)
+class Narrowed:
+    """`length` positions of `dim` from `start` on."""
+
+    of: Source
+    dim: int
+    start: int
+    length: int
+
+    @property
+    def shape(self) -> Shape:
+        return *self.of.shape[: self.dim], self.length, *self.of.shape[self.dim + 1 :]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.of.dtype
+
+    def read(self, box: Box) -> Tensor:
+        a, b = box[self.dim]
+        return self.of.read((*box[: self.dim], (a + self.start, b + self.start), *box[self.dim + 1 :]))
+
+
+@dataclass(frozen=True)
+class Permuted:
+    """Dimension `d` is `dims[d]` of what it is of."""
+
+    of: Source
+    dims: tuple[int, ...]
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.of.shape[d] for d in self.dims)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.of.dtype
+
+    def read(self, box: Box) -> Tensor:
+        return self.of.read(tuple(box[self.dims.index(d)] for d in range(len(box)))).permute(self.dims)
+
+
+@dataclass(frozen=True)
+class Squeezed:
+    """The same with other dimensions of size 1."""
+
+    of: Source
+    shape: Shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.of.dtype
+
+    def read(self, box: Box) -> Tensor:
+        rest = iter([piece for piece, n in zip(box, self.shape, strict=True) if n != 1])
+        return self.of.read(tuple((0, 1) if n == 1 else next(rest) for n in self.of.shape)).reshape(_sizes(box))
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The same in another dtype."""
+
+    of: Source
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> Shape:
+        return self.of.shape
+
+    def read(self, box: Box) -> Tensor:
+        return self.of.read(box).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Output `at` of an operator of which no part can be computed alone: its operands are read whole."""
+
+    operator: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    at: int
+    shape: Shape
+    dtype: torch.dtype
+
+    def read(self, box: Box) -> Tensor:
+        args, kwargs = pytree.tree_map_only(Lazy, lambda lazy: read(lazy.source), (self.args, self.kwargs))
+        return _cut(pytree.tree_leaves(self.operator(*args, **kwargs))[self.at], box)
+
+
+def _sizes(box: Box) -> Shape:
+    return tuple(b - a for a, b in box)
+
+
+def _cut(tensor: Tensor, box: Box) -> Tensor:
+    return tensor[tuple(slice(a, b) for a, b in box)]
+
+
+# ---- reading
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box that is all of `shape`."""
+    return tuple((0, n) for n in shape)
+
+
+def read(source: Source) -> Tensor:
+    """All of it."""
+    return source.read(whole(source.shape))
+
+
+def blocks(box: Box, itemsize: int, size: int | None = None) -> Iterator[Box]:
+    """`box` in boxes of at most `size` bytes (BLOCK, if not said), cut along the first dimensions, in memory order."""
+    size = size or BLOCK
+    if math.prod(_sizes(box)) * itemsize <= size or not box:
+        yield box
+        return
+    (start, stop), rest = box[0], box[1:]
+    row = math.prod(_sizes(rest)) * itemsize
+    step = max(size // row, 1)
+    for a in range(start, stop, step):
+        b = min(a + step, stop)
+        if row > size:
+            yield from (((a, b), *inner) for inner in blocks(rest, itemsize, size))
+        else:
+            yield (a, b), *rest
+
+
+def sliceable(source: Source) -> bool:
+    """Whether a part can be read without reading all of something."""
+    match source:
+        case Computed():
+            return False
+        case Joined(parts=parts):
+            return all(map(sliceable, parts))
+        case Narrowed(of=of) | Permuted(of=of) | Squeezed(of=of) | Cast(of=of):
+            return sliceable(of)
+    return True
+
+
+def fill(part: Tensor, source: Source, layout: Layout, rank: int) -> None:
+    """Reads what `rank` holds of a tensor into `part`, in blocks. part: the layout's local shape"""
+    if not sliceable(source):
+        part.copy_(layout.take(read(source), rank))
+        return
+    dim = layout.dim or 0
+    ranges = whole(source.shape)[:1] if layout.dim is None else layout.pieces[rank]
+    at = 0
+    for start, stop in ranges:
+        box = tuple((start, stop) if d == dim else (0, n) for d, n in enumerate(source.shape))
+        for block in blocks(box, source.dtype.itemsize):
+            here = tuple((a + at - start, b + at - start) if d == dim else (a, b) for d, (a, b) in enumerate(block))
+            _cut(part, here).copy_(source.read(block))
+        at += stop - start
+    if not source.shape:
+        part.copy_(read(source))
+
+
+# ---- the tensor
+
+
+class Lazy(Tensor):
+    """A tensor of the shape and dtype of its `source`, on the CPU by what it says, without memory.
+
+    Operators on it are remembered, each as an ordinary torch tensor's: views and joins as what they do to a part, others
+    as `Computed`. Only `torch.equal` reads.
+    """
+
+    source: Source
+
+    @staticmethod
+    def __new__(cls, source: Source) -> Lazy:
+        made: Lazy = Tensor._make_wrapper_subclass(cls, source.shape, dtype=source.dtype, device=torch.device("cpu"))  # type: ignore[attr-defined]
+        return made
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Lazy({list(self.shape)}, {self.dtype})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.equal.default:
+            return _equal(*args)
+        found = VIEWS[func](*args, **kwargs) if func in VIEWS else None
+        return _computed(func, args, kwargs) if found is None else pytree.tree_map(Lazy, found)
+
+
+def _same(x: Lazy, *_: Any, **__: Any) -> Source:
+    return x.source
+
+
+def _cast(x: Lazy, dtype: torch.dtype | None = None, **_: Any) -> Source:
+    return x.source if dtype in (None, x.dtype) else Cast(x.source, dtype)
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Source | None:
+    sources = tuple(x.source for x in tensors if isinstance(x, Lazy))
+    alike = len({(x.dtype, x.dim()) for x in tensors}) == 1
+    return Joined(sources, dim % tensors[0].dim()) if alike and len(sources) == len(tensors) else None
+
+
+def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Source | None:
+    return _cat([x.unsqueeze(dim) for x in tensors], dim % (tensors[0].dim() + 1))
+
+
+def _split(x: Lazy, size: int, dim: int = 0) -> list[Source]:
+    length = x.shape[dim]
+    return _split_with_sizes(x, [min(size, length - at) for at in range(0, length, size)] or [0], dim)
+
+
+def _split_with_sizes(x: Lazy, sizes: Sequence[int], dim: int = 0) -> list[Source]:
+    return [Narrowed(x.source, dim % x.dim(), sum(sizes[:i]), n) for i, n in enumerate(sizes)]
+
+
+def _slice(x: Lazy, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Source | None:
+    a, b, _ = slice(start, stop).indices(x.shape[dim])
+    return Narrowed(x.source, dim % x.dim(), a, max(b - a, 0)) if step == 1 else None
+
+
+def _select(x: Lazy, dim: int, index: int) -> Source:
+    dim, at = dim % x.dim(), index % x.shape[dim]
+    return Squeezed(Narrowed(x.source, dim, at, 1), (*x.shape[:dim], *x.shape[dim + 1 :]))
+
+
+def _unbind(x: Lazy, dim: int = 0) -> list[Source]:
+    return [_select(x, dim, i) for i in range(x.shape[dim])]
+
+
+def _permute(x: Lazy, dims: Sequence[int]) -> Source:
+    return Permuted(x.source, tuple(d % x.dim() for d in dims))
+
+
+def _transpose(x: Lazy, a: int = 0, b: int = 1) -> Source:
+    dims = list(range(x.dim()))
+    dims[a], dims[b] = dims[b], dims[a]
+    return Permuted(x.source, tuple(dims))
+
+
+def _squeeze(x: Lazy, dim: int | Sequence[int] | None = None) -> Source:
+    given = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+    dims = {d % x.dim() for d in given}
+    return Squeezed(x.source, tuple(n for d, n in enumerate(x.shape) if n != 1 or d not in dims))
+
+
+def _unsqueeze(x: Lazy, dim: int) -> Source:
+    dim %= x.dim() + 1
+    return Squeezed(x.source, (*x.shape[:dim], 1, *x.shape[dim:]))
+
+
+def _view(x: Lazy, shape: Sequence[int]) -> Source | None:
+    known = -math.prod(shape)
+    sizes = tuple(x.numel() // known if n == -1 else n for n in shape)
+    same = [n for n in sizes if n != 1] == [n for n in x.shape if n != 1]
+    return Squeezed(x.source, sizes) if same else None
+
+
+VIEWS: dict[Any, Callable[..., Source | list[Source] | None]] = {
+    aten.detach.default: _same,
+    aten.alias.default: _same,
+    aten.clone.default: _same,
+    aten.lift_fresh.default: _same,
+    aten._to_copy.default: _cast,
+    aten.cat.default: _cat,
+    aten.stack.default: _stack,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split_with_sizes,
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.unbind.int: _unbind,
+    aten.permute.default: _permute,
+    aten.transpose.int: _transpose,
+    aten.t.default: _transpose,
+    aten.squeeze.default: _squeeze,
+    aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+}
+"""What of an operator is known for a part; None where it is not, as for a step in a slice."""
+
+
+def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """The outputs as they are on meta, each lazy."""
+    if func._schema.is_mutable:
+        raise Error(f"{func} writes into a tensor that is only read", **{"try": "clone it first"})
+    on_meta = {"device": torch.device("meta")} if "device" in kwargs else {}
+    empty = pytree.tree_map_only(Tensor, _empty, (args, {**kwargs, **on_meta}))
+    found, spec = pytree.tree_flatten(func(*empty[0], **empty[1]))
+    outputs = [Lazy(Computed(func, args, kwargs, i, tuple(x.shape), x.dtype)) for i, x in enumerate(found)]
+    return pytree.tree_unflatten(outputs, spec)
+
+
+def _empty(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """As `torch.equal`, in blocks."""
+    if a.shape != b.shape:
+        return False
+    reads = [x.source.read if isinstance(x, Lazy) else partial(_cut, x) for x in (a, b)]
+    itemsize = max(a.dtype.itemsize, b.dtype.itemsize)
+    return all(torch.equal(*(one(block) for one in reads)) for block in blocks(whole(a.shape), itemsize))
