@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autotp.agree import agree
 from autotp.errors import Error
-from autotp.files import INDEX, ONE_FILE, Shard, header_of, index_of, nbytes, shards_of, synced, write
+from autotp.files import INDEX, ONE_FILE, Shard, header_of, index_of, nbytes, shards_of, write
 from autotp.folder import replaced
 from autotp.layout import Layout
 from autotp.lazy import Source, blocks, fill, sliceable, whole
@@ -89,7 +89,7 @@ def _write_shard(
         for name in shard.names:
             agree(mesh, lambda name=name: _stream(file, tensors[name]))  # type: ignore[misc]
             count(nbytes(tensors[name]))
-        agree(mesh, lambda: _written(new, lambda: file and synced(file)))
+        agree(mesh, lambda: _written(new, stack.close))
 
 
 def _stream(file: BinaryIO | None, source: Source) -> None:

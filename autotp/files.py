@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,9 +87,7 @@ def stored(folder: Path) -> dict[str, Stored]:
 
 def _no_checkpoint(folder: Path) -> Error:
     if not folder.is_dir():
-        return Error(
-            "no such folder", **{"at": str(folder), "try": "the path of a folder that a checkpoint was saved to"}
-        )
+        return Error("no such folder", **{"at": str(folder), "try": "the path of a folder that holds a checkpoint"})
     pickled = [file.name for file in sorted(folder.iterdir()) if file.suffix in (".bin", ".pt", ".pth", ".ckpt", ".h5")]
     if pickled:
         convert = "load it once with transformers and write it with model.save_pretrained(folder), which is safetensors"
@@ -110,44 +107,46 @@ def _index(file: Path) -> dict[str, str]:
 
 
 def _opened(file: Path) -> dict[str, Stored]:
-    header = _header(file)
-    found = {}
-    for name, entry in header.items():
-        if entry["dtype"] not in DTYPES:
-            raise Error(f"`{name}` is of dtype {entry['dtype']}", expected=", ".join(DTYPES), at=str(file))
-        found[name] = Stored(file, name, tuple(entry["shape"]), DTYPES[entry["dtype"]])
-    return found
+    """The tensors of one file.
 
-
-def _header(file: Path) -> dict[str, dict[str, Any]]:
-    """The header, once safetensors has accepted the file."""
+    Raises:
+        Error: safetensors does not accept it; names the tensor that is cut off, if one is.
+    """
     from safetensors import safe_open
 
-    header: dict[str, dict[str, Any]] = {}
+    header, size = {}, 0
     try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if length <= file.stat().st_size:
-                header = json.loads(opened.read(length))
-        header.pop("__metadata__", None)
+        header, size = _header(file)
         with safe_open(file, framework="pt", device="cpu"):
-            return header
+            return {
+                name: Stored(file, name, tuple(entry["shape"]), DTYPES[entry["dtype"]])
+                for name, entry in header.items()
+            }
     except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    beyond = _first_beyond(header, file)
-    if beyond:
-        raise Error(f"`{beyond}` is cut off: the file is shorter than its header says", at=str(file))
-    raise Error(f"the file is corrupt ({problem})", at=str(file))
+        beyond = _cut_off(header, size)
+        if beyond:
+            raise Error(f"`{beyond}` is cut off: the file is shorter than its header says", at=str(file)) from error
+        raise Error(f"the file is corrupt ({type(error).__name__}: {error})", at=str(file)) from error
 
 
-def _first_beyond(header: Mapping[str, Any], file: Path) -> str:
-    """The first tensor that ends after the end of the file, or ""."""
+def _cut_off(header: Mapping[str, Any], size: int) -> str:
+    """The first tensor that ends after the end of the file, or nothing."""
     try:
-        data = file.stat().st_size - 8 - int.from_bytes(file.open("rb").read(8), "little")
         ends = sorted((entry["data_offsets"][1], name) for name, entry in header.items())
-    except (LookupError, TypeError, OSError):
+        return next((name for end, name in ends if end > size), "")
+    except (LookupError, TypeError):
         return ""
-    return next((name for end, name in ends if end > data), "")
+
+
+def _header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Tensor name -> its entry; how many bytes follow the header."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        size = file.stat().st_size - 8 - length
+        if size < 0:
+            raise ValueError(f"a header of {length} bytes is longer than the file")
+        header = json.loads(opened.read(length))
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}, size
 
 
 # ---- writing
@@ -223,9 +222,3 @@ def index_of(shards: Iterable[Shard], size: int) -> str:
     """The index of several files. size: bytes of all tensors"""
     places = {name: shard.file for shard in shards for name in shard.names}
     return json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}, indent=2) + "\n"
-
-
-def synced(file: BinaryIO) -> None:
-    """What was written is on the disk when this returns."""
-    file.flush()
-    os.fsync(file.fileno())

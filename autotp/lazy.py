@@ -149,7 +149,10 @@ class Cast:
 
 @dataclass(frozen=True)
 class Computed:
-    """Output `at` of an operator of which no part can be computed alone: its operands are read whole."""
+    """Output `at` of an operator of which no part can be computed alone: its operands are read whole.
+
+    They are contiguous, as lazy tensors say they are: the operator was chosen for that.
+    """
 
     operator: Callable[..., Any]
     args: tuple[Any, ...]
@@ -159,7 +162,7 @@ class Computed:
     dtype: torch.dtype
 
     def read(self, box: Box) -> Tensor:
-        args, kwargs = pytree.tree_map_only(Lazy, lambda lazy: read(lazy.source), (self.args, self.kwargs))
+        args, kwargs = pytree.tree_map_only(Lazy, lambda x: read(x.source).contiguous(), (self.args, self.kwargs))
         return _cut(pytree.tree_leaves(self.operator(*args, **kwargs))[self.at], box)
 
 
@@ -237,27 +240,29 @@ def fill(part: Tensor, source: Source, layout: Layout, rank: int) -> None:
 class Lazy(Tensor):
     """A tensor of the shape and dtype of its `source`, on the CPU by what it says, without memory.
 
-    Operators on it are remembered, each as an ordinary torch tensor's: views and joins as what they do to a part, others
-    as `Computed`. Only `torch.equal` reads.
+    Operators on it are remembered: views and joins as what they do to a part, others as `Computed`. Only `torch.equal`
+    reads.
     """
 
     source: Source
 
     @staticmethod
     def __new__(cls, source: Source) -> Lazy:
-        made: Lazy = Tensor._make_wrapper_subclass(cls, source.shape, dtype=source.dtype, device=torch.device("cpu"))  # type: ignore[attr-defined]
+        made: Lazy = Tensor._make_wrapper_subclass(cls, source.shape, dtype=source.dtype, device=torch.device("cpu"))
         return made
 
     def __init__(self, source: Source) -> None:
         self.source = source
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Lazy({list(self.shape)}, {self.dtype})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is aten.equal.default:
             return _equal(*args)
@@ -275,8 +280,14 @@ def _cast(x: Lazy, dtype: torch.dtype | None = None, **_: Any) -> Source:
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Source | None:
     sources = tuple(x.source for x in tensors if isinstance(x, Lazy))
-    alike = len({(x.dtype, x.dim()) for x in tensors}) == 1
-    return Joined(sources, dim % tensors[0].dim()) if alike and len(sources) == len(tensors) else None
+    if len(sources) < len(tensors) or len({(x.dtype, x.dim()) for x in tensors}) > 1:
+        return None
+    dim %= tensors[0].dim()
+    shapes = [list(x.shape) for x in tensors]
+    other = next((n for n in shapes if n[:dim] + n[dim + 1 :] != shapes[0][:dim] + shapes[0][dim + 1 :]), None)
+    if other is not None:
+        raise Error(f"tensors of {shapes[0]} and {other} cannot be joined along dimension {dim}")
+    return Joined(sources, dim)
 
 
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Source | None:

@@ -36,8 +36,8 @@ from autotp.transform import Outputs
 from autotp.whole import Whole
 
 BESIDE = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
-    "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
     "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 """Files that make texts into tokens: what a checkpoint was loaded with it is saved with."""
@@ -111,8 +111,8 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], *, max_shard
     """Writes the model into the folder `path`, as transformers would: `Model.from_pretrained(path)` reads it.
 
     config.json and generation_config.json are the model's, the tokenizer's files those of the folder it was read from.
-    The first rank writes, block by block: nobody holds more than shards and 64 MB. If it fails or dies, what was in the
-    folder before is as it was; files that are not of a checkpoint stay. Call it on every rank of the axis.
+    The first rank writes, block by block: nobody holds more than shards and 64 MB. If it fails or dies, the folder is
+    as it was; files that are not of a checkpoint stay. Call it on every rank of the axis (of one replica, if several).
 
     Args:
         max_shard_size: bytes of tensors in one file, or a text as "500MB".
@@ -121,10 +121,14 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], *, max_shard
         Error: no parallel model of transformers, or the file system fails; on every rank.
     """
     parallel = parallel_of(model, "save_pretrained")
-    folder, largest = Path(path), parse_size(max_shard_size)
-    tensors = {name: lazy.source for name, lazy in _as_saved(parallel).items()}
-    within(f"save_pretrained({type(parallel._original).__name__}, {folder})", lambda: write_checkpoint(
-        folder, tensors, parallel.mesh, largest, lambda new: _write_beside(new, parallel)))  # fmt: skip
+    folder = Path(path)
+
+    def run() -> None:
+        largest = parse_size(max_shard_size)
+        tensors = {name: lazy.source for name, lazy in _as_saved(parallel).items()}
+        write_checkpoint(folder, tensors, parallel.mesh, largest, lambda new: _write_beside(new, parallel))
+
+    within(f"save_pretrained({type(parallel._original).__name__}, {folder})", run)
 
 
 # ---- loading
@@ -139,7 +143,7 @@ def _load(folder: Path, wanted: Wanted) -> nn.Module:
     lazies = {name: Lazy(tensor) for name, tensor in files.items()}
     model, info = _built(build, config, lazies, wanted.dtype, StaysOnMeta())
     _expect_fit(model, info, files, folder, wanted)
-    if info["missing_keys"]:
+    if any(p.is_meta for p in model.parameters()):  # Also those of which transformers says that no file has them.
         model, _ = _built(build, config, lazies, wanted.dtype, nullcontext())
     model.config.name_or_path = str(folder)
     if model.can_generate() and (folder / "generation_config.json").is_file():
@@ -186,7 +190,7 @@ def _emptied(model: nn.Module) -> tuple[nn.Module, dict[str, Source]]:
                     empty[tensor] = nn.Parameter(on_meta, tensor.requires_grad)
                 elif tensor not in empty:
                     empty[tensor] = read(tensor.source).clone()
-                table[key] = empty[tensor]  # type: ignore[assignment]
+                table[key] = empty[tensor]
     return model, sources
 
 
@@ -277,14 +281,14 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _as_saved(parallel: ParallelModule) -> dict[str, Lazy]:
-    """The model's tensors, whole, under the names and in the forms that transformers has in files; each tied one once."""
+    """The model's tensors, whole, under the names and in the forms that they have in files; each tied one once."""
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     original = parallel._original
     if not isinstance(original, _transformers().PreTrainedModel):
         raise Error(
-            f"save_pretrained: a {type(original).__name__} is no model of transformers",
+            f"a {type(original).__name__} is no model of transformers",
             **{"try": "autotp.full_state_dict(model), and torch.save on the first rank"},
         )
     held = parallel.state_dict(keep_vars=True)
@@ -296,7 +300,7 @@ def _as_saved(parallel: ParallelModule) -> dict[str, Lazy]:
         if name not in left_out
     }
     with torch.no_grad():
-        return revert_weight_conversion(original, whole)  # type: ignore[return-value, arg-type]
+        return revert_weight_conversion(original, whole)  # type: ignore[arg-type]
 
 
 def _write_beside(folder: Path, parallel: ParallelModule) -> None:
