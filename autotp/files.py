@@ -38,6 +38,9 @@ class Stored:
     shape: Shape
     dtype: torch.dtype
 
+    def __str__(self) -> str:
+        return f"`{self.name}` in {self.file.name}"
+
     def read(self, box: Box) -> Tensor:
         """The elements in `box`.
 

@@ -283,11 +283,21 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Source | None:
     if len(sources) < len(tensors) or len({(x.dtype, x.dim()) for x in tensors}) > 1:
         return None
     dim %= tensors[0].dim()
-    shapes = [list(x.shape) for x in tensors]
-    other = next((n for n in shapes if n[:dim] + n[dim + 1 :] != shapes[0][:dim] + shapes[0][dim + 1 :]), None)
+    lengths = [(*x.shape[:dim], *x.shape[dim + 1 :]) for x in tensors]
+    other = next((i for i, n in enumerate(lengths) if n != lengths[0]), None)
     if other is not None:
-        raise Error(f"tensors of {shapes[0]} and {other} cannot be joined along dimension {dim}")
+        raise Error(f"{_told(sources[0])} and {_told(sources[other])} cannot be joined")
     return Joined(sources, dim)
+
+
+def _told(source: Source) -> str:
+    """The first tensor that it is made of, and its shape."""
+    match source:
+        case Joined(parts=(first, *_)):
+            return _told(first)
+        case Narrowed(of=of) | Permuted(of=of) | Squeezed(of=of) | Cast(of=of):
+            return _told(of)
+    return f"{source} of {list(source.shape)}"
 
 
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Source | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -152,13 +153,25 @@ def _load(folder: Path, wanted: Wanted) -> nn.Module:
 
 
 class StaysOnMeta(TorchFunctionMode):
-    """Within, parameters that are in no file stay on meta: a checkpoint of another model takes no memory to refuse."""
+    """Within, parameters that are in no file stay on meta: a checkpoint of another model takes no memory to refuse.
+
+    Attributes:
+        errors: those that were raised in here; transformers only logs them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: list[Error] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.empty_like and isinstance(args[0], nn.Parameter) and args[0].is_meta:
             kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except Error as error:
+            self.errors.append(error)
+            raise
 
 
 def _built(build: Any, config: Any, lazies: Mapping[str, Lazy], dtype: Any, how: Any) -> tuple[Any, dict[str, Any]]:
@@ -169,11 +182,12 @@ def _built(build: Any, config: Any, lazies: Mapping[str, Lazy], dtype: Any, how:
                 None, config=copy.deepcopy(config), state_dict=dict(lazies), dtype=dtype or "auto",
                 output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
-        except Error:
-            raise
         except Exception as error:
-            facts = {"said": said[-1]} if said else {}
-            raise Error(f"{build.__name__} cannot be made of these tensors: {error}", **facts) from error
+            if getattr(how, "errors", None):
+                raise how.errors[0] from error
+            reasons = re.findall("^Error: (.*)", "\n".join(said), re.MULTILINE)
+            facts = {"said": reasons[0]} if reasons else {}
+            raise Error(f"{build.__name__} cannot be made of these tensors: {_first_line(error)}", **facts) from error
     return model, info
 
 

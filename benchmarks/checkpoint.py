@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/checkpoint.py
 
-A Llama checkpoint of 2 GB is generated (bfloat16, files of 500 MB), read and written again. Columns in MB, of the fullest
-rank: the whole checkpoint; the rank's shard; the largest slice that it reads; "allowed", these two and 500 MB for what is
-done besides (the graphs, a block of a file); "grown", by how much the process was larger at its largest than it had been
-with everything imported.
+A Llama checkpoint of 2 GB is generated (bfloat16, files of 500 MB), read and written again. Columns in MB, of the
+fullest rank: the whole checkpoint; the rank's shard; the largest slice that it reads; "allowed", the slice, 500 MB for
+what is done besides (the graphs, a block of a file) and, when it is read, the shard; "grown", by how much the process
+was larger at its largest than before, with everything imported.
 """
 
 from __future__ import annotations

@@ -95,8 +95,9 @@ def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
     )
     (tmp_path / "pytorch_model.bin").touch()
     assert message(lambda: stored(tmp_path)) == (
-        f"only safetensors are read, and here is pytorch_model.bin\n  at       {tmp_path}\n  try      load it once with "
-        "transformers and write it with model.save_pretrained(folder), which is safetensors"
+        f"only safetensors are read, and here is pytorch_model.bin\n  at       {tmp_path}\n"
+        "  try      load it once with transformers and write it with model.save_pretrained(folder), "
+        "which is safetensors"
     )
 
 

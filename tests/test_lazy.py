@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 import autotp
+from autotp.files import Stored
 from autotp.layout import Layout
 from autotp.lazy import Box, Lazy, blocks, fill, read, sliceable, whole
 
@@ -132,9 +134,10 @@ def test_equal_reads_both() -> None:
 
 
 def test_unlike_tensors_do_not_stack() -> None:
+    stored = [Lazy(Stored(Path("x/y"), f"w.{n}", (2, n), torch.float32)) for n in (3, 3, 4)]
     with pytest.raises(autotp.Error) as raised:
-        torch.stack([Lazy(Given(torch.ones(2, 3))), Lazy(Given(torch.ones(2, 4)))])
-    assert str(raised.value) == "tensors of [1, 2, 3] and [1, 2, 4] cannot be joined along dimension 0"
+        torch.stack(stored)
+    assert str(raised.value) == "`w.3` in y of [2, 3] and `w.4` in y of [2, 4] cannot be joined"
 
 
 def test_writing_is_refused() -> None:
