@@ -117,7 +117,8 @@ def _opened(file: Path) -> dict[str, Stored]:
     """
     from safetensors import safe_open
 
-    header, size = {}, 0
+    header: dict[str, dict[str, Any]] = {}
+    size = 0
     try:
         header, size = _header(file)
         with safe_open(file, framework="pt", device="cpu"):

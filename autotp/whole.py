@@ -55,12 +55,13 @@ class Whole:
         if rank == 0:
             return mine
         group = dist.distributed_c10d._resolve_process_group(self.mesh.group)  # type: ignore[arg-type]
+        # gloo sends from one process to another out of the CPU's memory alone; bytes, as it has not every dtype.
+        device = torch.device("cpu") if dist.get_backend(group) == "gloo" else self.mesh.device
         if mine is not None:
-            dist.send(mine.contiguous().view(-1).view(torch.uint8), group=group, group_dst=0)
+            dist.send(mine.to(device).contiguous().view(-1).view(torch.uint8), group=group, group_dst=0)
         if self.mesh.rank:
             return None
-        sizes = [b - a for a, b in box]
-        got = torch.empty(sizes, dtype=self.dtype, device=self.mesh.device)
+        got = torch.empty([b - a for a, b in box], dtype=self.dtype, device=device)
         dist.recv(got.view(-1).view(torch.uint8), group=group, group_src=rank)
         return got
 

@@ -58,9 +58,9 @@ class Row:
 HEADER = f"{'':<8}" + "".join(f"{h:>9}" for h in ("whole", "shard", "slice", "allowed", "grown", "seconds"))
 
 
-def generate(folder: Path, size: str, shard: str) -> None:
+def generate(folder: Path, sizes: dict[str, int], shard: str) -> None:
     """Writes a Llama of random numbers with transformers alone."""
-    config = LlamaConfig(**SIZES[size], num_attention_heads=16, num_key_value_heads=8, dtype=torch.bfloat16)
+    config = LlamaConfig(**sizes, num_attention_heads=16, num_key_value_heads=8, dtype=torch.bfloat16)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     model = model.to(torch.bfloat16).to_empty(device="cpu")
@@ -70,9 +70,9 @@ def generate(folder: Path, size: str, shard: str) -> None:
     model.save_pretrained(folder, max_shard_size=shard)
 
 
-def in_a_process(folder: Path, size: str, shard: str) -> None:
+def in_a_process(folder: Path, sizes: dict[str, int], shard: str) -> None:
     """`generate`, whose memory is its own."""
-    process = multiprocessing.get_context("spawn").Process(target=generate, args=(folder, size, shard))
+    process = multiprocessing.get_context("spawn").Process(target=generate, args=(folder, sizes, shard))
     process.start()
     process.join()
 
@@ -111,7 +111,7 @@ def main() -> None:
         dist.broadcast_object_list(places)
         folder = Path(places[0])
         if dist.get_rank() == 0:
-            in_a_process(folder, args.size, "500MB")
+            in_a_process(folder, SIZES[args.size], "500MB")
         dist.barrier()
         rows = measure(folder)
         if dist.get_rank() == 0:

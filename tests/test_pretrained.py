@@ -20,6 +20,8 @@ import transformers
 from helpers import Checks
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Chunk, Interleave, Transpose, WeightConverter
 from transformers.utils import logging as theirs
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -183,6 +185,29 @@ def names_of_older_files(rank: int, n: int) -> None:
         assert len(list(parallel.parameters())) == len(list(whole.parameters())), case
         for key, tensor in whole.named_parameters():
             assert torch.equal(parallel.get_parameter(key), parallel.layouts[key].take(tensor, rank)), (case, key)
+
+
+@checks.on(2)
+def conversions_of_whole_tensors(rank: int, n: int) -> None:
+    """Files that hold weights cut, turned and shuffled, of which no part can be computed alone."""
+    shuffled = [Interleave(0), Chunk(0)]
+    mapping = [
+        WeightConverter("mlp.w13.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], shuffled),
+        WeightConverter("self_attn.wq.weight", "self_attn.q_proj.weight", [Interleave(0)]),
+        WeightConverter("mlp.w2.weight", "mlp.down_proj.weight", [Transpose(0, 1)]),
+    ]
+    register_checkpoint_conversion_mapping("olmo", mapping)  # a family that no other test here has
+    model, _, given = family("olmo")
+    root = shared(rank)
+    whole = type(model).from_pretrained(saved(model, root / "a", rank))
+    parallel = autotp.from_pretrained(root / "a", n, **given)
+    for key, tensor in whole.named_parameters():
+        assert torch.equal(tensor, model.get_parameter(key)), key
+        assert torch.equal(parallel.get_parameter(key), parallel.layouts[key].take(tensor, rank)), key
+    autotp.save_pretrained(parallel, root / "b")
+    if rank == 0:
+        assert "model.layers.0.mlp.w13.weight" in files_of(root / "b")
+        expect_same(files_of(root / "b"), files_of(root / "a"))
 
 
 @checks.on(2)
