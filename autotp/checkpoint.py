@@ -17,8 +17,8 @@ from autotp.errors import Error
 from autotp.files import INDEX, ONE_FILE, Shard, header_of, index_of, nbytes, shards_of, write
 from autotp.folder import replaced
 from autotp.layout import Layout
-from autotp.lazy import Source, blocks, fill, sliceable, whole
 from autotp.mesh import Mesh
+from autotp.sources import Source, blocks, fill, sliceable, whole
 
 WEIGHTS = re.compile(rf"{re.escape(ONE_FILE)}|{re.escape(INDEX)}|model-\d{{5}}-of-\d{{5}}\.safetensors")
 """The files of an earlier checkpoint that a new one takes the place of."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autotp.errors import Error
-from autotp.lazy import Box, Shape
+from autotp.sources import Box, Shape
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,

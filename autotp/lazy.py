@@ -1,240 +1,24 @@
 """A tensor that is not there yet: what was done to it is remembered, and done to the part that is read.
 
-Before: experts = torch.stack([Lazy(stored) for stored in files]).transpose(1, 2)
+Before: experts = torch.stack([Lazy(file) for file in files]).transpose(1, 2)
 After:  experts.source.read(((0, 8), (0, 64), (0, 32))) reads that box of each file, and nothing else
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
-from autotp.layout import Layout
+from autotp.sources import Cast, Computed, Joined, Narrowed, Permuted, Source, Squeezed, blocks, cut, read, whole
 
 aten = torch.ops.aten
-Shape = tuple[int, ...]
-Box = tuple[tuple[int, int], ...]
-"""For each dimension (start, stop)."""
-
-BLOCK = 2**26  # bytes read at once
-
-
-class Source(Protocol):
-    """What a lazy tensor is read from. `read` returns memory that need not be the caller's own: copy it."""
-
-    @property
-    def shape(self) -> Shape: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def read(self, box: Box) -> Tensor:
-        """The elements in `box`, of the box's sizes."""
-        ...
-
-
-# ---- what can be done to the part that is read
-
-
-@dataclass(frozen=True)
-class Joined:
-    """Parts one after the other along `dim`."""
-
-    parts: tuple[Source, ...]
-    dim: int
-
-    @property
-    def shape(self) -> Shape:
-        first = self.parts[0].shape
-        return *first[: self.dim], sum(p.shape[self.dim] for p in self.parts), *first[self.dim + 1 :]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.parts[0].dtype
-
-    def read(self, box: Box) -> Tensor:
-        start, stop = box[self.dim]
-        found: list[Tensor] = []
-        at = 0
-        for part in self.parts:
-            length = part.shape[self.dim]
-            a, b = max(start - at, 0), min(stop - at, length)
-            if a < b:
-                found.append(part.read((*box[: self.dim], (a, b), *box[self.dim + 1 :])))
-            at += length
-        if not found:
-            return torch.empty(_sizes(box), dtype=self.dtype)
-        return found[0] if len(found) == 1 else torch.cat(found, self.dim)
-
-
-@dataclass(frozen=True)
-class Narrowed:
-    """`length` positions of `dim` from `start` on."""
-
-    of: Source
-    dim: int
-    start: int
-    length: int
-
-    @property
-    def shape(self) -> Shape:
-        return *self.of.shape[: self.dim], self.length, *self.of.shape[self.dim + 1 :]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.of.dtype
-
-    def read(self, box: Box) -> Tensor:
-        a, b = box[self.dim]
-        return self.of.read((*box[: self.dim], (a + self.start, b + self.start), *box[self.dim + 1 :]))
-
-
-@dataclass(frozen=True)
-class Permuted:
-    """Dimension `d` is `dims[d]` of what it is of."""
-
-    of: Source
-    dims: tuple[int, ...]
-
-    @property
-    def shape(self) -> Shape:
-        return tuple(self.of.shape[d] for d in self.dims)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.of.dtype
-
-    def read(self, box: Box) -> Tensor:
-        return self.of.read(tuple(box[self.dims.index(d)] for d in range(len(box)))).permute(self.dims)
-
-
-@dataclass(frozen=True)
-class Squeezed:
-    """The same with other dimensions of size 1."""
-
-    of: Source
-    shape: Shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.of.dtype
-
-    def read(self, box: Box) -> Tensor:
-        rest = iter([piece for piece, n in zip(box, self.shape, strict=True) if n != 1])
-        return self.of.read(tuple((0, 1) if n == 1 else next(rest) for n in self.of.shape)).reshape(_sizes(box))
-
-
-@dataclass(frozen=True)
-class Cast:
-    """The same in another dtype."""
-
-    of: Source
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> Shape:
-        return self.of.shape
-
-    def read(self, box: Box) -> Tensor:
-        return self.of.read(box).to(self.dtype)
-
-
-@dataclass(frozen=True)
-class Computed:
-    """Output `at` of an operator of which no part can be computed alone: its operands are read whole.
-
-    They are contiguous, as lazy tensors say they are: the operator was chosen for that.
-    """
-
-    operator: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    at: int
-    shape: Shape
-    dtype: torch.dtype
-
-    def read(self, box: Box) -> Tensor:
-        args, kwargs = pytree.tree_map_only(Lazy, lambda x: read(x.source).contiguous(), (self.args, self.kwargs))
-        return _cut(pytree.tree_leaves(self.operator(*args, **kwargs))[self.at], box)
-
-
-def _sizes(box: Box) -> Shape:
-    return tuple(b - a for a, b in box)
-
-
-def _cut(tensor: Tensor, box: Box) -> Tensor:
-    return tensor[tuple(slice(a, b) for a, b in box)]
-
-
-# ---- reading
-
-
-def whole(shape: Sequence[int]) -> Box:
-    """The box that is all of `shape`."""
-    return tuple((0, n) for n in shape)
-
-
-def read(source: Source) -> Tensor:
-    """All of it."""
-    return source.read(whole(source.shape))
-
-
-def blocks(box: Box, itemsize: int, size: int | None = None) -> Iterator[Box]:
-    """`box` in boxes of at most `size` bytes (BLOCK, if not said), cut along the first dimensions, in memory order."""
-    size = size or BLOCK
-    if math.prod(_sizes(box)) * itemsize <= size or not box:
-        yield box
-        return
-    (start, stop), rest = box[0], box[1:]
-    row = math.prod(_sizes(rest)) * itemsize
-    step = max(size // row, 1)
-    for a in range(start, stop, step):
-        b = min(a + step, stop)
-        if row > size:
-            yield from (((a, b), *inner) for inner in blocks(rest, itemsize, size))
-        else:
-            yield (a, b), *rest
-
-
-def sliceable(source: Source) -> bool:
-    """Whether a part can be read without reading all of something."""
-    match source:
-        case Computed():
-            return False
-        case Joined(parts=parts):
-            return all(map(sliceable, parts))
-        case Narrowed(of=of) | Permuted(of=of) | Squeezed(of=of) | Cast(of=of):
-            return sliceable(of)
-    return True
-
-
-def fill(part: Tensor, source: Source, layout: Layout, rank: int) -> None:
-    """Reads what `rank` holds of a tensor into `part`, in blocks. part: the layout's local shape"""
-    if not sliceable(source):
-        part.copy_(layout.take(read(source), rank))
-        return
-    dim = layout.dim or 0
-    ranges = whole(source.shape)[:1] if layout.dim is None else layout.pieces[rank]
-    at = 0
-    for start, stop in ranges:
-        box = tuple((start, stop) if d == dim else (0, n) for d, n in enumerate(source.shape))
-        for block in blocks(box, source.dtype.itemsize):
-            here = tuple((a + at - start, b + at - start) if d == dim else (a, b) for d, (a, b) in enumerate(block))
-            _cut(part, here).copy_(source.read(block))
-        at += stop - start
-    if not source.shape:
-        part.copy_(read(source))
-
-
-# ---- the tensor
 
 
 class Lazy(Tensor):
@@ -388,8 +172,17 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     on_meta = {"device": torch.device("meta")} if "device" in kwargs else {}
     empty = pytree.tree_map_only(Tensor, _empty, (args, {**kwargs, **on_meta}))
     found, spec = pytree.tree_flatten(func(*empty[0], **empty[1]))
-    outputs = [Lazy(Computed(func, args, kwargs, i, tuple(x.shape), x.dtype)) for i, x in enumerate(found)]
+    outputs = [
+        Lazy(Computed(partial(_output, func, args, kwargs, i), tuple(x.shape), x.dtype)) for i, x in enumerate(found)
+    ]
     return pytree.tree_unflatten(outputs, spec)
+
+
+def _output(func: Any, args: Any, kwargs: Any, at: int) -> Tensor:
+    """One output, on operands that are read whole, and contiguous: `func` was chosen for that."""
+    args, kwargs = pytree.tree_map_only(Lazy, lambda x: read(x.source).contiguous(), (args, kwargs))
+    output: Tensor = pytree.tree_leaves(func(*args, **kwargs))[at]
+    return output
 
 
 def _empty(x: Tensor) -> Tensor:
@@ -400,6 +193,6 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     """As `torch.equal`, in blocks."""
     if a.shape != b.shape:
         return False
-    reads = [x.source.read if isinstance(x, Lazy) else partial(_cut, x) for x in (a, b)]
+    reads = [x.source.read if isinstance(x, Lazy) else partial(cut, x) for x in (a, b)]
     itemsize = max(a.dtype.itemsize, b.dtype.itemsize)
     return all(torch.equal(*(one(block) for one in reads)) for block in blocks(whole(a.shape), itemsize))

@@ -29,9 +29,10 @@ from autotp.checkpoint import parse_size, read_parts, write_checkpoint
 from autotp.errors import Error, within
 from autotp.files import Stored, stored
 from autotp.layout import Layout
-from autotp.lazy import Lazy, Source, read
+from autotp.lazy import Lazy
 from autotp.mesh import make_mesh
 from autotp.run import ParallelModule, Settings
+from autotp.sources import Source, read
 from autotp.state import parallel_of
 from autotp.transform import Outputs
 from autotp.whole import Whole

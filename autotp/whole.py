@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotp.layout import Layout, Range
-from autotp.lazy import Box, Shape
 from autotp.mesh import Mesh
+from autotp.sources import Box, Shape
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ import checkpoint as benchmark
 import memory
 
 from autotp.checkpoint import parse_size
-from autotp.lazy import BLOCK
+from autotp.sources import BLOCK
 
 SIZES = {"hidden_size": 1024, "num_hidden_layers": 8, "intermediate_size": 2816, "vocab_size": 32000}
 BESIDES = 60e6  # bytes: the graphs, and what torch allocates
