@@ -86,6 +86,16 @@ def test_parts_of_files(tmp_path: Path, largest: int) -> None:
         assert torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (found[name].read(box), part))), name
 
 
+def test_a_file_stays_open_for_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotp.files.BLOCK", 100)
+    found = stored(written(tmp_path, {name: torch.ones(9) for name in "abc"}))
+    handles = []
+    for name in "abcabc":  # 36 bytes each
+        assert torch.equal(found[name].read(((0, 9),)), torch.ones(9))
+        handles.append(found[name].reader.opened)
+    assert len({id(handle) for handle in handles}) == 2 and handles[0] is handles[2] and handles[3] is handles[5]
+
+
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
     assert message(lambda: stored(tmp_path / "no")) == (
         f"no such folder\n  at       {tmp_path / 'no'}\n  try      the path of a folder that holds a checkpoint"
