@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import sys
 import tempfile
@@ -33,7 +32,6 @@ from autotp.files import Stored
 from autotp.models.gpt import GPT, GPTConfig
 
 checks = Checks(timeout=480)  # Importing transformers alone takes a while on busy cores.
-os.environ["TQDM_DISABLE"] = "1"
 theirs.disable_progress_bar()
 theirs.set_verbosity_error()
 
