@@ -15,6 +15,7 @@ from autotp.api import explain, parallelize  # noqa: E402  The path above comes 
 from autotp.errors import Error  # noqa: E402
 from autotp.operators import rule  # noqa: E402
 from autotp.outputs import gather  # noqa: E402
+from autotp.pretrained import from_pretrained, save_pretrained  # noqa: E402
 from autotp.report import Plan  # noqa: E402
 from autotp.run import ParallelModule  # noqa: E402
 from autotp.state import clip_grad_norm_, full_state_dict, load_full_state_dict  # noqa: E402
@@ -27,10 +28,12 @@ __all__ = [
     "Report",
     "clip_grad_norm_",
     "explain",
+    "from_pretrained",
     "full_state_dict",
     "gather",
     "load_full_state_dict",
     "parallelize",
     "rule",
+    "save_pretrained",
     "verify",
 ]

@@ -6,6 +6,7 @@ on which ranks.
 
 from __future__ import annotations
 
+import json
 import re
 import zlib
 from collections.abc import Callable, Sequence
@@ -80,6 +81,42 @@ def agree_on_graph(mesh: Mesh, make: Callable[[], T], text: Callable[[T], str]) 
         rows, 0, mesh, "would run another graph than rank 0", "build the same model and call it alike on all ranks"
     )
     return made[0]
+
+
+def agree(mesh: Mesh, make: Callable[[], T]) -> T:
+    """What `make()` returns, once it has returned on every rank.
+
+    Raises:
+        Error: on every rank: where `make` failed its own, elsewhere that of the first rank where it did.
+    """
+    made: list[T] = []
+    problem: Exception | None = None
+    try:
+        made = [make()]
+    except Exception as error:
+        problem = error
+    texts = _told("" if problem is None else json.dumps(_spelled(problem)), mesh)
+    if problem is not None:
+        raise problem
+    failed = [rank for rank, text in enumerate(texts) if text]
+    if failed:
+        said, facts = json.loads(texts[failed[0]])
+        raise Error(said, **facts, on=_ranks(mesh, failed))
+    return made[0]
+
+
+def _spelled(error: Exception) -> tuple[str, dict[str, str]]:
+    return (error.problem, error.facts) if isinstance(error, Error) else (f"{type(error).__name__}: {error}", {})
+
+
+def _told(text: str, mesh: Mesh) -> list[str]:
+    """Every rank's `text`, by rank."""
+    mine = text.encode()
+    lengths = [row[0] for row in gather_ints([len(mine)], mesh)]
+    if not any(lengths):
+        return [""] * mesh.size
+    rows = gather_ints([*mine, *[0] * (max(lengths) - len(mine))], mesh)
+    return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
 
 
 def digest(analysis: Analysis) -> str:

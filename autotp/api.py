@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -13,14 +13,16 @@ from autotp.agree import CheckInputs, agree_on_graph, agree_on_random, digest
 from autotp.errors import Error, within
 from autotp.initialize import initialize
 from autotp.inputs import example_inputs as find_inputs
+from autotp.layout import Layout
 from autotp.mesh import Mesh, broadcast_from_first, expect_size, gather_ints, make_mesh
 from autotp.passes.capture import skeleton_of
 from autotp.regions import ambient
 from autotp.report import Plan, report
 from autotp.run import Entry, ParallelModule, Settings, prepare
 from autotp.structure import signature_of
-from autotp.transform import Analysis, Outputs, analyse
+from autotp.transform import Outputs, analyse
 
+Read = Callable[[Mapping[str, Layout]], Mapping[str, Tensor]]
 TAKEN = "autotp_taken"
 """An attribute of the empty parameters that `parallelize` leaves in a model."""
 
@@ -66,7 +68,17 @@ def parallelize(
 def _parallelize(
     model: nn.Module, tp: int | None, mesh: DeviceMesh | None, device: Any, given: Any, settings: Settings, strict: bool
 ) -> ParallelModule:
-    place = make_mesh(tp, mesh, device)
+    return on_mesh(model, make_mesh(tp, mesh, device), given, settings, strict)
+
+
+def on_mesh(
+    model: nn.Module, place: Mesh, given: Any, settings: Settings, strict: bool, read: Read | None = None
+) -> ParallelModule:
+    """As `parallelize`, on a mesh that is there.
+
+    Args:
+        read: layouts by first parameter name -> this rank's part of tensors that are not taken from the model.
+    """
 
     def make() -> Entry:
         _expect_ordinary(model)
@@ -81,7 +93,9 @@ def _parallelize(
 
     # Whatever can fail is behind us when the first parameter is touched, on every rank.
     first = agree_on_graph(place, make, lambda made: f"{digest(made.analysis)} {settings} {_flags(model)}")
-    parallel = ParallelModule(model, first, _taken(model, first.analysis, place), place, settings)
+    layouts = first.analysis.layouts
+    taken = _taken(model, layouts, place, read(layouts) if read else {})
+    parallel = ParallelModule(model, first, taken, place, settings)
     for tensor in model.parameters():
         setattr(tensor, TAKEN, True)
     return parallel
@@ -102,19 +116,23 @@ def explain(model: nn.Module, tp: int, *, example_inputs: Any = None, outputs: O
     return within(f"explain({_name(model)}, tp={tp})", run)
 
 
-def _taken(model: nn.Module, analysis: Analysis, mesh: Mesh) -> dict[str, Tensor]:
-    """The model's tensors, cut; the model is left on meta. One full parameter at a time is on the device."""
-    on_meta = any(p.is_meta for p in model.parameters())
+def _taken(
+    model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, read: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The model's tensors, cut; the model is left on meta. One full parameter at a time is on the device.
+
+    Args:
+        read: parts that are there already.
+    """
+    on_meta = any(p.is_meta for name, p in model.named_parameters() if name not in read)
     if gather_ints([on_meta], mesh)[0][0]:  # The first rank is the truth: others may be on meta for its sake alone.
         agree_on_random(mesh)
-        return initialize(model, analysis.layouts, mesh.rank, mesh.device)
+        return initialize(model, layouts, mesh.rank, mesh.device)
     found: dict[str, Tensor] = {}
     for name, holders in _held(model).items():
         table, key = holders[0]
         tensor = table[key]
-        full = broadcast_from_first(_on(tensor, mesh.device), mesh)
-        layout = analysis.layouts.get(name)
-        local = layout.take(full, mesh.rank) if layout is not None and layout.dim is not None else full
+        local = read[name] if name in read else _part(tensor, layouts.get(name), mesh)
         empty: Tensor = torch.empty_like(tensor, device="meta", requires_grad=False)
         empty = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
         empty.__dict__.update(tensor.__dict__)
@@ -122,6 +140,12 @@ def _taken(model: nn.Module, analysis: Analysis, mesh: Mesh) -> dict[str, Tensor
             table[key] = empty
         found[name] = _now(tensor, local)
     return found
+
+
+def _part(tensor: Tensor, layout: Layout | None, mesh: Mesh) -> Tensor:
+    """This rank's part of what the first rank has."""
+    full = broadcast_from_first(_on(tensor, mesh.device), mesh)
+    return layout.take(full, mesh.rank) if layout is not None and layout.dim is not None else full
 
 
 def _now(tensor: Tensor, local: Tensor) -> Tensor:

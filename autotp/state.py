@@ -22,7 +22,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     One tensor at a time is gathered, so no device holds more than its shards and the largest single tensor. A
     bit-exact inverse of `load_full_state_dict`. Call it on every rank of the axis.
     """
-    parallel = _parallel(model, "full_state_dict")
+    parallel = parallel_of(model, "full_state_dict")
     found: dict[str, Tensor] = {}
     whole: dict[Tensor, Tensor | None] = {}
     for name, local in parallel.state_dict(keep_vars=True).items():
@@ -39,7 +39,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     Raises:
         Error: names are missing or unexpected, or shapes differ; on every rank, before anything is changed.
     """
-    parallel = _parallel(model, "load_full_state_dict")
+    parallel = parallel_of(model, "load_full_state_dict")
     mesh, own = parallel.mesh, parallel.state_dict(keep_vars=True)
     problem = _mismatch(parallel, own, state) if mesh.rank == 0 else ""
     _raise_together(problem, mesh)
@@ -70,7 +70,7 @@ def clip_grad_norm_(
     Raises:
         Error: no such norm, or with `error_if_nonfinite` a norm that is infinite or undefined; on every rank.
     """
-    parallel = _parallel(model, "clip_grad_norm_")
+    parallel = parallel_of(model, "clip_grad_norm_")
     order, infinite = float(norm_type), float(norm_type) == float("inf")
     if not order > 0:
         raise Error(f"clip_grad_norm_: norm_type={norm_type}", expected="a number above 0, or inf")
@@ -165,7 +165,7 @@ def _raise_together(problem: str, mesh: Mesh) -> None:
     raise Error(f"load_full_state_dict: {told}", **{"try": "the state dict of the model that was parallelized"})
 
 
-def _parallel(model: Any, call: str) -> ParallelModule:
+def parallel_of(model: Any, call: str) -> ParallelModule:
     """The parallel model, out of what DistributedDataParallel or torch.compile wrapped around it."""
     inner = model
     while isinstance(inner, nn.Module) and not isinstance(inner, ParallelModule):

@@ -11,11 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import capture
+import checkpoint
 import gpu
 import megatron
 import step
@@ -27,6 +29,7 @@ from autotp.models.gpt import GPTConfig
 
 SIZES = {"block_size": 8, "vocab_size": 32, "n_layer": 2, "n_head": 4, "n_embd": 16, "dropout": 0.0}
 TP = 2
+ROTARY = 2 * 2 * 4  # bytes: two buffers of half a head's four elements
 
 # --- step.py and megatron.py
 
@@ -103,6 +106,30 @@ def test_every_stage_takes_time_and_the_functions_are_put_back():
     found = capture.measure("355M", 1, TP)
     assert all(found[stage] > 0 for stage in ("capture", "analyse", "plan", "lower"))
     assert vars(transform) == before
+
+
+# --- checkpoint.py
+
+
+def read_and_written(rank: int, tp: int, folder: Path) -> list[checkpoint.Row]:
+    if rank == 0:
+        checkpoint.generate(folder, checkpoint.SIZES["tiny"], "100KB")
+    dist.barrier()
+    return checkpoint.measure(folder)
+
+
+def test_checkpoint_rows_are_those_of_the_fullest_rank(tmp_path):
+    for rows in run_ranks(read_and_written, TP, tmp_path):
+        read, written = rows
+        assert (read.name, written.name) == ("read", "write")
+        vocab, hidden, width, bf16 = 1000, 64, 160, 2
+        layer = hidden * (2 * 64 + 2 * 32 + 3 * width)
+        norms = 5 * hidden
+        assert read.whole == bf16 * (2 * vocab * hidden + 2 * layer + norms)
+        assert read.slice == bf16 * vocab * hidden // TP
+        assert read.shard == bf16 * (vocab * hidden + layer + norms) + ROTARY
+        assert read.allowed - written.allowed == read.shard
+    assert len(list((tmp_path / "again").glob("*.safetensors"))) == 1
 
 
 # --- gpu.py

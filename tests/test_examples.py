@@ -16,6 +16,7 @@ import corpus
 import train_bert
 import train_gpt
 import training
+from helpers import run_ranks
 
 
 def write(folder: Path, name: str, data: bytes) -> Path:
@@ -213,3 +214,20 @@ def test_plot_draws_a_picture(tmp_path):
     file = tmp_path / "new" / "curve.png"
     training.plot(file, "tp=2", [2.0, 1.0], [2.0, 1.0, 0.5], 0.7)
     assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def finetuned(rank: int, n: int, folder: Path) -> None:
+    """The script as torchrun runs it; its assertions are the test."""
+    import finetune_hf
+
+    text = write(folder, f"{rank}/a.txt", b"to be or not to be, that is the question. " * 200).parent
+    flags = ["--data", str(text), "--out", str(folder / "out"), "--steps", "15", "--block", "16"]
+    for checkpoint in ([], [str(folder / "out" / "finetuned")]):  # A tiny one, then what came of it.
+        sys.argv = ["finetune_hf.py", *checkpoint, *flags]
+        finetune_hf.main()
+
+
+def test_finetuned_checkpoint_is_read_by_transformers_alone(tmp_path):
+    run_ranks(finetuned, 2, tmp_path, timeout=110)
+    names = {file.name for file in (tmp_path / "out" / "finetuned").iterdir()}
+    assert names >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}

@@ -1,0 +1,85 @@
+"""A folder that is replaced as a whole: whoever looks sees the old one or the new one, never a part of it.
+
+Before: out/ with a checkpoint, or no out/
+After:  out/ with the new files in the place of the old ones; what is not of the checkpoint stays
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of fcntl.h and linux/fs.h
+
+
+@contextmanager
+def replaced(folder: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
+    """Within, an empty folder beside `folder`, to be filled; at the end it stands there in the place of the old one.
+
+    If it ends in an exception, or the process dies, `folder` is as it was. On Linux the two change places in one step;
+    elsewhere there is a moment between two renames in which the old one has another name.
+
+    Args:
+        ours: whether an entry of the old folder is replaced; any other moves on into the new one, if it has none.
+
+    Raises:
+        OSError: as the file system says.
+    """
+    folder = folder.resolve()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file")
+    new = folder.parent / f".{folder.name}.{uuid4().hex[:8]}.new"
+    new.mkdir()
+    try:
+        if folder.exists():
+            new.chmod(folder.stat().st_mode)
+        yield new
+        for path in (*new.iterdir(), new):
+            _sync(path)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    if folder.exists():
+        _exchange(folder, new)
+        _clear(new, folder, ours)
+    else:
+        new.rename(folder)
+    _sync(folder.parent)
+
+
+def _clear(old: Path, folder: Path, ours: Callable[[str], bool]) -> None:
+    """Takes the old folder away; what is not ours moves into the new one."""
+    for entry in old.iterdir():
+        if not ours(entry.name) and not (folder / entry.name).exists():
+            entry.rename(folder / entry.name)
+    shutil.rmtree(old)
+
+
+def _sync(path: Path) -> None:
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _exchange(a: Path, b: Path) -> None:
+    """`a` and `b` change places: in one step if the system can."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    if renameat2 and renameat2(AT_FDCWD, os.fsencode(a), AT_FDCWD, os.fsencode(b), RENAME_EXCHANGE) == 0:
+        return
+    aside = b.with_suffix(".old")
+    a.rename(aside)
+    try:
+        b.rename(a)
+    except OSError:
+        aside.rename(a)
+        raise
+    aside.rename(b)

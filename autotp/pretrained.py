@@ -1,0 +1,373 @@
+"""Checkpoints of Hugging Face's transformers, from and to the shards of a parallel model.
+
+Nothing else in autotp knows that transformers exists. What its files call a tensor, which of them are joined, cut or
+turned on their way into a module, what is tied and how buffers are made: all that transformers does itself here, on
+tensors that are not there yet (`lazy.py`), and only what this rank holds is read then. Saving goes the same way back.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
+
+from autotp.agree import CheckInputs, agree
+from autotp.api import on_mesh
+from autotp.checkpoint import parse_size, read_parts, write_checkpoint
+from autotp.errors import Error, within
+from autotp.files import Stored, stored
+from autotp.layout import Layout
+from autotp.lazy import Lazy
+from autotp.mesh import make_mesh
+from autotp.run import ParallelModule, Settings
+from autotp.sources import Source, read
+from autotp.state import parallel_of
+from autotp.transform import Outputs
+from autotp.whole import Whole
+
+BESIDE = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
+    "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+"""Files that make texts into tokens: what a checkpoint was loaded with it is saved with."""
+
+SHOWN = 4  # names in an error
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What `from_pretrained` was asked for about the model itself."""
+
+    dtype: torch.dtype | None
+    model_class: Any
+    config: Mapping[str, Any]
+    missing: str
+    unexpected: str
+
+
+def from_pretrained(
+    path: str | os.PathLike[str],
+    tp: int | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    model_class: type | None = None,
+    config: Mapping[str, Any] | None = None,
+    missing: Literal["error", "init"] = "error",
+    unexpected: Literal["error", "ignore"] = "error",
+    example_inputs: Any = None,
+    outputs: Outputs = "auto",
+    randomness: Literal["fast", "exact"] = "fast",
+    strict: bool = False,
+    check_inputs: CheckInputs = "first",
+) -> ParallelModule:
+    """This rank's part of the model in the folder `path`, in eval mode; each rank reads only what it holds.
+
+    The folder is one that transformers wrote or could read: config.json and safetensors files. At any time a rank has
+    its shards in memory, and a block of 64 MB.
+
+    Args:
+        path: a local folder.
+        dtype: of the parameters; None is the checkpoint's, which config.json or else the files say.
+        model_class: the class of transformers to build, or one of its Auto classes; None is the one that was saved.
+        config: what to replace in config.json, and arguments of transformers as `attn_implementation`.
+        missing: "init" initialises parameters that are in no file as transformers does, the same on all ranks.
+        unexpected: "ignore" leaves out tensors that the model has no place for.
+        tp, mesh, device, example_inputs, outputs, randomness, strict, check_inputs: as for `parallelize`.
+
+    Raises:
+        Error: the folder is no checkpoint, a file is cut short or corrupt, a tensor is missing, unexpected or of
+            another shape (names the tensor and the file); on every rank, as all that `parallelize` refuses.
+    """
+    size = "" if tp is None else f", tp={tp}"
+    settings = Settings(outputs, randomness, check_inputs)
+    wanted = Wanted(dtype, model_class, config or {}, missing, unexpected)
+
+    def run() -> ParallelModule:
+        place = make_mesh(tp, mesh, device)
+        model, sources = agree(place, lambda: _emptied(_load(Path(path), wanted)))
+
+        def read_all(layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
+            return agree(place, lambda: read_parts(sources, layouts, place))
+
+        return on_mesh(model, place, example_inputs, settings, strict, read_all)
+
+    return within(f"from_pretrained({os.fspath(path)}{size})", run)
+
+
+def save_pretrained(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> None:
+    """Writes the model into the folder `path`, as transformers would: `Model.from_pretrained(path)` reads it.
+
+    config.json and generation_config.json are the model's, the tokenizer's files those of the folder it was read from.
+    The first rank writes, block by block: nobody holds more than shards and 64 MB. If it fails or dies, the folder is
+    as it was; files that are not of a checkpoint stay. Call it on every rank of the axis (of one replica, if several).
+
+    Args:
+        max_shard_size: bytes of tensors in one file, or a text as "500MB".
+
+    Raises:
+        Error: no parallel model of transformers, or the file system fails; on every rank.
+    """
+    parallel = parallel_of(model, "save_pretrained")
+    folder = Path(path)
+
+    def run() -> None:
+        largest = parse_size(max_shard_size)
+        tensors = {name: lazy.source for name, lazy in _as_saved(parallel).items()}
+        write_checkpoint(folder, tensors, parallel.mesh, largest, lambda new: _write_beside(new, parallel))
+
+    within(f"save_pretrained({type(parallel._original).__name__}, {folder})", run)
+
+
+# ---- loading
+
+
+def _load(folder: Path, wanted: Wanted) -> nn.Module:
+    """The model of a folder as transformers makes it, of lazy parameters and real buffers."""
+    _expect_choices(wanted)
+    files = stored(folder)
+    config = _config(folder, wanted)
+    build = _class(config, wanted, folder)
+    lazies = {name: Lazy(tensor) for name, tensor in files.items()}
+    model, info = _built(build, config, lazies, wanted.dtype, StaysOnMeta())
+    _expect_fit(model, info, files, folder, wanted)
+    if any(p.is_meta for p in model.parameters()):  # Also those of which transformers says that no file has them.
+        model, _ = _built(build, config, lazies, wanted.dtype, nullcontext())
+    model.config.name_or_path = str(folder)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = type(model.generation_config).from_pretrained(folder, local_files_only=True)
+    return model
+
+
+class StaysOnMeta(TorchFunctionMode):
+    """Within, parameters that are in no file stay on meta: a checkpoint of another model takes no memory to refuse.
+
+    Attributes:
+        errors: those that were raised in here; transformers only logs them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: list[Error] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty_like and isinstance(args[0], nn.Parameter) and args[0].is_meta:
+            kwargs = {**kwargs, "device": "meta"}
+        try:
+            return func(*args, **kwargs)
+        except Error as error:
+            self.errors.append(error)
+            raise
+
+
+def _built(build: Any, config: Any, lazies: Mapping[str, Lazy], dtype: Any, how: Any) -> tuple[Any, dict[str, Any]]:
+    """The model, and what transformers says about its names: all that it knows of them is done here, by itself."""
+    with _quiet() as said, how:
+        try:
+            model, info = build.from_pretrained(
+                None, config=copy.deepcopy(config), state_dict=dict(lazies), dtype=dtype or "auto",
+                output_loading_info=True, ignore_mismatched_sizes=True,
+            )  # fmt: skip
+        except Exception as error:
+            if getattr(how, "errors", None):
+                raise how.errors[0] from error
+            reasons = re.findall("^Error: (.*)", "\n".join(said), re.MULTILINE)
+            facts = {"said": reasons[0]} if reasons else {}
+            raise Error(f"{build.__name__} cannot be made of these tensors: {_first_line(error)}", **facts) from error
+    return model, info
+
+
+def _emptied(model: nn.Module) -> tuple[nn.Module, dict[str, Source]]:
+    """The model, its lazy parameters left on meta and lazy buffers read; what each parameter is read from, by name."""
+    empty: dict[Tensor, Tensor] = {}
+    sources: dict[str, Source] = {}
+    for prefix, module in model.named_modules():
+        for table in (module._parameters, module._buffers):
+            for key, tensor in [(k, t) for k, t in table.items() if isinstance(t, Lazy)]:
+                if tensor not in empty and isinstance(tensor, nn.Parameter):
+                    sources[f"{prefix}.{key}" if prefix else key] = tensor.source
+                    on_meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                    empty[tensor] = nn.Parameter(on_meta, tensor.requires_grad)
+                elif tensor not in empty:
+                    empty[tensor] = read(tensor.source).clone()
+                table[key] = empty[tensor]
+    return model, sources
+
+
+def _config(folder: Path, wanted: Wanted) -> Any:
+    """The configuration of the folder.
+
+    Raises:
+        Error: there is none that transformers knows, or it is of quantized tensors.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise Error("no checkpoint of transformers: config.json is not there", at=str(folder))
+    source = getattr(wanted.model_class, "config_class", None) or _transformers().AutoConfig
+    try:
+        with _quiet():
+            config = source.from_pretrained(folder, local_files_only=True, **wanted.config)
+    except Exception as error:
+        raise Error(f"the configuration cannot be read: {_first_line(error)}", at=str(file)) from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise Error("the checkpoint is quantized", at=str(file), **{"try": "a checkpoint of floating tensors"})
+    return config
+
+
+def _class(config: Any, wanted: Wanted, folder: Path) -> Any:
+    """The class of the model: the one that was saved, or that was asked for, out of an Auto class."""
+    hf, given = _transformers(), wanted.model_class
+    if given is None:
+        found = [getattr(hf, name, None) for name in config.architectures or []]
+        if not found or not isinstance(found[0], type):
+            named = f"names {config.architectures[0]}, which transformers has not" if found else "names no class"
+            remedy = "model_class=transformers.AutoModelForCausalLM, or the class itself"
+            raise Error(f"config.json {named}", at=str(folder / "config.json"), **{"try": remedy})
+        return found[0]
+    if isinstance(given, type) and issubclass(given, hf.PreTrainedModel):
+        return given
+    try:
+        with _quiet(), torch.device("meta"):
+            return type(given.from_config(config))
+    except Exception as error:
+        raise Error(f"model_class={given!r} makes no model of {type(config).__name__}: {_first_line(error)}") from error
+
+
+def _expect_choices(wanted: Wanted) -> None:
+    for name, values in (("missing", ("error", "init")), ("unexpected", ("error", "ignore"))):
+        if getattr(wanted, name) not in values:
+            raise Error(f"{name}={getattr(wanted, name)!r}", expected=" or ".join(map(repr, values)))
+
+
+def _expect_fit(
+    model: nn.Module, info: Mapping[str, Any], files: Mapping[str, Stored], folder: Path, wanted: Wanted
+) -> None:
+    """Raises Error if names or shapes are not the model's, and that was not asked for."""
+    facts: dict[str, str] = {}
+    if info["missing_keys"] and wanted.missing == "error":
+        facts["missing"] = _listed(f"`{name}`" for name in sorted(info["missing_keys"]))
+    if info["unexpected_keys"] and wanted.unexpected == "error":
+        facts["too much"] = _listed(f"`{name}`{_in_file(name, files)}" for name in sorted(info["unexpected_keys"]))
+    if info["mismatched_keys"]:
+        facts["shape"] = _listed(
+            f"`{name}` is {list(theirs)}{_in_file(name, files)}, and {list(ours)} in the model"
+            for name, theirs, ours in sorted(info["mismatched_keys"])
+        )
+    if not facts:
+        return
+    remedies = {
+        "missing": 'missing="init", which initialises them',
+        "too much": 'unexpected="ignore", which leaves them out',
+        "shape": "the configuration that the tensors were saved with",
+    }
+    remedy = "; ".join(remedies[kind] for kind in facts)
+    raise Error(f"the tensors are not those of {type(model).__name__}", **facts, at=str(folder), **{"try": remedy})
+
+
+def _in_file(name: str, files: Mapping[str, Stored]) -> str:
+    """ " in FILE" for a tensor of the model; files may leave the first part of the name out, or have one more."""
+    found = [
+        t.file.name for key, t in files.items() if name == key or name.endswith(f".{key}") or key.endswith(f".{name}")
+    ]
+    return f" in {found[0]}" if found else ""
+
+
+def _listed(names: Iterable[str]) -> str:
+    every = list(names)
+    return ", ".join(every[:SHOWN]) + (f" and {len(every) - SHOWN} more" if len(every) > SHOWN else "")
+
+
+# ---- saving
+
+
+def _as_saved(parallel: ParallelModule) -> dict[str, Lazy]:
+    """The model's tensors, whole, under the names and in the forms that they have in files; each tied one once."""
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    original = parallel._original
+    if not isinstance(original, _transformers().PreTrainedModel):
+        raise Error(
+            f"a {type(original).__name__} is no model of transformers",
+            **{"try": "autotp.full_state_dict(model), and torch.save on the first rank"},
+        )
+    held = parallel.state_dict(keep_vars=True)
+    names = remove_tied_weights_from_state_dict(dict(original.state_dict()), original)
+    left_out = set(original._keys_to_ignore_on_save or ())
+    whole = {
+        name: Lazy(Whole(held[name], parallel.layout_of(name) or Layout(tuple(held[name].shape)), parallel.mesh))
+        for name in names
+        if name not in left_out
+    }
+    with torch.no_grad():
+        return revert_weight_conversion(original, whole)  # type: ignore[arg-type]
+
+
+def _write_beside(folder: Path, parallel: ParallelModule) -> None:
+    """The configurations, and the tokenizer's files of the folder that the model was read from."""
+    original: Any = parallel._original
+    config = copy.deepcopy(original.config)
+    config.architectures = [type(original).__name__]
+    config.dtype = next(p.dtype for p in parallel.parameters() if p.is_floating_point())
+    config.save_pretrained(folder)
+    if original.can_generate():
+        original.generation_config.save_pretrained(folder)
+    source = Path(original.config.name_or_path or "")
+    for name in BESIDE if original.config.name_or_path else ():
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+# ---- transformers
+
+
+def _transformers() -> Any:
+    """The library.
+
+    Raises:
+        Error: it is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise Error(f"transformers cannot be imported: {error}", **{"try": "pip install autotp[hf]"}) from error
+    return transformers
+
+
+@contextmanager
+def _quiet() -> Iterator[list[str]]:
+    """Within, transformers prints no bar and no warnings; they are in the list."""
+    from transformers.utils import logging as theirs
+
+    said: list[str] = []
+    library, shown = logging.getLogger("transformers"), theirs.is_progress_bar_enabled()
+    handlers, spread = library.handlers[:], library.propagate
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    theirs.disable_progress_bar()
+    library.handlers[:], library.propagate = [listener], False
+    try:
+        yield said
+    finally:
+        library.handlers[:], library.propagate = handlers, spread
+        if shown:
+            theirs.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

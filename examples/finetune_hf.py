@@ -1,0 +1,114 @@
+"""Fine-tunes a Hugging Face checkpoint tensor-parallel, and reads what it saved with transformers alone.
+
+    torchrun --nproc-per-node 2 examples/finetune_hf.py path/to/checkpoint --data my_text/
+    torchrun --nproc-per-node 2 examples/finetune_hf.py          # a tiny Llama of random numbers, made on the spot
+
+Every process reads only its part of the checkpoint. In the end transformers, which knows nothing of autotp, must find
+the same loss on held-out text as the processes together did, and it must be lower than it was. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from pathlib import Path
+
+import corpus
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from training import rank, say, world
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import autotp
+
+HELD_OUT = 32  # windows
+
+
+def arguments() -> Namespace:
+    """The flags."""
+    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
+    parser.add_argument("checkpoint", nargs="?", type=Path, help="a folder; none: a tiny Llama is made in --out")
+    parser.add_argument("--data", nargs="*", default=[], help="files or folders of text; none: Python's own source")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder; the result is in finetuned/ in it")
+    parser.add_argument("--characters", type=int, default=400_000, help="of the text, to be trained on at most")
+    parser.add_argument("--block", type=int, default=64, help="tokens a window")
+    parser.add_argument("--batch", type=int, default=8, help="windows a step")
+    parser.add_argument("--steps", type=int, default=60, help="of the optimizer")
+    parser.add_argument("--lr", type=float, default=3e-3, help="of AdamW")
+    return parser.parse_args()
+
+
+def make_tiny(folder: Path) -> None:
+    """Writes a Llama of random numbers whose tokens are bytes, tokenizer included."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(alphabet), hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def tokens_of(text: Tensor, folder: Path, limit: int) -> Tensor:
+    """The text in the checkpoint's tokens. text: [bytes] uint8 -> [tokens] int64"""
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    letters = bytes(text[:limit].tolist()).decode(errors="ignore")
+    return torch.tensor(tokenizer(letters, add_special_tokens=False)["input_ids"])
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, windows: Tensor) -> float:
+    """The mean loss over the windows, in nats a token. windows: [windows block]"""
+    model.eval()
+    return sum(float(model(input_ids=some, labels=some).loss) for some in windows.split(8)) / len(windows.split(8))
+
+
+def train(model: nn.Module, tokens: Tensor, args: Namespace, where: torch.device) -> None:
+    """Steps of AdamW on windows of `tokens`, which every rank draws alike."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr)
+    for step in range(args.steps):
+        batch = corpus.windows(tokens, args.block, args.batch, step).to(where)
+        loss = model(input_ids=batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        autotp.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        if step % 10 == 9:
+            say(f"step {step + 1:4}  loss {loss.item():.3f}")
+
+
+def main() -> None:
+    """Reads, trains, saves, and reads again with transformers alone."""
+    args = arguments()
+    mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (world(),)) if world() > 1 else None
+    folder, finetuned = args.checkpoint or args.out / "tiny", args.out / "finetuned"
+    if args.checkpoint is None and rank() == 0:
+        make_tiny(folder)
+    if mesh is not None:
+        dist.barrier()
+
+    model = autotp.from_pretrained(folder, mesh=mesh, dtype=torch.float32)
+    where = model.mesh.device
+    text = corpus.load(args.data)
+    tokens = tokens_of(text.train, folder, args.characters)
+    unseen = corpus.spread(tokens_of(text.held_out, folder, args.characters), args.block, HELD_OUT)
+    before = held_out_loss(model, unseen.to(where))
+    train(model, tokens, args, where)
+    together = held_out_loss(model, unseen.to(where))
+    autotp.save_pretrained(model, finetuned)
+
+    if rank() == 0:
+        alone = held_out_loss(AutoModelForCausalLM.from_pretrained(finetuned, dtype=torch.float32), unseen)
+        print(f"held-out loss  {before:.4f} before, {together:.4f} after, {alone:.4f} read by transformers alone")
+        assert abs(alone - together) < 1e-4, f"transformers finds another loss: {alone} instead of {together}"
+        assert together < before, f"it has not learnt: {together} after {before}"
+
+
+if __name__ == "__main__":
+    main()
