@@ -282,6 +282,14 @@ def added(text: str) -> RuleFunction:
     return lambda call: Rule.of(spell([out[len(out) - call.operands[0].dim() :], *terms], [out]), ((0, 1), (0, 2)))
 
 
+def grouped_mm(call: Call) -> Rule | None:
+    """`[s i] @ [e i o]`, the rows in groups, one for each expert: `offs: [e]` says where they end."""
+    a, b = call.operands[:2]
+    if (a.dim(), b.dim()) != (2, 3) or call.get("bias") is not None:
+        return None
+    return Rule.of("s^ i, e^ i o, e^ -> s^ o", ((0,), (1,)))
+
+
 def inner(call: Call) -> Rule:
     """`inner(a, b)` sums over the last dimensions; a scalar multiplies."""
     a, b = (operand.dim() for operand in call.operands)

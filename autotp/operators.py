@@ -76,6 +76,7 @@ _TABLE: list[tuple[str, f.RuleFunction]] = [
     ("conv1d conv2d conv3d", f.convolution),
     ("cdist", f.fixed("* p k^, * r k^ -> * p r")),
     ("scaled_dot_product_attention", f.attention),
+    ("_grouped_mm", f.grouped_mm),
     # Views and movement.
     ("view.default reshape _unsafe_view flatten unflatten unsqueeze ravel", m.view),
     ("atleast_1d.default atleast_2d.default atleast_3d.default", m.view),
@@ -129,7 +130,7 @@ _TABLE: list[tuple[str, f.RuleFunction]] = [
     # Creation.
     ("zeros ones empty full new_zeros new_ones new_empty new_full scalar_tensor", f.filled),
     ("zeros_like ones_like empty_like full_like", f.pointwise()),
-    ("arange linspace logspace eye tril_indices triu_indices", f.whole),
+    ("arange linspace logspace eye tril_indices triu_indices histc", f.whole),
     (
         "bernoulli multinomial normal poisson rand rand_like randint randint_like randn randn_like randperm",
         f.whole,
@@ -184,6 +185,11 @@ PARALLEL: dict[Operator, f.RuleFunction] = {
 
 RULES: dict[Operator, f.RuleFunction] = dict(_rows()) | PARALLEL
 
+NAMED: dict[str, f.RuleFunction] = {
+    "transformers::grouped_mm_fallback": f.fixed("s^ i, e^ i o, e^ -> s^ o", ((0,), (1,))),
+}
+"""The rules of other libraries' operators, which are there once the library is imported."""
+
 USER_RULES: set[Operator] = set()
 """Operators whose rule a user registered: proved on the spot, on the example that the graph gives."""
 
@@ -225,7 +231,7 @@ def rule_of(call: Call) -> Rule | None:
     Raises:
         Error: a user's rule has not the terms, or a term not the dimensions, that the call has.
     """
-    function = RULES.get(call.target)
+    function = RULES.get(call.target) or NAMED.get(getattr(call.target, "_name", "").removesuffix(".default"))
     found = None if function is None else function(call)
     if found is not None and call.target in USER_RULES and not _fits(found, call):
         shapes = [", ".join(str(list(t.shape)) for t in side) for side in (f.present(call), call.outputs)]

@@ -16,7 +16,7 @@ from autotp import collectives
 from autotp.axis import find
 from autotp.layout import Layout
 from autotp.passes.flow import needs_grad
-from autotp.passes.match import CONTRACTIONS, LOOKUPS
+from autotp.passes.match import LOOKUPS, contracts
 from autotp.source import layer_of, line_of
 from autotp.transform import Analysis, rank_graph
 
@@ -179,10 +179,11 @@ def _cut(name: str, node: fx.Node, layout: Layout, analysis: Analysis) -> Cut:
     forward = backward = ""
     for reader in node.users:
         factor = analysis.axes.bound[reader].cuttable(leaf) if reader in analysis.axes.bound else None
-        weighs = str(reader.target).startswith((*CONTRACTIONS, *LOOKUPS))
+        product = contracts(analysis.axes.bound.get(reader))
+        weighs = product or str(reader.target).startswith(LOOKUPS)
         if factor is not None and weighs and not factor.outs and factor.summed:
             forward = "all-reduce"
-        elif factor is not None and str(reader.target).startswith(CONTRACTIONS):
+        elif factor is not None and product:
             backward = "all-reduce"
     size = find(leaf).size
     why = f"{size} {chosen.name}: {chosen.pattern}" if chosen.name else f"an axis of {size} that all its readers divide"
@@ -207,7 +208,7 @@ def _reason(node: fx.Node, reader: fx.Node, analysis: Analysis) -> str:
         return "the norm needs the whole width"
     if kind.startswith(LOOKUPS):
         return "a small table, or one looked up by counted positions"
-    if kind.startswith(CONTRACTIONS):
+    if contracts(bound):
         return "cutting it would cost more than it divides"
     if reader in analysis.decision.cuts:
         return "read whole by work that is divided along another axis"

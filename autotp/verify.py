@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -282,9 +283,22 @@ class _Double(TorchFunctionMode):
     """Casts to float32 and below become casts to float64, so that round-off does not hide a bug."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in GROUPED and args[0].dim() == 2 and args[1].dim() == 3:
+            return _grouped_mm(*args, **(kwargs or {}))
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
             return args[0].double()
         return func(*(_raised(arg) for arg in args), **{name: _raised(arg) for name, arg in (kwargs or {}).items()})
+
+
+GROUPED = tuple(getattr(space, name) for space in (torch, F) for name in ("_grouped_mm", "grouped_mm") if hasattr(space, name))
+"""Products of groups of rows, which torch does not have in float64."""
+
+
+def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
+    """Each group of rows by its own matrix. x: [rows in], weight: [groups in out], offs: [groups] ends of the groups."""
+    ends = offs.tolist()
+    parts = [x[start:end] @ w for w, start, end in zip(weight, [0, *ends], ends, strict=False)]
+    return torch.cat([*parts, x.new_zeros(x.shape[0] - ends[-1], weight.shape[-1])])
 
 
 def _raised(arg: Any) -> Any:

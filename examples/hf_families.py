@@ -107,7 +107,7 @@ def clip() -> Model:
 
 
 MASKED = "AutoModelForMaskedLM"
-BATCHED = "batched_mm"  # `grouped_mm` has no float64 to verify in
+BATCHED, GROUPED = "batched_mm", "grouped_mm"
 SEQ2SEQ_LM = "AutoModelForSeq2SeqLM"
 FALCON: Sizes = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
 MOE: Sizes = {"num_experts_per_tok": 2, "num_key_value_heads": 2, "output_router_logits": True}
@@ -151,12 +151,13 @@ FAMILIES: dict[str, Callable[[], Model]] = {
     "cohere": language("CohereConfig", **ROPE, num_key_value_heads=2),
     "granite": language("GraniteConfig", **ROPE, num_key_value_heads=2),
     "persimmon": language("PersimmonConfig", **ROPE),
-    "deepseek_v3": language("DeepseekV3Config", experts=BATCHED, **ROPE, **DEEPSEEK),
+    "deepseek_v3": language("DeepseekV3Config", experts=GROUPED, **ROPE, **DEEPSEEK),
     "gpt_oss": language(
-        "GptOssConfig", experts=BATCHED, **ROPE, num_key_value_heads=2, head_dim=8,
+        "GptOssConfig", experts=GROUPED, **ROPE, num_key_value_heads=2, head_dim=8,
         num_local_experts=4, num_experts_per_tok=2,
     ),
-    "mixtral": language("MixtralConfig", experts=BATCHED, **ROPE, **MOE, num_local_experts=4),
+    "mixtral": language("MixtralConfig", experts=GROUPED, **ROPE, **MOE, num_local_experts=4),
+    "mixtral-batched": language("MixtralConfig", experts=BATCHED, **ROPE, **MOE, num_local_experts=4),
     "qwen3_moe": language(
         "Qwen3MoeConfig", experts=BATCHED, **ROPE, **MOE, num_experts=4, moe_intermediate_size=20, head_dim=8,
     ),

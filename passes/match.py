@@ -16,10 +16,9 @@ from torch import fx
 from autotp.axis import Axis, find, holds, leaves, touches
 from autotp.grid import grid, splits
 from autotp.layout import layout_of
-from autotp.passes.axes import Axes, Factor
+from autotp.passes.axes import Axes, Bound, Factor
 
 aten = torch.ops.aten
-CONTRACTIONS = ("aten.linear", "aten.mm", "aten.bmm", "aten.matmul", "aten.einsum")
 LOOKUPS = ("aten.embedding",)
 ROWS = ("aten.index.Tensor", "aten.index_select")
 SDPA = "aten.scaled_dot_product_attention"
@@ -108,7 +107,7 @@ def _describe(candidates: Iterable[Candidate], axes: Axes, inputs: Collection[st
 def _grids(candidates: Iterable[Candidate], axes: Axes, tp: int) -> Iterator[Axis]:
     """What is worth a grid: fewer key/value heads than ranks, and heads that share a weight with what has none."""
     for candidate in candidates:
-        pair = _pair(candidate) if candidate.core else None
+        pair = _pair(candidate, axes) if candidate.core else None
         if pair is not None:
             parts = splits(pair[0].size.number, pair[1].size.number, tp)
             cuts = [(leaf, n, run) for leaf, n, run in zip(pair, parts, (parts[1], 1), strict=True) if n > 1]
@@ -119,12 +118,12 @@ def _grids(candidates: Iterable[Candidate], axes: Axes, tp: int) -> Iterator[Axi
             yield grid([(candidate.leaf, tp, 1)], tp)
 
 
-def _pair(candidate: Candidate) -> tuple[Axis, Axis] | None:
+def _pair(candidate: Candidate, axes: Axes) -> tuple[Axis, Axis] | None:
     """Key/value heads and the group of query heads that share one, where `candidate` is the first of them."""
     for node, factor in candidate.nodes:
         inside = list(leaves(factor.axis))
         if (
-            _counts_attentions(node, factor)
+            _counts_attentions(node, factor, axes)
             and find(factor.axis).kind == "product"
             and len(inside) == 2
             and inside[0] is find(candidate.leaf)
@@ -184,6 +183,13 @@ def _cut_values(node: fx.Node, leaf: Axis, axes: Axes) -> Iterator[fx.Node]:
     yield from [item for item in items if any(touches(axis, leaf) for axis in axes.of(item))] if items else [node]
 
 
+def contracts(bound: Bound | None) -> bool:
+    """True for a product that sums over a factor of both its operands: linear, matmul, einsum, of groups of rows."""
+    if bound is None or not {frozenset({0}), frozenset({1})} <= set(bound.rule.linear):
+        return False
+    return any({0, 1} <= factor.ins.keys() and not factor.outs for factor in bound.factors)
+
+
 def readers(node: fx.Node) -> Iterator[fx.Node]:
     """The operators that read a value's elements (not only its sizes), those of a tuple's items included."""
     for user in node.users:
@@ -204,7 +210,7 @@ def _in_loss(kinds: list[tuple[str, Factor]]) -> bool:
 
 def _reads_weight(node: fx.Node, axes: Axes, factor: Factor) -> bool:
     """True for a contraction with a weight that has the factor."""
-    if not str(node.target).startswith(CONTRACTIONS):
+    if not contracts(axes.bound[node]):
         return False
     return any(_root(axes.bound[node].operands[i]).op == "placeholder" for i in factor.ins)
 
@@ -212,7 +218,7 @@ def _reads_weight(node: fx.Node, axes: Axes, factor: Factor) -> bool:
 def _weights(candidate: Candidate, axes: Axes) -> list[fx.Node]:
     read = set()
     for node, factor in candidate.nodes:
-        product = str(node.target).startswith(CONTRACTIONS)
+        product = contracts(axes.bound[node])
         if product or (candidate.name == "vocab" and str(node.target).startswith(LOOKUPS)):
             read |= {_root(axes.bound[node].operands[i]) for i in factor.ins}
     return [parameter for parameter in candidate.parameters if parameter in read]
@@ -252,15 +258,15 @@ def _from_input(candidate: Candidate, inputs: Collection[str]) -> bool:
 def _attention(candidate: Candidate, axes: Axes) -> str:
     """heads, kv_heads or group where the leaf counts independent attentions; else ""."""
     for node, factor in candidate.nodes:
-        if str(node.target).startswith(SDPA) and _counts_attentions(node, factor):
+        if str(node.target).startswith(SDPA) and _counts_attentions(node, factor, axes):
             return "kv_heads" if factor.name == "k" else "group" if factor.name == "g" else "heads"
-    batched = [node for node, factor in candidate.nodes if _counts_attentions(node, factor)]
+    batched = [node for node, factor in candidate.nodes if _counts_attentions(node, factor, axes)]
     softmax = any(str(n.target).startswith("aten.softmax") and f.mark == "" for n, f in candidate.nodes)
     return "heads" if softmax and len(batched) >= 2 else ""
 
 
-def _counts_attentions(node: fx.Node, factor: Factor) -> bool:
+def _counts_attentions(node: fx.Node, factor: Factor, axes: Axes) -> bool:
     """True for the factor of an attention, or of a batch of products, that counts independent ones."""
     if str(node.target).startswith(SDPA):
         return bool(factor.outs) and factor.name != "e"
-    return str(node.target).startswith(CONTRACTIONS) and len(factor.ins) == 2 and bool(factor.outs)
+    return contracts(axes.bound[node]) and len(factor.ins) == 2 and bool(factor.outs)

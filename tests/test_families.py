@@ -74,7 +74,8 @@ def copies_stay_equal(rank: int, n: int) -> None:
     for name in ("llama", "falcon-new"):
         whole, inputs = _trained_alone(name)
         parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=inputs)
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (whole, parallel)]
+        # With AdamW's own eps the round-off of a gradient that is nearly zero would be a step.
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (whole, parallel)]
         for _ in range(20):
             for model, optimizer in zip((whole, parallel), optimizers, strict=True):
                 optimizer.zero_grad()
@@ -85,7 +86,7 @@ def copies_stay_equal(rank: int, n: int) -> None:
         _expect_equal_copies(parallel)
         state = autotp.full_state_dict(parallel)
         for key, tensor in whole.state_dict().items() if rank == 0 else ():
-            torch.testing.assert_close(state[key], tensor, rtol=0, atol=1e-8)
+            torch.testing.assert_close(state[key], tensor, rtol=0, atol=1e-5)  # their norms compute in float32
 
 
 def _trained_alone(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
