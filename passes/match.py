@@ -62,7 +62,7 @@ class Candidate:
 
 
 def match(
-    graph: fx.Graph, axes: Axes, parameters: Mapping[str, str], inputs: Collection[str], tp: int
+    graph: fx.Graph, axes: Axes, parameters: Mapping[str, str], inputs: Collection[str], tp: int = 1
 ) -> list[Candidate]:
     """The leaves that parameters have and that can be cut somewhere, named where their use is known.
 
