@@ -51,12 +51,19 @@ class Candidate:
         return self.pattern in (ATTENTION, MLP) and not self.hub
 
 
-def match(graph: fx.Graph, axes: Axes, parameters: Mapping[str, str], inputs: Collection[str]) -> list[Candidate]:
+def match(
+    graph: fx.Graph,
+    axes: Axes,
+    parameters: Mapping[str, str],
+    inputs: Collection[str],
+    kept: Collection[fx.Node] = (),
+) -> list[Candidate]:
     """The leaves that parameters have and that can be cut somewhere, named where their use is known.
 
     Args:
         parameters: placeholder name -> parameter name.
         inputs: placeholder names of the model's inputs.
+        kept: what is returned and stays cut, as a key-value cache does: nobody reads it whole.
     """
     found: dict[Axis, Candidate] = {}
     for node in graph.nodes:
@@ -73,13 +80,15 @@ def match(graph: fx.Graph, axes: Axes, parameters: Mapping[str, str], inputs: Co
             if factor is not None:
                 found[leaf].nodes.append((node, factor))
     for candidate in found.values():
-        candidate.name, candidate.pattern = _recognised(candidate, axes, inputs)
+        candidate.name, candidate.pattern = _recognised(candidate, axes, inputs, kept)
         candidate.weights = _weights(candidate, axes)
         candidate.hub = len(_partners(candidate, axes)) > 2
     return [candidate for candidate in found.values() if candidate.nodes]
 
 
-def _recognised(candidate: Candidate, axes: Axes, inputs: Collection[str]) -> tuple[str, str]:
+def _recognised(
+    candidate: Candidate, axes: Axes, inputs: Collection[str], kept: Collection[fx.Node]
+) -> tuple[str, str]:
     """Name and pattern of a candidate."""
     kinds = [(str(node.target), factor) for node, factor in candidate.nodes]
     weighed = [(node, factor) for node, factor in candidate.nodes if _reads_weight(node, axes, factor)]
@@ -89,16 +98,19 @@ def _recognised(candidate: Candidate, axes: Axes, inputs: Collection[str]) -> tu
         return "vocab", "embedding" + (", head" if made else "") + (", loss" if _in_loss(kinds) else "")
     if _in_loss(kinds) and made:
         return "vocab", "head, loss"
-    if made and used and _closed(candidate):
+    if made and used and _closed(candidate, kept):
         attention = _attention(candidate, axes)
         return (attention, ATTENTION) if attention else ("width", MLP)
     return "", ""
 
 
-def _closed(candidate: Candidate) -> bool:
+def _closed(candidate: Candidate, kept: Collection[fx.Node]) -> bool:
     """True if whatever is cut is read by operators that can be cut, too: nothing has to be gathered on the way."""
     nodes = {node for node, _ in candidate.nodes}
-    return all(reader in nodes for node, factor in candidate.nodes if factor.outs for reader in readers(node))
+    made = [node for node, factor in candidate.nodes if factor.outs]
+    return all(
+        reader in nodes for node in made for reader in readers(node) if reader.op != "output" or node not in kept
+    )
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:

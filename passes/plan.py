@@ -49,12 +49,17 @@ class Decision:
 
 
 def decide(
-    axes: Axes, candidates: list[Candidate], trainable: Collection[fx.Node], total: int, tp: int, gathered: bool = True
+    axes: Axes,
+    candidates: list[Candidate],
+    trainable: Collection[fx.Node],
+    total: int,
+    tp: int,
+    kept: Collection[fx.Node] = (),
 ) -> Decision:
     """The cuts for `tp` ranks.
 
     Args:
-        gathered: True if outputs that are cut are gathered, which costs communication; False if they stay cut.
+        kept: what is returned and stays cut; other outputs that are cut are gathered, which costs communication.
         trainable: values that a gradient flows through: only those cost communication in backward.
         total: elements of all parameters.
     """
@@ -62,7 +67,7 @@ def decide(
 
     def worth(candidate: Candidate) -> float:
         """Elements of weights divided for each element exchanged per token."""
-        cost = _cost(candidate, decision, axes, trainable, gathered)
+        cost = _cost(candidate, decision, axes, trainable, kept)
         return _gain(candidate, decision, tp) * NOMINAL**2 / max(cost, 1)
 
     def key(i: int) -> tuple[bool, float, int]:
@@ -94,10 +99,10 @@ def decide_as(axes: Axes, candidates: list[Candidate], stored: Mapping[fx.Node, 
     A parameter stays stored as it is, whatever reads it here; operators that cannot follow read it gathered.
 
     Args:
-        stored: parameter placeholder -> how it is held.
+        stored: placeholder of a parameter, or of an input that comes cut -> how it is held.
 
     Raises:
-        Error: a parameter is cut along what is no axis in this graph.
+        Error: it is cut along what is no axis in this graph.
     """
     decision = Decision()
     for node, layout in stored.items():
@@ -119,7 +124,7 @@ def _leaf_of(node: fx.Node, layout: Layout, axes: Axes, tp: int) -> Axis:
         if layout_of(layout.shape, dims, leaf, tp, layout.axis) == layout:
             return leaf
     raise Error(
-        f"this call uses a parameter {list(layout.shape)} in a way that its cut by {layout.axis} does not fit",
+        f"this call uses a tensor {list(layout.shape)} in a way that its cut by {layout.axis} does not fit",
         at=line_of(next(iter(node.users), node)),
         **{"try": "give parallelize this call's arguments as example_inputs"},
     )
@@ -151,7 +156,7 @@ def _gain(candidate: Candidate, decision: Decision, tp: int) -> float:
 
 
 def _cost(
-    candidate: Candidate, decision: Decision, axes: Axes, trainable: Collection[fx.Node], gathered: bool
+    candidate: Candidate, decision: Decision, axes: Axes, trainable: Collection[fx.Node], kept: Collection[fx.Node]
 ) -> float:
     """Elements exchanged in a step, forward and backward, at nominal batch and sequence."""
     free = {node: factor for node, factor in candidate.nodes if node not in decision.cuts}
@@ -163,7 +168,9 @@ def _cost(
                 copied.add(operand)
             if i in factor.ins and maker(operand) not in free and operand.op != "placeholder":
                 moved.add(operand)
-        if factor.outs and any(reader not in free for reader in readers(node) if gathered or reader.op != "output"):
+        if factor.outs and any(
+            reader not in free for reader in readers(node) if node not in kept or reader.op != "output"
+        ):
             moved.add(node)
     return sum(elements(node) for node in [*summed, *copied, *moved])
 
