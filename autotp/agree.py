@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from autotp.errors import Error
 from autotp.mesh import Mesh, gather_ints
+from autotp.sharded import Sharded
 from autotp.transform import Analysis
 
 CheckInputs = Literal["always", "first", "never"]
@@ -139,6 +140,8 @@ def checksum(tensor: Tensor) -> int:
 
 def _print(leaf: Any) -> Any:
     """What is compared of an argument: a tensor's shape, dtype and values; a plain value; of an object its class."""
+    if isinstance(leaf, Sharded):
+        return tuple(leaf.shape), str(leaf.dtype)  # Each rank has another part.
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), str(leaf.dtype), checksum(leaf)
     return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf).__qualname__

@@ -96,6 +96,15 @@ def broadcast_from_first(tensor: Tensor, mesh: Mesh) -> Tensor:
     return tensor
 
 
+def follow_first_random_state(mesh: Mesh) -> None:
+    """Gives every rank the random state of the first: on the CPU, and on the device it computes on."""
+    state = torch.get_rng_state().to(mesh.device)
+    torch.set_rng_state(broadcast_from_first(state, mesh).cpu())
+    if mesh.device.type == "cuda":
+        state = torch.cuda.get_rng_state(mesh.device).to(mesh.device)
+        torch.cuda.set_rng_state(broadcast_from_first(state, mesh).cpu(), mesh.device)
+
+
 def gather_ints(values: list[int], mesh: Mesh) -> list[list[int]]:
     """Every rank's `values`, by rank, in one exchange: as many on each rank, each within 64 bits, signed."""
     mine = torch.tensor([values], dtype=torch.int64, device=mesh.device)

@@ -15,6 +15,7 @@ from autotp.errors import Error
 from autotp.layout import Layout
 from autotp.mesh import Mesh
 from autotp.partition import chunk_sizes
+from autotp.sharded import Sharded
 
 HELD = "autotp_held"
 """The attribute that a parallel model gives each tensor it returns, so that `gather` knows what it is given."""
@@ -34,6 +35,12 @@ def mark(value: Any, held: Held) -> None:
         setattr(value, HELD, held)
 
 
+def marked(value: Any) -> Any:
+    """A tensor that a parallel model returned cut, as the whole that it is a part of; anything else as it is."""
+    held: Held | None = getattr(value, HELD, None) if isinstance(value, Tensor) else None
+    return value if held is None or held.layout is None else Sharded(value, held.layout, held.mesh)
+
+
 def gather(output: Any) -> Any:
     """What one device would have returned, of an output that stayed cut (`outputs="local"`, or logits beside a loss).
 
@@ -48,7 +55,14 @@ def gather(output: Any) -> Any:
     return pytree.tree_map_only(Tensor, _gathered, output)
 
 
+def gather_all(output: Any) -> Any:
+    """A structure with what is cut in it put together; the rest as it is."""
+    return pytree.tree_map(lambda x: _gathered(x) if isinstance(x, Sharded) else x, pytree.tree_map(marked, output))
+
+
 def _gathered(output: Tensor) -> Tensor:
+    if isinstance(output, Sharded):
+        return _joined(output.part, output.held, output.mesh)
     held: Held | None = getattr(output, HELD, None)
     if held is None:
         raise Error(

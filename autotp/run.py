@@ -7,12 +7,14 @@ parameters and the tensors among the arguments, and puts the outputs back into t
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from autotp.agree import CheckInputs, agree_on_call, agree_on_graph, digest
 from autotp.call import draws, returned
@@ -20,12 +22,13 @@ from autotp.eager import alone
 from autotp.errors import Error, within
 from autotp.layout import Layout
 from autotp.mesh import Mesh
-from autotp.outputs import Held, mark
+from autotp.outputs import Held, mark, marked
 from autotp.passes.bind import bind
 from autotp.regions import Autocast, ambient
 from autotp.report import Plan, report
-from autotp.shells import Shell, mirror, places
-from autotp.structure import flatten, signature_of
+from autotp.sharded import Sharded
+from autotp.shells import Leaf, Shell, mirror, places
+from autotp.structure import flatten, signature_of, states
 from autotp.transform import Analysis, Outputs, analyse, rank_graph
 
 CHECKED_CALLS = 2
@@ -67,10 +70,8 @@ class Entry:
 
 
 class Called(NamedTuple):
-    """One call: its arguments by name, the same flattened, the tensors among them, and what autocast is around it."""
+    """One call: its arguments flattened, the tensors among them, and what autocast is around it."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
     leaves: list[Any]
     spec: Any
     tensors: list[Tensor]
@@ -84,7 +85,7 @@ def prepare(analysis: Analysis, mesh: Mesh, settings: Settings) -> Entry:
         Error: the graph cannot be lowered.
     """
     captured = analysis.captured
-    graph = bind(rank_graph(analysis, mesh.rank, settings.randomness), mesh.device, mesh.groups)
+    graph = bind(rank_graph(analysis, mesh.rank, settings.randomness), mesh.device, mesh.groups, captured.owned)
     names = captured.parameters | captured.buffers
     sources: list[str | Tensor] = [
         names[node.name] if node.name in names else captured.constants[node.name].to(mesh.device)
@@ -98,62 +99,53 @@ def prepare(analysis: Analysis, mesh: Mesh, settings: Settings) -> Entry:
     return Entry(analysis, module, sources, updated, held, any(draws(node) for node in graph.nodes))
 
 
-class ParallelModule(Shell):
-    """One rank of a tensor-parallel model. Made by `autotp.parallelize`.
+class Running(Shell):
+    """A module of a parallel model with the graphs it has met calls for: the whole, or a part that is called by itself.
 
-    Parameters and buffers have the names of the original model; parameters that are cut hold this rank's part
-    (`layouts` tells which). Plain attributes and methods of the model (`.config`, `.generate`) are reached through it.
+    NOTE [A part by itself]
+    The whole's graphs contain the work of its parts. A part that is called by itself (an encoder, before its decoder
+    generates) captures graphs of its own, in which its parameters are held as they are.
     """
 
-    def __init__(
-        self, skeleton: nn.Module, first: Entry, tensors: Mapping[str, Tensor], mesh: Mesh, settings: Settings
-    ) -> None:
-        super().__init__(skeleton)
-        self.__dict__.update(_mesh=mesh, _settings=settings, _signature=signature_of(skeleton))
-        self.__dict__["layouts"] = dict(first.analysis.layouts)
-        mirror(skeleton, self, tensors)
+    def __init__(self, original: nn.Module, mesh: Mesh, settings: Settings) -> None:
+        super().__init__(original)
+        self.__dict__.update(_mesh=mesh, _settings=settings)
+
+    def _begin(self) -> None:
+        """What a first call needs to know: signature, where parameters lie and how they are held."""
+        self.__dict__["_signature"] = signature_of(self._original)
         self.__dict__["_first_names"], self.__dict__["_places"] = places(self)
         self.__dict__["_modules_in_order"] = list(self.modules())
-        captured = first.analysis.captured
-        self.__dict__["_entries"] = [(self._key(captured.leaves, captured.spec, captured.autocast), first)]
-
-    # ---- what a user reads
-
-    @property
-    def plan(self) -> Plan:
-        """What is cut, what it costs, and what stayed whole."""
-        return report(self._entries[0][1].analysis, type(self._original).__name__)
+        held = {name: getattr(module, "_held", {}).get(key) for name, (module, key) in self._places.items()}
+        self.__dict__["layouts"] = {name: layout for name, layout in held.items() if layout is not None}
+        self.__dict__["_entries"] = []
 
     @property
     def mesh(self) -> Mesh:
         """The tensor-parallel axis and this rank's place on it."""
         return self.__dict__["_mesh"]
 
-    def layout_of(self, name: str) -> Layout | None:
-        """How the parameter of this name is held, under any of its names; None for a buffer."""
-        return self.layouts.get(self._first_names.get(name, name))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        memo[id(self._entries)] = list(self._entries)  # The graphs never change: the copy may use the same.
-        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return new
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise Error(
-            "a parallel model cannot be pickled: it is tied to its process group",
-            **{"try": "save model.state_dict() on each rank, or autotp.full_state_dict(model)"},
-        )
+    @contextmanager
+    def outputs_stay_cut(self) -> Iterator[None]:
+        """A region in which outputs are not gathered, as with `outputs="local"`."""
+        before = self._settings
+        self.__dict__["_settings"] = replace(before, outputs="local")
+        try:
+            yield
+        finally:
+            self.__dict__["_settings"] = before
 
     # ---- a call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments, which must be the same on all ranks of the axis."""
+        if "_entries" not in vars(self):
+            self._begin()
         args, kwargs = self._signature.by_name(args, kwargs)
         leaves, spec = flatten((args, kwargs))
+        leaves = [marked(leaf) for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        called = Called(args, kwargs, leaves, spec, tensors, ambient(self.mesh.device))
+        called = Called(leaves, spec, tensors, ambient(self.mesh.device))
         entry = self._find(self._key(leaves, spec, called.autocast), tensors)
         if not torch.compiler.is_compiling():
             entry = self._agreed(entry, called)
@@ -161,18 +153,22 @@ class ParallelModule(Shell):
             _refuse_capture(type(self._original).__name__)
         assert entry is not None  # Refused above otherwise.
         with called.autocast.off():
-            found = entry.module(*self._values(entry), *tensors)
-        return self._returned(entry, found)
+            found = entry.module(*self._values(entry), *(t.part if isinstance(t, Sharded) else t for t in tensors))
+        return self._returned(entry, found, states((args, kwargs)))
 
-    def _returned(self, entry: Entry, found: Sequence[Any]) -> Any:
-        """The outputs as the model returns them, each tensor with a note of how it is held; buffers are updated."""
+    def _returned(self, entry: Entry, found: Sequence[Any], changed: Sequence[Any]) -> Any:
+        """The outputs as the model returns them, each tensor with a note of how it is held.
+
+        Buffers are updated, and so are the arguments that the model changes; what they have of a cut is `Sharded`.
+        """
         with torch.no_grad():
             # Backwards: a buffer that was written to and then set anew comes twice, what it was set to first.
             for name, value in reversed(list(zip(entry.updated, found[len(entry.held) :], strict=True))):
                 getattr(*self._places[name]).copy_(value)
         for value, held in zip(found, entry.held, strict=False):
             mark(value, held)
-        return entry.analysis.captured.outputs(found)
+        captured = entry.analysis.captured
+        return captured.outputs([marked(x) if i in captured.kept else x for i, x in enumerate(found)], changed)
 
     def _values(self, entry: Entry) -> list[Tensor]:
         """The placeholders before the inputs. Read at each call: functional_call swaps them."""
@@ -180,10 +176,10 @@ class ParallelModule(Shell):
 
     def _key(self, leaves: Sequence[Any], spec: Any, autocast: Autocast) -> Key:
         """Everything about a call but its tensors' sizes and values."""
-        kinds = tuple((leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves)
+        kinds = tuple(_kind(leaf) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves)
         modes = tuple(module.training for module in self._modules_in_order)
         dtypes = tuple(getattr(module, name).dtype for module, name in self._places.values())
-        return spec, kinds, modes, dtypes, autocast.dtype
+        return spec, kinds, modes, dtypes, autocast.dtype, self._settings.outputs
 
     def _find(self, key: Key, tensors: Sequence[Tensor]) -> Entry | None:
         for known, entry in self._entries:
@@ -215,11 +211,13 @@ class ParallelModule(Shell):
     def _capture(self, called: Called) -> Entry:
         """A further graph, for a signature not met before, on the parameters as they are held."""
         mesh, settings = self.mesh, self._settings
+        given = {i: t.held for i, t in enumerate(called.tensors) if isinstance(t, Sharded)}
 
         def make() -> Entry:
             _follow(self._original, self)
+            args, kwargs = pytree.tree_unflatten(called.leaves, called.spec)
             analysis = analyse(
-                self._original, called.args, called.kwargs, mesh.size, settings.outputs, self.layouts, called.autocast
+                self._original, args, kwargs, mesh.size, settings.outputs, self.layouts, called.autocast, given
             )
             return prepare(analysis, mesh, settings)
 
@@ -227,6 +225,66 @@ class ParallelModule(Shell):
             entry = agree_on_graph(mesh, make, lambda made: digest(made.analysis))
         self._entries.append((self._key(called.leaves, called.spec, called.autocast), entry))
         return entry
+
+
+class Part(Running, Leaf):
+    """A submodule of a parallel model."""
+
+
+class ParallelModule(Running):
+    """One rank of a tensor-parallel model. Made by `autotp.parallelize`.
+
+    Parameters and buffers have the names of the original model; parameters that are cut hold this rank's part
+    (`layouts` tells which). Plain attributes and methods of the model (`.config`, `.generate`) are reached through it.
+    """
+
+    def __init__(
+        self, skeleton: nn.Module, first: Entry, tensors: Mapping[str, Tensor], mesh: Mesh, settings: Settings
+    ) -> None:
+        super().__init__(skeleton, mesh, settings)
+        mirror(skeleton, self, tensors, lambda module: Part(module, mesh, settings))
+        names = places(self)[0]
+        for prefix, module in self.named_modules():
+            held = {
+                key: names[f"{prefix}.{key}" if prefix else key]
+                for key, p in module._parameters.items()
+                if p is not None
+            }
+            vars(module)["_held"] = {key: first.analysis.layouts[name] for key, name in held.items()}
+        self._begin()
+        captured = first.analysis.captured
+        self._entries.append((self._key(captured.leaves, captured.spec, captured.autocast), first))
+
+    # ---- what a user reads
+
+    @property
+    def plan(self) -> Plan:
+        """What is cut, what it costs, and what stayed whole."""
+        return report(self._entries[0][1].analysis, type(self._original).__name__)
+
+    def layout_of(self, name: str) -> Layout | None:
+        """How the parameter of this name is held, under any of its names; None for a buffer."""
+        return self.layouts.get(self._first_names.get(name, name))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        for module in self.modules():  # The graphs never change: the copy may use the same.
+            if "_entries" in vars(module):
+                memo[id(module._entries)] = list(module._entries)  # type: ignore[arg-type]
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise Error(
+            "a parallel model cannot be pickled: it is tied to its process group",
+            **{"try": "save model.state_dict() on each rank, or autotp.full_state_dict(model)"},
+        )
+
+
+def _kind(tensor: Tensor) -> Any:
+    """What of a tensor a graph is made for, but its sizes."""
+    return tensor.dim(), tensor.dtype, tensor.cut if isinstance(tensor, Sharded) else None
 
 
 def _plain(leaf: Any) -> Any:
@@ -245,7 +303,7 @@ def _refuse_capture(name: str) -> None:
 _refuse_capture.__dict__.update(_dynamo_marked_constant=True)
 
 
-def _follow(original: nn.Module, module: ParallelModule) -> None:
+def _follow(original: nn.Module, module: Running) -> None:
     """Gives the skeleton the train/eval flags and the dtypes that the parallel model has now."""
     for theirs, mine in zip(original.modules(), module.modules(), strict=True):
         theirs.training = mine.training

@@ -1,14 +1,22 @@
-"""The tree of modules of a parallel model: the original's names, flags and attributes, and no work of its own."""
+"""The tree of modules of a parallel model: the original's names, flags and attributes, and no work of its own.
+
+NOTE [Why methods get a view]
+A method of the model may ask for its class: `super()`, `isinstance(self, ...)`, `type(self).other_method`. So it is
+bound not to the shell but to a view, whose class is the model's and which has nothing of its own: all that it is asked
+for and all that is set on it is the shell's, and calling it calls the shell.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import cache, wraps
 from typing import Any
 
 from torch import Tensor, nn
 
 from autotp.errors import Error
+from autotp.generation import overrides
 
 Place = tuple[nn.Module, str]
 """A module, and the name there of a parameter or buffer."""
@@ -24,18 +32,11 @@ def _no_hook(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class Shell(nn.Module):
-    """A module of a parallel model: it holds parameters under their names, the graph of the whole does the work."""
+    """A module of a parallel model: it holds parameters under their names, a graph does the work."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
         self.__dict__["_original"] = original
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises Error: there is nothing here to run."""
-        raise Error(
-            "a submodule of a parallel model cannot be called by itself: its work is part of the model's graph",
-            **{"try": "call the whole model, or parallelize the submodule"},
-        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = self.__dict__.get("_original")
@@ -65,10 +66,13 @@ class Leaf(Shell):
     register_full_backward_hook = register_full_backward_pre_hook = _no_hook
 
 
-def mirror(original: nn.Module, root: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def mirror(
+    original: nn.Module, root: nn.Module, tensors: Mapping[str, Tensor], leaf: Callable[[nn.Module], nn.Module] = Leaf
+) -> None:
     """Gives `root` the tree of modules below `original`, tied and shared as there, in the same order.
 
     Args:
+        leaf: makes the shell of a submodule.
         tensors: first name -> local tensor, for parameters (or the parameter itself) and buffers.
     """
     held: dict[int, Tensor] = {id(b): tensors[name] for name, b in original.named_buffers()}
@@ -76,7 +80,7 @@ def mirror(original: nn.Module, root: nn.Module, tensors: Mapping[str, Tensor]) 
         mine = tensors[name]
         held[id(p)] = mine if isinstance(mine, nn.Parameter) else nn.Parameter(mine, p.requires_grad)
         held[id(p)].__dict__.update(p.__dict__)  # Marks for the user's optimizer, as `p.no_weight_decay`.
-    shells = {id(m): root if m is original else _shell(m) for m in original.modules()}
+    shells = {id(m): root if m is original else _shell(m, leaf) for m in original.modules()}
     for module in original.modules():
         shell = shells[id(module)]
         shell.training = module.training
@@ -87,8 +91,8 @@ def mirror(original: nn.Module, root: nn.Module, tensors: Mapping[str, Tensor]) 
         shell._modules.update({k: None if m is None else shells[id(m)] for k, m in module._modules.items()})
 
 
-def _shell(module: nn.Module) -> nn.Module:
-    return type(module)() if type(module) in CONTAINERS else Leaf(module)
+def _shell(module: nn.Module, leaf: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    return type(module)() if type(module) in CONTAINERS else leaf(module)
 
 
 def places(root: nn.Module) -> tuple[dict[str, str], dict[str, Place]]:
@@ -106,12 +110,59 @@ def places(root: nn.Module) -> tuple[dict[str, str], dict[str, Place]]:
 
 
 def _borrowed(shell: nn.Module, original: nn.Module, name: str) -> Any:
-    """A plain attribute of the original, or what its class defines (a method, a property), bound to the shell."""
+    """A plain attribute of the original, or what its class defines (a method, a property), bound to a view of it."""
     if name in original.__dict__:
         return original.__dict__[name]
+    kind: type = type(original)
     try:
-        found = inspect.getattr_static(type(original), name)
+        inspect.getattr_static(kind, name)
     except AttributeError:
-        raise AttributeError(f"'{type(original).__name__}' (parallel) has no attribute '{name}'") from None
+        raise AttributeError(f"'{kind.__name__}' (parallel) has no attribute '{name}'") from None
+    found = inspect.getattr_static(_view_of(kind), name)
     bind: Callable[..., Any] | None = getattr(type(found), "__get__", None)
-    return bind(found, shell, type(original)) if bind else found
+    return bind(found, _viewed(shell, kind), kind) if bind else found
+
+
+# ---- NOTE [Why methods get a view]
+
+
+class View:
+    """A shell as its model's class sees it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return vars(self)["_shell"](*args, **kwargs)
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("__"):  # What an instance has comes before what its class has.
+            shell = vars(self)["_shell"]
+            for table in (vars(shell), vars(vars(shell)["_original"])):
+                if name in table:
+                    return table[name]
+        return super().__getattribute__(name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_shell"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_shell"], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(vars(self)["_shell"], name)
+
+
+def _viewed(shell: nn.Module, original: type) -> Any:
+    kind = _view_of(original)
+    new: Any = object.__new__(kind)
+    vars(new)["_shell"] = shell
+    return new
+
+
+@cache
+def _view_of(original: type) -> type:
+    """The class of the views of shells of `original`. It calls the shell; its signature is the original's."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self(*args, **kwargs)
+
+    names = {"forward": wraps(original.forward)(forward), "__module__": original.__module__}  # type: ignore[attr-defined]
+    return type(original)(original.__name__, (*overrides(original), View, original), names)

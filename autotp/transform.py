@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,7 @@ from autotp.passes.functionalize import functionalize
 from autotp.passes.inline import inline
 from autotp.passes.local import Target
 from autotp.passes.lower import lower
-from autotp.passes.match import match
+from autotp.passes.match import maker, match
 from autotp.passes.pick import pick
 from autotp.passes.plan import Decision, decide, decide_as
 from autotp.passes.share import share
@@ -51,6 +51,7 @@ class Analysis:
         updated: placeholder names of the buffers whose new values `graph` returns last.
         layouts: parameter name -> how it is held.
         local_outputs: positions of outputs that stay cut.
+        local_inputs: placeholder names of inputs that come cut.
     """
 
     captured: Captured
@@ -61,6 +62,7 @@ class Analysis:
     updated: list[str]
     layouts: dict[str, Layout]
     local_outputs: dict[int, Layout]
+    local_inputs: dict[str, Layout]
     tp: int
 
 
@@ -72,6 +74,7 @@ def analyse(
     outputs: Outputs = "auto",
     layouts: Mapping[str, Layout] | None = None,
     autocast: Autocast = OFF,
+    given: Mapping[int, Layout] | None = None,
 ) -> Analysis:
     """Captures `skeleton` on these arguments and decides what is cut on `tp` ranks.
 
@@ -80,30 +83,32 @@ def analyse(
         outputs: whether cut outputs are gathered.
         layouts: how the parameters are held already, for a further graph of a parallel model.
         autocast: what is on around the model.
+        given: how those tensors among the arguments are held that come cut, by their place among the tensors.
     """
     captured = capture(skeleton, args, kwargs, autocast)
-    graph, updated = functionalize(cast(inline(captured.graph), autocast), captured.buffers)
+    graph, updated = functionalize(cast(inline(captured.graph), autocast), captured.buffers, captured.owned)
     updated = [*captured.assigned, *updated]
     graph = apart(share(canonicalize(pick(graph, captured.constants))), captured.parameters)
     axes = infer_axes(graph)
     _prove_users_rules(graph, tp)
-    candidates = match(graph, axes, captured.parameters, captured.inputs, tp)
-    stay = _stay_cut(returned(graph)[: len(returned(graph)) - len(updated)], skeleton.training, outputs)
+    stay = _stay_cut(graph, captured, len(updated), skeleton.training, outputs)
+    of_states = _makers(graph, captured.kept)
+    candidates = match(graph, axes, captured.parameters, captured.inputs, tp, of_states)
+    local_inputs = _local_inputs(graph, captured, given or {})
     if layouts is None:
         total = sum(n.meta["val"].numel() for n in graph.nodes if n.name in captured.parameters)
         trainable = needs_grad(graph, _sources(graph, captured))
-        decision = decide(axes, candidates, trainable, total, tp, not stay)
+        decision = decide(axes, candidates, trainable, total, tp, of_states | _makers(graph, stay))
     else:
-        places = [node for node in graph.nodes if node.op == "placeholder" and node.name in captured.parameters]
-        stored = {node: layouts[captured.parameters[node.name]] for node in places}
-        decision = decide_as(axes, candidates, stored, tp)
+        stored = {place: layouts[name] for place, name in captured.parameters.items()} | local_inputs
+        places = [node for node in graph.nodes if node.op == "placeholder" and node.name in stored]
+        decision = decide_as(axes, candidates, {node: stored[node.name] for node in places}, tp)
     graph, axes, decision = expand(graph, axes, decision)
     graph, axes, decision = defer(graph, axes, decision)
     differentiable = needs_grad(graph, _sources(graph, captured))
     held = dict(layouts) if layouts is not None else _layouts(graph, axes, decision, captured, tp)
-    given = returned(graph)[: len(returned(graph)) - len(updated)]  # A buffer's new value is no output.
-    local = _cut_outputs(graph, given, axes, decision, tp) if stay else {}
-    return Analysis(captured, graph, axes, decision, differentiable, updated, held, local, tp)
+    local = _cut_outputs(graph, stay, axes, decision, tp)
+    return Analysis(captured, graph, axes, decision, differentiable, updated, held, local, local_inputs, tp)
 
 
 def rank_graph(analysis: Analysis, rank: int, randomness: Literal["exact", "fast"], axis: str = "tp") -> fx.Graph:
@@ -111,7 +116,7 @@ def rank_graph(analysis: Analysis, rank: int, randomness: Literal["exact", "fast
     to = Target(axis, analysis.tp, rank, randomness, frozenset(analysis.local_outputs))
     lowered = clean(lower(analysis.graph, analysis.axes, analysis.decision, analysis.differentiable, to))
     captured = analysis.captured
-    held = {place: analysis.layouts[name] for place, name in captured.parameters.items()}
+    held = {place: analysis.layouts[name] for place, name in captured.parameters.items()} | analysis.local_inputs
     check(lowered, analysis.graph, held, [*captured.parameters, *captured.inputs], to, analysis.local_outputs)
     return lowered
 
@@ -133,6 +138,13 @@ def _sources(graph: fx.Graph, captured: Captured) -> frozenset[fx.Node]:
     return frozenset(n for n in graph.nodes if n.op == "placeholder" and n.name in names)
 
 
+def _local_inputs(graph: fx.Graph, captured: Captured, given: Mapping[int, Layout]) -> dict[str, Layout]:
+    """Placeholder name -> how it is held, with the sizes that it has in this graph."""
+    places = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    names = {captured.inputs[i]: layout for i, layout in given.items()}
+    return {n: replace(how, shape=tuple(places[n].meta["val"].shape)) for n, how in names.items() if n in places}
+
+
 def _layouts(graph: fx.Graph, axes: Axes, decision: Decision, captured: Captured, tp: int) -> dict[str, Layout]:
     names = {find(c.leaf): c.name for c in decision.chosen}
     found = {}
@@ -145,18 +157,34 @@ def _layouts(graph: fx.Graph, axes: Axes, decision: Decision, captured: Captured
     return found
 
 
-def _stay_cut(found: Sequence[Any], training: bool, outputs: Outputs) -> bool:
-    """True if outputs that are cut stay so: for "local", never for "full"; for "auto", beside a loss in training."""
+def _stay_cut(graph: fx.Graph, captured: Captured, updated: int, training: bool, outputs: Outputs) -> list[int]:
+    """Positions of the outputs that stay cut if they are: all for "local", none for "full".
+
+    For "auto", all beside a loss in training, else those that belong to a state, which is given back some day.
+
+    Args:
+        updated: how many of what is returned are no outputs, but the new values of buffers.
+    """
+    found = returned(graph)[: len(returned(graph)) - updated]
     scalar_loss = any(isinstance(n, fx.Node) and _is_loss(n) for n in found)
-    return outputs == "local" or (outputs == "auto" and training and scalar_loss)
+    everything = outputs == "local" or (outputs == "auto" and training and scalar_loss)
+    kept = range(len(found)) if everything else sorted(captured.kept) if outputs == "auto" else []
+    return [i for i in kept if isinstance(found[i], fx.Node)]
 
 
-def _cut_outputs(graph: fx.Graph, found: Sequence[Any], axes: Axes, decision: Decision, tp: int) -> dict[int, Layout]:
-    """How the outputs that are cut are held."""
+def _makers(graph: fx.Graph, positions: Iterable[int]) -> set[fx.Node]:
+    """What makes the outputs at these positions."""
+    found = (returned(graph)[i] for i in positions)
+    return {maker(node) for node in found if isinstance(node, fx.Node)}
+
+
+def _cut_outputs(graph: fx.Graph, stay: Sequence[int], axes: Axes, decision: Decision, tp: int) -> dict[int, Layout]:
+    """How the outputs that stay cut are held, where they are cut."""
     have = flow(graph, axes, decision.cuts, decision.held)
     local = {}
-    for i, node in enumerate(found):
-        if isinstance(node, fx.Node) and isinstance(have.get(node, (None,))[0], Shard):
+    for i in stay:
+        node = returned(graph)[i]
+        if isinstance(have.get(node, (None,))[0], Shard):
             shape = tuple(n if isinstance(n, int) else -1 for n in node.meta["val"].shape)
             local[i] = layout_of(shape, axes.of(node), have[node][0].axis, tp, "")  # type: ignore[union-attr]
     return local

@@ -22,6 +22,7 @@ from autotp.mesh import expect_size
 from autotp.passes.bind import bind
 from autotp.passes.capture import skeleton_of
 from autotp.report import Plan, report
+from autotp.structure import flatten, outcome, states
 from autotp.transform import Analysis, Outputs, analyse, rank_graph
 
 TOLERANCE = 1e-9
@@ -145,7 +146,7 @@ Held = dict[str, Tensor]
 
 def _inputs(trial: Trial) -> Held:
     """The tensors among the arguments, in memory of their own; a gradient is wanted of the floating ones."""
-    given = [leaf for leaf in pytree.tree_leaves((trial.args, trial.kwargs)) if isinstance(leaf, Tensor)]
+    given = [leaf for leaf in flatten((trial.args, trial.kwargs))[0] if isinstance(leaf, Tensor)]
     return {f"input {i}": t.clone().requires_grad_(t.is_floating_point()) for i, t in enumerate(given)}
 
 
@@ -171,10 +172,13 @@ def _placed(graph: fx.Graph, held: Held, trial: Trial) -> list[Tensor]:
 
 
 def _returned(model: nn.Module, trial: Trial, inputs: Held) -> list[Tensor]:
-    """The tensors that one device returns."""
-    queue = iter(inputs.values())
-    args, kwargs = pytree.tree_map_only(Tensor, lambda _: next(queue), (trial.args, trial.kwargs))
-    return [leaf for leaf in pytree.tree_leaves(model(*args, **kwargs)) if isinstance(leaf, Tensor)]
+    """The tensors that one device returns, and those that its arguments' states hold afterwards."""
+    queue, (leaves, spec) = iter(inputs.values()), flatten((trial.args, trial.kwargs))
+    given = [next(queue) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    args, kwargs = pytree.tree_unflatten(given, spec)
+    changed = states((args, kwargs))
+    found, _ = outcome(model(*args, **kwargs), changed)
+    return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
 
 def _buffers(model: nn.Module, found: Sequence[Sequence[Tensor]], analysis: Analysis) -> list[Difference]:
@@ -290,7 +294,9 @@ class _Double(TorchFunctionMode):
         return func(*(_raised(arg) for arg in args), **{name: _raised(arg) for name, arg in (kwargs or {}).items()})
 
 
-GROUPED = tuple(getattr(space, name) for space in (torch, F) for name in ("_grouped_mm", "grouped_mm") if hasattr(space, name))
+GROUPED = tuple(
+    getattr(space, name) for space in (torch, F) for name in ("_grouped_mm", "grouped_mm") if hasattr(space, name)
+)
 """Products of groups of rows, which torch does not have in float64."""
 
 

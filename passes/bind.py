@@ -5,21 +5,27 @@ Before: reduce(x, "tp"); arange(n, device="cpu")       After: reduce(x, "5"); ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import fx
 
 from autotp.lockstep import COLLECTIVES
 from autotp.passes.capture import DEVICE
-from autotp.passes.reuse import fresh
+from autotp.passes.reuse import WRITES, fresh, written
 
 CAPTURED = torch.device(DEVICE)
 
 
-def bind(graph: fx.Graph, device: torch.device, groups: Mapping[str, str | None]) -> fx.Graph:
-    """A copy of `graph` for `device`, its axis names replaced by process group names."""
-    bound, in_place = fx.Graph(), fresh(graph)
+def bind(
+    graph: fx.Graph, device: torch.device, groups: Mapping[str, str | None], owned: Collection[str] = ()
+) -> fx.Graph:
+    """A copy of `graph` for `device`, its axis names replaced by process group names.
+
+    Args:
+        owned: placeholder names of the inputs that it may write to.
+    """
+    bound, in_place, into_input = fx.Graph(), fresh(graph), written(graph, owned)
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         new = bound.node_copy(node, lambda old: env[old])
@@ -28,6 +34,8 @@ def bind(graph: fx.Graph, device: torch.device, groups: Mapping[str, str | None]
         new.kwargs = fx.node.map_aggregate(new.kwargs, lambda a: device if a == CAPTURED else a)
         if node.target in COLLECTIVES and node.args[1] in groups:
             new.args = (new.args[0], groups[str(node.args[1])], *new.args[2:])
+        if node in into_input:
+            new.target = WRITES[node.target]
         if node in in_place:
             new.kwargs = {"fresh": True}
     return bound

@@ -30,7 +30,7 @@ from autotp.errors import Error
 from autotp.lost import nothing_lost
 from autotp.regions import Autocast
 from autotp.source import user_line
-from autotp.structure import flatten
+from autotp.structure import flatten, outcome, settled, states, within_states
 
 Shapes = Sequence[Sequence[int]]
 
@@ -45,6 +45,8 @@ OFF = Autocast(DEVICE)
 class Captured:
     """One graph of a model.
 
+    A state is an argument that the model changes (`autotp/structure.py`): its tensors may be written to.
+
     Attributes:
         graph: placeholders in the order parameters, buffers, constants, inputs; one output, a tuple of tensors.
         parameters: placeholder name -> the parameter's first name in the model; a tied one has one placeholder.
@@ -52,7 +54,9 @@ class Captured:
         constants: placeholder name -> the tensor the model made while it was captured.
         inputs: placeholder names of the tensor inputs, in the order of the flattened arguments.
         assigned: placeholder names of the buffers that the model sets anew; their values are the last outputs.
-        outputs: rebuilds the model's output from the flat list of outputs.
+        outputs: rebuilds the model's output from the flat list of outputs, and gives the states what they hold now.
+        owned: those of `inputs` that belong to a state.
+        kept: positions of the outputs that belong to a state.
         fits: True for shapes of the tensor inputs that the graph is right for.
         example: shapes of the inputs it was captured with.
         leaves, spec: the flattened arguments, tensors on meta, and their structure.
@@ -65,7 +69,9 @@ class Captured:
     constants: dict[str, torch.Tensor]
     inputs: list[str]
     assigned: list[str]
-    outputs: Callable[[Sequence[Any]], Any]
+    outputs: Callable[[Sequence[Any], Sequence[Any]], Any]
+    owned: frozenset[str]
+    kept: frozenset[int]
     fits: Callable[[Shapes], bool]
     example: tuple[tuple[int, ...], ...]
     leaves: tuple[Any, ...]
@@ -78,6 +84,7 @@ class _Returned:
 
     leaves: Sequence[Any] = ()
     spec: Any = None
+    kept: Sequence[int] = ()
     assigned: Sequence[str] = ()
 
 
@@ -95,12 +102,18 @@ class _Flat(nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         before = dict(self.model.named_buffers())
         with nothing_lost(self.model), Decided():
-            found, self.returned.spec = flatten(self.model(*args, **kwargs))
+            changed = states((args, kwargs))
+            result = self.model(*args, **kwargs)
+            found, self.returned.spec = outcome(result, changed)
         assigned = _assigned(before, self.model)
         sizes = [leaf for leaf in found if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)]
         computed: list[Any] = [leaf for leaf in found if isinstance(leaf, torch.Tensor)] + sizes
         places = {id(leaf): _Place(i) for i, leaf in enumerate(computed)}
         self.returned.leaves = [places.get(id(leaf), leaf) for leaf in found]
+        inside = [*within_states(result, changed), *within_states(changed)]
+        self.returned.kept = [
+            places[id(leaf)].at for leaf, one in zip(found, inside, strict=True) if one and id(leaf) in places
+        ]
         self.returned.assigned = list(assigned)
         return (*computed, *assigned.values())
 
@@ -208,12 +221,16 @@ def _captured(program: ExportedProgram, flat: _Flat, tensors: Sequence[torch.Ten
     places = {name: place for place, name in buffers.items()}
     assigned = [places[name] for name in flat.returned.assigned]
     shapes = tuple(tuple(t.shape) for t in tensors)
-    rebuild = _rebuilding(flat.returned)
+    inside = within_states(pytree.tree_unflatten(flat.leaves, flat.spec))
+    of_tensors = [one for one, leaf in zip(inside, flat.leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+    owned = frozenset(name for name, one in zip(inputs, of_tensors, strict=True) if one)
+    rebuild, kept = _rebuilding(flat.returned), frozenset(flat.returned.kept)
     leaves = tuple(_like(leaf, "meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves)
     fits = guard(example, program)
     return Captured(
-        graph, parameters, buffers, constants, inputs, assigned, rebuild, fits, shapes, leaves, flat.spec, autocast
-    )
+        graph, parameters, buffers, constants, inputs, assigned, rebuild, owned, kept, fits, shapes, leaves, flat.spec,
+        autocast,
+    )  # fmt: skip
 
 
 def _expect_values(constants: dict[str, torch.Tensor]) -> None:
@@ -252,12 +269,12 @@ def _merge_tied(graph: fx.Graph, names: dict[str, str]) -> None:
             del names[node.name]
 
 
-def _rebuilding(returned: _Returned) -> Callable[[Sequence[Any]], Any]:
-    """The function that puts outputs of the graph back into the structure the model returns."""
+def _rebuilding(returned: _Returned) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
+    """The function that puts outputs of the graph back into the structure the model returns, and into its states."""
     leaves, spec = returned.leaves, returned.spec
 
-    def rebuild(found: Sequence[Any]) -> Any:
-        return pytree.tree_unflatten([found[leaf.at] if isinstance(leaf, _Place) else leaf for leaf in leaves], spec)
+    def rebuild(found: Sequence[Any], mine: Sequence[Any]) -> Any:
+        return settled([found[leaf.at] if isinstance(leaf, _Place) else leaf for leaf in leaves], spec, mine)
 
     return rebuild
 

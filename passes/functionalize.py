@@ -39,11 +39,15 @@ RESHAPES = ("aten::view", "aten::unsqueeze", "aten::squeeze", "aten::_unsafe_vie
 MAYBE = ("aten::contiguous", "aten::reshape", "aten::dropout", "aten::type_as")
 
 
-def functionalize(graph: fx.Graph, buffers: Collection[str]) -> tuple[fx.Graph, list[str]]:
+def functionalize(graph: fx.Graph, buffers: Collection[str], owned: Collection[str] = ()) -> tuple[fx.Graph, list[str]]:
     """The graph without in-place operators, and the buffers it updates, whose new values it returns last.
 
+    Args:
+        buffers: placeholder names of the buffers.
+        owned: placeholder names of inputs that may be written to, since their new values are among the outputs.
+
     Raises:
-        Error: an in-place operator on an input, a parameter, or through a view that cannot be undone.
+        Error: an in-place operator on another input, a parameter, or through a view that cannot be undone.
     """
     state = _Versions(Builder(fake_mode_of(graph)))
     for node in graph.nodes:
@@ -52,7 +56,7 @@ def functionalize(graph: fx.Graph, buffers: Collection[str]) -> tuple[fx.Graph, 
             found = tuple(state.read(n) for n in node.args[0])
             state.builder.graph.output((*found, *(state.read(n) for n in updated)))
         elif _mutates(node):
-            state.mutate(node, buffers)
+            state.mutate(node, {*buffers, *owned})
         else:
             state.visit(node)
     return state.builder.graph, [n.name for n in updated]
@@ -83,12 +87,12 @@ class _Versions:
     def changed(self, node: fx.Node) -> bool:
         return self.version.get(node, 0) > 0
 
-    def mutate(self, node: fx.Node, buffers: Collection[str]) -> None:
+    def mutate(self, node: fx.Node, writable: Collection[str]) -> None:
         """Replaces an in-place operator: its functional form, then everything that shares the memory."""
         self.builder.origin = node
         written: Any = _written(node)
         root = self._root(written)
-        if root.op == "placeholder" and root.name not in buffers:
+        if root.op == "placeholder" and root.name not in writable:
             raise _refused(node, "writes into an input or a parameter of the model")
         args = fx.map_arg((node.args, node.kwargs), lambda n: self.read(n))
         new = self._functional(node, *args)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.axis import Axis, find
+from autotp.axis import Axis, find, touches
 from autotp.builder import Builder, fake_mode_of
 from autotp.collectives import all_gather, copy, gather, reduce, reduce_scatter, scatter, share
 from autotp.errors import Error
@@ -98,14 +98,21 @@ class _Lowering:
         self._give(node, new, placement)
 
     def _plain(self, node: fx.Node) -> None:
-        """A node without tensors of its own: sizes, arithmetic on them, regions. A cut value is read whole."""
+        """A node without tensors of its own: sizes, arithmetic on them, regions. A cut value is read whole.
+
+        The size of a dimension that is not cut is the same on every rank: nothing is gathered to read it.
+        """
         for operand in node.all_input_nodes:
             if operand in self.have:
                 have = self.have[operand][0]
-                self.builder.env[operand] = (
-                    self.read(operand, Replicate()) if isinstance(have, Shard) else self.forms[operand][have]
-                )
+                whole = isinstance(have, Shard) and not self._is_uncut_size(node, have.axis)
+                self.builder.env[operand] = self.read(operand, Replicate()) if whole else self.forms[operand][have]
         self.builder.copy(node)
+
+    def _is_uncut_size(self, node: fx.Node, leaf: Axis) -> bool:
+        x: Any = node.args[0]
+        at: Any = node.args[1] if node.target is torch.ops.aten.sym_size.int else None
+        return at is not None and not touches(self.axes.of(x)[at], leaf)
 
     def _operator(self, node: fx.Node, bound: Bound) -> None:
         leaf = self.decision.cuts.get(node)

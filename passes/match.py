@@ -62,7 +62,12 @@ class Candidate:
 
 
 def match(
-    graph: fx.Graph, axes: Axes, parameters: Mapping[str, str], inputs: Collection[str], tp: int = 1
+    graph: fx.Graph,
+    axes: Axes,
+    parameters: Mapping[str, str],
+    inputs: Collection[str],
+    tp: int = 1,
+    kept: Collection[fx.Node] = (),
 ) -> list[Candidate]:
     """The leaves that parameters have and that can be cut somewhere, named where their use is known.
 
@@ -70,6 +75,7 @@ def match(
         parameters: placeholder name -> parameter name.
         inputs: placeholder names of the model's inputs.
         tp: how many ranks, which are a grid where one axis has too few positions for them.
+        kept: what is returned and stays cut, as a key-value cache does: nobody reads it whole.
     """
     found: dict[Axis, Candidate] = {}
     for node in graph.nodes:
@@ -87,16 +93,16 @@ def match(
             factor = bound.cuttable(leaf) if leaf in found else None
             if factor is not None:
                 found[leaf].nodes.append((node, factor))
-    _describe(found.values(), axes, inputs)
+    _describe(found.values(), axes, inputs, kept)
     grids = [_on_grid(leaf, touching, axes, found) for leaf in _grids(found.values(), axes, tp)]
-    _describe(grids, axes, inputs)
+    _describe(grids, axes, inputs, kept)
     attentions = [c for c in grids if c.pattern == ATTENTION and _shared_evenly(c, axes, tp)]
     return [candidate for candidate in [*attentions, *found.values()] if candidate.nodes]
 
 
-def _describe(candidates: Iterable[Candidate], axes: Axes, inputs: Collection[str]) -> None:
+def _describe(candidates: Iterable[Candidate], axes: Axes, inputs: Collection[str], kept: Collection[fx.Node]) -> None:
     for candidate in candidates:
-        candidate.name, candidate.pattern = _recognised(candidate, axes, inputs)
+        candidate.name, candidate.pattern = _recognised(candidate, axes, inputs, kept)
         candidate.weights = _weights(candidate, axes)
         candidate.hub = len(_partners(candidate, axes)) > 2
 
@@ -152,7 +158,9 @@ def _shared_evenly(candidate: Candidate, axes: Axes, tp: int) -> bool:
     return True
 
 
-def _recognised(candidate: Candidate, axes: Axes, inputs: Collection[str]) -> tuple[str, str]:
+def _recognised(
+    candidate: Candidate, axes: Axes, inputs: Collection[str], kept: Collection[fx.Node]
+) -> tuple[str, str]:
     """Name and pattern of a candidate."""
     kinds = [(str(node.target), factor) for node, factor in candidate.nodes]
     weighed = [(node, factor) for node, factor in candidate.nodes if _reads_weight(node, axes, factor)]
@@ -162,19 +170,18 @@ def _recognised(candidate: Candidate, axes: Axes, inputs: Collection[str]) -> tu
         return "vocab", "embedding" + (", head" if made else "") + (", loss" if _in_loss(kinds) else "")
     if _in_loss(kinds) and made:
         return "vocab", "head, loss"
-    if made and used and _closed(candidate, axes):
+    if made and used and _closed(candidate, axes, kept):
         attention = _attention(candidate, axes)
         return (attention, ATTENTION) if attention else ("width", MLP)
     return "", ""
 
 
-def _closed(candidate: Candidate, axes: Axes) -> bool:
+def _closed(candidate: Candidate, axes: Axes, kept: Collection[fx.Node]) -> bool:
     """True if whatever is cut is read by operators that can be cut, too: nothing has to be gathered on the way."""
     nodes = {node for node, _ in candidate.nodes}
-    cut = [
-        value for node, factor in candidate.nodes if factor.outs for value in _cut_values(node, candidate.leaf, axes)
-    ]
-    return all(reader in nodes for value in cut for reader in readers(value))
+    made = [node for node, factor in candidate.nodes if factor.outs]
+    rows = [(node, reader) for node in made for it in _cut_values(node, candidate.leaf, axes) for reader in readers(it)]
+    return all(reader in nodes or (reader.op == "output" and node in kept) for node, reader in rows)
 
 
 def _cut_values(node: fx.Node, leaf: Axis, axes: Axes) -> Iterator[fx.Node]:

@@ -10,7 +10,7 @@ comes last, when nothing is left to divide. An operator is cut along one leaf at
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import ceil
@@ -51,12 +51,17 @@ class Decision:
 
 
 def decide(
-    axes: Axes, candidates: list[Candidate], trainable: Collection[fx.Node], total: int, tp: int, gathered: bool = True
+    axes: Axes,
+    candidates: list[Candidate],
+    trainable: Collection[fx.Node],
+    total: int,
+    tp: int,
+    kept: Collection[fx.Node] = (),
 ) -> Decision:
     """The cuts for `tp` ranks.
 
     Args:
-        gathered: True if outputs that are cut are gathered, which costs communication; False if they stay cut.
+        kept: what is returned and stays cut; other outputs that are cut are gathered, which costs communication.
         trainable: values that a gradient flows through: only those cost communication in backward.
         total: elements of all parameters.
     """
@@ -64,7 +69,7 @@ def decide(
 
     def worth(candidate: Candidate) -> float:
         """Elements of weights divided for each element exchanged per token."""
-        cost = _cost(candidate, decision, axes, trainable, gathered)
+        cost = _cost(candidate, decision, axes, trainable, kept)
         return _gain(candidate, decision, axes, tp) * NOMINAL**2 / max(cost, 1)
 
     def key(i: int) -> tuple[int, float, int]:
@@ -98,18 +103,18 @@ def decide_as(axes: Axes, candidates: list[Candidate], stored: Mapping[fx.Node, 
     A parameter stays stored as it is, whatever reads it here; operators that cannot follow read it gathered.
 
     Args:
-        stored: parameter placeholder -> how it is held.
+        stored: placeholder of a parameter, or of an input that comes cut -> how it is held.
 
     Raises:
-        Error: a parameter is cut along what is no axis in this graph.
+        Error: it is cut along what is no axis in this graph.
     """
     decision = Decision()
-    for candidate in candidates:
-        if find(candidate.leaf).kind == "grid" and _stored_so(candidate, stored, axes, tp):
-            decision.held.update((node, candidate.leaf) for node in candidate.parameters if node in stored)
+    grids = [c for c in candidates if find(c.leaf).kind == "grid" and _stored_so(c, stored, axes, tp)]
+    for candidate in grids:
+        decision.held.update((node, candidate.leaf) for node in candidate.parameters if node in stored)
     for node, layout in stored.items():
         if layout.dim is not None and node not in decision.held:
-            decision.held[node] = _leaf_of(node, layout, axes, tp)
+            decision.held[node] = _leaf_of(node, layout, axes, tp, [candidate.leaf for candidate in grids])
     kept = {find(leaf) for leaf in decision.held.values()}
     for candidate in candidates:
         if find(candidate.leaf) in kept:
@@ -125,14 +130,14 @@ def _stored_so(candidate: Candidate, stored: Mapping[fx.Node, Layout], axes: Axe
     return bool(rows) and all(layout_of(it.shape, dims, candidate.leaf, tp, it.axis) == it for dims, it in rows)
 
 
-def _leaf_of(node: fx.Node, layout: Layout, axes: Axes, tp: int) -> Axis:
+def _leaf_of(node: fx.Node, layout: Layout, axes: Axes, tp: int, grids: Sequence[Axis]) -> Axis:
     """The leaf of a parameter that, cut, stores it as `layout` does."""
     dims = axes.of(node)
-    for leaf in leaves(dims[layout.dim or 0]):
+    for leaf in [*grids, *leaves(dims[layout.dim or 0])]:
         if layout_of(layout.shape, dims, leaf, tp, layout.axis) == layout:
             return leaf
     raise Error(
-        f"this call uses a parameter {list(layout.shape)} in a way that its cut by {layout.axis} does not fit",
+        f"this call uses a tensor {list(layout.shape)} in a way that its cut by {layout.axis} does not fit",
         at=line_of(next(iter(node.users), node)),
         **{"try": "give parallelize this call's arguments as example_inputs"},
     )
@@ -171,7 +176,7 @@ def _fullest(leaf: Axis, parameter: fx.Node, axes: Axes, tp: int) -> float:
 
 
 def _cost(
-    candidate: Candidate, decision: Decision, axes: Axes, trainable: Collection[fx.Node], gathered: bool
+    candidate: Candidate, decision: Decision, axes: Axes, trainable: Collection[fx.Node], kept: Collection[fx.Node]
 ) -> float:
     """Elements exchanged in a step, forward and backward, at nominal batch and sequence."""
     free = {node: factor for node, factor in candidate.nodes if node not in decision.cuts}
@@ -183,7 +188,9 @@ def _cost(
                 copied.add(operand)
             if i in factor.ins and maker(operand) not in free and operand.op != "placeholder":
                 moved.add(operand)
-        if factor.outs and any(reader not in free for reader in readers(node) if gathered or reader.op != "output"):
+        if factor.outs and any(
+            reader not in free for reader in readers(node) if node not in kept or reader.op != "output"
+        ):
             moved.add(node)
     return sum(elements(node) for node in [*summed, *copied, *moved])
 

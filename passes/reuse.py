@@ -3,6 +3,7 @@
     Before: p = reduce(linear(x, w), "tp")        After: p = reduce(linear(x, w), "tp", fresh=True)
     Before: c = copy(x, "tp"); linear(c, w)       After: c = copy(x, "tp", fresh=True): so is its gradient
     Before: class_terms(linear(x, w), m, t)       After: class_terms(linear(x, w), m, t, fresh=True)
+    Before: index_copy(cache, 2, at, keys)        After: index_copy_(cache, 2, at, keys): the caller wants it changed
 
 Products and sums do not keep their result for backward, and a product's gradient is a new tensor. If that were ever
 wrong, autograd would say so: it counts the writes to what it has saved.
@@ -36,6 +37,19 @@ def fresh(graph: fx.Graph) -> set[fx.Node]:
         if node.target is parallel.class_terms and _is_new(node.args[0], LOGITS, 2):
             found.add(node)
     return found
+
+
+WRITES = {aten.index_copy.default: aten.index_copy_.default}
+
+
+def written(graph: fx.Graph, owned: Collection[str]) -> set[fx.Node]:
+    """The nodes that may write into an input: one whose new value is what the caller is to find in it.
+
+    Args:
+        owned: placeholder names of such inputs.
+    """
+    found = (node for node in graph.nodes if node.target in WRITES)
+    return {n for n in found if n.args[0].op == "placeholder" and n.args[0].name in owned and _count(n.args[0]) == 1}
 
 
 def _is_new(node: fx.Node, makers: Collection[Any] = NEW, readers: int = 1) -> bool:

@@ -228,10 +228,6 @@ def parallel_already(rank: int, n: int) -> None:
 def parts(rank: int, n: int) -> None:
     """What a part of a parallel model cannot do."""
     block = autotp.parallelize(gpt(), n).h[0]
-    assert message(lambda: block(torch.randn(2, 3, 48))) == (
-        "a submodule of a parallel model cannot be called by itself: its work is part of the model's graph\n"
-        "  try      call the whole model, or parallelize the submodule"
-    )
     hooks = block.register_forward_hook, block.attn.register_forward_pre_hook, block.register_full_backward_hook
     for register in hooks:
         assert message(lambda register=register: register(print)) == (

@@ -207,3 +207,11 @@ def test_refused(make: Callable[..., Any], why: str) -> None:
         "  at       ?\n"
         "  try      write the new value to a new tensor"
     )
+
+
+def test_an_input_that_may_be_written_is_a_new_value_and_no_update() -> None:
+    graph = draft(lambda call, x: (call(aten.add_.Scalar, x, 1), x), x=X)
+    found, updated = functionalize(graph, [], {"x"})
+    assert lines(found) == ["add(x, 1)", "return add, add"]
+    assert not updated
+    expect_same(graph, found, [X])

@@ -8,7 +8,8 @@ import torch
 from graphs import draft, some
 
 from autotp import collectives, parallel
-from autotp.passes.reuse import fresh
+from autotp.passes.bind import bind
+from autotp.passes.reuse import fresh, written
 
 aten = torch.ops.aten
 VALUES = {"x": some(3, 4), "w": some(4, 4), "b": some(4), "i": torch.arange(3)}
@@ -117,3 +118,18 @@ def test_fresh(make: Make, expected: bool) -> None:
     graph = draft(make, **VALUES)
     kinds = (collectives.copy, collectives.reduce, parallel.class_terms)
     assert [node in fresh(graph) for node in graph.nodes if node.target in kinds] == [expected]
+
+
+def test_the_callers_cache_is_written_where_nobody_else_reads_it() -> None:
+    def once(call: Any, x: Any, w: Any, i: Any, **_: Any) -> Any:
+        return call(aten.index_copy.default, x, 0, i, w)
+
+    def read_before(call: Any, x: Any, w: Any, i: Any, **_: Any) -> Any:
+        return call(aten.index_copy.default, x, 0, i, w), call(aten.exp.default, x)
+
+    values = {"x": some(5, 4), "w": some(3, 4), "i": torch.arange(3)}
+    for make, owned, expected in ((once, {"x"}, 1), (once, {"w"}, 0), (read_before, {"x"}, 0)):
+        graph = draft(make, **values)
+        assert len(written(graph, owned)) == expected
+        bound = bind(graph, torch.device("cpu"), {}, owned)
+        assert any(node.target is aten.index_copy_.default for node in bound.nodes) == bool(expected)
