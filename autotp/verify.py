@@ -301,7 +301,7 @@ GROUPED = tuple(
 
 
 def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
-    """Each group of rows by its own matrix. x: [rows in], weight: [groups in out], offs: [groups] ends of the groups."""
+    """Each group of rows by its own matrix. x: [rows in], weight: [groups in out], offs: [groups], their ends."""
     ends = offs.tolist()
     parts = [x[start:end] @ w for w, start, end in zip(weight, [0, *ends], ends, strict=False)]
     return torch.cat([*parts, x.new_zeros(x.shape[0] - ends[-1], weight.shape[-1])])

@@ -37,7 +37,7 @@ def test_slopes_in_pieces(tp: int) -> None:
     report = autotp.verify(Sloped(learnt=False), tp, example_inputs=torch.randn(2, 5, 12))
     assert report.ok, report
     assert {cut.name: str(cut.layout) for cut in report.plan.cuts}["qkv.weight"] == "[72@tp, 12]"
-    assert report.plan.traffic.forward == {"all-reduce": 1} and report.plan.traffic.backward == {"all-reduce": 1}
+    assert report.plan.traffic.forward == {"all-reduce": 1} and not report.plan.traffic.backward
 
 
 def test_learnt_slopes_in_pieces() -> None:
