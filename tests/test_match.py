@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import canonical, some
+from mlp import Plain
 from torch import Tensor, nn
 
 from autotp.passes.axes import infer_axes
@@ -16,13 +17,9 @@ X = some(2, 3, 12)
 TOKENS = torch.arange(6).view(2, 3)
 
 
-class MLP(nn.Module):
+class MLP(Plain):
     def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(12, 10), nn.Linear(10, 12)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.down(F.gelu(self.up(x)))
+        super().__init__(12, 10)
 
 
 class Gated(MLP):
