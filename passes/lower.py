@@ -26,6 +26,7 @@ from autotp.passes.flow import needs
 from autotp.passes.local import Local, Target
 from autotp.passes.localize import localize
 from autotp.passes.plan import Decision
+from autotp.passes.sums import VIEWS
 from autotp.placement import Copied, Partial, Placement, Replicate, Shard
 from autotp.source import line_of
 
@@ -105,7 +106,7 @@ class _Lowering:
 
     def _operator(self, node: fx.Node, bound: Bound) -> None:
         leaf = self.decision.cuts.get(node)
-        wants = needs(node, bound, leaf, self.have)
+        wants = needs(node, self.axes, leaf, self.have)
         for operand, placement in zip(bound.operands, wants.operands, strict=True):
             self.builder.env[operand] = self.read(operand, placement)
         factor = bound.cuttable(leaf) if leaf is not None else None
@@ -133,6 +134,8 @@ class _Lowering:
         """One row of the table of conjugates, or two by way of the replicated form."""
         x, through_whole = self.forms[node][have], Replicate() in self.forms[node]
         match have, want:
+            case Replicate(), Copied() if node in self.differentiable and node.target in VIEWS:
+                return self._view_of_copy(node)
             case Replicate(), Copied():
                 return self._same_shape(copy, x) if node in self.differentiable else x
             case Partial("sum"), Replicate():
@@ -150,6 +153,12 @@ class _Lowering:
             case _:
                 self.read(node, Replicate())
                 return self._converted(node, Replicate(), want)
+
+    def _view_of_copy(self, node: fx.Node) -> fx.Node:
+        """A view of the one copy of what it shows, rather than a copy of its own."""
+        source: Any = node.args[0]
+        copied = self.read(source, Copied())
+        return self.builder.call(node.target, copied, *self.builder.map(node.args[1:]))  # type: ignore[arg-type]
 
     def _same_shape(self, kind: Callable[..., Any], x: fx.Node, *args: Any) -> fx.Node:
         new = self.builder.raw(kind, (x, self.to.axis, *args))

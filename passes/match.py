@@ -72,10 +72,12 @@ def match(graph: fx.Graph, axes: Axes, parameters: Mapping[str, str], inputs: Co
             factor = bound.cuttable(leaf) if leaf in found else None
             if factor is not None:
                 found[leaf].nodes.append((node, factor))
+    ranks = {find(leaf) for leaf, candidate in found.items() if _is_rank(candidate, axes)}
     for candidate in found.values():
-        candidate.name, candidate.pattern = _recognised(candidate, axes, inputs)
+        if find(candidate.leaf) not in ranks:
+            candidate.name, candidate.pattern = _recognised(candidate, axes, inputs)
         candidate.weights = _weights(candidate, axes)
-        candidate.hub = len(_partners(candidate, axes)) > 2
+        candidate.hub = len(_partners(candidate, axes) - ranks) > 2
     return [candidate for candidate in found.values() if candidate.nodes]
 
 
@@ -93,6 +95,19 @@ def _recognised(candidate: Candidate, axes: Axes, inputs: Collection[str]) -> tu
         attention = _attention(candidate, axes)
         return (attention, ATTENTION) if attention else ("width", MLP)
     return "", ""
+
+
+def _is_rank(candidate: Candidate, axes: Axes) -> bool:
+    """True for the rank of a low-rank product, LoRA's `B(A(x))`: two weights, nothing but views and casts between.
+
+    Narrower than what it joins, it divides little, for the price of a width.
+    """
+    products = [node for node, _ in candidate.nodes if str(node.target).startswith(CONTRACTIONS)]
+    between = [axes.bound[node] for node, _ in candidate.nodes if node not in products]
+    narrow = candidate.leaf.size.number**2 < max(p.meta["val"].numel() for p in candidate.parameters)
+    plain = all(bound.rule.linear and len(bound.operands) == 1 for bound in between)
+    weighed = all(_reads_weight(node, axes, factor) for node, factor in candidate.nodes if node in products)
+    return len(products) == 2 and narrow and plain and weighed
 
 
 def _closed(candidate: Candidate) -> bool:
