@@ -134,7 +134,7 @@ class _Lowering:
         """One row of the table of conjugates, or two by way of the replicated form."""
         x, through_whole = self.forms[node][have], Replicate() in self.forms[node]
         match have, want:
-            case Replicate(), Copied() if node in self.differentiable and node.target in VIEWS:
+            case Replicate(), Copied() if node in self.differentiable and self._is_view_for_copies(node):
                 return self._view_of_copy(node)
             case Replicate(), Copied():
                 return self._same_shape(copy, x) if node in self.differentiable else x
@@ -153,6 +153,14 @@ class _Lowering:
             case _:
                 self.read(node, Replicate())
                 return self._converted(node, Replicate(), want)
+
+    def _is_view_for_copies(self, node: fx.Node) -> bool:
+        """True for a view of which all readers want a copy."""
+        cuts, bound = self.decision.cuts, self.axes.bound
+        if node.target not in VIEWS or not all(reader in cuts for reader in node.users):
+            return False
+        factors = [(bound[reader], bound[reader].cuttable(cuts[reader])) for reader in node.users]
+        return all(f is not None and b.operands.index(node) not in f.ins for b, f in factors)
 
     def _view_of_copy(self, node: fx.Node) -> fx.Node:
         """A view of the one copy of what it shows, rather than a copy of its own."""
