@@ -16,6 +16,8 @@ Inputs = dict[str, Any]
 Call = Callable[[nn.Module, Inputs], Inputs]
 CAUSAL = ("gpt2", "llama", "qwen3", "bloom", "falcon-new")
 FAMILIES = (*CAUSAL, "bert", "t5")
+PACKING = ("gpt2", "llama", "qwen3")
+"""Those that keep packed texts apart."""
 
 
 def no_mask(model: nn.Module, given: Inputs) -> Inputs:
@@ -31,10 +33,10 @@ def padding(model: nn.Module, given: Inputs) -> Inputs:
 
 
 def packed(model: nn.Module, given: Inputs) -> Inputs:
-    """Two texts in each row, told by positions that start again, and no mask."""
+    """Two texts in each row, told by positions that start again, and no mask. (With a cache they would be one.)"""
     length = given["input_ids"].shape[1]
     positions = torch.tensor([*range(length - 3), *range(3)]).expand_as(given["input_ids"]).contiguous()
-    return no_mask(model, given) | {"position_ids": positions}
+    return no_mask(model, given) | {"position_ids": positions, "use_cache": False}
 
 
 def no_labels(model: nn.Module, given: Inputs) -> Inputs:
@@ -65,12 +67,12 @@ CALLS: tuple[Call, ...] = (no_mask, padding, packed, no_labels, embeddings, hidd
 
 
 def cases() -> list[Any]:
-    """Every family in every call and both attentions; without `--deep` a handful in which each has its turn."""
+    """Every family in every call and both attentions; without `--deep` some, in which each has its turn."""
     found = []
     for at, family in enumerate(FAMILIES):
         for turn, call in enumerate(CALLS):
             for how in ("eager", "sdpa"):
-                if (call is attentions and how == "sdpa") or (call is packed and family not in POSITIONS):
+                if (call is attentions and how == "sdpa") or (call is packed and family not in PACKING):
                     continue
                 often = (at + turn) % len(CALLS) in (0, 4) and how == (
                     "eager" if turn % 2 or call is attentions else "sdpa"
@@ -80,10 +82,6 @@ def cases() -> list[Any]:
     return found
 
 
-POSITIONS = ("gpt2", "llama", "qwen3", "bert", "falcon-new")
-"""Whose forward takes the positions of its tokens."""
-
-
 @pytest.mark.parametrize(("family", "call", "attention"), cases())
 def test_equal_to_one_device(family: str, call: Call, attention: str) -> None:
     model, given = tiny(family)
@@ -91,3 +89,17 @@ def test_equal_to_one_device(family: str, call: Call, attention: str) -> None:
     inputs: dict[str, Tensor] = call(model, given)
     report = autotp.verify(model, 2, example_inputs=inputs)
     assert report.ok, report
+
+
+def test_packed_rows_stay_apart() -> None:
+    """The graph of a call with one text in each row is right for two: the second does not see the first."""
+    model, given = tiny("llama")
+    two = no_labels(model, packed(model, given))
+    one = two | {"position_ids": torch.arange(7).expand(2, 7).contiguous()}
+    other = two | {"input_ids": two["input_ids"].index_fill(1, torch.arange(4), 50)}
+    expected = [model(**inputs).logits for inputs in (one, two, other)]
+    parallel = autotp.parallelize(model, 1, example_inputs=one)
+    found = [parallel(**inputs).logits for inputs in (one, two, other)]
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found[1][:, 4:], found[2][:, 4:])
+    assert not torch.allclose(found[0][:, 4:], found[1][:, 4:])
