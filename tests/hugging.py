@@ -22,10 +22,12 @@ TARGETS = {
 RANK = 3
 
 
-def tiny(family: str) -> tuple[nn.Module, dict[str, Any]]:
-    """A random model in training, the same each time, and the arguments of a call with labels."""
+def tiny(family: str, attention: str | None = None) -> tuple[nn.Module, dict[str, Any]]:
+    """A random model in training, the same each time, and the arguments of a call with labels; attention: how."""
     torch.manual_seed(0)
     model, inputs = FAMILIES[family]()
+    if attention is not None:
+        model = type(model)._from_config(model.config, attn_implementation=attention)  # type: ignore[attr-defined]
     return model.train(), inputs
 
 

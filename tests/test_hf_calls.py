@@ -71,21 +71,23 @@ def cases() -> list[Any]:
     found = []
     for at, family in enumerate(FAMILIES):
         for turn, call in enumerate(CALLS):
-            for how in ("eager", "sdpa"):
-                if (call is attentions and how == "sdpa") or (call is packed and family not in PACKING):
-                    continue
-                often = (at + turn) % len(CALLS) in (0, 4) and how == (
-                    "eager" if turn % 2 or call is attentions else "sdpa"
-                )
+            for how in attentions_of(family, call):
+                often = (at + turn) % len(CALLS) in (0, 4) and how == attentions_of(family, call)[-(turn % 2)]
                 marks = () if often else pytest.mark.deep
                 found.append(pytest.param(family, call, how, marks=marks, id=f"{family}-{call.__name__}-{how}"))
     return found
 
 
+def attentions_of(family: str, call: Call) -> tuple[str, ...]:
+    """How the family can compute attention in this call."""
+    if call is packed and family not in PACKING:
+        return ()
+    return ("eager",) if call is attentions or family == "bloom" else ("eager", "sdpa")
+
+
 @pytest.mark.parametrize(("family", "call", "attention"), cases())
 def test_equal_to_one_device(family: str, call: Call, attention: str) -> None:
-    model, given = tiny(family)
-    model.set_attn_implementation(attention)  # type: ignore[operator]
+    model, given = tiny(family, attention)
     inputs: dict[str, Tensor] = call(model, given)
     report = autotp.verify(model, 2, example_inputs=inputs)
     assert report.ok, report
