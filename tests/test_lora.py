@@ -128,7 +128,8 @@ def expect_gradients(whole: nn.Module, parallel: Any) -> None:
         assert (b.grad is None) == (a.grad is None) == ("lora_" not in name), name
         if a.grad is not None:
             mine = parallel.layouts[name].take(a.grad, parallel.mesh.rank)
-            assert a.grad.any() and (b.grad - mine).abs().max() <= 1e-12 * scale, name
+            assert a.grad.any(), name
+            torch.testing.assert_close(b.grad, mine, rtol=0, atol=1e-12 * scale, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @checks.on(2)
