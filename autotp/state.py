@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,16 +16,21 @@ from autotp.mesh import Mesh, broadcast_from_first, gather_ints
 from autotp.run import ParallelModule
 
 
-def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
     """The state dict of the original model, on the CPU of the first rank; an empty one on the others.
 
     One tensor at a time is gathered, so no device holds more than its shards and the largest single tensor. A
     bit-exact inverse of `load_full_state_dict`. Call it on every rank of the axis.
+
+    Args:
+        wanted: of a name, whether it is gathered; alike on all ranks. Of a LoRA model, `lambda name: "lora_" in name`.
     """
     parallel = parallel_of(model, "full_state_dict")
     found: dict[str, Tensor] = {}
     whole: dict[Tensor, Tensor | None] = {}
     for name, local in parallel.state_dict(keep_vars=True).items():
+        if not wanted(name):
+            continue
         if local not in whole:
             whole[local] = _gathered(local.detach(), _layout(parallel, name, local), parallel.mesh)
         if parallel.mesh.rank == 0:

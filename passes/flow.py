@@ -14,6 +14,7 @@ from torch import fx
 from autotp.axis import ONE, Axis, Size, find, holds, touches
 from autotp.parallel import peak
 from autotp.passes.axes import Axes, Bound, is_getitem
+from autotp.passes.sums import is_sum, outermost, terms
 from autotp.placement import Copied, Held, Partial, Placement, Replicate, Shard
 
 Cuts = Mapping[fx.Node, Axis]
@@ -28,8 +29,13 @@ class Needs:
     outputs: tuple[Placement, ...]
 
 
-def needs(node: fx.Node, bound: Bound, leaf: Axis | None, have: Mapping[fx.Node, tuple[Placement, ...]]) -> Needs:
+Have = Mapping[fx.Node, tuple[Placement, ...]]
+"""Node -> the placements of its outputs, for what stands before in the graph."""
+
+
+def needs(node: fx.Node, axes: Axes, leaf: Axis | None, have: Have) -> Needs:
     """What `node` reads and gives where it is cut along `leaf`, or whole; `have` holds its operands' placements."""
+    bound = axes.bound[node]
     n_outs = len(bound.rule.outs)
     if leaf is not None:
         factor = bound.cuttable(leaf)
@@ -41,7 +47,7 @@ def needs(node: fx.Node, bound: Bound, leaf: Axis | None, have: Mapping[fx.Node,
         if not factor.summed:
             lost = Copied()
         return Needs(ins, tuple(Shard(leaf) if o in factor.outs else lost for o in range(n_outs)))
-    group = _deferred(node, bound, have)
+    group = _deferred(node, axes, have)
     if group is not None:
         ins = tuple(Partial() if i in group else Copied() for i in range(len(bound.operands)))
         return Needs(ins, (Partial(),) * n_outs)
@@ -50,13 +56,38 @@ def needs(node: fx.Node, bound: Bound, leaf: Axis | None, have: Mapping[fx.Node,
     return Needs((kind,) * len(bound.operands), (kind,) * n_outs)
 
 
-def _deferred(node: fx.Node, bound: Bound, have: Mapping[fx.Node, tuple[Placement, ...]]) -> frozenset[int] | None:
+def _deferred(node: fx.Node, axes: Axes, have: Have) -> frozenset[int] | None:
     """The operands that can stay partial sums through this operator: it is linear in them and their only reader."""
+    bound = axes.bound[node]
     for group in bound.rule.linear:
         operands = [bound.operands[i] for i in group]
-        if operands and all(have[n][0] == Partial() and len(n.users) == 1 for n in operands):
-            return group if _grows_not(node, operands) else None
+        if operands and all(waits(n, have) for n in operands):
+            return group if _grows_not(node, operands) or _joins(node, axes, have) else None
     return None
+
+
+def waits(node: fx.Node, have: Have) -> bool:
+    """True for a partial sum that only one operator reads, which may take it on."""
+    return have.get(node) == (Partial(),) and len(node.users) == 1
+
+
+def _joins(node: fx.Node, axes: Axes, have: Have) -> bool:
+    """True if the result becomes, by linear operators alone, a term of a sum that waits for its reduction anyway.
+
+    So a LoRA adapter of a row-parallel layer, `B(A(x)) * scaling`, is reduced together with the layer.
+    """
+    while len(node.users) == 1:
+        reader = next(iter(node.users))
+        if is_sum(reader):
+            return any(waits(term, have) for term in terms(outermost(reader)) if term is not node)
+        if reader not in axes.bound or not _is_linear(axes.bound[reader], node):
+            return False
+        node = reader
+    return False
+
+
+def _is_linear(bound: Bound, operand: fx.Node) -> bool:
+    return any([bound.operands[i] for i in group] == [operand] for group in bound.rule.linear)
 
 
 def _grows_not(node: fx.Node, operands: list[fx.Node]) -> bool:
@@ -90,7 +121,7 @@ def flow(graph: fx.Graph, axes: Axes, cuts: Cuts, held: Cuts) -> dict[fx.Node, t
         if is_getitem(node) and node.args[0] in have:
             have[node] = (have[node.args[0]][node.args[1]],)
         elif node in axes.bound:
-            have[node] = needs(node, axes.bound[node], cuts.get(node), have).outputs
+            have[node] = needs(node, axes, cuts.get(node), have).outputs
         elif axes.dims.get(node):
             have[node] = (stored(axes.of(node), held[node]) if node in held else Replicate(),)
     return have

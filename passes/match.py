@@ -93,18 +93,27 @@ def match(
             factor = bound.cuttable(leaf) if leaf in found else None
             if factor is not None:
                 found[leaf].nodes.append((node, factor))
-    _describe(found.values(), axes, inputs, kept)
+    ranks = {find(leaf) for leaf, candidate in found.items() if _is_rank(candidate, axes)}
+    _describe(found.values(), axes, inputs, kept, ranks)
     grids = [_on_grid(leaf, touching, axes, found) for leaf in _grids(found.values(), axes, tp)]
-    _describe(grids, axes, inputs, kept)
+    _describe(grids, axes, inputs, kept, ranks)
     attentions = [c for c in grids if c.pattern == ATTENTION and _shared_evenly(c, axes, tp)]
     return [candidate for candidate in [*attentions, *found.values()] if candidate.nodes]
 
 
-def _describe(candidates: Iterable[Candidate], axes: Axes, inputs: Collection[str], kept: Collection[fx.Node]) -> None:
+def _describe(
+    candidates: Iterable[Candidate],
+    axes: Axes,
+    inputs: Collection[str],
+    kept: Collection[fx.Node],
+    ranks: Collection[Axis],
+) -> None:
+    """Names the candidates; the ranks of low-rank products have no name, and lead nowhere."""
     for candidate in candidates:
-        candidate.name, candidate.pattern = _recognised(candidate, axes, inputs, kept)
+        if find(candidate.leaf) not in ranks:
+            candidate.name, candidate.pattern = _recognised(candidate, axes, inputs, kept)
         candidate.weights = _weights(candidate, axes)
-        candidate.hub = len(_partners(candidate, axes)) > 2
+        candidate.hub = len(_partners(candidate, axes) - set(ranks)) > 2
 
 
 # ---- cuts of two axes at once, and of fused weights that have an axis in some parts
@@ -174,6 +183,19 @@ def _recognised(
         attention = _attention(candidate, axes)
         return (attention, ATTENTION) if attention else ("width", MLP)
     return "", ""
+
+
+def _is_rank(candidate: Candidate, axes: Axes) -> bool:
+    """True for the rank of a low-rank product, LoRA's `B(A(x))`: two weights, nothing but views and casts between.
+
+    Narrower than what it joins, it divides little, for the price of a width.
+    """
+    products = [node for node, _ in candidate.nodes if contracts(axes.bound[node])]
+    between = [axes.bound[node] for node, _ in candidate.nodes if node not in products]
+    narrow = candidate.leaf.size.number**2 < max(p.meta["val"].numel() for p in candidate.parameters)
+    plain = all(bound.rule.linear and len(bound.operands) == 1 for bound in between)
+    weighed = all(_reads_weight(node, axes, factor) for node, factor in candidate.nodes if node in products)
+    return len(products) == 2 and narrow and plain and weighed
 
 
 def _closed(candidate: Candidate, axes: Axes, kept: Collection[fx.Node]) -> bool:

@@ -54,57 +54,67 @@ ONE_HEAD_EACH = ("three", "per_head", "per_head_select", "module")
 """Layouts of fused QKV with as many key as query heads."""
 
 
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "layers": (1, 1, 1, 1, 2, 3),
+    "linear": ("linear", "linear", "conv1d", "bare", "matmul", "einsum"),
+    "activation": ("gelu", "gelu_tanh", "gelu_by_hand", "relu", "relu2", "silu", "silu_by_hand", "tanh"),
+    "gate": ("none", "none", "separate", "chunk", "interleaved"),
+    "qk_norm": ("none", "none", "head", "full"),
+    "bias": (True, False),
+    "norm": ("layer", "rms", "layer_by_hand", "rms_by_hand"),
+    "norm_bias": (True, False),
+    "order": ("pre", "post"),
+    "residual": ("serial", "serial", "parallel", "two_norms"),
+    "positions": ("learned", "none", "rotary", "rotary_pairs", "alibi", "relative"),
+    "mask": ("none", "causal", "padding", "both"),
+    "additive": (False, True),
+    "attention": ("sdpa", "sdpa", "sdpa_gqa", "eager", "einsum", "grouped", "bmm"),
+    "repeat": ("expand", "repeat_interleave"),
+    "tied": (True, False),
+    "head_bias": (False, True),
+    "loss": ("none", "cross_entropy", "transposed", "nll", "gather", "logsumexp"),
+    "shift": ("none", "slice", "pad"),
+    "ignore": (False, True),
+    "smoothing": (0.0, 0.1),
+    "reduction": ("mean", "mean", "sum"),
+    "weighted": (False, False, True),
+    "logits": (False, True),
+    "train": (True, True, False),
+}
+"""What each part may be; more often what stands twice."""
+
+
 @st.composite
 def architectures(draw: st.DrawFn) -> Architecture:
     """Any architecture that is a legal model."""
+    qkv = draw(st.sampled_from(("separate", "split", "slice", "per_group", "per_group_index", *ONE_HEAD_EACH)))
+    parts = {name: draw(st.sampled_from(values)) for name, values in (CHOICES | _without(qkv)).items()}
+    if parts["loss"] not in ("cross_entropy", "transposed"):
+        parts["smoothing"] = 0.0
+        parts["weighted"] = parts["weighted"] and parts["loss"] == "nll"
+    dropout = tuple(draw(st.sampled_from((0.0, 0.1))) for _ in range(3))
+    return Architecture(qkv=qkv, dropout=dropout, **draw(_sizes(qkv, parts["positions"])), **parts)
 
-    def one_of(*values: Any) -> Any:
-        return draw(st.sampled_from(values))
 
+def _without(qkv: str) -> dict[str, tuple[str, ...]]:
+    """Fewer choices, where attention is torch's own module."""
+    return {"positions": ("learned", "none"), "qk_norm": ("none",)} if qkv == "module" else {}
+
+
+@st.composite
+def _sizes(draw: st.DrawFn, qkv: str, positions: str) -> dict[str, int]:
     def some(low: int, high: int) -> int:
         return draw(st.integers(low, high))
 
-    qkv = one_of("separate", "split", "slice", "per_group", "per_group_index", *ONE_HEAD_EACH)
     heads = some(1, 8)
-    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-    kv_heads = heads if qkv in ONE_HEAD_EACH else one_of(*reversed(divisors))
-    module = qkv == "module"
-    positions = one_of("learned", "none", *(() if module else ("rotary", "rotary_pairs", "alibi", "relative")))
+    divisors = [n for n in range(heads, 0, -1) if heads % n == 0]
     head_dim = 2 * some(1, 4) if positions.startswith("rotary") else some(2, 6)
-    loss = one_of("none", "cross_entropy", "transposed", "nll", "gather", "logsumexp")
-    classed = loss in ("cross_entropy", "transposed")
-    return Architecture(
-        layers=one_of(1, 1, 1, 1, 2, 3),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        hidden=heads * head_dim if module or one_of(True, False) else some(3, 24),
-        width=one_of(32, 341 // 5, some(1, 40)),
-        vocab=some(7, 97),
-        linear=one_of("linear", "linear", "conv1d", "bare", "matmul", "einsum"),
-        activation=one_of("gelu", "gelu_tanh", "gelu_by_hand", "relu", "relu2", "silu", "silu_by_hand", "tanh"),
-        gate=one_of("none", "none", "separate", "chunk", "interleaved"),
-        qkv=qkv,
-        qk_norm="none" if module else one_of("none", "none", "head", "full"),
-        bias=one_of(True, False),
-        norm=one_of("layer", "rms", "layer_by_hand", "rms_by_hand"),
-        norm_bias=one_of(True, False),
-        order=one_of("pre", "post"),
-        residual=one_of("serial", "serial", "parallel", "two_norms"),
-        positions=positions,
-        mask=one_of("none", "causal", "padding", "both"),
-        additive=one_of(False, True),
-        attention=one_of("sdpa", "sdpa", "sdpa_gqa", "eager", "einsum", "grouped", "bmm"),
-        repeat=one_of("expand", "repeat_interleave"),
-        dropout=(one_of(0.0, 0.1), one_of(0.0, 0.1), one_of(0.0, 0.1)),
-        tied=one_of(True, False),
-        head_bias=one_of(False, True),
-        loss=loss,
-        shift=one_of("none", "slice", "pad"),
-        ignore=one_of(False, True),
-        smoothing=one_of(0.0, 0.1) if classed else 0.0,
-        reduction=one_of("mean", "mean", "sum"),
-        weighted=one_of(False, False, True) if classed or loss == "nll" else False,
-        logits=one_of(False, True),
-        train=one_of(True, True, False),
-    )
+    whole = qkv == "module" or draw(st.booleans())
+    return {
+        "heads": heads,
+        "kv_heads": heads if qkv in ONE_HEAD_EACH else draw(st.sampled_from(divisors)),
+        "head_dim": head_dim,
+        "hidden": heads * head_dim if whole else some(3, 24),
+        "width": draw(st.sampled_from((32, 68)) | st.integers(1, 40)),
+        "vocab": some(7, 97),
+    }

@@ -5,21 +5,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from mlp import Plain
 from torch import Tensor, nn
 
 import autotp
 from autotp.verify import compare, prepare
 
 X = torch.linspace(-1, 1, 120).view(3, 5, 8)
-
-
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
 
 
 class Recurrent(Plain):

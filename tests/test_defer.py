@@ -69,6 +69,31 @@ def test_what_was_known_goes_along() -> None:
     assert {node.name for node in decision.held} == {"a", "v", "b", "w"}
 
 
+def stream_read_too(call: Any, x: Any, v: Any, w: Any, a: Any, b: Any, bias: Any) -> Any:
+    """The stream is a partial sum itself, a vocab-parallel embedding, reduced already for its norm."""
+    stream, attention, mlp = call(linear, a, v), call(linear, b, w), call(linear, b, v)
+    return call(add, call(add, stream, attention), mlp), call(aten.exp.default, stream)
+
+
+def behind_views(call: Any, x: Any, v: Any, w: Any, a: Any, b: Any, bias: Any) -> Any:
+    """The bias is inside of views, as in GPT-2's Conv1D and in torch's MultiheadAttention."""
+    inner = call(aten.reshape.default, call(add, call(linear, a, v), bias), [1, 3, 4])
+    return call(add, call(aten.transpose.int, inner, 0, 1), call(aten.reshape.default, call(linear, b, w), [3, 1, 4]))
+
+
+@pytest.mark.parametrize(
+    ("make", "partial", "before", "after"),
+    [
+        pytest.param(stream_read_too, 3, 3, 2, id="stream-read-too"),
+        pytest.param(behind_views, 2, 2, 1, id="bias-behind-views"),
+    ],
+)
+def test_reduced_once(make: Callable[..., Any], partial: int, before: int, after: int) -> None:
+    graphs = deferred(make, partial)
+    counts = [reductions(graph, known) for graph, known in zip(graphs[:2], graphs[2], strict=True)]
+    assert counts == [before, after]
+
+
 def inner_read_too(call: Any, x: Any, v: Any, w: Any, a: Any, b: Any, bias: Any) -> Any:
     """The residual stream between the branches is a value of its own."""
     between = call(add, x, call(linear, a, v))

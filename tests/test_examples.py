@@ -1,4 +1,4 @@
-"""The examples' own parts: the corpus, the masking, the loop."""
+"""The examples' own parts: the corpus, the masking, the loop; and the one that gives adapters back to peft."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import run_ranks
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -16,7 +17,6 @@ import corpus
 import train_bert
 import train_gpt
 import training
-from helpers import run_ranks
 
 
 def write(folder: Path, name: str, data: bytes) -> Path:
@@ -231,3 +231,26 @@ def test_finetuned_checkpoint_is_read_by_transformers_alone(tmp_path):
     run_ranks(finetuned, 2, tmp_path, timeout=110)
     names = {file.name for file in (tmp_path / "out" / "finetuned").iterdir()}
     assert names >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+
+
+def lora(rank: int, n: int, folder: Path) -> None:
+    import hf_lora
+
+    data, out = folder / "text", folder / "adapters"
+    sys.argv = ["hf_lora.py", "--data", str(data), "--out", str(out), "--steps", "12", "--block", "24"]
+    hf_lora.main()
+
+
+@pytest.mark.timeout(300)
+def test_lora_is_given_back_to_peft(tmp_path):
+    """Its own assertions hold on two ranks, and what it saved is all of the adapters and nothing else."""
+    pytest.importorskip("peft")
+    from safetensors.torch import load_file
+
+    write(tmp_path, "text", b"the quick brown fox jumps over the lazy dog. " * 50)
+    run_ranks(lora, 2, tmp_path, timeout=240)
+    saved = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    shapes = {name.split("layers.0.")[1]: tuple(t.shape) for name, t in saved.items() if "layers.0." in name}
+    assert len(saved) == 2 * len(shapes) == 2 * 2 * 7
+    assert shapes["self_attn.q_proj.lora_B.weight"] == (96, 8)
+    assert shapes["mlp.down_proj.lora_A.weight"] == (8, 172)

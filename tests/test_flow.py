@@ -31,7 +31,7 @@ def test_placements_of_linear(source: str, dim: int | None, operands: list[str],
     axes, node = infer_axes(graph), call_named(graph, "linear")
     place = graph.find_nodes(op="placeholder", target=source)[0]
     leaf = None if dim is None else next(leaves(axes.of(place)[dim]))
-    found = needs(node, axes.bound[node], leaf, flow(graph, axes, {}, {}))
+    found = needs(node, axes, leaf, flow(graph, axes, {}, {}))
     assert [str(placement) for placement in found.operands] == operands
     assert [str(placement) for placement in found.outputs] == [output]
 
@@ -39,7 +39,7 @@ def test_placements_of_linear(source: str, dim: int | None, operands: list[str],
 def test_a_maximum_is_partial_in_its_own_way() -> None:
     graph = draft(lambda call, x: call(peak, x, 2), x=VALUES["x"])
     axes, node = infer_axes(graph), call_named(graph, "peak")
-    found = needs(node, axes.bound[node], axes.of(graph.find_nodes(op="placeholder")[0])[2], {})
+    found = needs(node, axes, axes.of(graph.find_nodes(op="placeholder")[0])[2], {})
     assert [str(placement) for placement in found.outputs] == ["{max tp}"]
 
 
@@ -78,6 +78,37 @@ def test_sums_wait(make: Callable[..., Any], expected: str) -> None:
     have = flow(graph, axes, {product: leaf}, {w: leaf})
     reader = next(iter(product.users))
     assert [str(p) for node in (w, product, reader) for p in have[node]] == ["@tp", "{+tp}", expected]
+
+
+def adapter(beside: str, then: Any) -> Callable[..., Any]:
+    """A row-parallel product of rank 2 and, through what makes it wider, a sum with another value."""
+
+    def make(call: Any, x: Any, low: Any, up: Any, w: Any, b: Any) -> Any:
+        layer = {"partial": call(aten.linear.default, x, w), "whole": b}[beside]
+        wide = call(aten.linear.default, call(aten.linear.default, x, low), up)
+        return call(aten.add.Tensor, call(aten.add.Tensor, layer, b), then(call, wide))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        pytest.param(adapter("partial", lambda call, y: call(aten.mul.Tensor, y, 2.0)), "{+tp}", id="lora"),
+        pytest.param(adapter("whole", lambda call, y: call(aten.mul.Tensor, y, 2.0)), "", id="beside-a-whole-value"),
+        pytest.param(adapter("partial", lambda call, y: call(aten.exp.default, y)), "", id="not-linear-after"),
+    ],
+)
+def test_a_sum_that_grows_waits_for_another(make: Callable[..., Any], expected: str) -> None:
+    """LoRA's `B(A(x)) * scaling` is wider than `A(x)`, but what it is added to is reduced anyway."""
+    graph = draft(make, x=VALUES["x"], low=some(2, 4), up=some(5, 2), w=some(5, 4), b=some(2, 3, 5))
+    axes = infer_axes(graph)
+    products = [n for n in graph.nodes if n.target is aten.linear.default]
+    leaf = axes.of(graph.find_nodes(op="placeholder", target="low")[0])[1]
+    cuts = {n: leaf for n in products if axes.bound[n].cuttable(leaf)}
+    assert len(cuts) == len(products) - 1
+    have = flow(graph, axes, cuts, {})
+    assert str(have[products[-1]][0]) == expected
 
 
 def test_items_of_a_tuple_come_each_in_its_placement() -> None:

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from mlp import Plain
+from refused import line_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -74,15 +76,6 @@ class Scaled(torch.autograd.Function):
         return grad * scale, None
 
 
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
-
-    def mlp(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(x)))
-
-
 class Function(Plain):
     def forward(self, x: Tensor) -> Tensor:
         return self.mlp(Reverse.apply(x))  # own backward
@@ -148,12 +141,6 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
-def line(text: str) -> str:
-    with open(__file__) as file:
-        at, code = next((i, row.strip()) for i, row in enumerate(file, 1) if text in row)
-    return f"test_lost.py:{at}  {code}"
-
-
 @pytest.mark.parametrize(
     ("kind", "what", "at", "instead"),
     [
@@ -181,7 +168,7 @@ def line(text: str) -> str:
 def test_refused(kind: type[nn.Module], what: str, at: str, instead: str) -> None:
     with pytest.raises(autotp.Error) as raised:
         autotp.explain(kind(), 2, example_inputs=X)
-    where = f"  at       {line(at + chr(10))}\n" if at else ""
+    where = f"  at       {line_of(__file__, at + chr(10))}\n" if at else ""
     assert str(raised.value) == (
         f"explain({kind.__name__}, tp=2): {what} would be lost: a graph of the model does not have it\n"
         f"{where}  try      {instead}"

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import canonical, some
+from mlp import Plain
 from torch import Tensor, nn
 
 from autotp.passes.axes import infer_axes
@@ -16,13 +17,9 @@ X = some(2, 3, 12)
 TOKENS = torch.arange(6).view(2, 3)
 
 
-class MLP(nn.Module):
+class MLP(Plain):
     def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(12, 10), nn.Linear(10, 12)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.down(F.gelu(self.up(x)))
+        super().__init__(12, 10)
 
 
 class Gated(MLP):
@@ -47,6 +44,21 @@ class Flipped(MLP):
 
     def forward(self, x: Tensor) -> Any:
         return self.down(self.up(x).flip(-1))
+
+
+class Adapted(MLP):
+    """The MLP under LoRA adapters of rank 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.ModuleList([nn.Linear(n, m, bias=False) for n, m in sizes]) for sizes in RANK_3)
+
+    def forward(self, x: Tensor) -> Any:
+        y = F.gelu(self.up(x) + self.b[0](self.a[0](x)))
+        return self.down(y) + self.b[1](self.a[1](y))
+
+
+RANK_3 = ((12, 3), (10, 3)), ((3, 10), (3, 12))
 
 
 class Attention(nn.Module):
@@ -97,6 +109,7 @@ def found(model: nn.Module, *args: Tensor) -> tuple[list[Candidate], dict[str, s
     [
         pytest.param(MLP(), X, {"width": "up.weight up.bias down.weight"}, id="mlp"),
         pytest.param(Gated(), X, {"width": "up.weight up.bias down.weight gate.weight gate.bias"}, id="gated"),
+        pytest.param(Adapted(), X, {"width": "up.weight up.bias down.weight b.0.weight a.1.weight"}, id="low-rank"),
         pytest.param(Exposed(), X, {}, id="width-returned"),
         pytest.param(Flipped(), X, {}, id="width-flipped"),
         pytest.param(
@@ -160,6 +173,12 @@ def test_only_weights_of_products_and_tokens_weigh() -> None:
     candidates, names = found(Language(False, False), TOKENS)
     weighed = {candidate.leaf.size.number: [names[p.name] for p in candidate.weights] for candidate in candidates}
     assert weighed[8] == []
+
+
+def test_a_low_rank_makes_no_hub() -> None:
+    """Adapters lead from a width to their ranks; it is the core of a layer all the same."""
+    candidates, _ = found(Adapted(), X)
+    assert [(c.leaf.size.number, c.core) for c in candidates if c.name] == [(10, True)]
 
 
 def test_core_and_hub() -> None:

@@ -1,48 +1,18 @@
-"""The parallel model as a user handles it: signatures, dtypes, modes, names, outputs, buffers, structures."""
+"""The parallel model as a user calls it: signatures, dtypes, modes, outputs, buffers, structures."""
 
 import copy
 import dataclasses
-import pickle
 from typing import Any
 
 import pytest
 import torch
 from helpers import Checks
+from pairs import VOCAB, both, expect_gradients, gpt, graphs, tokens
 from torch import Tensor, nn
 
 import autotp
-from autotp.models.gpt import GPT, GPTConfig
 
 checks = Checks()
-VOCAB = 97
-
-
-def gpt(dropout: float = 0.0) -> GPT:
-    """Its vocabulary and its three heads divide by no number of ranks."""
-    return GPT(GPTConfig(block_size=16, vocab_size=VOCAB, n_layer=2, n_head=3, n_embd=48, dropout=dropout)).double()
-
-
-def tokens(batch: int = 3, seq: int = 7) -> tuple[Tensor, Tensor]:
-    count = torch.arange(batch * seq).view(batch, seq)
-    return count * 31 % VOCAB, count * 17 % VOCAB
-
-
-def both(n: int, whole: nn.Module, **settings: Any) -> tuple[nn.Module, autotp.ParallelModule]:
-    return whole, autotp.parallelize(copy.deepcopy(whole), n, **settings)
-
-
-def graphs(parallel: autotp.ParallelModule) -> int:
-    """How many signatures it has met."""
-    return len(parallel._entries)
-
-
-def expect_gradients(whole: nn.Module, parallel: autotp.ParallelModule, tolerance: float = 1e-12) -> None:
-    scale = max(float(p.grad.abs().max()) for p in whole.parameters() if p.grad is not None)
-    for (name, a), b in zip(whole.named_parameters(), parallel.parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None), name
-        if a.grad is not None:
-            mine = parallel.layouts[name].take(a.grad, parallel.mesh.rank)
-            torch.testing.assert_close(b.grad, mine, rtol=0, atol=tolerance * scale, msg=lambda m, n=name: f"{n}: {m}")
 
 
 # ---- signatures
@@ -298,168 +268,7 @@ def buffers(rank: int, n: int) -> None:
     assert "last" not in parallel.state_dict()
 
 
-# ---- as an nn.Module
-
-
-@checks.on(2)
-def names_and_attributes(rank: int, n: int) -> None:
-    whole, other = gpt(), gpt()
-    other.ln_f.weight.mark = "no decay"
-    parallel = autotp.parallelize(other, n)
-    assert [name for name, _ in parallel.named_parameters()] == [name for name, _ in whole.named_parameters()]
-    assert [name for name, _ in parallel.named_modules()] == [name for name, _ in whole.named_modules()]
-    assert list(parallel.state_dict()) == list(whole.state_dict())
-    assert parallel.config is not None and parallel.config == whole.config
-    assert (parallel.h[0].attn.n_head, len(parallel.h)) == (3, 2)
-    assert parallel.ln_f.weight.mark == "no decay"
-    assert parallel.dummy_inputs.keys() == whole.dummy_inputs.keys()
-    assert not hasattr(parallel, "no_such_thing") and not hasattr(parallel.h[0], "no_such_thing")
-    seen: list[Any] = []
-    parallel.register_forward_hook(lambda module, args, output: seen.append(output.shape))
-    parallel.ln_f.weight.register_hook(lambda grad: seen.append(grad.shape))
-    parallel(*tokens()).backward()
-    assert seen == [(), (48,)]
-
-
-@checks.on(2)
-def local_state(rank: int, n: int) -> None:
-    """The state dict of one rank's shards into another parallel model, and back."""
-    _, first = both(n, gpt())
-    torch.manual_seed(5)
-    _, second = both(n, gpt())
-    saved = {name: tensor.clone() for name, tensor in first.state_dict().items()}
-    assert saved["wte.weight"].shape == (49 - rank, 48)
-    assert not torch.equal(second.wte.weight, saved["wte.weight"])
-    second.load_state_dict(saved)
-    torch.testing.assert_close(second(*tokens()), first(*tokens()), rtol=0, atol=0)
-
-
-@checks.on(2)
-def copies(rank: int, n: int) -> None:
-    """A deep copy is a model of its own, whose further captures are its own; pickling says what to do instead."""
-    whole, parallel = both(n, gpt().train())
-    other = copy.deepcopy(parallel)
-    with torch.no_grad():
-        for p in other.parameters():
-            p.add_(0.01)
-    torch.testing.assert_close(parallel(*tokens()), whole(*tokens()))
-    with torch.no_grad():
-        for p in whole.parameters():
-            p.add_(0.01)
-    other(*tokens()).backward()
-    whole(*tokens()).backward()
-    expect_gradients(whole, other)
-    assert parallel.wte.weight.grad is None
-    torch.testing.assert_close(other.eval()(tokens()[0]), whole.eval()(tokens()[0]))
-    assert (graphs(parallel), graphs(other), parallel.training) == (1, 2, True)
-    with pytest.raises(autotp.Error) as raised:
-        pickle.dumps(parallel)
-    assert str(raised.value) == (
-        "a parallel model cannot be pickled: it is tied to its process group\n"
-        "  try      save model.state_dict() on each rank, or autotp.full_state_dict(model)"
-    )
-
-
-@checks.on(2)
-def generation(rank: int, n: int) -> None:
-    """The model's own `generate` draws the tokens that one device draws, past the block size."""
-    torch.manual_seed(0)
-    whole = gpt().eval()
-    for p in whole.parameters():
-        nn.init.normal_(p, std=0.3)
-    parallel = autotp.parallelize(copy.deepcopy(whole), n)
-    drawn = []
-    for model in (whole, parallel):
-        torch.manual_seed(3)
-        drawn.append(model.generate(tokens(2, 1)[0], 20, temperature=0.8, top_k=20))
-    assert torch.equal(*drawn)
-
-
-@checks.on(2)
-def what_was_made_before(rank: int, n: int) -> None:
-    """An optimizer and hooks on parameters that were there first go on working: parameters stay the same objects."""
-    whole, model = gpt().double().train(), gpt().double().train()
-    model.load_state_dict(whole.state_dict())
-    before = list(model.parameters())
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (whole, model)]
-    for one in (whole, model):
-        one.ln_f.weight.register_hook(lambda grad: 2 * grad)
-        one.wte.weight.grad = torch.ones_like(one.wte.weight)  # stale
-    whole.zero_grad()
-    parallel = autotp.parallelize(model, n)
-    assert all(now is then for now, then in zip(parallel.parameters(), before, strict=True))
-    assert parallel.wte.weight.grad is None
-    for _ in range(3):
-        for one, optimizer in zip((whole, parallel), optimizers, strict=True):
-            one(*tokens()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    torch.testing.assert_close(parallel(*tokens()), whole(*tokens()), rtol=1e-12, atol=0)
-
-
-@checks.on(2)
-def attributes_that_are_in_the_graph(rank: int, n: int) -> None:
-    parallel = autotp.parallelize(gpt(dropout=0.1).train(), n)
-    with pytest.raises(autotp.Error) as raised:
-        parallel.h[0].attn.n_head = 4
-    assert str(raised.value) == (
-        "`n_head` is 3 in the graphs of the parallel model, and setting it would change nothing\n"
-        "  try      set it on the original model before autotp.parallelize"
-    )
-    with pytest.raises(autotp.Error, match="`n_head` is 3 in the graphs"):
-        parallel.h[0].attn.n_head = torch.ones(3)
-    parallel.h[0].attn.n_head = 3
-    parallel.note = "my own"
-    parallel.training = False
-    assert parallel.note == "my own"
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("n", "name"), checks.cases())
 def test_on_ranks(n: int, name: str) -> None:
     checks.expect(n, name)
-
-
-# ---- one process
-
-
-class Shared(nn.Module):
-    """One module under two names, a tied weight, a parameter that is None, and a submodule called as ours are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.plan = nn.Linear(8, 8, bias=False)
-        self.again = self.plan
-        self.head = nn.Linear(8, 8)
-        self.head.weight = self.plan.weight
-        self.register_parameter("nothing", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.again(self.plan(x)))
-
-    @classmethod
-    def made(cls) -> str:
-        return cls.__name__
-
-    @staticmethod
-    def twice(x: int) -> int:
-        return 2 * x
-
-
-def test_tree() -> None:
-    whole, parallel = both(1, Shared(), example_inputs=torch.randn(2, 8))
-    assert parallel.again is parallel._modules["plan"]
-    assert parallel.head.weight is parallel.again.weight
-    assert parallel.nothing is None
-    assert (parallel.made(), parallel.twice(4)) == ("Shared", 8)
-    for duplicates in (True, False):
-        theirs = [n for n, _ in whole.named_parameters(remove_duplicate=duplicates)]
-        assert [n for n, _ in parallel.named_parameters(remove_duplicate=duplicates)] == theirs
-    x = torch.randn(3, 8)
-    torch.testing.assert_close(parallel(x), whole(x))
-
-
-def test_plan_of_a_parallel_model() -> None:
-    parallel = autotp.parallelize(gpt(), 1)
-    assert str(parallel.plan).startswith("GPT on tp=1\n")
-    assert parallel.layout_of("wte.weight").shape == (VOCAB, 48)

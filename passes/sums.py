@@ -1,0 +1,73 @@
+"""Sums: what a tree of plain additions adds up; what `flow` and `defer` know of it.
+
+(x + (attention + b1)) + (mlp + b2) has the terms x, attention, b1, mlp, b2: every inner sum is read by its outer one
+alone, and is of its shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+VIEWS = (aten.reshape.default, aten.transpose.int, aten.permute.default)
+
+
+def is_sum(node: fx.Node) -> bool:
+    """A plain sum of two tensors."""
+    both = all(isinstance(arg, fx.Node) for arg in node.args)
+    return node.target is aten.add.Tensor and not node.kwargs and both and len(node.args) == 2
+
+
+def inside(node: fx.Node) -> bool:
+    """True for a sum whose only reader is a sum of the same shape, of which it is a part."""
+    reader = next(iter(node.users), None)
+    return len(node.users) == 1 and reader is not None and is_sum(reader) and _alike(node, reader)
+
+
+def _alike(a: fx.Node, b: fx.Node) -> bool:
+    x, y = a.meta["val"], b.meta["val"]
+    return x.dtype == y.dtype and [str(n) for n in x.shape] == [str(n) for n in y.shape]
+
+
+def terms(node: fx.Node) -> Iterator[fx.Node]:
+    """What a tree of sums adds up, left to right."""
+    both: Any = node.args
+    for arg in both:
+        if is_sum(arg) and inside(arg):
+            yield from terms(arg)
+        else:
+            yield arg
+
+
+def outermost(node: fx.Node) -> fx.Node:
+    """The whole tree that a sum is a part of."""
+    while inside(node):
+        node = next(iter(node.users))
+    return node
+
+
+def views(node: fx.Node) -> list[fx.Node]:
+    """The views through which a value is seen, outermost first, if they leave the last dimension where it is."""
+    found: list[Any] = []
+    while _keeps_last(node) and (not found or len(node.users) == 1):
+        found.append(node)
+        node = node.args[0]  # type: ignore[assignment]
+    return found
+
+
+def _keeps_last(node: fx.Node) -> bool:
+    """True for a view whose last dimension is that of what it reads."""
+    x: Any = node.args[0] if node.target in VIEWS else None
+    if x is None:
+        return False
+    rest: Any = node.args[1:]
+    before, after = x.meta["val"], node.meta["val"]
+    if node.target is aten.transpose.int:
+        return before.dim() - 1 not in [d % before.dim() for d in rest]
+    if node.target is aten.permute.default:
+        return rest[0][-1] % before.dim() == before.dim() - 1
+    return str(before.shape[-1:]) == str(after.shape[-1:])

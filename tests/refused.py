@@ -1,0 +1,48 @@
+"""What the tests of errors share: a small GPT, a message, and that a failed `parallelize` has changed nothing."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autotp
+from autotp.models.gpt import GPT, GPTConfig
+
+VOCAB = 97
+
+
+def gpt(n_layer: int = 1, dropout: float = 0.0, n_head: int = 3) -> GPT:
+    config = GPTConfig(block_size=16, vocab_size=VOCAB, n_layer=n_layer, n_head=n_head, n_embd=48, dropout=dropout)
+    return GPT(config)
+
+
+def tokens(seed: int = 1) -> tuple[Tensor, Tensor]:
+    count = torch.arange(12).view(3, 4)
+    return count * 31 * seed % VOCAB, count * 17 % VOCAB
+
+
+def message(call: Callable[[], Any]) -> str:
+    with pytest.raises(autotp.Error) as raised:
+        call()
+    return str(raised.value)
+
+
+def line_of(file: str, text: str) -> str:
+    """Where in a test's `__file__` `text` stands, as an error names it."""
+    with open(file) as opened:
+        at, code = next((i, row.strip()) for i, row in enumerate(opened, 1) if text in row)
+    return f"{os.path.basename(file)}:{at}  {code}"
+
+
+def refusal(model: nn.Module, n: int, **given: Any) -> str:
+    """The message of a failed `parallelize`, which has left the parameters and buffers the very objects they were."""
+    before = dict(model.state_dict(keep_vars=True))
+    values = {name: tensor.clone() for name, tensor in before.items()}
+    text = message(lambda: autotp.parallelize(model, n, **given))
+    now = model.state_dict(keep_vars=True)
+    assert list(now) == list(before)
+    assert all(now[name] is before[name] and torch.equal(now[name], values[name]) for name in now)
+    return text

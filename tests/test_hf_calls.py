@@ -1,0 +1,107 @@
+"""Hugging Face models as they are called: eager and sdpa attention, masks, packed rows, embeddings, hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hugging import tiny
+from torch import Tensor, nn
+
+import autotp
+
+Inputs = dict[str, Any]
+Call = Callable[[nn.Module, Inputs], Inputs]
+CAUSAL = ("gpt2", "llama", "qwen3", "bloom", "falcon-new")
+FAMILIES = (*CAUSAL, "bert", "t5")
+PACKING = ("gpt2", "llama", "qwen3")
+"""Those that keep packed texts apart."""
+
+
+def no_mask(model: nn.Module, given: Inputs) -> Inputs:
+    return {name: value for name, value in given.items() if name != "attention_mask"}
+
+
+def padding(model: nn.Module, given: Inputs) -> Inputs:
+    """The second row is shorter by two: at its end, and for causal models at its start, as for generation."""
+    mask = torch.ones_like(given["input_ids"])
+    mask[-1, -2:] = 0
+    mask = mask.flip(1) if model.config.model_type in ("gpt2", "llama") else mask
+    return given | {"attention_mask": mask, "labels": given["labels"].masked_fill(mask == 0, -100)}
+
+
+def packed(model: nn.Module, given: Inputs) -> Inputs:
+    """Two texts in each row, told by positions that start again, and no mask. (With a cache they would be one.)"""
+    length = given["input_ids"].shape[1]
+    positions = torch.tensor([*range(length - 3), *range(3)]).expand_as(given["input_ids"]).contiguous()
+    return no_mask(model, given) | {"position_ids": positions, "use_cache": False}
+
+
+def no_labels(model: nn.Module, given: Inputs) -> Inputs:
+    """A forward alone; an encoder and decoder is told what it decodes."""
+    rest = {name: value for name, value in given.items() if name != "labels"}
+    seq2seq = model.config.is_encoder_decoder
+    return rest | ({"decoder_input_ids": given["input_ids"][:, :5]} if seq2seq else {})
+
+
+def embeddings(model: nn.Module, given: Inputs) -> Inputs:
+    """Embeddings in place of tokens, of which a gradient is wanted."""
+    rest = {name: value for name, value in given.items() if name != "input_ids"}
+    size = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator, union-attr]
+    count = given["input_ids"].numel() * size
+    return rest | {"inputs_embeds": torch.linspace(-1, 1, count).view(*given["input_ids"].shape, size)}
+
+
+def hidden_states(model: nn.Module, given: Inputs) -> Inputs:
+    return given | {"output_hidden_states": True}
+
+
+def attentions(model: nn.Module, given: Inputs) -> Inputs:
+    """The weights of every head, which only eager attention has."""
+    return given | {"output_attentions": True}
+
+
+CALLS: tuple[Call, ...] = (no_mask, padding, packed, no_labels, embeddings, hidden_states, attentions)
+
+
+def cases() -> list[Any]:
+    """Every family in every call and both attentions; without `--deep` some, in which each has its turn."""
+    found = []
+    for at, family in enumerate(FAMILIES):
+        for turn, call in enumerate(CALLS):
+            for how in attentions_of(family, call):
+                often = (at + turn) % len(CALLS) in (0, 4) and how == attentions_of(family, call)[-(turn % 2)]
+                marks = () if often else pytest.mark.deep
+                found.append(pytest.param(family, call, how, marks=marks, id=f"{family}-{call.__name__}-{how}"))
+    return found
+
+
+def attentions_of(family: str, call: Call) -> tuple[str, ...]:
+    """How the family can compute attention in this call."""
+    if call is packed and family not in PACKING:
+        return ()
+    return ("eager",) if call is attentions or family == "bloom" else ("eager", "sdpa")
+
+
+@pytest.mark.parametrize(("family", "call", "attention"), cases())
+def test_equal_to_one_device(family: str, call: Call, attention: str) -> None:
+    model, given = tiny(family, attention)
+    inputs: dict[str, Tensor] = call(model, given)
+    report = autotp.verify(model, 2, example_inputs=inputs)
+    assert report.ok, report
+
+
+def test_packed_rows_stay_apart() -> None:
+    """The graph of a call with one text in each row is right for two: the second does not see the first."""
+    model, given = tiny("llama")
+    two = no_labels(model, packed(model, given))
+    one = two | {"position_ids": torch.arange(7).expand(2, 7).contiguous()}
+    other = two | {"input_ids": two["input_ids"].index_fill(1, torch.arange(4), 50)}
+    expected = [model(**inputs).logits for inputs in (one, two, other)]
+    parallel = autotp.parallelize(model, 1, example_inputs=one)
+    found = [parallel(**inputs).logits for inputs in (one, two, other)]
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found[1][:, 4:], found[2][:, 4:])
+    assert not torch.allclose(found[0][:, 4:], found[1][:, 4:])

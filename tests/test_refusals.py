@@ -1,0 +1,200 @@
+"""Models and arguments that cannot be: one clear error on every rank, its message compared whole."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers import Checks
+from mlp import Plain
+from refused import gpt, line_of, message, refusal, tokens
+from torch import Tensor, nn
+
+import autotp
+
+checks = Checks()
+line = partial(line_of, __file__)
+
+# ---- models that cannot be captured
+
+
+class Branching(Plain):
+    def __init__(self) -> None:
+        super().__init__(16, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:  # a branch on data
+            x = x + 1
+        return self.mlp(x)
+
+
+class Looping(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(int(x.argmax())):  # a loop on data
+            x = self.down(self.up(x))
+        return x
+
+
+class Misfit(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.up(x))  # 64 numbers for 16
+
+
+class Handle:
+    """An object with a tensor in it."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Opaque(Branching):
+    def forward(self, x: Tensor) -> Any:
+        return Handle(self.up(x))
+
+
+class Growing(Branching):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.cat((self.seen, self.seen))
+        return self.up(x) + self.seen.sum()
+
+
+class Writing(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1  # into the caller's tensor
+        return self.up(x)
+
+
+@torch.library.custom_op("autotp_tests::shapeless", mutates_args=())
+def shapeless(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+class Shapeless(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(shapeless(self.up(x)))
+
+
+class Copyless(Branching):
+    """Holds a computed tensor, which deepcopy refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed = self.up.weight * 2
+
+
+class Odd(Branching):
+    """A block's weight that an operator needs whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.h = nn.ModuleList([nn.Linear(16, 16, bias=False)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x + self.mlp(x))
+        return x @ torch.linalg.matrix_exp(self.h[0].weight)
+
+
+BRANCHES = "the model branches on the values of a tensor, which one graph cannot do"
+UNFIT = "the model does not run on these inputs"
+TRY_INPUTS = "\n  try      arguments that the original model accepts: where they were made up, example_inputs={...}"
+TRY_WHERE = "\n  try      choose with torch.where, or branch on shapes and configuration only"
+
+
+@checks.on(2)
+def models(rank: int, n: int) -> None:
+    expected = {
+        Branching: f"{BRANCHES}\n  at       {line('if x.sum() > 0:')}{TRY_WHERE}",
+        Looping: f"{BRANCHES}\n  at       {line('for _ in range(int(')}{TRY_WHERE}",
+        Misfit: f"{UNFIT}: RuntimeError: a and b must have same reduction dim, but got [4, 64] X [16, 64]."
+        f"\n  at       {line('return self.up(self.up(x))')}{TRY_INPUTS}",
+        Opaque: "a Handle holds tensors, and torch does not know how to take one apart"
+        "\n  try      torch.utils._pytree.register_pytree_node(Handle, ...), or a tuple or dict",
+        Growing: "the model gives its buffer `seen` another shape, [6, 16]"
+        "\n  try      a buffer as long as it may become, of which forward takes a slice",
+        Writing: "the model changes a tensor in place where autotp cannot follow: writes into an input or a parameter"
+        f" of the model\n  at       {line('x += 1')}\n  try      write the new value to a new tensor",
+        Shapeless: "the model calls an operator that does not say what shape it returns"
+        f"\n  at       {line('return self.down(shapeless')}\n  try      torch.library.register_fake, on the operator",
+        Copyless: "copy.deepcopy fails on the model: Only Tensors created explicitly by the user (graph leaves) support"
+        " the deepcopy protocol at the moment.  If you were attempting to deepcopy a module, this may be because of a"
+        " torch.nn.utils.weight_norm usage, see https://github.com/pytorch/pytorch/pull/103001"
+        "\n  try      delete computed tensors and open handles from its attributes before the call",
+    }
+    for kind, text in expected.items():
+        assert refusal(kind(), n, example_inputs=torch.randn(4, 16)) == f"parallelize({kind.__name__}, tp=2): {text}"
+
+
+@checks.on(2)
+def example_inputs(rank: int, n: int) -> None:
+    expected = {
+        "GPT.forward() got an unexpected keyword argument 'toks'": {"toks": tokens()[0]},
+        "GPT: a sequence of 20 tokens is longer than block_size=16": torch.zeros(2, 20, dtype=torch.int64),
+    }
+    for text, given in expected.items():
+        found = refusal(gpt(), n, example_inputs=given).split("\n")
+        assert found[0] in (f"parallelize(GPT, tp=2): {UNFIT}: {kind}: {text}" for kind in ("TypeError", "ValueError"))
+        assert f"\n{found[-1]}" == TRY_INPUTS
+        assert len(found) == 2 or found[1].startswith("  at       gpt.py:")
+
+
+@checks.on(2)
+def choices(rank: int, n: int) -> None:
+    allowed = {
+        "outputs": "'auto', 'full', 'local'",
+        "randomness": "'fast', 'exact'",
+        "check_inputs": "'always', 'first', 'never'",
+    }
+    for name, values in allowed.items():
+        assert refusal(gpt(), n, **{name: "all"}) == f"parallelize(GPT, tp=2): {name}='all'\n  expected {values}"
+
+
+@checks.on(2)
+def strictness(rank: int, n: int) -> None:
+    x = torch.randn(4, 16)
+    assert refusal(Odd(), n, example_inputs=x, strict=True) == (
+        "parallelize(Odd, tp=2): strict=True, and weights in a block would stay whole: "
+        f"h.0.weight (aten.linalg_matrix_exp.default has no rule, {line('return x @ torch')})\n"
+        "  try      strict=False, or autotp.rule(...)"
+    )
+    autotp.parallelize(Odd(), n, example_inputs=x)
+    autotp.parallelize(gpt(), n, strict=True)
+
+
+@checks.on(2)
+def parallel_already(rank: int, n: int) -> None:
+    model = gpt()
+    parallel = autotp.parallelize(model, n)
+    assert message(lambda: autotp.parallelize(parallel, n)) == (
+        "parallelize(ParallelModule, tp=2): the model is parallel already\n"
+        "  try      parallelize the original model once"
+    )
+    assert message(lambda: autotp.parallelize(model, n)) == (
+        "parallelize(GPT, tp=2): the model was parallelized before, which took its parameters over\n"
+        "  try      use what parallelize returned then"
+    )
+    assert message(lambda: autotp.parallelize(model.forward, n)) == (  # type: ignore[arg-type]
+        "parallelize(method, tp=2): a method is no torch.nn.Module\n  try      pass the model itself"
+    )
+
+
+@checks.on(2)
+def parts(rank: int, n: int) -> None:
+    """What a part of a parallel model cannot do."""
+    block = autotp.parallelize(gpt(), n).h[0]
+    hooks = block.register_forward_hook, block.attn.register_forward_pre_hook, block.register_full_backward_hook
+    for register in hooks:
+        assert message(lambda register=register: register(print)) == (
+            "a hook on a submodule of a parallel model would never run: its work is part of the model's graph\n"
+            "  try      register it on the original model before autotp.parallelize, or on the whole parallel model"
+        )
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
