@@ -209,8 +209,8 @@ def touches(axis: Axis, leaf: Axis) -> bool:
 def open_product(axis: Axis, leaf: Axis) -> tuple[Size, Size] | None:
     """The sizes before and behind `leaf` in an axis that is a product around it (or is it); None for other axes."""
     axis, leaf = find(axis), find(leaf)
-    if leaf.kind == "grid":
-        return None
+    if leaf.kind == "grid":  # One leaf on all ranks is cut as without a grid.
+        return open_product(axis, leaf.parts[0]) if leaf.counts == ((leaf.tp, 1),) else None
     if axis is leaf:
         return ONE, ONE
     if axis.kind != "product" or not holds(axis, leaf):

@@ -35,7 +35,10 @@ def test_merged(family: str, kept: bool) -> None:
     model.requires_grad_()
     report = autotp.verify(model, 2, example_inputs=inputs)
     assert report.ok, report
-    assert report.plan.traffic == trial(family, plain=True).plan.traffic
+    found, expected = report.plan.traffic, trial(family, plain=True).plan.traffic
+    assert (found.forward, found.backward, found.forward_bytes) == (
+        expected.forward, expected.backward, expected.forward_bytes,
+    )  # fmt: skip
 
 
 @on_both
