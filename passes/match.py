@@ -97,8 +97,8 @@ def match(
     _describe(found.values(), axes, inputs, kept, ranks)
     grids = [_on_grid(leaf, touching, axes, found) for leaf in _grids(found.values(), axes, tp)]
     _describe(grids, axes, inputs, kept, ranks)
-    attentions = [c for c in grids if c.pattern == ATTENTION and _shared_evenly(c, axes, tp)]
-    return [candidate for candidate in [*attentions, *found.values()] if candidate.nodes]
+    shared = [candidate for candidate in grids if _shared_evenly(candidate, axes, tp)]
+    return [candidate for candidate in [*shared, *found.values()] if candidate.nodes]
 
 
 def _describe(
@@ -122,7 +122,7 @@ def _describe(
 def _grids(candidates: Iterable[Candidate], axes: Axes, tp: int) -> Iterator[Axis]:
     """What is worth a grid: fewer key/value heads than ranks, and heads that share a weight with what has none."""
     for candidate in candidates:
-        pair = _pair(candidate, axes) if candidate.core else None
+        pair = _pair(candidate, axes)
         if pair is not None:
             parts = splits(pair[0].size.number, pair[1].size.number, tp)
             cuts = [(leaf, n, run) for leaf, n, run in zip(pair, parts, (parts[1], 1), strict=True) if n > 1]

@@ -22,7 +22,7 @@ from autotp.axis import Axis, Size, find, leaves, touches
 from autotp.errors import Error
 from autotp.layout import Layout, layout_of, ranges
 from autotp.passes.axes import Axes
-from autotp.passes.match import Candidate, maker, readers
+from autotp.passes.match import ATTENTION, Candidate, maker, readers
 from autotp.source import line_of
 
 NOMINAL = 512
@@ -90,6 +90,8 @@ def decide(
 
 def _acceptable(candidate: Candidate, decision: Decision, worth: float, gain: float, total: int) -> bool:
     """True for a block's own axis where nothing else took part of it, and for what is worth its communication."""
+    if find(candidate.leaf).kind == "grid" and candidate.pattern != ATTENTION:
+        return False
     if candidate.core and not any(node in decision.cuts for node, _ in candidate.nodes):
         return gain > 0
     if candidate.name == "vocab":

@@ -68,6 +68,9 @@ def misplace(node: fx.Node) -> Iterator[Change]:
     if node.target in KINDS[2:]:
         yield lambda n: setattr(n, "args", (*n.args[:4], 2) if len(n.args) == 4 else n.args[:4])
         yield lambda n: n.update_arg(1, "dp")
+    if node.target is collectives.share:
+        yield lambda n: n.update_arg(1, "tp")
+        yield lambda n: n.update_arg(3, n.args[3][:-1])
 
 
 def bypass(node: fx.Node) -> Iterator[Change]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from grouped import Grouped
 from torch import Tensor, nn
 
 from autotp.layout import Layout
@@ -155,6 +156,14 @@ def encoder(tp: int, train: bool = True, randomness: str = "exact") -> Case:
     return Case(made(Encoder(), train), inputs, tp, randomness=randomness)
 
 
+def grouped(layout: str, outputs: str) -> Case:
+    """Two key/value heads on four ranks: each is on two of them, its weights too."""
+    plain, model = (made(Grouped(2, 3, layout, cache)) for cache in (False, True))
+    inputs = {"x": torch.randn(2, 3, 12, dtype=torch.float64)}
+    layouts = Case(plain, inputs, 4).analysed().layouts  # As trained; where its keys are returned, too, it is cut so.
+    return Case(model, inputs, 4, outputs, layouts=layouts)
+
+
 @cache
 def case(name: str) -> tuple[Case, Analysis]:
     found = CASES[name]()
@@ -166,6 +175,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "decoder-fast": lambda: decoder(2, randomness="fast"),
     "decoder-eval": lambda: decoder(3, train=False),
     "encoder": lambda: encoder(2),
+    "grouped": lambda: grouped("separate", "full"),
+    "grouped-local": lambda: grouped("separate", "local"),
+    "grouped-fused": lambda: grouped("per-group", "full"),
     "gathering": lambda: moving(
         2, {"last.weight": 1, "middle.weight": 0, "middle.bias": 0, "first.weight": 0, "first.bias": 0}
     ),

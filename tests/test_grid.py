@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from grouped import Grouped
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 import autotp
 from autotp.axis import Axis, Size, concat, find, holds, product, touches
@@ -154,34 +154,6 @@ def test_layout_without_repetition() -> None:
 
 
 # ---- whole attentions
-
-
-class Grouped(nn.Module):
-    """Attention with key/value heads that several query heads share, in the layouts that models have."""
-
-    def __init__(self, kv: int, group: int, layout: str) -> None:
-        super().__init__()
-        self.kv, self.group, self.layout, heads = kv, group, layout, kv * group
-        self.q, self.k, self.v = nn.Linear(12, 4 * heads), nn.Linear(12, 4 * kv), nn.Linear(12, 4 * kv)
-        self.fused = nn.Linear(12, 4 * (heads + 2 * kv))
-        self.norm, self.out = nn.LayerNorm(4), nn.Linear(4 * heads, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [batch seq 12]"""
-        q, k, v = (y.transpose(1, 2) for y in self._heads(x))
-        k = self.norm(k)
-        y = F.scaled_dot_product_attention(q, *(z.repeat_interleave(self.group, 1) for z in (k, v)), is_causal=True)
-        return x + self.out(y.transpose(1, 2).flatten(2))
-
-    def _heads(self, x: Tensor) -> tuple[Tensor, ...]:
-        """[batch seq heads 4], and of keys and values [batch seq kv 4]."""
-        if self.layout == "separate":
-            return tuple(f(x).unflatten(-1, (-1, 4)) for f in (self.q, self.k, self.v))
-        y, heads = self.fused(x), self.kv * self.group
-        if self.layout == "q|k|v":
-            return tuple(z.unflatten(-1, (-1, 4)) for z in y.split([4 * heads, 4 * self.kv, 4 * self.kv], -1))
-        y = y.unflatten(-1, (self.kv, self.group + 2, 4))
-        return y[..., :-2, :].flatten(2, 3), y[..., -2, :], y[..., -1, :]
 
 
 @settings(deadline=None, max_examples=25)
