@@ -1,5 +1,6 @@
 # make train    trains a tensor-parallel GPT on two processes, beside the same on one
 # make test     passes the tests
+# make test-all the same with every rare case: all families at all sizes in all modes; an hour and more
 # make lint     ruff and mypy
 # make clean    removes all that these made
 #
@@ -10,13 +11,16 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 TYPED := build/typed/autotp
 
-.PHONY: train test lint clean
+.PHONY: train test test-all lint clean
 
 train: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test-all: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --all
 
 # mypy knows a package by where its files lie, so it reads ours through links that lie as they are installed.
 lint: $(INSTALLED)

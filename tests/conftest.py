@@ -1,6 +1,6 @@
 """How hypothesis draws (the same cases in each `make test`, new ones with `--deep`), how workers share the files.
 
-A test marked `deep` runs with `--deep` only: of a table of many cases, those that a few others stand for.
+A test marked `rare` runs with `--all` only (`make test-all`): of many cases, those that a few others stand for.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from hypothesis import Phase, settings
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--deep", action="store_true", help="5,000 random architectures, not 200, and every case; takes hours"
-    )
+    parser.addoption("--all", action="store_true", help="the rare cases, too: every family in every way; an hour")
+    parser.addoption("--deep", action="store_true", help="5,000 random architectures instead of 200; takes two hours")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "deep: a case for --deep only")
+    config.addinivalue_line("markers", "rare: a case for --all only")
     found = (Phase.explicit, Phase.reuse, Phase.generate)  # a failing model takes minutes to shrink: --deep does
     settings.register_profile("default", deadline=None, derandomize=True, max_examples=200, phases=found)
     settings.register_profile("deep", deadline=None, max_examples=5000, print_blob=True)
@@ -28,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Two workers share the files; only the slowest file is shared test by test."""
-    left = [item for item in items if item.get_closest_marker("deep") and not config.getoption("deep")]
+    left = [item for item in items if item.get_closest_marker("rare") and not config.getoption("all")]
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item not in left]
     for item in items:

@@ -17,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -147,36 +148,42 @@ class Checks:
 
     def __init__(self, timeout: float = 240) -> None:
         self.timeout = timeout
-        self.functions: dict[int, list[Callable[[int, int], None]]] = {}
-        self.outcomes: dict[int, list[dict[str, str]] | BaseException] = {}
+        self.functions: dict[tuple[int, bool], list[Callable[[int, int], None]]] = {}
+        self.outcomes: dict[tuple[int, bool], list[dict[str, str]] | BaseException] = {}
 
-    def on(self, *sizes: int) -> Callable[[Callable[[int, int], None]], Callable[[int, int], None]]:
-        """Registers a module-level function of the rank and the number of ranks."""
+    def on(self, *sizes: int, rare: bool = False) -> Callable[[Callable[[int, int], None]], Callable[[int, int], None]]:
+        """Registers a module-level function of the rank and the number of ranks; a `rare` one is for `--all` only."""
 
         def register(fn: Callable[[int, int], None]) -> Callable[[int, int], None]:
             for n in sizes:
-                self.functions.setdefault(n, []).append(fn)
+                self.functions.setdefault((n, rare), []).append(fn)
             return fn
 
         return register
 
     def cases(self) -> list[Any]:
         """Parameters `n, name` for each function and size."""
-        return [(n, fn.__name__) for n, functions in self.functions.items() for fn in functions]
+        found = [(n, fn.__name__, rare) for (n, rare), functions in self.functions.items() for fn in functions]
+        return [pytest.param(n, name, marks=[pytest.mark.rare] * rare, id=f"{n}-{name}") for n, name, rare in found]
 
     def expect(self, n: int, name: str) -> None:
         """Fails with the traceback of the first rank on which the function failed."""
-        if n not in self.outcomes:
+        key = next(key for key, functions in self.functions.items() if key[0] == n and name in map(_name, functions))
+        if key not in self.outcomes:
             try:
-                self.outcomes[n] = run_ranks(_in_turn, n, self.functions[n], timeout=self.timeout)
+                self.outcomes[key] = run_ranks(_in_turn, n, self.functions[key], timeout=self.timeout)
             except Exception as error:
-                self.outcomes[n] = error
-        outcome = self.outcomes[n]
+                self.outcomes[key] = error
+        outcome = self.outcomes[key]
         if isinstance(outcome, BaseException):
             raise outcome
         for rank, found in enumerate(outcome):
             assert name in found, f"not run on rank {rank}: {list(found)[-1]} failed before"
             assert not found[name], f"on rank {rank} of {n}:\n{found[name]}"
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return fn.__name__
 
 
 def _in_turn(rank: int, n: int, functions: Sequence[Callable[[int, int], None]]) -> dict[str, str]:

@@ -38,13 +38,12 @@ def test_fewer_key_value_heads_than_ranks(name: str) -> None:
     expect_equal(name, 4, train=True)
 
 
-def test_every_family_at_every_size(pytestconfig: pytest.Config) -> None:
-    if not pytestconfig.getoption("deep"):
-        pytest.skip("--deep")
-    for name in FAMILIES:
-        for tp in (2, 3, 4, 8):
-            for train in (True, False):
-                expect_equal(name, tp, train)
+@pytest.mark.rare
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("tp", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_at_every_size(name: str, tp: int, train: bool) -> None:
+    expect_equal(name, tp, train)
 
 
 def expect_equal(name: str, tp: int, train: bool) -> None:

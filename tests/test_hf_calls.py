@@ -67,13 +67,13 @@ CALLS: tuple[Call, ...] = (no_mask, padding, packed, no_labels, embeddings, hidd
 
 
 def cases() -> list[Any]:
-    """Every family in every call and both attentions; without `--deep` some, in which each has its turn."""
+    """Every family in every call and both attentions; without `--all` some, in which each has its turn."""
     found = []
     for at, family in enumerate(FAMILIES):
         for turn, call in enumerate(CALLS):
             for how in attentions_of(family, call):
                 often = (at + turn) % len(CALLS) in (0, 4) and how == attentions_of(family, call)[-(turn % 2)]
-                marks = () if often else pytest.mark.deep
+                marks = () if often else pytest.mark.rare
                 found.append(pytest.param(family, call, how, marks=marks, id=f"{family}-{call.__name__}-{how}"))
     return found
 

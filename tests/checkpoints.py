@@ -1,0 +1,73 @@
+"""Checkpoints as tests of them make and compare them."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import autotp
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+import hf_families
+
+LAYOUTS = {
+    "gpt2": "fused q | k | v, turned weights, a tied head, no head in the file",
+    "gpt_neox": "q, k and v interleaved by head",
+    "llama": "two key/value heads: uneven on three ranks, empty parts; gated",
+    "phi3": "gate and up in one weight",
+    "mixtral": "experts apart in the file, stacked and joined in the module",
+    "gpt_oss": "experts stacked in the file",
+    "bert": "a tied decoder with a bias of its own",
+    "t5": "three names of one weight",
+    "marian": "positions that are in no file",
+}
+BATCHED = {"experts_implementation": "batched_mm"}
+
+
+def family(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
+    """A model, inputs, and what else must be said about it."""
+    torch.manual_seed(0)
+    model, inputs = hf_families.FAMILIES[name]()
+    return model, inputs, {"config": BATCHED if name in ("mixtral", "gpt_oss") else None, "example_inputs": inputs}
+
+
+def shared(rank: int) -> Path:
+    """A new folder, the same on all ranks."""
+    made = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(made)
+    return Path(made[0])
+
+
+def saved(model: Any, folder: Path, rank: int, **given: Any) -> Path:
+    """The folder, with the model in it as transformers saves it."""
+    if rank == 0:
+        model.save_pretrained(folder, **given)
+    dist.barrier()
+    return folder
+
+
+def files_of(folder: Path) -> dict[str, Tensor]:
+    """Every tensor in the folder."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def expect_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def message(call: Callable[[], Any]) -> str:
+    with pytest.raises(autotp.Error) as raised:
+        call()
+    return str(raised.value)

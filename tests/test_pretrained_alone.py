@@ -1,0 +1,134 @@
+"""Checkpoints of transformers in a world of one: what is refused, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from checkpoints import expect_same, family, files_of, message
+from safetensors.torch import save_file
+from torch import nn
+from transformers.utils import logging as theirs
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+import autotp
+from autotp.models.gpt import GPT, GPTConfig
+
+theirs.disable_progress_bar()
+theirs.set_verbosity_error()
+
+
+# ---- one process
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    family("llama")[0].save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def copied(llama: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(llama, tmp_path / "copy"))
+
+
+def edit(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text()) | values
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_world_of_one(llama: Path, tmp_path: Path) -> None:
+    parallel = autotp.from_pretrained(llama)
+    autotp.save_pretrained(parallel, tmp_path / "out")
+    expect_same(files_of(tmp_path / "out"), files_of(llama))
+
+
+def test_another_model_takes_no_memory_to_refuse(copied: Path) -> None:
+    """Its parameters would be 2 TB."""
+    edit(copied, hidden_size=48 * 2**12, intermediate_size=2**18)
+    text = message(lambda: autotp.from_pretrained(copied))
+    assert text.splitlines()[0] == f"from_pretrained({copied}): the tensors are not those of LlamaForCausalLM"
+
+
+def test_configurations_that_make_no_model(copied: Path) -> None:
+    file = copied / "config.json"
+    call = f"from_pretrained({copied})"
+    edit(copied, architectures=None)
+    remedy = "  try      model_class=transformers.AutoModelForCausalLM, or the class itself"
+    assert message(lambda: autotp.from_pretrained(copied)) == (
+        f"{call}: config.json names no class\n  at       {file}\n{remedy}"
+    )
+    edit(copied, architectures=["MyLlama"])
+    assert message(lambda: autotp.from_pretrained(copied)) == (
+        f"{call}: config.json names MyLlama, which transformers has not\n  at       {file}\n{remedy}"
+    )
+    edit(copied, quantization_config={"quant_method": "gptq", "bits": 4})
+    assert message(lambda: autotp.from_pretrained(copied)) == (
+        f"{call}: the checkpoint is quantized\n  at       {file}\n  try      a checkpoint of floating tensors"
+    )
+    file.write_text("{")
+    assert message(lambda: autotp.from_pretrained(copied)).startswith(f"{call}: the configuration cannot be read: ")
+    file.unlink()
+    assert message(lambda: autotp.from_pretrained(copied)) == (
+        f"{call}: no checkpoint of transformers: config.json is not there\n  at       {copied}"
+    )
+
+
+def test_experts_of_different_sizes(tmp_path: Path) -> None:
+    """What cannot be put together is named, though transformers only logs what went wrong."""
+    model, _, given = family("mixtral")
+    model.save_pretrained(tmp_path)
+    tensors = files_of(tmp_path)
+    first, second = (f"model.layers.0.block_sparse_moe.experts.{i}.w1.weight" for i in (0, 1))
+    save_file(tensors | {second: tensors[second][:5].clone()}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert message(lambda: autotp.from_pretrained(tmp_path, **given)) == (
+        f"from_pretrained({tmp_path}): `{first}` in model.safetensors of [80, 48] and "
+        f"`{second}` in model.safetensors of [5, 48] cannot be joined"
+    )
+
+
+def test_choices(llama: Path) -> None:
+    call = f"from_pretrained({llama})"
+    assert message(lambda: autotp.from_pretrained(llama, missing="skip")) == (  # type: ignore[arg-type]
+        f"{call}: missing='skip'\n  expected 'error' or 'init'"
+    )
+    assert message(lambda: autotp.from_pretrained(llama, unexpected=None)) == (  # type: ignore[arg-type]
+        f"{call}: unexpected=None\n  expected 'error' or 'ignore'"
+    )
+    text = message(lambda: autotp.from_pretrained(llama, model_class=transformers.AutoModelForImageClassification))
+    assert " makes no model of LlamaConfig: " in text
+
+
+@pytest.mark.parametrize("size", [0, -5, True, "5", "GB", "0MB", "5 parsecs", None])
+def test_sizes_that_are_none(llama: Path, size: Any) -> None:
+    parallel = autotp.from_pretrained(llama)
+    assert message(lambda: autotp.save_pretrained(parallel, llama.parent / "no", max_shard_size=size)) == (
+        f"save_pretrained(LlamaForCausalLM, {llama.parent / 'no'}): max_shard_size={size!r}\n"
+        '  expected a number of bytes, or a text as "5GB"'
+    )
+
+
+def test_no_model_of_transformers(tmp_path: Path) -> None:
+    model = autotp.parallelize(GPT(GPTConfig(block_size=8, vocab_size=31, n_layer=1, n_head=2, n_embd=8)))
+    assert message(lambda: autotp.save_pretrained(model, tmp_path)) == (
+        f"save_pretrained(GPT, {tmp_path}): a GPT is no model of transformers\n"
+        "  try      autotp.full_state_dict(model), and torch.save on the first rank"
+    )
+    assert message(lambda: autotp.save_pretrained(nn.Linear(2, 2), tmp_path)) == (
+        "save_pretrained: a Linear is no parallel model\n"
+        "  try      save_pretrained(model, ...), with what autotp.parallelize returned"
+    )
+
+
+def test_transformers_is_not_imported_before_it_is_needed() -> None:
+    import subprocess
+
+    code = "import autotp, sys; sys.exit('transformers' in sys.modules or 'safetensors' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0
