@@ -13,9 +13,9 @@ if (_checkout / "setup.cfg").is_file():  # A checkout that is not installed: aut
 
 from autotp.api import explain, parallelize  # noqa: E402  The path above comes first.
 from autotp.errors import Error  # noqa: E402
+from autotp.hf.pretrained import from_pretrained, save_pretrained  # noqa: E402
 from autotp.operators import rule  # noqa: E402
 from autotp.outputs import gather  # noqa: E402
-from autotp.pretrained import from_pretrained, save_pretrained  # noqa: E402
 from autotp.report import Plan  # noqa: E402
 from autotp.run import ParallelModule  # noqa: E402
 from autotp.state import clip_grad_norm_, full_state_dict, load_full_state_dict  # noqa: E402

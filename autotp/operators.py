@@ -19,6 +19,7 @@ from autotp import movement as m
 from autotp import parallel
 from autotp.call import Call
 from autotp.errors import Error
+from autotp.hf.operators import NAMED
 from autotp.rule import STAR, Rule, parse
 
 Operator = Callable[..., Any]
@@ -184,11 +185,6 @@ PARALLEL: dict[Operator, f.RuleFunction] = {
 """The rules of our own parallel forms, which lowered graphs call."""
 
 RULES: dict[Operator, f.RuleFunction] = dict(_rows()) | PARALLEL
-
-NAMED: dict[str, f.RuleFunction] = {
-    "transformers::grouped_mm_fallback": f.fixed("s^ i, e^ i o, e^ -> s^ o", ((0,), (1,))),
-}
-"""The rules of other libraries' operators, which are there once the library is imported."""
 
 USER_RULES: set[Operator] = set()
 """Operators whose rule a user registered: proved on the spot, on the example that the graph gives."""

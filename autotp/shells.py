@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autotp.errors import Error
-from autotp.generation import overrides
+from autotp.hf.generation import overrides
 
 Place = tuple[nn.Module, str]
 """A module, and the name there of a parameter or buffer."""

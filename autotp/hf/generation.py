@@ -1,6 +1,6 @@
 """What autotp knows of transformers' generation: its caches, its `generate`, its logits processors.
 
-Nothing outside this file knows that transformers exists, and nothing here imports it before the user has.
+Nothing here imports transformers before the user has.
 """
 
 from __future__ import annotations
