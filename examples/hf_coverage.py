@@ -164,7 +164,7 @@ def block(name: str) -> str:
 
 
 def main() -> None:
-    """Prints the table, and writes it where all families were measured; ends with 1 where one is different or refused."""
+    """Prints the table, and writes it where all families were measured; ends with 1 where one differs or is refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(FAMILIES), metavar="NAME")
     parser.add_argument("--tp", type=int, nargs="*", default=list(SIZES))
