@@ -23,6 +23,8 @@ def bools(*shape: int) -> Tensor:
     return ints(2, *shape).bool()
 
 
+GROUPS = torch.tensor([2, 3, 6], dtype=torch.int32)
+
 CALLS: dict[str, tuple[Any, ...]] = {
     # pointwise
     "and": (aten.__and__.Tensor, bools(5, 3), bools(3)),
@@ -58,6 +60,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "copy-cast": (aten.copy.default, ints(9, 4, 5), r(5)),
     "fill": (aten.fill.Tensor, r(4, 5), torch.tensor(2.0, dtype=torch.float64)),
     "alias": (aten.alias.default, r(4)),
+    "grouped-mm": (aten._grouped_mm.default, r(6, 48).float(), r(3, 48, 48).float(), GROUPS),
     "detach": (aten.detach.default, r(4)),
     "lift": (aten.lift.default, r(4)),
     "lift-fresh": (aten.lift_fresh.default, r(4)),
