@@ -95,7 +95,8 @@ def match(
                 found[leaf].nodes.append((node, factor))
     ranks = {find(leaf) for leaf, candidate in found.items() if _is_rank(candidate, axes)}
     _describe(found.values(), axes, inputs, kept, ranks)
-    grids = [_on_grid(leaf, touching, axes, found) for leaf in _grids(found.values(), axes, tp)]
+    order = {node: i for i, node in enumerate(axes.bound)}
+    grids = [_on_grid(leaf, touching, axes, found, order) for leaf in _grids(found.values(), axes, tp)]
     _describe(grids, axes, inputs, kept, ranks)
     shared = [candidate for candidate in grids if _shared_evenly(candidate, axes, tp)]
     return [candidate for candidate in [*shared, *found.values()] if candidate.nodes]
@@ -148,10 +149,14 @@ def _pair(candidate: Candidate, axes: Axes) -> tuple[Axis, Axis] | None:
 
 
 def _on_grid(
-    leaf: Axis, touching: Mapping[Axis, list[fx.Node]], axes: Axes, found: Mapping[Axis, Candidate]
+    leaf: Axis,
+    touching: Mapping[Axis, list[fx.Node]],
+    axes: Axes,
+    found: Mapping[Axis, Candidate],
+    order: Mapping[fx.Node, int],
 ) -> Candidate:
+    """A grid's candidate: what it can cut of the operators that have one of its leaves, in their order."""
     nodes = dict.fromkeys(node for part in leaf.parts for node in touching.get(find(part), []))
-    order = {node: i for i, node in enumerate(axes.bound)}
     cut = [(node, axes.bound[node].cuttable(leaf)) for node in sorted(nodes, key=order.__getitem__)]
     parameters = dict.fromkeys(p for part in leaf.parts if find(part) in found for p in found[find(part)].parameters)
     return Candidate(leaf, [(node, factor) for node, factor in cut if factor is not None], list(parameters))
