@@ -15,7 +15,7 @@ from autotp.layout import Layout, layout_of
 from autotp.operators import USER_RULES
 from autotp.passes.apart import apart
 from autotp.passes.autocast import cast
-from autotp.passes.axes import Axes, infer_axes
+from autotp.passes.axes import Axes
 from autotp.passes.canonicalize import canonicalize
 from autotp.passes.capture import OFF, Captured, capture
 from autotp.passes.check import check
@@ -88,8 +88,7 @@ def analyse(
     captured = capture(skeleton, args, kwargs, autocast)
     graph, updated = functionalize(cast(inline(captured.graph), autocast), captured.buffers, captured.owned)
     updated = [*captured.assigned, *updated]
-    graph = apart(share(canonicalize(pick(graph, captured.constants))), captured.parameters)
-    axes = infer_axes(graph)
+    graph, axes = apart(share(canonicalize(pick(graph, captured.constants))), captured.parameters)
     _prove_users_rules(graph, tp)
     stay = _stay_cut(graph, captured, len(updated), skeleton.training, outputs)
     of_states = _makers(graph, captured.kept)

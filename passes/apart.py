@@ -24,8 +24,8 @@ Wanted = dict[fx.Node, list[Size | None]]
 """Operand -> for each of its dimensions the size that the others at this operator have, or None."""
 
 
-def apart(graph: fx.Graph, parameters: Collection[str]) -> fx.Graph:
-    """The same function, its parameter-free values of other axes read apart.
+def apart(graph: fx.Graph, parameters: Collection[str]) -> tuple[fx.Graph, Axes]:
+    """The same function, its parameter-free values of other axes read apart, and the axes of all values.
 
     Args:
         parameters: placeholder names of the parameters.
@@ -41,15 +41,13 @@ def apart(graph: fx.Graph, parameters: Collection[str]) -> fx.Graph:
         builder.env.update(aside)
         if node.name in parameters or any(n in made for n in node.all_input_nodes):
             made.add(node)
-    return builder.graph
+    return builder.graph, axes
 
 
 def _misfits(node: fx.Node, axes: Axes, made: Collection[fx.Node], builder: Builder) -> Wanted:
     """The operands that no parameter made, with a dimension that does not fit what parameters made."""
-    call = call_of(node) if node.op == "call_function" else None
-    operands = [n for n in operand_nodes(node) if n is not None] if call else []
-    rule = rule_of(call) if call and any(n in made for n in operands) else None
-    if rule is None or all(n in made for n in operands):
+    operands = [n for n in operand_nodes(node) if n is not None] if node.op == "call_function" else []
+    if len({n in made for n in operands}) < 2 or (rule := rule_of(call_of(node))) is None:
         return {}
     dims = [axes.of(builder.env[n]) for n in operands]
     known: dict[str, Axis] = {}

@@ -123,6 +123,8 @@ def _describe(
 def _grids(candidates: Iterable[Candidate], axes: Axes, tp: int) -> Iterator[Axis]:
     """What is worth a grid: fewer key/value heads than ranks, and heads that share a weight with what has none."""
     for candidate in candidates:
+        if not any(_counts_attentions(node, factor, axes) for node, factor in candidate.nodes):
+            continue
         pair = _pair(candidate, axes)
         if pair is not None:
             parts = splits(pair[0].size.number, pair[1].size.number, tp)
