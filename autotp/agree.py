@@ -66,12 +66,7 @@ def agree_on_graph(mesh: Mesh, make: Callable[[], T], text: Callable[[T], str]) 
     Raises:
         Error: on every rank; where `make` failed its own, elsewhere that it failed there; on all that they differ.
     """
-    made: list[T] = []
-    problem: Exception | None = None
-    try:
-        made = [make()]
-    except Exception as error:
-        problem = error
+    made, problem = _tried(make)
     rows = gather_ints([zlib.crc32(text(made[0]).encode()) if made else -1], mesh)
     if problem is not None:
         raise problem
@@ -84,18 +79,21 @@ def agree_on_graph(mesh: Mesh, make: Callable[[], T], text: Callable[[T], str]) 
     return made[0]
 
 
+def _tried(make: Callable[[], T]) -> tuple[list[T], Exception | None]:
+    """What `make()` returns, in a list, or what it raises: the other ranks are told before it goes on."""
+    try:
+        return [make()], None
+    except Exception as error:
+        return [], error
+
+
 def agree(mesh: Mesh, make: Callable[[], T]) -> T:
     """What `make()` returns, once it has returned on every rank.
 
     Raises:
         Error: on every rank: where `make` failed its own, elsewhere that of the first rank where it did.
     """
-    made: list[T] = []
-    problem: Exception | None = None
-    try:
-        made = [make()]
-    except Exception as error:
-        problem = error
+    made, problem = _tried(make)
     texts = _told("" if problem is None else json.dumps(_spelled(problem)), mesh)
     if problem is not None:
         raise problem

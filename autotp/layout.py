@@ -116,7 +116,7 @@ class Layout:
 
     def holders(self) -> set[int]:
         """On how many ranks positions are."""
-        return {int(n) for n in sum(self._marked(rank) for rank in range(len(self.pieces)))}  # type: ignore[union-attr]
+        return set(self._counts().int().tolist())
 
     def places(self, rank: int, positions: list[Range]) -> list[Range]:
         """Where local positions of a rank are in the whole."""
@@ -125,7 +125,7 @@ class Layout:
 
     def shared(self, rank: int) -> list[Range]:
         """The local positions, along the cut dimension, of what other ranks hold too."""
-        return _runs(sum(self._marked(other) for other in range(len(self.pieces)))[self._marked(rank) > 0] > 1)  # type: ignore[index]
+        return _runs(self._counts()[self._marked(rank) > 0] > 1)
 
     def first(self, rank: int) -> list[Range]:
         """The local positions, along the cut dimension, of what no rank before this one holds."""
@@ -136,6 +136,10 @@ class Layout:
     def _size(self) -> int:
         """The global length of the cut dimension."""
         return max((stop for piece in self.pieces for _, stop in piece), default=0)
+
+    def _counts(self) -> torch.Tensor:
+        """On how many ranks each position is."""
+        return torch.stack([self._marked(rank) for rank in range(len(self.pieces))]).sum(0)
 
     def _marked(self, rank: int) -> torch.Tensor:
         """One for each position that a rank holds, zero for the others."""

@@ -93,6 +93,7 @@ def measure(name: str, sizes: Sequence[int]) -> Row:
 
 
 def verified(model: nn.Module, tp: int, inputs: dict[str, Any]) -> Found:
+    """What `autotp.verify` says of the model in the mode that it is in."""
     try:
         report = autotp.verify(model, tp, example_inputs=inputs)
     except (autotp.Error, RuntimeError) as error:

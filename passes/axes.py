@@ -89,8 +89,10 @@ class Bound:
         parts = {name.name for term in self.rule.ins for expr in term for name in _parts(expr)}
         summed = [factor for factor in found if not factor.outs and factor.name not in parts]
         some = [f for f in found if 0 < len(f.outs) < len(self.rule.outs) and f.name not in parts]
-        every = all(any(holds(factor.axis, leaf) for factor in summed) for leaf in grid.parts)
+        every = all(any(holds(factor.axis, leaf) for factor in found) for leaf in grid.parts)
         if some or (summed and (len(summed) < len(found) or not (every and is_full(grid)))):
+            return None
+        if not every and any(factor.mark == "!" for factor in found):  # Holders of the same would draw other numbers.
             return None
         ins, outs = _places(found)
         return Factor(" ".join(f.name for f in found), grid, max(f.mark for f in found), ins, outs, bool(summed))

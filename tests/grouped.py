@@ -11,10 +11,10 @@ from torch.nn import functional as F
 class Grouped(nn.Module):
     """Attention with key/value heads that several query heads share, in the layouts that models have."""
 
-    def __init__(self, kv: int, group: int, layout: str, cache: bool = False) -> None:
-        """`cache`: whether the keys are returned, too."""
+    def __init__(self, kv: int, group: int, layout: str, cache: bool = False, dropout: float = 0.0) -> None:
+        """`cache`: whether the keys are returned, too; `dropout`: of the keys."""
         super().__init__()
-        self.kv, self.group, self.layout, self.cache, heads = kv, group, layout, cache, kv * group
+        self.kv, self.group, self.layout, self.cache, self.p, heads = kv, group, layout, cache, dropout, kv * group
         self.q, self.k, self.v = nn.Linear(12, 4 * heads), nn.Linear(12, 4 * kv), nn.Linear(12, 4 * kv)
         self.fused = nn.Linear(12, 4 * (heads + 2 * kv))
         self.norm, self.out = nn.LayerNorm(4), nn.Linear(4 * heads, 12)
@@ -22,7 +22,7 @@ class Grouped(nn.Module):
     def forward(self, x: Tensor) -> Any:
         """x: [batch seq 12]"""
         q, k, v = (y.transpose(1, 2) for y in self._heads(x))
-        k = self.norm(k)
+        k = F.dropout(self.norm(k), self.p, self.training)
         y = F.scaled_dot_product_attention(q, *(z.repeat_interleave(self.group, 1) for z in (k, v)), is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return (x, k) if self.cache else x

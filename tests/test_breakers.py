@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from mlp import Plain
+from mlp import Negated, Plain
 from torch import Tensor, nn
 
 import autotp
@@ -117,16 +117,6 @@ class Language(nn.Module):
     def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.head(x)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
-
-
-class Negated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return -grad
 
 
 @pytest.mark.parametrize(

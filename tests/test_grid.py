@@ -7,10 +7,10 @@ import torch
 from grouped import Grouped
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from test_layout import places as places_of
 
 import autotp
-from autotp.axis import Axis, Size, concat, find, holds, product, touches
+from autotp.axis import Axis, Size, concat, holds, product, touches
 from autotp.grid import all_grids, grid, is_full, part_of, same_cut, slices_of, splits
 from autotp.layout import Layout, layout_of, ranges
 from autotp.parallel import first, place, take
@@ -61,21 +61,6 @@ WEIGHTS = {
 }
 
 
-def coordinates(of: Axis, leaf: Axis) -> Tensor:
-    """The oracle: where each position of an axis lies along `leaf` (-1: nowhere). [size]"""
-    of = find(of)
-    if of is find(leaf):
-        return torch.arange(of.size.number)
-    if of.kind == "leaf":
-        return torch.full((of.size.number,), -1)
-    parts = [coordinates(part, leaf) for part in of.parts]
-    return (
-        torch.cat(parts)
-        if of.kind == "concat"
-        else torch.stack(torch.meshgrid(*parts, indexing="ij")).amax(0).flatten()
-    )
-
-
 @pytest.mark.parametrize("tp", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS.keys())
 def test_ranges(weight: Axis, tp: int) -> None:
@@ -87,7 +72,7 @@ def test_ranges(weight: Axis, tp: int) -> None:
             held = torch.ones(weight.size.number, dtype=torch.bool)
             for leaf, parts, run in slices_of(cut, tp):
                 start, stop = chunk_bounds(leaf.size.number, parts, rank // run % parts)
-                at = coordinates(weight, leaf)
+                at = places_of(weight, leaf)
                 held &= (at < 0) | ((at >= start) & (at < stop))
             mine = [i for a, b in ranges(weight, cut, tp, rank) for i in range(a, b)]
             assert mine == held.nonzero().flatten().tolist()
@@ -180,3 +165,12 @@ def test_grouped_attention_is_balanced(layout: str) -> None:
         assert held["k.weight"].pieces[:4] == (((0, 4),),) * 4
     else:
         assert held["fused.weight"].lengths() == [12] * 8
+
+
+def test_a_key_that_is_dropped_is_not_on_several_ranks() -> None:
+    """Each holder would draw a mask of its own for what they hold the same of."""
+    model = Grouped(2, 4, "separate", dropout=0.5).train()
+    plan = autotp.explain(model, 8, example_inputs=torch.randn(2, 5, 12))
+    assert not any(cut.layout.repeated for cut in plan.cuts)
+    report = autotp.verify(model, 8, example_inputs=torch.randn(2, 5, 12))
+    assert report.ok, report

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from mlp import Plain
+from mlp import Negated, Plain
 from refused import line_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -12,16 +12,6 @@ from torch.utils.checkpoint import checkpoint
 import autotp
 
 X = torch.linspace(-1, 1, 24).view(3, 8)
-
-
-class Reverse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return -grad
 
 
 class Square(torch.autograd.Function):
@@ -78,7 +68,7 @@ class Scaled(torch.autograd.Function):
 
 class Function(Plain):
     def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(Reverse.apply(x))  # own backward
+        return self.mlp(Negated.apply(x))  # own backward
 
 
 class Estimator(Plain):
@@ -145,7 +135,7 @@ class Reentrant(Checkpointed):
     ("kind", "what", "at", "instead"),
     [
         (
-            Function, "the backward of the torch.autograd.Function `Reverse`", "# own backward",
+            Function, "the backward of the torch.autograd.Function `Negated`", "# own backward",
             "torch.library.custom_op with register_autograd, and autotp.rule",
         ),
         (
@@ -173,7 +163,7 @@ def test_refused(kind: type[nn.Module], what: str, at: str, instead: str) -> Non
         f"explain({kind.__name__}, tp=2): {what} would be lost: a graph of the model does not have it\n"
         f"{where}  try      {instead}"
     )
-    assert Reverse.apply(X).equal(X)  # it works again
+    assert Negated.apply(X).equal(X)  # it works again
 
 
 @pytest.mark.parametrize("kind", [Checkpointed, Reentrant, Known])
