@@ -20,7 +20,7 @@ from autotp.regions import ambient
 from autotp.report import Plan, report
 from autotp.run import Entry, ParallelModule, Settings, prepare
 from autotp.structure import signature_of
-from autotp.transform import Outputs, analyse
+from autotp.transform import Experts, Outputs, analyse
 
 Read = Callable[[Mapping[str, Layout]], Mapping[str, Tensor]]
 TAKEN = "autotp_taken"
@@ -38,6 +38,7 @@ def parallelize(
     randomness: Literal["fast", "exact"] = "fast",
     strict: bool = False,
     check_inputs: CheckInputs = "first",
+    experts: Experts = "width",
 ) -> ParallelModule:
     """This rank's part of `model`, which computes the same outputs, loss and gradients as `model` did.
 
@@ -56,13 +57,16 @@ def parallelize(
         randomness: "exact" draws the dropout masks that one device would, "fast" the rank's own masks for cut values.
         strict: True raises where a weight in a transformer block would stay whole.
         check_inputs: when ranks compare checksums of their inputs and random states.
+        experts: "width" cuts every expert of a mixture; "expert" gives each rank as many whole ones where their number
+            divides by `tp`: a rank works on the rows that chose its own, and waits for the device to know how many.
 
     Raises:
         Error: bad input of any kind; nothing of `model` is changed then.
     """
     size = "" if tp is None else f", tp={tp}"
     return within(f"parallelize({_name(model)}{size})", lambda: _parallelize(
-        model, tp, mesh, device, example_inputs, Settings(outputs, randomness, check_inputs), strict))  # fmt: skip
+        model, tp, mesh, device, example_inputs, Settings(outputs, randomness, check_inputs, experts),
+        strict))  # fmt: skip
 
 
 def _parallelize(
@@ -85,8 +89,9 @@ def on_mesh(
         _expect_choices(settings)
         args, kwargs = signature_of(model).by_name(*find_inputs(model, given))
         analysis = analyse(
-            skeleton_of(model), args, kwargs, place.size, settings.outputs, autocast=ambient(place.device)
-        )
+            skeleton_of(model), args, kwargs, place.size, settings.outputs, autocast=ambient(place.device),
+            experts=settings.experts,
+        )  # fmt: skip
         if strict:
             _expect_cut(report(analysis, _name(model)))
         return prepare(analysis, place, settings)
@@ -101,7 +106,9 @@ def on_mesh(
     return parallel
 
 
-def explain(model: nn.Module, tp: int, *, example_inputs: Any = None, outputs: Outputs = "auto") -> Plan:
+def explain(
+    model: nn.Module, tp: int, *, example_inputs: Any = None, outputs: Outputs = "auto", experts: Experts = "width"
+) -> Plan:
     """What `parallelize(model, tp)` would cut, what it would cost and what would stay whole; `model` is not touched.
 
     Runs on any machine, without processes; the model may be on `meta`. Arguments as for `parallelize`.
@@ -111,7 +118,7 @@ def explain(model: nn.Module, tp: int, *, example_inputs: Any = None, outputs: O
         expect_size(tp)
         _expect_ordinary(model)
         args, kwargs = find_inputs(model, example_inputs)
-        return report(analyse(skeleton_of(model), args, kwargs, tp, outputs), _name(model))
+        return report(analyse(skeleton_of(model), args, kwargs, tp, outputs, experts=experts), _name(model))
 
     return within(f"explain({_name(model)}, tp={tp})", run)
 
@@ -202,6 +209,7 @@ def _expect_choices(settings: Settings) -> None:
         "outputs": ("auto", "full", "local"),
         "randomness": ("fast", "exact"),
         "check_inputs": ("always", "first", "never"),
+        "experts": ("width", "expert"),
     }  # fmt: skip
     for name, values in allowed.items():
         if getattr(settings, name) not in values:

@@ -290,6 +290,11 @@ def grouped_mm(call: Call) -> Rule | None:
     return Rule.of("s^ i, e^ i o, e^ -> s^ o", ((0,), (1,)))
 
 
+def dispatched(call: Call) -> Rule:
+    """Rows in the order of the experts that they chose."""
+    return Rule.of("s^ -> (e! n)", e=call["stop"] - call["start"])
+
+
 def inner(call: Call) -> Rule:
     """`inner(a, b)` sums over the last dimensions; a scalar multiplies."""
     a, b = (operand.dim() for operand in call.operands)

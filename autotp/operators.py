@@ -16,7 +16,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from autotp import families as f
 from autotp import indexing as i
 from autotp import movement as m
-from autotp import parallel
+from autotp import parallel, routing
 from autotp.call import Call
 from autotp.errors import Error
 from autotp.hf.operators import NAMED
@@ -181,8 +181,13 @@ PARALLEL: dict[Operator, f.RuleFunction] = {
     parallel.apart: f.whole,
     parallel.peak: f.parallel_peak,
     parallel.class_terms: f.parallel_class_terms,
+    routing.dispatch: f.dispatched,
+    routing.counts: f.fixed("s^ -> e!"),
+    routing.spread: f.fixed("e *, e, (e n) -> (e n) *", ((0,),)),
+    routing.grouped_mm: f.fixed("(e n) i, e i o, e -> (e n) o", ((0,), (1,))),
+    routing.combine: f.fixed("r *, r, s^ -> s^ *", ((0,),)),
 }
-"""The rules of our own parallel forms, which lowered graphs call."""
+"""The rules of our own operators: parallel forms, which lowered graphs call, and those on rows that chose experts."""
 
 RULES: dict[Operator, f.RuleFunction] = dict(_rows()) | PARALLEL
 
@@ -227,12 +232,21 @@ def rule_of(call: Call) -> Rule | None:
     Raises:
         Error: a user's rule has not the terms, or a term not the dimensions, that the call has.
     """
-    function = RULES.get(call.target) or NAMED.get(getattr(call.target, "_name", "").removesuffix(".default"))
+    function = _function_of(call.target)
     found = None if function is None else function(call)
     if found is not None and call.target in USER_RULES and not _fits(found, call):
         shapes = [", ".join(str(list(t.shape)) for t in side) for side in (f.present(call), call.outputs)]
         raise Error(f"the rule of {call.target} does not fit", rule=str(found), shapes=" -> ".join(shapes))
     return found
+
+
+def _function_of(op: Operator) -> f.RuleFunction | None:
+    return RULES.get(op) or NAMED.get(getattr(op, "_name", "").removesuffix(".default"))
+
+
+def is_grouped(op: Any) -> bool:
+    """True for a product of groups of rows, each with a matrix of its own."""
+    return callable(op) and _function_of(op) is f.grouped_mm
 
 
 def _fits(rule: Rule, call: Call) -> bool:

@@ -29,7 +29,7 @@ from autotp.report import Plan, report
 from autotp.sharded import Sharded
 from autotp.shells import Leaf, Shell, mirror, places
 from autotp.structure import flatten, signature_of, states
-from autotp.transform import Analysis, Outputs, analyse, rank_graph
+from autotp.transform import Analysis, Experts, Outputs, analyse, rank_graph
 
 CHECKED_CALLS = 2
 """How many calls of each graph `check_inputs="first"` compares."""
@@ -44,6 +44,7 @@ class Settings:
     outputs: Outputs = "auto"
     randomness: Literal["fast", "exact"] = "fast"
     check_inputs: CheckInputs = "first"
+    experts: Experts = "width"
 
 
 @dataclass
@@ -217,8 +218,9 @@ class Running(Shell):
             _follow(self._original, self)
             args, kwargs = pytree.tree_unflatten(called.leaves, called.spec)
             analysis = analyse(
-                self._original, args, kwargs, mesh.size, settings.outputs, self.layouts, called.autocast, given
-            )
+                self._original, args, kwargs, mesh.size, settings.outputs, self.layouts, called.autocast, given,
+                settings.experts,
+            )  # fmt: skip
             return prepare(analysis, mesh, settings)
 
         with alone():

@@ -22,6 +22,7 @@ from autotp.passes.check import check
 from autotp.passes.clean import clean
 from autotp.passes.defer import defer
 from autotp.passes.expand import expand
+from autotp.passes.experts import experts as route
 from autotp.passes.flow import flow, needs_grad
 from autotp.passes.functionalize import functionalize
 from autotp.passes.inline import inline
@@ -36,6 +37,7 @@ from autotp.prove import prove_node
 from autotp.regions import Autocast
 
 Outputs = Literal["auto", "full", "local"]
+Experts = Literal["width", "expert"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ def analyse(
     layouts: Mapping[str, Layout] | None = None,
     autocast: Autocast = OFF,
     given: Mapping[int, Layout] | None = None,
+    experts: Experts = "width",
 ) -> Analysis:
     """Captures `skeleton` on these arguments and decides what is cut on `tp` ranks.
 
@@ -84,11 +87,14 @@ def analyse(
         layouts: how the parameters are held already, for a further graph of a parallel model.
         autocast: what is on around the model.
         given: how those tensors among the arguments are held that come cut, by their place among the tensors.
+        experts: along what experts are cut: each through its width, or "expert", each rank having some whole.
     """
     captured = capture(skeleton, args, kwargs, autocast)
     graph, updated = functionalize(cast(inline(captured.graph), autocast), captured.buffers, captured.owned)
     updated = [*captured.assigned, *updated]
     graph, axes = apart(share(canonicalize(pick(graph, captured.constants))), captured.parameters)
+    if experts == "expert":
+        graph, axes = route(graph, axes, captured.parameters, tp)
     _prove_users_rules(graph, tp)
     stay = _stay_cut(graph, captured, len(updated), skeleton.training, outputs)
     of_states = _makers(graph, captured.kept)

@@ -23,7 +23,7 @@ from autotp.passes.bind import bind
 from autotp.passes.capture import skeleton_of
 from autotp.report import Plan, report
 from autotp.structure import flatten, outcome, states
-from autotp.transform import Analysis, Outputs, analyse, rank_graph
+from autotp.transform import Analysis, Experts, Outputs, analyse, rank_graph
 
 TOLERANCE = 1e-9
 """The largest difference, relative to the scale of what is compared, that float64 round-off explains."""
@@ -88,17 +88,22 @@ class Trial:
 
 
 def prepare(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tp: int, outputs: Outputs = "auto"
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tp: int,
+    outputs: Outputs = "auto",
+    experts: Experts = "width",
 ) -> Trial:
     """A copy of `model`, and the graphs of its `tp` ranks."""
     name = type(model).__name__
     if _on_meta(model):
-        analysis = analyse(skeleton_of(model), args, kwargs, tp, outputs)
+        analysis = analyse(skeleton_of(model), args, kwargs, tp, outputs, experts=experts)
         return Trial(model, args, kwargs, analysis, (), report(analysis, name))
     with all_double():
         whole = _moved(copy.deepcopy(model).cpu().double())
         args, kwargs = pytree.tree_map_only(Tensor, _doubled, (args, kwargs))
-        analysis = analyse(skeleton_of(whole), args, kwargs, tp, outputs)
+        analysis = analyse(skeleton_of(whole), args, kwargs, tp, outputs, experts=experts)
         graphs = tuple(rank_graph(analysis, rank, "exact") for rank in range(tp))
         return Trial(whole, args, kwargs, analysis, graphs, report(analysis, name))
 
@@ -343,7 +348,9 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"  backward        {kinds[1]}"
 
 
-def verify(model: nn.Module, tp: int, *, example_inputs: Any = None, outputs: Outputs = "auto") -> Report:
+def verify(
+    model: nn.Module, tp: int, *, example_inputs: Any = None, outputs: Outputs = "auto", experts: Experts = "width"
+) -> Report:
     """How far `tp` ranks of `model` are from the model itself: outputs, loss, every gradient, a step of an optimizer.
 
     In one process, without process groups: the ranks run in lockstep, in float64, and draw the numbers that one
@@ -353,11 +360,11 @@ def verify(model: nn.Module, tp: int, *, example_inputs: Any = None, outputs: Ou
     Args:
         model: an ordinary model, in the mode (train or eval) that is to be verified.
         tp: how many ranks.
-        example_inputs, outputs: as for `parallelize`.
+        example_inputs, outputs, experts: as for `parallelize`.
     """
 
     def run() -> Report:
         expect_size(tp)
-        return compare(prepare(model, *find_inputs(model, example_inputs), tp, outputs))
+        return compare(prepare(model, *find_inputs(model, example_inputs), tp, outputs, experts))
 
     return within(f"verify({type(model).__name__}, tp={tp})", run)

@@ -293,7 +293,7 @@ class _Proof:
             known: along what else it is cut, on a part of the ranks.
         """
         bound = self.axes.bound[model]
-        made = [factor.axis for factor in bound.factors if not factor.ins and not factor.mark]
+        made = [factor.axis for factor in bound.factors if not factor.ins and factor.mark != "^"]
         if known is not None and self._is_call(node, *local_call(self.to, self.axes, node, model, known)):
             return known
         for new in [leaf for axis in made for leaf in leaves(axis) if not leaf.size.symbols]:

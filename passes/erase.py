@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autotp import parallel
+from autotp import parallel, routing
 from autotp.axis import Axis, Size, product
 from autotp.call import draws, is_tensor, operand_nodes, outputs_of
 from autotp.passes.typed import CONJUGATES
@@ -32,6 +32,8 @@ FORMS: dict[Any, tuple[Any, tuple[str, ...], str]] = {
     parallel.fast_dropout: (aten.dropout.default, ("input", "p"), "fast"),
     parallel.exact_attention: (SDPA, _ATTENTION, "exact"),
     parallel.fast_attention: (SDPA, _ATTENTION, "fast"),
+    routing.dispatch: (routing.dispatch, ("chosen", "start", "stop"), ""),
+    routing.counts: (routing.counts, ("chosen", "start", "stop"), ""),
 }
 """A parallel form -> what it is the form of, the arguments it takes over, the randomness it is for."""
 BIASED = {aten.linear.default: (aten.linear.default, (0, 1, 2)), aten.addmm.default: (aten.mm.default, (1, 2, 0))}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp import parallel
+from autotp import parallel, routing
 from autotp.axis import ONE, Axis, find, open_product, touches
 from autotp.call import bind
 from autotp.errors import Error
@@ -123,6 +123,14 @@ def _class_terms(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     return parallel.class_terms, (x, top, classes, dim, start, size)
 
 
+def _routed(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+    factor = axes.bound[node].cuttable(leaf)
+    assert factor is not None
+    start = _start(local, node, factor.axis, leaf)
+    args = local.builder.map(bind(node))
+    return node.target, (args["chosen"], start, start + local.local_size(factor.axis.size, factor.axis, leaf))
+
+
 def _start(local: Local, node: fx.Node, axis: Axis, leaf: Axis) -> int:
     """Where this rank's positions of `axis` start; they must be neighbours: the leaf is the axis, or major in it."""
     opened = open_product(axis, leaf)
@@ -172,4 +180,6 @@ FORMS: dict[Any, Form] = {
     parallel.class_terms: _class_terms,
     aten.dropout.default: _dropout,
     aten.scaled_dot_product_attention.default: _attention,
+    routing.dispatch: _routed,
+    routing.counts: _routed,
 }

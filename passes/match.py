@@ -17,12 +17,14 @@ from autotp.axis import Axis, find, holds, leaves, touches
 from autotp.grid import grid, splits
 from autotp.layout import layout_of
 from autotp.passes.axes import Axes, Bound, Factor
+from autotp.routing import combine, spread
 
 aten = torch.ops.aten
 LOOKUPS = ("aten.embedding",)
-ROWS = ("aten.index.Tensor", "aten.index_select")
+ROWS = (aten.index.Tensor, aten.index_select.default, spread)
 SDPA = "aten.scaled_dot_product_attention"
 ATTENTION, MLP = "QKV -> attention -> projection", "linear -> activation -> linear"
+EXPERTS = "dispatch -> experts -> combine"
 LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss", "aten.log_softmax")
 
 
@@ -34,7 +36,7 @@ class Candidate:
         leaf: the axis.
         nodes: the operators that could be cut along it, in graph order, each with its factor.
         parameters: the parameters that have it.
-        name: heads, kv_heads, group, width, vocab; or "" where nothing was recognised.
+        name: heads, kv_heads, group, experts, width, vocab; or "" where nothing was recognised.
         pattern: what was recognised, for the plan's reader.
         hub: True if its weights lead to more than two other axes, as those of the residual stream do.
         weights: those of `parameters` that a product, or a lookup of the model's inputs, reads; the cut is for them.
@@ -51,13 +53,13 @@ class Candidate:
     @property
     def core(self) -> bool:
         """True for the axes inside a transformer block, which are always cut."""
-        return self.pattern == ATTENTION or (self.pattern == MLP and not self.hub)
+        return self.pattern in (ATTENTION, EXPERTS) or (self.pattern == MLP and not self.hub)
 
     @property
     def turn(self) -> int:
-        """When it is chosen: heads, then widths (a low rank leads to heads, and loses), vocabularies, the rest."""
-        on_grid = find(self.leaf).kind == "grid"
-        order = [self.core and on_grid, self.core and self.pattern == ATTENTION, self.core, self.name == "vocab", True]
+        """When it is chosen: experts, heads, widths (a low rank leads to heads, and loses), vocabularies, the rest."""
+        on_grid, of_blocks = find(self.leaf).kind == "grid", [self.pattern == one for one in (EXPERTS, ATTENTION)]
+        order = [self.core and one for one in (on_grid, *of_blocks, True)] + [self.name == "vocab", True]
         return order.index(True)
 
 
@@ -179,6 +181,8 @@ def _recognised(
 ) -> tuple[str, str]:
     """Name and pattern of a candidate."""
     kinds = [(str(node.target), factor) for node, factor in candidate.nodes]
+    if any(node.target is combine and not factor.outs for node, factor in candidate.nodes):
+        return "experts", EXPERTS
     weighed = [(node, factor) for node, factor in candidate.nodes if _reads_weight(node, axes, factor)]
     made = any(factor.outs for _, factor in weighed)
     used = any(not factor.outs for _, factor in weighed)
@@ -248,7 +252,7 @@ def _reads_weight(node: fx.Node, axes: Axes, factor: Factor) -> bool:
     """True for a contraction with a weight that has the factor."""
     if not contracts(axes.bound[node]):
         return False
-    return any(_root(axes.bound[node].operands[i]).op == "placeholder" for i in factor.ins)
+    return any(root(axes.bound[node].operands[i]).op == "placeholder" for i in factor.ins)
 
 
 def _weights(candidate: Candidate, axes: Axes) -> list[fx.Node]:
@@ -256,7 +260,7 @@ def _weights(candidate: Candidate, axes: Axes) -> list[fx.Node]:
     for node, factor in candidate.nodes:
         product = contracts(axes.bound[node])
         if product or (candidate.name == "vocab" and str(node.target).startswith(LOOKUPS)):
-            read |= {_root(axes.bound[node].operands[i]) for i in factor.ins}
+            read |= {root(axes.bound[node].operands[i]) for i in factor.ins}
     return [parameter for parameter in candidate.parameters if parameter in read]
 
 
@@ -266,10 +270,10 @@ def _partners(candidate: Candidate, axes: Axes) -> set[Axis]:
     return {axis for axis in others if not touches(axis, candidate.leaf)}
 
 
-def _root(node: fx.Node) -> fx.Node:
+def root(node: fx.Node) -> fx.Node:
     """The placeholder a value is a view of, or rows of (an expert's weights, by its number); or the value itself."""
     while node.op != "placeholder":
-        if str(node.target).startswith(ROWS):
+        if node.target in ROWS:
             node = node.args[0]  # type: ignore[assignment]
         elif len(node.all_input_nodes) == 1:
             node = node.all_input_nodes[0]

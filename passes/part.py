@@ -52,7 +52,7 @@ def local_call(to: Target, axes: Axes, node: fx.Node, model: fx.Node, cut: Cut |
         return target, arguments
     ins, outs, leaf = axes.bound[model].dims[0], axes.dims[model], cut.leaf
     if cut.factor.mark == "!":
-        return _form(to, node.target, model.target, arguments, ins, leaf)
+        return _form(to, node.target, model.target, arguments, ins, cut)
     if family(model) is SPLIT:
         dim = arguments["dim"] % len(ins[0])
         sizes = [local_length(to, out[dim], leaf) for out in outs]
@@ -79,14 +79,16 @@ def _local_slice(to: Target, model: fx.Node, arguments: dict[str, Any], dims: Di
 
 
 def _form(
-    to: Target, form: Any, target: Any, arguments: dict[str, Any], ins: Sequence[Dims], leaf: Axis
+    to: Target, form: Any, target: Any, arguments: dict[str, Any], ins: Sequence[Dims], cut: Cut
 ) -> tuple[Any, dict[str, Any]]:
     """The call of a parallel form, by position; one that no graph has where `form` is not the right one."""
     of, names, only = FORMS.get(form, (None, (), ""))
     if of is not target or only not in ("", to.randomness) or not arguments.get("train", True):
         return f"a parallel form of {target}", {}
-    axis = ins[0][arguments.get("dim", 0)]
-    arguments |= {"start": _start(to, axis, leaf), "size": find(axis).size.number}
+    axis, leaf = ins[0][arguments.get("dim", 0)] if cut.factor.ins else cut.factor.axis, cut.leaf
+    start = _start(to, axis, leaf)
+    length = local_length(to, axis, leaf) if start is not None else Size(0)
+    arguments |= {"start": start, "stop": Size((start or 0) + length.number), "size": find(axis).size.number}
     given = [arguments[name] for name in names]
     if only:
         drawn = ins[0] if of is not SDPA else (*ins[0][:-1], ins[1][-2])

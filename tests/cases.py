@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from grouped import Grouped
+from mixture import Mixture
 from torch import Tensor, nn
 
 from autotp.layout import Layout
@@ -106,9 +107,12 @@ class Case:
     outputs: Any = "auto"
     randomness: Any = "exact"
     layouts: Any = None
+    experts: Any = "width"
 
     def analysed(self) -> Analysis:
-        return analyse(skeleton_of(self.model), (), self.inputs, self.tp, self.outputs, self.layouts)
+        return analyse(
+            skeleton_of(self.model), (), self.inputs, self.tp, self.outputs, self.layouts, experts=self.experts
+        )
 
     def target(self, analysis: Analysis, rank: int) -> Target:
         return Target("tp", self.tp, rank, self.randomness, frozenset(analysis.local_outputs))
@@ -178,6 +182,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "grouped": lambda: grouped("separate", "full"),
     "grouped-local": lambda: grouped("separate", "local"),
     "grouped-fused": lambda: grouped("per-group", "full"),
+    "experts": lambda: Case(made(Mixture()), {"x": torch.randn(5, 8, dtype=torch.float64)}, experts="expert"),
     "gathering": lambda: moving(
         2, {"last.weight": 1, "middle.weight": 0, "middle.bias": 0, "first.weight": 0, "first.bias": 0}
     ),

@@ -5,6 +5,6 @@ from __future__ import annotations
 from autotp import families as f
 
 NAMED: dict[str, f.RuleFunction] = {
-    "transformers::grouped_mm_fallback": f.fixed("s^ i, e^ i o, e^ -> s^ o", ((0,), (1,))),
+    "transformers::grouped_mm_fallback": f.grouped_mm,
 }
 """Name -> rule function, as in `autotp/operators.py`."""

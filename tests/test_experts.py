@@ -1,0 +1,189 @@
+"""Experts: rows in the order of the experts that they chose, and each rank with experts of its own."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from graphs import canonical, ops
+from helpers import Checks
+from hypothesis import given
+from hypothesis import strategies as st
+from mixture import Mixture
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autotp
+from autotp import routing
+from autotp.passes.axes import infer_axes
+from autotp.passes.experts import experts
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+pytest.importorskip("transformers.integrations.moe")  # It brings the product of groups in every dtype.
+
+from hf_families import FAMILIES
+
+checks = Checks()
+PRODUCTS = {"rows": None, "groups": torch.ops.transformers.grouped_mm_fallback}
+each_product = pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS.keys())
+
+
+def rewritten(model: nn.Module, x: Tensor, tp: int) -> list[str]:
+    captured, graph = canonical(model, x)
+    return ops(experts(graph, infer_axes(graph), captured.parameters, tp)[0])
+
+
+# ---- what is rewritten
+
+
+@each_product
+def test_rows_are_sent_to_their_experts(product: Any) -> None:
+    found = rewritten(Mixture(product), torch.randn(3, 8), 2)
+    kinds = [kind for kind in found if kind in ("dispatch", "counts", "spread", "grouped_mm", "combine")]
+    products = ["grouped_mm", "spread"] * 2 if product else ["spread"] * 4
+    assert kinds == ["dispatch", "counts", *products, "combine"]
+
+
+def test_torch_s_own_product_of_groups() -> None:
+    model = Mixture(lambda x, weight, ends: F.grouped_mm(x, weight, offs=ends), width=16).bfloat16()
+    captured, graph = canonical(model, torch.randn(3, 8, dtype=torch.bfloat16))
+    routed, _ = experts(graph, infer_axes(graph), captured.parameters, 2)
+    assert [node.args[-1] for node in routed.nodes if node.target is routing.grouped_mm] == [True, True]
+
+
+@each_product
+def test_what_does_not_divide_stays(product: Any) -> None:
+    assert "dispatch" not in rewritten(Mixture(product), torch.randn(3, 8), 3)
+
+
+class Table(nn.Module):
+    """Rows of a table that no product reads: these are no experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """x: [rows 8], chosen: [rows]"""
+        return torch.tanh(x * self.table[chosen])
+
+
+def test_a_table_stays() -> None:
+    captured, graph = canonical(Table(), torch.randn(5, 8), torch.arange(5) % 4)
+    assert "dispatch" not in ops(experts(graph, infer_axes(graph), captured.parameters, 2)[0])
+
+
+# ---- equal to one device
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@each_product
+def test_equal_to_one_device(product: Any, tp: int) -> None:
+    torch.manual_seed(0)
+    report = autotp.verify(Mixture(product), tp, example_inputs=torch.randn(5, 8), experts="expert")
+    assert report.ok, report
+    assert {row.name for row in report.plan.cuts if "4 experts" in row.why} == {"up", "up_bias", "down", "down_bias"}
+
+
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("deepseek_v3", marks=pytest.mark.rare),
+    pytest.param("mixtral-batched", marks=pytest.mark.rare), pytest.param("qwen3_moe", marks=pytest.mark.rare),
+    "gpt_oss"])  # fmt: skip
+def test_families(name: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = FAMILIES[name]()
+    report = autotp.verify(model, 2, example_inputs=inputs, experts="expert")
+    assert report.ok, report
+    stacked = [row for row in report.plan.cuts if "experts." in row.name and "shared" not in row.name]
+    assert stacked and all("experts: dispatch" in row.why for row in stacked)
+    assert not report.plan.traffic.forward.keys() - {"all-reduce"}, report
+
+
+def test_cut_by_width_where_experts_do_not_divide() -> None:
+    torch.manual_seed(0)
+    report = autotp.verify(Mixture(), 3, example_inputs=torch.randn(5, 8), experts="expert")
+    assert report.ok, report
+    assert {row.name for row in report.plan.cuts if "10 width" in row.why} == {"up", "up_bias", "down"}
+
+
+@each_product
+def test_a_rank_whose_experts_nobody_chose(product: Any) -> None:
+    """Its weights have a gradient, of zero, as they have on one device."""
+    torch.manual_seed(0)
+    model = Mixture(product)
+    with torch.no_grad():
+        model.router.bias.copy_(torch.tensor([100.0, 90.0, 0.0, 0.0]))
+    report = autotp.verify(model, 2, example_inputs=torch.randn(5, 8), experts="expert")
+    assert report.ok, report
+
+
+def test_experts_is_checked() -> None:
+    with pytest.raises(autotp.Error) as error:
+        autotp.parallelize(Mixture(), 1, example_inputs=torch.randn(5, 8), experts="experts")  # type: ignore[arg-type]
+    assert "experts='experts'" in str(error.value) and "'width', 'expert'" in str(error.value)
+
+
+# ---- the operators
+
+
+@given(st.lists(st.integers(0, 6), max_size=12), st.integers(1, 6))
+def test_ranks_share_the_rows(chosen: list[int], parts: int) -> None:
+    """Numbers that are no expert's are nobody's, and stay zero."""
+    choice, number = torch.tensor(chosen, dtype=torch.int64), 6
+    if number % parts:
+        return
+    x, total = torch.randn(len(chosen), 2), torch.zeros(len(chosen), 2)
+    for start in range(0, number, number // parts):
+        places = routing.dispatch(choice, start, start + number // parts)
+        count = routing.counts(choice, start, start + number // parts)
+        expected = [[i for i, e in enumerate(chosen) if e == start + k] for k in range(number // parts)]
+        assert places.tolist() == [i for rows in expected for i in rows]
+        assert count.tolist() == [len(rows) for rows in expected]
+        total += routing.combine(x[places], places, choice)
+    assert torch.equal(total, x * (choice < number).unsqueeze(1))
+
+
+@pytest.mark.parametrize("count", [[2, 0, 3], [0, 0, 0]], ids=["some", "none"])
+def test_products_of_groups(count: list[int]) -> None:
+    x, weight = torch.randn(sum(count), 8, requires_grad=True), torch.randn(3, 8, 16, requires_grad=True)
+    expected = torch.einsum("si,sio->so", x, routing.spread(weight, torch.tensor(count), x[:, 0]))
+    wanted = torch.autograd.grad(expected.square().sum(), [x, weight])
+    for fused in (False, True):
+        found = routing.grouped_mm(x, weight, torch.tensor(count), fused)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found.square().sum(), [x, weight]), wanted)
+
+
+# ---- real ranks
+
+
+@checks.on(2)
+def trains_as_one_device(rank: int, n: int) -> None:
+    """Five steps of AdamW; each rank works on the rows of its own experts."""
+    for product in PRODUCTS.values():
+        torch.manual_seed(0)
+        whole, x = Mixture(product), torch.randn(6, 8)
+        parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=x, experts="expert")
+        assert [p.shape[0] for name, p in parallel.named_parameters() if "router" not in name] == [2] * 4
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (whole, parallel)]
+        for step in range(5):
+            batch = torch.randn(4 + step, 8, generator=torch.Generator().manual_seed(step))
+            losses = []
+            for model, optimizer in zip((whole, parallel), optimizers, strict=True):
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(batch), batch.flip(0))
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach())
+            torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+        state = autotp.full_state_dict(parallel)
+        for key, tensor in whole.state_dict().items() if rank == 0 else ():
+            torch.testing.assert_close(state[key], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
