@@ -1,4 +1,4 @@
-"""How hypothesis draws (the same cases in each `make test`, new ones with `--deep`), how workers share the files.
+"""How hypothesis draws (the same cases in each `make test`, new ones with `--deep`), and which tests are left out.
 
 A test marked `rare` runs with `--all` only (`make test-all`): of many cases, those that a few others stand for.
 """
@@ -24,15 +24,10 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("deep" if config.getoption("deep") else "default")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Two workers share the files; only the slowest file is shared test by test."""
     left = [item for item in items if item.get_closest_marker("rare") and not config.getoption("all")]
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item not in left]
-    for item in items:
-        if item.path.stem != "test_architectures":
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture
