@@ -208,6 +208,8 @@ def _reason(node: fx.Node, reader: fx.Node, analysis: Analysis) -> str:
         return "the norm needs the whole width"
     if kind.startswith(LOOKUPS):
         return "a small table, or one looked up by counted positions"
+    if reader in analysis.hoisted:
+        return "every rank needs all that it gives"
     if contracts(bound):
         return "cutting it would cost more than it divides"
     if reader in analysis.decision.cuts:

@@ -23,8 +23,9 @@ from autotp.passes.clean import clean
 from autotp.passes.defer import defer
 from autotp.passes.expand import expand
 from autotp.passes.experts import experts as route
-from autotp.passes.flow import flow, needs_grad
+from autotp.passes.flow import Have, flow, needs_grad
 from autotp.passes.functionalize import functionalize
+from autotp.passes.hoist import hoisted
 from autotp.passes.inline import inline
 from autotp.passes.local import Target
 from autotp.passes.lower import lower
@@ -50,6 +51,7 @@ class Analysis:
         axes: the axes of `graph`.
         decision: what is cut.
         differentiable: the values of `graph` a gradient may flow through.
+        hoisted: operators of `graph` that all ranks compute alike, from copies of what they read.
         updated: placeholder names of the buffers whose new values `graph` returns last.
         layouts: parameter name -> how it is held.
         local_outputs: positions of outputs that stay cut.
@@ -61,6 +63,7 @@ class Analysis:
     axes: Axes
     decision: Decision
     differentiable: set[fx.Node]
+    hoisted: set[fx.Node]
     updated: list[str]
     layouts: dict[str, Layout]
     local_outputs: dict[int, Layout]
@@ -111,15 +114,18 @@ def analyse(
     graph, axes, decision = expand(graph, axes, decision)
     graph, axes, decision = defer(graph, axes, decision)
     differentiable = needs_grad(graph, _sources(graph, captured))
+    have = flow(graph, axes, decision.cuts, decision.held)
+    up = hoisted(graph, axes, decision.cuts, have, differentiable)
     held = dict(layouts) if layouts is not None else _layouts(graph, axes, decision, captured, tp)
-    local = _cut_outputs(graph, stay, axes, decision, tp)
-    return Analysis(captured, graph, axes, decision, differentiable, updated, held, local, local_inputs, tp)
+    local = _cut_outputs(graph, stay, axes, have, tp)
+    return Analysis(captured, graph, axes, decision, differentiable, up, updated, held, local, local_inputs, tp)
 
 
 def rank_graph(analysis: Analysis, rank: int, randomness: Literal["exact", "fast"], axis: str = "tp") -> fx.Graph:
     """The lowered graph of one rank, checked: a graph whose types do not add up is refused with an Error."""
     to = Target(axis, analysis.tp, rank, randomness, frozenset(analysis.local_outputs))
-    lowered = clean(lower(analysis.graph, analysis.axes, analysis.decision, analysis.differentiable, to))
+    found = (analysis.graph, analysis.axes, analysis.decision, analysis.differentiable)
+    lowered = clean(lower(*found, to, analysis.hoisted))
     captured = analysis.captured
     held = {place: analysis.layouts[name] for place, name in captured.parameters.items()} | analysis.local_inputs
     check(lowered, analysis.graph, held, [*captured.parameters, *captured.inputs], to, analysis.local_outputs)
@@ -183,9 +189,8 @@ def _makers(graph: fx.Graph, positions: Iterable[int]) -> set[fx.Node]:
     return {maker(node) for node in found if isinstance(node, fx.Node)}
 
 
-def _cut_outputs(graph: fx.Graph, stay: Sequence[int], axes: Axes, decision: Decision, tp: int) -> dict[int, Layout]:
+def _cut_outputs(graph: fx.Graph, stay: Sequence[int], axes: Axes, have: Have, tp: int) -> dict[int, Layout]:
     """How the outputs that stay cut are held, where they are cut."""
-    have = flow(graph, axes, decision.cuts, decision.held)
     local = {}
     for i in stay:
         node = returned(graph)[i]

@@ -5,7 +5,7 @@ Before: linear cut along `heads`       After: operands Copied and Shard(heads), 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -33,8 +33,12 @@ Have = Mapping[fx.Node, tuple[Placement, ...]]
 """Node -> the placements of its outputs, for what stands before in the graph."""
 
 
-def needs(node: fx.Node, axes: Axes, leaf: Axis | None, have: Have) -> Needs:
-    """What `node` reads and gives where it is cut along `leaf`, or whole; `have` holds its operands' placements."""
+def needs(node: fx.Node, axes: Axes, leaf: Axis | None, have: Have, hoisted: Collection[fx.Node] = ()) -> Needs:
+    """What `node` reads and gives where it is cut along `leaf`, or whole; `have` holds its operands' placements.
+
+    Args:
+        hoisted: whole operators that read copies (`passes/hoist.py`).
+    """
     bound = axes.bound[node]
     n_outs = len(bound.rule.outs)
     if leaf is not None:
@@ -51,7 +55,9 @@ def needs(node: fx.Node, axes: Axes, leaf: Axis | None, have: Have) -> Needs:
     if group is not None:
         ins = tuple(Partial() if i in group else Copied() for i in range(len(bound.operands)))
         return Needs(ins, (Partial(),) * n_outs)
-    copied = any(have[n] == (Copied(),) for n in bound.operands)  # Read whole, its gradient would be summed here.
+    copied = node in hoisted or any(
+        have[n] == (Copied(),) for n in bound.operands
+    )  # Read whole, its gradient would be summed here.
     kind: Placement = Copied() if copied else Replicate()
     return Needs((kind,) * len(bound.operands), (kind,) * n_outs)
 

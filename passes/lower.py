@@ -29,18 +29,25 @@ from autotp.passes.flow import needs, stored
 from autotp.passes.local import Local, Target
 from autotp.passes.localize import localize
 from autotp.passes.plan import Decision
-from autotp.passes.sums import VIEWS
 from autotp.placement import Copied, Held, Partial, Placement, Replicate, Shard
 from autotp.source import line_of
 
 
-def lower(graph: fx.Graph, axes: Axes, decision: Decision, differentiable: Collection[fx.Node], to: Target) -> fx.Graph:
+def lower(
+    graph: fx.Graph,
+    axes: Axes,
+    decision: Decision,
+    differentiable: Collection[fx.Node],
+    to: Target,
+    hoisted: Collection[fx.Node] = (),
+) -> fx.Graph:
     """The graph that `to.rank` runs.
 
     Args:
         differentiable: values a gradient may flow through; only these need their conjugate's backward.
+        hoisted: whole operators that are computed from copies.
     """
-    lowering = _Lowering(graph, axes, decision, differentiable, to)
+    lowering = _Lowering(graph, axes, decision, differentiable, to, hoisted)
     for node in graph.nodes:
         lowering.visit(node)
     return lowering.builder.graph
@@ -50,9 +57,16 @@ class _Lowering:
     """The new graph, and for every old value the forms in which the new one has it."""
 
     def __init__(
-        self, graph: fx.Graph, axes: Axes, decision: Decision, differentiable: Collection[fx.Node], to: Target
+        self,
+        graph: fx.Graph,
+        axes: Axes,
+        decision: Decision,
+        differentiable: Collection[fx.Node],
+        to: Target,
+        hoisted: Collection[fx.Node],
     ) -> None:
-        self.axes, self.decision, self.differentiable, self.to = axes, decision, differentiable, to
+        self.axes, self.decision, self.to = axes, decision, to
+        self.differentiable, self.hoisted = differentiable, hoisted
         self.builder = Builder(fake_mode_of(graph))
         self.local = Local(self.builder, to)
         self.have: dict[fx.Node, tuple[Placement, ...]] = {}
@@ -117,7 +131,7 @@ class _Lowering:
 
     def _operator(self, node: fx.Node, bound: Bound) -> None:
         leaf = self.decision.cuts.get(node)
-        wants = needs(node, self.axes, leaf, self.have)
+        wants = needs(node, self.axes, leaf, self.have, self.hoisted)
         for operand, placement in zip(bound.operands, wants.operands, strict=True):
             self.builder.env[operand] = self.read(operand, placement)
         factor = bound.cuttable(leaf) if leaf is not None else None
@@ -149,8 +163,6 @@ class _Lowering:
         match have, want:
             case Copied(), Replicate():
                 return self._kept(self.builder.raw(first, (x, 0, None if self.to.rank == 0 else ())), x)
-            case Replicate(), Copied() if node in self.differentiable and self._is_view_for_copies(node):
-                return self._view_of_copy(node)
             case Replicate(), Copied():
                 return self._same_shape(copy, x) if node in self.differentiable else x
             case Partial("sum"), Replicate():
@@ -213,20 +225,6 @@ class _Lowering:
     def _kept(self, new: fx.Node, x: fx.Node) -> fx.Node:
         new.meta["val"] = x.meta["val"]
         return new
-
-    def _is_view_for_copies(self, node: fx.Node) -> bool:
-        """True for a view of which all readers want a copy."""
-        cuts, bound = self.decision.cuts, self.axes.bound
-        if node.target not in VIEWS or not all(reader in cuts for reader in node.users):
-            return False
-        factors = [(bound[reader], bound[reader].cuttable(cuts[reader])) for reader in node.users]
-        return all(f is not None and b.operands.index(node) not in f.ins for b, f in factors)
-
-    def _view_of_copy(self, node: fx.Node) -> fx.Node:
-        """A view of the one copy of what it shows, rather than a copy of its own."""
-        source: Any = node.args[0]
-        copied = self.read(source, Copied())
-        return self.builder.call(node.target, copied, *self.builder.map(node.args[1:]))  # type: ignore[arg-type]
 
     def _same_shape(self, kind: Callable[..., Any], x: fx.Node, *args: Any) -> fx.Node:
         new = self.builder.raw(kind, (x, self.to.axis, *args))

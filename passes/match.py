@@ -58,9 +58,8 @@ class Candidate:
     @property
     def turn(self) -> int:
         """When it is chosen: experts, heads, widths (a low rank leads to heads, and loses), vocabularies, the rest."""
-        on_grid, of_blocks = find(self.leaf).kind == "grid", [self.pattern == one for one in (EXPERTS, ATTENTION)]
-        order = [self.core and one for one in (on_grid, *of_blocks, True)] + [self.name == "vocab", True]
-        return order.index(True)
+        patterns = (self.pattern == EXPERTS, self.pattern == ATTENTION)
+        return [*patterns, self.core, self.name == "vocab", True].index(True)
 
 
 def match(

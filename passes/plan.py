@@ -3,9 +3,9 @@
     Before: candidates heads (h.0), width (h.0), vocab, hidden, ...
     After:  cuts {linear: heads, attention: heads, ...}, held {c_attn.weight: heads, ...}; hidden is not cut
 
-The choice is greedy: heads and widths come first, then what divides most weights for its communication, which is
-taken if it is worth it. So the hidden axis, which every weight has and which would be exchanged at every turn,
-comes last, when nothing is left to divide. An operator is cut along one leaf at most.
+The choice is greedy: heads come first, those that share the attentions best, and widths; then what divides most weights
+for its communication, which is taken if it is worth it. So the hidden axis, which every weight has and which would be
+exchanged at every turn, comes last, when nothing is left to divide. An operator is cut along one leaf at most.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from math import ceil
+from math import ceil, prod
 
 import torch
 from torch import fx
 
 from autotp.axis import Axis, Size, find, leaves, touches
 from autotp.errors import Error
+from autotp.grid import slices_of
 from autotp.layout import Layout, layout_of, ranges
 from autotp.passes.axes import Axes
 from autotp.passes.match import ATTENTION, Candidate, maker, readers
@@ -72,8 +73,9 @@ def decide(
         cost = _cost(candidate, decision, axes, trainable, kept)
         return _gain(candidate, decision, axes, tp) * NOMINAL**2 / max(cost, 1)
 
-    def key(i: int) -> tuple[int, float, int]:
-        return candidates[i].turn, -worth(candidates[i]), i
+    def key(i: int) -> tuple[int, float, float, int]:
+        it = candidates[i]
+        return it.turn, _busiest(it.leaf, tp) if it.pattern == ATTENTION else 0, -worth(it), i
 
     queue = [key(i) for i in range(len(candidates))]
     heapify(queue)
@@ -175,6 +177,11 @@ def _fullest(leaf: Axis, parameter: fx.Node, axes: Axes, tp: int) -> float:
         return ceil(leaf.size.number / tp) / leaf.size.number
     held = [sum(b - a for a, b in ranges(axis, leaf, tp, rank)) for rank in range(tp)]
     return max(held) / axis.size.number
+
+
+def _busiest(leaf: Axis, tp: int) -> float:
+    """The share of all attentions that the fullest rank computes, where `leaf` counts them."""
+    return prod(ceil(one.size.number / parts) / one.size.number for one, parts, _ in slices_of(leaf, tp))
 
 
 def _cost(
