@@ -24,21 +24,25 @@ CheckInputs = Literal["always", "first", "never"]
 T = TypeVar("T")
 
 
-def agree_on_call(mesh: Mesh, leaves: Sequence[Any], random: bool) -> None:
-    """Raises Error on every rank if some rank was called with other arguments, or would draw other random numbers.
+def agree_on_call(mesh: Mesh, leaves: Sequence[Any], mode: Any, random: bool) -> None:
+    """Raises Error on every rank if some rank was called otherwise, or would draw other random numbers.
 
     Inside a torch.func transform values cannot be looked at, and nothing is compared.
 
     Args:
         leaves: the flattened arguments.
+        mode: what else decides which graph runs: train or eval, dtypes, autocast.
         random: True if the call draws random numbers.
     """
     if mesh.size == 1 or torch._C._functorch.peek_interpreter_stack() is not None:
         return
     called = zlib.crc32(repr([_print(leaf) for leaf in leaves]).encode())
-    rows = gather_ints([called, _random_state(mesh) if random else 0], mesh)
+    state = _random_state(mesh) if random else 0
+    rows = gather_ints([called, zlib.crc32(repr(mode).encode()), state], mesh)
     _compare(rows, 0, mesh, "got other inputs than rank 0", "give every rank of the axis the same batch")
-    agree_on_random(mesh, [row[1] for row in rows])
+    alike = "model.train(), model.eval(), .to(dtype) and autocast on all ranks alike"
+    _compare(rows, 1, mesh, "was called in another mode than rank 0", alike)
+    agree_on_random(mesh, [row[2] for row in rows])
 
 
 def agree_on_random(mesh: Mesh, states: Sequence[int] | None = None) -> None:

@@ -14,6 +14,7 @@ from math import gcd
 from typing import Any, Literal
 
 import sympy
+from torch.utils._sympy.functions import FloorDiv
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,15 @@ class Size:
 
 @cache
 def _factored(expr: sympy.Expr) -> sympy.Expr:
-    """One form for sizes that are the same: `s*t + s` is `s*(t + 1)`."""
+    """One form for sizes that are the same: `s*t + s` is `s*(t + 1)`, and `s*t // s` is `t`."""
+    if expr.has(FloorDiv):
+        expr = expr.replace(FloorDiv, _quotient)
     return sympy.factor(expr) if expr.is_Add else expr
+
+
+def _quotient(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+    exact = sympy.cancel(a / b)
+    return exact if exact.as_numer_denom()[1] == 1 else FloorDiv(a, b)
 
 
 ONE = Size(1)

@@ -105,7 +105,7 @@ def slice_(call: Call) -> Rule:
     if Size.of(length) == Size.of(taken):
         return Rule.of(spell([ns], [ns]), "all")
     step = call.get("step", 1)
-    if isinstance(length, int) and length and 0 <= start < step and length == taken * step:
+    if isinstance(length, int) and isinstance(start, int) and length and 0 <= start < step and length == taken * step:
         return Rule.of(spell([_at(ns, dim, "(n k^)")], [_at(ns, dim, "n")]), "all", k=step)
     if not all(isinstance(n, int) for n in (length, taken, start)) or step != 1 or not taken:
         return Rule.of(spell([_at(ns, dim, "k^")], [_at(ns, dim, "l^")]), "all")

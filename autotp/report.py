@@ -162,8 +162,8 @@ def traffic(graph: fx.Graph, analysis: Analysis) -> Traffic:
 
 
 def _bytes(value: torch.Tensor) -> int:
-    """Bytes of an example value, its symbolic sizes as captured."""
-    return _count(n if isinstance(n, int) else int(n.node.hint) for n in value.shape) * value.dtype.itemsize
+    """Bytes of an example value, its symbolic sizes as captured; one that values decide counts as none."""
+    return _count(n if isinstance(n, int) else int(n.node.hint or 0) for n in value.shape) * value.dtype.itemsize
 
 
 def _count(shape: Iterable[Any]) -> int:

@@ -11,26 +11,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autotp.errors import Error
 
-def dispatch(chosen: Tensor, start: int, stop: int) -> Tensor:
+
+def dispatch(chosen: Tensor, number: int, grouped: bool, start: int, stop: int) -> Tensor:
     """The rows that chose the experts `start` to `stop`, in the experts' order. Waits for the device.
 
     Args:
-        chosen: [rows] for each row the number of an expert; one that is no expert's is left out.
+        chosen: [rows] for each row the number of an expert, of which there are `number`.
+        grouped: False where it is an index into the experts, for which -1 is the last.
 
     Returns:
         [rows of these experts], int64
+
+    Raises:
+        Error: there is no expert of a number; all ranks see so.
     """
-    ordered, places = torch.sort(chosen, stable=True)
-    first, last = torch.searchsorted(ordered, ordered.new_tensor([start, stop])).tolist()
+    ordered, places = torch.sort(_wrapped(chosen, number, grouped), stable=True)
+    bounds = torch.searchsorted(ordered, ordered.new_tensor([0, start, stop, number]))
+    below, first, last, end = bounds.tolist()
+    if below or end < len(chosen):
+        wrong = int(ordered[0] if below else ordered[-1])
+        raise Error(
+            f"a row chose expert {wrong} of {number}",
+            **{"try": 'experts="width", which leaves to the model what that means'},
+        )
     return places[first:last]
 
 
-def counts(chosen: Tensor, start: int, stop: int) -> Tensor:
-    """How many rows chose each of the experts `start` to `stop`. chosen: [rows] -> [experts], int64"""
-    within = (chosen.long() - start + 1).clamp(0, stop - start + 1)
+def counts(chosen: Tensor, number: int, grouped: bool, start: int, stop: int) -> Tensor:
+    """How many rows chose each of the experts `start` to `stop`; arguments as for `dispatch`. -> [experts], int64"""
+    within = (_wrapped(chosen, number, grouped).long() - start + 1).clamp(0, stop - start + 1)
     found = torch.zeros(stop - start + 2, dtype=torch.int64, device=chosen.device)
     return found.index_add(0, within, torch.ones_like(within))[1:-1]
+
+
+def _wrapped(chosen: Tensor, number: int, grouped: bool) -> Tensor:
+    return chosen if grouped else torch.where(chosen < 0, chosen + number, chosen)
 
 
 def spread(weight: Tensor, count: Tensor, places: Tensor) -> Tensor:

@@ -147,9 +147,10 @@ class Running(Shell):
         leaves = [marked(leaf) for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         called = Called(leaves, spec, tensors, ambient(self.mesh.device))
-        entry = self._find(self._key(leaves, spec, called.autocast), tensors)
+        key = self._key(leaves, spec, called.autocast)
+        entry = self._find(key, tensors)
         if not torch.compiler.is_compiling():
-            entry = self._agreed(entry, called)
+            entry = self._agreed(entry, called, key[2:])
         elif entry is None:
             _refuse_capture(type(self._original).__name__)
         assert entry is not None  # Refused above otherwise.
@@ -188,8 +189,11 @@ class Running(Shell):
                 return entry
         return None
 
-    def _agreed(self, entry: Entry | None, called: Called) -> Entry:
+    def _agreed(self, entry: Entry | None, called: Called, mode: Key) -> Entry:
         """The graph for a call, captured now if there is none, once the ranks agree on it.
+
+        Args:
+            mode: what of its key is not about the arguments.
 
         Raises:
             Error: the ranks were called differently, or the model cannot be captured; on every rank.
@@ -197,15 +201,15 @@ class Running(Shell):
         check = self._settings.check_inputs
         if entry is not None and (check == "never" or (check == "first" and entry.calls >= CHECKED_CALLS)):
             return entry
-        return within(f"{type(self._original).__name__}.forward", lambda: self._checked(entry, called, check))
+        return within(f"{type(self._original).__name__}.forward", lambda: self._checked(entry, called, mode, check))
 
-    def _checked(self, entry: Entry | None, called: Called, check: CheckInputs) -> Entry:
+    def _checked(self, entry: Entry | None, called: Called, mode: Key, check: CheckInputs) -> Entry:
         if entry is None:
             if check != "never":
-                agree_on_call(self.mesh, called.leaves, False)
+                agree_on_call(self.mesh, called.leaves, mode, False)
             entry = self._capture(called)
         if check != "never":
-            agree_on_call(self.mesh, called.leaves, entry.random)
+            agree_on_call(self.mesh, called.leaves, mode, entry.random)
         entry.calls += 1
         return entry
 

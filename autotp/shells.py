@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autotp.errors import Error
-from autotp.hf.generation import overrides
+from autotp.hf.models import overrides
 
 Place = tuple[nn.Module, str]
 """A module, and the name there of a parameter or buffer."""
@@ -115,10 +115,9 @@ def _borrowed(shell: nn.Module, original: nn.Module, name: str) -> Any:
         return original.__dict__[name]
     kind: type = type(original)
     try:
-        inspect.getattr_static(kind, name)
+        found = inspect.getattr_static(_view_of(kind), name)
     except AttributeError:
         raise AttributeError(f"'{kind.__name__}' (parallel) has no attribute '{name}'") from None
-    found = inspect.getattr_static(_view_of(kind), name)
     bind: Callable[..., Any] | None = getattr(type(found), "__get__", None)
     return bind(found, _viewed(shell, kind), kind) if bind else found
 

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autotp.errors import within
+from autotp.hf.models import without_checkpointing
 from autotp.inputs import example_inputs as find_inputs
 from autotp.layout import Layout
 from autotp.lockstep import run_lockstep
@@ -101,7 +102,7 @@ def prepare(
         analysis = analyse(skeleton_of(model), args, kwargs, tp, outputs, experts=experts)
         return Trial(model, args, kwargs, analysis, (), report(analysis, name))
     with all_double():
-        whole = _moved(copy.deepcopy(model).cpu().double())
+        whole = without_checkpointing(_moved(copy.deepcopy(model).cpu().double()))
         args, kwargs = pytree.tree_map_only(Tensor, _doubled, (args, kwargs))
         analysis = analyse(skeleton_of(whole), args, kwargs, tp, outputs, experts=experts)
         graphs = tuple(rank_graph(analysis, rank, "exact") for rank in range(tp))

@@ -117,7 +117,7 @@ def _same_shape(builder: Builder, args: dict[str, Any]) -> Any:
     if sizes is None or len(sizes) != x.dim():
         return None
     wanted = [n.meta["val"] if isinstance(n, fx.Node) else n for n in sizes]
-    known = [n == -1 or Size.of(n) == Size.of(m) for n, m in zip(wanted, x.shape, strict=True)]
+    known = [(isinstance(n, int) and n == -1) or Size.of(n) == Size.of(m) for n, m in zip(wanted, x.shape, strict=True)]
     return args["self"] if all(known) and sum(n == -1 for n in wanted if isinstance(n, int)) <= 1 else None
 
 

@@ -79,5 +79,6 @@ def _live(graph: fx.Graph) -> set[fx.Node]:
 
 def _acts(node: fx.Node) -> bool:
     """True for a call for its effect: it gives neither a tensor nor a size."""
-    gives = isinstance(node.meta.get("val"), torch.Tensor | torch.SymInt | int | list | tuple)
+    numbers = int | float | torch.SymInt | torch.SymFloat | torch.SymBool
+    gives = isinstance(node.meta.get("val"), torch.Tensor | numbers | list | tuple)
     return node.op == "call_function" and not gives

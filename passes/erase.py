@@ -21,6 +21,7 @@ from autotp.passes.typed import CONJUGATES
 
 aten = torch.ops.aten
 
+NUMBERS = int | float | torch.SymInt | torch.SymFloat | torch.SymBool
 SPLIT, SLICE = aten.split_with_sizes.default, aten.slice.Tensor
 SDPA = aten.scaled_dot_product_attention.default
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -32,8 +33,8 @@ FORMS: dict[Any, tuple[Any, tuple[str, ...], str]] = {
     parallel.fast_dropout: (aten.dropout.default, ("input", "p"), "fast"),
     parallel.exact_attention: (SDPA, _ATTENTION, "exact"),
     parallel.fast_attention: (SDPA, _ATTENTION, "fast"),
-    routing.dispatch: (routing.dispatch, ("chosen", "start", "stop"), ""),
-    routing.counts: (routing.counts, ("chosen", "start", "stop"), ""),
+    routing.dispatch: (routing.dispatch, ("chosen", "number", "grouped", "start", "stop"), ""),
+    routing.counts: (routing.counts, ("chosen", "number", "grouped", "start", "stop"), ""),
 }
 """A parallel form -> what it is the form of, the arguments it takes over, the randomness it is for."""
 BIASED = {aten.linear.default: (aten.linear.default, (0, 1, 2)), aten.addmm.default: (aten.mm.default, (1, 2, 0))}
@@ -79,7 +80,7 @@ def is_ordered(node: fx.Node) -> bool:
 
 def is_number(node: fx.Node) -> bool:
     """True for a size, and for what is computed from sizes alone."""
-    number = isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
+    number = isinstance(node.meta.get("val"), NUMBERS)
     return number and (node.target is aten.sym_size.int or not any(map(is_tensor, node.all_input_nodes)))
 
 
@@ -101,7 +102,7 @@ def family(node: Any) -> Any:
 
 def valued(arguments: Any) -> Any:
     """Arguments of the model's graph, sizes as numbers."""
-    return plain(fx.map_arg(arguments, lambda n: n.meta["val"] if is_number(n) else n))
+    return plain(fx.map_arg(arguments, lambda n: n.meta["val"] if isinstance(n.meta.get("val"), NUMBERS) else n))
 
 
 def plain(value: Any) -> Any:

@@ -10,7 +10,7 @@ there and no others; what `combine` makes of them is its summand. Products of gr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,9 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from autotp import routing
-from autotp.axis import Axis, find
+from autotp.axis import Axis, Size, find
 from autotp.builder import Builder, fake_mode_of
-from autotp.call import bind, operand_nodes, outputs_of
+from autotp.call import bind, operand_nodes
 from autotp.operators import SIZE_ARGUMENTS, is_grouped
 from autotp.passes.axes import Axes, infer_axes, is_getitem
 from autotp.passes.match import contracts, root
@@ -37,12 +37,14 @@ class Routed:
     Attributes:
         chosen: the node that says which, [rows].
         number: how many experts there are.
+        grouped: rows stand in the experts' order already, and a number that is no expert's ends the groups.
         reads: the nodes that read the experts' weights: a row's own (`index`), or of rows in groups.
-        inside: those, and what works on each of their rows by itself.
+        inside: those, and what works on each of their rows by itself before the last of them is used.
     """
 
     chosen: fx.Node
     number: int
+    grouped: bool
     reads: list[fx.Node] = field(default_factory=list)
     inside: set[fx.Node] = field(default_factory=set)
 
@@ -53,7 +55,7 @@ def experts(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int) -
     Args:
         parameters: placeholder names of the parameters.
     """
-    found = [routed for routed in _routed(graph, axes, parameters) if routed.number % tp == 0]
+    found = _routed(graph, axes, parameters, tp)
     if not found:
         return graph, axes
     rewriting = _Rewriting(graph, axes, found)
@@ -62,69 +64,119 @@ def experts(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int) -
     return rewriting.builder.graph, infer_axes(rewriting.builder.graph)
 
 
-def _routed(graph: fx.Graph, axes: Axes, parameters: Collection[str]) -> Iterator[Routed]:
-    """What is routed to experts, of whose weights some product reads each row's own."""
+def _routed(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int) -> list[Routed]:
+    """What is routed to experts, of whose weights some product reads each row's own. No node is in two of them."""
     found: dict[tuple[fx.Node, int], Routed] = {}
+    sorted_: dict[tuple[fx.Node, int], Routed] = {}
     for node in graph.nodes:
-        chosen = _choice(node, axes, parameters)
-        if chosen is not None:
-            number = int(operand_nodes(node)[is_grouped(node.target)].meta["val"].shape[0])  # type: ignore[union-attr]
-            routed = found.setdefault((_source(chosen, number), number), Routed(chosen, number))
-            routed.reads.append(node)
-    for routed in found.values():
-        _grow(routed, graph, axes)
-        if any(contracts(axes.bound.get(node)) for node in routed.inside):
-            yield routed
+        if node.op == "call_function" and is_grouped(node.target) and node in axes.bound and axes.bound[node].known:
+            number, chosen = _experts_of(node, 1), _counted(node)
+            if chosen is not None and number % tp == 0:
+                sorted_.setdefault((chosen, number), Routed(chosen, number, True)).reads.append(node)
+    for node in graph.nodes:
+        if _is_read(node, parameters) and (number := _experts_of(node, 0)) % tp == 0:
+            (chosen,) = bind(node)["indices"]
+            own = sorted_.get((_source(chosen, number), number))
+            (own or found.setdefault((_source(chosen), number), Routed(chosen, number, False))).reads.append(node)
+    every = [*sorted_.values(), *found.values()]
+    taken = {read for routed in every for read in routed.reads}
+    for routed in every:
+        _fill(routed, graph, axes, taken - set(routed.reads))
+        taken |= routed.inside
+    return [routed for routed in every if routed.inside]
 
 
-def _choice(node: fx.Node, axes: Axes, parameters: Collection[str]) -> fx.Node | None:
-    """The experts that rows choose, where a node reads the weights of these; else None."""
-    operands = operand_nodes(node)
-    if is_grouped(node.target) and axes.bound[node].known:
-        return _counted(operands[2], int(outputs_of(operands[1])[0].shape[0]), operands[0], parameters)  # type: ignore[arg-type]
+def _experts_of(node: fx.Node, position: int) -> int:
+    """How many experts an operand's weights are of."""
+    return int(operand_nodes(node)[position].meta["val"].shape[0])  # type: ignore[union-attr]
+
+
+def _is_read(node: fx.Node, parameters: Collection[str]) -> bool:
+    """True for rows, by a list of integers, of a stack of parameters or of a view of one."""
     if node.target is not aten.index.Tensor:
+        return False
+    weight, indices = operand_nodes(node)[0], bind(node)["indices"]
+    if weight is None or len(indices) != 1 or root(weight).name not in parameters:
+        return False
+    value = indices[0].meta["val"]
+    return (
+        value.dim() == 1 and value.dtype in (torch.int32, torch.int64) and isinstance(weight.meta["val"].shape[0], int)
+    )
+
+
+def _counted(node: fx.Node) -> fx.Node | None:
+    """The experts that rows in groups chose, in order: their groups end at `cumsum(histc(chosen))`."""
+    x, weight, ends = (operand_nodes(node))[:3]
+    number = int(weight.meta["val"].shape[0])  # type: ignore[union-attr]
+    counts: Any = ends.args[0] if ends is not None and ends.target is aten.cumsum.default else None
+    if not isinstance(counts, fx.Node) or counts.target is not aten.histc.default:
         return None
-    weight, indices = operands[0], bind(node)["indices"]
-    single = len(indices) == 1 and indices[0].meta["val"].dim() == 1
-    integers = single and indices[0].meta["val"].dtype in (torch.int32, torch.int64)
-    return indices[0] if integers and weight is not None and _stack(weight, parameters) else None
+    bins = bind(counts)
+    chosen = _source(bins["self"], number)
+    lengths = [Size.of(value.meta["val"].shape[0]) for value in (chosen, x)]  # type: ignore[union-attr]
+    as_many = (bins["bins"], bins["min"], bins["max"]) == (number, 0, number - 1)
+    return chosen if as_many and lengths[0] == lengths[1] and _is_sorted(chosen) else None
 
 
-def _stack(weight: fx.Node, parameters: Collection[str]) -> bool:
-    """True for a stack of parameters, or a view of one, the first dimension of which counts experts."""
-    return root(weight).name in parameters and isinstance(weight.meta["val"].shape[0], int)
+def _is_sorted(chosen: fx.Node) -> bool:
+    """True for the values of a sort, or for a choice read in the order that sorts it, smallest first."""
+    if is_getitem(chosen):
+        return bool(chosen.args[1] == 0) and _sorts(chosen.args[0])
+    if chosen.target is not aten.index.Tensor:
+        return False
+    (order,) = bind(chosen)["indices"]
+    by: Any = order.args[0] if is_getitem(order) and order.args[1] == 1 else order
+    return _sorts(by) and bool(bind(by)["self"] is chosen.args[0])
 
 
-def _counted(ends: fx.Node, number: int, x: fx.Node, parameters: Collection[str]) -> fx.Node | None:
-    """The choice whose groups end at `ends`: `cumsum(histc(chosen))`, with one bin for each expert."""
-    if ends.target is not aten.cumsum.default or ends.args[0].target is not aten.histc.default:  # type: ignore[union-attr]
-        return None
-    counted: Any = bind(ends.args[0])  # type: ignore[arg-type]
-    chosen = _source(counted["self"], number)
-    bins = (counted["bins"], counted["min"], counted["max"]) == (number, 0, number - 1)
-    same = chosen.meta["val"].dim() == 1 and chosen.meta["val"].shape[0] == x.meta["val"].shape[0]
-    return chosen if bins and same else None
+def _sorts(node: Any) -> bool:
+    name = str(node.target).rsplit(".", 1)[0]
+    return (
+        name in ("aten.sort", "aten.argsort") and not bind(node)["descending"] and node.args[0].meta["val"].dim() == 1
+    )
 
 
-def _source(chosen: fx.Node, number: int) -> fx.Node:
-    """The choice without casts and without bounds that hold of every expert."""
+def _source(chosen: fx.Node, number: int | None = None) -> fx.Node:
+    """The choice without casts, and without bounds that hold of all of `number` experts."""
     while chosen.op == "call_function":
         arguments, name = bind(chosen), str(chosen.target).rsplit(".", 1)[0]
-        bounded = name == "aten.clamp" and arguments["min"] in (None, 0) and arguments["max"] in (None, number - 1)
-        if not bounded and name not in SAME:
+        bounded = number is not None and name == "aten.clamp"
+        bounded = bounded and arguments["min"] in (None, 0) and arguments["max"] in (None, (number or 0) - 1)
+        if not bounded and not (name in SAME and _are_exact(chosen, arguments["self"])):
             break
         chosen = arguments["self"]
     return chosen
 
 
-def _grow(routed: Routed, graph: fx.Graph, axes: Axes) -> None:
-    """Finds what is inside: it reads such rows and works on each by itself."""
-    routed.inside = set(routed.reads)
-    rows = find(axes.of(routed.reads[0])[0])
+def _are_exact(*chosen: fx.Node) -> bool:
+    """True if the numbers of experts are whole before a cast, and as good behind it."""
+    dtypes = [node.meta["val"].dtype for node in chosen]
+    return dtypes[-1] in EXACT[:2] and dtypes[0] in EXACT
+
+
+def _fill(routed: Routed, graph: fx.Graph, axes: Axes, others: Collection[fx.Node]) -> None:
+    """Finds what is inside: on the way from a read to where the last of them is used; nothing, without a product.
+
+    Args:
+        others: what belongs to other rows.
+    """
+    rows, after = find(axes.of(routed.reads[0])[0]), set(routed.reads)
     for node in graph.nodes:
-        reads = any(operand in routed.inside for operand in node.all_input_nodes)
-        if node not in routed.inside and reads and _by_rows(node, rows, axes):
-            routed.inside.add(node)
+        follows = node not in others and any(operand in after for operand in node.all_input_nodes)
+        if follows and _by_rows(node, rows, axes):
+            after.add(node)
+    needed = {read for read in routed.reads if is_grouped(read.target)}
+    queue = [user for read in set(routed.reads) - needed for user in read.users]
+    while queue:
+        user = queue.pop()
+        if user in after and user not in needed:
+            needed.add(user)
+            queue += user.users if len(operand_nodes(user)) == 1 else ()
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(operand for operand in node.all_input_nodes if operand in after)
+    if any(contracts(axes.bound.get(node)) for node in needed):
+        routed.inside = needed
 
 
 def _by_rows(node: fx.Node, rows: Axis, axes: Axes) -> bool:
@@ -150,6 +202,7 @@ class _Rewriting:
     def __init__(self, graph: fx.Graph, axes: Axes, found: list[Routed]) -> None:
         self.axes, self.builder = axes, Builder(fake_mode_of(graph))
         self.of = {node: routed for routed in found for node in routed.inside}
+        self.choices = {routed.chosen for routed in found}
         self.ordered: dict[fx.Node, fx.Node] = {}  # Node inside -> its rows in the experts' order.
         self.routes: dict[int, tuple[fx.Node, fx.Node]] = {}
         self.sent: dict[tuple[int, fx.Node], fx.Node] = {}
@@ -162,7 +215,7 @@ class _Rewriting:
             return
         new = self._read(routed, node) if node in routed.reads else self._inner(routed, node)
         self.ordered[node] = new
-        outside = any(user not in routed.inside for user in node.users)
+        outside = node in self.choices or any(self.of.get(user) is not routed for user in node.users)
         if outside and isinstance(node.meta["val"], torch.Tensor):
             places, _ = self._route(routed)
             back = self.builder.raw(routing.combine, (new, places, self.builder.env[routed.chosen]))
@@ -173,7 +226,8 @@ class _Rewriting:
         """The rows of each expert in order, and how many they are."""
         if id(routed) not in self.routes:
             chosen, number = self.builder.env[routed.chosen], routed.number
-            places, count = (self.builder.raw(f, (chosen, 0, number)) for f in (routing.dispatch, routing.counts))
+            arguments = (chosen, number, routed.grouped, 0, number)
+            places, count = (self.builder.raw(f, arguments) for f in (routing.dispatch, routing.counts))
             with self.builder.mode:
                 rows = number * self._each(len(self.routes))
                 places.meta["val"] = torch.empty(rows, dtype=torch.int64, device=chosen.meta["val"].device)
@@ -222,5 +276,6 @@ class _Rewriting:
 
 SAME = ("aten.to", "aten._to_copy", "aten.contiguous", "aten.clone")
 """Operators that leave a number of an expert as it is."""
+EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
 ROWS = 7
 """How many rows an expert has in examples: a number that is nothing else's."""

@@ -122,7 +122,8 @@ class _Versions:
         """`node` is `new` now; so is its part of what it is a view of."""
         source = self.base.get(node)
         if source is not None:
-            self._write(source, _scattered(self.builder, node, self.read(source), new))
+            rest = fx.map_arg(node.args[1:], lambda n: self.read(n))
+            self._write(source, _scattered(self.builder, node, rest, self.read(source), new))
         self.current[node] = new
         if source is not None:
             self.seen[node] = self._version(node) + 1
@@ -180,10 +181,9 @@ def _shares(node: fx.Node, source: fx.Node, mode: FakeTensorMode) -> bool:
     return found.untyped_storage()._cdata == source.meta["val"].untyped_storage()._cdata
 
 
-def _scattered(builder: Builder, view: fx.Node, base: Any, new: fx.Node) -> fx.Node:
-    """The base of `view` once the view is `new`."""
+def _scattered(builder: Builder, view: fx.Node, rest: Any, base: Any, new: fx.Node) -> fx.Node:
+    """The base of `view` once the view is `new`; `rest` is how the view was taken."""
     name = view.target._schema.name if isinstance(view.target, OpOverload) else ""
-    rest: Any = view.args[1:]
     if name in SCATTERS:
         return builder.call(SCATTERS[name], base, new, *rest)
     if name in SAME or _mutates(view):

@@ -126,9 +126,9 @@ def _class_terms(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
 def _routed(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     factor = axes.bound[node].cuttable(leaf)
     assert factor is not None
-    start = _start(local, node, factor.axis, leaf)
-    args = local.builder.map(bind(node))
-    return node.target, (args["chosen"], start, start + local.local_size(factor.axis.size, factor.axis, leaf))
+    start, args = _start(local, node, factor.axis, leaf), local.builder.map(bind(node))
+    stop = start + local.local_size(factor.axis.size, factor.axis, leaf)
+    return node.target, (args["chosen"], args["number"], args["grouped"], start, stop)
 
 
 def _start(local: Local, node: fx.Node, axis: Axis, leaf: Axis) -> int:

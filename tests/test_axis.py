@@ -36,6 +36,15 @@ def test_size_of_symbols() -> None:
     assert Size.of(s) == Size.of(t)  # Symbols are compared by name: they come from one exporter.
 
 
+def test_size_of_quotients() -> None:
+    s = ShapeEnv().create_unbacked_symint()
+    u = str(s.node.expr)
+    assert Size.of(s * s * 3 // s) == Size(3, (u,))
+    assert Size.of((s * 4 + s * s) // s) == Size.of(s + 4)
+    half = Size.of(s // 2)
+    assert half.number == 1 and half.symbols == (f"({u}//2)",)
+
+
 def test_size_arithmetic() -> None:
     long = Size(12, ("b", "s"))
     assert long == Size(4, ("s",)) * Size(3, ("b",))

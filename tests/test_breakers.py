@@ -34,6 +34,15 @@ class Shift(Plain):
         return super().forward(y)
 
 
+class Doubled(Plain):
+    """Writes into a part whose end is a size of the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cat([x, x], 1).clone()
+        y[:, : x.size(1)] *= 2
+        return super().forward(y)
+
+
 class Swap(Plain):
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x).clone()
@@ -89,7 +98,7 @@ CLASSIFIED = {"x": torch.linspace(-1, 1, 288).view(3, 4, 24), "labels": torch.te
 recurrent = pytest.param(Recurrent, marks=pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning"))
 
 
-@pytest.mark.parametrize("kind", [recurrent, Shift, Swap, Interleave, Counted, Attribute, Classified])
+@pytest.mark.parametrize("kind", [recurrent, Shift, Doubled, Swap, Interleave, Counted, Attribute, Classified])
 @pytest.mark.parametrize("tp", [2, 3], ids=lambda tp: f"tp{tp}")
 def test_right(kind: type[nn.Module], tp: int) -> None:
     report = autotp.verify(kind(), tp, example_inputs=CLASSIFIED if kind is Classified else X)

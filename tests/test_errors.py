@@ -77,6 +77,18 @@ def different_batches(rank: int, n: int) -> None:
 
 
 @checks.on(2)
+def different_modes(rank: int, n: int) -> None:
+    """One rank in eval mode, at the first call: the others know that graph already."""
+    parallel = autotp.parallelize(gpt().train(), n, example_inputs=tokens())
+    parallel.train(rank == 0)
+    assert message(lambda: parallel(*tokens())) == (
+        "GPT.forward: tp rank 1 was called in another mode than rank 0\n"
+        "  try      model.train(), model.eval(), .to(dtype) and autocast on all ranks alike"
+    )
+    assert torch.isfinite(parallel.train()(*tokens()))
+
+
+@checks.on(2)
 def when_inputs_are_compared(rank: int, n: int) -> None:
     """At first: the first two calls of each graph; always; never."""
     x, y = tokens()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,124 @@ def test_families(name: str) -> None:
     assert not report.plan.traffic.forward.keys() - {"all-reduce"}, report
 
 
+# ---- other ways of writing it
+
+
+class Written(nn.Module):
+    """Four experts with biases; how they are chosen and used is the test's."""
+
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.router, self.written = nn.Linear(8, 4), forward
+        self.up, self.down = nn.Parameter(torch.empty(4, 8, 12)), nn.Parameter(torch.empty(4, 12, 8))
+        self.up_bias, self.more = nn.Parameter(torch.empty(4, 12)), nn.Parameter(torch.empty(8, 12, 8))
+        for parameter in (self.up, self.down, self.up_bias, self.more):
+            nn.init.normal_(parameter, std=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [tokens 8]"""
+        return self.written(self, x, *self.router(x).softmax(-1).topk(2))
+
+    def mlp(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """x: [rows 8], chosen: [rows]"""
+        h = F.gelu(torch.bmm(x.unsqueeze(1), self.up[chosen]).squeeze(1) + self.up_bias[chosen])
+        return torch.bmm(h.unsqueeze(1), self.down[chosen]).squeeze(1)
+
+    def groups(self, x: Tensor, ends: Tensor) -> Tensor:
+        """x: [rows 8], ends: [experts] where each expert's rows end"""
+        return GROUPS(F.gelu(GROUPS(x, self.up, ends)), self.down, ends)
+
+
+GROUPS = torch.ops.transformers.grouped_mm_fallback
+
+
+def ends_of(chosen: Tensor) -> Tensor:
+    return torch.histc(chosen.float(), 4, 0, 3).cumsum(0, dtype=torch.int32)
+
+
+def in_two_layers(m: Written, x: Tensor, p: Tensor, i: Tensor) -> Tensor:
+    """The rows of the second choose by what the first made of them."""
+    x = x + p[:, :1] * m.mlp(x, i[:, 0])
+    q, j = m.router(x).softmax(-1).max(-1)
+    return x + q[:, None] * m.mlp(x, j)
+
+
+def twice_alike(m: Written, x: Tensor, p: Tensor, i: Tensor) -> Tensor:
+    """The same rows to the same experts again, with a residual and something else between."""
+    x = x + p[:, :1] * m.mlp(x, i[:, 0])
+    return x + m.mlp(x - x.mean(0), i[:, 0])
+
+
+def one_slot_after_the_other(m: Written, x: Tensor, p: Tensor, i: Tensor) -> Tensor:
+    for slot in range(2):
+        x = x + p[:, slot : slot + 1] * m.mlp(x, i[:, slot])
+    return x
+
+
+def two_choices_of_one_row(m: Written, x: Tensor, p: Tensor, i: Tensor) -> Tensor:
+    h = F.gelu(torch.bmm(x.unsqueeze(1), m.up[i[:, 0]]))
+    return x + torch.bmm(h, m.down[i[:, 1]]).squeeze(1) * p[:, :1]
+
+
+def two_numbers_of_experts(m: Written, x: Tensor, p: Tensor, i: Tensor) -> Tensor:
+    chosen = i[:, 0]
+    h = F.gelu(torch.bmm(x.unsqueeze(1), m.up[chosen]) + m.up_bias[chosen].unsqueeze(1))
+    return x + torch.bmm(h, m.more[chosen]).squeeze(1)
+
+
+def counted_from_the_end(m: Written, x: Tensor, p: Tensor, i: Tensor) -> Tensor:
+    return x + m.mlp(x, i[:, 0] - 4)
+
+
+def clamped_here_and_not_there(m: Written, x: Tensor, p: Tensor, i: Tensor) -> Tensor:
+    """-1 is the first expert for one, the last for the other."""
+    chosen = i[:, 0] - 1
+    return x + torch.bmm((torch.bmm(x.unsqueeze(1), m.up[chosen.clamp(min=0)]) + m.up_bias[chosen].unsqueeze(1)),
+                         m.down[chosen.clamp(min=0)]).squeeze(1)  # fmt: skip
+
+
+def counted_before_they_are_sorted(m: Written, x: Tensor, p: Tensor, i: Tensor) -> Tensor:
+    order = i[:, 0].argsort()
+    return x + m.groups(x[order], ends_of(i[:, 0]))[order.argsort()]
+
+
+def sorted_by_another(m: Written, x: Tensor, p: Tensor, i: Tensor) -> Tensor:
+    """The choice in an order that is not its own."""
+    order = i[:, 1].argsort()
+    return x + m.groups(x[order], ends_of(i[:, 0][order]))[order.argsort()]
+
+
+def read_in_their_order(m: Written, x: Tensor, p: Tensor, i: Tensor) -> Tensor:
+    order = i[:, 0].argsort()
+    return x + m.groups(x[order], ends_of(i[:, 0][order]))[order.argsort()]
+
+
+ROUTED = {in_two_layers, twice_alike, one_slot_after_the_other, two_choices_of_one_row, two_numbers_of_experts,
+          counted_from_the_end, clamped_here_and_not_there, read_in_their_order}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "written", [*sorted(ROUTED, key=str), counted_before_they_are_sorted, sorted_by_another], ids=lambda f: f.__name__
+)
+def test_written_otherwise(written: Any) -> None:
+    """What is not seen to be routing is cut by width."""
+    torch.manual_seed(3)
+    x = torch.randn(9, 8)
+    report = autotp.verify(Written(written), 2, example_inputs=x, experts="expert")
+    assert report.ok, report
+    assert any("experts: dispatch" in row.why for row in report.plan.cuts) == (written in ROUTED)
+
+
+@pytest.mark.parametrize(("grouped", "wrong"), [(True, 4), (True, -1), (False, 4), (False, -5)])
+def test_no_such_expert(grouped: bool, wrong: int) -> None:
+    with pytest.raises(autotp.Error) as error:
+        routing.dispatch(torch.tensor([1, wrong, 3]), 4, grouped, 0, 2)
+    assert str(error.value) == (
+        f"a row chose expert {wrong + 4 * (wrong == -5)} of 4\n"
+        '  try      experts="width", which leaves to the model what that means'
+    )
+
+
 def test_cut_by_width_where_experts_do_not_divide() -> None:
     torch.manual_seed(0)
     report = autotp.verify(Mixture(), 3, example_inputs=torch.randn(5, 8), experts="expert")
@@ -129,21 +248,19 @@ def test_experts_is_checked() -> None:
 # ---- the operators
 
 
-@given(st.lists(st.integers(0, 6), max_size=12), st.integers(1, 6))
+@given(st.lists(st.integers(-6, 5), max_size=12), st.sampled_from([1, 2, 3, 6]))
 def test_ranks_share_the_rows(chosen: list[int], parts: int) -> None:
-    """Numbers that are no expert's are nobody's, and stay zero."""
+    """-1 is the last expert, as it is the last row of a tensor."""
     choice, number = torch.tensor(chosen, dtype=torch.int64), 6
-    if number % parts:
-        return
     x, total = torch.randn(len(chosen), 2), torch.zeros(len(chosen), 2)
     for start in range(0, number, number // parts):
-        places = routing.dispatch(choice, start, start + number // parts)
-        count = routing.counts(choice, start, start + number // parts)
-        expected = [[i for i, e in enumerate(chosen) if e == start + k] for k in range(number // parts)]
+        where = (choice, number, False, start, start + number // parts)
+        places, count = routing.dispatch(*where), routing.counts(*where)
+        expected = [[i for i, e in enumerate(chosen) if e % number == start + k] for k in range(number // parts)]
         assert places.tolist() == [i for rows in expected for i in rows]
         assert count.tolist() == [len(rows) for rows in expected]
         total += routing.combine(x[places], places, choice)
-    assert torch.equal(total, x * (choice < number).unsqueeze(1))
+    assert torch.equal(total, x)
 
 
 @pytest.mark.parametrize("count", [[2, 0, 3], [0, 0, 0]], ids=["some", "none"])

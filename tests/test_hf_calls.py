@@ -12,12 +12,48 @@ from torch import Tensor, nn
 
 import autotp
 
+transformers = pytest.importorskip("transformers")
 Inputs = dict[str, Any]
 Call = Callable[[nn.Module, Inputs], Inputs]
 CAUSAL = ("gpt2", "llama", "qwen3", "bloom", "falcon-new")
 FAMILIES = (*CAUSAL, "bert", "t5")
 PACKING = ("gpt2", "llama", "qwen3")
 """Those that keep packed texts apart."""
+
+
+OTHERS: dict[str, tuple[str, str, Inputs]] = {
+    # Slices between bounds that the values of a tensor give.
+    "deberta": ("DebertaConfig", "AutoModelForMaskedLM", {
+        "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 80,
+        "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_position_embeddings": 32}),
+    "xlm": ("XLMConfig", "XLMWithLMHeadModel", {
+        "emb_dim": 48, "n_layers": 2, "n_heads": 6, "max_position_embeddings": 32}),
+    "xlnet": ("XLNetConfig", "XLNetLMHeadModel", {"d_model": 48, "n_layer": 2, "n_head": 6, "d_inner": 80}),
+}  # fmt: skip
+"""Families that are not in the table, for what is odd in them."""
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # in transformers
+@pytest.mark.parametrize("name", OTHERS)
+def test_odd_families(name: str) -> None:
+    config, kind, sizes = OTHERS[name]
+    torch.manual_seed(0)
+    built = getattr(transformers, config)(vocab_size=99, **sizes)
+    own = getattr(transformers, kind)
+    model = own.from_config(built) if kind.startswith("Auto") else own(built)
+    x = torch.arange(14).view(2, 7) * 17 % 94 + 5
+    report = autotp.verify(model, 2, example_inputs={"input_ids": x, "labels": x})
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_checkpointing(name: str) -> None:
+    """What is computed twice is erased from the graph, and in verify the model keeps what it computes once."""
+    model, given = tiny(name)
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    report = autotp.verify(model.train(), 2, example_inputs=given)
+    assert report.ok, report
+    assert all(module.gradient_checkpointing for module in model.modules() if hasattr(module, "gradient_checkpointing"))
 
 
 def no_mask(model: nn.Module, given: Inputs) -> Inputs:

@@ -26,6 +26,18 @@ def test_equal_to_one_device(family: str, tp: int, dropout: float) -> None:
     assert report.ok, report
 
 
+@checks.on(2)
+def what_is_done_before(rank: int, n: int) -> None:
+    """Adapters of a parallel model are not merged, exchanged, or saved in parts: one error, that says what to do."""
+    model, inputs = adapted("llama")
+    parallel = autotp.parallelize(model, n, example_inputs=inputs)
+    for name in ("merge_adapter", "merge_and_unload", "disable_adapter", "add_adapter"):
+        with pytest.raises(autotp.Error, match="adapters of a parallel model are not merged"):
+            getattr(parallel, name)()
+    with pytest.raises(autotp.Error, match="the adapters of a parallel model are cut"):
+        parallel.save_pretrained("adapters")
+
+
 @on_both
 @pytest.mark.parametrize("kept", [True, False], ids=["merge_adapter", "merge_and_unload"])
 def test_merged(family: str, kept: bool) -> None:

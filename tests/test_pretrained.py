@@ -99,7 +99,9 @@ def trained_and_saved(rank: int, n: int) -> None:
     optimizer = torch.optim.SGD(parallel.parameters(), 0.1)
     parallel(**inputs).loss.backward()
     optimizer.step()
-    autotp.save_pretrained(parallel, folder / "out")
+    parallel.save_pretrained(folder / "out")  # The model's own method writes the whole, too, and nothing of a part.
+    with pytest.raises(autotp.Error, match="is not saved with safe_serialization"):
+        parallel.save_pretrained(folder / "other", safe_serialization=False)
     with torch.no_grad():
         after = parallel.eval()(**inputs).loss
     if rank == 0:

@@ -73,6 +73,12 @@ def test_configurations_that_make_no_model(copied: Path) -> None:
     assert message(lambda: autotp.from_pretrained(copied)) == (
         f"{call}: the checkpoint is quantized\n  at       {file}\n  try      a checkpoint of floating tensors"
     )
+    other = copied / "generation_config.json"
+    right = other.read_text()
+    other.write_text("{")
+    edit(copied, architectures=["LlamaForCausalLM"], quantization_config=None)
+    assert message(lambda: autotp.from_pretrained(copied)).startswith(f"{call}: the configuration cannot be read: ")
+    other.write_text(right)
     file.write_text("{")
     assert message(lambda: autotp.from_pretrained(copied)).startswith(f"{call}: the configuration cannot be read: ")
     file.unlink()

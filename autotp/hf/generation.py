@@ -65,12 +65,6 @@ def read_attribute(name: str, value: Any, among: Sequence[Any]) -> Any:
 # ---- generate
 
 
-def overrides(original: type) -> tuple[type, ...]:
-    """What the view of a parallel model has instead of what `original` defines, if that is a model that generates."""
-    found = sys.modules.get("transformers.generation.utils")
-    return (Generates,) if found is not None and issubclass(original, found.GenerationMixin) else ()
-
-
 class Generates:
     """Decoding with a parallel model: transformers' own loops, on scores that stay cut by vocabulary.
 

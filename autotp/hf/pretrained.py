@@ -150,7 +150,7 @@ def _load(folder: Path, wanted: Wanted) -> nn.Module:
         model, _ = _built(build, config, lazies, wanted.dtype, nullcontext())
     model.config.name_or_path = str(folder)
     if model.can_generate() and (folder / "generation_config.json").is_file():
-        model.generation_config = type(model.generation_config).from_pretrained(folder, local_files_only=True)
+        model.generation_config = _read(folder / "generation_config.json", type(model.generation_config))
     return model
 
 
@@ -220,14 +220,19 @@ def _config(folder: Path, wanted: Wanted) -> Any:
     if not file.is_file():
         raise Error("no checkpoint of transformers: config.json is not there", at=str(folder))
     source = getattr(wanted.model_class, "config_class", None) or _transformers().AutoConfig
-    try:
-        with _quiet():
-            config = source.from_pretrained(folder, local_files_only=True, **wanted.config)
-    except Exception as error:
-        raise Error(f"the configuration cannot be read: {_first_line(error)}", at=str(file)) from error
+    config = _read(file, source, **wanted.config)
     if getattr(config, "quantization_config", None) is not None:
         raise Error("the checkpoint is quantized", at=str(file), **{"try": "a checkpoint of floating tensors"})
     return config
+
+
+def _read(file: Path, kind: Any, **given: Any) -> Any:
+    """What a class of transformers makes of a file of a checkpoint."""
+    try:
+        with _quiet():
+            return kind.from_pretrained(file.parent, local_files_only=True, **given)
+    except Exception as error:
+        raise Error(f"the configuration cannot be read: {_first_line(error)}", at=str(file)) from error
 
 
 def _class(config: Any, wanted: Wanted, folder: Path) -> Any:

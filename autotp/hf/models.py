@@ -1,0 +1,77 @@
+"""What models of transformers and peft do otherwise, or cannot do, once they are parallel.
+
+Nothing here imports transformers or peft before the user has.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, NoReturn
+
+from torch import nn
+
+from autotp.errors import Error
+from autotp.hf.generation import Generates
+
+
+def overrides(original: type) -> tuple[type, ...]:
+    """The classes that the view of a parallel model of class `original` has before it."""
+    places = (
+        ("transformers.generation.utils", "GenerationMixin", Generates),
+        ("transformers.modeling_utils", "PreTrainedModel", Saves),
+        ("peft.peft_model", "PeftModel", Adapts),
+    )
+    classes = ((getattr(sys.modules.get(module), name, None), mine) for module, name, mine in places)
+    return tuple(mine for theirs, mine in classes if theirs is not None and issubclass(original, theirs))
+
+
+def without_checkpointing(model: nn.Module) -> nn.Module:
+    """`model`, every activation kept. What is computed twice is computed alike; autograd's second time has no modes."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+    return model
+
+
+class Saves:
+    """A model of transformers: of a shard of it no checkpoint is written."""
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **given: Any) -> None:
+        """As `autotp.save_pretrained`: the whole model, by all ranks together.
+
+        Raises:
+            Error: an option that it does not have.
+        """
+        from autotp.hf.pretrained import save_pretrained
+
+        others = given.keys() - {"max_shard_size"}
+        if others:
+            names = ", ".join(sorted(others))
+            raise Error(f"a parallel model is not saved with {names}", **{"try": "autotp.save_pretrained(model, path)"})
+        save_pretrained(vars(self)["_shell"], save_directory, **given)
+
+    def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises Error."""
+        raise Error("a parallel model is not pushed to a hub", **{"try": "autotp.save_pretrained(model, path)"})
+
+
+class Adapts:
+    """A model of peft: what changes which adapters there are, or reads them whole, is done before or behind autotp."""
+
+    def save_pretrained(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises Error."""
+        raise Error(
+            "the adapters of a parallel model are cut",
+            **{"try": "autotp.full_state_dict(model, wanted) and peft on one device, as examples/hf_lora.py does"},
+        )
+
+    def _before(self, *_: Any, **__: Any) -> NoReturn:
+        raise Error(
+            "adapters of a parallel model are not merged, switched off or exchanged",
+            **{"try": "do so with the peft model, and parallelize it then"},
+        )
+
+    push_to_hub = save_pretrained
+    disable_adapter = merge_adapter = unmerge_adapter = merge_and_unload = unload = _before
+    add_adapter = delete_adapter = load_adapter = add_weighted_adapter = _before
