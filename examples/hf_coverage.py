@@ -1,6 +1,6 @@
 """Which Hugging Face families autotp cuts, and how well: every gradient against one device's, as a table.
 
-    python examples/hf_coverage.py                                   # all, half an hour: writes docs/coverage.md
+    python examples/hf_coverage.py --jobs 2                          # all, in a quarter of an hour: docs/coverage.md
     python examples/hf_coverage.py --families llama bert --tp 2 4    # some, on the screen
 
 Tiny random models from configurations (`hf_families.py`): nothing is downloaded.
@@ -13,7 +13,10 @@ import math
 import re
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +86,7 @@ class Row:
 
 def measure(name: str, sizes: Sequence[int]) -> Row:
     """One family, verified in this process."""
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     model, inputs = FAMILIES[name]()
     start = time.perf_counter()
@@ -170,12 +174,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(FAMILIES), metavar="NAME")
     parser.add_argument("--tp", type=int, nargs="*", default=list(SIZES))
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each with a family of its own")
     args = parser.parse_args()
     print(HEADER)
     rows = []
-    for name in args.families:
-        rows.append(measure(name, args.tp))
-        print(rows[-1], flush=True)
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+        for row in pool.map(partial(measure, sizes=args.tp), args.families):
+            rows.append(row)
+            print(row, flush=True)
     bad = [row.name for row in rows if row.problems]
     print(f"\n{len(rows) - len(bad)} of {len(rows)} equal to one device, tp={args.tp}")
     assert not bad, bad

@@ -114,7 +114,7 @@ MOE: Sizes = {"num_experts_per_tok": 2, "num_key_value_heads": 2, "output_router
 DEEPSEEK: Sizes = {
     "num_key_value_heads": 6, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 20, "n_group": 2,
-    "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 4,
+    "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
     "qk_nope_head_dim": 8, "v_head_dim": 8,
 }  # fmt: skip
 

@@ -46,14 +46,23 @@ def _wanted(
     graph: fx.Graph, axes: Axes, cuts: Cuts, have: Have, differentiable: Collection[fx.Node]
 ) -> Iterator[fx.Node]:
     """The whole operators whose result is read in copy alone, by cut work or by each other; or returned."""
-    found = set()
+    found, last = set(), _returned(graph, axes, cuts)
     for node in reversed(graph.nodes):
         alike = node in differentiable and node in axes.bound and have[node] == (Replicate(),) and node not in cuts
         if alike and isinstance(node.meta.get("val"), torch.Tensor) and not draws(node):
-            users = [user for user in node.users if user.op != "output" and user.target is not aten.sym_size.int]
+            users = [user for user in node.users if user not in last and user.target is not aten.sym_size.int]
             if users and all(user in found or _in_copy(node, user, axes, cuts) for user in users):
                 found.add(node)
                 yield node
+
+
+def _returned(graph: fx.Graph, axes: Axes, cuts: Cuts) -> set[fx.Node]:
+    """The output, and whole operators that nothing else reads: they take a value in either form."""
+    found = {graph.output_node()}
+    for node in reversed(graph.nodes):
+        if node in axes.bound and node not in cuts and node.users and all(user in found for user in node.users):
+            found.add(node)
+    return found
 
 
 def _cheap(
@@ -72,7 +81,7 @@ def _cheap(
             price[node] = sum(_price(o, price, wanted, axes, cuts, have) for o in before)
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node in wanted and all(user in found or user not in axes.bound or user in cuts for user in node.users):
+        if node in wanted and all(user in found or user not in wanted for user in node.users):
             least = elements(node)
             if price[node] < least or (node.target in VIEWS and price[node] == least):
                 found.add(node)

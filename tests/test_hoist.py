@@ -17,7 +17,9 @@ import autotp
 class Branches(nn.Module):
     """`x + mlp(before(x))` for each branch, all of the same `x`, as GPT-NeoX has it."""
 
-    def __init__(self, *before: Callable[[nn.Module, Tensor], Tensor], returned: bool = False) -> None:
+    def __init__(
+        self, *before: Callable[[nn.Module, Tensor], Tensor], returned: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         super().__init__()
         self.before, self.returned, self.scale = before, returned, nn.Parameter(torch.ones(16))
         self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in before)
@@ -30,7 +32,7 @@ class Branches(nn.Module):
         read = [before(norm, x) for before, norm in zip(self.before, self.norms, strict=True)]
         pairs = zip(self.ups, self.downs, read, strict=True)
         y = x + torch.stack([down(F.gelu(up(n))) for up, down, n in pairs]).sum(0)
-        return (y, *read) if self.returned else y
+        return y if self.returned is None else (y, *map(self.returned, read))
 
 
 def normed(norm: nn.Module, x: Tensor) -> Tensor:
@@ -64,8 +66,8 @@ def exchanged(model: nn.Module, x: Tensor, tp: int = 2) -> tuple[int, int]:
         pytest.param([dropped, dropped], (2, 0), id="behind-what-is-drawn"),
     ],
 )
-@pytest.mark.parametrize("returned", [False, True], ids=["alone", "returned"])
-def test_branches_of_one_value(before: list[Any], expected: tuple[int, int], returned: bool) -> None:
+@pytest.mark.parametrize("returned", [None, lambda n: n, lambda n: n[:, 1:]], ids=["alone", "returned", "in-part"])
+def test_branches_of_one_value(before: list[Any], expected: tuple[int, int], returned: Any) -> None:
     assert exchanged(Branches(*before, returned=returned), torch.randn(3, 5, 16)) == expected
 
 
