@@ -19,6 +19,7 @@ from autotp import movement as m
 from autotp import parallel, routing
 from autotp.call import Call
 from autotp.errors import Error
+from autotp.grouped import OPERATOR
 from autotp.hf.operators import NAMED
 from autotp.rule import STAR, Rule, parse
 
@@ -181,6 +182,7 @@ PARALLEL: dict[Operator, f.RuleFunction] = {
     parallel.apart: f.whole,
     parallel.peak: f.parallel_peak,
     parallel.class_terms: f.parallel_class_terms,
+    OPERATOR: f.grouped_mm,
     routing.dispatch: f.dispatched,
     routing.counts: f.fixed("s^ -> e!"),
     routing.spread: f.fixed("e *, e, (e n) -> (e n) *", ((0,),)),

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autotp.errors import within
+from autotp.grouped import grouped_mm
 from autotp.hf.models import without_checkpointing
 from autotp.inputs import example_inputs as find_inputs
 from autotp.layout import Layout
@@ -293,8 +294,8 @@ class _Double(TorchFunctionMode):
     """Casts to float32 and below become casts to float64, so that round-off does not hide a bug."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in GROUPED and args[0].dim() == 2 and args[1].dim() == 3:
-            return _grouped_mm(*args, **(kwargs or {}))
+        if func in GROUPED and (found := _grouped(*args, **(kwargs or {}))) is not None:
+            return found
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
             return args[0].double()
         return func(*(_raised(arg) for arg in args), **{name: _raised(arg) for name, arg in (kwargs or {}).items()})
@@ -306,11 +307,12 @@ GROUPED = tuple(
 """Products of groups of rows, which torch does not have in float64."""
 
 
-def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
-    """Each group of rows by its own matrix. x: [rows in], weight: [groups in out], offs: [groups], their ends."""
-    ends = offs.tolist()
-    parts = [x[start:end] @ w for w, start, end in zip(weight, [0, *ends], ends, strict=False)]
-    return torch.cat([*parts, x.new_zeros(x.shape[0] - ends[-1], weight.shape[-1])])
+def _grouped(
+    x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor | None:
+    """The product of rows in groups in float64; None for products of another kind."""
+    rows = x.dim() == 2 and weight.dim() == 3 and bias is None
+    return grouped_mm(x, weight, offs) if rows and offs is not None else None
 
 
 def _raised(arg: Any) -> Any:

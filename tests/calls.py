@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autotp.grouped import OPERATOR
+
 aten = torch.ops.aten
 
 
@@ -60,6 +62,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "copy-cast": (aten.copy.default, ints(9, 4, 5), r(5)),
     "fill": (aten.fill.Tensor, r(4, 5), torch.tensor(2.0, dtype=torch.float64)),
     "alias": (aten.alias.default, r(4)),
+    "grouped-mm-own": (OPERATOR, r(7, 5), r(3, 5, 4), GROUPS),
     "grouped-mm": (aten._grouped_mm.default, r(6, 48).float(), r(3, 48, 48).float(), GROUPS),
     "detach": (aten.detach.default, r(4)),
     "lift": (aten.lift.default, r(4)),

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 import autotp
 from autotp import routing
+from autotp.grouped import OPERATOR
 from autotp.passes.axes import infer_axes
 from autotp.passes.experts import experts
 
@@ -29,7 +30,7 @@ pytest.importorskip("transformers.integrations.moe")  # It brings the product of
 from hf_families import FAMILIES
 
 checks = Checks()
-PRODUCTS = {"rows": None, "groups": torch.ops.transformers.grouped_mm_fallback}
+PRODUCTS = {"rows": None, "groups": torch.ops.transformers.grouped_mm_fallback, "own": OPERATOR}
 each_product = pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS.keys())
 
 
@@ -228,6 +229,16 @@ def test_cut_by_width_where_experts_do_not_divide() -> None:
     assert {row.name for row in report.plan.cuts if "10 width" in row.why} == {"up", "up_bias", "down"}
 
 
+@pytest.mark.parametrize("experts", ["width", "expert"])
+def test_torch_s_own_product_is_verified(experts: Any) -> None:
+    """It has no float64: another stands in for it."""
+    torch.manual_seed(0)
+    model = Mixture(lambda x, weight, ends: F.grouped_mm(x, weight, offs=ends))
+    report = autotp.verify(model, 2, example_inputs=torch.randn(5, 8), experts=experts)
+    assert report.ok, report
+    assert any(("experts" if experts == "expert" else "width") in row.why for row in report.plan.cuts)
+
+
 @each_product
 def test_a_rank_whose_experts_nobody_chose(product: Any) -> None:
     """Its weights have a gradient, of zero, as they have on one device."""
@@ -272,6 +283,16 @@ def test_products_of_groups(count: list[int]) -> None:
         found = routing.grouped_mm(x, weight, torch.tensor(count), fused)
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(torch.autograd.grad(found.square().sum(), [x, weight]), wanted)
+
+
+def test_products_of_groups_in_every_dtype() -> None:
+    """Rows behind the last group are zero; first and second derivatives are the formula's."""
+    x = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, 3, 2, dtype=torch.float64, requires_grad=True)
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    assert torch.equal(OPERATOR(x, weight, ends)[5:], torch.zeros(1, 2))
+    assert torch.autograd.gradcheck(lambda x, w: OPERATOR(x, w, ends), (x, weight))
+    assert torch.autograd.gradgradcheck(lambda x, w: OPERATOR(x, w, ends), (x, weight))
 
 
 # ---- real ranks
