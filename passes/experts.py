@@ -1,7 +1,7 @@
 """experts: rows that each choose an expert are brought into the experts' order, so that experts can be cut.
 
     Before: v = index(w, [chosen]); y = bmm(x, v); z = gelu(y)                     w[8, 64, 256], chosen[rows]
-    After:  p = dispatch(chosen, 0, 8); c = counts(chosen, 0, 8)
+    After:  p = dispatch(chosen, 8, ...); c = counts(chosen, 8, ...)
             v = spread(w, c, p); y = bmm(index_select(x, 0, p), v); z = combine(gelu(y), p, chosen)
 
 Between dispatch and combine stands what works on each row by itself. A rank that holds two experts has their rows
