@@ -18,7 +18,7 @@ from autotp.mesh import Mesh, broadcast_from_first, expect_size, gather_ints, ma
 from autotp.passes.capture import skeleton_of
 from autotp.regions import ambient
 from autotp.report import Plan, report
-from autotp.run import Entry, ParallelModule, Settings, prepare
+from autotp.run import Entry, ParallelModule, Settings, expect_choices, prepare
 from autotp.structure import signature_of
 from autotp.transform import Experts, Outputs, analyse
 
@@ -86,7 +86,7 @@ def on_mesh(
 
     def make() -> Entry:
         _expect_ordinary(model)
-        _expect_choices(settings)
+        expect_choices(settings)
         args, kwargs = signature_of(model).by_name(*find_inputs(model, given))
         analysis = analyse(
             skeleton_of(model), args, kwargs, place.size, settings.outputs, autocast=ambient(place.device),
@@ -116,6 +116,7 @@ def explain(
 
     def run() -> Plan:
         expect_size(tp)
+        expect_choices(Settings(outputs, experts=experts))
         _expect_ordinary(model)
         args, kwargs = find_inputs(model, example_inputs)
         return report(analyse(skeleton_of(model), args, kwargs, tp, outputs, experts=experts), _name(model))
@@ -202,18 +203,6 @@ def _expect_ordinary(model: Any) -> None:
             "the model was parallelized before, which took its parameters over",
             **{"try": "use what parallelize returned then"},
         )
-
-
-def _expect_choices(settings: Settings) -> None:
-    allowed: Mapping[str, tuple[str, ...]] = {
-        "outputs": ("auto", "full", "local"),
-        "randomness": ("fast", "exact"),
-        "check_inputs": ("always", "first", "never"),
-        "experts": ("width", "expert"),
-    }  # fmt: skip
-    for name, values in allowed.items():
-        if getattr(settings, name) not in values:
-            raise Error(f"{name}={getattr(settings, name)!r}", expected=", ".join(map(repr, values)))
 
 
 def _expect_cut(plan: Plan) -> None:

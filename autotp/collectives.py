@@ -224,7 +224,7 @@ def peer_error(what: str, group: str, error: RuntimeError) -> Error | None:
     return Error(
         f"{what} over axis `{_axis(group)}` failed on rank {rank} of {size} (global rank {dist.get_rank()}): {reason}",
         **{
-            "try": "read the other ranks' logs: one stopped with an error of its own, or was given another batch",
+            "try": "read the other ranks' logs: one failed, got another batch, or did not make this call",
             "or": "if it was only slow: call init_process_group(timeout=...) first and pass mesh=init_device_mesh(...)",
         },
     )

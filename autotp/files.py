@@ -115,7 +115,8 @@ def stored(folder: Path) -> dict[str, Stored]:
 
 def _no_checkpoint(folder: Path) -> Error:
     if not folder.is_dir():
-        return Error("no such folder", **{"at": str(folder), "try": "the path of a folder that holds a checkpoint"})
+        remedy = "the path of a local folder that holds a checkpoint: nothing is fetched from a hub"
+        return Error("no such folder", **{"at": str(folder), "try": remedy})
     pickled = [file.name for file in sorted(folder.iterdir()) if file.suffix in (".bin", ".pt", ".pth", ".ckpt", ".h5")]
     if pickled:
         convert = "load it once with transformers and write it with model.save_pretrained(folder), which is safetensors"

@@ -216,7 +216,7 @@ def _reason(node: fx.Node, reader: fx.Node, analysis: Analysis) -> str:
         return "read whole by work that is divided along another axis"
     if any(_is_reduced(operand, analysis) for operand in reader.all_input_nodes):
         return "read after the reduction, by every rank"
-    return "nothing that reads it is divided"
+    return "read by work that every rank does whole"
 
 
 def _is_reduced(value: fx.Node, analysis: Analysis) -> bool:

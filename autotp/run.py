@@ -47,6 +47,19 @@ class Settings:
     experts: Experts = "width"
 
 
+def expect_choices(settings: Settings) -> None:
+    """Raises Error for a setting that there is not."""
+    allowed: Mapping[str, tuple[str, ...]] = {
+        "outputs": ("auto", "full", "local"),
+        "randomness": ("fast", "exact"),
+        "check_inputs": ("always", "first", "never"),
+        "experts": ("width", "expert"),
+    }  # fmt: skip
+    for name, values in allowed.items():
+        if getattr(settings, name) not in values:
+            raise Error(f"{name}={getattr(settings, name)!r}", expected=", ".join(map(repr, values)))
+
+
 @dataclass
 class Entry:
     """A graph that is ready to run.

@@ -24,6 +24,7 @@ from autotp.mesh import expect_size
 from autotp.passes.bind import bind
 from autotp.passes.capture import skeleton_of
 from autotp.report import Plan, report
+from autotp.run import Settings, expect_choices
 from autotp.structure import flatten, outcome, states
 from autotp.transform import Analysis, Experts, Outputs, analyse, rank_graph
 
@@ -368,6 +369,7 @@ def verify(
 
     def run() -> Report:
         expect_size(tp)
+        expect_choices(Settings(outputs, experts=experts))
         return compare(prepare(model, *find_inputs(model, example_inputs), tp, outputs, experts))
 
     return within(f"verify({type(model).__name__}, tp={tp})", run)

@@ -340,7 +340,7 @@ def test_compile_symbolic_sizes() -> None:
 
 LOST = (
     "{op} over axis `{axis}` failed on rank 0 of {n} (global rank 0): {reason}\n"
-    "  try      read the other ranks' logs: one stopped with an error of its own, or was given another batch\n"
+    "  try      read the other ranks' logs: one failed, got another batch, or did not make this call\n"
     "  or       if it was only slow: call init_process_group(timeout=...) first and pass mesh=init_device_mesh(...)"
 )
 CLOSED, SILENT = "a peer closed its connection", "a peer did not answer within the group's timeout"

@@ -250,9 +250,10 @@ def test_a_rank_whose_experts_nobody_chose(product: Any) -> None:
     assert report.ok, report
 
 
-def test_experts_is_checked() -> None:
+@pytest.mark.parametrize("call", [autotp.parallelize, autotp.explain, autotp.verify])
+def test_experts_is_checked(call: Any) -> None:
     with pytest.raises(autotp.Error) as error:
-        autotp.parallelize(Mixture(), 1, example_inputs=torch.randn(5, 8), experts="experts")  # type: ignore[arg-type]
+        call(Mixture(), 1, example_inputs=torch.randn(5, 8), experts="experts")
     assert "experts='experts'" in str(error.value) and "'width', 'expert'" in str(error.value)
 
 

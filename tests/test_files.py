@@ -98,7 +98,8 @@ def test_a_file_stays_open_for_a_block(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
     assert message(lambda: stored(tmp_path / "no")) == (
-        f"no such folder\n  at       {tmp_path / 'no'}\n  try      the path of a folder that holds a checkpoint"
+        f"no such folder\n  at       {tmp_path / 'no'}\n  try      "
+        "the path of a local folder that holds a checkpoint: nothing is fetched from a hub"
     )
     assert message(lambda: stored(tmp_path)) == (
         f"no checkpoint: neither model.safetensors nor model.safetensors.index.json is there\n  at       {tmp_path}"
