@@ -11,7 +11,7 @@ from breakages import KINDS, WAYS, Change, changed
 from cases import CASES, Case, case
 from torch import Tensor, fx
 
-from autotp import collectives, parallel, routing
+from autotp import parallel, routing
 from autotp.errors import Error
 from autotp.lockstep import run_lockstep
 from autotp.passes.bind import bind
