@@ -107,6 +107,20 @@ def a_model(rank: int, n: int) -> None:
     assert norm.weight.grad is None and parallel.norms[1].weight.grad is not None
 
 
+@checks.on(2)
+def what_is_returned_alone(rank: int, n: int) -> None:
+    """A loss of what all ranks compute alike, and of nothing that is cut: backward meets on all, and counts once."""
+    torch.manual_seed(0)
+    whole, x = Branches(normed, normed, returned=lambda y: y).double(), torch.randn(3, 5, 16, dtype=torch.float64)
+    parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=x, check_inputs="never")
+    for model in (whole, parallel):
+        model(x)[1].square().sum().backward()
+    for name, parameter in whole.named_parameters():
+        own = parallel.get_parameter(name).grad
+        expected = None if parameter.grad is None else parallel.layouts[name].take(parameter.grad, rank)
+        assert (own is None or not own.any()) if expected is None else torch.allclose(own, expected), name
+
+
 @pytest.mark.parametrize(("n", "name"), checks.cases())
 def test_on_ranks(n: int, name: str) -> None:
     checks.expect(n, name)
