@@ -13,7 +13,7 @@ fail. `Conjugate.apply` inside `backward` is differentiated, batched and traced 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -209,6 +209,15 @@ def communicate(name: str, *args: Any) -> Tensor:
         return ops.wait_tensor(getattr(ops, name)(*args))
     except RuntimeError as error:
         raise peer_error(name, args[-1], error) or error from error
+
+
+def communicate_all(xs: Sequence[Tensor], group: str) -> list[Tensor]:
+    """The sums of several tensors over the group, in one exchange. Raises Error as `communicate` does."""
+    ops = torch.ops._c10d_functional
+    try:
+        return [ops.wait_tensor(x) for x in ops.all_reduce_coalesced(list(xs), "sum", group)]
+    except RuntimeError as error:
+        raise peer_error("all_reduce_coalesced", group, error) or error from error
 
 
 def peer_error(what: str, group: str, error: RuntimeError) -> Error | None:

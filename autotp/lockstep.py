@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from autotp import collectives
 from autotp.partition import chunk_sizes
+from autotp.together import together
 
 Ranks = tuple[Tensor, ...]
 
@@ -35,7 +36,8 @@ def run_lockstep(graphs: Sequence[fx.Graph], inputs: Sequence[Sequence[Any]]) ->
             values: Sequence[Any] = [next(queue) for queue in queues]
         elif kind is not None:
             arguments = [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)]
-            values = _share(arguments) if kind is _share else kind(*(a[0] for a in arguments), rest=arguments[0][2:])
+            several = kind in (_share, _together)
+            values = kind(arguments) if several else kind(*(a[0] for a in arguments), rest=arguments[0][2:])
         else:
             values = _each(nodes, envs)
         for node, env, value in zip(nodes, envs, values, strict=True):
@@ -143,7 +145,17 @@ def _share(arguments: Sequence[Sequence[Any]]) -> Sequence[Tensor]:
     return found
 
 
+def _together(arguments: Sequence[Sequence[Any]]) -> Sequence[tuple[Tensor, ...]]:
+    """`together(xs, axis, where)`: each by itself."""
+    columns = []
+    for i, where in enumerate(arguments[0][2]):
+        own = [(given[0][i], given[1], *(given[2][i] or ())) for given in arguments]
+        columns.append(_share(own) if where is not None else _conjugate("copy")(*(row[0] for row in own), rest=()))
+    return list(zip(*columns, strict=True))
+
+
 COLLECTIVES: dict[Any, Callable[..., Any]] = {
     **{getattr(collectives, kind): _conjugate(kind) for kind in FORWARD},
     collectives.share: _share,
+    together: _together,
 }

@@ -86,9 +86,14 @@ def place(x: Tensor, dim: int, ranges: Ranges, places: Ranges, size: int) -> Ten
 
 
 def first(x: Tensor, dim: int, ranges: Ranges | None) -> Tensor:
-    """`x`, of which a gradient reaches these positions alone (None: all): several ranks have it, and it counts once."""
-    if ranges is None or not ranges:
-        return x.detach() if ranges is not None else x
+    """`x`, of which a gradient reaches these positions alone (None: all): several ranks have it, and it counts once.
+
+    Where it reaches none it is zero, and not absent: backward goes the same way on all ranks, and meets there.
+    """
+    if ranges is None or not (x.is_floating_point() or x.is_complex()):
+        return x
+    if not ranges:
+        return x.detach() + x.flatten()[:0].sum()
     pieces, at = [], 0
     for start, stop in ranges:
         pieces += [x.narrow(dim, at, start - at).detach(), x.narrow(dim, start, stop - start)]

@@ -14,10 +14,12 @@ from torch import fx
 
 from autotp import collectives
 from autotp.axis import find
+from autotp.call import outputs_of
 from autotp.layout import Layout
 from autotp.passes.flow import needs_grad
 from autotp.passes.match import LOOKUPS, contracts
 from autotp.source import layer_of, line_of
+from autotp.together import together
 from autotp.transform import Analysis, rank_graph
 
 WIDTH = 100
@@ -26,8 +28,8 @@ FORWARD = {
     "reduce": "all-reduce", "gather": "all-gather", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter",
 }  # fmt: skip
 BACKWARD = {
-    "copy": "all-reduce", "share": "all-reduce", "scatter": "all-gather", "all_gather": "reduce-scatter",
-    "reduce_scatter": "all-gather",
+    "copy": "all-reduce", "share": "all-reduce", "together": "all-reduce", "scatter": "all-gather",
+    "all_gather": "reduce-scatter", "reduce_scatter": "all-gather",
 }  # fmt: skip
 """What each conjugate sends, forward and backward."""
 
@@ -152,12 +154,13 @@ def traffic(graph: fx.Graph, analysis: Analysis) -> Traffic:
     graded = needs_grad(graph, learnt)
     for node in graph.nodes:
         name = getattr(node.target, "__name__", "")
-        if getattr(collectives, name, None) is not node.target:
+        if node.target is not together and getattr(collectives, name, None) is not node.target:
             continue
         for side, table in enumerate((FORWARD, BACKWARD if node in graded else {})):
             if name in table:
-                size = max(_bytes(node.meta["val"]), _bytes(node.args[0].meta["val"]))
-                sends.append(Sent(table[name], layer_of(node), size, bool(side), node.args[0] in learnt))
+                read = node.all_input_nodes
+                size = max(sum(map(_bytes, outputs_of(n))) for n in ((node,) if len(read) > 1 else (node, *read)))
+                sends.append(Sent(table[name], layer_of(node), size, bool(side), all(n in learnt for n in read)))
     return Traffic(tuple(sends), analysis.captured.example)
 
 

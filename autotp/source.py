@@ -33,6 +33,12 @@ def line_of(node: fx.Node) -> str:
     return f"{os.path.basename(path)}:{line}  {code.strip()}"
 
 
+def block_of(node: fx.Node) -> str:
+    """The numbered block whose module made a node, as `h.0`; "" for one outside."""
+    found = re.match(r"(.*?\.\d+)(?:\.|$)", layer_of(node))
+    return found.group(1) if found else ""
+
+
 def layer_of(node: fx.Node) -> str:
     """The name of the innermost module that made a node, as `h.0.attn.c_attn`."""
     stack = node.meta.get("nn_module_stack") or {}

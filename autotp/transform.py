@@ -16,6 +16,7 @@ from autotp.operators import USER_RULES
 from autotp.passes.apart import apart
 from autotp.passes.autocast import cast
 from autotp.passes.axes import Axes
+from autotp.passes.bundle import bundle
 from autotp.passes.canonicalize import canonicalize
 from autotp.passes.capture import OFF, Captured, capture
 from autotp.passes.check import check
@@ -125,7 +126,7 @@ def rank_graph(analysis: Analysis, rank: int, randomness: Literal["exact", "fast
     """The lowered graph of one rank, checked: a graph whose types do not add up is refused with an Error."""
     to = Target(axis, analysis.tp, rank, randomness, frozenset(analysis.local_outputs))
     found = (analysis.graph, analysis.axes, analysis.decision, analysis.differentiable)
-    lowered = clean(lower(*found, to, analysis.hoisted))
+    lowered = bundle(clean(lower(*found, to, analysis.hoisted)))
     captured = analysis.captured
     held = {place: analysis.layouts[name] for place, name in captured.parameters.items()} | analysis.local_inputs
     check(lowered, analysis.graph, held, [*captured.parameters, *captured.inputs], to, analysis.local_outputs)

@@ -53,8 +53,9 @@ from autotp.passes.local import Target
 from autotp.passes.part import local_call, local_length, pieces_by_rank
 from autotp.passes.several import MOVES, cut_of, extended, joined, moved, shares, stored
 from autotp.passes.typed import CONJUGATES, Cut, Typed, cut_factor, moved_leaf, placements
-from autotp.placement import Partial, Placement, Replicate, Shard
+from autotp.placement import Copied, Partial, Placement, Replicate, Shard
 from autotp.source import line_of
+from autotp.together import together
 
 aten = torch.ops.aten
 
@@ -107,6 +108,7 @@ class _Proof:
         self.types: dict[fx.Node, tuple[Typed, ...]] = {}
         self.whole: dict[fx.Node, fx.Node] = {}  # The node of the model's graph whose value, or part of it, this is.
         self.numbers: dict[fx.Node, Any] = {}
+        self.bundles: dict[Any, Any] = {}  # What reads several parameters at once -> these.
         self.opened: dict[fx.Node, fx.Node] = {}  # What puts a value together again -> what took it apart.
 
     def visit(self, node: fx.Node) -> None:
@@ -115,6 +117,10 @@ class _Proof:
             self.numbers[node] = self._number(node)
         elif node.target is collectives.share:
             self._share(node, *node.args)
+        elif node.target is together:
+            self._together(node, *node.args)
+        elif node.target is operator.getitem and source in self.bundles:
+            self._give(node, self.whole[self.bundles[source][node.args[1]]], (self.types[source][node.args[1]],))  # type: ignore[index]
         elif node.target in CONJUGATES:
             self._conjugate(node, *node.args)
         elif node.target in MOVES:
@@ -346,6 +352,18 @@ class _Proof:
         if node.kwargs or not shares(self.to, typed, axis, dim, ranges):
             self.refuse(node, "does not sum the gradient of what several ranks hold", got=f"{called(node)} of {typed}")
         self._give(node, self.whole[x], (replace(typed, placement=Shard(typed.leaf)),))  # type: ignore[arg-type]
+
+    def _together(self, node: fx.Node, xs: Any, axis: Any, where: Any) -> None:
+        """Several of what `copy` and `share` read, as these read it."""
+        found = []
+        for x, at in zip(xs, where, strict=True):
+            (typed,) = self.types[x]
+            whole = at is None and axis == self.to.axis and typed.fits(Replicate())
+            held = at is not None and shares(self.to, typed, axis, *at)
+            if x.op != "placeholder" or node.kwargs or not (whole or held):
+                self.refuse(node, f"does not sum the gradient of `{x}`", got=f"{called(node)} of {typed}")
+            found.append(replace(typed, placement=Shard(typed.leaf) if held else Copied()))  # type: ignore[arg-type]
+        self.bundles[node], self.types[node] = xs, tuple(found)
 
     def _move(self, node: fx.Node, x: Any) -> None:
         """A row of the table in `several.py`."""

@@ -57,10 +57,14 @@ def _wanted(
 
 
 def _returned(graph: fx.Graph, axes: Axes, cuts: Cuts) -> set[fx.Node]:
-    """The output, and whole operators that nothing else reads: they take a value in either form."""
+    """The output, and parts of values that are only returned, as of a cache: they take a value in either form."""
     found = {graph.output_node()}
     for node in reversed(graph.nodes):
-        if node in axes.bound and node not in cuts and node.users and all(user in found for user in node.users):
+        bound = axes.bound.get(node)
+        part = (
+            bound is not None and node not in cuts and len(bound.operands) == 1 and frozenset({0}) in bound.rule.linear
+        )
+        if part and node.users and all(user in found for user in node.users):
             found.add(node)
     return found
 
@@ -99,7 +103,13 @@ def _price(
     node: fx.Node, price: Mapping[fx.Node, float], wanted: Collection[fx.Node], axes: Axes, cuts: Cuts, have: Have
 ) -> float:
     """What a copy of an operand costs each of those that share it; nothing where there is one anyway."""
-    if have.get(node) == (Copied(),) or any(_in_copy(node, reader, axes, cuts) for reader in node.users):
+    copied = (_in_copy(node, reader, axes, cuts) or _is_view(reader, wanted) for reader in node.users)
+    if have.get(node) == (Copied(),) or any(copied):
         return 0
     sharing = len([reader for reader in node.users if reader in wanted])
     return min(elements(node), price.get(node, float("inf"))) / max(sharing, 1)
+
+
+def _is_view(node: fx.Node, wanted: Collection[fx.Node]) -> bool:
+    """True for a view that is wanted in copy: it always is one of the copy of what it shows."""
+    return node in wanted and node.target in VIEWS

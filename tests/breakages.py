@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from autotp import collectives
+from autotp.together import together
 
 aten = torch.ops.aten
 KINDS = (
@@ -36,10 +37,17 @@ def after(node: fx.Node, target: Any, *rest: Any) -> fx.Node:
     return new
 
 
+def _is_item(node: fx.Node) -> bool:
+    """True for one of several parameters that are read together."""
+    return node.target is operator.getitem and getattr(node.args[0], "target", None) is together
+
+
 def drop(node: fx.Node) -> Iterator[Change]:
     """No conjugate."""
     if node.target in KINDS:
         yield lambda n: replace_with(n, n.args[0])
+    if _is_item(node):
+        yield lambda n: replace_with(n, n.args[0].args[0][n.args[1]])
 
 
 def twice(node: fx.Node) -> Iterator[Change]:
@@ -71,6 +79,13 @@ def misplace(node: fx.Node) -> Iterator[Change]:
     if node.target is collectives.share:
         yield lambda n: n.update_arg(1, "tp")
         yield lambda n: n.update_arg(3, n.args[3][:-1])
+    if node.target is together:
+        yield lambda n: n.update_arg(1, "dp" if n.args[1] == "tp" else "tp")
+        for i, at in enumerate(node.args[2]):  # type: ignore[arg-type]
+            for other in [(0, ((0, 1),))] if at is None else [None, (at[0], at[1][:-1])]:
+                yield lambda n, i=i, at=other: n.update_arg(2, (*n.args[2][:i], at, *n.args[2][i + 1 :]))
+    if _is_item(node):
+        yield lambda n: n.update_arg(1, (n.args[1] + 1) % len(n.args[0].args[0]))
 
 
 def bypass(node: fx.Node) -> Iterator[Change]:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from autotp import collectives
+from autotp.together import together
 from autotp.verify import Change, Report, Trial, compare
 
 
@@ -47,7 +48,9 @@ def on(name: str, edit: Callable[[fx.Graph, fx.Node, int], None]) -> Change:
 
 
 def drop(graph: fx.Graph, node: fx.Node, rank: int) -> None:
-    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    """A conjugate, or one of several parameters that are read together."""
+    source: Any = node.args[0]
+    node.replace_all_uses_with(source.args[0][node.args[1]] if source.target is together else source)
     graph.erase_node(node)
 
 

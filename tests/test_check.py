@@ -11,12 +11,13 @@ from breakages import KINDS, WAYS, Change, changed
 from cases import CASES, Case, case
 from torch import Tensor, fx
 
-from autotp import collectives, parallel, routing
+from autotp import parallel, routing
 from autotp.errors import Error
 from autotp.lockstep import run_lockstep
 from autotp.passes.bind import bind
 from autotp.passes.check import check
 from autotp.passes.typed import Typed
+from autotp.together import together
 from autotp.transform import Analysis, rank_graph
 
 # ---- what is asked
@@ -116,4 +117,4 @@ def test_every_conjugate_is_broken() -> None:
     assert seen > set(KINDS)
     forms = {parallel.embedding, parallel.gather, parallel.class_terms, parallel.exact_dropout, parallel.fast_attention}
     assert seen > forms
-    assert seen > {collectives.share, parallel.place, parallel.first, routing.dispatch, routing.combine}
+    assert seen > {together, parallel.place, parallel.first, routing.dispatch, routing.combine}

@@ -1,0 +1,46 @@
+"""bundle: the parameters of a block that are read in copy are read so together, and their gradients summed together.
+
+    Before: c = copy(w, "tp"); norm(x, c); d = copy(v, "tp"); norm(y, d)
+    After:  t = together((w, v), "tp", (None, None)); norm(x, t[0]); norm(y, t[1])
+
+One exchange a block, and not one a parameter. What ranks of a part of the axis hold (`share`) goes by itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx
+
+from autotp.builder import Builder, fake_mode_of
+from autotp.collectives import copy, share
+from autotp.source import block_of
+from autotp.together import together
+
+
+def bundle(graph: fx.Graph) -> fx.Graph:
+    """The same function, with one conjugate for all parameters of a block, an axis and a dtype."""
+    bundles: dict[Any, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target in (copy, share) and node.args[0].op == "placeholder":
+            bundles.setdefault((block_of(node), node.args[1], node.meta["val"].dtype), []).append(node)
+    several = [nodes for nodes in bundles.values() if len(nodes) > 1]
+    first, inside = {nodes[0]: nodes for nodes in several}, {node for nodes in several for node in nodes}
+    builder = Builder(fake_mode_of(graph))
+    for node in graph.nodes:
+        builder.origin = node
+        if node in first:
+            _read_together(builder, first[node])
+        if node not in inside:
+            builder.copy(node)
+    return builder.graph
+
+
+def _read_together(builder: Builder, nodes: list[fx.Node]) -> None:
+    where = tuple(None if node.target is copy else (node.args[2], node.args[3]) for node in nodes)
+    new = builder.raw(together, (tuple(builder.env[node.args[0]] for node in nodes), nodes[0].args[1], where))  # type: ignore[index]
+    new.meta["val"] = [node.meta["val"] for node in nodes]
+    for i, node in enumerate(nodes):
+        builder.env[node] = builder.raw(operator.getitem, (new, i))
+        builder.env[node].meta["val"] = node.meta["val"]
