@@ -103,13 +103,16 @@ def _price(
     node: fx.Node, price: Mapping[fx.Node, float], wanted: Collection[fx.Node], axes: Axes, cuts: Cuts, have: Have
 ) -> float:
     """What a copy of an operand costs each of those that share it; nothing where there is one anyway."""
-    copied = (_in_copy(node, reader, axes, cuts) or _is_view(reader, wanted) for reader in node.users)
-    if have.get(node) == (Copied(),) or any(copied):
+    if have.get(node) == (Copied(),) or _copied_anyway(node, wanted, axes, cuts):
         return 0
     sharing = len([reader for reader in node.users if reader in wanted])
     return min(elements(node), price.get(node, float("inf"))) / max(sharing, 1)
 
 
-def _is_view(node: fx.Node, wanted: Collection[fx.Node]) -> bool:
-    """True for a view that is wanted in copy: it always is one of the copy of what it shows."""
-    return node in wanted and node.target in VIEWS
+def _copied_anyway(node: fx.Node, wanted: Collection[fx.Node], axes: Axes, cuts: Cuts) -> bool:
+    """True if cut work reads a copy of a value, or of a view of it: that is a view of the one copy."""
+    return any(
+        _in_copy(node, reader, axes, cuts)
+        or (reader in wanted and reader.target in VIEWS and _copied_anyway(reader, wanted, axes, cuts))
+        for reader in node.users
+    )
