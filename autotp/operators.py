@@ -1,7 +1,7 @@
 """The table of operators: what autotp knows of each. A new operator is one line here.
 
-The rule is a factor string or a function of the call (`families.py`). An operator that is not listed is
-replicated, and the plan says so.
+The rule is a factor string or a function of the call (`families.py` names the files). An operator that is not
+listed is replicated, and the plan says so.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from autotp import families as f
 from autotp import indexing as i
 from autotp import movement as m
 from autotp import parallel, routing
+from autotp import products as p
 from autotp.call import Call
 from autotp.errors import Error
 from autotp.grouped import OPERATOR
@@ -63,22 +64,22 @@ _TABLE: list[tuple[str, f.RuleFunction]] = [
     ("prelu", f.channelwise),
     ("view_as_real", f.fixed("* -> * k^", "all")),
     ("view_as_complex", f.fixed("* k^ -> *", "all")),
-    # Contractions.
-    ("linear", f.biased("* i, o i -> * o", "o")),
+    # Products.
+    ("linear", p.biased("* i, o i -> * o", "o")),
     ("bilinear", f.fixed("* i^, * j^, o i^ j^, o -> * o")),
-    ("matmul mm bmm mv dot vdot linalg_matmul", f.matmul),
-    ("addmm", f.added("m i, i n -> m n")),
-    ("addbmm", f.added("b m i, b i n -> m n")),
-    ("baddbmm", f.added("b m i, b i n -> b m n")),
-    ("addr", f.added("m, n -> m n")),
-    ("einsum", f.einsum),
-    ("inner", f.inner),
+    ("matmul mm bmm mv dot vdot linalg_matmul", p.matmul),
+    ("addmm", p.added("m i, i n -> m n")),
+    ("addbmm", p.added("b m i, b i n -> m n")),
+    ("baddbmm", p.added("b m i, b i n -> b m n")),
+    ("addr", p.added("m, n -> m n")),
+    ("einsum", p.einsum),
+    ("inner", p.inner),
     ("outer ger", f.fixed("m, n -> m n", "each")),
     ("linalg_vecdot", f.paired("", "each")),
-    ("conv1d conv2d conv3d", f.convolution),
+    ("conv1d conv2d conv3d", p.convolution),
     ("cdist", f.fixed("* p k^, * r k^ -> * p r")),
-    ("scaled_dot_product_attention", f.attention),
-    ("_grouped_mm", f.grouped_mm),
+    ("scaled_dot_product_attention", p.attention),
+    ("_grouped_mm", p.grouped_mm),
     # Views and movement.
     ("view.default reshape _unsafe_view flatten unflatten unsqueeze ravel", m.view),
     ("atleast_1d.default atleast_2d.default atleast_3d.default", m.view),
@@ -182,7 +183,7 @@ PARALLEL: dict[Operator, f.RuleFunction] = {
     parallel.apart: f.whole,
     parallel.peak: f.parallel_peak,
     parallel.class_terms: f.parallel_class_terms,
-    OPERATOR: f.grouped_mm,
+    OPERATOR: p.grouped_mm,
     routing.dispatch: f.dispatched,
     routing.counts: f.fixed("s^ -> e!"),
     routing.spread: f.fixed("e *, e, (e n) -> (e n) *", ((0,),)),
@@ -248,7 +249,7 @@ def _function_of(op: Operator) -> f.RuleFunction | None:
 
 def is_grouped(op: Any) -> bool:
     """True for a product of groups of rows, each with a matrix of its own."""
-    return callable(op) and _function_of(op) is f.grouped_mm
+    return callable(op) and _function_of(op) is p.grouped_mm
 
 
 def _fits(rule: Rule, call: Call) -> bool:

@@ -18,7 +18,7 @@ from autotp.call import outputs_of
 from autotp.layout import Layout
 from autotp.passes.flow import needs_grad
 from autotp.passes.match import LOOKUPS, contracts
-from autotp.source import layer_of, line_of
+from autotp.source import layer_of, line_of, numbered
 from autotp.together import together
 from autotp.transform import Analysis, rank_graph
 
@@ -199,7 +199,7 @@ def _whole(name: str, node: fx.Node, analysis: Analysis) -> Whole:
     if reader is None:
         return Whole(name, shape, "?", "nothing reads it on these inputs")
     matrix = len(shape) > 1 and not str(reader.target).startswith(LOOKUPS)
-    in_block = matrix and bool(re.search(r"\.\d+\.", name))
+    in_block = matrix and numbered(name) != ""
     return Whole(name, shape, line_of(reader), _reason(node, reader, analysis), in_block)
 
 

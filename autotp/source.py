@@ -35,7 +35,12 @@ def line_of(node: fx.Node) -> str:
 
 def block_of(node: fx.Node) -> str:
     """The numbered block whose module made a node, as `h.0`; "" for one outside."""
-    found = re.match(r"(.*?\.\d+)(?:\.|$)", layer_of(node))
+    return numbered(layer_of(node))
+
+
+def numbered(name: str) -> str:
+    """The numbered block that a module or parameter is in, as `h.0` for `h.0.attn.c_attn`; "" for one outside."""
+    found = re.match(r"(.*?\.\d+)(?:\.|$)", name)
     return found.group(1) if found else ""
 
 

@@ -3,7 +3,7 @@
     Before: c = copy(w, "tp"); norm(x, c); d = copy(v, "tp"); norm(y, d)
     After:  t = together((w, v), "tp", (None, None)); norm(x, t[0]); norm(y, t[1])
 
-One exchange a block, and not one a parameter. What ranks of a part of the axis hold (`share`) goes by itself.
+One exchange a block, axis and dtype, and not one a parameter: what some ranks hold (`share`) is summed among these.
 """
 
 from __future__ import annotations

@@ -213,9 +213,7 @@ class _Proof:
             leaf = cut_of(self.to, dims[layout.dim], layout.pieces)
             if leaf is not None:
                 return leaf
-        self.refuse(
-            node, "is not held as one of its axes is cut", expected=f"[{', '.join(map(str, dims))}]", got=layout
-        )
+        self.refuse(node, "is not held as one of its axes is cut", expected=listed(dims), got=layout)
 
     def _output(self, node: fx.Node, model: fx.Node) -> None:
         for i, (got, expected) in enumerate(zip(node.args[0], model.args[0], strict=True)):  # type: ignore[arg-type]
@@ -302,18 +300,14 @@ class _Proof:
         made = [factor.axis for factor in bound.factors if not factor.ins and factor.mark != "^"]
         if known is not None and self._is_call(node, *local_call(self.to, self.axes, node, model, known)):
             return known
+        if self._is_call(node, model.target, bind(model)):
+            return None
         for new in [leaf for axis in made for leaf in leaves(axis) if not leaf.size.symbols]:
             leaf = extended(known.leaf if known else None, new, self.to.tp)
             factor = cut_factor(bound, leaf) if leaf is not None else None
-            local = leaf and factor and local_call(self.to, self.axes, node, model, Cut(leaf, factor))
-            if (
-                leaf
-                and factor
-                and local
-                and self._is_call(node, *local)
-                and not self._is_call(node, model.target, bind(model))
-            ):
-                return Cut(leaf, factor)
+            cut = Cut(leaf, factor) if leaf is not None and factor is not None else None
+            if cut is not None and self._is_call(node, *local_call(self.to, self.axes, node, model, cut)):
+                return cut
         return None
 
     def _typing(self, node: fx.Node, model: fx.Node, reads: Reads, cut: Cut | None) -> tuple[Typed, ...]:
@@ -386,9 +380,7 @@ class _Proof:
             if plain([local_length(self.to, part, typed.leaf) for part in parts]) == plain(self._erased(sizes)):
                 break
         else:
-            self.refuse(
-                node, "does not take a dimension apart as its axis is made up", expected=typed, got=called(node)
-            )
+            self.refuse(node, "takes a dimension apart otherwise than its axis", expected=typed, got=called(node))
         inner = [[part] for part in parts] if node.target is SPLIT else [parts]
         types = (replace(typed, dims=(*typed.dims[:dim], *axes, *typed.dims[dim + 1 :])) for axes in inner)
         self.opened[end] = node

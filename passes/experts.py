@@ -37,7 +37,7 @@ class Routed:
     Attributes:
         chosen: the node that says which, [rows].
         number: how many experts there are.
-        grouped: rows stand in the experts' order already, and a number that is no expert's ends the groups.
+        grouped: rows stand in the experts' order already.
         reads: the nodes that read the experts' weights: a row's own (`index`), or of rows in groups.
         inside: those, and what works on each of their rows by itself before the last of them is used.
     """
@@ -67,18 +67,18 @@ def experts(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int) -
 def _routed(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int) -> list[Routed]:
     """What is routed to experts, of whose weights some product reads each row's own. No node is in two of them."""
     found: dict[tuple[fx.Node, int], Routed] = {}
-    sorted_: dict[tuple[fx.Node, int], Routed] = {}
+    in_groups: dict[tuple[fx.Node, int], Routed] = {}
     for node in graph.nodes:
         if node.op == "call_function" and is_grouped(node.target) and node in axes.bound and axes.bound[node].known:
             number, chosen = _experts_of(node, 1), _counted(node)
             if chosen is not None and number % tp == 0:
-                sorted_.setdefault((chosen, number), Routed(chosen, number, True)).reads.append(node)
+                in_groups.setdefault((chosen, number), Routed(chosen, number, True)).reads.append(node)
     for node in graph.nodes:
         if _is_read(node, parameters) and (number := _experts_of(node, 0)) % tp == 0:
             (chosen,) = bind(node)["indices"]
-            own = sorted_.get((_source(chosen, number), number))
+            own = in_groups.get((_source(chosen, number), number))
             (own or found.setdefault((_source(chosen), number), Routed(chosen, number, False))).reads.append(node)
-    every = [*sorted_.values(), *found.values()]
+    every = [*in_groups.values(), *found.values()]
     taken = {read for routed in every for read in routed.reads}
     for routed in every:
         _fill(routed, graph, axes, taken - set(routed.reads))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from autotp import families as f
+from autotp.families import RuleFunction
+from autotp.products import grouped_mm
 
-NAMED: dict[str, f.RuleFunction] = {
-    "transformers::grouped_mm_fallback": f.grouped_mm,
+NAMED: dict[str, RuleFunction] = {
+    "transformers::grouped_mm_fallback": grouped_mm,
 }
 """Name -> rule function, as in `autotp/operators.py`."""
