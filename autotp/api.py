@@ -20,7 +20,7 @@ from autotp.regions import ambient
 from autotp.report import Plan, report
 from autotp.run import Entry, ParallelModule, Settings, expect_choices, prepare
 from autotp.structure import signature_of
-from autotp.transform import Experts, Outputs, analyse
+from autotp.transform import Choices, Experts, Outputs, analyse
 
 Read = Callable[[Mapping[str, Layout]], Mapping[str, Tensor]]
 TAKEN = "autotp_taken"
@@ -39,6 +39,7 @@ def parallelize(
     strict: bool = False,
     check_inputs: CheckInputs = "first",
     experts: Experts = "width",
+    sequence_parallel: bool = False,
 ) -> ParallelModule:
     """This rank's part of `model`, which computes the same outputs, loss and gradients as `model` did.
 
@@ -59,14 +60,17 @@ def parallelize(
         check_inputs: when ranks compare checksums of their inputs and random states.
         experts: "width" cuts every expert of a mixture; "expert" gives each rank as many whole ones where their number
             divides by `tp`: a rank works on the rows that chose its own, and waits for the device to know how many.
+        sequence_parallel: True cuts what lies between a block's products (residuals, norms, dropouts) along the
+            sequence: ranks keep 1/tp of it for backward, and send as many bytes as without (over NCCL; gloo has no
+            reduce-scatter of its own, and sends half as many again).
 
     Raises:
         Error: bad input of any kind; nothing of `model` is changed then.
     """
     size = "" if tp is None else f", tp={tp}"
     return within(f"parallelize({_name(model)}{size})", lambda: _parallelize(
-        model, tp, mesh, device, example_inputs, Settings(outputs, randomness, check_inputs, experts),
-        strict))  # fmt: skip
+        model, tp, mesh, device, example_inputs,
+        Settings(outputs, experts, sequence_parallel, randomness, check_inputs), strict))  # fmt: skip
 
 
 def _parallelize(
@@ -88,10 +92,7 @@ def on_mesh(
         _expect_ordinary(model)
         expect_choices(settings)
         args, kwargs = signature_of(model).by_name(*find_inputs(model, given))
-        analysis = analyse(
-            skeleton_of(model), args, kwargs, place.size, settings.outputs, autocast=ambient(place.device),
-            experts=settings.experts,
-        )  # fmt: skip
+        analysis = analyse(skeleton_of(model), args, kwargs, place.size, settings, autocast=ambient(place.device))
         if strict:
             _expect_cut(report(analysis, _name(model)))
         return prepare(analysis, place, settings)
@@ -107,7 +108,13 @@ def on_mesh(
 
 
 def explain(
-    model: nn.Module, tp: int, *, example_inputs: Any = None, outputs: Outputs = "auto", experts: Experts = "width"
+    model: nn.Module,
+    tp: int,
+    *,
+    example_inputs: Any = None,
+    outputs: Outputs = "auto",
+    experts: Experts = "width",
+    sequence_parallel: bool = False,
 ) -> Plan:
     """What `parallelize(model, tp)` would cut, what it would cost and what would stay whole; `model` is not touched.
 
@@ -116,10 +123,11 @@ def explain(
 
     def run() -> Plan:
         expect_size(tp)
-        expect_choices(Settings(outputs, experts=experts))
+        choices = Choices(outputs, experts, sequence_parallel)
+        expect_choices(choices)
         _expect_ordinary(model)
         args, kwargs = find_inputs(model, example_inputs)
-        return report(analyse(skeleton_of(model), args, kwargs, tp, outputs, experts=experts), _name(model))
+        return report(analyse(skeleton_of(model), args, kwargs, tp, choices), _name(model))
 
     return within(f"explain({_name(model)}, tp={tp})", run)
 

@@ -139,20 +139,26 @@ def concat(parts: Sequence[Axis]) -> Axis:
     return Axis(Size(sum(part.size.number for part in kept)), "concat", kept)
 
 
-def unify(a: Axis, b: Axis) -> None:
-    """Makes `a` and `b` one axis. What cannot be lined up is marked tangled: then neither is ever cut there."""
+def unify(a: Axis, b: Axis) -> bool:
+    """Makes `a` and `b` one axis. What cannot be lined up is marked tangled: then neither is ever cut there.
+
+    Returns:
+        False where both are as long on these inputs only, `s0*s1` and `s2*s3`: they stay two axes.
+    """
     a, b = find(a), find(b)
     if a is b or a.size == b.size == Size(0):  # Of no positions nothing can be cut.
-        return
+        return True
     if a.size != b.size:
+        if a.size.symbols or b.size.symbols:
+            return False
         tangle(a)
         tangle(b)
-        return
+        return True
     if a.kind == "leaf":
         a.link, b.tangled = b, a.tangled or b.tangled
         if a.tangled:
             tangle(b)
-        return
+        return True
     if b.kind == "leaf":
         return unify(b, a)
     b.link = a  # Linked first: an axis that turns up inside itself must not send us round in circles.
@@ -162,6 +168,7 @@ def unify(a: Axis, b: Axis) -> None:
             tangle(part)
     else:
         (_align_products if a.kind == "product" else _align_concats)(list(a.parts), list(b.parts))
+    return True
 
 
 def tangle(axis: Axis) -> None:

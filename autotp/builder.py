@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.source import ConstantSource
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 META = ("val", "stack_trace", "nn_module_stack")
 """The keys of `node.meta` that passes carry over; `val` is the example value."""
@@ -46,6 +48,12 @@ class Builder:
         with self.mode, torch.no_grad():
             node.meta["val"] = target(*values, **named)
         return node
+
+    def length(self, name: str, hint: int) -> Any:
+        """A symbolic length of its own, for example values; of 0 or 1 torch would make a number."""
+        env, source = self.mode.shape_env, ConstantSource(name)
+        symbol = env.create_symbol(hint, source, DimDynamic.DYNAMIC)  # type: ignore[union-attr]
+        return env.create_symintnode(symbol, hint=hint, source=source)  # type: ignore[union-attr]
 
     def raw(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
         """A new call without an example value, with the source line of the node in hand (`origin`)."""

@@ -154,13 +154,23 @@ def _slice(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
 
 
 def _all_gather(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
-    start, stop = _held(group, size, block)
-    _expect(x, dim, stop - start, group)
-    tp = _seat(group)[1]
-    part = _pad(x, dim, chunk_length(size // block, tp) * block).contiguous()
+    part, tp = _padded(x, group, dim, size, block), _seat(group)[1]
     sent = part.view(torch.uint8) if x.dtype in _AS_BYTES else part
     parts = communicate("all_gather_into_tensor", sent, tp, group).view(x.dtype).view(tp, *part.shape)
-    if dim == 0 or part.shape[dim] * tp == size:
+    return _put_together(parts, dim, size, block)
+
+
+def _padded(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
+    """This rank's part of a dimension, as long as the longest."""
+    start, stop = _held(group, size, block)
+    _expect(x, dim, stop - start, group)
+    return _pad(x, dim, chunk_length(size // block, _seat(group)[1]) * block).contiguous()
+
+
+def _put_together(parts: Tensor, dim: int, size: int, block: int) -> Tensor:
+    """The whole of padded parts: [tp ... part ...] -> [... size ...]"""
+    tp, length = parts.shape[0], parts.shape[dim + 1]
+    if dim == 0 or length * tp == size:
         return parts.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, size)
     sizes = chunk_sizes(size // block, tp)
     return torch.cat([part.narrow(dim, 0, n * block) for part, n in zip(parts.unbind(), sizes, strict=True)], dim)
@@ -173,10 +183,16 @@ def _reduce_scatter(x: Tensor, group: str, dim: int, size: int, block: int) -> T
         # gloo's own is an all-reduce inside: sliced here, it needs no padding. The clone lets go of the rest.
         whole = communicate("all_reduce", x, "sum", group)
         return whole.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+    parts = _in_rows(x, group, dim, size, block)
+    found = communicate("reduce_scatter_tensor", parts, "sum", _seat(group)[1], group)
+    return found.narrow(dim, 0, stop - start).contiguous()
+
+
+def _in_rows(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
+    """The ranks' padded parts of `dim`, one behind the other along the first dimension."""
     tp = _seat(group)[1]
     part = chunk_length(size // block, tp) * block
-    parts = torch.unflatten(_pad(x, dim, part * tp), dim, (tp, part)).movedim(dim, 0).flatten(0, 1).contiguous()
-    return communicate("reduce_scatter_tensor", parts, "sum", tp, group).narrow(dim, 0, stop - start).contiguous()
+    return torch.unflatten(_pad(x, dim, part * tp), dim, (tp, part)).movedim(dim, 0).flatten(0, 1).contiguous()
 
 
 # name: (forward, the conjugate that is its backward), as in DESIGN.md, section 2. No gradient reaches "max".
@@ -202,13 +218,48 @@ def communicate(name: str, *args: Any) -> Tensor:
     Raises:
         Error: a peer died or did not answer within the group's timeout (in eager; compiled code raises c10d's own).
     """
-    ops = torch.ops._c10d_functional
     if torch.compiler.is_compiling():
+        ops = torch.ops._c10d_functional
         return ops.wait_tensor(getattr(ops, name)(*args))
-    try:
-        return ops.wait_tensor(getattr(ops, name)(*args))
-    except RuntimeError as error:
-        raise peer_error(name, args[-1], error) or error from error
+    return _start(name, *args)()
+
+
+Started = Callable[[], Tensor]
+"""A collective that is under way: called, it waits for the result."""
+
+
+def start_gather(x: Tensor, group: str, dim: int, size: int, block: int = 1) -> Started:
+    """`all_gather`, under way; no autograd."""
+    part, tp = _padded(x, group, dim, size, block), _seat(group)[1]
+    waits = _start("all_gather_into_tensor", part.view(torch.uint8) if x.dtype in _AS_BYTES else part, tp, group)
+    return lambda: _put_together(waits().view(x.dtype).view(tp, *part.shape), dim, size, block)
+
+
+def start_sum(x: Tensor, group: str, gathered: tuple[int, int, int] | None) -> Started:
+    """The sum of the ranks' `x`, written over it, or with (dim, size, block) this rank's part of the sum; under way."""
+    if gathered is None:
+        return _start("all_reduce_", x.contiguous(), "sum", group)
+    dim, size, block = gathered
+    start, stop = _held(group, size, block)
+    if _is_gloo(group, x.device.type):
+        waits = _start("all_reduce_", x.contiguous(), "sum", group)
+        return lambda: waits().narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+    waits = _start("reduce_scatter_tensor", _in_rows(x, group, dim, size, block), "sum", _seat(group)[1], group)
+    return lambda: waits().narrow(dim, 0, stop - start).contiguous()
+
+
+def _start(name: str, *args: Any) -> Started:
+    """c10d's functional collective `name`, under way. Both halves raise Error as `communicate` does."""
+    ops, group = torch.ops._c10d_functional, args[-1]
+
+    def tried(run: Callable[[], Tensor]) -> Tensor:
+        try:
+            return run()
+        except RuntimeError as error:
+            raise peer_error(name, group, error) or error from error
+
+    sent = tried(lambda: getattr(ops, name)(*args))
+    return lambda: tried(lambda: ops.wait_tensor(sent))
 
 
 def communicate_all(xs: Sequence[Tensor], group: str) -> list[Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from autotp import collectives
+from autotp.columns import columns, products
 from autotp.partition import chunk_sizes
 from autotp.together import together
 
@@ -36,7 +37,7 @@ def run_lockstep(graphs: Sequence[fx.Graph], inputs: Sequence[Sequence[Any]]) ->
             values: Sequence[Any] = [next(queue) for queue in queues]
         elif kind is not None:
             arguments = [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)]
-            several = kind in (_share, _together)
+            several = kind in (_share, _together, _columns)
             values = kind(arguments) if several else kind(*(a[0] for a in arguments), rest=arguments[0][2:])
         else:
             values = _each(nodes, envs)
@@ -154,8 +155,17 @@ def _together(arguments: Sequence[Sequence[Any]]) -> Sequence[tuple[Tensor, ...]
     return list(zip(*columns, strict=True))
 
 
+def _columns(arguments: Sequence[Sequence[Any]]) -> Sequence[tuple[Tensor, ...]]:
+    """`columns(x, axis, gathered, ...)`: the products of what the conjugate gives."""
+    gathered = arguments[0][2]
+    kind = _conjugate("copy" if gathered is None else "all_gather")
+    read = kind(*(own[0] for own in arguments), rest=gathered or ())
+    return [products(x, *own[3:]) for x, own in zip(read, arguments, strict=True)]
+
+
 COLLECTIVES: dict[Any, Callable[..., Any]] = {
     **{getattr(collectives, kind): _conjugate(kind) for kind in FORWARD},
     collectives.share: _share,
     together: _together,
+    columns: _columns,
 }

@@ -134,7 +134,10 @@ def split(call: Call) -> Rule:
 
 
 def _parts(lengths: Sequence[Any]) -> tuple[list[str], str]:
-    """The factors of the parts of a concatenation, and the concatenation."""
+    """The factors of the parts of a concatenation, and the concatenation: of one part, beside a cache that is empty."""
+    there = [i for i, n in enumerate(lengths) if not (isinstance(n, int) and n == 0)]
+    if len(there) == 1:
+        return [f"p{i}{'^' * (i not in there)}" for i in range(len(lengths))], f"p{there[0]}"
     if not all(isinstance(n, int) for n in lengths):
         return [f"p{i}^" for i in range(len(lengths))], "k^"
     parts = [f"p{i}" for i in range(len(lengths))]

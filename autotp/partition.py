@@ -19,6 +19,22 @@ def chunk_bounds(n: int, parts: int, index: int) -> tuple[int, int]:
     return min(index * length, n), min((index + 1) * length, n)
 
 
+def chunk_start(n: int, parts: int, index: int) -> int:
+    """Where chunk `index` of `parts` chunks of `n` starts."""
+    return chunk_bounds(n, parts, index)[0]
+
+
+def chunk_stop(n: int, parts: int, index: int) -> int:
+    """Where it stops."""
+    return chunk_bounds(n, parts, index)[1]
+
+
+def chunk_size(n: int, parts: int, index: int) -> int:
+    """How many of `n` it has."""
+    start, stop = chunk_bounds(n, parts, index)
+    return stop - start
+
+
 def chunk_sizes(n: int, parts: int) -> list[int]:
     """How many of `n` each of `parts` chunks holds, in order; they sum to `n`."""
     bounds = [chunk_bounds(n, parts, index) for index in range(parts)]

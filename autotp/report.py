@@ -16,6 +16,7 @@ from autotp import collectives
 from autotp.axis import find
 from autotp.call import outputs_of
 from autotp.layout import Layout
+from autotp.passes.columns import separate
 from autotp.passes.flow import needs_grad
 from autotp.passes.match import LOOKUPS, contracts
 from autotp.source import layer_of, line_of, numbered
@@ -119,6 +120,7 @@ class Plan:
         whole: what stayed replicated, with source line and reason.
         bytes_total, bytes_rank: bytes of all parameters, and of those the fullest rank holds.
         traffic: the collectives of a step.
+        along_sequence: how many operators are cut along a sequence; None where that was not asked for.
     """
 
     model: str
@@ -128,6 +130,7 @@ class Plan:
     bytes_total: int
     bytes_rank: int
     traffic: Traffic
+    along_sequence: int | None = None
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -144,12 +147,20 @@ def report(analysis: Analysis, model: str) -> Plan:
     total = sum(_count(layout.shape) * dtypes[name] for name, layout in layouts)
     ranks = [sum(_count(lay.local_shape(r)) * dtypes[n] for n, lay in layouts) for r in range(analysis.tp)]
     count = traffic(rank_graph(analysis, 0, "fast"), analysis)
-    return Plan(model, analysis.tp, cuts, (*whole, *_unknown(analysis)), total, max(ranks), count)
+    everything = (*whole, *_unknown(analysis))
+    return Plan(model, analysis.tp, cuts, everything, total, max(ranks), count, _along_sequence(analysis))
+
+
+def _along_sequence(analysis: Analysis) -> int | None:
+    """How many operators are cut along a sequence, if that was asked for."""
+    sequences = {find(leaf) for leaf in analysis.decision.scattered.values()}
+    cut = [leaf for leaf in analysis.decision.cuts.values() if find(leaf) in sequences]
+    return len(cut) if analysis.choices.sequence_parallel else None
 
 
 def traffic(graph: fx.Graph, analysis: Analysis) -> Traffic:
     """The collectives of a lowered graph, forward and backward."""
-    sends = []
+    graph, sends = separate(graph), []
     learnt = frozenset(node for node in graph.nodes if node.name in analysis.captured.parameters)
     graded = needs_grad(graph, learnt)
     for node in graph.nodes:
@@ -257,6 +268,9 @@ def _lines(plan: Plan) -> Iterator[str]:
 def _totals(plan: Plan) -> Iterator[str]:
     share = plan.bytes_rank / plan.bytes_total if plan.bytes_total else 1.0
     yield f"parameters  {_size(plan.bytes_total)}, the fullest rank holds {_size(plan.bytes_rank)} ({share:.1%})"
+    if plan.along_sequence is not None:
+        none = "nothing: no sum over ranks has an axis along which an attention sums"
+        yield f"sequence    {f'{plan.along_sequence} operators are cut along it' if plan.along_sequence else none}"
     t = plan.traffic
     inputs = " ".join("x".join(map(str, shape)) for shape in t.shapes)
     for name, counts, size in (("forward", t.forward, t.forward_bytes), ("backward", t.backward, t.backward_bytes)):

@@ -29,7 +29,7 @@ from autotp.report import Plan, report
 from autotp.sharded import Sharded
 from autotp.shells import Leaf, Shell, mirror, places
 from autotp.structure import flatten, signature_of, states
-from autotp.transform import Analysis, Experts, Outputs, analyse, rank_graph
+from autotp.transform import Analysis, Choices, analyse, rank_graph
 
 CHECKED_CALLS = 2
 """How many calls of each graph `check_inputs="first"` compares."""
@@ -38,26 +38,25 @@ Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Choices):
     """What `parallelize` was asked for beyond the size."""
 
-    outputs: Outputs = "auto"
     randomness: Literal["fast", "exact"] = "fast"
     check_inputs: CheckInputs = "first"
-    experts: Experts = "width"
 
 
-def expect_choices(settings: Settings) -> None:
-    """Raises Error for a setting that there is not."""
-    allowed: Mapping[str, tuple[str, ...]] = {
+def expect_choices(choices: Choices) -> None:
+    """Raises Error for a choice that there is not."""
+    allowed: Mapping[str, tuple[Any, ...]] = {
         "outputs": ("auto", "full", "local"),
         "randomness": ("fast", "exact"),
         "check_inputs": ("always", "first", "never"),
         "experts": ("width", "expert"),
+        "sequence_parallel": (True, False),
     }  # fmt: skip
-    for name, values in allowed.items():
-        if getattr(settings, name) not in values:
-            raise Error(f"{name}={getattr(settings, name)!r}", expected=", ".join(map(repr, values)))
+    for name, value in vars(choices).items():
+        if value not in allowed[name]:
+            raise Error(f"{name}={value!r}", expected=", ".join(map(repr, allowed[name])))
 
 
 @dataclass
@@ -234,10 +233,7 @@ class Running(Shell):
         def make() -> Entry:
             _follow(self._original, self)
             args, kwargs = pytree.tree_unflatten(called.leaves, called.spec)
-            analysis = analyse(
-                self._original, args, kwargs, mesh.size, settings.outputs, self.layouts, called.autocast, given,
-                settings.experts,
-            )  # fmt: skip
+            analysis = analyse(self._original, args, kwargs, mesh.size, settings, self.layouts, called.autocast, given)
             return prepare(analysis, mesh, settings)
 
         with alone():

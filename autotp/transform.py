@@ -21,6 +21,7 @@ from autotp.passes.canonicalize import canonicalize
 from autotp.passes.capture import OFF, Captured, capture
 from autotp.passes.check import check
 from autotp.passes.clean import clean
+from autotp.passes.columns import grouped
 from autotp.passes.defer import defer
 from autotp.passes.expand import expand
 from autotp.passes.experts import experts as route
@@ -33,6 +34,7 @@ from autotp.passes.lower import lower
 from autotp.passes.match import maker, match
 from autotp.passes.pick import pick
 from autotp.passes.plan import Decision, decide, decide_as
+from autotp.passes.sequence import sequence
 from autotp.passes.share import share
 from autotp.placement import Shard
 from autotp.prove import prove_node
@@ -40,6 +42,24 @@ from autotp.regions import Autocast
 
 Outputs = Literal["auto", "full", "local"]
 Experts = Literal["width", "expert"]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a user may choose of what is cut; see `autotp.parallelize`.
+
+    Attributes:
+        outputs: whether cut outputs are gathered.
+        experts: along what experts are cut: each through its width, or "expert", each rank having some whole.
+        sequence_parallel: whether what lies between a block's products is cut along the sequence.
+    """
+
+    outputs: Outputs = "auto"
+    experts: Experts = "width"
+    sequence_parallel: bool = False
+
+
+AS_USUAL = Choices()
 
 
 @dataclass(frozen=True)
@@ -57,6 +77,8 @@ class Analysis:
         layouts: parameter name -> how it is held.
         local_outputs: positions of outputs that stay cut.
         local_inputs: placeholder names of inputs that come cut.
+        tp: ranks.
+        choices: what the user chose.
     """
 
     captured: Captured
@@ -70,6 +92,7 @@ class Analysis:
     local_outputs: dict[int, Layout]
     local_inputs: dict[str, Layout]
     tp: int
+    choices: Choices
 
 
 def analyse(
@@ -77,30 +100,28 @@ def analyse(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tp: int,
-    outputs: Outputs = "auto",
+    choices: Choices = AS_USUAL,
     layouts: Mapping[str, Layout] | None = None,
     autocast: Autocast = OFF,
     given: Mapping[int, Layout] | None = None,
-    experts: Experts = "width",
 ) -> Analysis:
     """Captures `skeleton` on these arguments and decides what is cut on `tp` ranks.
 
     Args:
         skeleton: the model on `meta`.
-        outputs: whether cut outputs are gathered.
+        choices: what the user chose.
         layouts: how the parameters are held already, for a further graph of a parallel model.
         autocast: what is on around the model.
         given: how those tensors among the arguments are held that come cut, by their place among the tensors.
-        experts: along what experts are cut: each through its width, or "expert", each rank having some whole.
     """
     captured = capture(skeleton, args, kwargs, autocast)
     graph, updated = functionalize(cast(inline(captured.graph), autocast), captured.buffers, captured.owned)
     updated = [*captured.assigned, *updated]
     graph, axes = apart(share(canonicalize(pick(graph, captured.constants))), captured.parameters)
-    if experts == "expert":
+    if choices.experts == "expert":
         graph, axes = route(graph, axes, captured.parameters, tp)
     _prove_users_rules(graph, tp)
-    stay = _stay_cut(graph, captured, len(updated), skeleton.training, outputs)
+    stay = _stay_cut(graph, captured, len(updated), skeleton.training, choices.outputs)
     of_states = _makers(graph, captured.kept)
     candidates = match(graph, axes, captured.parameters, captured.inputs, tp, of_states)
     local_inputs = _local_inputs(graph, captured, given or {})
@@ -117,16 +138,21 @@ def analyse(
     differentiable = needs_grad(graph, _sources(graph, captured))
     have = flow(graph, axes, decision.cuts, decision.held)
     up = hoisted(graph, axes, decision.cuts, have, differentiable)
+    if choices.sequence_parallel:
+        decision = sequence(graph, axes, decision, differentiable, up)
+        have = flow(graph, axes, decision.cuts, decision.held)
+        up = hoisted(graph, axes, decision.cuts, have, differentiable)
     held = dict(layouts) if layouts is not None else _layouts(graph, axes, decision, captured, tp)
     local = _cut_outputs(graph, stay, axes, have, tp)
-    return Analysis(captured, graph, axes, decision, differentiable, up, updated, held, local, local_inputs, tp)
+    known = (graph, axes, decision, differentiable, up, updated, held, local, local_inputs)
+    return Analysis(captured, *known, tp, choices)
 
 
 def rank_graph(analysis: Analysis, rank: int, randomness: Literal["exact", "fast"], axis: str = "tp") -> fx.Graph:
     """The lowered graph of one rank, checked: a graph whose types do not add up is refused with an Error."""
     to = Target(axis, analysis.tp, rank, randomness, frozenset(analysis.local_outputs))
     found = (analysis.graph, analysis.axes, analysis.decision, analysis.differentiable)
-    lowered = bundle(clean(lower(*found, to, analysis.hoisted)))
+    lowered = grouped(bundle(clean(lower(*found, to, analysis.hoisted))))
     captured = analysis.captured
     held = {place: analysis.layouts[name] for place, name in captured.parameters.items()} | analysis.local_inputs
     check(lowered, analysis.graph, held, [*captured.parameters, *captured.inputs], to, analysis.local_outputs)
@@ -195,9 +221,10 @@ def _cut_outputs(graph: fx.Graph, stay: Sequence[int], axes: Axes, have: Have, t
     local = {}
     for i in stay:
         node = returned(graph)[i]
-        if isinstance(have.get(node, (None,))[0], Shard):
+        placement = have.get(node, (None,))[0]
+        if isinstance(placement, Shard) and not find(placement.axis).size.symbols:
             shape = tuple(n if isinstance(n, int) else -1 for n in node.meta["val"].shape)
-            local[i] = layout_of(shape, axes.of(node), have[node][0].axis, tp, "")  # type: ignore[union-attr]
+            local[i] = layout_of(shape, axes.of(node), placement.axis, tp, "")
     return local
 
 

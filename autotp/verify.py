@@ -24,9 +24,9 @@ from autotp.mesh import expect_size
 from autotp.passes.bind import bind
 from autotp.passes.capture import skeleton_of
 from autotp.report import Plan, report
-from autotp.run import Settings, expect_choices
+from autotp.run import expect_choices
 from autotp.structure import flatten, outcome, states
-from autotp.transform import Analysis, Experts, Outputs, analyse, rank_graph
+from autotp.transform import AS_USUAL, Analysis, Choices, Experts, Outputs, analyse, rank_graph
 
 TOLERANCE = 1e-9
 """The largest difference, relative to the scale of what is compared, that float64 round-off explains."""
@@ -95,18 +95,17 @@ def prepare(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tp: int,
-    outputs: Outputs = "auto",
-    experts: Experts = "width",
+    choices: Choices = AS_USUAL,
 ) -> Trial:
     """A copy of `model`, and the graphs of its `tp` ranks."""
     name = type(model).__name__
     if _on_meta(model):
-        analysis = analyse(skeleton_of(model), args, kwargs, tp, outputs, experts=experts)
+        analysis = analyse(skeleton_of(model), args, kwargs, tp, choices)
         return Trial(model, args, kwargs, analysis, (), report(analysis, name))
     with all_double():
         whole = without_checkpointing(_moved(copy.deepcopy(model).cpu().double()))
         args, kwargs = pytree.tree_map_only(Tensor, _doubled, (args, kwargs))
-        analysis = analyse(skeleton_of(whole), args, kwargs, tp, outputs, experts=experts)
+        analysis = analyse(skeleton_of(whole), args, kwargs, tp, choices)
         graphs = tuple(rank_graph(analysis, rank, "exact") for rank in range(tp))
         return Trial(whole, args, kwargs, analysis, graphs, report(analysis, name))
 
@@ -353,7 +352,13 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def verify(
-    model: nn.Module, tp: int, *, example_inputs: Any = None, outputs: Outputs = "auto", experts: Experts = "width"
+    model: nn.Module,
+    tp: int,
+    *,
+    example_inputs: Any = None,
+    outputs: Outputs = "auto",
+    experts: Experts = "width",
+    sequence_parallel: bool = False,
 ) -> Report:
     """How far `tp` ranks of `model` are from the model itself: outputs, loss, every gradient, a step of an optimizer.
 
@@ -364,12 +369,13 @@ def verify(
     Args:
         model: an ordinary model, in the mode (train or eval) that is to be verified.
         tp: how many ranks.
-        example_inputs, outputs, experts: as for `parallelize`.
+        example_inputs, outputs, experts, sequence_parallel: as for `parallelize`.
     """
 
     def run() -> Report:
         expect_size(tp)
-        expect_choices(Settings(outputs, experts=experts))
-        return compare(prepare(model, *find_inputs(model, example_inputs), tp, outputs, experts))
+        choices = Choices(outputs, experts, sequence_parallel)
+        expect_choices(choices)
+        return compare(prepare(model, *find_inputs(model, example_inputs), tp, choices))
 
     return within(f"verify({type(model).__name__}, tp={tp})", run)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -215,15 +215,17 @@ def _unify_terms(rule: Rule, ins: list[Dims], outs: list[Dims]) -> tuple[Factor,
     terms = _spelled((*rule.ins, *rule.outs), tensors)
     pairs = [pair for term, dims in zip(terms, tensors, strict=True) for pair in zip(term, dims, strict=True)]
     known = {name: Axis(size) for name, size in rule.sizes.items()}
+    apart: set[str] = set()  # Factors of two lengths that are one on these inputs only: whole, here.
     for expr, axis in pairs:
-        if isinstance(expr, Name) and expr != UNIT:
-            unify(known.setdefault(expr.name, axis), axis)
+        if isinstance(expr, Name) and expr != UNIT and not unify(known.setdefault(expr.name, axis), axis):
+            apart.add(expr.name)
     for expr in (expr for term in (*rule.ins, *rule.outs) for expr in term if isinstance(expr, Name)):
         known.setdefault(expr.name, Axis(ONE))  # Of one element wherever it stands alone: it may be part of a group.
     for expr, axis in sorted(pairs, key=lambda pair: _unknown_parts(pair[0], known)):
-        if isinstance(expr, Group):
-            unify(_build(expr, find(axis).size, known), axis)
-    return tuple(_factors(terms[: len(ins)], terms[len(ins) :], known))
+        if isinstance(expr, Group) and not unify(_build(expr, find(axis).size, known), axis):
+            apart.update(name.name for name in names(expr))
+    found = _factors(terms[: len(ins)], terms[len(ins) :], known)
+    return tuple(replace(factor, mark="^") if factor.name in apart else factor for factor in found)
 
 
 def _spelled(terms: Sequence[Term], tensors: Sequence[Dims]) -> list[Term]:

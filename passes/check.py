@@ -8,7 +8,7 @@ Erasure: without conjugates, and with local numbers made global, the rank's grap
 is one of the model's on the same operands, random draws in the same order. Typing: every operator reads placements that
 its rule allows, and every conjugate stands between those of its row of the table. Together, on all ranks: the numbers
 and the gradients of one device. Nothing that was planned is looked at; cuts come from the parameters' layouts alone.
-So this file and its own, `typed.py`, `erase.py` and `part.py`, import nothing of plan, lower and localize.
+So this file and its own, `proof.py`, `typed.py`, `erase.py` and `part.py`, import nothing of plan, lower and localize.
 On trust are the rules, `infer_axes`, slicing by layouts and the conjugates: these have tests of their own.
 
 NOTE [Why not by local sizes]
@@ -21,22 +21,21 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import fx
 
 from autotp import collectives, parallel
-from autotp.axis import Axis, find, leaves, touches
+from autotp.axis import Axis, find, leaves
 from autotp.call import bind, outputs_of
 from autotp.errors import Error
 from autotp.grid import is_full
 from autotp.layout import Layout
-from autotp.passes.axes import infer_axes
+from autotp.passes.columns import separate
 from autotp.passes.erase import (
     BIASED,
     SPLIT,
-    ModelNodes,
     called,
     closing,
     family,
@@ -51,10 +50,10 @@ from autotp.passes.erase import (
 )
 from autotp.passes.local import Target
 from autotp.passes.part import local_call, local_length, pieces_by_rank
+from autotp.passes.proof import Proof
 from autotp.passes.several import MOVES, cut_of, extended, joined, moved, shares, stored
 from autotp.passes.typed import CONJUGATES, Cut, Typed, cut_factor, moved_leaf, placements
 from autotp.placement import Copied, Partial, Placement, Replicate, Shard
-from autotp.source import line_of
 from autotp.together import together
 
 aten = torch.ops.aten
@@ -84,8 +83,12 @@ def check(
     Raises:
         Error: the graph does not type; names the node, its source line, the rule, the types expected and got.
     """
-    proof = _Proof(graph, held, trainable, to, local_outputs)
-    for node in lowered.nodes:
+    proof = _Checking(graph, held, trainable, to, local_outputs)
+    try:
+        apart = separate(lowered)
+    except Exception as error:
+        raise Error(f"rank {to.rank} of {to.tp}: a group of products cannot be taken apart: {error!r}") from error
+    for node in apart.nodes:
         try:
             proof.visit(node)
         except Error:
@@ -98,29 +101,19 @@ def check(
 Reads = Sequence[tuple[fx.Node, Typed]]
 
 
-class _Proof:
-    """What has been proved of a rank's nodes so far."""
-
-    def __init__(self, graph: fx.Graph, held: Any, trainable: Any, to: Target, local_outputs: Any) -> None:
-        self.held, self.trainable, self.to, self.local_outputs = held, trainable, to, local_outputs
-        self.axes = infer_axes(graph)
-        self.model = ModelNodes(graph)
-        self.types: dict[fx.Node, tuple[Typed, ...]] = {}
-        self.whole: dict[fx.Node, fx.Node] = {}  # The node of the model's graph whose value, or part of it, this is.
-        self.numbers: dict[fx.Node, Any] = {}
-        self.bundles: dict[Any, Any] = {}  # What reads several parameters at once -> these.
-        self.opened: dict[fx.Node, fx.Node] = {}  # What puts a value together again -> what took it apart.
+class _Checking(Proof):
+    """Proves one node after the other."""
 
     def visit(self, node: fx.Node) -> None:
         source: Any = node.args[0] if node.args else None
         if is_number(node):
-            self.numbers[node] = self._number(node)
+            self.numbers[node] = self.number(node)
         elif node.target is collectives.share:
             self._share(node, *node.args)
         elif node.target is together:
             self._together(node, *node.args)
         elif node.target is operator.getitem and source in self.bundles:
-            self._give(node, self.whole[self.bundles[source][node.args[1]]], (self.types[source][node.args[1]],))  # type: ignore[index]
+            self.give(node, self.whole[self.bundles[source][node.args[1]]], (self.types[source][node.args[1]],))  # type: ignore[index]
         elif node.target in CONJUGATES:
             self._conjugate(node, *node.args)
         elif node.target in MOVES:
@@ -130,39 +123,9 @@ class _Proof:
         elif (end := closing(node)) is not None:
             self._open(node, end)
         elif node.target is operator.getitem and source in self.opened.values():
-            self._give(node, source, (self.types[source][node.args[1]],))  # type: ignore[index]
+            self.give(node, source, (self.types[source][node.args[1]],))  # type: ignore[index]
         else:
             self._compute(node)
-
-    def _give(self, node: fx.Node, whole: fx.Node, types: tuple[Typed, ...]) -> None:
-        """Remembers what was proved of a node, if the example values that it carries agree."""
-        for value, typed in zip(outputs_of(node), types, strict=True):
-            shape = [local_length(self.to, axis, typed.leaf) for axis in typed.dims]
-            if plain(list(value.shape)) != plain(shape) or value.dtype != typed.dtype:
-                self.refuse(node, f"is not this rank's {typed}", expected=listed(shape), got=listed(value.shape))
-        self.types[node], self.whole[node] = types, whole
-
-    def refuse(self, node: fx.Node, problem: str, **facts: Any) -> NoReturn:
-        where = f"rank {self.to.rank} of {self.to.tp}: `{node}` "
-        raise Error(where + problem, **{label: str(fact) for label, fact in facts.items()}, at=line_of(node))
-
-    def refuse_read(self, node: fx.Node, operand: fx.Node, typed: Typed, want: Placement, **facts: Any) -> NoReturn:
-        expected, got = (f"{type(t.placement).__name__} {t}" for t in (replace(typed, placement=want), typed))
-        self.refuse(node, f"reads `{operand}`", **facts, expected=expected, got=got)
-
-    def _number(self, node: fx.Node) -> Any:
-        """A size, or what is computed from sizes."""
-        if node.target is not aten.sym_size.int:
-            return node.target(*self._erased(node.args), **self._erased(node.kwargs))  # type: ignore[operator]
-        x, dim = node.args
-        (typed,), size = self.types[x], self.whole[x].meta["val"].shape[dim]  # type: ignore[index]
-        if typed.leaf is not None and touches(typed.dims[dim], typed.leaf):  # type: ignore[index]
-            self.refuse(node, f"reads from `{x}` a size that is cut", got=typed)
-        return size
-
-    def _erased(self, value: Any) -> Any:
-        """Arguments in terms of the model's graph: values as its nodes, sizes as numbers."""
-        return fx.map_arg(value, lambda n: self.numbers[n] if n in self.numbers else self.whole[n])
 
     # ---- nodes that stand for one of the model's graph
 
@@ -202,7 +165,7 @@ class _Proof:
         placement: Placement = Replicate() if leaf is None else stored(leaf, layout)
         flows = node.name in self.trainable
         types = (Typed(v.dtype, self.axes.of(model), placement, flows and _is_floating(v)) for v in outputs_of(model))
-        self._give(node, model, tuple(types))
+        self.give(node, model, tuple(types))
 
     def _held(self, node: fx.Node, model: fx.Node, layout: Layout) -> Axis | None:
         """The axis that a layout cuts: the one whose cut gives every rank just these pieces."""
@@ -217,7 +180,7 @@ class _Proof:
 
     def _output(self, node: fx.Node, model: fx.Node) -> None:
         for i, (got, expected) in enumerate(zip(node.args[0], model.args[0], strict=True)):  # type: ignore[arg-type]
-            if plain(self._erased(got)) != valued(expected):
+            if plain(self.erased(got)) != valued(expected):
                 self.refuse(node, f"returns something else at {i}", expected=expected, got=got)
             for typed in self.types.get(got, ()):
                 layout, at = self.local_outputs.get(i), typed.cut_dims(typed.leaf)
@@ -240,7 +203,7 @@ class _Proof:
             source: Any = node.args[0]
             before = source.meta["val"][: node.args[1]]
             types = self.types[source][sum(isinstance(value, torch.Tensor) for value in before)]
-            return self._give(node, model, (types,))
+            return self.give(node, model, (types,))
         for operand in node.all_input_nodes:
             for typed in self.types.get(operand, ()):
                 if isinstance(typed.placement, Partial | Shard):
@@ -251,7 +214,7 @@ class _Proof:
 
     def _is_call(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> bool:
         """True if `node` calls `target` on these arguments, which are the model's."""
-        return node.target is target and plain(self._erased(bind(node))) == valued(arguments)
+        return node.target is target and plain(self.erased(bind(node))) == valued(arguments)
 
     def _expect_call(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> None:
         if not self._is_call(node, target, arguments):
@@ -264,7 +227,7 @@ class _Proof:
         if cut is None or not is_full(cut.leaf):
             cut = self._new_cut(node, model, cut) or cut
         self._expect_call(node, *local_call(self.to, self.axes, node, model, cut))
-        self._give(node, model, self._typing(node, model, reads, cut))
+        self.give(node, model, self._typing(node, model, reads, cut))
 
     def _biased(self, node: fx.Node, x: fx.Node, w: fx.Node, bias: fx.Node) -> None:
         """A product with the bias that was put back into it (`passes/clean.py`): product, then sum."""
@@ -277,7 +240,7 @@ class _Proof:
                     (made,) = self._typing(node, model, factors, self._cut(node, model, factors))
                     reads = [(node, made) if term is model else read[bias] for term in terms]
                     total = sums.pop(0)
-                    return self._give(node, total, self._typing(node, total, reads, self._cut(node, total, reads)))
+                    return self.give(node, total, self._typing(node, total, reads, self._cut(node, total, reads)))
         self._stands_for(node, None)
 
     def _cut(self, node: fx.Node, model: fx.Node, reads: Reads) -> Cut | None:
@@ -330,7 +293,7 @@ class _Proof:
     def _conjugate(self, node: fx.Node, x: Any, axis: Any, *rest: Any) -> None:
         """A row of the table of conjugates, in its place and over the dimension that is cut."""
         (typed,), kinds = self.types[x], CONJUGATES[node.target]
-        leaf = moved_leaf(typed, *rest) if Shard in kinds else None
+        leaf = moved_leaf(typed, *self.erased(rest)) if Shard in kinds else None
         allowed = {collectives.copy: ([],), collectives.reduce: ([], ["sum"], ["max"])}.get(node.target, ())  # type: ignore[arg-type]
         if axis != self.to.axis or node.kwargs or (leaf is None and list(rest) not in allowed):
             self.refuse(node, "does not move along the axis that is cut", got=f"{called(node)} of {typed}")
@@ -338,14 +301,14 @@ class _Proof:
         want, give = (make.get(kind, kind)() for kind in kinds)
         if not typed.fits(want):
             self.refuse_read(node, x, typed, want)
-        self._give(node, self.whole[x], (replace(typed, placement=give),))
+        self.give(node, self.whole[x], (replace(typed, placement=give),))
 
     def _share(self, node: fx.Node, x: Any, axis: Any, dim: Any, ranges: Any) -> None:
         """What several ranks hold, each of which does a part of the work that reads it."""
         (typed,) = self.types[x]
         if node.kwargs or not shares(self.to, typed, axis, dim, ranges):
             self.refuse(node, "does not sum the gradient of what several ranks hold", got=f"{called(node)} of {typed}")
-        self._give(node, self.whole[x], (replace(typed, placement=Shard(typed.leaf)),))  # type: ignore[arg-type]
+        self.give(node, self.whole[x], (replace(typed, placement=Shard(typed.leaf)),))  # type: ignore[arg-type]
 
     def _together(self, node: fx.Node, xs: Any, axis: Any, where: Any) -> None:
         """Several of what `copy` and `share` read, as these read it."""
@@ -367,7 +330,7 @@ class _Proof:
             self.refuse(node, "is no move of what this rank has", got=f"{called(node)} of {typed}")
         if not typed.fits(row[0]):
             self.refuse_read(node, x, typed, row[0])
-        self._give(node, self.whole[x], (replace(typed, placement=row[1]),))
+        self.give(node, self.whole[x], (replace(typed, placement=row[1]),))
 
     def _open(self, node: fx.Node, end: fx.Node) -> None:
         """A dimension taken apart, so that one part of it can be cut or joined (`passes/exchange.py`)."""
@@ -377,14 +340,14 @@ class _Proof:
         sizes, dim = rest if node.target is SPLIT else reversed(rest)
         (typed,) = self.types[x]
         for parts in openings(node.target, find(typed.dims[dim])):
-            if plain([local_length(self.to, part, typed.leaf) for part in parts]) == plain(self._erased(sizes)):
+            if plain([local_length(self.to, part, typed.leaf) for part in parts]) == plain(self.erased(sizes)):
                 break
         else:
             self.refuse(node, "takes a dimension apart otherwise than its axis", expected=typed, got=called(node))
         inner = [[part] for part in parts] if node.target is SPLIT else [parts]
         types = (replace(typed, dims=(*typed.dims[:dim], *axes, *typed.dims[dim + 1 :])) for axes in inner)
         self.opened[end] = node
-        self._give(node, node, tuple(types))
+        self.give(node, node, tuple(types))
 
     def _close(self, node: fx.Node, opening: fx.Node) -> None:
         """The dimension put together again, all its parts moved alike."""
@@ -392,7 +355,7 @@ class _Proof:
         (typed,), moved = self.types[x], [self.types[n][0] for n in node.all_input_nodes if n in self.types]
         if any(part.placement != moved[0].placement for part in moved):
             self.refuse(node, "joins parts that were moved differently", got=", ".join(map(str, moved)))
-        self._give(node, self.whole[x], (replace(typed, placement=moved[0].placement),))
+        self.give(node, self.whole[x], (replace(typed, placement=moved[0].placement),))
 
 
 def _is_floating(value: torch.Tensor) -> bool:

@@ -28,7 +28,7 @@ def exchange(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: C
     """`kind` applied to `x`, whose dimension `dim` is `axis`, along the `leaf` inside it."""
     axis, leaf = find(axis), find(leaf)
     if axis is leaf:
-        return _blocks(local, x, leaf, dim, kind, leaf.size.number, 1)
+        return _blocks(local, x, axis, leaf, dim, kind, 1)
     if axis.kind == "concat":
         return _parts(local, x, axis, leaf, dim, kind)
     at = next(i for i, part in enumerate(axis.parts) if holds(part, leaf))
@@ -36,7 +36,7 @@ def exchange(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: C
     for i, part in enumerate(axis.parts):
         major, minor = (major * part.size if i < at else major), (minor * part.size if i > at else minor)
     if at == 0 and find(axis.parts[0]) is leaf and not minor.symbols:
-        return _blocks(local, x, leaf, dim, kind, axis.size.number, minor.number)
+        return _blocks(local, x, axis, leaf, dim, kind, minor.number)
     return _inside(local, x, axis.parts[at], (major, minor), leaf, dim, kind)
 
 
@@ -45,12 +45,13 @@ def _inward(kind: Conjugate) -> bool:
     return kind in (scatter, reduce_scatter)
 
 
-def _blocks(local: Local, x: fx.Node, leaf: Axis, dim: int, kind: Conjugate, size: int, block: int) -> fx.Node:
-    """The collective itself: `size` elements along `dim`, of which whole blocks belong together."""
+def _blocks(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: Conjugate, block: int) -> fx.Node:
+    """The collective itself, along a dimension of which whole blocks belong together."""
+    size = local.size(axis.size)
     args = (dim, size) if block == 1 else (dim, size, block)
+    length = local.local_size(axis.size, axis, leaf if _inward(kind) else None)
     new = local.builder.raw(kind, (x, local.to.axis, *args))
-    length = local.to.length(leaf) * block if _inward(kind) else size
-    new.meta["val"] = local.resized(x.meta["val"], dim, length)
+    new.meta["val"] = local.resized(x.meta["val"], dim, length.meta["val"] if isinstance(length, fx.Node) else length)
     return new
 
 

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.source import ConstantSource
-from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from autotp import routing
 from autotp.axis import Axis, Size, find
@@ -229,17 +227,11 @@ class _Rewriting:
             arguments = (chosen, number, routed.grouped, 0, number)
             places, count = (self.builder.raw(f, arguments) for f in (routing.dispatch, routing.counts))
             with self.builder.mode:
-                rows = number * self._each(len(self.routes))
+                rows = number * self.builder.length(f"rows_of_an_expert_{len(self.routes)}", ROWS)
                 places.meta["val"] = torch.empty(rows, dtype=torch.int64, device=chosen.meta["val"].device)
                 count.meta["val"] = places.meta["val"].new_empty(number)
             self.routes[id(routed)] = places, count
         return self.routes[id(routed)]
-
-    def _each(self, i: int) -> Any:
-        """A length of its own: how many rows an expert has."""
-        env, source = self.builder.mode.shape_env, ConstantSource(f"rows_of_an_expert_{i}")
-        symbol = env.create_symbol(ROWS, source, DimDynamic.DYNAMIC)  # type: ignore[union-attr]
-        return env.create_symintnode(symbol, hint=ROWS, source=source)  # type: ignore[union-attr]
 
     def _read(self, routed: Routed, node: fx.Node) -> fx.Node:
         """A read of the experts' weights."""

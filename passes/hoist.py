@@ -86,8 +86,8 @@ def _cheap(
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node in wanted and all(user in found or user not in wanted for user in node.users):
-            least = elements(node)
-            if price[node] < least or (node.target in VIEWS and price[node] == least):
+            least, plain = elements(node), all(o.op == "placeholder" for o in axes.bound[node].operands)
+            if price[node] < least or ((plain or node.target in VIEWS) and price[node] == least):
                 found.add(node)
     return found
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -14,10 +15,12 @@ from autotp.builder import Builder
 from autotp.errors import Error
 from autotp.grid import part_of
 from autotp.layout import ranges
-from autotp.partition import chunk_bounds
+from autotp.partition import chunk_bounds, chunk_size, chunk_start, chunk_stop
 from autotp.source import line_of
 
 aten = torch.ops.aten
+PARTS = (chunk_start, chunk_stop, chunk_size)
+"""What graphs compute of this rank's part of a length that the inputs' sizes decide."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Target:
         tp, rank: its size, and the place of this rank on it.
         randomness: "exact" draws the masks one device would, "fast" masks of the rank's own.
         local_outputs: output positions that stay cut; the others are gathered.
+        parts: where this rank's part of a symbolic length starts, stops, and how long it is, once something computes
+            it: (one of `PARTS`, the length) -> that size.
     """
 
     axis: str
@@ -36,6 +41,7 @@ class Target:
     rank: int
     randomness: Literal["exact", "fast"] = "fast"
     local_outputs: frozenset[int] = frozenset()
+    parts: dict[tuple[Callable[..., int], Size], Size] = field(default_factory=dict, compare=False)
 
     def chunk(self, leaf: Axis) -> tuple[int, int]:
         """Where this rank's part of a leaf starts and stops."""
@@ -54,17 +60,19 @@ class Local:
         self.builder, self.to = builder, to
         self.symbols: dict[str, tuple[fx.Node, int]] = {}
         self.read: dict[str, fx.Node] = {}
+        self.parts: dict[tuple[Callable[..., int], Size], fx.Node] = {}
 
-    def learn(self, node: fx.Node, whole: torch.Tensor | None) -> None:
+    def learn(self, node: fx.Node, whole: torch.Tensor | None, cut: Collection[int] = ()) -> None:
         """Remembers which symbolic sizes a value shows: a symbol, or a sum of some (`s0 - 1`) as one.
 
         Args:
             node: the value in this rank's graph.
-            whole: the model's example value of it, whose symbolic dimensions are not cut.
+            whole: the model's example value of it.
+            cut: the dimensions that are cut.
         """
         for d, length in enumerate(whole.shape if isinstance(whole, torch.Tensor) else ()):
             size = Size.of(length)
-            if size.number == 1 and len(size.symbols) == 1:
+            if size.number == 1 and len(size.symbols) == 1 and d not in cut:
                 self.symbols.setdefault(size.symbols[0], (node, d))
 
     # ---- sizes as arguments: numbers, or nodes that compute them from the inputs' sizes
@@ -88,10 +96,26 @@ class Local:
         """The size of a dimension of a local tensor, which is `axis` and `size` globally."""
         if leaf is None or not touches(axis, leaf):
             return self.size(size)
+        if find(leaf).size.symbols:
+            return self.times(self.size(find(axis).size.divided(find(leaf).size) or ONE), self.part(chunk_size, leaf))
         if not find(axis).size.symbols:
             return sum(b - a for a, b in ranges(axis, leaf, self.to.tp, self.to.rank))
         whole, mine = part_of(axis, leaf, self.to.tp, self.to.rank)
         return self.times(mine, self.size(find(axis).size.divided(whole) or ONE))
+
+    def part(self, what: Callable[..., int], leaf: Axis) -> Any:
+        """One of `PARTS` of this rank's part of a leaf."""
+        size = find(leaf).size
+        if not size.symbols:
+            return what(size.number, self.to.tp, self.to.rank)
+        if (what, size) not in self.parts:
+            whole = self.size(size)
+            new = self.parts[what, size] = self.builder.raw(what, (whole, self.to.tp, self.to.rank))
+            hint = what(int(whole.meta["val"].node.hint), self.to.tp, self.to.rank)
+            new.meta["val"] = self.builder.length(
+                f"{what.__name__}({size}, {self.to.tp}, {self.to.rank})", max(hint, 2)
+            )
+        return self.parts[what, size]
 
     def times(self, a: Any, b: Any) -> Any:
         """A product of sizes. A local length of one is multiplied too: the graphs of all ranks have the same nodes."""
@@ -109,10 +133,13 @@ class Local:
 
     def value(self, value: torch.Tensor, dims: tuple[Axis, ...], leaf: Axis) -> torch.Tensor:
         """A global example value with the cut dimension local."""
-        shape = []
+        shape: list[Any] = []
         for size, axis in zip(value.shape, dims, strict=True):
             if not touches(axis, leaf):
                 shape.append(size)
+            elif find(leaf).size.symbols:
+                whole, mine = self.size(find(leaf).size), self.part(chunk_size, leaf)
+                shape.append(size // whole.meta["val"] * mine.meta["val"])
             elif isinstance(size, int):
                 shape.append(sum(b - a for a, b in ranges(axis, leaf, self.to.tp, self.to.rank)))
             else:

@@ -19,6 +19,7 @@ from autotp.call import bind
 from autotp.errors import Error
 from autotp.layout import ranges
 from autotp.operators import SIZE_ARGUMENTS
+from autotp.partition import chunk_start, chunk_stop
 from autotp.passes.axes import Axes, Factor
 from autotp.passes.local import Local
 from autotp.source import line_of
@@ -134,7 +135,7 @@ def _routed(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
 def _start(local: Local, node: fx.Node, axis: Axis, leaf: Axis) -> int:
     """Where this rank's positions of `axis` start; they must be neighbours: the leaf is the axis, or major in it."""
     opened = open_product(axis, leaf)
-    if opened is None or opened[0] != ONE or opened[1].symbols:
+    if opened is None or opened[0] != ONE or opened[1].symbols or find(leaf).size.symbols:
         raise Error(f"{node.target} cannot be cut inside an axis of {axis}", at=line_of(node))
     return local.to.chunk(leaf)[0] * opened[1].number
 
@@ -170,8 +171,9 @@ def _whole(local: Local, shape: Any, dims: tuple[Axis, ...], leaf: Axis) -> tupl
     if opened is None:
         return sizes, dim, tuple(ranges(dims[dim], leaf, local.to.tp, local.to.rank))
     before, behind = opened
-    middle = [local.size(before), leaf.size.number, local.size(behind)]
-    return [*sizes[:dim], *middle, *sizes[dim + 1 :]], dim + 1, (local.to.chunk(leaf),)
+    middle = [local.size(before), local.size(find(leaf).size), local.size(behind)]
+    mine = local.part(chunk_start, leaf), local.part(chunk_stop, leaf)
+    return [*sizes[:dim], *middle, *sizes[dim + 1 :]], dim + 1, (mine,)
 
 
 FORMS: dict[Any, Form] = {

@@ -117,6 +117,9 @@ class _Lowering:
 
         The size of a dimension that is not cut is the same on every rank: nothing is gathered to read it.
         """
+        if self._is_cut_size(node):
+            self.builder.env[node] = self.local.size(node.meta["val"])
+            return
         for operand in node.all_input_nodes:
             if operand in self.have:
                 have = self.have[operand][0]
@@ -129,6 +132,12 @@ class _Lowering:
         at: Any = node.args[1] if node.target is torch.ops.aten.sym_size.int else None
         return at is not None and not touches(self.axes.of(x)[at], leaf)
 
+    def _is_cut_size(self, node: fx.Node) -> bool:
+        """True for the size of a cut dimension, which is the model's: read where it is whole."""
+        x: Any = node.args[0] if node.target is torch.ops.aten.sym_size.int else None
+        have = self.have[x][0] if x in self.have else None
+        return isinstance(have, Shard) and not self._is_uncut_size(node, have.axis)
+
     def _operator(self, node: fx.Node, bound: Bound) -> None:
         leaf = self.decision.cuts.get(node)
         wants = needs(node, self.axes, leaf, self.have, self.hoisted)
@@ -139,7 +148,8 @@ class _Lowering:
             new = self.builder.copy(node)
         else:
             new = self.builder.env[node] = localize(self.local, node, self.axes, factor, leaf)
-        self.local.learn(new, node.meta["val"])
+        cut = [d for dims in self.axes.dims[node] for d, axis in enumerate(dims) if leaf and touches(axis, leaf)]
+        self.local.learn(new, node.meta["val"], cut)
         self.have[node] = wants.outputs
         self.forms[node] = dict.fromkeys(wants.outputs, new)
 
@@ -165,6 +175,10 @@ class _Lowering:
                 return self._kept(self.builder.raw(first, (x, 0, None if self.to.rank == 0 else ())), x)
             case Replicate(), Copied():
                 return self._same_shape(copy, x) if node in self.differentiable else x
+            case Partial("sum"), Replicate() | Copied() if node in self.decision.scattered:
+                leaf = self.decision.scattered[node]
+                self.read(node, Shard(leaf))
+                return self._converted(node, Shard(leaf), want)
             case Partial("sum"), Replicate():
                 return self._same_shape(reduce, x)
             case Partial(reducer), Replicate():

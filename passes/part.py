@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
@@ -18,6 +18,7 @@ from autotp.call import bind, outputs_of
 from autotp.grid import part_of
 from autotp.layout import Range, ranges
 from autotp.operators import SIZE_ARGUMENTS
+from autotp.partition import chunk_size, chunk_start, chunk_stop
 from autotp.passes.axes import Axes, Dims
 from autotp.passes.erase import FORMS, SDPA, SLICE, SPLIT, family
 from autotp.passes.local import Target
@@ -31,11 +32,22 @@ def local_length(to: Target, axis: Axis, leaf: Axis | None) -> Size:
         return size
     if find(leaf).kind == "grid" and not size.symbols:
         return Size(sum(b - a for a, b in ranges(axis, leaf, to.tp, to.rank)))
-    whole, mine = part_of(axis, leaf, to.tp, to.rank)
+    whole, number = part_of(axis, leaf, to.tp, to.rank)
+    mine = _known(to, chunk_size, leaf) if find(leaf).size.symbols else Size(number)
     rest = size.divided(whole)
     if rest is None:
         raise ValueError(f"{axis} is not whole times {leaf}")
-    return Size(mine) * rest
+    return mine * rest
+
+
+def _known(to: Target, what: Callable[..., int], leaf: Axis) -> Size:
+    """Start, stop or length of this rank's part of a leaf, where the graph has computed it."""
+    size = find(leaf).size
+    if not size.symbols:
+        return Size(what(size.number, to.tp, to.rank))
+    if (what, size) not in to.parts:
+        raise ValueError(f"nothing computes this rank's part of {size}")
+    return to.parts[what, size]
 
 
 def pieces_by_rank(to: Target, axis: Axis, leaf: Axis) -> tuple[tuple[Range, ...], ...] | None:
@@ -110,4 +122,5 @@ def _mask(to: Target, dims: Dims, leaf: Axis) -> list[Any]:
     sizes, opened = [find(axis).size for axis in dims], open_product(dims[dim], leaf)
     if opened is None:
         return [sizes, dim, (pieces_by_rank(to, dims[dim], leaf) or ())[to.rank]]
-    return [[*sizes[:dim], opened[0], find(leaf).size, opened[1], *sizes[dim + 1 :]], dim + 1, (to.chunk(leaf),)]
+    mine = _known(to, chunk_start, leaf), _known(to, chunk_stop, leaf)
+    return [[*sizes[:dim], opened[0], find(leaf).size, opened[1], *sizes[dim + 1 :]], dim + 1, (mine,)]

@@ -44,11 +44,13 @@ class Decision:
         cuts: node -> the leaf that the operator is cut along.
         held: parameter placeholder -> the leaf along which it is stored cut.
         chosen: the candidates that were accepted, in the order of acceptance.
+        scattered: sum over ranks -> the sequence along which it is scattered, and never reduced as a whole.
     """
 
     cuts: dict[fx.Node, Axis] = field(default_factory=dict)
     held: dict[fx.Node, Axis] = field(default_factory=dict)
     chosen: list[Candidate] = field(default_factory=list)
+    scattered: dict[fx.Node, Axis] = field(default_factory=dict)
 
 
 def decide(

@@ -125,11 +125,11 @@ def cut_factor(bound: Bound, leaf: Axis) -> Factor | None:
     return factor
 
 
-def moved_leaf(typed: Typed, dim: int, size: int, block: int = 1) -> Axis | None:
+def moved_leaf(typed: Typed, dim: int, size: Any, block: int = 1) -> Axis | None:
     """The leaf that a conjugate cuts or joins: the outermost of its dimension, in blocks of the rest of it."""
     axis = outermost = find(typed.dims[dim])
     while outermost.kind == "product":
         outermost = find(outermost.parts[0])
-    blocks = axis.size == Size(size) and axis.size.divided(outermost.size) == Size(block)
+    blocks = axis.size == Size.of(size) and axis.size.divided(outermost.size) == Size(block)
     alone = typed.cut_dims(outermost) == [dim % len(typed.dims)]
     return outermost if blocks and alone and holds(axis, outermost) else None

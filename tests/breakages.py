@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from autotp import collectives
+from autotp.columns import columns
 from autotp.together import together
 
 aten = torch.ops.aten
@@ -71,8 +72,11 @@ def another(node: fx.Node) -> Iterator[Change]:
 def misplace(node: fx.Node) -> Iterator[Change]:
     """A wrong dimension, size or block of a conjugate."""
     for at in range(2, len(node.args)) if node.target in KINDS[2:] else ():
+        if isinstance(node.args[at], fx.Node):  # A length that the inputs' sizes decide.
+            yield lambda n, at=at: n.update_arg(at, 2)
+            continue
         for by in (-1, 1):
-            yield lambda n, at=at, by=by: n.update_arg(at, n.args[at] + by)
+            yield lambda n, at=at, by=by: n.update_arg(at, n.args[at] + by)  # type: ignore[operator]
     if node.target in KINDS[2:]:
         yield lambda n: setattr(n, "args", (*n.args[:4], 2) if len(n.args) == 4 else n.args[:4])
         yield lambda n: n.update_arg(1, "dp")
@@ -192,6 +196,24 @@ def expose(node: fx.Node) -> Iterator[Change]:
 
             if value.meta["val"].is_floating_point():
                 yield change
+
+
+def regroup(node: fx.Node) -> Iterator[Change]:
+    """Something else of products that are one operator."""
+    if node.target is operator.getitem and getattr(node.args[0], "target", None) is columns:
+        yield lambda n: n.update_arg(1, (n.args[1] + 1) % len(n.args[0].args[4]))
+    if node.target is not columns:
+        return
+    yield lambda n: n.update_arg(0, next(x for x in n.all_input_nodes if x is not n.args[0]))
+    yield lambda n: n.update_arg(1, "dp")
+    yield lambda n: n.update_arg(2, (1, 2, 1) if n.args[2] is None else None)
+    yield lambda n: n.update_arg(3, (0, 1) if n.args[3] is None else None)
+    for at in (4, 5, 6):
+        yield lambda n, at=at: n.update_arg(at, n.args[at][::-1])
+        yield lambda n, at=at: n.update_arg(at, n.args[at][:-1])
+    yield lambda n: n.update_arg(5, (None,) * len(n.args[5]))
+    yield lambda n: n.update_arg(6, tuple(not turn for turn in n.args[6]))
+    yield from miscount(node)
 
 
 WAYS = (drop, twice, another, misplace, bypass, late, insert, miscount, skip, swap, confuse, expose)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,7 @@ from autotp.layout import Layout
 from autotp.partition import chunk_bounds
 from autotp.passes.capture import skeleton_of
 from autotp.passes.local import Target
-from autotp.transform import Analysis, analyse
+from autotp.transform import Analysis, Choices, analyse
 
 # ---- models
 
@@ -108,11 +108,11 @@ class Case:
     randomness: Any = "exact"
     layouts: Any = None
     experts: Any = "width"
+    sequence_parallel: bool = False
 
     def analysed(self) -> Analysis:
-        return analyse(
-            skeleton_of(self.model), (), self.inputs, self.tp, self.outputs, self.layouts, experts=self.experts
-        )
+        choices = Choices(self.outputs, self.experts, self.sequence_parallel)
+        return analyse(skeleton_of(self.model), (), self.inputs, self.tp, choices, self.layouts)
 
     def target(self, analysis: Analysis, rank: int) -> Target:
         return Target("tp", self.tp, rank, self.randomness, frozenset(analysis.local_outputs))
@@ -177,6 +177,8 @@ def case(name: str) -> tuple[Case, Analysis]:
 CASES: dict[str, Callable[[], Case]] = {
     "decoder": lambda: decoder(2),
     "decoder-fast": lambda: decoder(2, randomness="fast"),
+    "sequence": lambda: replace(decoder(2), sequence_parallel=True),
+    "sequence-fast": lambda: replace(encoder(3, randomness="fast"), sequence_parallel=True),
     "decoder-eval": lambda: decoder(3, train=False),
     "encoder": lambda: encoder(2),
     "grouped": lambda: grouped("separate", "full"),

@@ -13,7 +13,7 @@ from hypothesis import Phase, settings
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the rare cases, too: every family in every way; an hour")
-    parser.addoption("--deep", action="store_true", help="5,000 random architectures instead of 200; takes two hours")
+    parser.addoption("--deep", action="store_true", help="5,000 random architectures instead of 100; takes two hours")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -21,7 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
     found = (Phase.explicit, Phase.reuse, Phase.generate)  # a failing model takes minutes to shrink: --deep does
     settings.register_profile("default", deadline=None, derandomize=True, max_examples=200, phases=found)
     settings.register_profile("deep", deadline=None, max_examples=5000, print_blob=True)
-    settings.load_profile("deep" if config.getoption("deep") else "default")
+    settings.register_profile("all", settings.get_profile("default"))
+    settings.load_profile(next((name for name in ("deep", "all") if config.getoption(name)), "default"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from autotp import collectives
+from autotp.passes.columns import separate
 from autotp.together import together
 from autotp.verify import Change, Report, Trial, compare
 
@@ -91,6 +92,11 @@ def bias_before_reduce(graph: fx.Graph, node: fx.Node, rank: int) -> None:
         node.update_arg(0, graph.call_function(torch.ops.aten.add.Tensor, (product, bias)))
     add.replace_all_uses_with(node)
     graph.erase_node(add)
+
+
+def apart(trial: Trial) -> Trial:
+    """The same, its groups of products taken apart: so every conjugate is a node, and can be broken."""
+    return replace(trial, graphs=tuple(map(separate, trial.graphs)))
 
 
 def resliced(trial: Trial, name: str, pieces: list[tuple[int, int]]) -> Trial:

@@ -13,26 +13,28 @@ from hypothesis import strategies as st
 from transformer import arguments, model
 
 from autotp.report import Plan
+from autotp.transform import AS_USUAL, Choices
 from autotp.verify import Trial, compare, prepare
 
 TOLERANCE = 1e-10
 RANKS = (2, 3, 4, 8)
-EXAMPLES = settings().max_examples  # 200, or 5,000 with --deep; each number of ranks has its share of its own
+EXAMPLES = 100 if settings.get_current_profile_name() == "default" else settings().max_examples
+"""100, with --all 200, with --deep 5,000; each number of ranks has its share of its own."""
 
 slow = pytest.mark.timeout(10 * EXAMPLES)
 on_ranks = pytest.mark.parametrize("tp", RANKS, ids=lambda tp: f"tp{tp}")
 
 
-def trial(arch: Architecture, tp: int) -> Trial:
-    return prepare(model(arch), (), arguments(arch), tp)
+def trial(arch: Architecture, tp: int, choices: Choices = AS_USUAL) -> Trial:
+    return prepare(model(arch), (), arguments(arch), tp, choices)
 
 
 @slow
 @on_ranks
 @settings(max_examples=EXAMPLES // len(RANKS))
-@given(arch=architectures())
-def test_equals_one_device(arch: Architecture, tp: int) -> None:
-    report = replace(compare(trial(arch, tp)), tolerance=TOLERANCE)
+@given(arch=architectures(), along_sequence=st.booleans())
+def test_equals_one_device(arch: Architecture, tp: int, along_sequence: bool) -> None:
+    report = replace(compare(trial(arch, tp, Choices(sequence_parallel=along_sequence))), tolerance=TOLERANCE)
     assert report.ok, str(report)
     assert not uncut(arch, report.plan), str(report.plan)
 

@@ -17,7 +17,7 @@ from autotp.passes.capture import skeleton_of
 from autotp.passes.flow import needs_grad
 from autotp.passes.match import match
 from autotp.passes.plan import Decision, decide, decide_as, elements
-from autotp.transform import Outputs, analyse
+from autotp.transform import Choices, Outputs, analyse
 
 X = some(2, 3, 12)
 
@@ -119,7 +119,7 @@ class LossAndLogits(nn.Module):
 def test_outputs_that_stay_cut_cost_nothing(outputs: Outputs, training: bool, dim: int | None) -> None:
     """Then the weight is cut by the vocabulary. Logits that are gathered cost more than that is worth."""
     inputs = {"x": some(2, 3, 8), "labels": TOKENS}
-    analysis = analyse(skeleton_of(LossAndLogits().double().train(training)), (), inputs, 2, outputs)
+    analysis = analyse(skeleton_of(LossAndLogits().double().train(training)), (), inputs, 2, Choices(outputs))
     assert analysis.layouts["head.weight"].dim == dim
     assert list(analysis.local_outputs) == ([] if dim is None else [1])
 

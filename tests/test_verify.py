@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import Architecture
-from faults import argument, behind, bias_before_reduce, calls, conjugate, drop, on, red, repeat, resliced, wrong
+from faults import apart, argument, behind, bias_before_reduce, calls, conjugate, drop, on, red, repeat, resliced, wrong
 from torch import Tensor, fx, nn
 from transformer import arguments, model
 
@@ -20,6 +20,7 @@ from autotp import collectives, parallel
 from autotp.models.bert import BERT, BERTConfig
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.passes.flow import needs_grad
+from autotp.transform import Choices
 from autotp.verify import Difference, Report, Trial, compare, prepare
 
 CONJUGATES = (
@@ -32,20 +33,20 @@ SIZES: dict[str, Any] = {"block_size": 8, "vocab_size": 61, "n_layer": 1, "n_hea
 @cache
 def gpt() -> Trial:
     trained = GPT(GPTConfig(**SIZES))
-    return prepare(trained, (), trained.dummy_inputs, 2)
+    return apart(prepare(trained, (), trained.dummy_inputs, 2))
 
 
 @cache
 def bert() -> Trial:
     trained = BERT(BERTConfig(**SIZES))
-    return prepare(trained, (), trained.dummy_inputs, 2)
+    return apart(prepare(trained, (), trained.dummy_inputs, 2))
 
 
 @cache
 def alibi() -> Trial:
     """Slopes of heads that are scattered, logits that are gathered beside the loss."""
     arch = Architecture(positions="alibi", hidden=64, vocab=61, logits=True)
-    return prepare(model(arch), (), arguments(arch), 2, "full")
+    return apart(prepare(model(arch), (), arguments(arch), 2, Choices("full")))
 
 
 TRIALS = pytest.mark.parametrize("trial", [gpt, bert, alibi], ids=["gpt", "bert", "alibi"])
@@ -105,7 +106,7 @@ def test_names_what_is_wrong() -> None:
 
 def test_the_gradient_of_an_input() -> None:
     mlp = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
-    trial = prepare(mlp, (torch.ones(2, 6),), {}, 2)
+    trial = apart(prepare(mlp, (torch.ones(2, 6),), {}, 2))
     (node,) = calls(trial, collectives.copy)
     assert compare(trial).ok
     assert wrong(compare(trial, on(node.name, drop))) == {"input 0"}

@@ -75,6 +75,7 @@ def from_pretrained(
     strict: bool = False,
     check_inputs: CheckInputs = "first",
     experts: Experts = "width",
+    sequence_parallel: bool = False,
 ) -> ParallelModule:
     """This rank's part of the model in the folder `path`, in eval mode; each rank reads only what it holds.
 
@@ -88,14 +89,15 @@ def from_pretrained(
         config: what to replace in config.json, and arguments of transformers as `attn_implementation`.
         missing: "init" initialises parameters that are in no file as transformers does, the same on all ranks.
         unexpected: "ignore" leaves out tensors that the model has no place for.
-        tp, mesh, device, example_inputs, outputs, randomness, strict, check_inputs, experts: as for `parallelize`.
+        tp, mesh, device, example_inputs, outputs, randomness, strict, check_inputs, experts, sequence_parallel: as for
+            `parallelize`.
 
     Raises:
         Error: the folder is no checkpoint, a file is cut short or corrupt, a tensor is missing, unexpected or of
             another shape (names the tensor and the file); on every rank, as all that `parallelize` refuses.
     """
     size = "" if tp is None else f", tp={tp}"
-    settings = Settings(outputs, randomness, check_inputs, experts)
+    settings = Settings(outputs, experts, sequence_parallel, randomness, check_inputs)
     wanted = Wanted(dtype, model_class, config or {}, missing, unexpected)
 
     def run() -> ParallelModule:
