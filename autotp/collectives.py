@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 from autotp.eager import is_plain
 from autotp.errors import Error
 from autotp.partition import chunk_bounds, chunk_length, chunk_sizes
+from autotp.strides import inverse, memory_order
 
 # No backend sends these; they travel as bytes.
 _AS_BYTES = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2})
@@ -76,7 +77,11 @@ def reduce_scatter(x: Tensor, group: str | None, dim: int, size: int, block: int
 def _convert(name: str, x: Tensor, group: str | None, dim: int = 0, size: Any = 0, block: int = 1) -> Tensor:
     if group is None or _seat(group)[1] == 1:
         return x
-    return _apply(name, x, group, dim % max(x.dim(), 1), size, block)
+    dim %= max(x.dim(), 1)
+    if name not in MOVES or x.is_contiguous():
+        return _apply(name, x, group, dim, size, block)
+    order = memory_order(x)
+    return _apply(name, x.permute(order), group, order.index(dim), size, block).permute(inverse(order))
 
 
 def _apply(name: str, x: Tensor, group: str, dim: int, size: Any, block: int) -> Tensor:
@@ -195,6 +200,8 @@ def _in_rows(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
     return torch.unflatten(_pad(x, dim, part * tp), dim, (tp, part)).movedim(dim, 0).flatten(0, 1).contiguous()
 
 
+MOVES = ("scatter", "gather", "all_gather", "reduce_scatter")
+"""Those that change the length of a dimension. Their results lie in memory as what they read does."""
 # name: (forward, the conjugate that is its backward), as in DESIGN.md, section 2. No gradient reaches "max".
 # Those with an underscore write the sum over what is summed.
 TABLE: dict[str, tuple[Callable[[Tensor, str, int, int, int], Tensor], str]] = {

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from autotp import collectives
 from autotp.columns import columns, products
 from autotp.partition import chunk_sizes
+from autotp.strides import inverse, memory_order
 from autotp.together import together
 
 Ranks = tuple[Tensor, ...]
@@ -113,7 +114,11 @@ def _conjugate(kind: str) -> Callable[..., Ranks]:
         if kind == "reduce" and rest == ("max",):
             most = torch.stack([x.detach() for x in xs]).amax(0)
             return tuple(most.clone() for _ in xs)
-        return _Conjugate.apply(kind, rest, *xs)
+        if not rest:
+            return _Conjugate.apply(kind, rest, *xs)
+        order = memory_order(xs[0])
+        moved = _Conjugate.apply(kind, (order.index(rest[0] % len(order)), *rest[1:]), *(x.permute(order) for x in xs))
+        return tuple(x.permute(inverse(order)) for x in moved)
 
     return run
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from autotp.eager import is_last_backward, is_plain
 from autotp.errors import Error
+from autotp.strides import memory_order
 
 
 def embedding(weight: Tensor, indices: Tensor, start: int, size: int, padding_idx: int = -1) -> Tensor:
@@ -191,17 +192,14 @@ def exact_dropout(x: Tensor, p: float, shape: Sequence[int], dim: int, pieces: S
         dim: the dimension of `shape` that is cut.
         pieces: this rank's (start, stop) ranges of it.
     """
-    order = _memory_order(x) if len(shape) == x.dim() else list(range(len(shape)))
+    opened = len(shape) - x.dim()  # 0, or 2: then `dim` is the middle one of three that are one dimension of `x`.
+    at = dim - opened // 2
+    places = [[d + opened * (d > at) + i for i in range(1 + opened * (d == at))] for d in range(x.dim())]
+    order = [place for d in memory_order(x) for place in places[d]]
     ones = torch.ones([shape[d] for d in order], dtype=x.dtype, device=x.device)
     noise = F.dropout(ones, p, True).permute([order.index(d) for d in range(len(order))])
     parts = [noise.narrow(dim, a, b - a) for a, b in pieces] or [noise.narrow(dim, 0, 0)]
     return x * torch.cat(parts, dim).reshape(x.shape)
-
-
-def _memory_order(x: Tensor) -> list[int]:
-    """The dimensions as they lie in memory, outermost first: a mask is drawn in that order."""
-    strides = x.stride()
-    return sorted(range(x.dim()), key=lambda d: (-strides[d], d)) if x.numel() else list(range(x.dim()))
 
 
 def fast_dropout(x: Tensor, p: float, rank: int) -> Tensor:

@@ -18,8 +18,8 @@ from autotp.verify import Trial, compare, prepare
 
 TOLERANCE = 1e-10
 RANKS = (2, 3, 4, 8)
-EXAMPLES = 100 if settings.get_current_profile_name() == "default" else settings().max_examples
-"""100, with --all 200, with --deep 5,000; each number of ranks has its share of its own."""
+EXAMPLES = 60 if settings.get_current_profile_name() == "default" else settings().max_examples
+"""60, with --all 200, with --deep 5,000; each number of ranks has its share of its own."""
 
 slow = pytest.mark.timeout(10 * EXAMPLES)
 on_ranks = pytest.mark.parametrize("tp", RANKS, ids=lambda tp: f"tp{tp}")
@@ -82,7 +82,7 @@ def plain(draw: st.DrawFn) -> Architecture:
 
 @slow
 @on_ranks
-@settings(max_examples=EXAMPLES // len(RANKS) // 10)
+@settings(max_examples=max(EXAMPLES // len(RANKS) // 10, 2))
 @given(arch=plain())
 def test_all_reduces_of_a_layer(arch: Architecture, tp: int) -> None:
     """Two forward and two backward; one each where both branches read one value and are added."""

@@ -46,6 +46,17 @@ def test_every_family_at_every_size(name: str, tp: int, train: bool) -> None:
     expect_equal(name, tp, train)
 
 
+@pytest.mark.rare
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_along_the_sequence(name: str, tp: int) -> None:
+    torch.manual_seed(0)
+    model, inputs = FAMILIES[name]()
+    report = autotp.verify(model.train(), tp, example_inputs=inputs, sequence_parallel=True)
+    assert report.ok, f"{name} tp={tp}: {report}"
+    assert report.plan.along_sequence
+
+
 def expect_equal(name: str, tp: int, train: bool) -> None:
     """Every gradient; nearly all of the blocks cut; two collectives a layer and way, three with cross-attention."""
     torch.manual_seed(0)

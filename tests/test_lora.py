@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -38,8 +39,15 @@ def what_is_done_before(rank: int, n: int) -> None:
         parallel.save_pretrained("adapters")
 
 
-@on_both
-@pytest.mark.parametrize("kept", [True, False], ids=["merge_adapter", "merge_and_unload"])
+@pytest.mark.parametrize(
+    ("family", "kept"),
+    [
+        pytest.param("gpt2", True, id="gpt2-merge_adapter"),
+        pytest.param("llama", False, id="llama-merge_and_unload"),
+        pytest.param("gpt2", False, id="gpt2-merge_and_unload", marks=pytest.mark.rare),
+        pytest.param("llama", True, id="llama-merge_adapter", marks=pytest.mark.rare),
+    ],
+)
 def test_merged(family: str, kept: bool) -> None:
     """The product is in the weights: it costs and gives what the model without adapters does."""
     model, inputs = adapted(family)
@@ -53,7 +61,7 @@ def test_merged(family: str, kept: bool) -> None:
     )  # fmt: skip
 
 
-@on_both
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.rare)])
 def test_other_adapters(family: str) -> None:
     """Of the rank's square root; of embeddings and head; whole modules trained beside; biases too."""
     head = {"gpt2": ["wte"], "llama": ["embed_tokens", "lm_head"]}[family]
@@ -70,6 +78,7 @@ def test_other_adapters(family: str) -> None:
 # ---- what is cut, and what it costs
 
 
+@cache
 def trial(family: str, plain: bool = False) -> Trial:
     model, inputs = tiny(family) if plain else adapted(family)
     return prepare(model, (), inputs, 2)
