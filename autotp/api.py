@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -11,11 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.agree import CheckInputs, agree_on_graph, agree_on_random, digest
 from autotp.errors import Error, within
+from autotp.hf.models import checkpoints
 from autotp.initialize import initialize
 from autotp.inputs import example_inputs as find_inputs
 from autotp.layout import Layout
 from autotp.mesh import Mesh, broadcast_from_first, expect_size, gather_ints, make_mesh
 from autotp.passes.capture import skeleton_of
+from autotp.passes.recompute import Recompute
 from autotp.regions import ambient
 from autotp.report import Plan, report
 from autotp.run import Entry, ParallelModule, Settings, expect_choices, prepare
@@ -40,6 +43,7 @@ def parallelize(
     check_inputs: CheckInputs = "first",
     experts: Experts = "width",
     sequence_parallel: bool = False,
+    recompute: Recompute = "none",
 ) -> ParallelModule:
     """This rank's part of `model`, which computes the same outputs, loss and gradients as `model` did.
 
@@ -63,6 +67,8 @@ def parallelize(
         sequence_parallel: True cuts what lies between a block's products (residuals, norms, dropouts) along the
             sequence: ranks keep 1/tp of it for backward, and send as many bytes as without (over NCCL; gloo has no
             reduce-scatter of its own, and sends half as many again).
+        recompute: "full" keeps of each numbered block its inputs for backward, and computes it again there;
+            "selective" all but the scores of attentions that are not fused; "none" everything.
 
     Raises:
         Error: bad input of any kind; nothing of `model` is changed then.
@@ -70,7 +76,7 @@ def parallelize(
     size = "" if tp is None else f", tp={tp}"
     return within(f"parallelize({_name(model)}{size})", lambda: _parallelize(
         model, tp, mesh, device, example_inputs,
-        Settings(outputs, experts, sequence_parallel, randomness, check_inputs), strict))  # fmt: skip
+        Settings(outputs, experts, sequence_parallel, randomness, check_inputs, recompute), strict))  # fmt: skip
 
 
 def _parallelize(
@@ -87,6 +93,9 @@ def on_mesh(
     Args:
         read: layouts by first parameter name -> this rank's part of tensors that are not taken from the model.
     """
+
+    if settings.recompute == "none" and checkpoints(model):
+        settings = replace(settings, recompute="full")
 
     def make() -> Entry:
         _expect_ordinary(model)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.source import ConstantSource
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic
@@ -51,6 +50,8 @@ class Builder:
 
     def length(self, name: str, hint: int) -> Any:
         """A symbolic length of its own, for example values; of 0 or 1 torch would make a number."""
+        from torch._dynamo.source import ConstantSource  # All of Dynamo comes with it (1 s).
+
         env, source = self.mode.shape_env, ConstantSource(name)
         symbol = env.create_symbol(hint, source, DimDynamic.DYNAMIC)  # type: ignore[union-attr]
         return env.create_symintnode(symbol, hint=hint, source=source)  # type: ignore[union-attr]

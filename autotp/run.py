@@ -24,6 +24,7 @@ from autotp.layout import Layout
 from autotp.mesh import Mesh
 from autotp.outputs import Held, mark, marked
 from autotp.passes.bind import bind
+from autotp.passes.recompute import Recompute, outline
 from autotp.regions import Autocast, ambient
 from autotp.report import Plan, report
 from autotp.sharded import Sharded
@@ -43,6 +44,7 @@ class Settings(Choices):
 
     randomness: Literal["fast", "exact"] = "fast"
     check_inputs: CheckInputs = "first"
+    recompute: Recompute = "none"
 
 
 def expect_choices(choices: Choices) -> None:
@@ -53,6 +55,7 @@ def expect_choices(choices: Choices) -> None:
         "check_inputs": ("always", "first", "never"),
         "experts": ("width", "expert"),
         "sequence_parallel": (True, False),
+        "recompute": ("none", "selective", "full"),
     }  # fmt: skip
     for name, value in vars(choices).items():
         if value not in allowed[name]:
@@ -108,7 +111,7 @@ def prepare(analysis: Analysis, mesh: Mesh, settings: Settings) -> Entry:
     updated = [captured.buffers[name] for name in analysis.updated]
     count = len(returned(graph)) - len(updated)
     held = [Held(analysis.local_outputs.get(i), mesh) for i in range(count)]
-    module = fx.GraphModule(nn.Module(), graph)
+    module = outline(graph, settings.recompute)
     return Entry(analysis, module, sources, updated, held, any(draws(node) for node in graph.nodes))
 
 
@@ -193,7 +196,7 @@ class Running(Shell):
         kinds = tuple(_kind(leaf) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves)
         modes = tuple(module.training for module in self._modules_in_order)
         dtypes = tuple(getattr(module, name).dtype for module, name in self._places.values())
-        return spec, kinds, modes, dtypes, autocast.dtype, self._settings.outputs
+        return spec, kinds, modes, dtypes, autocast.dtype, self._settings.outputs, self._settings.recompute
 
     def _find(self, key: Key, tensors: Sequence[Tensor]) -> Entry | None:
         for known, entry in self._entries:
@@ -276,6 +279,26 @@ class ParallelModule(Running):
     def plan(self) -> Plan:
         """What is cut, what it costs, and what stayed whole."""
         return report(self._entries[0][1].analysis, type(self._original).__name__)
+
+    @property
+    def recompute(self) -> Recompute:
+        """What backward computes again; may be set, and holds from the next call on (which captures anew)."""
+        found: Recompute = self._settings.recompute
+        return found
+
+    @recompute.setter
+    def recompute(self, how: Recompute) -> None:
+        settings = replace(self._settings, recompute=how)
+        expect_choices(settings)
+        for module in self.modules():
+            if isinstance(module, Running):
+                module.__dict__["_settings"] = settings
+
+    @property
+    def code(self) -> str:
+        """What this rank computes in a call as the first was, as Python: each block once, however deep the model."""
+        parts = self._entries[0][1].module.named_modules()
+        return "\n".join(f"# {name}\n{part.code}" for name, part in parts if isinstance(part, fx.GraphModule))
 
     def layout_of(self, name: str) -> Layout | None:
         """How the parameter of this name is held, under any of its names; None for a buffer."""

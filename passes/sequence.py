@@ -13,7 +13,7 @@ Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tra
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -23,7 +23,7 @@ from autotp.axis import Axis, find, leaves
 from autotp.call import draws
 from autotp.passes.axes import Axes
 from autotp.passes.flow import flow
-from autotp.passes.match import LOOKUPS, SDPA, contracts, root
+from autotp.passes.match import LOOKUPS, SDPA, contracts, readers, root
 from autotp.passes.plan import Decision, elements
 from autotp.placement import Partial, Replicate
 
@@ -61,6 +61,7 @@ def sequence(
             if leaf is not None and _passes(node, leaf, axes):
                 region[node] = leaf
     _grow(graph, axes, decision, differentiable, region)
+    _trim(graph, axes, {**sums, **region}, region)
     scattered = {node: leaf for node, leaf in sums.items() if any(region.get(user) is leaf for user in node.users)}
     return replace(decision, cuts={**decision.cuts, **region}, scattered=scattered)
 
@@ -77,6 +78,15 @@ def _grow(
         before = [operand for operand in axes.bound[node].operands if operand in differentiable]
         if _passes(node, leaf, axes) and sum(map(elements, before)) < elements(node):
             region[node] = leaf
+
+
+def _trim(graph: fx.Graph, axes: Axes, cut: Mapping[fx.Node, Axis], region: dict[fx.Node, Axis]) -> None:
+    """Takes out what has to be gathered and is more than what it is made of: a head's logits."""
+    for node in reversed(graph.nodes):
+        if node in region and any(user not in region for user in readers(node)):
+            before = [operand for operand in axes.bound[node].operands if operand in cut]
+            if sum(map(elements, before)) < elements(node):
+                del region[node]
 
 
 def _passes(node: fx.Node, leaf: Axis, axes: Axes) -> bool:

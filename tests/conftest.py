@@ -5,6 +5,7 @@ A test marked `rare` runs with `--all` only (`make test-all`): of many cases, th
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import Phase, settings
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the rare cases, too: every family in every way; an hour")
-    parser.addoption("--deep", action="store_true", help="5,000 random architectures instead of 60; takes two hours")
+    parser.addoption("--deep", action="store_true", help="5,000 random architectures instead of 40; takes two hours")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,3 +43,10 @@ def registry() -> Iterator[None]:
     for rules, old in ((RULES, before), (USER_RULES, users)):
         rules.clear()
         rules.update(old)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is there by now lives on, and graphs are made of many small objects: looking through all again is slow."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)

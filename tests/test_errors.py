@@ -25,7 +25,8 @@ SAME_BATCH = "\n  try      give every rank of the axis the same batch"
 SAME_SEED = "\n  try      torch.manual_seed(seed) with one seed on all ranks"
 
 
-@checks.on(2, 3)
+@checks.on(3)
+@checks.on(2, rare=True)
 def different_models(rank: int, n: int) -> None:
     """Of another depth, with other heads, in another mode, frozen elsewhere, or asked for otherwise."""
     last = rank == n - 1

@@ -154,7 +154,8 @@ class Attends(nn.Module):
         return x + self.out(y.transpose(1, 2).flatten(2)), (k, v)
 
 
-@checks.on(2, 4)
+@checks.on(4)
+@checks.on(2, rare=True)
 def local_outputs_come_back(rank: int, n: int) -> None:
     """Outputs that stayed cut are inputs that are cut: nothing is gathered, and gradients go through both calls."""
     torch.manual_seed(0)
@@ -253,7 +254,7 @@ class Shown(transformers.generation.BaseStreamer):
         self.tokens.append(torch.tensor([-1]))
 
 
-@checks.on(2)
+@checks.on(2, rare=True)
 def options(rank: int, n: int) -> None:
     """Beams, guesses, processors and criteria of the user's, streamers, what `return_dict_in_generate` returns."""
     whole, parallel = both(n, "gpt2")
@@ -272,7 +273,7 @@ def options(rank: int, n: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*[s.tokens for s in shown], strict=True))
 
 
-@checks.on(2)
+@checks.on(2, rare=True)
 def everything_returned(rank: int, n: int) -> None:
     """With `return_dict_in_generate`, whole: scores, hidden states, attentions by head."""
     whole = built("gpt2")

@@ -58,7 +58,8 @@ def train(model: nn.Module) -> tuple[list[float], list[dict[str, Any]]]:
     return losses, gradients
 
 
-@checks.on(2, 4)
+@checks.on(2)
+@checks.on(4, rare=True)
 def three_ways(rank: int, n: int) -> None:
     """Losses and every gradient of five steps, with the head tied to the embedding, with its layers checkpointed."""
     mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("tp",))

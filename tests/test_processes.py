@@ -84,12 +84,14 @@ def expect_equal_state(whole: nn.Module, parallel: nn.Module, tolerance: float) 
             )
 
 
-@checks.on(2, 4)
+@checks.on(4)
+@checks.on(2, rare=True)
 def gpt_float64(rank: int, n: int) -> None:
     expect_equal_training(gpt().double().train(), n, adamw, 1e-12)
 
 
-@checks.on(2, 4)
+@checks.on(2)
+@checks.on(4, rare=True)
 def bert_float64(rank: int, n: int) -> None:
     expect_equal_training(bert().double().train(), n, adamw, 1e-12)
 

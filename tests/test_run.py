@@ -157,7 +157,8 @@ def gradient_of_inputs(rank: int, n: int) -> None:
 # ---- outputs
 
 
-@checks.on(2, 4)
+@checks.on(2)
+@checks.on(4, rare=True)
 def outputs(rank: int, n: int) -> None:
     """Logits: whole in eval mode; with a loss in training this rank's part, and `gather` has the right backward."""
     x, y = tokens()

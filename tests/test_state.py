@@ -60,7 +60,8 @@ class Tied(nn.Module):
         return self.head(x + self.scale * self.down(nn.functional.gelu(self.up(x))))
 
 
-@checks.on(2, 3, 4)
+@checks.on(3)
+@checks.on(2, 4, rare=True)
 def full_state_dicts(rank: int, n: int) -> None:
     """Gathering and cutting are inverses, bit for bit; what one device holds comes out, and goes in."""
     for make, example in ((gpt, None), (bert, None), (Tied, torch.arange(6).view(2, 3))):
@@ -108,7 +109,8 @@ def wrong_state_dicts(rank: int, n: int) -> None:
 # ---- the norm
 
 
-@checks.on(2, 4)
+@checks.on(2)
+@checks.on(4, rare=True)
 def clipping(rank: int, n: int) -> None:
     """Equal to one device's: replicated gradients counted once, tied ones too, frozen ones and None left out."""
     for order in (2.0, 1.0, 3.0, float("inf")):

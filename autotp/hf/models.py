@@ -26,6 +26,11 @@ def overrides(original: type) -> tuple[type, ...]:
     return tuple(mine for theirs, mine in classes if theirs is not None and issubclass(original, theirs))
 
 
+def checkpoints(model: nn.Module) -> bool:
+    """True if `model.gradient_checkpointing_enable()` was called."""
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+
+
 def without_checkpointing(model: nn.Module) -> nn.Module:
     """`model`, every activation kept. What is computed twice is computed alike; autograd's second time has no modes."""
     for module in model.modules():
@@ -50,6 +55,19 @@ class Saves:
             names = ", ".join(sorted(others))
             raise Error(f"a parallel model is not saved with {names}", **{"try": "autotp.save_pretrained(model, path)"})
         save_pretrained(vars(self)["_shell"], save_directory, **given)
+
+    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
+        """As `parallelize(..., recompute="full")`: what a block computes is computed again in backward."""
+        vars(self)["_shell"].recompute = "full"
+
+    def gradient_checkpointing_disable(self) -> None:
+        """As `recompute="none"`."""
+        vars(self)["_shell"].recompute = "none"
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """True where blocks are computed again."""
+        return bool(vars(self)["_shell"].recompute == "full")
 
     def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
         """Raises Error."""

@@ -31,6 +31,7 @@ from autotp.files import Stored, stored
 from autotp.layout import Layout
 from autotp.lazy import Lazy
 from autotp.mesh import make_mesh
+from autotp.passes.recompute import Recompute
 from autotp.run import ParallelModule, Settings
 from autotp.sources import Source, read
 from autotp.state import parallel_of
@@ -76,6 +77,7 @@ def from_pretrained(
     check_inputs: CheckInputs = "first",
     experts: Experts = "width",
     sequence_parallel: bool = False,
+    recompute: Recompute = "none",
 ) -> ParallelModule:
     """This rank's part of the model in the folder `path`, in eval mode; each rank reads only what it holds.
 
@@ -89,15 +91,15 @@ def from_pretrained(
         config: what to replace in config.json, and arguments of transformers as `attn_implementation`.
         missing: "init" initialises parameters that are in no file as transformers does, the same on all ranks.
         unexpected: "ignore" leaves out tensors that the model has no place for.
-        tp, mesh, device, example_inputs, outputs, randomness, strict, check_inputs, experts, sequence_parallel: as for
-            `parallelize`.
+        tp, mesh, device, example_inputs, outputs, randomness, strict, check_inputs, experts, sequence_parallel,
+            recompute: as for `parallelize`.
 
     Raises:
         Error: the folder is no checkpoint, a file is cut short or corrupt, a tensor is missing, unexpected or of
             another shape (names the tensor and the file); on every rank, as all that `parallelize` refuses.
     """
     size = "" if tp is None else f", tp={tp}"
-    settings = Settings(outputs, experts, sequence_parallel, randomness, check_inputs)
+    settings = Settings(outputs, experts, sequence_parallel, randomness, check_inputs, recompute)
     wanted = Wanted(dtype, model_class, config or {}, missing, unexpected)
 
     def run() -> ParallelModule:

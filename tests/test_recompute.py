@@ -1,0 +1,203 @@
+"""recompute and outline: blocks are one module, and computed again in backward; gradients stay what they are."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from graphs import draft, some
+from helpers import Checks
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import autotp
+from autotp.models.gpt import GPT, GPTConfig
+from autotp.passes.outline import blocks, outlined
+from autotp.passes.recompute import Recompute, Recomputed, outline
+
+aten = torch.ops.aten
+checks = Checks()
+HOW: tuple[Recompute, ...] = ("none", "selective", "full")
+
+# ---- blocks
+
+
+def chain(names: list[str], *scales: float) -> fx.Graph:
+    """`x * scale + w` for each name of a block and scale."""
+
+    def make(call: Any, x: Any, w: Any) -> Any:
+        for name, scale in zip(names, scales, strict=True):
+            for target, args in ((aten.mul.Tensor, (scale,)), (aten.add.Tensor, (w,))):
+                x = call(target, x, *args)
+                x.meta["nn_module_stack"] = {"m": (f"L['self'].{name}", nn.Module)} if name else {}
+        return x
+
+    return draft(make, x=some(2, 3), w=some(3))
+
+
+@pytest.mark.parametrize(
+    ("names", "scales", "kinds", "calls"),
+    [
+        (["h.0.a", "h.1.a", "h.2.a"], (2.0, 2.0, 2.0), 1, 3),
+        (["h.0", "h.1"], (2.0, 3.0), 2, 2),  # Another number is another block.
+        (["h.0.a", "h.0.b", "h.1"], (2.0, 2.0, 2.0), 2, 2),
+        (["", "h.0", "norm"], (2.0, 2.0, 2.0), 1, 1),
+        (["h.0", "", "h.0"], (2.0, 2.0, 2.0), 1, 2),  # One module called twice.
+    ],
+)
+def test_blocks_that_compute_alike_are_one_module(
+    names: list[str], scales: tuple[float, ...], kinds: int, calls: int
+) -> None:
+    graph = chain(names, *scales)
+    module = outline(graph, "none")
+    called = [node.target for node in module.graph.nodes if node.op == "call_module"]
+    assert (len(dict(module.named_children())), len(called)) == (kinds, calls)
+    values = some(2, 3), some(3)
+    torch.testing.assert_close(module(*values), fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(*values))
+
+
+def test_several_results() -> None:
+    def make(call: Any, x: Any) -> Any:
+        a = call(aten.mul.Tensor, x, 2.0)
+        b = call(aten.add.Tensor, a, 1.0)
+        for node in (a, b):
+            node.meta["nn_module_stack"] = {"m": ("L['self'].h.0", nn.Module)}
+        return call(aten.mul.Tensor, a, b)
+
+    graph = draft(make, x=some(3))
+    assert [len(region) for region in blocks(graph)] == [2]
+    (found,) = outlined(graph, list(blocks(graph)), "block")(some(3))
+    torch.testing.assert_close(found, some(3) * 2 * (some(3) * 2 + 1))
+
+
+# ---- what is kept
+
+
+class Attention(nn.Module):
+    """Scores by hand, with dropout; [b, s, 12]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(12), nn.Linear(12, 36), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, 3)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        weights = F.dropout((q @ k.transpose(-2, -1)).softmax(-1), 0.2)
+        return x + self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Attention() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch seq 12]"""
+        for block in self.h:
+            x = block(x)
+        return x
+
+
+def kept(run: Any) -> int:
+    """Elements of what backward needs of a forward, each memory counted once."""
+    found: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        run()
+    return sum(found.values())
+
+
+@checks.on(2)
+def gradients_are_the_same(rank: int, n: int) -> None:
+    """Dropout draws the same numbers again; with `sequence_parallel`, too. The more is computed, the less is kept."""
+    torch.manual_seed(0)
+    whole, x = Blocks().double(), torch.randn(2, 9, 12, dtype=torch.float64)
+    for along in (False, True):
+        grads, sizes = [], []
+        for how in HOW:
+            cut = autotp.parallelize(
+                copy.deepcopy(whole), n, example_inputs=x, randomness="exact", recompute=how, sequence_parallel=along
+            )
+            torch.manual_seed(1)
+            outputs: list[Tensor] = []
+            sizes.append(kept(lambda cut=cut, outputs=outputs: outputs.append(cut(x))))
+            outputs[0].square().sum().backward()
+            grads.append([outputs[0].detach(), torch.rand(()), *(p.grad for p in cut.parameters())])
+        torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+        torch.testing.assert_close(grads[0], grads[2], rtol=0, atol=0)
+        assert sizes[0] > sizes[1] > sizes[2], sizes
+    torch.manual_seed(1)
+    whole(x).square().sum().backward()
+    state = dict(whole.named_parameters())
+    for (name, _), grad in zip(cut.named_parameters(), grads[0][2:], strict=True):
+        expected = state[name].grad
+        assert expected is not None
+        torch.testing.assert_close(cut.layouts[name].take(expected, rank), grad, rtol=0, atol=1e-12)
+
+
+@checks.on(2)
+def it_may_be_switched(rank: int, n: int) -> None:
+    """From one call to the next; torch.func knows no such thing, and keeps all."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 12)
+    cut = autotp.parallelize(Blocks(), n, example_inputs=x, randomness="exact")
+    before = kept(lambda: cut(x))
+    cut.recompute = "full"
+    cut(x)  # Captures anew.
+    assert kept(lambda: cut(x)) < before
+    with pytest.raises(autotp.Error, match="recompute='all'"):
+        cut.recompute = "all"  # type: ignore[assignment]
+    params = dict(cut.named_parameters())
+    torch.manual_seed(1)
+    found = torch.func.grad(lambda p: torch.func.functional_call(cut, p, (x,)).square().sum())(params)
+    torch.manual_seed(1)
+    cut(x).square().sum().backward()
+    torch.testing.assert_close(found, {name: p.grad for name, p in params.items()})
+
+
+@checks.on(2)
+def compiled(rank: int, n: int) -> None:
+    """The blocks in one graph, without a break, at a second length too."""
+    torch.manual_seed(0)
+    config = GPTConfig(block_size=16, vocab_size=32, n_layer=3, n_head=2, n_embd=8, dropout=0.0)
+    cut = autotp.parallelize(GPT(config), n, sequence_parallel=True)
+    assert autotp.parallelize(GPT(config), n).code.count("def forward") == 2  # the model, and a block
+    assert cut.code.count("def forward") == 3  # The first block reads a sum that is whole.
+    fast = torch.compile(cut, fullgraph=True, backend="aot_eager")
+    for length in (7, 9):
+        tokens = torch.randint(32, (2, length))
+        torch.testing.assert_close(fast(tokens, tokens), cut(tokens, tokens))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
+
+
+def test_a_core_is_what_makes_and_reads_scores() -> None:
+    """Of a block's operators, from one product to the other; a softmax without products is none."""
+
+    def make(call: Any, q: Any, k: Any, v: Any) -> Any:
+        scores = call(aten.mul.Tensor, call(aten.matmul.default, q, k), 0.5)
+        weights = call(aten.dropout.default, call(aten.softmax.int, scores, -1), 0.1, True)
+        outs = call(aten.relu.default, call(aten.matmul.default, weights, v)), call(aten.softmax.int, v, -1)
+        for node in outs[0].graph.nodes:
+            if node.op == "call_function":
+                node.meta["nn_module_stack"] = {"m": ("L['self'].h.0", nn.Module)}
+        return outs
+
+    module = outline(draft(make, q=some(2, 3), k=some(3, 4), v=some(4, 3)), "selective")
+    (block,) = module.children()
+    (core,) = block.children()
+    assert isinstance(core, Recomputed)
+    targets = [node.target for node in core.inner.graph.nodes if node.op == "call_function"]
+    assert targets == [
+        aten.matmul.default, aten.mul.Tensor, aten.softmax.int, aten.dropout.default, aten.matmul.default
+    ]  # fmt: skip
