@@ -162,6 +162,24 @@ def it_may_be_switched(rank: int, n: int) -> None:
 
 
 @checks.on(2)
+def as_hugging_face_says_it(rank: int, n: int) -> None:
+    """`gradient_checkpointing_enable()`, before and after."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    model = transformers.LlamaForCausalLM(config).train()
+    model.gradient_checkpointing_enable()
+    x = torch.arange(12).view(2, 6)
+    cut = autotp.parallelize(model, n, example_inputs={"input_ids": x, "labels": x})
+    assert cut.recompute == "full" and cut.is_gradient_checkpointing
+    cut.gradient_checkpointing_disable()
+    assert cut.recompute == "none" and not cut.is_gradient_checkpointing
+    loss = cut(input_ids=x, labels=x).loss
+    cut.gradient_checkpointing_enable()
+    torch.testing.assert_close(cut(input_ids=x, labels=x).loss, loss)
+
+
+@checks.on(2)
 def compiled(rank: int, n: int) -> None:
     """The blocks in one graph, without a break, at a second length too."""
     torch.manual_seed(0)
