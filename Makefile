@@ -1,6 +1,7 @@
 # make train    trains a tensor-parallel GPT on two processes, beside the same on one
 # make test     passes the tests
 # make test-all the same with every rare case: all families at all sizes in all modes; an hour and more
+# make bench    steps beside Megatron-style layers by hand and the plans of others, seconds to capture, memory
 # make lint     ruff and mypy
 # make clean    removes all that these made
 #
@@ -13,7 +14,7 @@ TYPED := build/typed/autotp
 # Two workers share the files, the longest of which comes early in the alphabet.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all lint clean
+.PHONY: train test test-all bench lint clean
 
 train: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py
@@ -23,6 +24,11 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SHARED) --all
+
+bench: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 benchmarks/step.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/capture.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 benchmarks/memory.py
 
 # mypy knows a package by where its files lie, so it reads ours through links that lie as they are installed.
 lint: $(INSTALLED)

@@ -125,8 +125,21 @@ BERT_CUTS: dict[str, Take] = {
 }
 
 
+LLAMA_CUTS: dict[str, Take] = {
+    "embed_tokens.weight": rows,
+    "q_proj.weight": rows,
+    "k_proj.weight": rows,
+    "v_proj.weight": rows,
+    "o_proj.weight": columns,
+    "gate_proj.weight": rows,
+    "up_proj.weight": rows,
+    "down_proj.weight": columns,
+    "lm_head.weight": rows,
+}
+
+
 class Megatron(nn.Module):
-    """A model of ours cut by hand; heads, width and vocabulary must divide. Dropout is not computed.
+    """A model cut by hand; heads, width and vocabulary must divide. Dropout is not computed.
 
     Attributes:
         takes: parameter name -> how its part was taken.
@@ -140,7 +153,7 @@ class Megatron(nn.Module):
             self.takes[name] = take
             parameter.data = take(parameter.detach(), rank, tp).clone(memory_format=torch.contiguous_format)
         self.table = self.m.get_parameter(table)
-        self.heads, self.start = model.config.n_head // tp, rank * self.table.shape[0]
+        self.tp, self.start = tp, rank * self.table.shape[0]
 
     def lookup(self, tokens: Tensor) -> Tensor:
         """The embeddings, whole. tokens: [batch seq] -> [batch seq hidden]"""
@@ -152,7 +165,7 @@ class Megatron(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """Attention of this rank's heads. q, k, v: [batch seq hidden/tp], as is the result."""
         b, s, _ = q.shape
-        q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.view(b, s, self.m.config.n_head // self.tp, -1).transpose(1, 2) for t in (q, k, v))
         return (
             F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal).transpose(1, 2).reshape(b, s, -1)
         )
@@ -214,6 +227,25 @@ class MegatronBERT(Megatron):
         x = Copy.apply(x)
         q, k, v = (F.linear(x, w.weight, w.bias) for w in (attention.query, attention.key, attention.value))
         return _row(self.attend(q, k, v, mask, False), attention.output)
+
+
+class MegatronLlama(Megatron):
+    """A Llama of transformers by hand: hooks copy what its products read, and sum what they give."""
+
+    def __init__(self, llama: nn.Module, rank: int, tp: int) -> None:
+        super().__init__(llama, LLAMA_CUTS, "model.embed_tokens.weight", rank, tp)
+        for layer in self.m.model.layers:
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                norm.register_forward_hook(lambda _, __, x: Copy.apply(x))
+            for product in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                product.register_forward_hook(lambda _, __, x: Reduce.apply(x))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """The mean loss of each token's next. input_ids, labels: [batch seq]"""
+        x = self.m.model(inputs_embeds=self.lookup(input_ids), use_cache=False).last_hidden_state
+        logits = F.linear(Copy.apply(x), self.m.lm_head.weight)
+        following = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        return VocabLoss.apply(logits.flatten(0, 1), following.flatten(), self.start)
 
 
 def _mlp(mlp: Any, x: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""Step time against the floor: forward and backward, autotp and Megatron-style layers by hand, in turn in one run.
+"""Step time against the floor, Megatron-style layers by hand: forward and backward of autotp and others, in one run.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/step.py
 
-First the loss and every gradient of both are compared with one device's, and their collectives counted. Then steps are
-timed in pairs, the order swapped each time. The ratio is the median over the pairs, with the quartiles beside it; "cpu"
-is the same of this process's processor time, which other processes on a busy machine disturb less.
+First the losses are compared with one device's, and every gradient of the floor's and of autotp's; collectives are
+counted. Then steps are timed in turn, another one first each time. Ratios are medians over the rounds of a step's time
+to the floor's in the same round, with the quartiles beside; "cpu" is the same of this process's processor time, which
+other processes on a busy machine disturb less. The others (`theirs.py`) have plans for Llamas only.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron import Megatron, MegatronBERT, MegatronGPT
+from megatron import Megatron, MegatronBERT, MegatronGPT, MegatronLlama
+from theirs import by_dtensor, by_transformers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
@@ -33,12 +36,28 @@ TOLERANCE = 1e-4
 """Of losses, and of gradients relative to the largest element of the whole model's gradient, in float32."""
 WARM_UP = 3
 
-SHAPES: dict[str, GPTConfig | BERTConfig] = {
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """Sizes of a Llama of transformers."""
+
+    block_size: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    n_inner: int
+
+
+Shape = GPTConfig | BERTConfig | LlamaShape
+SHAPES: dict[str, Shape] = {
     "gpt-tiny": GPTConfig(block_size=128, vocab_size=1024, n_layer=4, n_head=4, n_embd=128, dropout=0.0),
     "gpt-small": GPTConfig(block_size=256, vocab_size=8192, n_layer=6, n_head=8, n_embd=256, dropout=0.0),
     "gpt-30M": GPTConfig(block_size=256, vocab_size=8192, n_layer=8, n_head=8, n_embd=512, dropout=0.0),
     "gpt-vocab": GPTConfig(block_size=256, vocab_size=50258, n_layer=2, n_head=8, n_embd=256, dropout=0.0),
     "bert-small": BERTConfig(block_size=256, vocab_size=8192, n_layer=6, n_head=8, n_embd=256, dropout=0.0),
+    "llama-small": LlamaShape(block_size=256, vocab_size=8192, n_layer=6, n_head=8, n_embd=256, n_inner=688),
+    "llama-30M": LlamaShape(block_size=256, vocab_size=8192, n_layer=8, n_head=8, n_embd=512, n_inner=1376),
 }
 
 Step = Callable[[], Tensor]
@@ -76,19 +95,48 @@ def collectives(step: Step) -> Collectives:
     return Collectives(count.number, count.bytes)
 
 
-def build(config: GPTConfig | BERTConfig, batch: int, device: str) -> tuple[nn.Module, dict[str, Tensor]]:
+def build(config: Shape, batch: int, device: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model in train mode, and a batch for it."""
     torch.manual_seed(0)
     shape = (batch, config.block_size)
     tokens, labels = (torch.randint(config.vocab_size, shape) for _ in range(2))
     inputs = {"tokens": tokens, "labels": labels}
+    if isinstance(config, LlamaShape):
+        inputs = {"input_ids": tokens, "labels": labels}
     if isinstance(config, BERTConfig):
         inputs["types"] = torch.randint(2, shape)
         inputs["mask"] = (torch.arange(shape[1]) < shape[1] - torch.arange(batch).unsqueeze(-1)).long()
         inputs["labels"] = labels.masked_fill(torch.rand(shape) > 0.15, -100)
         inputs["next_sentence"] = torch.randint(2, (batch,))
-    model = BERT(config) if isinstance(config, BERTConfig) else GPT(config)
-    return model.train().to(device), {name: value.to(device) for name, value in inputs.items()}
+    return _model(config).train().to(device), {name: value.to(device) for name, value in inputs.items()}
+
+
+def _model(config: Shape) -> nn.Module:
+    if isinstance(config, LlamaShape):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"hidden_size": config.n_embd, "intermediate_size": config.n_inner, "vocab_size": config.vocab_size}
+        heads = {"num_attention_heads": config.n_head, "num_key_value_heads": config.n_head}
+        return LlamaForCausalLM(LlamaConfig(**sizes, **heads, num_hidden_layers=config.n_layer, use_cache=False))
+    return BERT(config) if isinstance(config, BERTConfig) else GPT(config)
+
+
+FLOORS: dict[type, type[Megatron]] = {GPTConfig: MegatronGPT, BERTConfig: MegatronBERT, LlamaShape: MegatronLlama}
+HAND, OURS = "by hand", "autotp"
+
+
+def ways(config: Shape, batch: int, device: str) -> dict[str, nn.Module]:
+    """What is timed, the floor first."""
+    rank, tp = dist.get_rank(), dist.get_world_size()
+    made = lambda: build(config, batch, device)[0]  # noqa: E731
+    floor = FLOORS[type(config)]
+    found: dict[str, nn.Module] = {HAND: floor(made(), rank, tp), OURS: autotp.parallelize(made(), device=device)}
+    found["autotp, sequence"] = autotp.parallelize(made(), device=device, sequence_parallel=True)
+    if isinstance(config, LlamaShape):
+        mesh = init_device_mesh(device.partition(":")[0], (tp,), mesh_dim_names=("tp",))
+        found["parallelize_module"] = by_dtensor(made(), mesh)
+        found["transformers"] = by_transformers(made(), mesh)
+    return found
 
 
 def stepper(model: nn.Module, inputs: Mapping[str, Tensor]) -> Step:
@@ -96,7 +144,8 @@ def stepper(model: nn.Module, inputs: Mapping[str, Tensor]) -> Step:
 
     def step() -> Tensor:
         model.zero_grad(set_to_none=True)
-        loss = model(**inputs)
+        found = model(**inputs)
+        loss = found if isinstance(found, Tensor) else found.loss
         loss.backward()
         return loss.detach()
 
@@ -126,22 +175,21 @@ def apart(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> tuple[
     return max((float((found[name].cpu() - grad.cpu()).abs().max()) / scale, name) for name, grad in expected.items())
 
 
-def compare(plain: nn.Module, hand: Megatron, ours: autotp.ParallelModule, inputs: Mapping[str, Tensor]) -> None:
-    """Losses and all gradients of the two against one device's.
+def compare(plain: nn.Module, models: Mapping[str, nn.Module], inputs: Mapping[str, Tensor]) -> None:
+    """All losses, and the gradients of the floor and of autotp's, against one device's.
 
     Raises:
         RuntimeError: something differs by more than TOLERANCE.
     """
-    losses = [float(stepper(model, inputs)()) for model in (plain, hand, ours)]
-    whole = gradients(plain)
-    part = {name: hand.takes[name](grad, dist.get_rank(), dist.get_world_size()) for name, grad in whole.items()}
-    gathered = full_gradients(ours)
-    errors = {
-        "the floor's loss": (abs(losses[1] - losses[0]), ""),
-        "autotp's loss": (abs(losses[2] - losses[0]), ""),
-        "the floor's gradient": apart(part, gradients(hand.m)),
-        "autotp's gradient": apart(whole, gathered) if gathered else (0.0, ""),
-    }
+    expected = float(stepper(plain, inputs)())
+    whole, errors = gradients(plain), {}
+    for name, model in models.items():
+        errors[f"the loss of {name}"] = abs(float(stepper(model, inputs)()) - expected), ""
+        if isinstance(model, Megatron):
+            part = {n: model.takes[n](grad, dist.get_rank(), dist.get_world_size()) for n, grad in whole.items()}
+            errors[f"the gradient of {name}"] = apart(part, gradients(model.m))
+        if isinstance(model, autotp.ParallelModule) and (gathered := full_gradients(model)):
+            errors[f"the gradient of {name}"] = apart(whole, gathered)
     for what, (error, where) in errors.items():
         if not error <= TOLERANCE:
             raise RuntimeError(f"{what} differs from one device's by {error:.1e} {where}")
@@ -165,61 +213,61 @@ def seconds(step: Step, device: str) -> Seconds:
     return Seconds(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def in_pairs(first: Step, second: Step, pairs: int, device: str) -> list[tuple[Seconds, Seconds]]:
-    """Pairs of a step of the one and of the other; who goes first changes from pair to pair."""
-    times: tuple[list[Seconds], list[Seconds]] = ([], [])
+def in_turn(steps: Mapping[str, Step], rounds: int, device: str) -> dict[str, list[Seconds]]:
+    """The times of each step, one of each a round; who goes first changes from round to round."""
+    times: dict[str, list[Seconds]] = {name: [] for name in steps}
+    names = list(steps)
     gc.collect()
     gc.disable()
-    for i in range(pairs):
-        order = ((0, first), (1, second)) if i % 2 else ((1, second), (0, first))
-        for side, step in order:
-            times[side].append(seconds(step, device))
+    for i in range(rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            times[name].append(seconds(steps[name], device))
     gc.enable()
-    return list(zip(*times, strict=True))
+    return times
 
 
 @dataclass(frozen=True)
 class Row:
-    """A shape's figures: medians in seconds, the ratio with its quartiles, what a step sends."""
+    """One way for a shape: the median in seconds, the ratio to the floor with its quartiles, what a step sends."""
 
-    name: str
+    shape: str
     parameters: int
-    by_hand: float
-    ours: float
+    way: str
+    seconds: float
     quartiles: Sequence[float]
     cpu: float
-    sent: tuple[Collectives, Collectives]
+    sent: Collectives
 
     def __str__(self) -> str:
         low, ratio, high = self.quartiles
         return (
-            f"{self.name:<11}{self.parameters / 1e6:>7.1f}M{self.by_hand * 1e3:>9.1f}{self.ours * 1e3:>10.1f}"
-            f"{ratio:>8.3f}  {low:.2f}-{high:.2f}{self.cpu:>8.3f}{self.sent[0]!s:>14}{self.sent[1]!s:>14}"
+            f"{self.shape:<12}{self.parameters / 1e6:>6.1f}M  {self.way:<19}{self.seconds * 1e3:>8.1f}"
+            f"{ratio:>8.3f}  {low:.2f}-{high:.2f}{self.cpu:>8.3f}{self.sent!s:>15}"
         )
 
 
-HEADER = (
-    f"{'shape':<11}{'params':>8}{'hand ms':>9}{'autotp ms':>10}{'ratio':>8}  {'quarters':<9}{'cpu':>8}"
-    f"{'hand sends':>14}{'autotp sends':>14}"
-)
+HEADER = f"{'shape':<12}{'params':>7}  {'way':<19}{'ms':>8}{'ratio':>8}  {'quarters':<9}{'cpu':>8}{'sends':>15}"
 
 
-def measure(name: str, config: GPTConfig | BERTConfig, batch: int, pairs: int, device: str) -> Row:
-    """A row of the table."""
+def measure(name: str, config: Shape, batch: int, rounds: int, device: str) -> list[Row]:
+    """The rows of a shape."""
     plain, inputs = build(config, batch, device)
-    rank, tp = dist.get_rank(), dist.get_world_size()
-    hand = (MegatronBERT if isinstance(config, BERTConfig) else MegatronGPT)(plain, rank, tp)  # type: ignore[arg-type]
-    ours = autotp.parallelize(build(config, batch, device)[0], device=device)
-    compare(plain, hand, ours, inputs)
-    first, second = stepper(hand, inputs), stepper(ours, inputs)
+    models = ways(config, batch, device)
+    compare(plain, models, inputs)
+    steps = {way: stepper(model, inputs) for way, model in models.items()}
     for _ in range(WARM_UP):
-        first(), second()
-    sent = collectives(first), collectives(second)
+        for step in steps.values():
+            step()
+    sent = {way: collectives(step) for way, step in steps.items()}
     size = sum(p.numel() for p in plain.parameters())
-    times = in_pairs(first, second, pairs, device)
-    by_hand, autotps = (statistics.median(pair[side].wall for pair in times) for side in (0, 1))
-    cpu = statistics.median(b.cpu / a.cpu for a, b in times)
-    return Row(name, size, by_hand, autotps, _quartiles([b.wall / a.wall for a, b in times]), cpu, sent)
+    times = in_turn(steps, rounds, device)
+    rows = []
+    for way, found in times.items():
+        both = list(zip(found, times[HAND], strict=True))
+        cpu = statistics.median(a.cpu / b.cpu for a, b in both)
+        quarters = _quartiles([a.wall / b.wall for a, b in both])
+        rows.append(Row(name, size, way, statistics.median(a.wall for a in found), quarters, cpu, sent[way]))
+    return rows
 
 
 def _quartiles(values: list[float]) -> Sequence[float]:
@@ -236,7 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--pairs", type=int, default=20, help="how many steps of each are timed")
+    parser.add_argument("--rounds", type=int, default=20, help="how many steps of each are timed")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="cuda: NCCL, a GPU a rank")
     args = parser.parse_args()
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
@@ -244,10 +292,10 @@ def main() -> None:
     if device == "cuda":
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
-    rows = [measure(name, SHAPES[name], args.batch, args.pairs, device) for name in args.shapes]
+    rows = [row for name in args.shapes for row in measure(name, SHAPES[name], args.batch, args.rounds, device)]
     if dist.get_rank() == 0:
         print(f"{_machine(device)}, torch {torch.__version__}, tp={dist.get_world_size()}, batch {args.batch}, "
-              f"{args.pairs} pairs, {torch.get_num_threads()} thread(s) a rank", HEADER, *rows, sep="\n")  # fmt: skip
+              f"{args.rounds} rounds, {torch.get_num_threads()} thread(s) a rank", HEADER, *rows, sep="\n")  # fmt: skip
     dist.destroy_process_group()
 
 

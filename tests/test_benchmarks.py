@@ -22,7 +22,6 @@ import gpu
 import megatron
 import step
 
-import autotp
 from autotp import transform
 from autotp.models.bert import BERTConfig
 from autotp.models.gpt import GPTConfig
@@ -34,26 +33,30 @@ ROTARY = 2 * 2 * 4  # bytes: two buffers of half a head's four elements
 # --- step.py and megatron.py
 
 
-def compared(rank: int, tp: int, config: GPTConfig | BERTConfig) -> tuple[step.Row, step.Collectives]:
-    plain, inputs = step.build(config, 2, "cpu")
-    by_hand = megatron.MegatronGPT if isinstance(config, GPTConfig) else megatron.MegatronBERT
-    row = step.measure("tiny", config, batch=2, pairs=2, device="cpu")  # compares losses and gradients first
-    return row, step.collectives(step.stepper(by_hand(plain, rank, tp), inputs))
+def compared(rank: int, tp: int, config: step.Shape) -> dict[str, step.Row]:
+    rows = step.measure("tiny", config, batch=2, rounds=2, device="cpu")  # compares losses and gradients first
+    return {row.way: row for row in rows}
 
 
 @pytest.mark.parametrize(
     "config",
-    [GPTConfig(**SIZES), BERTConfig(**SIZES), BERTConfig(**SIZES, norm="pre")],
-    ids=["gpt", "bert-post", "bert-pre"],
+    [
+        pytest.param(GPTConfig(**SIZES), id="gpt"),
+        pytest.param(BERTConfig(**SIZES), id="bert-post"),
+        pytest.param(BERTConfig(**SIZES, norm="pre"), id="bert-pre", marks=pytest.mark.rare),
+        pytest.param(step.LlamaShape(8, 32, 2, 4, 16, 32), id="llama"),
+    ],
 )
 def test_floor_is_the_model_and_sends_no_more_than_it_must(config):
-    for row, by_hand in run_ranks(compared, TP, config):
+    for rows in run_ranks(compared, TP, config):
         hidden = 2 * config.block_size * config.n_embd * 4  # bytes of [batch seq hidden]
         per_token = 2 * config.block_size * 4
-        assert by_hand == row.sent[0]
-        assert by_hand.number == 4 * config.n_layer + 5  # the embedding, the head's input, three for the loss
-        assert by_hand.bytes == (4 * config.n_layer + 2) * hidden + 3 * per_token
-        assert row.sent[1].bytes <= by_hand.bytes + 2 * 2 * config.n_embd * 4  # BERT's pooler is cut as well
+        floor = rows[step.HAND].sent
+        assert floor.number == 4 * config.n_layer + 5  # the embedding, the head's input, three for the loss
+        assert floor.bytes == (4 * config.n_layer + 2) * hidden + 3 * per_token
+        assert rows[step.OURS].sent.bytes <= floor.bytes + 2 * 2 * config.n_embd * 4  # BERT's pooler is cut as well
+        assert all(row.sent.bytes > floor.bytes for way, row in rows.items() if way not in (step.HAND, step.OURS))
+        assert len(rows) == (5 if isinstance(config, step.LlamaShape) else 3)
 
 
 def broken(rank: int, tp: int) -> str:
@@ -62,22 +65,22 @@ def broken(rank: int, tp: int) -> str:
     by_hand = megatron.MegatronGPT(plain, rank, tp)
     by_hand.takes["h.1.mlp.c_fc.bias"] = lambda full, rank, tp: megatron.rows(full, 1 - rank, tp)
     with pytest.raises(RuntimeError) as raised:
-        step.compare(plain, by_hand, autotp.parallelize(step.build(config, 2, "cpu")[0]), inputs)
+        step.compare(plain, {step.HAND: by_hand}, inputs)
     return str(raised.value)
 
 
 def test_different_gradient_is_named():
     for message in run_ranks(broken, TP):
-        assert message.startswith("the floor's gradient differs from one device's by ")
+        assert message.startswith("the gradient of by hand differs from one device's by ")
         assert message.endswith(" h.1.mlp.c_fc.bias")
 
 
-def test_who_goes_first_changes_from_pair_to_pair(monkeypatch):
+def test_who_goes_first_changes_from_round_to_round(monkeypatch):
     order = []
     monkeypatch.setattr(step, "seconds", lambda run, device: order.append(run()) or step.Seconds(1, 1))
-    pairs = step.in_pairs(lambda: "hand", lambda: "ours", 3, "cpu")
-    assert order == ["ours", "hand", "hand", "ours", "ours", "hand"]
-    assert len(pairs) == 3
+    times = step.in_turn({name: lambda name=name: name for name in "abc"}, 2, "cpu")
+    assert order == ["a", "b", "c", "b", "c", "a"]
+    assert [len(found) for found in times.values()] == [2, 2, 2]
 
 
 # --- capture.py

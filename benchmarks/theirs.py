@@ -1,0 +1,46 @@
+"""The same Llama under the plans of others: PyTorch's `parallelize_module`, and transformers' own.
+
+Both hold parameters as DTensors or let modules convert to them; each product reduces its own input's gradient.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+ROWS = ("self_attn.o_proj", "mlp.down_proj")
+
+
+def by_dtensor(llama: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """PyTorch's usual plan: products by columns and rows, the embedding by rows, the logits gathered."""
+    plan: dict[str, ParallelStyle] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    plan |= {f"model.layers.*.{name}": ColwiseParallel() for name in COLUMNS}
+    plan |= {f"model.layers.*.{name}": RowwiseParallel() for name in ROWS}
+    return parallelize_module(llama, mesh, plan)
+
+
+def by_transformers(llama: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """transformers' plan, which it has for models that it loads: from a folder that the first rank writes."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        llama.save_pretrained(folder[0])  # type: ignore[operator]
+    dist.barrier()
+    loaded: nn.Module = type(llama).from_pretrained(folder[0], tp_plan="auto", device_mesh=mesh)  # type: ignore[attr-defined]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for name in os.listdir(folder[0]):
+            os.remove(os.path.join(folder[0], name))
+        os.rmdir(folder[0])
+    return loaded.to(torch.float32).train()
