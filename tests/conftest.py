@@ -14,7 +14,7 @@ from hypothesis import Phase, settings
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the rare cases, too: every family in every way; an hour")
-    parser.addoption("--deep", action="store_true", help="5,000 random architectures instead of 40; takes two hours")
+    parser.addoption("--deep", action="store_true", help="5,000 random architectures instead of 24; takes two hours")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -41,7 +41,7 @@ def compared(rank: int, tp: int, config: step.Shape) -> dict[str, step.Row]:
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(GPTConfig(**SIZES), id="gpt"),
+        pytest.param(GPTConfig(**SIZES), id="gpt", marks=pytest.mark.rare),
         pytest.param(BERTConfig(**SIZES), id="bert-post"),
         pytest.param(BERTConfig(**SIZES, norm="pre"), id="bert-pre", marks=pytest.mark.rare),
         pytest.param(step.LlamaShape(8, 32, 2, 4, 16, 32), id="llama"),
@@ -142,7 +142,7 @@ def on_cpu(rank: int, tp: int, name: str) -> gpu.Found:
     return getattr(gpu, name)("cpu")
 
 
-@pytest.mark.parametrize("name", ["bert_dropout", "autocast"])
+@pytest.mark.parametrize("name", ["bert_dropout", pytest.param("autocast", marks=pytest.mark.rare)])
 def test_gpu_checks_hold_on_the_cpu(name):
     for found in run_ranks(on_cpu, TP, name):
         assert found.error <= found.limit, found

@@ -20,7 +20,9 @@ on_both = pytest.mark.parametrize("family", TARGETS)
 
 
 @on_both
-@pytest.mark.parametrize(("tp", "dropout"), [pytest.param(2, 0.0, marks=pytest.mark.rare), (2, 0.1), (3, 0.0)])
+@pytest.mark.parametrize(
+    ("tp", "dropout"), [(2, 0.1), *(pytest.param(tp, 0.0, marks=pytest.mark.rare) for tp in (2, 3))]
+)
 def test_equal_to_one_device(family: str, tp: int, dropout: float) -> None:
     model, inputs = adapted(family, dropout)
     report = autotp.verify(model, tp, example_inputs=inputs)

@@ -90,8 +90,7 @@ def gpt_float64(rank: int, n: int) -> None:
     expect_equal_training(gpt().double().train(), n, adamw, 1e-12)
 
 
-@checks.on(2)
-@checks.on(4, rare=True)
+@checks.on(2, 4, rare=True)
 def bert_float64(rank: int, n: int) -> None:
     expect_equal_training(bert().double().train(), n, adamw, 1e-12)
 

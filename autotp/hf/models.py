@@ -26,9 +26,10 @@ def overrides(original: type) -> tuple[type, ...]:
     return tuple(mine for theirs, mine in classes if theirs is not None and issubclass(original, theirs))
 
 
-def checkpoints(model: nn.Module) -> bool:
-    """True if `model.gradient_checkpointing_enable()` was called."""
-    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+def checkpoints(model: object) -> bool:
+    """True for a model of which `gradient_checkpointing_enable()` was called."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in modules)
 
 
 def without_checkpointing(model: nn.Module) -> nn.Module:
