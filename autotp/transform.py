@@ -136,16 +136,20 @@ def analyse(
     graph, axes, decision = expand(graph, axes, decision)
     graph, axes, decision = defer(graph, axes, decision)
     differentiable = needs_grad(graph, _sources(graph, captured))
-    have = flow(graph, axes, decision.cuts, decision.held)
-    up = hoisted(graph, axes, decision.cuts, have, differentiable)
+    have, up = _flow(graph, axes, decision, differentiable)
     if choices.sequence_parallel:
         decision = sequence(graph, axes, decision, differentiable, up)
-        have = flow(graph, axes, decision.cuts, decision.held)
-        up = hoisted(graph, axes, decision.cuts, have, differentiable)
+        have, up = _flow(graph, axes, decision, differentiable)
     held = dict(layouts) if layouts is not None else _layouts(graph, axes, decision, captured, tp)
     local = _cut_outputs(graph, stay, axes, have, tp)
     known = (graph, axes, decision, differentiable, up, updated, held, local, local_inputs)
     return Analysis(captured, *known, tp, choices)
+
+
+def _flow(graph: fx.Graph, axes: Axes, decision: Decision, differentiable: set[fx.Node]) -> tuple[Have, set[fx.Node]]:
+    """The placements that values come in, and the operators that are computed from copies."""
+    have = flow(graph, axes, decision.cuts, decision.held)
+    return have, hoisted(graph, axes, decision.cuts, have, differentiable)
 
 
 def rank_graph(analysis: Analysis, rank: int, randomness: Literal["exact", "fast"], axis: str = "tp") -> fx.Graph:

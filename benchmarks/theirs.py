@@ -5,7 +5,7 @@ Both hold parameters as DTensors or let modules convert to them; each product re
 
 from __future__ import annotations
 
-import os
+import shutil
 import tempfile
 
 import torch
@@ -40,7 +40,5 @@ def by_transformers(llama: nn.Module, mesh: DeviceMesh) -> nn.Module:
     loaded: nn.Module = type(llama).from_pretrained(folder[0], tp_plan="auto", device_mesh=mesh)  # type: ignore[attr-defined]
     dist.barrier()
     if dist.get_rank() == 0:
-        for name in os.listdir(folder[0]):
-            os.remove(os.path.join(folder[0], name))
-        os.rmdir(folder[0])
+        shutil.rmtree(folder[0])
     return loaded.to(torch.float32).train()

@@ -58,8 +58,8 @@ def grouped(graph: fx.Graph) -> fx.Graph:
 
 def _group(node: fx.Node, order: dict[fx.Node, int]) -> Group | None:
     """The group of a conjugate, if products are all that reads it, and their weights wait for none of them."""
-    if node.target not in (copy, all_gather) or node.kwargs:
-        return None
+    if node.target not in (copy, all_gather) or node.kwargs or not node.meta["val"].is_floating_point():
+        return None  # Of complex numbers the gradients are conjugated, too.
     view = next(iter(node.users)) if len(node.users) == 1 else None
     view = view if view is not None and view.target is aten.flatten.using_ints else None
     read = node if view is None else view

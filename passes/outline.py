@@ -9,6 +9,7 @@ compiler meets a block once; what is computed again in backward (`recompute.py`)
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -42,14 +43,9 @@ def outlined(graph: fx.Graph, regions: Sequence[Sequence[fx.Node]], name: str) -
             root.add_module(known[text], fx.GraphModule(nn.Module(), _extracted(last[node], inputs, results)))
         call = new.call_module(known[text], tuple(env[n] for n in inputs))
         for i, result in enumerate(results):
-            env[result] = call if len(results) == 1 else new.call_function(_item, (call, i))
+            env[result] = call if len(results) == 1 else new.call_function(operator.getitem, (call, i))
             env[result].meta = dict(result.meta)
     return fx.GraphModule(root, new)
-
-
-def _item(values: Sequence[Any], i: int) -> Any:
-    """One of several results."""
-    return values[i]
 
 
 def blocks(graph: fx.Graph) -> Iterator[list[fx.Node]]:

@@ -40,9 +40,7 @@ class Recomputed(nn.Module):
         plain = all(is_plain(x) for x in args if isinstance(x, Tensor)) or torch.compiler.is_compiling()
         if not plain or not torch.is_grad_enabled():
             return self.inner(*args)
-        return checkpoint(
-            self.inner, *args, use_reentrant=False, preserve_rng_state=self.draws, determinism_check="none"
-        )
+        return checkpoint(self.inner, *args, use_reentrant=False, preserve_rng_state=self.draws)
 
 
 def outline(graph: fx.Graph, how: Recompute) -> fx.GraphModule:

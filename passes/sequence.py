@@ -47,21 +47,22 @@ def sequence(
     along = set(_sequences(axes))
     region: dict[fx.Node, Axis] = {}
     sums: dict[fx.Node, Axis] = {}  # Partial -> the sequence along which it may be scattered.
+    cut: dict[fx.Node, Axis] = {}  # Both.
     for node in graph.nodes:
         if node not in axes.bound or node not in differentiable or not isinstance(node.meta["val"], torch.Tensor):
             continue
-        bound, before = axes.bound[node], {**sums, **region}
+        leaf = next((cut[operand] for operand in axes.bound[node].operands if operand in cut), None)
         if have[node] == (Partial(),):
-            made = _is_product(node, axes) and next((it for it in _leading(axes.of(node)) if it in along), None)
-            inherited = made or next((before[operand] for operand in bound.operands if operand in before), None)
-            if inherited:
-                sums[node] = inherited
-        elif node not in decision.cuts and have[node] == (Replicate(),) and node not in hoisted:
-            leaf = next((before[operand] for operand in bound.operands if operand in before), None)
-            if leaf is not None and _passes(node, leaf, axes):
-                region[node] = leaf
+            if _is_product(node, axes):
+                leaf = next((it for it in _leading(axes.of(node)) if it in along), leaf)
+            if leaf is not None:
+                cut[node] = sums[node] = leaf
+            continue
+        whole = node not in decision.cuts and have[node] == (Replicate(),) and node not in hoisted
+        if whole and leaf is not None and _passes(node, leaf, axes):
+            cut[node] = region[node] = leaf
     _grow(graph, axes, decision, differentiable, region)
-    _trim(graph, axes, {**sums, **region}, region)
+    _trim(graph, axes, sums | region, region)
     scattered = {node: leaf for node, leaf in sums.items() if any(region.get(user) is leaf for user in node.users)}
     return replace(decision, cuts={**decision.cuts, **region}, scattered=scattered)
 

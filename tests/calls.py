@@ -130,6 +130,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "cat": (aten.cat.default, [r(2, 4), r(2, 6)], -1),
     "cat-one": (aten.cat.default, [r(2, 4)], 1),
     "cat-nothing": (aten.cat.default, [r(2, 4), r(2, 0)], 1),
+    "cat-empty": (aten.cat.default, [r(2, 0), r(2, 4)], 1),
     "cat-old-style": (aten.cat.default, [r(2, 4), r(0)], 1),
     "cat-ones": (aten.cat.default, [r(4, 1), r(4, 1), r(4, 2)], 1),
     "stack": (aten.stack.default, [r(4, 3), r(4, 3)], -1),

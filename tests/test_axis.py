@@ -193,6 +193,14 @@ def test_unequal_sizes_are_tangled() -> None:
     assert a.tangled and all(leaf.tangled for leaf in leaves(b))
 
 
+def test_lengths_that_are_equal_on_these_inputs_only_stay_two_axes() -> None:
+    """Rows of logits, batch times sequence, and rows of labels: whatever else has these axes may be cut."""
+    a, b = (product([Axis(Size(1, (s,))) for s in pair]) for pair in (("s0", "s1"), ("s2", "s3")))
+    assert not unify(a, b)
+    assert find(a) is not find(b)
+    assert not any(leaf.tangled for axis in (a, b) for leaf in leaves(axis))
+
+
 def test_tangled_stays_tangled() -> None:
     a, b, c = axis(6), product([axis(2), axis(3)]), axis(6)
     tangle(a)

@@ -74,6 +74,13 @@ def sums(call: Any, x: Any, w: Any, v: Any, b: Any) -> Any:
     return call(aten.linear.default, call(reduce, x, "tp"), w), b
 
 
+def test_complex_products_stay() -> None:
+    """Their gradients are conjugated, which the operator does not do."""
+    given = {name: torch.ones(shape, dtype=torch.complex64) for name, shape in SHAPES.items()}
+    graph = draft(pair, **given)
+    assert lines(grouped(graph)) == lines(graph)
+
+
 @pytest.mark.parametrize("make", [others, chained, sums], ids=lambda make: make.__name__)
 def test_what_is_no_group_stays(make: Any) -> None:
     """Something else reads the copy; a weight is made of another product; no copy."""

@@ -80,6 +80,16 @@ def test_weights_are_copied_where_keys_would_be(cache: bool) -> None:
     assert (activations, parameters) == (1, 1)  # weights and biases of k and v, and of the norm of keys
 
 
+def offset(norm: nn.Module, x: Tensor) -> Tensor:
+    """As Gemma has it: the weight is what is added to one."""
+    return F.layer_norm(x, (16,)) * (1 + norm.weight)  # type: ignore[operator]
+
+
+def test_what_is_made_of_parameters_alone_is_made_of_their_copies() -> None:
+    """Their gradients are as large, and are summed together with others of the block."""
+    assert exchanged(Branches(offset, offset), torch.randn(3, 5, 16)) == (1, 1)
+
+
 class Repeated(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -59,6 +59,7 @@ def test_call(name: str) -> None:
         ("index-mask", "unknown"),
         ("index", "a b^ c^, k1, k0 k1 -> a k0 k1"),
         ("index-apart", "a^ b c^, k0, k0 -> k0 b"),
+        ("cat-empty", "a p0^, a p1 -> a p1"),
         ("cat-old-style", "a p0, x1_0^ -> a p0"),
         ("cross-entropy-soft", "unknown"),
         ("cross-entropy-mean", "n^ c!, n^ -> ()"),

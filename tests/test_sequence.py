@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import Architecture
 from helpers import Checks
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformer import arguments, model
 
 import autotp
 from autotp.models.gpt import GPT, GPTConfig
@@ -86,6 +88,12 @@ def test_any_length(tp: int, length: int, dropout: float) -> None:
     """5 on 2 and 3 ranks are 3 + 2 and 2 + 2 + 1; of 2 the third has none."""
     plan = verified(Blocks(2, dropout=dropout), tp, torch.randn(2, length, 12))
     assert plan.along_sequence
+
+
+def test_masks_of_what_lies_otherwise_in_memory() -> None:
+    """What nn.MultiheadAttention gives is transposed, and dropout draws in the order of memory."""
+    arch = Architecture(qkv="module", dropout=(0.0, 0.0, 0.3))
+    assert verified(model(arch), 2, arguments(arch)).along_sequence
 
 
 class Tapped(Blocks):
