@@ -21,6 +21,35 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
     return detect_fake_mode(values) or FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def evaluated(mode: FakeTensorMode, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a call gives on example values. Layers are alike, so most calls were there before: the value is then, too.
+
+    It is of no other use than to tell sizes, strides and dtype: values of several nodes may be one object.
+    """
+    key = target, _kind(args), _kind(kwargs)
+    known: dict[Any, Any] = vars(mode).setdefault("_autotp_known", {})
+    if key not in known or torch.Tag.dynamic_output_shape in getattr(target, "tags", ()):
+        with mode, torch.no_grad():
+            known[key] = target(*args, **kwargs)
+    return known[key]
+
+
+def _kind(value: Any) -> Any:
+    """Arguments as a key: tensors by what a call's sizes, strides and dtypes depend on, 1, 1.0 and True as three."""
+    if isinstance(value, torch.Tensor):
+        sizes = tuple(_kind(n) for n in (*value.shape, *value.stride(), value.storage_offset()))
+        return torch.Tensor, value.dim(), sizes, value.dtype, value.device
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return type(value), value.node._expr
+    if isinstance(value, tuple | list):
+        return tuple(_kind(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((name, _kind(item)) for name, item in value.items())
+    if isinstance(value, slice):
+        return slice, _kind((value.start, value.stop, value.step))
+    return type(value), value
+
+
 class Builder:
     """A new graph, and where each node of the old one went (`env`)."""
 
@@ -44,8 +73,7 @@ class Builder:
         """A new call on nodes of the new graph, its example value computed from theirs."""
         node = self.raw(target, args, kwargs)
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self.mode, torch.no_grad():
-            node.meta["val"] = target(*values, **named)
+        node.meta["val"] = evaluated(self.mode, target, *values, **named)
         return node
 
     def length(self, name: str, hint: int) -> Any:

@@ -1,7 +1,8 @@
-"""Plain eager mode: whether this is it, so that memory may be written over, and a region in which it is."""
+"""Plain eager mode: whether this is it, so that memory may be written over, and regions that keep others out."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -36,3 +37,15 @@ def alone() -> Iterator[None]:
         temporarily_clear_interpreter_stack(),
     ):
         yield
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """A region in which Python looks for no garbage: of graphs, which stay, it looks through all again and again."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()

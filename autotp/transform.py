@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from autotp.axis import find
 from autotp.call import operand_nodes, returned
+from autotp.eager import uncollected
 from autotp.layout import Layout, layout_of
 from autotp.operators import USER_RULES
 from autotp.passes.apart import apart
@@ -28,7 +29,6 @@ from autotp.passes.experts import experts as route
 from autotp.passes.flow import Have, flow, needs_grad
 from autotp.passes.functionalize import functionalize
 from autotp.passes.hoist import hoisted
-from autotp.passes.inline import inline
 from autotp.passes.local import Target
 from autotp.passes.lower import lower
 from autotp.passes.match import maker, match
@@ -114,17 +114,30 @@ def analyse(
         autocast: what is on around the model.
         given: how those tensors among the arguments are held that come cut, by their place among the tensors.
     """
-    captured = capture(skeleton, args, kwargs, autocast)
-    graph, updated = functionalize(cast(inline(captured.graph), autocast), captured.buffers, captured.owned)
+    with uncollected():
+        captured = capture(skeleton, args, kwargs, autocast)
+        return _analysed(captured, skeleton.training, tp, choices, layouts, autocast, given or {})
+
+
+def _analysed(
+    captured: Captured,
+    training: bool,
+    tp: int,
+    choices: Choices,
+    layouts: Mapping[str, Layout] | None,
+    autocast: Autocast,
+    given: Mapping[int, Layout],
+) -> Analysis:
+    graph, updated = functionalize(cast(captured.graph, autocast), captured.buffers, captured.owned)
     updated = [*captured.assigned, *updated]
     graph, axes = apart(share(canonicalize(pick(graph, captured.constants))), captured.parameters)
     if choices.experts == "expert":
         graph, axes = route(graph, axes, captured.parameters, tp)
     _prove_users_rules(graph, tp)
-    stay = _stay_cut(graph, captured, len(updated), skeleton.training, choices.outputs)
+    stay = _stay_cut(graph, captured, len(updated), training, choices.outputs)
     of_states = _makers(graph, captured.kept)
     candidates = match(graph, axes, captured.parameters, captured.inputs, tp, of_states)
-    local_inputs = _local_inputs(graph, captured, given or {})
+    local_inputs = _local_inputs(graph, captured, given)
     if layouts is None:
         total = sum(n.meta["val"].numel() for n in graph.nodes if n.name in captured.parameters)
         trainable = needs_grad(graph, _sources(graph, captured))
@@ -156,10 +169,11 @@ def rank_graph(analysis: Analysis, rank: int, randomness: Literal["exact", "fast
     """The lowered graph of one rank, checked: a graph whose types do not add up is refused with an Error."""
     to = Target(axis, analysis.tp, rank, randomness, frozenset(analysis.local_outputs))
     found = (analysis.graph, analysis.axes, analysis.decision, analysis.differentiable)
-    lowered = grouped(bundle(clean(lower(*found, to, analysis.hoisted))))
     captured = analysis.captured
     held = {place: analysis.layouts[name] for place, name in captured.parameters.items()} | analysis.local_inputs
-    check(lowered, analysis.graph, held, [*captured.parameters, *captured.inputs], to, analysis.local_outputs)
+    with uncollected():
+        lowered = grouped(bundle(clean(lower(*found, to, analysis.hoisted))))
+        check(lowered, analysis.graph, held, [*captured.parameters, *captured.inputs], to, analysis.local_outputs)
     return lowered
 
 

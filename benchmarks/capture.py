@@ -26,9 +26,9 @@ from typing import Any
 
 STAGES = {
     "capture": ["capture"],
-    "analyse": ["functionalize", "inline", "cast", "canonicalize", "infer_axes", "match"],
+    "analyse": ["functionalize", "cast", "pick", "canonicalize", "share", "apart", "match"],
     "plan": ["decide"],
-    "lower": ["expand", "defer", "flow", "needs_grad", "lower", "clean", "reuse"],
+    "lower": ["expand", "defer", "_flow", "needs_grad", "lower", "clean", "bundle", "grouped"],
     "check": ["check"],
 }
 """Columns of the table, and the functions that `autotp.transform` calls for each."""

@@ -10,7 +10,7 @@ import copy
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass
 from io import StringIO
 from typing import Any
@@ -28,7 +28,10 @@ from autotp.decided import Decided
 from autotp.eager import alone
 from autotp.errors import Error
 from autotp.lost import nothing_lost
+from autotp.passes.inline import inline
+from autotp.passes.unfold import Entangled, unfold
 from autotp.regions import Autocast
+from autotp.repeats import Repeats
 from autotp.source import user_line
 from autotp.structure import flatten, outcome, settled, states, within_states
 
@@ -137,24 +140,38 @@ class _Place:
     at: int
 
 
-def capture(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: Autocast = OFF) -> Captured:
+def capture(
+    skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: Autocast = OFF, once: bool = True
+) -> Captured:
     """The graph of `skeleton(*args, **kwargs)`, with every input dimension symbolic where the model allows.
 
     Args:
         skeleton: the model, on `meta` (see `skeleton_of`); its train/eval flags count.
         args, kwargs: example arguments; of tensors only shapes and dtypes are read.
         autocast: what is on around the model.
+        once: whether blocks that are alike are captured once (`autotp/repeats.py`), which gives the same graph sooner.
 
     Raises:
         Error: the model branches on data, or fails on these inputs; names the source line.
     """
     leaves, spec = flatten((args, kwargs))
+    if once:
+        with suppress(Entangled):
+            return _capture(skeleton, leaves, spec, autocast, Repeats().watched)
+    return _capture(skeleton, leaves, spec, autocast, nullcontext)
+
+
+def _capture(
+    skeleton: nn.Module, leaves: list[Any], spec: Any, autocast: Autocast, region: Callable[[nn.Module], Any]
+) -> Captured:
+    """As `capture`; the model runs in the region that `region(model)` opens."""
     with alone(), autocast.on(), _quiet():
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             flat = _Flat(_copy_on(skeleton, autocast.device), spec, leaves)
             tensors = tuple(_like(leaf, autocast.device) for leaf in leaves if isinstance(leaf, torch.Tensor))
         dynamic = tuple({d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in tensors)
-        program = _exported(flat, tensors, dynamic)
+        with region(flat.model):
+            program = _exported(flat, tensors, dynamic)
         if isinstance(program, Exception):
             plain = _plain(flat, tensors, mode)
             raise _explained(program, plain) from plain or program  # The exporter's trace is a page long.
@@ -209,7 +226,7 @@ def _like(leaf: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def _captured(program: ExportedProgram, flat: _Flat, tensors: Sequence[torch.Tensor], autocast: Autocast) -> Captured:
-    graph, names = program.graph_module.graph, _targets(program)
+    graph, names = unfold(inline(program.graph_module.graph)), _targets(program)
     parameters = _first_names(names.get(InputKind.PARAMETER, {}), dict(flat.named_parameters(remove_duplicate=False)))
     buffers = _first_names(names.get(InputKind.BUFFER, {}), dict(flat.named_buffers(remove_duplicate=False)))
     _merge_tied(graph, parameters)

@@ -17,7 +17,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
-from autotp.builder import Builder, fake_mode_of
+from autotp.builder import Builder, evaluated, fake_mode_of
 from autotp.errors import Error
 from autotp.source import line_of
 
@@ -174,11 +174,14 @@ def _viewed(node: fx.Node, mode: FakeTensorMode) -> fx.Node | None:
 def _shares(node: fx.Node, source: fx.Node, mode: FakeTensorMode) -> bool:
     """True if a view is one: `reshape`, `contiguous` and `to` copy where they must. Tried on tensors without memory."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    with mode, torch.no_grad():
-        found = node.target(*args, **kwargs)  # type: ignore[operator]
-    if not isinstance(found, torch.Tensor):
-        return True
-    return found.untyped_storage()._cdata == source.meta["val"].untyped_storage()._cdata
+    at = node.args.index(source)
+    return evaluated(mode, _lies_in, node.target, at, args, kwargs)
+
+
+def _lies_in(target: Any, at: int, args: Any, kwargs: Any) -> bool:
+    """True if what a call gives lies in the memory of the argument at this place; several parts always do."""
+    found = target(*args, **kwargs)
+    return not isinstance(found, torch.Tensor) or found.untyped_storage()._cdata == args[at].untyped_storage()._cdata
 
 
 def _scattered(builder: Builder, view: fx.Node, rest: Any, base: Any, new: fx.Node) -> fx.Node:

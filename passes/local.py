@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autotp.axis import ONE, Axis, Size, find, touches
-from autotp.builder import Builder
+from autotp.builder import Builder, evaluated
 from autotp.errors import Error
 from autotp.grid import part_of
 from autotp.layout import ranges
@@ -152,5 +152,4 @@ class Local:
         return self.empty([length if d == dim else n for d, n in enumerate(value.shape)], value)
 
     def empty(self, shape: list[Any], like: torch.Tensor) -> torch.Tensor:
-        with self.builder.mode:
-            return torch.empty(shape, dtype=like.dtype, device=like.device)
+        return evaluated(self.builder.mode, torch.empty, shape, dtype=like.dtype, device=like.device)

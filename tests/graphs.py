@@ -14,7 +14,6 @@ from autotp.lockstep import COLLECTIVES
 from autotp.passes.canonicalize import canonicalize
 from autotp.passes.capture import Captured, capture, skeleton_of
 from autotp.passes.functionalize import functionalize
-from autotp.passes.inline import inline
 from autotp.passes.share import share
 from autotp.regions import enter_autocast, exit_autocast
 
@@ -54,7 +53,7 @@ class Function(nn.Module):
 def canonical(model: nn.Module, *args: Tensor) -> tuple[Captured, fx.Graph]:
     """What is captured of `model(*args)`, and the graph of which axes are inferred."""
     captured = capture(skeleton_of(model), args, {})
-    return captured, share(canonicalize(functionalize(inline(captured.graph), captured.buffers)[0]))
+    return captured, share(canonicalize(functionalize(captured.graph, captured.buffers)[0]))
 
 
 def lines(graph: fx.Graph) -> list[str]:

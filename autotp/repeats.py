@@ -1,0 +1,403 @@
+"""Blocks that are alike are captured once: where a later one would do the same, one operator says so.
+
+    The first call:   x = begin([x], 3); what the block does, on x; y = end([y], own, 3)
+    A later call:     y = again([x], own, 3)           `own` are the block's own parameters and buffers
+
+`passes/unfold.py` writes out what that stands for. The model's own code around its blocks runs as ever: which block is
+called with what, how often and in what order is not guessed.
+
+NOTE [When a call does what another did]
+Both blocks have the same structure: classes, flags, shapes. The arguments have the same structure, sizes, strides and
+dtypes, and the plain ones the same values; so have all attributes that the first call read, at whatever depth, and the
+modes around it. A number that counts layers may differ where nobody reads it. A block that sets attributes, or is given
+an object that a call changes, is captured each time.
+
+NOTE [Two kinds of tensors]
+All that an operator makes has a gradient if anything it is given has. Which attention runs depends on whether its mask
+has one: so what has none goes through an operator of its own.
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import SymT, symbol_is_type
+from torch.utils import _pytree as pytree
+
+from autotp.structure import states
+
+torch.library.define("autotp::begin", "(Tensor[] x, int at) -> Tensor[]")
+torch.library.define("autotp::end", "(Tensor[] y, Tensor[] own, int at) -> Tensor[]")
+torch.library.define("autotp::again", "(Tensor[] x, Tensor[] own, int at) -> Tensor[]")
+begin, end, again = (getattr(torch.ops.autotp, name).default for name in ("begin", "end", "again"))
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, torch.layout)
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+UNTOUCHED = ("_parameters", "_buffers", "_modules")  # `own` and the structure have these.
+LARGEST = 10_000
+"""So many values of an object are compared; a larger one is equal to itself only."""
+
+
+@dataclass
+class Call:
+    """A call that was captured.
+
+    Attributes:
+        at: its number.
+        key: structure of the block, arguments and modes.
+        paths: `id` of the attributes of a module in the block -> its name there.
+        reads: (module, attribute) -> what it was, for every one that was read.
+        usable: whether a later call may be said to do the same.
+        result: structure of what it returned, and its leaves: tensors by their place, others themselves.
+        outputs: the tensors among them.
+        frozen: makes comparable what is read, and keeps it alive: what is compared by its `id` may not lose it.
+    """
+
+    at: int
+    key: Any
+    paths: Mapping[int, str]
+    frozen: Frozen
+    reads: dict[tuple[str, str], Any] = field(default_factory=dict)
+    usable: bool = True
+    result: tuple[Any, list[Any]] = (None, [])
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands for an output at this position; or for the argument, where it is passed on."""
+
+    at: int
+    argument: bool = False
+
+
+class Repeats:
+    """The calls of a model's blocks, while it is captured."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.open: Call | None = None
+
+    @contextmanager
+    def watched(self, model: nn.Module) -> Iterator[None]:
+        """A region in which the calls of numbered modules that have alike ones beside them come here."""
+        blocks = list(_alike(model))
+        watched = {module for block in blocks for module in block.modules()}
+        before = {module: type(module) for module in watched}
+        classes = {kind: _watching(kind, self) for kind in before.values()}
+        structures = {block: structure(block) for block in blocks}
+        _STACK.append(self)
+        try:
+            for module in watched:
+                module.__class__ = classes[type(module)]
+            for block in blocks:
+                block.__class__ = _called(type(block), block, self, structures[block])
+            yield
+        finally:
+            _STACK.pop()
+            for module, kind in before.items():
+                module.__class__ = kind
+
+    def call(self, block: nn.Module, kind: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What `run(*args, **kwargs)` returns, `block`'s own forward."""
+        if self.open is not None or states((args, kwargs)):
+            return run(*args, **kwargs)
+        paths = {id(module.__dict__): name for name, module in block.named_modules()}
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        given = _tensors(leaves)
+        with torch._C.DisableTorchFunction():
+            frozen = Frozen(paths)
+            key = kind, spec, [_kind(x, given) if isinstance(x, Tensor) else frozen(x) for x in leaves], _modes()
+            known = next((call for call in self.calls if call.usable and call.key == key and _same(call, block)), None)
+        if not given:
+            return run(*args, **kwargs)
+        if known is not None:
+            return _rebuilt(known, again(given, _own(block), known.at), given)
+        call = Call(len(self.calls), key, paths, frozen)
+        self.calls.append(call)
+        inside = _each_kind(given, lambda some: begin(some, call.at))
+        leaves = [inside[_at(x, given)] if isinstance(x, Tensor) else x for x in leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return self._recorded(call, block, lambda: run(*args, **kwargs), inside)
+
+    def _recorded(self, call: Call, block: nn.Module, run: Callable[[], Any], given: Sequence[Tensor]) -> Any:
+        """What a first call returns."""
+        unbacked = _unbacked(given)
+        self.open = call
+        try:
+            found = run()
+        finally:
+            self.open = None
+        leaves, spec = pytree.tree_flatten(found)
+        made = [leaf for leaf in _tensors(leaves) if _at(leaf, given) is None]
+        places = [_placed(leaf, given, made) for leaf in leaves]
+        call.result, call.outputs = (spec, places), made
+        call.usable &= bool(made) and all(isinstance(place, (_Place, *PLAIN)) for place in places)
+        call.usable &= unbacked == _unbacked(given) and _same(call, block)  # Or it changed what it had read.
+        call.usable &= _all_learn(made, [*given, *_own(block)])
+        own = _own(block) if call.usable else []
+        return _rebuilt(call, _each_kind(made, lambda some: end(some, own, call.at)), given)
+
+    def read(self, module: nn.Module, name: str, value: Any) -> None:
+        """Notes that an attribute was read."""
+        call = self.open
+        if call is None or name.startswith("__") or name in UNTOUCHED:
+            return
+        attributes = object.__getattribute__(module, "__dict__")
+        if name not in attributes:
+            return
+        path = call.paths.get(id(attributes))
+        if path is None:
+            call.usable = False  # Of another block.
+        elif (path, name) not in call.reads:
+            with torch._C.DisableTorchFunction():
+                call.reads[path, name] = call.frozen(value)
+
+    def written(self) -> None:
+        """Notes that an attribute was set."""
+        if self.open is not None:
+            self.open.usable = False
+
+
+_STACK: list[Repeats] = []
+
+
+@torch.library.register_fake("autotp::begin")
+def _(x: Sequence[Tensor], at: int) -> list[Tensor]:
+    return [_like(t) for t in x]
+
+
+@torch.library.register_fake("autotp::end")
+def _(y: Sequence[Tensor], own: Sequence[Tensor], at: int) -> list[Tensor]:
+    return [_like(t) for t in y]
+
+
+@torch.library.register_fake("autotp::again")
+def _(x: Sequence[Tensor], own: Sequence[Tensor], at: int) -> list[Tensor]:
+    return [_like(t) for t in _STACK[-1].calls[at].outputs]
+
+
+def _like(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+
+
+def _watching(kind: Any, repeats: Repeats) -> Any:
+    """The class, with its instances' attributes read and set under our eyes."""
+
+    class Watching(kind):
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            if repeats.open is not None:
+                repeats.read(self, name, value)
+            return value
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if not name.startswith("__"):
+                repeats.written()
+            super().__setattr__(name, value)
+
+        def __delattr__(self, name: str) -> None:
+            repeats.written()
+            super().__delattr__(name)
+
+    return _named_as(kind, Watching)
+
+
+def _called(kind: Any, block: nn.Module, repeats: Repeats, structure: Any) -> Any:
+    """The class of one block, whose calls go through `repeats`."""
+
+    class Called(kind):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return repeats.call(block, structure, super().forward, args, kwargs)
+
+    return _named_as(kind, Called)
+
+
+def _named_as(kind: Any, new: Any) -> Any:
+    new.__name__, new.__qualname__, new.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    return new
+
+
+def _alike(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost numbered modules that have one of the same structure beside them."""
+    inside: set[nn.Module] = set()
+    for parent in model.modules():
+        if parent in inside:
+            continue
+        beside = [child for name, child in parent.named_children() if name.isdigit()]
+        structures = [structure(child) for child in beside] if len(beside) > 1 else []
+        for child, its in zip(beside, structures, strict=False):
+            if structures.count(its) > 1 and next(child.parameters(), None) is not None and _is_ordinary(child):
+                inside.update(child.modules())
+                yield child
+
+
+def _is_ordinary(block: nn.Module) -> bool:
+    """True for Python's own modules that compute what their class says."""
+    odd = (torch.jit.ScriptModule, fx.GraphModule)
+    return not any(isinstance(module, odd) or "forward" in vars(module) for module in block.modules())
+
+
+def structure(module: nn.Module) -> Any:
+    """Classes, flags, and the shapes of what a module holds, equal for modules built alike."""
+    own = _own(module)
+    first = {id(t): i for i, t in reversed(list(enumerate(own)))}
+    tensors = [(first[id(t)], isinstance(t, nn.Parameter), t.shape, t.dtype, t.requires_grad) for t in own]
+    names = [name for name, _ in (*_all_parameters(module), *_all_buffers(module))]
+    parts = [(name, type(part), part.training) for name, part in module.named_modules(remove_duplicate=False)]
+    return parts, names, tensors
+
+
+def _all_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return module.named_parameters(remove_duplicate=False)
+
+
+def _all_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return module.named_buffers(remove_duplicate=False)
+
+
+def _own(module: nn.Module) -> list[Tensor]:
+    return [tensor for _, tensor in (*_all_parameters(module), *_all_buffers(module))]
+
+
+def _kind(x: Tensor, given: Sequence[Tensor]) -> Any:
+    """All of a tensor that code can ask for without its values; which of the arguments it is."""
+    sizes = _Sizes((*x.shape, *x.stride(), x.storage_offset()))
+    return sizes, x.dim(), x.dtype, x.device, x.requires_grad, _at(x, given)
+
+
+@dataclass(frozen=True, eq=False)
+class _Sizes:
+    """Sizes that are compared by what is known of them by then: a call may show that two are one."""
+
+    sizes: tuple[Any, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Sizes) and self._spelled() == other._spelled()
+
+    def _spelled(self) -> list[Any]:
+        return [size if isinstance(size, int) else size.node.expr for size in self.sizes]
+
+
+def _modes() -> Any:
+    """What of the surroundings changes what an operator does."""
+    on = torch.is_autocast_enabled("cpu")
+    return torch.is_grad_enabled(), on, torch.get_autocast_dtype("cpu") if on else None, torch.get_default_dtype()
+
+
+def _unbacked(given: Sequence[Tensor]) -> int:
+    """How many sizes so far are known by values only."""
+    mode = getattr(given[0], "fake_mode", None)
+    environment = getattr(mode, "shape_env", None)
+    known = environment.var_to_range if environment is not None else ()
+    return len([symbol for symbol in known if symbol_is_type(symbol, SymT.UNBACKED_INT)])
+
+
+def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
+    """The tensors, each once: those without a gradient before the others. NOTE [Two kinds of tensors]"""
+    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    return sorted(found.values(), key=lambda x: x.requires_grad)
+
+
+def _each_kind(tensors: Sequence[Tensor], how: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
+    """What `how` makes of the tensors without a gradient, and of the others. NOTE [Two kinds of tensors]"""
+    kinds = ([x for x in tensors if x.requires_grad is learns] for learns in (False, True))
+    return [new for some in kinds if some for new in how(some)]
+
+
+def _all_learn(made: Sequence[Tensor], of: Sequence[Tensor]) -> bool:
+    """True if what an operator would make of these has a gradient just where it has. NOTE [Two kinds of tensors]"""
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in of)
+    return all(x.requires_grad is learns for x in made if x.is_floating_point() or x.is_complex())
+
+
+def _at(x: Tensor, among: Sequence[Tensor]) -> Any:
+    return next((i for i, one in enumerate(among) if one is x), None)
+
+
+def _placed(leaf: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> Any:
+    """A leaf of a result; a tensor by its place."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    passed_on = _at(leaf, given)
+    return _Place(_at(leaf, made)) if passed_on is None else _Place(passed_on, argument=True)
+
+
+def _rebuilt(call: Call, outputs: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
+    spec, places = call.result
+
+    def leaf(place: Any) -> Any:
+        return place if not isinstance(place, _Place) else given[place.at] if place.argument else outputs[place.at]
+
+    return pytree.tree_unflatten([leaf(place) for place in places], spec)
+
+
+def _same(call: Call, block: nn.Module) -> bool:
+    """True if all that a call read is the same in another block, and in its own still."""
+    frozen = Frozen({id(module.__dict__): name for name, module in block.named_modules()})
+    modules = dict(block.named_modules())
+    return all(
+        name in vars(modules[path]) and frozen(vars(modules[path])[name]) == known
+        for (path, name), known in call.reads.items()
+    )
+
+
+class Frozen:
+    """A value as something to compare: plain ones by value, containers and Python's objects by what they hold.
+
+    Args:
+        paths: modules that are compared by their place: `id` of their attributes -> name.
+    """
+
+    def __init__(self, paths: Mapping[int, str]) -> None:
+        self.paths = paths
+        self.kept: list[Any] = []
+        self.seen: dict[int, Any] = {}
+        self.count = 0
+
+    def __call__(self, value: Any) -> Any:
+        self.count += 1
+        if isinstance(value, PLAIN):
+            return type(value), repr(value) if isinstance(value, float) else value
+        if isinstance(value, SYMBOLIC):
+            return type(value), value.node.expr
+        if isinstance(value, nn.Module):
+            path = self.paths.get(id(value.__dict__))
+            return self._itself(value.__dict__) if path is None else ("module", path)
+        if id(value) not in self.seen:
+            self.kept.append(value)
+            self.seen[id(value)] = "around"  # As seen from inside.
+            self.seen[id(value)] = self._object(value)
+        return self.seen[id(value)]
+
+    def _object(self, value: Any) -> Any:
+        functions = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+        if isinstance(value, types.MethodType):
+            return "method", self(value.__func__), self(value.__self__)
+        if isinstance(value, (Tensor, *functions)) or self.count > LARGEST:
+            return self._itself(value)
+        return self._inside(value)
+
+    def _itself(self, value: Any) -> Any:
+        self.kept.append(value)
+        return "itself", id(value)
+
+    def _inside(self, value: Any) -> Any:
+        if type(value) in (tuple, list):
+            return type(value), [self(item) for item in value]
+        if type(value) is dict:
+            return dict, [(self(key), self(item)) for key, item in value.items()]
+        try:
+            state = value.__reduce_ex__(4)
+        except Exception:  # It may refuse for whatever reason.
+            return self._itself(value)
+        if not isinstance(state, tuple):
+            return self._itself(value)
+        return type(value), [self(list(part) if isinstance(part, Iterator) else part) for part in state]
