@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -44,6 +44,7 @@ def parallelize(
     experts: Experts = "width",
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
+    without: Collection[str] = (),
 ) -> ParallelModule:
     """This rank's part of `model`, which computes the same outputs, loss and gradients as `model` did.
 
@@ -69,20 +70,19 @@ def parallelize(
             reduce-scatter of its own, and sends half as many again).
         recompute: "full" keeps of each numbered block its inputs for backward, and computes it again there;
             "selective" all but the scores of attentions that are not fused; "none" everything.
+        without: passes that are left out, to find the one that a difference or a slow step comes from. None changes
+            what is computed; docs/performance.md has their names.
 
     Raises:
         Error: bad input of any kind; nothing of `model` is changed then.
     """
     size = "" if tp is None else f", tp={tp}"
-    return within(f"parallelize({_name(model)}{size})", lambda: _parallelize(
-        model, tp, mesh, device, example_inputs,
-        Settings(outputs, experts, sequence_parallel, randomness, check_inputs, recompute), strict))  # fmt: skip
+    settings = Settings(outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute)
 
+    def run() -> ParallelModule:
+        return on_mesh(model, make_mesh(tp, mesh, device), example_inputs, settings, strict)
 
-def _parallelize(
-    model: nn.Module, tp: int | None, mesh: DeviceMesh | None, device: Any, given: Any, settings: Settings, strict: bool
-) -> ParallelModule:
-    return on_mesh(model, make_mesh(tp, mesh, device), given, settings, strict)
+    return within(f"parallelize({_name(model)}{size})", run)
 
 
 def on_mesh(
@@ -124,6 +124,7 @@ def explain(
     outputs: Outputs = "auto",
     experts: Experts = "width",
     sequence_parallel: bool = False,
+    without: Collection[str] = (),
 ) -> Plan:
     """What `parallelize(model, tp)` would cut, what it would cost and what would stay whole; `model` is not touched.
 
@@ -132,7 +133,7 @@ def explain(
 
     def run() -> Plan:
         expect_size(tp)
-        choices = Choices(outputs, experts, sequence_parallel)
+        choices = Choices(outputs, experts, sequence_parallel, without)
         expect_choices(choices)
         _expect_ordinary(model)
         args, kwargs = find_inputs(model, example_inputs)

@@ -30,7 +30,7 @@ from autotp.report import Plan, report
 from autotp.sharded import Sharded
 from autotp.shells import Leaf, Shell, mirror, places
 from autotp.structure import flatten, signature_of, states
-from autotp.transform import Analysis, Choices, analyse, rank_graph
+from autotp.transform import OPTIONAL, Analysis, Choices, analyse, rank_graph
 
 CHECKED_CALLS = 2
 """How many calls of each graph `check_inputs="first"` compares."""
@@ -58,8 +58,12 @@ def expect_choices(choices: Choices) -> None:
         "recompute": ("none", "selective", "full"),
     }  # fmt: skip
     for name, value in vars(choices).items():
-        if value not in allowed[name]:
+        if name in allowed and value not in allowed[name]:
             raise Error(f"{name}={value!r}", expected=", ".join(map(repr, allowed[name])))
+    if unknown := sorted(set(choices.without) - set(OPTIONAL)):
+        raise Error(f"without={unknown}: no passes that may be left out", expected=f"some of {OPTIONAL}")
+    if "outline" in choices.without and getattr(choices, "recompute", "none") != "none":
+        raise Error("without=('outline',): what is computed again is a block", **{"try": 'recompute="none"'})
 
 
 @dataclass
@@ -101,7 +105,8 @@ def prepare(analysis: Analysis, mesh: Mesh, settings: Settings) -> Entry:
         Error: the graph cannot be lowered.
     """
     captured = analysis.captured
-    graph = bind(rank_graph(analysis, mesh.rank, settings.randomness), mesh.device, mesh.groups, captured.owned)
+    lowered = rank_graph(analysis, mesh.rank, settings.randomness)
+    graph = bind(lowered, mesh.device, mesh.groups, captured.owned, settings.optional("reuse"))
     names = captured.parameters | captured.buffers
     sources: list[str | Tensor] = [
         names[node.name] if node.name in names else captured.constants[node.name].to(mesh.device)
@@ -111,7 +116,7 @@ def prepare(analysis: Analysis, mesh: Mesh, settings: Settings) -> Entry:
     updated = [captured.buffers[name] for name in analysis.updated]
     count = len(returned(graph)) - len(updated)
     held = [Held(analysis.local_outputs.get(i), mesh) for i in range(count)]
-    module = outline(graph, settings.recompute)
+    module = outline(graph, settings.recompute) if settings.optional("outline") else fx.GraphModule(nn.Module(), graph)
     return Entry(analysis, module, sources, updated, held, any(draws(node) for node in graph.nodes))
 
 
@@ -241,6 +246,8 @@ class Running(Shell):
 
         with alone():
             entry = agree_on_graph(mesh, make, lambda made: digest(made.analysis))
+        if "_compiles" in vars(self):
+            _compile_blocks(entry.module, self._compiles)
         self._entries.append((self._key(called.leaves, called.spec, called.autocast), entry))
         return entry
 
@@ -300,6 +307,20 @@ class ParallelModule(Running):
         parts = self._entries[0][1].module.named_modules()
         return "\n".join(f"# {name}\n{part.code}" for name, part in parts if isinstance(part, fx.GraphModule))
 
+    def compile_blocks(self, **options: Any) -> None:
+        """Compiles what a block computes, once for all blocks that compute alike, in the graphs there are and to come.
+
+        `torch.compile(model)` takes longer the deeper a model is, this does not.
+
+        Args:
+            options: as for `torch.compile`.
+        """
+        for module in self.modules():
+            if isinstance(module, Running):
+                module.__dict__["_compiles"] = options
+                for entry in vars(module).get("_entries", ()):
+                    _compile_blocks(entry.module, options)
+
     def layout_of(self, name: str) -> Layout | None:
         """How the parameter of this name is held, under any of its names; None for a buffer."""
         return self.layouts.get(self._first_names.get(name, name))
@@ -318,6 +339,11 @@ class ParallelModule(Running):
             "a parallel model cannot be pickled: it is tied to its process group",
             **{"try": "save model.state_dict() on each rank, or autotp.full_state_dict(model)"},
         )
+
+
+def _compile_blocks(module: fx.GraphModule, options: Mapping[str, Any]) -> None:
+    for part in module.children():
+        part.compile(**options)
 
 
 def _kind(tensor: Tensor) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -52,13 +52,25 @@ class Choices:
         outputs: whether cut outputs are gathered.
         experts: along what experts are cut: each through its width, or "expert", each rank having some whole.
         sequence_parallel: whether what lies between a block's products is cut along the sequence.
+        without: those of OPTIONAL that are left out.
     """
 
     outputs: Outputs = "auto"
     experts: Experts = "width"
     sequence_parallel: bool = False
+    without: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        several = [self.without] if isinstance(self.without, str) else self.without
+        object.__setattr__(self, "without", tuple(sorted(set(several))))  # The same on all ranks.
+
+    def optional(self, name: str) -> bool:
+        """True if a pass that may be left out is not."""
+        return name not in self.without
 
 
+OPTIONAL = ("repeats", "share", "defer", "hoist", "clean", "bundle", "columns", "reuse", "outline")
+"""Passes that change what a model costs to capture, run or compile, and nothing that it computes."""
 AS_USUAL = Choices()
 
 
@@ -115,7 +127,7 @@ def analyse(
         given: how those tensors among the arguments are held that come cut, by their place among the tensors.
     """
     with uncollected():
-        captured = capture(skeleton, args, kwargs, autocast)
+        captured = capture(skeleton, args, kwargs, autocast, choices.optional("repeats"))
         return _analysed(captured, skeleton.training, tp, choices, layouts, autocast, given or {})
 
 
@@ -130,7 +142,8 @@ def _analysed(
 ) -> Analysis:
     graph, updated = functionalize(cast(captured.graph, autocast), captured.buffers, captured.owned)
     updated = [*captured.assigned, *updated]
-    graph, axes = apart(share(canonicalize(pick(graph, captured.constants))), captured.parameters)
+    graph = canonicalize(pick(graph, captured.constants))
+    graph, axes = apart(share(graph) if choices.optional("share") else graph, captured.parameters)
     if choices.experts == "expert":
         graph, axes = route(graph, axes, captured.parameters, tp)
     _prove_users_rules(graph, tp)
@@ -147,22 +160,25 @@ def _analysed(
         places = [node for node in graph.nodes if node.op == "placeholder" and node.name in stored]
         decision = decide_as(axes, candidates, {node: stored[node.name] for node in places}, tp)
     graph, axes, decision = expand(graph, axes, decision)
-    graph, axes, decision = defer(graph, axes, decision)
+    if choices.optional("defer"):
+        graph, axes, decision = defer(graph, axes, decision)
     differentiable = needs_grad(graph, _sources(graph, captured))
-    have, up = _flow(graph, axes, decision, differentiable)
+    have, up = _flow(graph, axes, decision, differentiable, choices)
     if choices.sequence_parallel:
         decision = sequence(graph, axes, decision, differentiable, up)
-        have, up = _flow(graph, axes, decision, differentiable)
+        have, up = _flow(graph, axes, decision, differentiable, choices)
     held = dict(layouts) if layouts is not None else _layouts(graph, axes, decision, captured, tp)
     local = _cut_outputs(graph, stay, axes, have, tp)
     known = (graph, axes, decision, differentiable, up, updated, held, local, local_inputs)
     return Analysis(captured, *known, tp, choices)
 
 
-def _flow(graph: fx.Graph, axes: Axes, decision: Decision, differentiable: set[fx.Node]) -> tuple[Have, set[fx.Node]]:
+def _flow(
+    graph: fx.Graph, axes: Axes, decision: Decision, differentiable: set[fx.Node], choices: Choices
+) -> tuple[Have, set[fx.Node]]:
     """The placements that values come in, and the operators that are computed from copies."""
     have = flow(graph, axes, decision.cuts, decision.held)
-    return have, hoisted(graph, axes, decision.cuts, have, differentiable)
+    return have, hoisted(graph, axes, decision.cuts, have, differentiable) if choices.optional("hoist") else set()
 
 
 def rank_graph(analysis: Analysis, rank: int, randomness: Literal["exact", "fast"], axis: str = "tp") -> fx.Graph:
@@ -172,7 +188,9 @@ def rank_graph(analysis: Analysis, rank: int, randomness: Literal["exact", "fast
     captured = analysis.captured
     held = {place: analysis.layouts[name] for place, name in captured.parameters.items()} | analysis.local_inputs
     with uncollected():
-        lowered = grouped(bundle(clean(lower(*found, to, analysis.hoisted))))
+        lowered = lower(*found, to, analysis.hoisted)
+        for name, optional in (("clean", clean), ("bundle", bundle), ("columns", grouped)):
+            lowered = optional(lowered) if analysis.choices.optional(name) else lowered
         check(lowered, analysis.graph, held, [*captured.parameters, *captured.inputs], to, analysis.local_outputs)
     return lowered
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -136,7 +136,8 @@ def compare(trial: Trial, change: Change = lambda graph, rank: graph) -> Report:
         ranks = [_rank(trial, rank) for rank in range(analysis.tp)]
         placed = [_placed(graph, rank, trial) for graph, rank in zip(trial.graphs, ranks, strict=True)]
         torch.manual_seed(0)
-        found = run_lockstep([change(bind(g, cpu, {}), rank) for rank, g in enumerate(trial.graphs)], placed)
+        bound = [bind(g, cpu, {}, reuse=analysis.choices.optional("reuse")) for g in trial.graphs]
+        found = run_lockstep([change(g, rank) for rank, g in enumerate(bound)], placed)
         torch.manual_seed(0)
         expected = _returned(model, trial, inputs)
         outputs = [_output(i, value, [row[i] for row in found], analysis) for i, value in enumerate(expected)]
@@ -359,6 +360,7 @@ def verify(
     outputs: Outputs = "auto",
     experts: Experts = "width",
     sequence_parallel: bool = False,
+    without: Collection[str] = (),
 ) -> Report:
     """How far `tp` ranks of `model` are from the model itself: outputs, loss, every gradient, a step of an optimizer.
 
@@ -369,12 +371,12 @@ def verify(
     Args:
         model: an ordinary model, in the mode (train or eval) that is to be verified.
         tp: how many ranks.
-        example_inputs, outputs, experts, sequence_parallel: as for `parallelize`.
+        example_inputs, outputs, experts, sequence_parallel, without: as for `parallelize`.
     """
 
     def run() -> Report:
         expect_size(tp)
-        choices = Choices(outputs, experts, sequence_parallel)
+        choices = Choices(outputs, experts, sequence_parallel, without)
         expect_choices(choices)
         return compare(prepare(model, *find_inputs(model, example_inputs), tp, choices))
 

@@ -18,14 +18,19 @@ CAPTURED = torch.device(DEVICE)
 
 
 def bind(
-    graph: fx.Graph, device: torch.device, groups: Mapping[str, str | None], owned: Collection[str] = ()
+    graph: fx.Graph,
+    device: torch.device,
+    groups: Mapping[str, str | None],
+    owned: Collection[str] = (),
+    reuse: bool = True,
 ) -> fx.Graph:
     """A copy of `graph` for `device`, its axis names replaced by process group names.
 
     Args:
         owned: placeholder names of the inputs that it may write to.
+        reuse: whether operators may write over what nobody else reads.
     """
-    bound, in_place, into_input = fx.Graph(), fresh(graph), written(graph, owned)
+    bound, in_place, into_input = fx.Graph(), fresh(graph) if reuse else set(), written(graph, owned)
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         new = bound.node_copy(node, lambda old: env[old])

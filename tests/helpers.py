@@ -21,6 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+PRELOADED = ["torch", "autotp", "torch.export._trace", "transformers.modeling_utils"]
+"""What every rank would import, or most: forked, they have it already."""
 LAST_WORDS = 0.5  # seconds the other ranks have to answer once one has failed
 
 
@@ -71,7 +73,7 @@ def run_ranks(
 def _started(payload: bytes, n: int, folder: str, timeout: float) -> Iterator[list[tuple[BaseProcess, Connection]]]:
     """The running ranks; these, and nothing else, are killed in the end."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "autotp"])
+    context.set_forkserver_preload(PRELOADED)
     ranks: list[tuple[BaseProcess, Connection]] = []
     try:
         for rank in range(n):

@@ -56,7 +56,7 @@ def expect_cost(parallel: Any, all_reduces: int) -> None:
     assert more == {"all-reduce": 3 * all_reduces, "all-gather-into-tensor": 3}
 
 
-@checks.on(2)
+@checks.on(2, rare=True)
 def gpt2(rank: int, n: int) -> None:
     expect_cost(greedy(n, "gpt2")[1], 5)
 

@@ -44,7 +44,7 @@ def what_is_done_before(rank: int, n: int) -> None:
 @pytest.mark.parametrize(
     ("family", "kept"),
     [
-        pytest.param("gpt2", True, id="gpt2-merge_adapter"),
+        pytest.param("gpt2", True, id="gpt2-merge_adapter", marks=pytest.mark.rare),
         pytest.param("llama", False, id="llama-merge_and_unload"),
         pytest.param("gpt2", False, id="gpt2-merge_and_unload", marks=pytest.mark.rare),
         pytest.param("llama", True, id="llama-merge_adapter", marks=pytest.mark.rare),
@@ -63,7 +63,8 @@ def test_merged(family: str, kept: bool) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.rare)])
+@pytest.mark.rare
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_other_adapters(family: str) -> None:
     """Of the rank's square root; of embeddings and head; whole modules trained beside; biases too."""
     head = {"gpt2": ["wte"], "llama": ["embed_tokens", "lm_head"]}[family]
@@ -117,7 +118,8 @@ def test_one_reduction_for_layer_and_adapter(family: str) -> None:
 # ---- training
 
 
-@checks.on(2, 3)
+@checks.on(2)
+@checks.on(3, rare=True)
 def only_adapters_train(rank: int, n: int) -> None:
     """Gradients and parameters after steps of AdamW, its decay too, are one device's; nothing else has moved."""
     for family in TARGETS:

@@ -47,7 +47,7 @@ def taken(rank: int, tp: int, build: type[nn.Module], config: GPTConfig | BERTCo
     ("config", "tp"),
     [
         pytest.param(GPTConfig(**EVEN), 2, id="gpt-2"),
-        pytest.param(BERTConfig(**EVEN), 4, id="bert-4"),
+        pytest.param(BERTConfig(**EVEN), 4, id="bert-4", marks=pytest.mark.rare),
         pytest.param(GPTConfig(**EVEN), 4, id="gpt-4", marks=pytest.mark.rare),
         pytest.param(BERTConfig(**EVEN), 2, id="bert-2", marks=pytest.mark.rare),
     ],

@@ -37,7 +37,7 @@ theirs.set_verbosity_error()
 
 @checks.on(3)
 def there_and_back(rank: int, n: int) -> None:
-    expect_there_and_back(rank, n, ["gpt2", "llama", "mixtral"])
+    expect_there_and_back(rank, n, ["gpt2", "mixtral"])
 
 
 @checks.on(3, rare=True)
@@ -163,7 +163,7 @@ def conversions_of_whole_tensors(rank: int, n: int) -> None:
         expect_same(files_of(root / "b"), files_of(root / "a"))
 
 
-@checks.on(2)
+@checks.on(2, rare=True)
 def other_classes(rank: int, n: int) -> None:
     """A part of the saved model, an Auto class; a head that is in no file, the same on all ranks."""
     folder = saved(family("llama")[0], shared(rank), rank)
@@ -201,7 +201,7 @@ def dtypes(rank: int, n: int) -> None:
     assert {key: p.dtype for key, p in parallel.named_parameters()} == kinds and len(set(kinds.values())) == 2
 
 
-@checks.on(2)
+@checks.on(2, rare=True)
 def what_stands_beside(rank: int, n: int) -> None:
     """Configurations and the tokenizer go along; files that were there stay; saving over the source works."""
     model, _, given = family("gpt2")

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +78,7 @@ def from_pretrained(
     experts: Experts = "width",
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
+    without: Collection[str] = (),
 ) -> ParallelModule:
     """This rank's part of the model in the folder `path`, in eval mode; each rank reads only what it holds.
 
@@ -92,14 +93,14 @@ def from_pretrained(
         missing: "init" initialises parameters that are in no file as transformers does, the same on all ranks.
         unexpected: "ignore" leaves out tensors that the model has no place for.
         tp, mesh, device, example_inputs, outputs, randomness, strict, check_inputs, experts, sequence_parallel,
-            recompute: as for `parallelize`.
+            recompute, without: as for `parallelize`.
 
     Raises:
         Error: the folder is no checkpoint, a file is cut short or corrupt, a tensor is missing, unexpected or of
             another shape (names the tensor and the file); on every rank, as all that `parallelize` refuses.
     """
     size = "" if tp is None else f", tp={tp}"
-    settings = Settings(outputs, experts, sequence_parallel, randomness, check_inputs, recompute)
+    settings = Settings(outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute)
     wanted = Wanted(dtype, model_class, config or {}, missing, unexpected)
 
     def run() -> ParallelModule:

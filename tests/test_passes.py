@@ -1,0 +1,146 @@
+"""Passes that may be left out: each alone and with each other, what is computed stays the same."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import autotp
+from autotp import collectives
+from autotp.columns import columns
+from autotp.passes.bind import bind
+from autotp.passes.capture import skeleton_of
+from autotp.passes.recompute import outline
+from autotp.together import together
+from autotp.transform import OPTIONAL, Choices, analyse, rank_graph
+
+aten = torch.ops.aten
+CUTS = [name for name in OPTIONAL if name not in ("outline", "sequence")]
+SEQUENCE = "sequence"
+PASSES = [*CUTS, SEQUENCE]
+
+
+class Layer(nn.Module):
+    """Attention and a gated MLP beside each other, of two norms, with an adapter: all passes have something to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
+        self.qkv = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.gate, self.up, self.down = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+        self.out, self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """x: [batch seq 16]"""
+        q, k, v = (f(self.norms[0](x)).unflatten(-1, (4, 4)).transpose(1, 2) for f in self.qkv)
+        weights = (q @ k.mT + mask.log()).softmax(-1)
+        heads = F.dropout((weights @ v).transpose(1, 2).flatten(2), 0.1, self.training)
+        n = self.norms[1](x)
+        wide = F.silu(self.gate(n)) * self.up(n)
+        return F.dropout(x + self.out(heads) + self.b(self.a(heads)) + self.down(wide), 0.1, self.training)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 16)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: [batch seq] -> the loss"""
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, torch.ones(tokens.size(1), tokens.size(1)).tril().to(x.dtype))
+        return F.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), tokens.flatten())
+
+
+def verified(names: tuple[str, ...], tp: int = 2) -> Any:
+    """The report on a model with these passes and no others of those that may be left out."""
+    torch.manual_seed(0)
+    without = tuple(name for name in CUTS if name not in names)
+    tokens = torch.arange(10).view(2, 5)
+    return autotp.verify(Model(), tp, example_inputs=tokens, sequence_parallel=SEQUENCE in names, without=without)
+
+
+@pytest.mark.parametrize("name", ["none", *PASSES])
+def test_alone(name: str) -> None:
+    report = verified((name,))
+    assert report.ok, report
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("pair", list(itertools.combinations(PASSES, 2)), ids="-".join)
+def test_in_pairs(pair: tuple[str, str]) -> None:
+    report = verified(pair)
+    assert report.ok, report
+
+
+def test_all_but_one() -> None:
+    for name in PASSES:
+        report = verified(tuple(other for other in PASSES if other != name), tp=3)
+        assert report.ok, (name, report)
+
+
+# ---- what is off does nothing
+
+
+def calls(without: tuple[str, ...]) -> list[fx.Node]:
+    """What a rank's graph calls."""
+    analysis = analyse(skeleton_of(Model()), (torch.arange(10).view(2, 5),), {}, 2, Choices(without=without))
+    graph = bind(rank_graph(analysis, 0, "exact"), torch.device("cpu"), {}, reuse="reuse" not in without)
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
+def copied(node: fx.Node) -> bool:
+    """True for a conjugate of an activation."""
+    return node.target is collectives.copy and node.args[0].op != "placeholder"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("name", "needs", "counts", "on", "off"),
+    [
+        # For queries, keys and values the same norm is taken; of two layers.
+        pytest.param("share", (), lambda n: n.target is aten.layer_norm.default, 2 * 2, 2 * 4, id="share"),
+        pytest.param("defer", (), lambda n: n.target is collectives.reduce, 2 * 1, 2 * 3, id="defer"),
+        # Two norms of one value.
+        pytest.param("hoist", ("share",), copied, 2 * 1, 2 * 2, id="hoist"),
+        pytest.param("clean", (), lambda n: n.target is aten.linear.default and len(n.args) == 3, 2 * 5, 0, id="clean"),
+        pytest.param("bundle", ("hoist",), lambda n: n.target is together, 2, 0, id="bundle"),
+        pytest.param("columns", ("share",), lambda n: n.target is columns, 2 * 2, 0, id="columns"),
+        # The sums of attention, MLP and adapter, and of the gradients of what products read.
+        pytest.param("reuse", ("share",), lambda n: bool(n.kwargs.get("fresh")), 2 * 6, 0, id="reuse"),
+    ],
+)
+def test_a_pass_that_is_off(name: str, needs: tuple[str, ...], counts: Any, on: int, off: int) -> None:
+    """The others are off, too, but those that make it work: nothing but this pass is between the two graphs."""
+    others = tuple(other for other in OPTIONAL if other not in (name, *needs))
+    found = [sum(map(counts, calls(without))) for without in (others, (*others, name))]
+    assert found == [on, off]
+
+
+def test_outline_off() -> None:
+    analysis = analyse(skeleton_of(Model()), (torch.arange(10).view(2, 5),), {}, 2)
+    graph = rank_graph(analysis, 0, "fast")
+    assert [name for name, _ in outline(graph, "none").named_children()] == ["block"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("colums", "without=['colums']: no passes that may be left out"),
+        (("columns", "defar"), "without=['defar']: no passes that may be left out"),
+    ],
+)
+def test_a_name_that_is_none(given: Any, expected: str) -> None:
+    with pytest.raises(autotp.Error) as raised:
+        autotp.explain(Model(), 2, example_inputs=torch.arange(10).view(2, 5), without=given)
+    assert str(raised.value).splitlines()[0].endswith(expected)
+
+
+def test_one_name_is_as_good_as_several() -> None:
+    assert Choices(without="columns") == Choices(without=("columns", "columns"))
