@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/activations.py
 
-Counted are the storages that a forward makes and that still live when it is over, whoever holds them, each once: those
-of a deeper model less those of a shallower one, by layer.
+Counted are the storages that operators of a forward return and that still live when it is over, whoever holds them,
+each once, parameters apart: those of a deeper model less those of a shallower one, by layer.
 
 NOTE [The formulas]
 Per layer of s tokens, b rows, hidden size h, a heads and t ranks the paper has, in bytes, s b h times (sections 4, 5)
@@ -14,10 +14,9 @@ Per layer of s tokens, b rows, hidden size h, a heads and t ranks the paper has,
 for elements of 2 bytes and masks of 1. With e bytes an element, and m and n a mask of what is whole and of what is cut,
 these are: whole, 4 e + 2 m: the inputs of two norms, of q/k/v and of the first linear; the masks of two dropouts. Cut,
 12 e: q, k, v and the input of the projection; the input and the output of GeLU, of 4 h each. Scores, 2 e + n: softmax,
-its mask, and the product of both. What the CPU's path of attention adds to that: the math path, which is the one with
-dropout, scales q and k, each into a copy of its own, and puts heads side by side into another: 2 e more; and what is
-cut out of one product of q, k and v stays as long as one of the three does. Fused attention keeps no scores, but a
-number a row and head, 4 a/h. A mask of torch.dropout on the CPU takes e bytes, ours (of what is cut) 1.
+its mask, and the product of both. Attention with dropout keeps where it is causal, s by s bytes, s/(b h); without, it
+is fused and keeps no scores, but a number a row and head, e a/h. Two numbers a row of each norm are kept, too, 4 e/h.
+A mask of torch.dropout on the CPU takes e bytes, ours (of what is cut) 1.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from step import loss_of
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -63,18 +63,20 @@ class Made(TorchDispatchMode):
                 self.found[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return result
 
-    def living(self) -> int:
-        """Bytes of those that somebody holds still."""
+    def living(self, apart: nn.Module) -> int:
+        """Bytes of those that somebody holds still, the parameters of `apart` not counted."""
         gc.collect()
-        return sum(size for storage, size in self.found.values() if not storage.expired())
+        parameters = {p.untyped_storage()._cdata for p in apart.parameters()}
+        living = {at: size for at, (storage, size) in self.found.items() if not storage.expired()}
+        return sum(size for at, size in living.items() if at not in parameters)
 
 
 def kept(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
     """Bytes that a forward leaves behind for its backward."""
     model(**inputs)  # Captures, and makes what is made once.
     with Made() as made:
-        loss = model(**inputs)
-        found = made.living()
+        loss = loss_of(model(**inputs))
+        found = made.living(model)
     loss.backward()
     return found
 
@@ -104,15 +106,12 @@ class Formula:
         dropout = config.dropout > 0
         if way.startswith("full"):
             return s * batch * h * e / (tp if "sequence" in way else 1)
-        whole = 4 * e + (2 * self.whole_mask if dropout else 0)
-        cut = 14 * e if dropout else 12 * e + 4 * a / h
-        scores = (2 * e + self.cut_mask) * a * s / h if dropout and "selective" not in way else 0
-        along_sequence = way.startswith("and")
-        masks = 2 * self.cut_mask if dropout else 0
-        region = (4 * e + masks) / tp if along_sequence else whole
-        if "selective" in way and dropout:
-            cut -= 2 * e  # The copies of q and k are made again, too.
-        return s * batch * h * (region + (cut + scores) / tp)
+        along_sequence, keeps_scores = way.startswith("and"), dropout and "selective" not in way
+        masks = 0 if not dropout else 2 * self.cut_mask if along_sequence else 2 * self.whole_mask
+        region = (4 * e + 4 * e / h + masks) / (tp if along_sequence else 1)
+        scores = (2 * e + self.cut_mask) * a * s / h if keeps_scores else 0 if dropout else e * a / h
+        causal = s / (batch * h) if keeps_scores else 0
+        return s * batch * h * (region + causal + (12 * e + scores) / tp)
 
 
 FORMULA = Formula(element=4, whole_mask=4, cut_mask=1)

@@ -145,11 +145,17 @@ def stepper(model: nn.Module, inputs: Mapping[str, Tensor]) -> Step:
     def step() -> Tensor:
         model.zero_grad(set_to_none=True)
         found = model(**inputs)
-        loss = found if isinstance(found, Tensor) else found.loss
+        loss = loss_of(found)
         loss.backward()
         return loss.detach()
 
     return step
+
+
+def loss_of(found: Any) -> Tensor:
+    """The loss among what a model returns."""
+    loss: Tensor = found if isinstance(found, Tensor) else found.loss
+    return loss
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
