@@ -10,7 +10,8 @@ NOTE [When a call does what another did]
 Both blocks have the same structure: classes, flags, shapes. The arguments have the same structure, sizes, strides and
 dtypes, and the plain ones the same values; so have all attributes that the first call read, at whatever depth, and the
 modes around it. A number that counts layers may differ where nobody reads it. A block that sets attributes, or is given
-an object that a call changes, is captured each time.
+an object that a call changes, is captured each time. What cannot be seen is a global of Python that somebody changes
+between two calls.
 
 NOTE [Two kinds of tensors]
 All that an operator makes has a gradient if anything it is given has. Which attention runs depends on whether its mask
@@ -112,12 +113,12 @@ class Repeats:
         paths = {id(module.__dict__): name for name, module in block.named_modules()}
         leaves, spec = pytree.tree_flatten((args, kwargs))
         given = _tensors(leaves)
+        if not given or any(x.layout is not torch.strided for x in given):
+            return run(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             frozen = Frozen(paths)
             key = kind, spec, [_kind(x, given) if isinstance(x, Tensor) else frozen(x) for x in leaves], _modes()
             known = next((call for call in self.calls if call.usable and call.key == key and _same(call, block)), None)
-        if not given:
-            return run(*args, **kwargs)
         if known is not None:
             return _rebuilt(known, again(given, _own(block), known.at), given)
         call = Call(len(self.calls), key, paths, frozen)
@@ -145,20 +146,17 @@ class Repeats:
         own = _own(block) if call.usable else []
         return _rebuilt(call, _each_kind(made, lambda some: end(some, own, call.at)), given)
 
-    def read(self, module: nn.Module, name: str, value: Any) -> None:
-        """Notes that an attribute was read."""
+    def read(self, module: nn.Module, name: str) -> None:
+        """Notes that an attribute is read, whether it is there or not."""
         call = self.open
         if call is None or name.startswith("__") or name in UNTOUCHED:
             return
-        attributes = object.__getattribute__(module, "__dict__")
-        if name not in attributes:
-            return
-        path = call.paths.get(id(attributes))
+        path = call.paths.get(id(object.__getattribute__(module, "__dict__")))
         if path is None:
             call.usable = False  # Of another block.
         elif (path, name) not in call.reads:
             with torch._C.DisableTorchFunction():
-                call.reads[path, name] = call.frozen(value)
+                call.reads[path, name] = call.frozen(_attribute(module, name))
 
     def written(self) -> None:
         """Notes that an attribute was set."""
@@ -193,10 +191,9 @@ def _watching(kind: Any, repeats: Repeats) -> Any:
 
     class Watching(kind):
         def __getattribute__(self, name: str) -> Any:
-            value = super().__getattribute__(name)
             if repeats.open is not None:
-                repeats.read(self, name, value)
-            return value
+                repeats.read(self, name)
+            return super().__getattribute__(name)
 
         def __setattr__(self, name: str, value: Any) -> None:
             if not name.startswith("__"):
@@ -343,10 +340,15 @@ def _same(call: Call, block: nn.Module) -> bool:
     """True if all that a call read is the same in another block, and in its own still."""
     frozen = Frozen({id(module.__dict__): name for name, module in block.named_modules()})
     modules = dict(block.named_modules())
-    return all(
-        name in vars(modules[path]) and frozen(vars(modules[path])[name]) == known
-        for (path, name), known in call.reads.items()
-    )
+    return all(frozen(_attribute(modules[path], name)) == known for (path, name), known in call.reads.items())
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    """What a module has under this name besides parameters, buffers and modules: itself, or its class; or None."""
+    attributes = object.__getattribute__(module, "__dict__")
+    if name in attributes:
+        return attributes[name]
+    return next((vars(kind)[name] for kind in type(module).__mro__ if name in vars(kind)), None)
 
 
 class Frozen:

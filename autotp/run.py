@@ -318,7 +318,7 @@ class ParallelModule(Running):
         for module in self.modules():
             if isinstance(module, Running):
                 module.__dict__["_compiles"] = options
-                for entry in vars(module).get("_entries", ()):
+                for _, entry in vars(module).get("_entries", ()):
                     _compile_blocks(entry.module, options)
 
     def layout_of(self, name: str) -> Layout | None:

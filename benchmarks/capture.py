@@ -20,9 +20,18 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
+
+from autotp import transform
+from autotp.inputs import example_inputs
+from autotp.models.configs import GPT_SIZES
+from autotp.models.gpt import GPT, GPTConfig
+from autotp.passes.capture import skeleton_of
 
 STAGES = {
     "capture": ["capture"],
@@ -33,7 +42,7 @@ STAGES = {
 }
 """Columns of the table, and the functions that `autotp.transform` calls for each."""
 
-TARGET = 0.25  # seconds a layer, of capture + analyse + plan + lower
+TARGET = 0.1  # seconds a layer, of capture + analyse + plan + lower
 
 
 class Clock:
@@ -67,33 +76,68 @@ class Clock:
         setattr(module, name, timed)
 
 
-def measure(size: str, layers: int, tp: int) -> dict[str, float]:
-    """Processor seconds of each stage for one rank, and megabytes of memory: in this process, which it changes."""
-    import torch
+Make = Callable[[int], tuple[nn.Module, Any]]
+"""So many layers -> a model on `meta`, and example inputs."""
 
-    from autotp import transform
-    from autotp.inputs import example_inputs
-    from autotp.models.configs import GPT_SIZES
-    from autotp.models.gpt import GPT
-    from autotp.passes.capture import skeleton_of
 
-    torch.set_num_threads(1)
-    warm_up = replace(GPT_SIZES[size], n_layer=1)
-    found: dict[str, float] = {}
-    for config in (warm_up, replace(GPT_SIZES[size], n_layer=layers)):
+def gpt(config: GPTConfig) -> Make:
+    """A GPT of this config's sizes."""
+
+    def make(layers: int) -> tuple[nn.Module, Any]:
         with torch.device("meta"):
-            model = GPT(config).train()
+            return GPT(replace(config, n_layer=layers)).train(), None
+
+    return make
+
+
+def llama_70b(use_cache: bool) -> Make:
+    """Llama 3 70B of transformers, sizes as in Grattafiori et al. 2024, arXiv 2407.21783, table 3."""
+
+    def make(layers: int) -> tuple[nn.Module, Any]:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"hidden_size": 8192, "intermediate_size": 28672, "vocab_size": 128256}
+        heads = {"num_attention_heads": 64, "num_key_value_heads": 8}
+        tokens = torch.zeros(2, 7, dtype=torch.int64)
+        with torch.device("meta"):
+            model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, num_hidden_layers=layers)).train()
+        return model, {"input_ids": tokens, "labels": tokens, "use_cache": use_cache}
+
+    return make
+
+
+def measure(make: Make, layers: int, tp: int) -> dict[str, float]:
+    """Processor seconds of each stage for one rank, and megabytes of memory: in this process, which it changes."""
+    torch.set_num_threads(1)
+    found: dict[str, float] = {}
+    for n in (1, layers):  # Once to warm up.
+        model, given = make(n)
         before, clock, start = memory(), Clock(), time.perf_counter()
         undo = dict(vars(transform))
         for stage, names in STAGES.items():
             for name in names:
                 clock.watch(transform, name, stage)
-        analysis = transform.analyse(skeleton_of(model), *example_inputs(model, None), tp)
+        analysis = transform.analyse(skeleton_of(model), *example_inputs(model, given), tp)
         transform.rank_graph(analysis, 0, "fast")
         clock.enter("other")
         vars(transform).update(undo)
         found = {stage: clock.spent[stage] for stage in (*STAGES, "other")}
         found |= {"wall": time.perf_counter() - start, "before": before, "peak": memory()}
+        found["parameters"] = sum(p.numel() for p in model.parameters())
+    return found
+
+
+def in_a_process(model: GPTConfig | bool, layers: int, tp: int) -> dict[str, float]:
+    """As `measure`, in a process of its own.
+
+    Args:
+        model: the GPT's config, or for the Llama whether it makes a cache.
+    """
+    which = model if isinstance(model, bool) else asdict(model)
+    command = [sys.executable, __file__, "--one", json.dumps([which, layers, tp])]
+    found: dict[str, float] = json.loads(
+        subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.splitlines()[-1]
+    )
     return found
 
 
@@ -120,10 +164,12 @@ def main() -> None:
     parser.add_argument("--layers", nargs="*", type=int, default=[2, 12, 24, 48, 96])
     parser.add_argument("--size", default="1.2B", help="the published size that has the width, heads and vocabulary")
     parser.add_argument("--tp", type=int, default=8)
-    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)  # measures in this process, prints JSON
+    parser.add_argument("--llama", action="store_true", help="Llama 3 70B as well")
+    parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)  # measures in this process, prints JSON
     args = parser.parse_args()
     if args.one is not None:
-        print(json.dumps(measure(args.size, args.one, args.tp)))
+        which, layers, tp = args.one
+        print(json.dumps(measure(llama_70b(which) if isinstance(which, bool) else gpt(GPTConfig(**which)), layers, tp)))
         return
     print(f"{platform.processor() or platform.machine()}, GPT-2 {args.size} width, tp={args.tp}, processor seconds")
     print(
@@ -132,7 +178,7 @@ def main() -> None:
     )
     totals, rows = [], []
     for layers in args.layers:
-        row = _in_a_process(args, layers)
+        row = in_a_process(GPT_SIZES[args.size], layers, args.tp)
         total = sum(row[stage] for stage in (*STAGES, "other"))
         totals.append(total)
         rows.append((total - row["check"]) / layers)
@@ -145,14 +191,11 @@ def main() -> None:
         )
     k = exponent(args.layers[1:], totals[1:])
     print(f"linear {k:.2f}; without check {rows[-1]:.3f} s a layer at {args.layers[-1]} layers, target {TARGET}")
-
-
-def _in_a_process(args: Any, layers: int) -> dict[str, float]:
-    command = [sys.executable, __file__, "--one", str(layers), "--size", args.size, "--tp", str(args.tp)]
-    found: dict[str, float] = json.loads(
-        subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.splitlines()[-1]
-    )
-    return found
+    for use_cache in (False, True) if args.llama else ():
+        row = in_a_process(use_cache, 80, 8)
+        total = sum(row[stage] for stage in (*STAGES, "other"))
+        cells = ", ".join(f"{stage} {row[stage]:.2f}" for stage in STAGES)
+        print(f"Llama 3 70B, 80 layers, tp=8, use_cache={use_cache}: {total:.2f} s ({cells}), {row['peak']:.0f} MB")
 
 
 if __name__ == "__main__":

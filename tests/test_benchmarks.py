@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import pickle
+import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,14 +18,19 @@ from helpers import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
+import activations
 import capture
 import checkpoint
 import gpu
+import growth
 import megatron
+import share
 import step
 
+import passes
 from autotp import transform
 from autotp.models.bert import BERTConfig
+from autotp.models.configs import GPT_SIZES
 from autotp.models.gpt import GPTConfig
 
 SIZES = {"block_size": 8, "vocab_size": 32, "n_layer": 2, "n_head": 4, "n_embd": 16, "dropout": 0.0}
@@ -106,9 +113,61 @@ def test_exponent_of_a_power_law(k):
 
 def test_every_stage_takes_time_and_the_functions_are_put_back():
     before = dict(vars(transform))
-    found = capture.measure("355M", 1, TP)
+    found = capture.measure(capture.gpt(GPT_SIZES["355M"]), 1, TP)
     assert all(found[stage] > 0 for stage in ("capture", "analyse", "plan", "lower"))
     assert vars(transform) == before
+
+
+# --- growth.py
+
+
+def test_a_plot_is_written(tmp_path):
+    values = [1.0, 2.0, 4.0]
+    sweeps = [growth.Sweep(name, values, values, [n**2 for n in values]) for name in ("layers", "ranks")]
+    growth.plot(sweeps, str(tmp_path / "growth.png"))
+    assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
+    assert [line.split()[-1] for line in str(sweeps[0]).splitlines()] == ["k", "1.00", "2.00"]
+
+
+# --- activations.py, passes.py, share.py
+
+
+def held_by_layers(rank: int, tp: int) -> list[activations.Row]:
+    config = GPTConfig(block_size=16, vocab_size=32, n_head=4, n_embd=32)
+    return [row for p in (0.1, 0.0) for row in activations.measure(replace(config, dropout=p), 2, tp)]
+
+
+@pytest.mark.timeout(240)
+def test_what_a_layer_keeps_is_what_the_formulas_say():
+    for rows in run_ranks(held_by_layers, TP, timeout=200):
+        assert len(rows) == 2 * len(activations.WAYS)
+        for row in rows:
+            assert math.isclose(row.measured, row.expected, rel_tol=0.02), str(row)
+
+
+def with_and_without(rank: int, tp: int) -> list[tuple[object, object, int]]:
+    config = GPTConfig(**SIZES)
+    made = lambda: step.build(config, 2, "cpu")  # noqa: E731
+    cases = [passes._default("columns", "tiny", made), passes.Case("full", "tiny", made, {"recompute": "full"}, {})]
+    return [(row.sent, row.kept, len(row.times)) for row in (passes.measure(case, 2) for case in cases)]
+
+
+def test_passes_are_timed_with_and_without():
+    for (sent, kept, times), (_, less, _) in run_ranks(with_and_without, TP):
+        assert sent[0] == sent[1] and kept[0] == kept[1]
+        assert less[0] < less[1]
+        assert times == 2
+
+
+@pytest.mark.rare
+def test_a_share_of_every_way():
+    script = Path(share.__file__)
+    found = subprocess.run([sys.executable, script, "--no-compile", "--rounds", "1"], check=True, capture_output=True)
+    lines = found.stdout.decode().splitlines()
+    assert "NO GPU" in lines[0]
+    ways = [(line[:12].strip(), line[12:30].strip()) for line in lines[2:]]
+    gpt, llama = ["whole", "autotp"], ["whole", "autotp", "DTensor"]
+    assert ways == [("gpt tiny", way) for way in gpt] + [("llama tiny", way) for way in llama]
 
 
 # --- checkpoint.py

@@ -23,7 +23,7 @@ from transformers import (
 
 from autotp.models import bert, gpt
 from autotp.models.bert import BERT, BERTConfig
-from autotp.models.configs import BERT_SIZES, GPT_SIZES
+from autotp.models.configs import BERT_SIZES, GPT_SIZES, GPT_SIZES_2021
 from autotp.models.gpt import GPT, GPTConfig
 
 SIZES = SimpleNamespace(block=11, vocab=29, layers=3, heads=3, width=12, dropout=0.1)
@@ -340,6 +340,13 @@ def rounded(parameters: int) -> str:
 def test_every_size_is_tested():
     assert [*GPT_SIZES] == ["355M", "1.2B", "2.5B", "4.2B", "8.3B"]
     assert [*BERT_SIZES] == ["334M", "1.3B", "3.9B"]
+
+
+@pytest.mark.parametrize("size", GPT_SIZES_2021)
+def test_gpt_sizes_of_2021(size: str) -> None:
+    """Table 1 has them rounded."""
+    with torch.device("meta"):
+        assert round(count(GPT(GPT_SIZES_2021[size])) / 1e9, 1) == float(size.removesuffix("B"))
 
 
 # --- bad input

@@ -113,7 +113,7 @@ def trained_and_saved(rank: int, n: int) -> None:
 # ---- names that differ between files and modules
 
 
-@checks.on(2)
+@checks.on(2, rare=True)
 def names_of_older_files(rank: int, n: int) -> None:
     """No prefix; gamma and beta; a tied weight twice; buffers that are none of the model's any more."""
     root = shared(rank)
@@ -182,9 +182,9 @@ def other_classes(rank: int, n: int) -> None:
         expect_same(scores, whole.state_dict())
 
 
-@checks.on(2)
+@checks.on(2, rare=True)
 def dtypes(rank: int, n: int) -> None:
-    """Kept as the checkpoint has it, or given; what the model keeps wide stays wide."""
+    """Kept as the checkpoint has it, or given."""
     model, _, given = family("llama")
     folder = saved(model.to(torch.bfloat16), shared(rank), rank)
     for dtype in (None, torch.float32):
@@ -193,6 +193,11 @@ def dtypes(rank: int, n: int) -> None:
         assert {p.dtype for p in parallel.parameters()} == {dtype or torch.bfloat16}
         for key, tensor in whole.named_parameters():
             assert torch.equal(parallel.get_parameter(key), parallel.layouts[key].take(tensor, rank)), key
+
+
+@checks.on(2)
+def what_stays_wide(rank: int, n: int) -> None:
+    """In half precision the model keeps some parameters as they were."""
     model, _, given = family("t5")
     folder = saved(model, shared(rank), rank)
     whole = type(model).from_pretrained(folder, dtype=torch.float16)

@@ -183,14 +183,42 @@ def as_hugging_face_says_it(rank: int, n: int) -> None:
 def compiled(rank: int, n: int) -> None:
     """The blocks in one graph, without a break, at a second length too."""
     torch.manual_seed(0)
-    config = GPTConfig(block_size=16, vocab_size=32, n_layer=3, n_head=2, n_embd=8, dropout=0.0)
+    config = GPTConfig(block_size=16, vocab_size=32, n_layer=2, n_head=2, n_embd=8, dropout=0.0)
     cut = autotp.parallelize(GPT(config), n, sequence_parallel=True)
-    assert autotp.parallelize(GPT(config), n).code.count("def forward") == 2  # the model, and a block
     assert cut.code.count("def forward") == 3  # The first block reads a sum that is whole.
     fast = torch.compile(cut, fullgraph=True, backend="aot_eager")
     for length in (7, 9):
         tokens = torch.randint(32, (2, length))
         torch.testing.assert_close(fast(tokens, tokens), cut(tokens, tokens))
+
+
+@checks.on(2)
+def a_block_is_compiled_once(rank: int, n: int) -> None:
+    """However many there are; from the second step on nothing is compiled; a graph to come has its blocks compiled."""
+    torch.manual_seed(0)
+    whole = GPT(GPTConfig(block_size=16, vocab_size=32, n_layer=4, n_head=2, n_embd=8, dropout=0.0)).double()
+    cut, compiled = autotp.parallelize(copy.deepcopy(whole), n), []
+
+    def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    cut.compile_blocks(backend=backend, fullgraph=True)
+    tokens = torch.randint(32, (2, 7))
+    for _ in range(3):
+        cut.zero_grad()
+        loss = cut(tokens, tokens)
+        loss.backward()
+        assert len(compiled) == 1
+    expected = whole(tokens, tokens)
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    grads = {name: p.grad for name, p in whole.named_parameters()}
+    for name, p in cut.named_parameters():
+        torch.testing.assert_close(cut.layouts[name].take(grads[name], rank), p.grad)
+    cut.eval()
+    torch.testing.assert_close(cut(tokens), whole.eval()(tokens))
+    assert len(compiled) == 2
 
 
 @pytest.mark.timeout(300)

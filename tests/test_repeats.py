@@ -143,6 +143,27 @@ def test_what_is_read_is_compared(does: Any, values: list[Any], expected: int) -
     assert runs(Stack(*(Block(does, index=value) for value in values)), X) == expected
 
 
+def test_what_is_not_there_is_compared() -> None:
+    model = stack(3, lambda b, x, y: y * getattr(b, "special", 1))
+    model.blocks[1].special = 2
+    assert runs(model, X) == 2
+
+
+class Leveled(Block):
+    level = 1
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * self.level
+
+
+def test_what_the_class_has_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(model: Any, i: int, block: Any, x: Tensor) -> Any:
+        monkeypatch.setattr(Leveled, "level", i // 2)
+        return block(x)
+
+    assert runs(Stack(*(Leveled() for _ in range(4)), call=call), X) == 2
+
+
 def test_what_a_part_reads_is_compared() -> None:
     model = stack(3)
     model.blocks[1].drop.p = 0.2
