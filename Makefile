@@ -1,7 +1,8 @@
 # make train    trains a tensor-parallel GPT on two processes, beside the same on one
 # make test     passes the tests
 # make test-all the same with every rare case: all families at all sizes in all modes; an hour and more
-# make bench    steps beside Megatron-style layers by hand and the plans of others, seconds to capture, memory
+# make bench    steps beside Megatron-style layers by hand and the plans of others, each pass on and off, what a layer
+#               keeps, seconds to capture and how they grow, memory
 # make lint     ruff and mypy
 # make clean    removes all that these made
 #
@@ -27,7 +28,10 @@ test-all: $(INSTALLED)
 
 bench: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 benchmarks/step.py
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/capture.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 benchmarks/passes.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 benchmarks/activations.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/capture.py --llama
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/growth.py benchmarks/growth.png
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 benchmarks/memory.py
 
 # mypy knows a package by where its files lie, so it reads ours through links that lie as they are installed.

@@ -9,9 +9,9 @@ called with what, how often and in what order is not guessed.
 NOTE [When a call does what another did]
 Both blocks have the same structure: classes, flags, shapes. The arguments have the same structure, sizes, strides and
 dtypes, and the plain ones the same values; so have all attributes that the first call read, at whatever depth, and the
-modes around it. A number that counts layers may differ where nobody reads it. A block that sets attributes, or is given
-an object that a call changes, is captured each time. What cannot be seen is a global of Python that somebody changes
-between two calls.
+modes around it. A number that counts layers may differ where nobody reads it. A block is captured each time if it sets
+attributes, reads those of modules around it, or is given what it might change: a list, a dict, an object. What cannot
+be seen is a global of Python that somebody changes between two calls.
 
 NOTE [Two kinds of tensors]
 All that an operator makes has a gradient if anything it is given has. Which attention runs depends on whether its mask
@@ -21,18 +21,21 @@ has one: so what has none goes through an operator of its own.
 from __future__ import annotations
 
 import enum
+import functools
+import os
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import SymT, symbol_is_type
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
-
-from autotp.structure import states
 
 torch.library.define("autotp::begin", "(Tensor[] x, int at) -> Tensor[]")
 torch.library.define("autotp::end", "(Tensor[] y, Tensor[] own, int at) -> Tensor[]")
@@ -42,6 +45,8 @@ begin, end, again = (getattr(torch.ops.autotp, name).default for name in ("begin
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, torch.layout)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 UNTOUCHED = ("_parameters", "_buffers", "_modules")  # `own` and the structure have these.
+OF_FAKES = {*FakeTensor.__annotations__, "fake_device", "constant", "real_tensor", "pytype", "dispatch_keys"}
+OWN = (os.path.dirname(torch.__file__), __file__)  # Where modules' attributes are looked up for everybody.
 LARGEST = 10_000
 """So many values of an object are compared; a larger one is equal to itself only."""
 
@@ -89,31 +94,25 @@ class Repeats:
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
         """A region in which the calls of numbered modules that have alike ones beside them come here."""
-        blocks = list(_alike(model))
-        watched = {module for block in blocks for module in block.modules()}
-        before = {module: type(module) for module in watched}
-        classes = {kind: _watching(kind, self) for kind in before.values()}
-        structures = {block: structure(block) for block in blocks}
+        blocks = {id(block.__dict__): (block, structure(block)) for block in _alike(model)}
+        kinds = {_definer(type(block)) for block, _ in blocks.values()}
         _STACK.append(self)
         try:
-            for module in watched:
-                module.__class__ = classes[type(module)]
-            for block in blocks:
-                block.__class__ = _called(type(block), block, self, structures[block])
-            yield
+            with _patched(nn.Module, _watching(self)), ExitStack() as patches:
+                for kind in kinds:
+                    patches.enter_context(_patched(kind, {"forward": _calling(kind.forward, blocks, self)}))
+                yield
         finally:
             _STACK.pop()
-            for module, kind in before.items():
-                module.__class__ = kind
 
     def call(self, block: nn.Module, kind: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What `run(*args, **kwargs)` returns, `block`'s own forward."""
-        if self.open is not None or states((args, kwargs)):
+        if self.open is not None or not all(map(_is_plain, (*args, *kwargs.values()))):
             return run(*args, **kwargs)
         paths = {id(module.__dict__): name for name, module in block.named_modules()}
         leaves, spec = pytree.tree_flatten((args, kwargs))
         given = _tensors(leaves)
-        if not given or any(x.layout is not torch.strided for x in given):
+        if not given:
             return run(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             frozen = Frozen(paths)
@@ -134,6 +133,9 @@ class Repeats:
         self.open = call
         try:
             found = run()
+        except BaseException:
+            call.usable = False
+            raise
         finally:
             self.open = None
         leaves, spec = pytree.tree_flatten(found)
@@ -149,7 +151,10 @@ class Repeats:
     def read(self, module: nn.Module, name: str) -> None:
         """Notes that an attribute is read, whether it is there or not."""
         call = self.open
-        if call is None or name.startswith("__") or name in UNTOUCHED:
+        if call is None or name in UNTOUCHED or (name.startswith("__") and name != "__dict__"):
+            return
+        if name == "__dict__":  # Whoever reads that may have read anything.
+            call.usable &= sys._getframe(2).f_code.co_filename.startswith(OWN)
             return
         path = call.paths.get(id(object.__getattribute__(module, "__dict__")))
         if path is None:
@@ -186,40 +191,71 @@ def _like(t: Tensor) -> Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
 
-def _watching(kind: Any, repeats: Repeats) -> Any:
-    """The class, with its instances' attributes read and set under our eyes."""
+def _watching(repeats: Repeats) -> dict[str, Any]:
+    """What all modules' attributes are read and set by, under our eyes."""
 
-    class Watching(kind):
-        def __getattribute__(self, name: str) -> Any:
-            if repeats.open is not None:
-                repeats.read(self, name)
-            return super().__getattribute__(name)
+    def get(self: nn.Module, name: str) -> Any:
+        if repeats.open is not None:
+            repeats.read(self, name)
+        return object.__getattribute__(self, name)
 
-        def __setattr__(self, name: str, value: Any) -> None:
-            if not name.startswith("__"):
-                repeats.written()
-            super().__setattr__(name, value)
+    before_set, before_delete = nn.Module.__setattr__, nn.Module.__delattr__
 
-        def __delattr__(self, name: str) -> None:
+    def put(self: nn.Module, name: str, value: Any) -> None:
+        if not name.startswith("__"):
             repeats.written()
-            super().__delattr__(name)
+        before_set(self, name, value)
 
-    return _named_as(kind, Watching)
+    def delete(self: nn.Module, name: str) -> None:
+        repeats.written()
+        before_delete(self, name)
 
-
-def _called(kind: Any, block: nn.Module, repeats: Repeats, structure: Any) -> Any:
-    """The class of one block, whose calls go through `repeats`."""
-
-    class Called(kind):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return repeats.call(block, structure, super().forward, args, kwargs)
-
-    return _named_as(kind, Called)
+    return {"__getattribute__": get, "__setattr__": put, "__delattr__": delete}
 
 
-def _named_as(kind: Any, new: Any) -> Any:
-    new.__name__, new.__qualname__, new.__module__ = kind.__name__, kind.__qualname__, kind.__module__
-    return new
+def _calling(forward: Any, blocks: Mapping[int, tuple[nn.Module, Any]], repeats: Repeats) -> Any:
+    """A class's forward, which for these blocks goes through `repeats`."""
+
+    @functools.wraps(forward)
+    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        block, its = blocks.get(id(self.__dict__), (None, None))
+        if block is None:
+            return forward(self, *args, **kwargs)
+        return repeats.call(block, its, functools.partial(forward, self), args, kwargs)
+
+    return called
+
+
+def _definer(kind: Any) -> Any:
+    """The class that a class has its forward from."""
+    return next(base for base in kind.__mro__ if "forward" in vars(base))
+
+
+@contextmanager
+def _patched(kind: Any, names: Mapping[str, Any]) -> Iterator[None]:
+    """A region in which a class has other attributes."""
+    before = {name: vars(kind)[name] for name in names if name in vars(kind)}
+    for name, value in names.items():
+        setattr(kind, name, value)
+    try:
+        yield
+    finally:
+        for name in names:
+            if name in before:
+                setattr(kind, name, before[name])
+            else:
+                delattr(kind, name)
+
+
+def _is_plain(value: Any) -> bool:
+    """True for what a block can be given without our knowing more of it: nothing that it could change, or hide in."""
+    if isinstance(value, Tensor):
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(value)
+        noted = {name for name in getattr(value, "__dict__", ()) if not name.startswith("_")} - OF_FAKES
+        return value.layout is torch.strided and not (isinstance(value, nn.Parameter) or wrapped or noted)
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    return isinstance(value, (*PLAIN, *SYMBOLIC))
 
 
 def _alike(model: nn.Module) -> Iterator[nn.Module]:
@@ -239,7 +275,8 @@ def _alike(model: nn.Module) -> Iterator[nn.Module]:
 def _is_ordinary(block: nn.Module) -> bool:
     """True for Python's own modules that compute what their class says."""
     odd = (torch.jit.ScriptModule, fx.GraphModule)
-    return not any(isinstance(module, odd) or "forward" in vars(module) for module in block.modules())
+    own = any(type(module).__getattribute__ is not nn.Module.__getattribute__ for module in block.modules())
+    return not own and not any(isinstance(module, odd) or "forward" in vars(module) for module in block.modules())
 
 
 def structure(module: nn.Module) -> Any:
@@ -286,7 +323,14 @@ class _Sizes:
 def _modes() -> Any:
     """What of the surroundings changes what an operator does."""
     on = torch.is_autocast_enabled("cpu")
-    return torch.is_grad_enabled(), on, torch.get_autocast_dtype("cpu") if on else None, torch.get_default_dtype()
+    stack = tuple(map(id, _get_current_function_mode_stack()))
+    return (
+        torch.is_grad_enabled(),
+        on,
+        torch.get_autocast_dtype("cpu") if on else None,
+        torch.get_default_dtype(),
+        stack,
+    )
 
 
 def _unbacked(given: Sequence[Tensor]) -> int:
@@ -380,10 +424,12 @@ class Frozen:
         return self.seen[id(value)]
 
     def _object(self, value: Any) -> Any:
-        functions = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
         if isinstance(value, types.MethodType):
             return "method", self(value.__func__), self(value.__self__)
-        if isinstance(value, (Tensor, *functions)) or self.count > LARGEST:
+        if isinstance(value, types.FunctionType):
+            cells = [self(cell.cell_contents) for cell in value.__closure__ or ()]
+            return id(value.__code__), cells, self(value.__defaults__), self(value.__kwdefaults__), self(vars(value))
+        if isinstance(value, (Tensor, types.BuiltinFunctionType, types.ModuleType)) or self.count > LARGEST:
             return self._itself(value)
         return self._inside(value)
 

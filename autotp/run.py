@@ -315,6 +315,8 @@ class ParallelModule(Running):
         Args:
             options: as for `torch.compile`.
         """
+        if not self._settings.optional("outline"):
+            raise Error("compile_blocks: without=('outline',) left no blocks", **{"try": "torch.compile(model)"})
         for module in self.modules():
             if isinstance(module, Running):
                 module.__dict__["_compiles"] = options

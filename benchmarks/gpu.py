@@ -1,5 +1,7 @@
 """A smoke test for CUDA, on one card: ends within 8 minutes, prints a table, and with 1 if a line of it is not ok.
 
+Then one rank's share of a step at tp=8, as `share.py` has it, if there is time left.
+
     python benchmarks/gpu.py
 
 Every check is a set of processes of its own, which are stopped when its time is up. Models are small and in float64
@@ -15,6 +17,7 @@ import math
 import os
 import pickle
 import platform
+import subprocess
 import sys
 import tempfile
 import time
@@ -297,7 +300,7 @@ def main() -> int:
     """Prints the table; 1 if something is not ok."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", default="", help="checks whose name contains this")
+    parser.add_argument("--only", default="", help="checks whose name contains this, or `share`")
     args = parser.parse_args()
     start, bad = time.monotonic(), []
     print(f"{_card(args.device)}, torch {torch.__version__}, Python {platform.python_version()}")
@@ -316,8 +319,20 @@ def main() -> int:
         if verdict != "ok":
             tail = "\n".join(figures.strip().splitlines()[-12:])
             bad.append(f"---- {check.name}\n{tail}")
+    if args.only in "share":
+        bad += _shares(args.device, TOTAL - (time.monotonic() - start))
     print(*bad, f"{len(bad)} not ok, {time.monotonic() - start:.0f} s", sep="\n")
     return int(bool(bad))
+
+
+def _shares(device: str, seconds: float) -> list[str]:
+    """Runs `share.py`, which prints its own table; what went wrong."""
+    command = [sys.executable, str(Path(__file__).with_name("share.py")), "--device", device]
+    command += [] if device.startswith("cuda") else ["--no-compile"]
+    try:
+        return [] if subprocess.run(command, timeout=max(seconds, 1)).returncode == 0 else ["---- share.py failed"]
+    except subprocess.TimeoutExpired:
+        return ["---- share.py took too long"]
 
 
 def _card(device: str) -> str:

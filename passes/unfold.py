@@ -45,7 +45,7 @@ def unfold(graph: fx.Graph) -> fx.Graph:
     """The same function, every call of a block with operators of its own.
 
     Raises:
-        Entangled: a block writes into what it is given, or returns a view of it.
+        Entangled: a block writes into what it is given, returns a view of it, or has parameters that were computed.
     """
     builder, regions = Builder(fake_mode_of(graph)), dict[int, Region]()
     current: Region | None = None
@@ -95,9 +95,15 @@ def _written_out(builder: Builder, region: Region, call: fx.Node) -> list[Any]:
 
 
 def _first(node: Any) -> fx.Node:
-    """The parameter or buffer itself, of what an operator returned that wrote into it."""
-    while node.op == "call_function":
+    """The parameter or buffer itself, of what an operator returned that wrote into it.
+
+    Raises:
+        Entangled: it is neither: the block was called with others than its own.
+    """
+    while isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
         node = node.args[0]
+    if node.op != "placeholder":
+        raise Entangled
     return node
 
 

@@ -18,7 +18,7 @@ from autotp.layout import Layout
 from autotp.partition import chunk_bounds
 from autotp.passes.capture import skeleton_of
 from autotp.passes.local import Target
-from autotp.transform import Analysis, Choices, analyse
+from autotp.transform import OPTIONAL, Analysis, Choices, analyse
 
 # ---- models
 
@@ -109,9 +109,10 @@ class Case:
     layouts: Any = None
     experts: Any = "width"
     sequence_parallel: bool = False
+    without: tuple[str, ...] = ()
 
     def analysed(self) -> Analysis:
-        choices = Choices(self.outputs, self.experts, self.sequence_parallel)
+        choices = Choices(self.outputs, self.experts, self.sequence_parallel, self.without)
         return analyse(skeleton_of(self.model), (), self.inputs, self.tp, choices, self.layouts)
 
     def target(self, analysis: Analysis, rank: int) -> Target:
@@ -179,6 +180,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "decoder-fast": lambda: decoder(2, randomness="fast"),
     "sequence": lambda: replace(decoder(2), sequence_parallel=True),
     "sequence-fast": lambda: replace(encoder(3, randomness="fast"), sequence_parallel=True),
+    "decoder-bare": lambda: replace(decoder(2), without=OPTIONAL),
+    "sequence-bare": lambda: replace(decoder(2), sequence_parallel=True, without=OPTIONAL),
     "decoder-eval": lambda: decoder(3, train=False),
     "encoder": lambda: encoder(2),
     "grouped": lambda: grouped("separate", "full"),

@@ -132,15 +132,16 @@ def test_a_plot_is_written(tmp_path):
 # --- activations.py, passes.py, share.py
 
 
-def held_by_layers(rank: int, tp: int) -> list[activations.Row]:
+def held_by_layers(rank: int, tp: int, ways: list[str]) -> list[activations.Row]:
     config = GPTConfig(block_size=16, vocab_size=32, n_head=4, n_embd=32)
-    return [row for p in (0.1, 0.0) for row in activations.measure(replace(config, dropout=p), 2, tp)]
+    return [row for p in (0.1, 0.0) for row in activations.measure(replace(config, dropout=p), 2, tp, ways)]
 
 
 @pytest.mark.timeout(240)
-def test_what_a_layer_keeps_is_what_the_formulas_say():
-    for rows in run_ranks(held_by_layers, TP, timeout=200):
-        assert len(rows) == 2 * len(activations.WAYS)
+@pytest.mark.parametrize("ways", [["and sequence"], pytest.param([*activations.WAYS], marks=pytest.mark.rare)], ids=len)
+def test_what_a_layer_keeps_is_what_the_formulas_say(ways):
+    for rows in run_ranks(held_by_layers, TP, ways, timeout=200):
+        assert len(rows) == 2 * len(ways)
         for row in rows:
             assert math.isclose(row.measured, row.expected, rel_tol=0.02), str(row)
 

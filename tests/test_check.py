@@ -100,7 +100,16 @@ def harmless(found: Case, analysis: Analysis, graphs: list[fx.Graph]) -> bool:
 
 # ---- tests
 
-RARE = ("decoder-fast", "decoder-eval", "grouped-local", "grouped-fused", "sequence-fast")
+RARE = (
+    "decoder-fast",
+    "decoder-eval",
+    "decoder-bare",
+    "sequence-bare",
+    "scattering",
+    "grouped-local",
+    "grouped-fused",
+    "sequence-fast",
+)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)

@@ -80,6 +80,7 @@ def test_in_pairs(pair: tuple[str, str]) -> None:
     assert report.ok, report
 
 
+@pytest.mark.rare
 def test_all_but_one() -> None:
     for name in PASSES:
         report = verified(tuple(other for other in PASSES if other != name), tp=3)

@@ -112,13 +112,14 @@ def test_choices(llama: Path) -> None:
     assert " makes no model of LlamaConfig: " in text
 
 
-@pytest.mark.parametrize("size", [0, -5, True, "5", "GB", "0MB", "5 parsecs", None])
-def test_sizes_that_are_none(llama: Path, size: Any) -> None:
-    parallel = autotp.from_pretrained(llama)
-    assert message(lambda: autotp.save_pretrained(parallel, llama.parent / "no", max_shard_size=size)) == (
-        f"save_pretrained(LlamaForCausalLM, {llama.parent / 'no'}): max_shard_size={size!r}\n"
-        '  expected a number of bytes, or a text as "5GB"'
-    )
+def test_sizes_that_are_none(llama: Path) -> None:
+    parallel, folder = autotp.from_pretrained(llama), llama.parent / "no"
+    sizes: tuple[Any, ...] = (0, -5, True, "5", "GB", "0MB", "5 parsecs", None)
+    for size in sizes:
+        assert message(lambda size=size: autotp.save_pretrained(parallel, folder, max_shard_size=size)) == (
+            f"save_pretrained(LlamaForCausalLM, {folder}): max_shard_size={size!r}\n"
+            '  expected a number of bytes, or a text as "5GB"'
+        )
 
 
 def test_no_model_of_transformers(tmp_path: Path) -> None:

@@ -6,12 +6,15 @@ import functools
 import sys
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import autotp
@@ -349,6 +352,100 @@ def test_a_hook_inside_is_compared() -> None:
     model = stack(3)
     model.blocks[1].up.register_forward_hook(lambda m, args, y: y * 2)
     assert runs(model, X) == 2
+
+
+class Noted:
+    """An object that a block may leave something in."""
+
+
+def test_what_a_block_changes_among_its_arguments() -> None:
+    """A list, a dict, an object: each call is captured, on the caller's own."""
+
+    def filling(model: Any, i: int, block: Any, x: Tensor) -> Any:
+        found, named, noted = [x], {"x": x}, Noted()
+        y = block(x, found, named, noted)
+        return y + found.pop() * named["y"] + noted.seen  # type: ignore[attr-defined]
+
+    def does(block: Any, x: Tensor, y: Tensor, found: Any, named: Any, noted: Any) -> Tensor:
+        found.append(y.sum(-1, keepdim=True))
+        named["y"] = y.mean()
+        noted.seen = y.exp()
+        return y
+
+    assert runs(stack(3, does, filling), X) == 3
+
+
+def test_classes_are_what_they_are() -> None:
+    def does(block: Any, x: Tensor, y: Tensor) -> Tensor:
+        return y if type(block) is Block and {nn.Linear: 1}[type(block.up)] else y * 2
+
+    assert runs(stack(3, does, lambda m, i, b, x: b(x) if type(b) is Block else x), X) == 1
+
+
+def test_other_parameters_than_its_own() -> None:
+    def call(model: Any, i: int, block: Any, x: Tensor) -> Any:
+        others = {name: p * (i + 1) for name, p in block.named_parameters()}
+        return torch.func.functional_call(block, others, (x,))
+
+    assert runs(stack(3, call=call), X) == 1 + 3
+
+
+def test_what_is_around_a_block() -> None:
+    """It is not watched: whoever reads it runs each time."""
+
+    def call(model: Any, i: int, block: Any, x: Tensor) -> Any:
+        model.step = i
+        return block(x)
+
+    model = stack(3, lambda b, x, y: y * (b.around[0].step + 1), call)
+    for block in model.blocks:
+        block.around = [model]
+    assert runs(model, X) == 3
+
+
+@pytest.mark.parametrize("read", [lambda b: vars(b)["index"], lambda b: b.__dict__.get("index")], ids=["vars", "dict"])
+def test_attributes_read_otherwise(read: Any) -> None:
+    def does(block: Any, x: Tensor, y: Tensor) -> Tensor:
+        return y * (read(block) + 1)
+
+    assert runs(Stack(*(Block(does, index=i) for i in range(3))), X) == 3
+
+
+def test_what_a_function_has_closed_over() -> None:
+    noted = Noted()
+
+    def scale(y: Tensor) -> Tensor:
+        return y * noted.seen  # type: ignore[attr-defined]
+
+    def call(model: Any, i: int, block: Any, x: Tensor) -> Any:
+        noted.seen = i // 2  # type: ignore[attr-defined]
+        return block(x)
+
+    assert runs(stack(4, lambda b, x, y: scale(y), call), X) == 2
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * 2 if func is F.linear else found
+
+
+def test_a_mode_around_a_call() -> None:
+    def call(model: Any, i: int, block: Any, x: Tensor) -> Any:
+        with Doubling() if i == 1 else nullcontext():
+            return block(x)
+
+    assert runs(stack(3, call=call), X) == 2
+
+
+def test_a_parameter_as_an_argument() -> None:
+    """Inside it is one still."""
+
+    def does(block: Any, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        return y * w if isinstance(w, nn.Parameter) else y
+
+    model = stack(3, does, lambda m, i, b, x: b(x, m.first.bias))
+    assert runs(model, X) == 3
 
 
 def test_shared_parameters() -> None:
