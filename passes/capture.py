@@ -156,7 +156,7 @@ def capture(
     """
     leaves, spec = flatten((args, kwargs))
     if once:
-        with suppress(Entangled):
+        with suppress(Entangled, Error):  # What fails while its blocks are watched is to fail, or not, as it is.
             return _capture(skeleton, leaves, spec, autocast, Repeats().watched)
     return _capture(skeleton, leaves, spec, autocast, nullcontext)
 
