@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autotp.eager import is_last_backward, is_plain
-from autotp.errors import Error
 from autotp.strides import memory_order
 
 
@@ -203,8 +202,12 @@ def exact_dropout(x: Tensor, p: float, shape: Sequence[int], dim: int, pieces: S
 
 
 def fast_dropout(x: Tensor, p: float, rank: int) -> Tensor:
-    """Dropout with a mask of this rank's own, of its part alone. Every rank draws one number from the shared stream."""
-    return x * keep(x, p, rank) * (1 / (1 - p) if p < 1 else 0.0)
+    """Dropout with a mask of this rank's own, of its part alone.
+
+    Every rank draws one number from the CPU's generator, the same on all: however much a rank needs, all draw as much
+    from the shared stream, so that replicated masks stay equal.
+    """
+    return x * keep(x.detach(), p, torch.randint(2**62, ()), rank) * (1 / (1 - p) if p < 1 else 0.0)
 
 
 def exact_attention(
@@ -249,25 +252,27 @@ DRAWS = (exact_dropout, fast_dropout, exact_attention, fast_attention)
 
 
 @torch.library.custom_op("autotp::keep", mutates_args=())
-def keep(x: Tensor, p: float, rank: int) -> Tensor:
-    """A mask like `x`, true with probability `1 - p`, from a stream of this rank's own.
+def keep(x: Tensor, p: float, seed: Tensor, rank: int) -> Tensor:
+    """A mask like `x`, true with probability `1 - p`, from a stream of this rank's own: of `seed` plus the rank.
 
-    The stream is seeded by one number from the CPU's generator, the same on all ranks, plus the rank: all ranks
-    draw as much from the shared stream however much they need, so replicated masks stay equal.
+    Args:
+        x: its sizes, strides and device count.
+        seed: a number on the CPU.
     """
-    seed = int(torch.randint(2**62, ()))
-    generator = torch.Generator(x.device).manual_seed(seed + rank)
+    generator = torch.Generator(x.device).manual_seed(int(seed) + rank)
     return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
 
 
 @keep.register_fake
-def _(x: Tensor, p: float, rank: int) -> Tensor:
+def _(x: Tensor, p: float, seed: Tensor, rank: int) -> Tensor:
     return torch.empty_like(x, dtype=torch.bool)
 
 
 @keep.register_vmap
-def _(info, in_dims, x, p, rank):  # type: ignore[no-untyped-def]
-    if info.randomness == "error":
-        raise Error("vmap over dropout", **{"try": 'torch.func.vmap(..., randomness="different")'})
-    same = info.randomness == "same" and in_dims[0] is not None
-    return keep(x.select(in_dims[0], 0) if same else x, p, rank), None if same else in_dims[0]
+def _(info, in_dims, x, p, seed, rank):  # type: ignore[no-untyped-def]
+    """With randomness="different" there are as many seeds as samples: the first is enough for all their elements."""
+    at, _, seeds, _ = in_dims
+    if seeds is None:
+        return keep(x.select(at, 0), p, seed, rank), None
+    every = x if at is not None else x.expand(info.batch_size, *x.shape)
+    return keep(every, p, seed.select(seeds, 0), rank), at or 0

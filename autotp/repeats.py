@@ -20,11 +20,9 @@ has one: so what has none goes through an operator of its own.
 
 from __future__ import annotations
 
-import enum
 import functools
 import os
 import sys
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -32,23 +30,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import SymT, symbol_is_type
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
+
+from autotp import alike
+from autotp.alike import PLAIN, Frozen, attribute, is_harmless, modes, position, structure, tensor_kind, tensors_of
 
 torch.library.define("autotp::begin", "(Tensor[] x, int at) -> Tensor[]")
 torch.library.define("autotp::end", "(Tensor[] y, Tensor[] own, int at) -> Tensor[]")
 torch.library.define("autotp::again", "(Tensor[] x, Tensor[] own, int at) -> Tensor[]")
 begin, end, again = (getattr(torch.ops.autotp, name).default for name in ("begin", "end", "again"))
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, torch.layout)
-SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-UNTOUCHED = ("_parameters", "_buffers", "_modules")  # `own` and the structure have these.
-OF_FAKES = {*FakeTensor.__annotations__, "fake_device", "constant", "real_tensor", "pytype", "dispatch_keys"}
-OWN = (os.path.dirname(torch.__file__), __file__)  # Where modules' attributes are looked up for everybody.
-LARGEST = 10_000
-"""So many values of an object are compared; a larger one is equal to itself only."""
+UNTOUCHED = ("_parameters", "_buffers", "_modules")  # `tensors_of` and `structure` have these.
+OWN = (os.path.dirname(torch.__file__), __file__, alike.__file__)  # Where attributes are looked up for everybody.
 
 
 @dataclass
@@ -107,7 +101,7 @@ class Repeats:
 
     def call(self, block: nn.Module, kind: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What `run(*args, **kwargs)` returns, `block`'s own forward."""
-        if self.open is not None or not all(map(_is_plain, (*args, *kwargs.values()))):
+        if self.open is not None or not all(map(is_harmless, (*args, *kwargs.values()))):
             return run(*args, **kwargs)
         paths = {id(module.__dict__): name for name, module in block.named_modules()}
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -116,14 +110,14 @@ class Repeats:
             return run(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             frozen = Frozen(paths)
-            key = kind, spec, [_kind(x, given) if isinstance(x, Tensor) else frozen(x) for x in leaves], _modes()
+            key = kind, spec, [tensor_kind(x, given) if isinstance(x, Tensor) else frozen(x) for x in leaves], modes()
             known = next((call for call in self.calls if call.usable and call.key == key and _same(call, block)), None)
         if known is not None:
-            return _rebuilt(known, again(given, _own(block), known.at), given)
+            return _rebuilt(known, again(given, tensors_of(block), known.at), given)
         call = Call(len(self.calls), key, paths, frozen)
         self.calls.append(call)
         inside = _each_kind(given, lambda some: begin(some, call.at))
-        leaves = [inside[_at(x, given)] if isinstance(x, Tensor) else x for x in leaves]
+        leaves = [inside[position(x, given)] if isinstance(x, Tensor) else x for x in leaves]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         return self._recorded(call, block, lambda: run(*args, **kwargs), inside)
 
@@ -139,13 +133,13 @@ class Repeats:
         finally:
             self.open = None
         leaves, spec = pytree.tree_flatten(found)
-        made = [leaf for leaf in _tensors(leaves) if _at(leaf, given) is None]
+        made = [leaf for leaf in _tensors(leaves) if position(leaf, given) is None]
         places = [_placed(leaf, given, made) for leaf in leaves]
         call.result, call.outputs = (spec, places), made
         call.usable &= bool(made) and all(isinstance(place, (_Place, *PLAIN)) for place in places)
         call.usable &= unbacked == _unbacked(given) and _same(call, block)  # Or it changed what it had read.
-        call.usable &= _all_learn(made, [*given, *_own(block)])
-        own = _own(block) if call.usable else []
+        call.usable &= _all_learn(made, [*given, *tensors_of(block)])
+        own = tensors_of(block) if call.usable else []
         return _rebuilt(call, _each_kind(made, lambda some: end(some, own, call.at)), given)
 
     def read(self, module: nn.Module, name: str) -> None:
@@ -161,7 +155,7 @@ class Repeats:
             call.usable = False  # Of another block.
         elif (path, name) not in call.reads:
             with torch._C.DisableTorchFunction():
-                call.reads[path, name] = call.frozen(_attribute(module, name))
+                call.reads[path, name] = call.frozen(attribute(module, name))
 
     def written(self) -> None:
         """Notes that an attribute was set."""
@@ -247,17 +241,6 @@ def _patched(kind: Any, names: Mapping[str, Any]) -> Iterator[None]:
                 delattr(kind, name)
 
 
-def _is_plain(value: Any) -> bool:
-    """True for what a block can be given without our knowing more of it: nothing that it could change, or hide in."""
-    if isinstance(value, Tensor):
-        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(value)
-        noted = {name for name in getattr(value, "__dict__", ()) if not name.startswith("_")} - OF_FAKES
-        return value.layout is torch.strided and not (isinstance(value, nn.Parameter) or wrapped or noted)
-    if type(value) is tuple:
-        return all(map(_is_plain, value))
-    return isinstance(value, (*PLAIN, *SYMBOLIC))
-
-
 def _alike(model: nn.Module) -> Iterator[nn.Module]:
     """The outermost numbered modules that have one of the same structure beside them."""
     inside: set[nn.Module] = set()
@@ -277,60 +260,6 @@ def _is_ordinary(block: nn.Module) -> bool:
     odd = (torch.jit.ScriptModule, fx.GraphModule)
     own = any(type(module).__getattribute__ is not nn.Module.__getattribute__ for module in block.modules())
     return not own and not any(isinstance(module, odd) or "forward" in vars(module) for module in block.modules())
-
-
-def structure(module: nn.Module) -> Any:
-    """Classes, flags, and the shapes of what a module holds, equal for modules built alike."""
-    own = _own(module)
-    first = {id(t): i for i, t in reversed(list(enumerate(own)))}
-    tensors = [(first[id(t)], isinstance(t, nn.Parameter), t.shape, t.dtype, t.requires_grad) for t in own]
-    names = [name for name, _ in (*_all_parameters(module), *_all_buffers(module))]
-    parts = [(name, type(part), part.training) for name, part in module.named_modules(remove_duplicate=False)]
-    return parts, names, tensors
-
-
-def _all_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return module.named_parameters(remove_duplicate=False)
-
-
-def _all_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return module.named_buffers(remove_duplicate=False)
-
-
-def _own(module: nn.Module) -> list[Tensor]:
-    return [tensor for _, tensor in (*_all_parameters(module), *_all_buffers(module))]
-
-
-def _kind(x: Tensor, given: Sequence[Tensor]) -> Any:
-    """All of a tensor that code can ask for without its values; which of the arguments it is."""
-    sizes = _Sizes((*x.shape, *x.stride(), x.storage_offset()))
-    return sizes, x.dim(), x.dtype, x.device, x.requires_grad, _at(x, given)
-
-
-@dataclass(frozen=True, eq=False)
-class _Sizes:
-    """Sizes that are compared by what is known of them by then: a call may show that two are one."""
-
-    sizes: tuple[Any, ...]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Sizes) and self._spelled() == other._spelled()
-
-    def _spelled(self) -> list[Any]:
-        return [size if isinstance(size, int) else size.node.expr for size in self.sizes]
-
-
-def _modes() -> Any:
-    """What of the surroundings changes what an operator does."""
-    on = torch.is_autocast_enabled("cpu")
-    stack = tuple(map(id, _get_current_function_mode_stack()))
-    return (
-        torch.is_grad_enabled(),
-        on,
-        torch.get_autocast_dtype("cpu") if on else None,
-        torch.get_default_dtype(),
-        stack,
-    )
 
 
 def _unbacked(given: Sequence[Tensor]) -> int:
@@ -359,16 +288,12 @@ def _all_learn(made: Sequence[Tensor], of: Sequence[Tensor]) -> bool:
     return all(x.requires_grad is learns for x in made if x.is_floating_point() or x.is_complex())
 
 
-def _at(x: Tensor, among: Sequence[Tensor]) -> Any:
-    return next((i for i, one in enumerate(among) if one is x), None)
-
-
 def _placed(leaf: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> Any:
     """A leaf of a result; a tensor by its place."""
     if not isinstance(leaf, Tensor):
         return leaf
-    passed_on = _at(leaf, given)
-    return _Place(_at(leaf, made)) if passed_on is None else _Place(passed_on, argument=True)
+    passed_on = position(leaf, given)
+    return _Place(position(leaf, made)) if passed_on is None else _Place(passed_on, argument=True)
 
 
 def _rebuilt(call: Call, outputs: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
@@ -384,68 +309,4 @@ def _same(call: Call, block: nn.Module) -> bool:
     """True if all that a call read is the same in another block, and in its own still."""
     frozen = Frozen({id(module.__dict__): name for name, module in block.named_modules()})
     modules = dict(block.named_modules())
-    return all(frozen(_attribute(modules[path], name)) == known for (path, name), known in call.reads.items())
-
-
-def _attribute(module: nn.Module, name: str) -> Any:
-    """What a module has under this name besides parameters, buffers and modules: itself, or its class; or None."""
-    attributes = object.__getattribute__(module, "__dict__")
-    if name in attributes:
-        return attributes[name]
-    return next((vars(kind)[name] for kind in type(module).__mro__ if name in vars(kind)), None)
-
-
-class Frozen:
-    """A value as something to compare: plain ones by value, containers and Python's objects by what they hold.
-
-    Args:
-        paths: modules that are compared by their place: `id` of their attributes -> name.
-    """
-
-    def __init__(self, paths: Mapping[int, str]) -> None:
-        self.paths = paths
-        self.kept: list[Any] = []
-        self.seen: dict[int, Any] = {}
-        self.count = 0
-
-    def __call__(self, value: Any) -> Any:
-        self.count += 1
-        if isinstance(value, PLAIN):
-            return type(value), repr(value) if isinstance(value, float) else value
-        if isinstance(value, SYMBOLIC):
-            return type(value), value.node.expr
-        if isinstance(value, nn.Module):
-            path = self.paths.get(id(value.__dict__))
-            return self._itself(value.__dict__) if path is None else ("module", path)
-        if id(value) not in self.seen:
-            self.kept.append(value)
-            self.seen[id(value)] = "around"  # As seen from inside.
-            self.seen[id(value)] = self._object(value)
-        return self.seen[id(value)]
-
-    def _object(self, value: Any) -> Any:
-        if isinstance(value, types.MethodType):
-            return "method", self(value.__func__), self(value.__self__)
-        if isinstance(value, types.FunctionType):
-            cells = [self(cell.cell_contents) for cell in value.__closure__ or ()]
-            return id(value.__code__), cells, self(value.__defaults__), self(value.__kwdefaults__), self(vars(value))
-        if isinstance(value, (Tensor, types.BuiltinFunctionType, types.ModuleType)) or self.count > LARGEST:
-            return self._itself(value)
-        return self._inside(value)
-
-    def _itself(self, value: Any) -> Any:
-        self.kept.append(value)
-        return "itself", id(value)
-
-    def _inside(self, value: Any) -> Any:
-        if type(value) in (tuple, list):
-            return type(value), [self(item) for item in value]
-        if type(value) is dict:
-            return dict, [(self(key), self(item)) for key, item in value.items()]
-        try:
-            state = value.__reduce_ex__(4)
-        except Exception:  # It may refuse for whatever reason.
-            return self._itself(value)
-        if not isinstance(state, tuple):
-            return self._itself(value)
-        return type(value), [self(list(part) if isinstance(part, Iterator) else part) for part in state]
+    return all(frozen(attribute(modules[path], name)) == known for (path, name), known in call.reads.items())

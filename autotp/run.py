@@ -60,7 +60,7 @@ def expect_choices(choices: Choices) -> None:
     for name, value in vars(choices).items():
         if name in allowed and value not in allowed[name]:
             raise Error(f"{name}={value!r}", expected=", ".join(map(repr, allowed[name])))
-    if unknown := sorted(set(choices.without) - set(OPTIONAL)):
+    if unknown := [name for name in choices.without if name not in OPTIONAL]:
         raise Error(f"without={unknown}: no passes that may be left out", expected=f"some of {OPTIONAL}")
     if "outline" in choices.without and getattr(choices, "recompute", "none") != "none":
         raise Error("without=('outline',): what is computed again is a block", **{"try": 'recompute="none"'})

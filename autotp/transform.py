@@ -17,6 +17,7 @@ from autotp.operators import USER_RULES
 from autotp.passes.apart import apart
 from autotp.passes.autocast import cast
 from autotp.passes.axes import Axes
+from autotp.passes.biases import biased
 from autotp.passes.bundle import bundle
 from autotp.passes.canonicalize import canonicalize
 from autotp.passes.capture import OFF, Captured, capture
@@ -61,15 +62,16 @@ class Choices:
     without: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        several = [self.without] if isinstance(self.without, str) else self.without
-        object.__setattr__(self, "without", tuple(sorted(set(several))))  # The same on all ranks.
+        one = isinstance(self.without, str) or not isinstance(self.without, Collection)
+        names = [self.without] if one else self.without
+        object.__setattr__(self, "without", tuple(sorted(set(names), key=str)))  # The same on all ranks.
 
     def optional(self, name: str) -> bool:
         """True if a pass that may be left out is not."""
         return name not in self.without
 
 
-OPTIONAL = ("repeats", "share", "defer", "hoist", "clean", "bundle", "columns", "reuse", "outline")
+OPTIONAL = ("repeats", "share", "defer", "hoist", "biases", "bundle", "columns", "reuse", "outline")
 """Passes that change what a model costs to capture, run or compile, and nothing that it computes."""
 AS_USUAL = Choices()
 
@@ -188,8 +190,8 @@ def rank_graph(analysis: Analysis, rank: int, randomness: Literal["exact", "fast
     captured = analysis.captured
     held = {place: analysis.layouts[name] for place, name in captured.parameters.items()} | analysis.local_inputs
     with uncollected():
-        lowered = lower(*found, to, analysis.hoisted)
-        for name, optional in (("clean", clean), ("bundle", bundle), ("columns", grouped)):
+        lowered = clean(lower(*found, to, analysis.hoisted))
+        for name, optional in (("biases", biased), ("bundle", bundle), ("columns", grouped)):
             lowered = optional(lowered) if analysis.choices.optional(name) else lowered
         check(lowered, analysis.graph, held, [*captured.parameters, *captured.inputs], to, analysis.local_outputs)
     return lowered

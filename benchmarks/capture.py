@@ -37,7 +37,7 @@ STAGES = {
     "capture": ["capture"],
     "analyse": ["functionalize", "cast", "pick", "canonicalize", "share", "apart", "match"],
     "plan": ["decide"],
-    "lower": ["expand", "defer", "_flow", "needs_grad", "lower", "clean", "bundle", "grouped"],
+    "lower": ["expand", "defer", "_flow", "needs_grad", "lower", "clean", "biased", "bundle", "grouped"],
     "check": ["check"],
 }
 """Columns of the table, and the functions that `autotp.transform` calls for each."""

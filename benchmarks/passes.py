@@ -87,7 +87,7 @@ CASES = [
     _default("share", "llama-small", ours("llama-small")),
     _default("defer", "gptj 6 layers", parallel_blocks("gptj")),
     _default("hoist", "gpt_neox 6 layers", parallel_blocks("gpt_neox")),
-    _default("clean", "gpt-small", ours("gpt-small")),
+    _default("biases", "gpt-small", ours("gpt-small")),
     _default("bundle", "gpt-small, sequence", ours("gpt-small"), sequence_parallel=True),
     _default("columns", "llama-small", ours("llama-small")),
     _default("columns", "llama-small, sequence", ours("llama-small"), sequence_parallel=True),

@@ -10,7 +10,7 @@
 
 NOTE [Why the bias leaves the linear]
 A row-parallel product is a sum over ranks. Were its bias inside, every rank would add it and the sum would hold
-it tp times. Outside, the reduction comes before the bias by construction. Where nothing is reduced, `clean`
+it tp times. Outside, the reduction comes before the bias by construction. Where nothing is reduced, `biases`
 puts the bias back in.
 """
 

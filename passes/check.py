@@ -230,7 +230,7 @@ class _Checking(Proof):
         self.give(node, model, self._typing(node, model, reads, cut))
 
     def _biased(self, node: fx.Node, x: fx.Node, w: fx.Node, bias: fx.Node) -> None:
-        """A product with the bias that was put back into it (`passes/clean.py`): product, then sum."""
+        """A product with the bias that was put back into it (`passes/biases.py`): product, then sum."""
         read = {n: (n, self.types[n][0]) for n in (x, w, bias)}
         for model in self.model.on(BIASED[node.target][0], self.whole[x], self.whole[w]):  # type: ignore[index]
             for terms in ((model, self.whole[bias]), (self.whole[bias], model)):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import pytest
 from architectures import Architecture, architectures
+from choosing import CUTS, PASSES, only
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformer import arguments, model
@@ -32,9 +33,9 @@ def trial(arch: Architecture, tp: int, choices: Choices = AS_USUAL) -> Trial:
 @slow
 @on_ranks
 @settings(max_examples=EXAMPLES // len(RANKS))
-@given(arch=architectures(), along_sequence=st.booleans())
-def test_equals_one_device(arch: Architecture, tp: int, along_sequence: bool) -> None:
-    report = replace(compare(trial(arch, tp, Choices(sequence_parallel=along_sequence))), tolerance=TOLERANCE)
+@given(arch=architectures(), names=st.just(tuple(CUTS)) | st.sets(st.sampled_from(PASSES)))
+def test_equals_one_device(arch: Architecture, tp: int, names: Collection[str]) -> None:
+    report = replace(compare(trial(arch, tp, Choices(**only(names)))), tolerance=TOLERANCE)
     assert report.ok, str(report)
     assert not uncut(arch, report.plan), str(report.plan)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from choosing import PAIRS, PASSES, only
 from helpers import Checks
 from torch import Tensor, nn
 
@@ -56,6 +57,19 @@ def test_every_family_along_the_sequence(name: str, tp: int) -> None:
     report = autotp.verify(model.train(), tp, example_inputs=inputs, sequence_parallel=True)
     assert report.ok, f"{name} tp={tp}: {report}"
     assert report.plan.along_sequence
+
+
+@pytest.mark.rare
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_with_few_passes(name: str) -> None:
+    """None of those that may be left out, each alone, and of their pairs those whose turn it is: each has several."""
+    turn = list(FAMILIES).index(name) % 9
+    for names in [(), *((one,) for one in PASSES), *PAIRS[turn::9]]:
+        torch.manual_seed(0)
+        model, inputs = FAMILIES[name]()
+        report = autotp.verify(model.train(), 2, example_inputs=inputs, **only(names))
+        assert report.ok, f"{name} with {names} alone: {report}"
 
 
 def expect_equal(name: str, tp: int, train: bool, cache: bool = True) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
+from choosing import PAIRS, PASSES, only
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
@@ -20,9 +20,6 @@ from autotp.together import together
 from autotp.transform import OPTIONAL, Choices, analyse, rank_graph
 
 aten = torch.ops.aten
-CUTS = [name for name in OPTIONAL if name not in ("outline", "sequence")]
-SEQUENCE = "sequence"
-PASSES = [*CUTS, SEQUENCE]
 
 
 class Layer(nn.Module):
@@ -62,9 +59,7 @@ class Model(nn.Module):
 def verified(names: tuple[str, ...], tp: int = 2) -> Any:
     """The report on a model with these passes and no others of those that may be left out."""
     torch.manual_seed(0)
-    without = tuple(name for name in CUTS if name not in names)
-    tokens = torch.arange(10).view(2, 5)
-    return autotp.verify(Model(), tp, example_inputs=tokens, sequence_parallel=SEQUENCE in names, without=without)
+    return autotp.verify(Model(), tp, example_inputs=torch.arange(10).view(2, 5), **only(names))
 
 
 @pytest.mark.parametrize("name", ["none", *PASSES])
@@ -74,7 +69,7 @@ def test_alone(name: str) -> None:
 
 
 @pytest.mark.rare
-@pytest.mark.parametrize("pair", list(itertools.combinations(PASSES, 2)), ids="-".join)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_in_pairs(pair: tuple[str, str]) -> None:
     report = verified(pair)
     assert report.ok, report
@@ -102,6 +97,10 @@ def copied(node: fx.Node) -> bool:
     return node.target is collectives.copy and node.args[0].op != "placeholder"  # type: ignore[union-attr]
 
 
+def has_bias(node: fx.Node) -> bool:
+    return node.target is aten.linear.default and len(node.args) == 3
+
+
 @pytest.mark.parametrize(
     ("name", "needs", "counts", "on", "off"),
     [
@@ -110,7 +109,7 @@ def copied(node: fx.Node) -> bool:
         pytest.param("defer", (), lambda n: n.target is collectives.reduce, 2 * 1, 2 * 3, id="defer"),
         # Two norms of one value.
         pytest.param("hoist", ("share",), copied, 2 * 1, 2 * 2, id="hoist"),
-        pytest.param("clean", (), lambda n: n.target is aten.linear.default and len(n.args) == 3, 2 * 5, 0, id="clean"),
+        pytest.param("biases", (), has_bias, 2 * 5, 0, id="biases"),
         pytest.param("bundle", ("hoist",), lambda n: n.target is together, 2, 0, id="bundle"),
         pytest.param("columns", ("share",), lambda n: n.target is columns, 2 * 2, 0, id="columns"),
         # The sums of attention, MLP and adapter, and of the gradients of what products read.
@@ -135,6 +134,7 @@ def test_outline_off() -> None:
     [
         ("colums", "without=['colums']: no passes that may be left out"),
         (("columns", "defar"), "without=['defar']: no passes that may be left out"),
+        (None, "without=[None]: no passes that may be left out"),
     ],
 )
 def test_a_name_that_is_none(given: Any, expected: str) -> None:

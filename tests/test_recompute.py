@@ -9,6 +9,7 @@ import pytest
 import torch
 from graphs import draft, some
 from helpers import Checks
+from refused import message, refusal
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
@@ -219,6 +220,47 @@ def a_block_is_compiled_once(rank: int, n: int) -> None:
     cut.eval()
     torch.testing.assert_close(cut(tokens), whole.eval()(tokens))
     assert len(compiled) == 2
+
+
+@checks.on(2)
+def compiled_blocks_are_computed_again(rank: int, n: int) -> None:
+    """Compiled blocks that backward computes again draw the same numbers again, fast ones too."""
+    torch.manual_seed(0)
+    whole, x = Blocks().double(), torch.randn(2, 9, 12, dtype=torch.float64)
+    for how, randomness in (("selective", "fast"), ("full", "fast"), ("full", "exact")):
+        cut = autotp.parallelize(
+            copy.deepcopy(whole), n, example_inputs=x, recompute=how, randomness=randomness, sequence_parallel=True
+        )
+        grads = []
+        for compiles in (False, True):
+            if compiles:
+                cut.compile_blocks(backend="aot_eager")
+                cut(x)
+            cut.zero_grad()
+            torch.manual_seed(1)
+            cut(x).square().sum().backward()
+            grads.append([p.grad for p in cut.parameters()])
+        torch.testing.assert_close(grads[0], grads[1])
+
+
+@checks.on(2)
+def without_blocks(rank: int, n: int) -> None:
+    """Where blocks are left out, nothing can be computed again or compiled block by block, and the user hears it."""
+    torch.manual_seed(0)
+    whole, x = Blocks(), torch.randn(2, 5, 12)
+    cut = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=x, without="outline", randomness="exact")
+    assert "block" not in cut.code
+    found = []
+    for model in (cut, whole):
+        torch.manual_seed(1)
+        found.append(model(x))
+    torch.testing.assert_close(*found)
+    assert message(cut.compile_blocks) == (
+        "compile_blocks: without=('outline',) left no blocks\n  try      torch.compile(model)"
+    )
+    again = "without=('outline',): what is computed again is a block\n  try      recompute=\"none\""
+    assert message(lambda: setattr(cut, "recompute", "full")) == again
+    assert refusal(whole, n, example_inputs=x, without="outline", recompute="selective").endswith(again)
 
 
 @pytest.mark.timeout(300)

@@ -22,7 +22,7 @@ from autotp.call import draws
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.models.gpt import Block as Layer
 from autotp.passes.capture import capture, skeleton_of
-from autotp.passes.clean import _live
+from autotp.passes.clean import live
 from autotp.passes.share import share
 from autotp.source import layer_of
 
@@ -39,7 +39,7 @@ def told(graph: fx.Graph) -> list[str]:
     Values are named for all that they are made of, so that nothing depends on the order of what may come in any.
     """
     graph = share(graph)  # A size is computed once for all layers, or in each.
-    live, names, found, drawn = _live(graph), dict[fx.Node, str](), list[str](), 0
+    needed, names, found, drawn = live(graph), dict[fx.Node, str](), list[str](), 0
 
     def spelled(a: Any) -> str:
         return names[a] if isinstance(a, fx.Node) else f"{type(a).__name__} {a}"
@@ -47,7 +47,7 @@ def told(graph: fx.Graph) -> list[str]:
     for node in graph.nodes:
         if "lift" in node.name or (node.all_input_nodes and names.get(node.all_input_nodes[0]) == "constant"):
             names[node] = "constant"  # One for each time its line ran.
-        elif node in live:
+        elif node in needed:
             val = node.meta.get("val")
             several = val if isinstance(val, tuple | list) else [val]
             gives = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in several]

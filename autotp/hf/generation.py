@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,13 +30,8 @@ COUNTS = ("cumulative_length", "cumulative_length_int")
 def is_state(x: Any) -> bool:
     """True for a key-value cache, or one layer of it: an object that holds tensors, and that a call changes."""
     found = sys.modules.get("transformers.cache_utils")
-    return found is not None and isinstance(x, _cache_classes(found))
-
-
-@cache
-def _cache_classes(module: Any) -> tuple[type, ...]:
     names = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin")
-    return tuple(getattr(module, name) for name in names if hasattr(module, name))
+    return any(isinstance(x, getattr(found, name)) for name in names if hasattr(found, name))
 
 
 def shown_attribute(name: str, value: Any) -> Any:

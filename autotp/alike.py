@@ -1,0 +1,155 @@
+"""What makes two calls of two blocks the same: structures, tensors, modes and values as something to compare."""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import _get_current_function_mode_stack
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, torch.layout)
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+OF_FAKES = {*FakeTensor.__annotations__, "fake_device", "constant", "real_tensor", "pytype", "dispatch_keys"}
+LARGEST = 10_000
+"""So many values of an object are compared; a larger one is equal to itself only."""
+
+
+def structure(module: nn.Module) -> Any:
+    """Classes, flags, and the shapes of what a module holds, equal for modules built alike."""
+    own = tensors_of(module)
+    first = {id(t): i for i, t in reversed(list(enumerate(own)))}
+    tensors = [(first[id(t)], isinstance(t, nn.Parameter), t.shape, t.dtype, t.requires_grad) for t in own]
+    names = [name for name, _ in (*_all_parameters(module), *_all_buffers(module))]
+    parts = [(name, type(part), part.training) for name, part in module.named_modules(remove_duplicate=False)]
+    return parts, names, tensors
+
+
+def _all_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return module.named_parameters(remove_duplicate=False)
+
+
+def _all_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return module.named_buffers(remove_duplicate=False)
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """Parameters, then buffers, under every name they have."""
+    return [tensor for _, tensor in (*_all_parameters(module), *_all_buffers(module))]
+
+
+def tensor_kind(x: Tensor, given: Sequence[Tensor]) -> Any:
+    """All of a tensor that code can ask for without its values; which of the arguments it is."""
+    sizes = _Sizes((*x.shape, *x.stride(), x.storage_offset()))
+    return sizes, x.dim(), x.dtype, x.device, x.requires_grad, position(x, given)
+
+
+@dataclass(frozen=True, eq=False)
+class _Sizes:
+    """Sizes that are compared by what is known of them by then: a call may show that two are one."""
+
+    sizes: tuple[Any, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Sizes) and self._spelled() == other._spelled()
+
+    def _spelled(self) -> list[Any]:
+        return [size if isinstance(size, int) else size.node.expr for size in self.sizes]
+
+
+def modes() -> Any:
+    """What of the surroundings changes what an operator does."""
+    on = torch.is_autocast_enabled("cpu")
+    stack = tuple(map(id, _get_current_function_mode_stack()))
+    return (
+        torch.is_grad_enabled(),
+        on,
+        torch.get_autocast_dtype("cpu") if on else None,
+        torch.get_default_dtype(),
+        stack,
+    )
+
+
+def position(x: Tensor, among: Sequence[Tensor]) -> Any:
+    """Which of these it is; None if none."""
+    return next((i for i, one in enumerate(among) if one is x), None)
+
+
+def is_harmless(value: Any) -> bool:
+    """True for what a block can be given without our knowing more of it: nothing that it could change, or hide in."""
+    if isinstance(value, Tensor):
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(value)
+        noted = {name for name in getattr(value, "__dict__", ()) if not name.startswith("_")} - OF_FAKES
+        return value.layout is torch.strided and not (isinstance(value, nn.Parameter) or wrapped or noted)
+    if type(value) is tuple:
+        return all(map(is_harmless, value))
+    return isinstance(value, (*PLAIN, *SYMBOLIC))
+
+
+def attribute(module: nn.Module, name: str) -> Any:
+    """What a module has under this name besides parameters, buffers and modules: itself, or its class; or None."""
+    attributes = object.__getattribute__(module, "__dict__")
+    if name in attributes:
+        return attributes[name]
+    return next((vars(kind)[name] for kind in type(module).__mro__ if name in vars(kind)), None)
+
+
+class Frozen:
+    """A value as something to compare: plain ones by value, containers and Python's objects by what they hold.
+
+    Args:
+        paths: modules that are compared by their place: `id` of their attributes -> name.
+    """
+
+    def __init__(self, paths: Mapping[int, str]) -> None:
+        self.paths = paths
+        self.kept: list[Any] = []
+        self.seen: dict[int, Any] = {}
+        self.count = 0
+
+    def __call__(self, value: Any) -> Any:
+        self.count += 1
+        if isinstance(value, PLAIN):
+            return type(value), repr(value) if isinstance(value, float) else value
+        if isinstance(value, SYMBOLIC):
+            return type(value), value.node.expr
+        if isinstance(value, nn.Module):
+            path = self.paths.get(id(value.__dict__))
+            return self._itself(value.__dict__) if path is None else ("module", path)
+        if id(value) not in self.seen:
+            self.kept.append(value)
+            self.seen[id(value)] = "around"  # As seen from inside.
+            self.seen[id(value)] = self._object(value)
+        return self.seen[id(value)]
+
+    def _object(self, value: Any) -> Any:
+        if isinstance(value, types.MethodType):
+            return "method", self(value.__func__), self(value.__self__)
+        if isinstance(value, types.FunctionType):
+            cells = [self(cell.cell_contents) for cell in value.__closure__ or ()]
+            return id(value.__code__), cells, self(value.__defaults__), self(value.__kwdefaults__), self(vars(value))
+        if isinstance(value, (Tensor, types.BuiltinFunctionType, types.ModuleType)) or self.count > LARGEST:
+            return self._itself(value)
+        return self._inside(value)
+
+    def _itself(self, value: Any) -> Any:
+        self.kept.append(value)
+        return "itself", id(value)
+
+    def _inside(self, value: Any) -> Any:
+        if type(value) in (tuple, list):
+            return type(value), [self(item) for item in value]
+        if type(value) is dict:
+            return dict, [(self(key), self(item)) for key, item in value.items()]
+        try:
+            state = value.__reduce_ex__(4)
+        except Exception:  # It may refuse for whatever reason.
+            return self._itself(value)
+        if not isinstance(state, tuple):
+            return self._itself(value)
+        return type(value), [self(list(part) if isinstance(part, Iterator) else part) for part in state]
