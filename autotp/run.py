@@ -167,7 +167,8 @@ class Running(Shell):
         leaves = [marked(leaf) for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         called = Called(leaves, spec, tensors, ambient(self.mesh.device))
-        key = self._key(leaves, spec, called.autocast)
+        held = self._tensors()
+        key = self._key(leaves, spec, called.autocast, held)
         entry = self._find(key, tensors)
         if not torch.compiler.is_compiling():
             entry = self._agreed(entry, called, key[2:])
@@ -175,7 +176,10 @@ class Running(Shell):
             _refuse_capture(type(self._original).__name__)
         assert entry is not None  # Refused above otherwise.
         with called.autocast.off():
-            found = entry.module(*self._values(entry), *(t.part if isinstance(t, Sharded) else t for t in tensors))
+            found = entry.module(
+                *(held[source] if isinstance(source, str) else source for source in entry.sources),
+                *(t.part if isinstance(t, Sharded) else t for t in tensors),
+            )
         return self._returned(entry, found, states((args, kwargs)))
 
     def _returned(self, entry: Entry, found: Sequence[Any], changed: Sequence[Any]) -> Any:
@@ -192,15 +196,19 @@ class Running(Shell):
         captured = entry.analysis.captured
         return captured.outputs([marked(x) if i in captured.kept else x for i, x in enumerate(found)], changed)
 
-    def _values(self, entry: Entry) -> list[Tensor]:
-        """The placeholders before the inputs. Read at each call: functional_call swaps them."""
-        return [getattr(*self._places[s]) if isinstance(s, str) else s for s in entry.sources]
+    def _tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers as they are now: functional_call swaps them. (What is no parameter is looked up.)"""
+        found = {}
+        for name, (module, key) in self._places.items():
+            parameter = module._parameters.get(key)
+            found[name] = getattr(module, key) if parameter is None else parameter
+        return found
 
-    def _key(self, leaves: Sequence[Any], spec: Any, autocast: Autocast) -> Key:
+    def _key(self, leaves: Sequence[Any], spec: Any, autocast: Autocast, held: Mapping[str, Tensor]) -> Key:
         """Everything about a call but its tensors' sizes and values."""
         kinds = tuple(_kind(leaf) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves)
         modes = tuple(module.training for module in self._modules_in_order)
-        dtypes = tuple(getattr(module, name).dtype for module, name in self._places.values())
+        dtypes = tuple(tensor.dtype for tensor in held.values())
         return spec, kinds, modes, dtypes, autocast.dtype, self._settings.outputs, self._settings.recompute
 
     def _find(self, key: Key, tensors: Sequence[Tensor]) -> Entry | None:
@@ -248,7 +256,7 @@ class Running(Shell):
             entry = agree_on_graph(mesh, make, lambda made: digest(made.analysis))
         if "_compiles" in vars(self):
             _compile_blocks(entry.module, self._compiles)
-        self._entries.append((self._key(called.leaves, called.spec, called.autocast), entry))
+        self._entries.append((self._key(called.leaves, called.spec, called.autocast, self._tensors()), entry))
         return entry
 
 
@@ -278,7 +286,7 @@ class ParallelModule(Running):
             vars(module)["_held"] = {key: first.analysis.layouts[name] for key, name in held.items()}
         self._begin()
         captured = first.analysis.captured
-        self._entries.append((self._key(captured.leaves, captured.spec, captured.autocast), first))
+        self._entries.append((self._key(captured.leaves, captured.spec, captured.autocast, self._tensors()), first))
 
     # ---- what a user reads
 
