@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from torch import fx, nn
 from autotp.axis import find
 from autotp.call import operand_nodes, returned
 from autotp.eager import uncollected
+from autotp.errors import Error
 from autotp.layout import Layout, layout_of
 from autotp.operators import USER_RULES
 from autotp.passes.apart import apart
@@ -184,17 +185,42 @@ def _flow(
 
 
 def rank_graph(analysis: Analysis, rank: int, randomness: Literal["exact", "fast"], axis: str = "tp") -> fx.Graph:
-    """The lowered graph of one rank, checked: a graph whose types do not add up is refused with an Error."""
+    """The lowered graph of one rank, checked: a graph whose types do not add up is refused.
+
+    Raises:
+        Error: names the value, and the pass that got it wrong.
+    """
     to = Target(axis, analysis.tp, rank, randomness, frozenset(analysis.local_outputs))
-    found = (analysis.graph, analysis.axes, analysis.decision, analysis.differentiable)
     captured = analysis.captured
     held = {place: analysis.layouts[name] for place, name in captured.parameters.items()} | analysis.local_inputs
+    known = analysis.graph, held, [*captured.parameters, *captured.inputs], to, analysis.local_outputs
     with uncollected():
-        lowered = clean(lower(*found, to, analysis.hoisted))
-        for name, optional in (("biases", biased), ("bundle", bundle), ("columns", grouped)):
-            lowered = optional(lowered) if analysis.choices.optional(name) else lowered
-        check(lowered, analysis.graph, held, [*captured.parameters, *captured.inputs], to, analysis.local_outputs)
+        for stage in _lowered(analysis, to):
+            lowered = stage[1]
+        try:
+            check(lowered, *known)
+        except Error as error:
+            stages = _lowered(analysis, to)
+            error.facts["after"] = next(name for name, graph in stages if not _is_right(graph, *known))
+            raise
     return lowered
+
+
+def _is_right(graph: fx.Graph, *known: Any) -> bool:
+    try:
+        check(graph, *known)
+    except Error:
+        return False
+    return True
+
+
+def _lowered(analysis: Analysis, to: Target) -> Iterator[tuple[str, fx.Graph]]:
+    """One rank's graph, after each pass that it goes through."""
+    lowered = lower(analysis.graph, analysis.axes, analysis.decision, analysis.differentiable, to, analysis.hoisted)
+    yield "lower", (lowered := clean(lowered))
+    for name, optional in (("biases", biased), ("bundle", bundle), ("columns", grouped)):
+        if analysis.choices.optional(name):
+            yield name, (lowered := optional(lowered))
 
 
 def _prove_users_rules(graph: fx.Graph, tp: int) -> None:

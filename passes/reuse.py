@@ -11,6 +11,7 @@ wrong, autograd would say so: it counts the writes to what it has saved.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import fx
 
 from autotp import collectives, parallel
+from autotp.columns import columns
 
 aten = torch.ops.aten
 PRODUCTS = {aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default}
@@ -60,7 +62,12 @@ def _is_new(node: fx.Node, makers: Collection[Any] = NEW, readers: int = 1) -> b
     """
     while node.target in VIEWS and _count(node) == readers:
         node, readers = node.args[0], 1  # type: ignore[assignment]
-    return node.target in makers and _count(node) == readers
+    return (node.target in makers or _is_item(node)) and _count(node) == readers
+
+
+def _is_item(node: fx.Node) -> bool:
+    """True for one of the products that are one operator."""
+    return node.target is operator.getitem and node.args[0].target is columns  # type: ignore[union-attr]
 
 
 def _count(node: fx.Node) -> int:

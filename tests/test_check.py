@@ -11,10 +11,11 @@ from breakages import KINDS, WAYS, Change, changed, regroup
 from cases import CASES, Case, case
 from torch import Tensor, fx
 
-from autotp import parallel, routing
+from autotp import collectives, parallel, routing, transform
 from autotp.errors import Error
 from autotp.lockstep import run_lockstep
 from autotp.passes.bind import bind
+from autotp.passes.bundle import bundle
 from autotp.passes.check import check
 from autotp.passes.columns import separate
 from autotp.passes.typed import Typed
@@ -147,3 +148,20 @@ def test_every_conjugate_is_broken() -> None:
     forms = {parallel.embedding, parallel.gather, parallel.class_terms, parallel.exact_dropout, parallel.fast_attention}
     assert seen > forms
     assert seen > {together, parallel.place, parallel.first, routing.dispatch, routing.combine}
+
+
+def test_the_pass_that_broke_a_graph_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bundle`, with a reduction that it loses; the passes before it, and behind, are not to blame."""
+
+    def without_a_sum(graph: fx.Graph) -> fx.Graph:
+        graph = bundle(graph)
+        lost = next(node for node in graph.nodes if node.target is collectives.reduce)
+        lost.replace_all_uses_with(lost.args[0])
+        graph.erase_node(lost)
+        return graph
+
+    found, analysis = case("decoder")
+    monkeypatch.setattr(transform, "bundle", without_a_sum)
+    with pytest.raises(Error) as raised:
+        rank_graph(analysis, 0, found.randomness)
+    assert raised.value.facts["after"] == "bundle"

@@ -11,8 +11,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import autotp
-from autotp import collectives
+from autotp import collectives, parallel
 from autotp.columns import columns
+from autotp.models.gpt import GPT, GPTConfig
 from autotp.passes.bind import bind
 from autotp.passes.capture import skeleton_of
 from autotp.passes.recompute import outline
@@ -85,9 +86,10 @@ def test_all_but_one() -> None:
 # ---- what is off does nothing
 
 
-def calls(without: tuple[str, ...]) -> list[fx.Node]:
+def calls(without: tuple[str, ...], model: nn.Module | None = None, inputs: int = 1) -> list[fx.Node]:
     """What a rank's graph calls."""
-    analysis = analyse(skeleton_of(Model()), (torch.arange(10).view(2, 5),), {}, 2, Choices(without=without))
+    given = (torch.arange(10).view(2, 5),) * inputs
+    analysis = analyse(skeleton_of(model or Model()), given, {}, 2, Choices(without=without))
     graph = bind(rank_graph(analysis, 0, "exact"), torch.device("cpu"), {}, reuse="reuse" not in without)
     return [node for node in graph.nodes if node.op == "call_function"]
 
@@ -121,6 +123,14 @@ def test_a_pass_that_is_off(name: str, needs: tuple[str, ...], counts: Any, on: 
     others = tuple(other for other in OPTIONAL if other not in (name, *needs))
     found = [sum(map(counts, calls(without))) for without in (others, (*others, name))]
     assert found == [on, off]
+
+
+def test_together_they_leave_the_loss_in_the_memory_of_the_logits() -> None:
+    """Which the operator that the head's product is part of has just made."""
+    model = GPT(GPTConfig(block_size=5, vocab_size=96, n_layer=1, n_head=2, n_embd=8))
+    for without in ((), ("columns",)):
+        found = [node.kwargs for node in calls(without, model, 2) if node.target is parallel.class_terms]
+        assert found == [{"fresh": True}], without
 
 
 def test_outline_off() -> None:
