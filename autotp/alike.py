@@ -16,8 +16,8 @@ from torch.overrides import _get_current_function_mode_stack
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, torch.layout)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 OF_FAKES = {*FakeTensor.__annotations__, "fake_device", "constant", "real_tensor", "pytype", "dispatch_keys"}
-LARGEST = 10_000
-"""So many values of an object are compared; a larger one is equal to itself only."""
+LARGEST, DEEPEST = 10_000, 50
+"""So many values of an object are compared, and those no deeper; what is beyond is equal to itself only."""
 
 
 def structure(module: nn.Module) -> Any:
@@ -110,7 +110,7 @@ class Frozen:
         self.paths = paths
         self.kept: list[Any] = []
         self.seen: dict[int, Any] = {}
-        self.count = 0
+        self.count = self.depth = 0
 
     def __call__(self, value: Any) -> Any:
         self.count += 1
@@ -124,10 +124,14 @@ class Frozen:
         if id(value) not in self.seen:
             self.kept.append(value)
             self.seen[id(value)] = "around"  # As seen from inside.
+            self.depth += 1
             self.seen[id(value)] = self._object(value)
+            self.depth -= 1
         return self.seen[id(value)]
 
     def _object(self, value: Any) -> Any:
+        if self.depth > DEEPEST:
+            return self._itself(value)
         if isinstance(value, types.MethodType):
             return "method", self(value.__func__), self(value.__self__)
         if isinstance(value, types.FunctionType):

@@ -196,6 +196,23 @@ def test_an_object_that_changes_between_calls() -> None:
     assert runs(Stack(*(Block(does, index=config) for _ in range(4)), call=call), X) == 2
 
 
+def test_what_is_too_deep_to_look_through() -> None:
+    """Is equal to itself only: blocks that share it are alike, blocks that have their own are not."""
+
+    def chain() -> list[Any]:
+        found: list[Any] = []
+        for _ in range(180):
+            found = [found]
+        return found
+
+    def does(block: Any, x: Tensor, y: Tensor) -> Tensor:
+        return y * len(block.index)
+
+    shared = chain()
+    assert runs(Stack(*(Block(does, index=shared) for _ in range(3))), X) == 1
+    assert runs(Stack(*(Block(does, index=chain()) for _ in range(3))), X) == 3
+
+
 def plus(block: Any, x: Tensor, y: Tensor, n: Tensor | None) -> Tensor:
     return y if n is None else y + n
 
