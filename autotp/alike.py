@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _get_current_function_mode_stack
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, torch.layout)
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 OF_FAKES = {*FakeTensor.__annotations__, "fake_device", "constant", "real_tensor", "pytype", "dispatch_keys"}
 LARGEST, DEEPEST = 10_000, 50
@@ -21,10 +21,10 @@ LARGEST, DEEPEST = 10_000, 50
 
 
 def structure(module: nn.Module) -> Any:
-    """Classes, flags, and the shapes of what a module holds, equal for modules built alike."""
+    """Classes, flags, and the shapes and strides of what a module holds, equal for modules built alike."""
     own = tensors_of(module)
     first = {id(t): i for i, t in reversed(list(enumerate(own)))}
-    tensors = [(first[id(t)], isinstance(t, nn.Parameter), t.shape, t.dtype, t.requires_grad) for t in own]
+    tensors = [(first[id(t)], isinstance(t, nn.Parameter), t.shape, t.stride(), t.dtype, t.requires_grad) for t in own]
     names = [name for name, _ in (*_all_parameters(module), *_all_buffers(module))]
     parts = [(name, type(part), part.training) for name, part in module.named_modules(remove_duplicate=False)]
     return parts, names, tensors
@@ -88,7 +88,12 @@ def is_harmless(value: Any) -> bool:
         return value.layout is torch.strided and not (isinstance(value, nn.Parameter) or wrapped or noted)
     if type(value) is tuple:
         return all(map(is_harmless, value))
-    return isinstance(value, (*PLAIN, *SYMBOLIC))
+    return is_plain(value) or isinstance(value, SYMBOLIC)
+
+
+def is_plain(value: Any) -> bool:
+    """True for what is all that can be read of it: not for a float of a class of the user's own."""
+    return type(value) in PLAIN or isinstance(value, (type, enum.Enum))
 
 
 def attribute(module: nn.Module, name: str) -> Any:
@@ -114,7 +119,7 @@ class Frozen:
 
     def __call__(self, value: Any) -> Any:
         self.count += 1
-        if isinstance(value, PLAIN):
+        if is_plain(value):
             return type(value), repr(value) if isinstance(value, float) else value
         if isinstance(value, SYMBOLIC):
             return type(value), value.node.expr

@@ -11,7 +11,7 @@ Both blocks have the same structure: classes, flags, shapes. The arguments have 
 dtypes, and the plain ones the same values; so have all attributes that the first call read, at whatever depth, and the
 modes around it. A number that counts layers may differ where nobody reads it. A block is captured each time if it sets
 attributes, reads those of modules around it, or is given what it might change: a list, a dict, an object. What cannot
-be seen is a global of Python that somebody changes between two calls.
+be seen is a global of Python that somebody changes between two calls, and what goes around `__getattribute__`.
 
 NOTE [Two kinds of tensors]
 All that an operator makes has a gradient if anything it is given has. Which attention runs depends on whether its mask
@@ -34,7 +34,7 @@ from torch.fx.experimental.symbolic_shapes import SymT, symbol_is_type
 from torch.utils import _pytree as pytree
 
 from autotp import alike
-from autotp.alike import PLAIN, Frozen, attribute, is_harmless, modes, position, structure, tensor_kind, tensors_of
+from autotp.alike import Frozen, attribute, is_harmless, is_plain, modes, position, structure, tensor_kind, tensors_of
 
 torch.library.define("autotp::begin", "(Tensor[] x, int at) -> Tensor[]")
 torch.library.define("autotp::end", "(Tensor[] y, Tensor[] own, int at) -> Tensor[]")
@@ -136,7 +136,7 @@ class Repeats:
         made = [leaf for leaf in _tensors(leaves) if position(leaf, given) is None]
         places = [_placed(leaf, given, made) for leaf in leaves]
         call.result, call.outputs = (spec, places), made
-        call.usable &= bool(made) and all(isinstance(place, (_Place, *PLAIN)) for place in places)
+        call.usable &= bool(made) and all(isinstance(place, _Place) or is_plain(place) for place in places)
         call.usable &= unbacked == _unbacked(given) and _same(call, block)  # Or it changed what it had read.
         call.usable &= _all_learn(made, [*given, *tensors_of(block)])
         own = tensors_of(block) if call.usable else []

@@ -24,7 +24,7 @@ from autotp.layout import Layout
 from autotp.mesh import Mesh
 from autotp.outputs import Held, mark, marked
 from autotp.passes.bind import bind
-from autotp.passes.recompute import Recompute, outline
+from autotp.passes.recompute import Recompute, Recomputed, outline
 from autotp.regions import Autocast, ambient
 from autotp.report import Plan, report
 from autotp.sharded import Sharded
@@ -116,7 +116,11 @@ def prepare(analysis: Analysis, mesh: Mesh, settings: Settings) -> Entry:
     updated = [captured.buffers[name] for name in analysis.updated]
     count = len(returned(graph)) - len(updated)
     held = [Held(analysis.local_outputs.get(i), mesh) for i in range(count)]
-    module = outline(graph, settings.recompute) if settings.optional("outline") else fx.GraphModule(nn.Module(), graph)
+    module = (
+        outline(graph, settings.recompute, analysis.updated)
+        if settings.optional("outline")
+        else fx.GraphModule(nn.Module(), graph)
+    )
     return Entry(analysis, module, sources, updated, held, any(draws(node) for node in graph.nodes))
 
 
@@ -352,8 +356,8 @@ class ParallelModule(Running):
 
 
 def _compile_blocks(module: fx.GraphModule, options: Mapping[str, Any]) -> None:
-    for part in module.children():
-        part.compile(**options)
+    for part in module.children():  # What is computed again is the compiled part: each has code of its own.
+        (part.inner if isinstance(part, Recomputed) else part).compile(**options)
 
 
 def _kind(tensor: Tensor) -> Any:

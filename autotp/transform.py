@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -36,8 +36,10 @@ from autotp.passes.lower import lower
 from autotp.passes.match import maker, match
 from autotp.passes.pick import pick
 from autotp.passes.plan import Decision, decide, decide_as
+from autotp.passes.rows import batched, expect_rows
 from autotp.passes.sequence import sequence
 from autotp.passes.share import share
+from autotp.passes.totals import totals
 from autotp.placement import Shard
 from autotp.prove import prove_node
 from autotp.regions import Autocast
@@ -55,12 +57,14 @@ class Choices:
         experts: along what experts are cut: each through its width, or "expert", each rank having some whole.
         sequence_parallel: whether what lies between a block's products is cut along the sequence.
         without: those of OPTIONAL that are left out.
+        summed: the graph returns the loss alone, as a sum over the batch (`passes/totals.py`).
     """
 
     outputs: Outputs = "auto"
     experts: Experts = "width"
     sequence_parallel: bool = False
     without: Collection[str] = ()
+    summed: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         one = isinstance(self.without, str) or not isinstance(self.without, Collection)
@@ -94,6 +98,7 @@ class Analysis:
         local_inputs: placeholder names of inputs that come cut.
         tp: ranks.
         choices: what the user chose.
+        counts: what a part of the batch adds to each total that a summed loss is divided by.
     """
 
     captured: Captured
@@ -108,6 +113,7 @@ class Analysis:
     local_inputs: dict[str, Layout]
     tp: int
     choices: Choices
+    counts: fx.Graph | None = None
 
 
 def analyse(
@@ -145,8 +151,12 @@ def _analysed(
 ) -> Analysis:
     graph, updated = functionalize(cast(captured.graph, autocast), captured.buffers, captured.owned)
     updated = [*captured.assigned, *updated]
-    graph = canonicalize(pick(graph, captured.constants))
+    graph, counts = canonicalize(pick(graph, captured.constants)), None
+    if choices.summed:
+        captured, graph, counts = _summed(captured, graph, updated)
     graph, axes = apart(share(graph) if choices.optional("share") else graph, captured.parameters)
+    if choices.summed:
+        expect_rows(graph, axes, batched(captured.inputs, captured.example))
     if choices.experts == "expert":
         graph, axes = route(graph, axes, captured.parameters, tp)
     _prove_users_rules(graph, tp)
@@ -173,7 +183,19 @@ def _analysed(
     held = dict(layouts) if layouts is not None else _layouts(graph, axes, decision, captured, tp)
     local = _cut_outputs(graph, stay, axes, have, tp)
     known = (graph, axes, decision, differentiable, up, updated, held, local, local_inputs)
-    return Analysis(captured, *known, tp, choices)
+    return Analysis(captured, *known, tp, choices, counts)
+
+
+def _summed(captured: Captured, graph: fx.Graph, updated: Sequence[str]) -> tuple[Captured, fx.Graph, fx.Graph]:
+    """What was captured, with its loss alone, as a sum over the batch; and what it is divided by."""
+    if updated:
+        names = ", ".join(captured.buffers[place] for place in updated)
+        raise Error(f"the model changes its buffers ({names}), which parts of a batch cannot share")
+    loss = next((node for node in returned(graph) if isinstance(node, fx.Node) and _is_loss(node)), None)
+    if loss is None:
+        raise Error("the model returns no loss, a tensor of no dimension", **{"try": "labels among the inputs"})
+    found = totals(graph, loss, captured.inputs)
+    return replace(captured, kept=frozenset()), found.graph, found.counts
 
 
 def _flow(

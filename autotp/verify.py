@@ -141,7 +141,7 @@ def compare(trial: Trial, change: Change = lambda graph, rank: graph) -> Report:
         torch.manual_seed(0)
         expected = _returned(model, trial, inputs)
         outputs = [_output(i, value, [row[i] for row in found], analysis) for i, value in enumerate(expected)]
-        outputs += _buffers(model, found, analysis)
+        outputs += _buffers(model, found, ranks, trial)
         _backward(expected, found, analysis)
         whole = dict(model.named_parameters()) | inputs
         rows = outputs, _gradients(whole, ranks, analysis), _steps(whole, ranks, analysis)
@@ -149,7 +149,7 @@ def compare(trial: Trial, change: Change = lambda graph, rank: graph) -> Report:
 
 
 Held = dict[str, Tensor]
-"""What a rank, or one device, holds: parameters by name, and the inputs of the call as `input 0`, `input 1`, ..."""
+"""What a rank, or one device, holds: parameters and buffers by name, and the inputs of the call as `input 0`, ..."""
 
 
 def _inputs(trial: Trial) -> Held:
@@ -161,7 +161,8 @@ def _inputs(trial: Trial) -> Held:
 def _rank(trial: Trial, rank: int) -> Held:
     own = {name: trial.model.get_parameter(name) for name in trial.analysis.layouts}
     parts = {n: layout.take(own[n].detach(), rank) for n, layout in trial.analysis.layouts.items()}
-    return {n: part.requires_grad_(own[n].requires_grad) for n, part in parts.items()} | _inputs(trial)
+    buffers = {name: buffer.clone() for name, buffer in trial.model.named_buffers()}
+    return {n: part.requires_grad_(own[n].requires_grad) for n, part in parts.items()} | buffers | _inputs(trial)
 
 
 def _placed(graph: fx.Graph, held: Held, trial: Trial) -> list[Tensor]:
@@ -171,7 +172,7 @@ def _placed(graph: fx.Graph, held: Held, trial: Trial) -> list[Tensor]:
         if node.op == "placeholder" and node.name in captured.parameters:
             row.append(held[captured.parameters[node.name]])
         elif node.op == "placeholder" and node.name in captured.buffers:
-            row.append(trial.model.get_buffer(captured.buffers[node.name]).clone())
+            row.append(held[captured.buffers[node.name]])
         elif node.op == "placeholder" and node.name in captured.constants:
             row.append(captured.constants[node.name])
         elif node.op == "placeholder":
@@ -189,12 +190,22 @@ def _returned(model: nn.Module, trial: Trial, inputs: Held) -> list[Tensor]:
     return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
 
-def _buffers(model: nn.Module, found: Sequence[Sequence[Tensor]], analysis: Analysis) -> list[Difference]:
-    """The buffers that the call updates: their new values are the last that a rank's graph returns."""
-    names = [analysis.captured.buffers[place] for place in analysis.updated]
-    rows = zip(names, zip(*(row[len(row) - len(names) :] for row in found), strict=True), strict=True)
-    whole = dict(model.named_buffers())
-    return [Difference(n, _apart(whole[n], list(parts), Layout(tuple(whole[n].shape)), 1.0)) for n, parts in rows]
+def _buffers(
+    model: nn.Module, found: Sequence[Sequence[Tensor]], ranks: Sequence[Held], trial: Trial
+) -> list[Difference]:
+    """The buffers that the call changes, on one device or on a rank: in place, or the last that its graph returns."""
+    names = [trial.analysis.captured.buffers[place] for place in trial.analysis.updated]
+    returned = dict(zip(names, zip(*(row[len(row) - len(names) :] for row in found), strict=True), strict=True))
+    rows = []
+    for name, whole in model.named_buffers():
+        parts = list(returned.get(name, [rank[name] for rank in ranks]))
+        if name in returned or any(not _same(x, trial.model.get_buffer(name)) for x in (whole, *parts)):
+            rows.append(Difference(name, _apart(whole, parts, Layout(tuple(whole.shape)), 1.0)))
+    return rows
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())
 
 
 def _backward(expected: Sequence[Tensor], found: Sequence[Sequence[Tensor]], analysis: Analysis) -> None:

@@ -4,6 +4,7 @@
     After:  t = together((w, v), "tp", (None, None)); norm(x, t[0]); norm(y, t[1])
 
 One exchange a block, axis and dtype, and not one a parameter: what some ranks hold (`share`) is summed among these.
+What is before the blocks and what is behind them are two, for they may be stages of a pipeline.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from autotp.together import together
 def bundle(graph: fx.Graph) -> fx.Graph:
     """The same function, with one conjugate for all parameters of a block, an axis and a dtype."""
     bundles: dict[Any, list[fx.Node]] = {}
+    behind = False
     for node in graph.nodes:
+        behind = behind or bool(node.op == "call_function" and block_of(node))
         if node.target in (copy, share) and node.args[0].op == "placeholder":
-            bundles.setdefault((block_of(node), node.args[1], node.meta["val"].dtype), []).append(node)
+            bundles.setdefault((block_of(node) or behind, node.args[1], node.meta["val"].dtype), []).append(node)
     several = [nodes for nodes in bundles.values() if len(nodes) > 1]
     first, inside = {nodes[0]: nodes for nodes in several}, {node for nodes in several for node in nodes}
     builder = Builder(fake_mode_of(graph))

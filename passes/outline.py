@@ -77,13 +77,22 @@ def _is_closed(region: Sequence[fx.Node]) -> bool:
 
 
 def _interface(region: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node], str]:
-    """What a region reads from outside, what outside reads of it, and its operators as text, equal for equal work."""
+    """What a region reads from outside, what outside reads of it, and its operators as text, equal for equal work.
+
+    Work on other sizes is other work: a compiler would compile it anew.
+    """
     within: Collection[fx.Node] = set(region)
     inputs = list(dict.fromkeys(n for node in region for n in node.all_input_nodes if n not in within))
     results = [node for node in region if any(user not in within for user in node.users)]
     number = {node: f"%{i}" for i, node in enumerate([*inputs, *region])}
     lines = [f"{_name(node)} {_text(node.args, number)} {_text(node.kwargs, number)}" for node in region]
-    return inputs, results, "\n".join([*lines, str(len(inputs)), *(number[node] for node in results)])
+    kinds = [_kind(node.meta.get("val")) for node in inputs]
+    return inputs, results, "\n".join([*lines, *kinds, *(number[node] for node in results)])
+
+
+def _kind(value: Any) -> str:
+    """The size and dtype of an example value."""
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _name(node: fx.Node) -> str:

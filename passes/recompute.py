@@ -10,7 +10,7 @@ Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from autotp import parallel
-from autotp.call import draws
+from autotp.call import bind, draws
 from autotp.eager import is_plain
 from autotp.passes.outline import blocks, outlined
 
@@ -43,8 +43,16 @@ class Recomputed(nn.Module):
         return checkpoint(self.inner, *args, use_reentrant=False, preserve_rng_state=self.draws)
 
 
-def outline(graph: fx.Graph, how: Recompute) -> fx.GraphModule:
-    """The graph as a module whose blocks are submodules, and keep as little as was asked for."""
+def outline(graph: fx.Graph, how: Recompute, updated: Collection[str] = ()) -> fx.GraphModule:
+    """The graph as a module whose blocks are submodules, and keep as little as was asked for.
+
+    A block that writes into buffers (batch norm) is computed once.
+
+    Args:
+        updated: placeholder names of the buffers that are written to between forward and backward.
+    """
+    for node in [n for n in graph.nodes if how != "none" and n.op == "placeholder" and n.name in updated]:
+        _read_a_copy(node)
     module = outlined(graph, list(blocks(graph)), "block")
     if how == "full":
         _recompute(module)
@@ -55,9 +63,25 @@ def outline(graph: fx.Graph, how: Recompute) -> fx.GraphModule:
     return module
 
 
+def _read_a_copy(node: fx.Node) -> None:
+    """What is computed again reads what a buffer was."""
+    with node.graph.inserting_after(node):
+        copy = node.graph.call_function(aten.clone.default, (node,))
+    copy.meta = {"val": node.meta["val"]} if "val" in node.meta else {}
+    node.replace_all_uses_with(copy, lambda user: user is not copy)
+
+
 def _recompute(module: fx.GraphModule) -> None:
     for name, part in _parts(module):
-        module.add_module(name, Recomputed(part))
+        if not any(map(_writes, part.graph.nodes)):
+            module.add_module(name, Recomputed(part))
+
+
+def _writes(node: fx.Node) -> bool:
+    """True for an operator that moves running statistics, which its schema does not say."""
+    arguments = bind(node) if node.target in (aten.batch_norm.default, aten.instance_norm.default) else {}
+    moves = arguments.get("training", arguments.get("use_input_stats"))
+    return bool(moves) and arguments["running_mean"] is not None
 
 
 def _parts(module: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:

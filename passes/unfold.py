@@ -77,7 +77,9 @@ def _drop_unread(graph: fx.Graph, builder: Builder) -> None:
     """Drops what nothing reads any more: a call was given it, and its block has no use for it."""
     for node in reversed(graph.nodes):
         new = builder.env.get(node)
-        if node.op == "call_function" and node.users and isinstance(new, fx.Node) and not new.users:
+        if node.op != "call_function" or not node.users or not isinstance(new, fx.Node) or new.users:
+            continue
+        if not _writes(new):
             builder.graph.erase_node(new)
             builder.env[node] = None
 
@@ -100,11 +102,15 @@ def _first(node: Any) -> fx.Node:
     Raises:
         Entangled: it is neither: the block was called with others than its own.
     """
-    while isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+    while _writes(node):
         node = node.args[0]
     if node.op != "placeholder":
         raise Entangled
     return node
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _stack(node: fx.Node) -> dict[str, Any]:
@@ -122,7 +128,7 @@ def _expect_apart(region: Region) -> None:
     """Raises Entangled if what a call made, or wrote into, lies in memory that was there before."""
     before = _before(region)
     within = {node for node in region.nodes if not _memory(node) & before}
-    writes = [node for node in region.nodes if isinstance(node.target, OpOverload) and node.target._schema.is_mutable]
+    writes = [node for node in region.nodes if _writes(node)]
     if not within >= {*region.made} or any(set(node.all_input_nodes[:1]) - within - {*region.own} for node in writes):
         raise Entangled
     lies = [_memory(node) for node in region.made]

@@ -244,6 +244,84 @@ def compiled_blocks_are_computed_again(rank: int, n: int) -> None:
 
 
 @checks.on(2)
+def blocks_of_many_sizes_are_compiled(rank: int, n: int) -> None:
+    """Each once, and none too many: Dynamo compiles one code for eight kinds of arguments only."""
+    torch.manual_seed(0)
+    whole, x = Chain(*(Wide(4 * i + 4) for i in range(10))), torch.randn(3, 8)
+    for how in ("none", "full"):
+        compiled: list[fx.GraphModule] = []
+
+        def backend(graph: fx.GraphModule, inputs: Any, compiled: list[fx.GraphModule] = compiled) -> Any:
+            compiled.append(graph)
+            return graph.forward
+
+        cut = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=x, recompute=how)
+        cut.compile_blocks(backend=backend, fullgraph=True)
+        for _ in range(2):
+            cut(x).sum().backward()
+        assert len(compiled) == 10
+        torch.testing.assert_close(cut(x), whole(x))
+
+
+class Chain(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.h = nn.Sequential(*blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [n 8]"""
+        found: Tensor = self.h(x)
+        return found
+
+
+class Wide(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [n 8]"""
+        return x + self.down(self.up(x).relu())
+
+
+class Averaging(Wide):
+    """Adds a buffer that follows the mean of what it has seen, after it has read it; norms by a running variance."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.norm = nn.BatchNorm1d(8) if width > 8 else nn.Identity()
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [n 8]"""
+        y = super().forward(self.norm(x) * (1 + self.seen))
+        with torch.no_grad():
+            self.seen.lerp_(x.mean(0), 0.5)
+        return y
+
+
+@checks.on(2)
+def buffers_are_written_once(rank: int, n: int) -> None:
+    """Running statistics and averages: backward computes from what they were, and leaves them alone."""
+    torch.manual_seed(0)
+    whole, x = Chain(*(Averaging(4 * i + 8) for i in range(3))).double(), torch.randn(4, 8).double()
+    for compiles in (False, True):
+        alone = copy.deepcopy(whole)
+        cut = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=x, recompute="full")
+        if compiles:
+            cut.compile_blocks(backend="aot_eager")
+        for _ in range(2):
+            for model in (alone, cut):
+                model.zero_grad()
+                model(x).square().sum().backward()
+        torch.testing.assert_close(dict(cut.named_buffers()), dict(alone.named_buffers()))
+        for name, p in cut.named_parameters():
+            expected = alone.get_parameter(name).grad
+            assert expected is not None
+            torch.testing.assert_close(cut.layouts[name].take(expected, rank), p.grad)
+
+
+@checks.on(2)
 def without_blocks(rank: int, n: int) -> None:
     """Where blocks are left out, nothing can be computed again or compiled block by block, and the user hears it."""
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -38,8 +39,13 @@ def told(graph: fx.Graph) -> list[str]:
 
     Values are named for all that they are made of, so that nothing depends on the order of what may come in any.
     """
-    graph = share(graph)  # A size is computed once for all layers, or in each.
+    if not any(map(writes, graph.nodes)):
+        graph = share(graph)  # A size is computed once for all layers, or in each.
     needed, names, found, drawn = live(graph), dict[fx.Node, str](), list[str](), 0
+
+    for node in reversed(graph.nodes):
+        if node in needed or writes(node):
+            needed.update([node, *node.all_input_nodes])
 
     def spelled(a: Any) -> str:
         return names[a] if isinstance(a, fx.Node) else f"{type(a).__name__} {a}"
@@ -56,6 +62,10 @@ def told(graph: fx.Graph) -> list[str]:
             found.append(f"{node.op} {node.target} {args} {gives} {layer_of(node)} {drawn if draws(node) else ''}")
             names[node] = f"{node.name.rstrip('_0123456789')}-{zlib.crc32(found[-1].encode()):x}"
     return sorted(found)
+
+
+def writes(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def runs(model: nn.Module, *args: Any, **kwargs: Any) -> int:
@@ -343,6 +353,46 @@ class Normed(nn.Module):
 
 def test_buffers_that_a_block_updates() -> None:
     assert runs(Stack(*(Normed() for _ in range(3))), X[:, 0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        pytest.param(lambda b: b.steps.add_(1), 1, id="add"),
+        pytest.param(lambda b: b.steps.mul_(0.5).add_(1), 4, id="twice"),  # What it writes into is no buffer.
+        pytest.param(lambda b: b.steps.copy_(b.up.weight.detach().mean()), 1, id="copy"),
+    ],
+)
+def test_what_a_block_writes_last(last: Callable[[Any], Any], expected: int) -> None:
+    """Nobody reads it in the graph, and it is what the model has afterwards."""
+
+    def does(block: Any, x: Tensor, y: Tensor) -> Tensor:
+        y = y * block.steps
+        last(block)
+        return y
+
+    blocks = [Block(does) for _ in range(3)]
+    for block in blocks:
+        block.register_buffer("steps", torch.ones(()))
+    assert runs(Stack(*blocks), X) == expected
+
+
+class Number(float):
+    """A float that has more to it."""
+
+
+def test_numbers_of_a_class_of_their_own() -> None:
+    found = [Number(1.0) for _ in range(3)]
+    for i, number in enumerate(found):
+        number.times = i // 2 + 1  # type: ignore[attr-defined]
+    assert runs(Stack(*(Block(lambda b, x, y: y * b.index.times, index=number) for number in found)), X) == 2
+
+
+def test_parameters_that_lie_otherwise() -> None:
+    blocks = [Block(lambda b, x, y: y if b.up.weight.is_contiguous() else 2 * y) for _ in range(4)]
+    for block in blocks[::2]:
+        block.up.weight = nn.Parameter(block.up.weight.detach().T.contiguous().T)
+    assert runs(Stack(*blocks), X) == 2
 
 
 class Nested(nn.Module):

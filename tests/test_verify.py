@@ -16,10 +16,11 @@ from torch import Tensor, fx, nn
 from transformer import arguments, model
 
 import autotp
-from autotp import collectives, parallel
+from autotp import collectives, parallel, transform
 from autotp.models.bert import BERT, BERTConfig
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.passes.flow import needs_grad
+from autotp.passes.functionalize import functionalize
 from autotp.transform import Choices
 from autotp.verify import Difference, Report, Trial, compare, prepare
 
@@ -228,3 +229,35 @@ def test_the_model_is_not_touched() -> None:
     assert all(p.grad is None for p in trained.parameters())
     assert [n for n, p in trained.named_parameters() if not p.requires_grad] == ["layer.0.mlp.output.weight"]
     assert trained.training
+
+
+class Counting(nn.Module):
+    """Counts its calls, and leaves one buffer alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [n 8]"""
+        self.calls.add_(1)
+        return self.down(self.up(x).relu()) * self.scale
+
+
+def test_a_buffer_that_is_not_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not among what the ranks' graphs return, and differs from one device's."""
+    x = torch.randn(3, 8)
+    report = autotp.verify(Counting(), 2, example_inputs=x)
+    assert report.ok and [row.name for row in report.outputs if row.name in ("calls", "scale")] == ["calls"]
+
+    def forgetful(*args: Any) -> Any:
+        graph, updated = functionalize(*args)
+        output = graph.output_node()
+        output.args = (output.args[0][: len(output.args[0]) - len(updated)],)
+        return graph, []
+
+    monkeypatch.setattr(transform, "functionalize", forgetful)
+    report = autotp.verify(Counting(), 2, example_inputs=x)
+    assert not report.ok and report.outputs[0].name == "calls"

@@ -1,0 +1,102 @@
+"""distribute: loss and every gradient are one device's, step after step, however a model is laid out over processes."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from helpers import run_ranks
+from torch import Tensor, nn
+
+from autotp.distribute import Trainer, distribute
+from autotp.models.bert import BERT, BERTConfig
+from autotp.models.gpt import GPT, GPTConfig
+
+BATCH, PARTS = 8, 2
+MODELS = ("gpt", "bert", "llama-tied", "llama-untied")
+TOLERANCE = {"gpt": 1e-10, "bert": 1e-10}
+"""In the models of transformers norms and losses compute in float32: 1e-5 there."""
+LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
+"""Ranks of tensor, pipeline and data parallelism."""
+USUAL = [((2, 1, 2), "1F1B", False), ((2, 2, 1), "interleaved", True)]
+
+
+def built(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model in float64, and a batch of which some rows count few tokens or none."""
+    torch.manual_seed(0)
+    tokens, labels = torch.randint(96, (2, BATCH, 8))
+    labels[0], labels[3, 2:], labels[6, 1:] = -100, -100, -100
+    if name == "gpt":
+        gpt = GPTConfig(block_size=8, vocab_size=96, n_layer=4, n_head=4, n_embd=16, dropout=0.0)
+        return GPT(gpt).double(), {"tokens": tokens, "labels": labels}
+    if name == "bert":
+        bert = BERTConfig(block_size=8, vocab_size=96, n_layer=4, n_head=4, n_embd=16, dropout=0.0)
+        mask = (torch.arange(8) < 8 - torch.arange(BATCH).unsqueeze(-1) % 3).long()
+        following = torch.randint(2, (BATCH,))
+        given = {"tokens": tokens, "types": tokens % 2, "mask": mask, "labels": labels, "next_sentence": following}
+        return BERT(bert).double(), given
+    transformers: Any = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+    config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=name == "llama-tied")
+    return transformers.LlamaForCausalLM(config).double().train(), {"input_ids": tokens, "labels": labels}
+
+
+def loss_of(found: Any) -> Tensor:
+    return found if isinstance(found, Tensor) else found[0] if isinstance(found, tuple) else found.loss
+
+
+def mine(trainer: Trainer, batch: dict[str, Tensor], rank: int, dp: int) -> dict[str, Tensor]:
+    """A replica's part of a batch."""
+    return {name: value.chunk(dp)[rank] for name, value in batch.items()}
+
+
+def steps(rank: int, n: int, name: str, layout: tuple[int, int, int], schedule: str, along: bool) -> None:
+    """Five steps of SGD beside one device's, on batches in which other rows count."""
+    tp, pp, dp = layout
+    whole, batch = built(name)
+    parts = 4 // dp
+    example = {key: value[: BATCH // (dp * parts)] for key, value in batch.items()}
+    trainer = distribute(
+        copy.deepcopy(whole), tp=tp, pp=pp, dp=dp, microbatches=parts, schedule=schedule,  # type: ignore[arg-type]
+        example_inputs=example, sequence_parallel=along,
+    )  # fmt: skip
+    close = {"rtol": 0, "atol": TOLERANCE.get(name, 1e-5)}
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (whole, trainer)]
+    names = {id(p): key for key, p in whole.named_parameters()}
+    for i in range(5):
+        batch = {key: value.roll(i, 0) for key, value in batch.items()}
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = loss_of(whole(**batch))
+        expected.backward()
+        found = trainer.step(**mine(trainer, batch, trainer.mesh["dp"].get_local_rank(), dp))
+        torch.testing.assert_close(found, expected.detach(), **close)
+        grads = {names[id(p)]: p.grad for p in whole.parameters()}
+        for key, parameter in trainer.named_parameters():
+            grad = trainer.layouts[key].take(grads[key], trainer.mesh["tp"].get_local_rank())
+            torch.testing.assert_close(parameter.grad, grad, **close, msg=lambda m, key=key: f"{key}: {m}")
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def all_models(rank: int, n: int, layout: tuple[int, int, int], schedule: str, along: bool) -> None:
+    for name in MODELS:
+        steps(rank, n, name, layout, schedule, along)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("layout", "schedule", "along"),
+    [
+        pytest.param(*case, marks=[pytest.mark.rare] * (case not in USUAL))
+        for case in itertools.product(LAYOUTS, ("1F1B", "interleaved"), (False, True))
+    ],
+    ids=lambda it: "tp{}-pp{}-dp{}".format(*it) if isinstance(it, tuple) else str(it),
+)
+def test_layout(layout: tuple[int, int, int], schedule: str, along: bool) -> None:
+    tp, pp, dp = layout
+    run_ranks(all_models, tp * pp * dp, layout, schedule, along, timeout=280)

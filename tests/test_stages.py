@@ -1,0 +1,112 @@
+"""stages: one behind another they compute what the whole graph does, and only what must cross does."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+
+from autotp.errors import Error
+from autotp.models.gpt import GPT, GPTConfig
+from autotp.passes.capture import capture, skeleton_of
+from autotp.passes.stages import balanced, blocks_in_order, staged
+
+
+@given(costs=st.lists(st.integers(0, 9), min_size=1, max_size=7), data=st.data())
+def test_balanced(costs: list[int], data: Any) -> None:
+    """No other way to divide has a cheaper dearest run."""
+    count = data.draw(st.integers(1, len(costs)))
+    runs = balanced(costs, count)
+    assert [i for run in runs for i in run] == list(range(len(costs))) and all(runs)
+    ways = ((0, *cuts, len(costs)) for cuts in itertools.combinations(range(1, len(costs)), count - 1))
+    least = min(max(sum(costs[a:b]) for a, b in itertools.pairwise(way)) for way in ways)
+    assert max(sum(costs[i] for i in run) for run in runs) == least
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x: [batch seq 8], mask: [batch seq]"""
+        x = x + self.linear(x).tanh() * mask.unsqueeze(-1)
+        return x if bias is None else x + bias
+
+
+class Stack(nn.Module):
+    """A mask of inputs alone, a bias that the first block's weight makes for all, a table that is read at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places = nn.Embedding(12, 8), nn.Embedding(6, 8)
+        self.h = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: [batch seq]"""
+        x = self.table(tokens)
+        mask = (tokens > 3).to(x.dtype)
+        bias = self.places(torch.arange(tokens.size(1)))
+        for block in self.h:
+            x = block(x, mask, bias)
+        return (x @ self.table.weight.T).sum(-1) * mask
+
+
+TOKENS = torch.arange(10).view(2, 5)
+
+
+def taken(model: nn.Module, *args: Tensor) -> tuple[fx.Graph, Any]:
+    captured = capture(skeleton_of(model), args, {})
+    return captured.graph, captured
+
+
+def chained(stages: list[Any], known: dict[str, Tensor]) -> Any:
+    """What the last stage gives, each having what the one before it sent."""
+    sent: Any = ()
+    for stage in stages:
+        names = [node.name for node in stage.graph.nodes if node.op == "placeholder"]
+        mine = known | dict(zip(stage.received, sent, strict=True))
+        sent = fx.GraphModule(nn.Module(), stage.graph)(*(mine[name] for name in names))
+    return sent
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2), (1, 3), (1, 1, 2), (1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("name", ["stack", "gpt"])
+def test_one_behind_another(name: str, sizes: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    gpt = GPTConfig(block_size=6, vocab_size=12, n_layer=4, n_head=2, n_embd=8, dropout=0.0)
+    model, args = (Stack(), (TOKENS,)) if name == "stack" else (GPT(gpt), (TOKENS, TOKENS))
+    graph, captured = taken(model, *args)
+    weights = list(captured.parameters)
+    blocks = blocks_in_order(graph, weights)
+    assert blocks == [f"h.{i}" for i in range(4)]
+    queue = iter(blocks)
+    stages = staged(graph, [[next(queue) for _ in range(size)] for size in sizes], weights)
+    known = {place: model.get_parameter(first) for place, first in captured.parameters.items()}
+    found = chained(stages, known | dict(zip(captured.inputs, args, strict=True)))
+    torch.testing.assert_close(found[0], model(*args))
+    # The mask is made where it is needed, and the stack's bias with the residual stream sent on.
+    assert [len(stage.received) for stage in stages] == [0] + [1 + (name == "stack")] * (len(sizes) - 1)
+    mine = [{n.name for n in stage.graph.nodes if n.name in weights} for stage in stages]
+    both = [name for name in weights if sum(name in some for some in mine) > 1]
+    assert len(both) == (len(sizes) > 1)  # The table.
+
+
+class Backwards(Stack):
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: [batch seq]"""
+        x = self.table(tokens)
+        for i in (1, 0, 1):
+            x = self.h[i](x, tokens)
+        return x
+
+
+def test_a_block_that_is_called_again_later() -> None:
+    graph, captured = taken(Backwards(), TOKENS)
+    with pytest.raises(Error, match="stage 0 would need what stage 1 computes"):
+        staged(graph, [["h.1"], ["h.0"]], list(captured.parameters))
