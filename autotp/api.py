@@ -66,8 +66,8 @@ def parallelize(
         experts: "width" cuts every expert of a mixture; "expert" gives each rank as many whole ones where their number
             divides by `tp`: a rank works on the rows that chose its own, and waits for the device to know how many.
         sequence_parallel: True cuts what lies between a block's products (residuals, norms, dropouts) along the
-            sequence: ranks keep 1/tp of it for backward, and send as many bytes as without (over NCCL; gloo has no
-            reduce-scatter of its own, and sends half as many again).
+            sequence: ranks keep 1/tp of it for backward, and send a quarter more (over NCCL), as what is gathered is
+            gathered again in backward, beside work. gloo has no reduce-scatter and sends three quarters more.
         recompute: "full" keeps of each numbered block its inputs for backward, and computes it again there;
             "selective" all but the scores of attentions that are not fused; "none" everything.
         without: passes that are left out, to find the one that a difference or a slow step comes from. None changes

@@ -15,6 +15,7 @@ from torch import fx
 from autotp import collectives
 from autotp.axis import find
 from autotp.call import outputs_of
+from autotp.columns import columns
 from autotp.layout import Layout
 from autotp.passes.columns import separate
 from autotp.passes.flow import needs_grad
@@ -120,6 +121,7 @@ class Plan:
         whole: what stayed replicated, with source line and reason.
         bytes_total, bytes_rank: bytes of all parameters, and of those the fullest rank holds.
         traffic: the collectives of a step.
+        outputs: how the outputs are held that stay cut.
         along_sequence: how many operators are cut along a sequence; None where that was not asked for.
     """
 
@@ -131,6 +133,7 @@ class Plan:
     bytes_rank: int
     traffic: Traffic
     along_sequence: int | None = None
+    outputs: tuple[Layout, ...] = ()
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -147,8 +150,15 @@ def report(analysis: Analysis, model: str) -> Plan:
     total = sum(_count(layout.shape) * dtypes[name] for name, layout in layouts)
     ranks = [sum(_count(lay.local_shape(r)) * dtypes[n] for n, lay in layouts) for r in range(analysis.tp)]
     count = traffic(rank_graph(analysis, 0, "fast"), analysis)
+    outputs = tuple(layout for _, layout in sorted(analysis.local_outputs.items()))
     everything = (*whole, *_unknown(analysis))
-    return Plan(model, analysis.tp, cuts, everything, total, max(ranks), count, _along_sequence(analysis))
+    return Plan(model, analysis.tp, cuts, everything, total, max(ranks), count, _along_sequence(analysis), outputs)
+
+
+def _is_along(value: fx.Node, analysis: Analysis) -> bool:
+    """True for what is cut along a sequence."""
+    leaf = analysis.decision.cuts.get(value)
+    return leaf is not None and find(leaf) in {find(other) for other in analysis.decision.scattered.values()}
 
 
 def _along_sequence(analysis: Analysis) -> int | None:
@@ -160,6 +170,7 @@ def _along_sequence(analysis: Analysis) -> int | None:
 
 def traffic(graph: fx.Graph, analysis: Analysis) -> Traffic:
     """The collectives of a lowered graph, forward and backward."""
+    again = _gathered_again(graph, analysis)
     graph, sends = separate(graph), []
     learnt = frozenset(node for node in graph.nodes if node.name in analysis.captured.parameters)
     graded = needs_grad(graph, learnt)
@@ -172,12 +183,30 @@ def traffic(graph: fx.Graph, analysis: Analysis) -> Traffic:
                 read = node.all_input_nodes
                 size = max(sum(map(_bytes, outputs_of(n))) for n in ((node,) if len(read) > 1 else (node, *read)))
                 sends.append(Sent(table[name], layer_of(node), size, bool(side), all(n in learnt for n in read)))
-    return Traffic(tuple(sends), analysis.captured.example)
+    return Traffic((*sends, *again), analysis.captured.example)
+
+
+def _gathered_again(graph: fx.Graph, analysis: Analysis) -> list[Sent]:
+    """What products that are one operator gather a second time, in backward, rather than keep it."""
+    learnt = frozenset(node for node in graph.nodes if node.name in analysis.captured.parameters)
+    graded, found = needs_grad(graph, learnt), []
+    for node in graph.nodes:
+        if node.target is columns and node.args[2] is not None and any(w in graded for w in node.args[4]):
+            x, (dim, length, *_) = node.args[0], node.args[2]
+            whole = list(x.meta["val"].shape)
+            whole[dim] = length.meta["val"] if isinstance(length, fx.Node) else length
+            size = _elements(whole) * x.meta["val"].dtype.itemsize
+            found.append(Sent("all-gather", layer_of(node), size, True, False))
+    return found
 
 
 def _bytes(value: torch.Tensor) -> int:
     """Bytes of an example value, its symbolic sizes as captured; one that values decide counts as none."""
-    return _count(n if isinstance(n, int) else int(n.node.hint or 0) for n in value.shape) * value.dtype.itemsize
+    return _elements(value.shape) * value.dtype.itemsize
+
+
+def _elements(shape: Iterable[Any]) -> int:
+    return _count(n if isinstance(n, int) else int(n.node.hint or 0) for n in shape)
 
 
 def _count(shape: Iterable[Any]) -> int:
@@ -196,9 +225,10 @@ def _cut(name: str, node: fx.Node, layout: Layout, analysis: Analysis) -> Cut:
         product = contracts(analysis.axes.bound.get(reader))
         weighs = product or str(reader.target).startswith(LOOKUPS)
         if factor is not None and weighs and not factor.outs and factor.summed:
-            forward = "all-reduce"
+            forward = "reduce-scatter" if reader in analysis.decision.scattered else "all-reduce"
         elif factor is not None and product:
-            backward = "all-reduce"
+            along = any(_is_along(operand, analysis) for operand in reader.all_input_nodes)
+            forward, backward = ("all-gather", "reduce-scatter") if along else (forward, "all-reduce")
     size = find(leaf).size
     why = f"{size} {chosen.name}: {chosen.pattern}" if chosen.name else f"an axis of {size} that all its readers divide"
     return Cut(name, layout, forward, backward, why)
@@ -216,6 +246,8 @@ def _whole(name: str, node: fx.Node, analysis: Analysis) -> Whole:
 
 def _reason(node: fx.Node, reader: fx.Node, analysis: Analysis) -> str:
     bound, kind = analysis.axes.bound.get(reader), str(reader.target)
+    if analysis.tp == 1:
+        return "there is one rank"
     if bound is not None and not bound.known:
         return f"{kind} has no rule"
     if "norm" in kind:
@@ -271,6 +303,10 @@ def _totals(plan: Plan) -> Iterator[str]:
     if plan.along_sequence is not None:
         none = "nothing: no sum over ranks has an axis along which an attention sums"
         yield f"sequence    {f'{plan.along_sequence} operators are cut along it' if plan.along_sequence else none}"
+    if plan.outputs:
+        alike = Counter(str(layout).replace("-1", "?") for layout in plan.outputs)
+        held = ", ".join(f"{n} x {text}" if n > 1 else text for text, n in alike.items())
+        yield f'outputs     {held} stay cut: autotp.gather makes them whole, or outputs="full"'
     t = plan.traffic
     inputs = " ".join("x".join(map(str, shape)) for shape in t.shapes)
     for name, counts, size in (("forward", t.forward, t.forward_bytes), ("backward", t.backward, t.backward_bytes)):

@@ -61,7 +61,7 @@ def expect_choices(choices: Choices) -> None:
         if name in allowed and value not in allowed[name]:
             raise Error(f"{name}={value!r}", expected=", ".join(map(repr, allowed[name])))
     if unknown := [name for name in choices.without if name not in OPTIONAL]:
-        raise Error(f"without={unknown}: no passes that may be left out", expected=f"some of {OPTIONAL}")
+        raise Error(f"without={unknown}: there is no such pass", expected=", ".join(map(repr, OPTIONAL)))
     if "outline" in choices.without and getattr(choices, "recompute", "none") != "none":
         raise Error("without=('outline',): what is computed again is a block", **{"try": 'recompute="none"'})
 
@@ -293,6 +293,24 @@ class ParallelModule(Running):
         self._entries.append((self._key(captured.leaves, captured.spec, captured.autocast, self._tensors()), first))
 
     # ---- what a user reads
+
+    def extra_repr(self) -> str:
+        """Where this rank is, and how parameters are held that are in no submodule."""
+        return ", ".join(text for text in (str(self.mesh), super().extra_repr()) if text)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As torch's, of this rank's parts: what `model.state_dict()` gave.
+
+        Raises:
+            Error: it is the original model's.
+        """
+        whole = [n for n, it in self.layouts.items() if n in state_dict and it.dim is not None]
+        if any(state_dict[name].shape != self.get_parameter(name).shape for name in whole):
+            raise Error(
+                "load_state_dict: these are not the parts that this rank holds",
+                **{"try": "autotp.load_full_state_dict(model, state), for the original model's"},
+            )
+        return super().load_state_dict(state_dict, *args, **kwargs)
 
     @property
     def plan(self) -> Plan:

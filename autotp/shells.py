@@ -49,6 +49,14 @@ class Shell(nn.Module):
             )
         super().__setattr__(name, value)
 
+    def _get_name(self) -> str:
+        return type(self.__dict__["_original"]).__name__
+
+    def extra_repr(self) -> str:
+        """How the parameters that are cut are held."""
+        held = self.__dict__.get("_held", {})
+        return ", ".join(f"{key} {layout}" for key, layout in held.items() if layout.dim is not None)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

@@ -363,5 +363,5 @@ def _explained(error: Exception, plain: Exception | None) -> Error:
     return Error(
         f"the model does not run on these inputs: {kind}: {text.splitlines()[0] if text else ''}".rstrip(": "),
         **({"at": at} if at != "?" else {}),
-        **{"try": "arguments that the original model accepts: where they were made up, example_inputs={...}"},
+        **{"try": "arguments that the original model accepts; example_inputs={...}, if you gave none"},
     )

@@ -142,9 +142,9 @@ def test_outline_off() -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ("colums", "without=['colums']: no passes that may be left out"),
-        (("columns", "defar"), "without=['defar']: no passes that may be left out"),
-        (None, "without=[None]: no passes that may be left out"),
+        ("colums", "without=['colums']: there is no such pass"),
+        (("columns", "defar"), "without=['defar']: there is no such pass"),
+        (None, "without=[None]: there is no such pass"),
     ],
 )
 def test_a_name_that_is_none(given: Any, expected: str) -> None:

@@ -10,6 +10,7 @@ from graphs import canonical, some
 from test_match import MLP, TOKENS, Attention, Language
 from torch import Tensor, nn
 
+import autotp
 from autotp.errors import Error
 from autotp.layout import Layout
 from autotp.passes.axes import infer_axes
@@ -161,3 +162,23 @@ def test_a_cut_that_fits_no_axis_is_refused() -> None:
 def test_symbolic_sizes_weigh_as_512() -> None:
     _, graph = canonical(nn.Linear(12, 5).double(), X)
     assert elements(list(graph.nodes)[-2]) == 512 * 512 * 5
+
+
+class Scored(nn.Module):
+    """A loss beside the logits it is of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(60, 16), nn.Linear(16, 60)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x: [batch seq]"""
+        logits = self.head(self.embed(x))
+        return F.cross_entropy(logits.flatten(0, 1), x.flatten()), logits
+
+
+def test_outputs_that_stay_cut_are_named() -> None:
+    held = 'outputs     [?, ?, 60@tp] stay cut: autotp.gather makes them whole, or outputs="full"'
+    for given, expected in ({}, True), ({"outputs": "full"}, False):
+        plan = autotp.explain(Scored(), 2, example_inputs=torch.zeros(2, 5, dtype=torch.int64), **given)
+        assert (held in str(plan).splitlines()) is expected, str(plan)

@@ -101,7 +101,7 @@ class Odd(Branching):
 
 BRANCHES = "the model branches on the values of a tensor, which one graph cannot do"
 UNFIT = "the model does not run on these inputs"
-TRY_INPUTS = "\n  try      arguments that the original model accepts: where they were made up, example_inputs={...}"
+TRY_INPUTS = "\n  try      arguments that the original model accepts; example_inputs={...}, if you gave none"
 TRY_WHERE = "\n  try      choose with torch.where, or branch on shapes and configuration only"
 
 

@@ -65,22 +65,39 @@ def verified(whole: nn.Module, tp: int, given: Any) -> autotp.Plan:
 
 @pytest.mark.parametrize(("parallel", "each"), [(False, 2), (True, 1)])
 def test_an_all_reduce_becomes_its_two_halves(parallel: bool, each: int) -> None:
-    """Per block as many pairs as there were all-reduces; the parameters of a block are summed in one exchange."""
+    """Per block as many pairs as there were all-reduces; the parameters of a block are summed in one exchange.
+
+    What groups of products read is gathered once more in backward, where they are groups.
+    """
+    choices: list[dict[str, Any]] = [
+        {}, {"sequence_parallel": True}, {"sequence_parallel": True, "without": ("columns",)}
+    ]  # fmt: skip
     plans = {
         count: [
-            autotp.explain(Blocks(count, parallel), 2, example_inputs=torch.ones(2, 6, 12), sequence_parallel=asked)
-            for asked in (False, True)
+            autotp.explain(Blocks(count, parallel), 2, example_inputs=torch.ones(2, 6, 12), **asked)
+            for asked in choices
         ]
         for count in (2, 3)
     }
     for way in ("forward", "backward"):
-        usual, cut = (
+        usual, cut, kept = (
             {kind: n - getattr(plans[2][i].traffic, way).get(kind, 0) for kind, n in getattr(p.traffic, way).items()}
             for i, p in enumerate(plans[3])
         )
         assert usual == {"all-reduce": each}
         own = {"all-reduce": 1} if way == "backward" else {}
-        assert cut == {"reduce-scatter": each, "all-gather": each} | own
+        assert kept == {"reduce-scatter": each, "all-gather": each} | own
+        again = each if way == "backward" else 0
+        assert cut == kept | {"all-gather": each + again}
+
+
+def test_the_plan_says_what_each_weight_causes() -> None:
+    """What the first block reads is whole: there nothing is gathered."""
+    plan = autotp.explain(Blocks(2, False), 2, example_inputs=torch.ones(2, 6, 12), sequence_parallel=True)
+    weights = [cut for cut in plan.cuts if cut.name.endswith("weight")]
+    assert {(cut.forward, cut.backward) for cut in weights} == {
+        ("", "all-reduce"), ("all-gather", "reduce-scatter"), ("reduce-scatter", "")
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("tp", "length", "dropout"), [(2, 5, 0.3), (2, 6, 0.0), (3, 2, 0.3), (3, 5, 0.0)])

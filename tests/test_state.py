@@ -152,6 +152,23 @@ def strange_norms(rank: int, n: int) -> None:
     )
 
 
+@checks.on(2)
+def what_a_rank_shows_and_takes(rank: int, n: int) -> None:
+    """The model's own names with what is cut; its own state, and not the original model's in its place."""
+    whole = gpt()
+    full = copy.deepcopy(whole.state_dict())
+    cut = autotp.parallelize(whole, n, example_inputs=tokens())
+    shown = str(cut).splitlines()
+    assert shown[:3] == ["GPT(", f"  tp=2, rank {rank} on cpu", "  (wte): Embedding(weight [97@tp, 56])"]
+    assert "(c_attn): Linear(weight [168@tp, 56], bias [168@tp])" in str(cut)
+    before = cut.state_dict()
+    assert message(lambda: cut.load_state_dict(full)) == (
+        "load_state_dict: these are not the parts that this rank holds\n"
+        "  try      autotp.load_full_state_dict(model, state), for the original model's"
+    )
+    assert not cut.load_state_dict(before).missing_keys
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("n", "name"), checks.cases())
 def test_on_ranks(n: int, name: str) -> None:
