@@ -156,6 +156,32 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Copies(TorchDispatchMode):
+    """Counts the tensors that are written once more, elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._opname in ("clone", "copy_", "cat", "stack")
+        return func(*args, **(kwargs or {}))
+
+
+@checks.on(2)
+def nothing_is_copied_for_a_collective(rank: int, n: int) -> None:
+    """A step copies as many tensors as one device's does."""
+    whole = gpt(dropout=0.0).train()
+    counts = []
+    for model in (whole, autotp.parallelize(copy.deepcopy(whole), n, check_inputs="never")):
+        model(**batch(model, 0)).backward()
+        with Copies() as copies:
+            model(**batch(model, 0)).backward()
+        counts.append(copies.count)
+    # The two sums over classes that the loss needs are in one tensor, and so in one exchange.
+    assert counts[1] == counts[0] + 1, counts
+
+
 # ---- fast randomness
 
 
