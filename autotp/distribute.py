@@ -25,6 +25,7 @@ from autotp.layout import Layout
 from autotp.mesh import Mesh, make_mesh
 from autotp.passes.bind import bind
 from autotp.passes.capture import skeleton_of
+from autotp.passes.cost import block_costs
 from autotp.passes.recompute import Recompute, outline
 from autotp.passes.rows import batched
 from autotp.passes.stages import Stage, balanced, blocks_in_order, staged
@@ -55,7 +56,7 @@ def distribute(
     """This rank's part of `model`, and the steps that train it on `tp * pp * dp` processes.
 
     Args:
-        model: an ordinary single-device model that returns its loss, built alike on all ranks.
+        model: an ordinary single-device model that returns its loss; the first rank's values are taken.
         tp: ranks that share each operator, as in `parallelize`.
         pp: ranks that the blocks are divided among.
         dp: replicas of all that, each on a batch of its own.
@@ -87,7 +88,7 @@ def _mesh(tp: int, pp: int, dp: int) -> DeviceMesh:
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if tp * pp * dp != world:
         raise Error(
-            f"tp * pp * dp is {tp * pp * dp}, and there are {world} processes",
+            f"tp * pp * dp is {tp * pp * dp}, and the world has {world}",
             **{"try": f"torchrun --nproc-per-node {tp * pp * dp}"},
         )
     nccl = not dist.is_initialized() or dist.get_backend() == "nccl"
@@ -141,7 +142,7 @@ class Trainer(nn.Module):
         self._analysis = analyse(skeleton_of(model), args, kwargs, place.size, settings)
         captured = self._analysis.captured
         lowered = rank_graph(self._analysis, place.rank, settings.randomness)
-        stages = _stages(lowered, list(captured.parameters), count * ROUNDS[schedule] if count > 1 else 1)
+        stages = _stages(lowered, self._analysis, count * ROUNDS[schedule] if count > 1 else 1)
         mine = range(mesh["pp"].get_local_rank(), len(stages), count)
         names = captured.parameters | captured.buffers
         read = {node.name for i in mine for node in stages[i].graph.nodes if node.op == "placeholder"}
@@ -164,11 +165,13 @@ class Trainer(nn.Module):
         self._shared = _shared(stages, captured.parameters, mesh)
 
     def _hold(self, model: nn.Module, wanted: Collection[str], place: Mesh) -> None:
-        """Registers this rank's part of what its stages read."""
+        """Registers this rank's part of what its stages read, of the model that the first rank has."""
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            full = tensor.detach().to(place.device, copy=True).contiguous()
+            dist.broadcast(full, 0)
             if name in wanted:
                 layout = self._analysis.layouts.get(name, Layout(tuple(tensor.shape)))
-                part = layout.take(tensor.detach().to(place.device), place.rank).clone()
+                part = layout.take(full, place.rank)
                 if isinstance(tensor, nn.Parameter):
                     part, self.layouts[name] = nn.Parameter(part, tensor.requires_grad), layout
                 _register(self, name, part)
@@ -213,7 +216,10 @@ class Trainer(nn.Module):
     def _expect_fitting(self, given: Mapping[str, Tensor]) -> None:
         captured, parts = self._analysis.captured, self._microbatches
         rows = batched(captured.inputs, captured.example)
-        size = given[rows[0]].shape[0]
+        sizes = sorted({given[name].shape[0] for name in rows}, reverse=True)
+        if len(sizes) > 1:
+            raise Error(f"inputs of {' and '.join(map(str, sizes))} rows, and a batch has as many of all")
+        (size,) = sizes
         if size % parts:
             raise Error(f"a batch of {size} does not divide into {parts} microbatches", **{"try": "drop_last=True"})
         shapes = [(size // parts, *x.shape[1:]) if name in rows else tuple(x.shape) for name, x in given.items()]
@@ -250,12 +256,13 @@ class Trainer(nn.Module):
                 grad.copy_(summed.view_as(grad))
 
 
-def _stages(lowered: fx.Graph, weights: Sequence[str], count: int) -> list[Stage]:
-    """The graph in `count` stages of as many blocks each as can be."""
+def _stages(lowered: fx.Graph, analysis: Analysis, count: int) -> list[Stage]:
+    """The graph in `count` stages, the dearest of which costs as little as it can."""
+    weights = list(analysis.captured.parameters)
     blocks = blocks_in_order(lowered, weights)
     if len(blocks) < count:
         raise Error(f"{count} stages, and the model has {len(blocks)} blocks", **{"try": "fewer pipeline ranks"})
-    runs = balanced([1.0] * len(blocks), count) if blocks else [range(0)]
+    runs = balanced(block_costs(analysis.graph, analysis.axes, blocks), count) if blocks else [range(0)]
     return staged(lowered, [[blocks[i] for i in run] for run in runs], weights)
 
 

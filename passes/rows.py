@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from torch import fx
 
 from autotp.axis import Axis, find, leaves, touches
-from autotp.call import outputs_of
+from autotp.call import draws, outputs_of
 from autotp.errors import Error
 from autotp.passes.axes import Axes, named_dims
 from autotp.passes.totals import is_mean
@@ -63,7 +63,8 @@ def _is_of_rows(node: fx.Node, batch: Collection[Axis], axes: Axes, added: bool)
             continue
         apart = factor.mark == "^" and marks.get(factor.name, "") == ""  # NOTE [Two batches that are one]
         lead = all(next(leaves(axis)) in batch for name, axis in named if name == factor.name)
-        if not (factor.mark == "" or (apart and lead)) or len(factor.outs) != (0 if added else len(bound.rule.outs)):
+        by_row = factor.mark == "" or (factor.mark == "!" and draws(node))
+        if not (by_row or (apart and lead)) or len(factor.outs) != (0 if added else len(bound.rule.outs)):
             return False
     return True
 

@@ -11,6 +11,7 @@ import torch
 from helpers import run_ranks
 from torch import Tensor, nn
 
+import autotp
 from autotp.distribute import Trainer, distribute
 from autotp.models.bert import BERT, BERTConfig
 from autotp.models.gpt import GPT, GPTConfig
@@ -60,8 +61,11 @@ def steps(rank: int, n: int, name: str, layout: tuple[int, int, int], schedule: 
     whole, batch = built(name)
     parts = 4 // dp
     example = {key: value[: BATCH // (dp * parts)] for key, value in batch.items()}
+    model = copy.deepcopy(whole)
+    for parameter in model.parameters() if rank else ():
+        parameter.data.add_(1)  # The first rank's are taken.
     trainer = distribute(
-        copy.deepcopy(whole), tp=tp, pp=pp, dp=dp, microbatches=parts, schedule=schedule,  # type: ignore[arg-type]
+        model, tp=tp, pp=pp, dp=dp, microbatches=parts, schedule=schedule,  # type: ignore[arg-type]
         example_inputs=example, sequence_parallel=along,
     )  # fmt: skip
     close = {"rtol": 0, "atol": TOLERANCE.get(name, 1e-5)}
@@ -100,3 +104,52 @@ def all_models(rank: int, n: int, layout: tuple[int, int, int], schedule: str, a
 def test_layout(layout: tuple[int, int, int], schedule: str, along: bool) -> None:
     tp, pp, dp = layout
     run_ranks(all_models, tp * pp * dp, layout, schedule, along, timeout=280)
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"tp": 2}, "distribute(GPT, tp=2, pp=1, dp=1): tp * pp * dp is 2, and the world has 1"),
+        ({"pp": 0}, "distribute(GPT, tp=1, pp=0, dp=1): pp=0 is not a whole number of 1 or more"),
+        ({"schedule": "1F1P"}, "distribute(GPT, tp=1, pp=1, dp=1): schedule='1F1P'"),
+        ({"recompute": "some"}, "distribute(GPT, tp=1, pp=1, dp=1): recompute='some'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be(given: dict[str, Any], expected: str) -> None:
+    with pytest.raises(autotp.Error) as raised:
+        distribute(built("gpt")[0], **given)
+    assert str(raised.value).splitlines()[0] == expected
+
+
+def refused(rank: int, n: int) -> list[str]:
+    """On every rank, and nothing is left hanging: what comes behind is right."""
+    model, batch = built("gpt")
+    found = []
+
+    def tried(call: Any) -> Any:
+        with pytest.raises(autotp.Error) as raised:
+            call()
+        found.append(str(raised.value).splitlines()[0])
+
+    small = GPT(GPTConfig(block_size=8, vocab_size=96, n_layer=1, n_head=4, n_embd=16))
+    tried(lambda: distribute(small, pp=2))
+    tried(lambda: distribute(nn.Sequential(nn.Linear(4, 4)), tp=2, example_inputs=torch.zeros(2, 4)))
+    trainer = distribute(model, pp=2, microbatches=4, example_inputs={name: x[:2] for name, x in batch.items()})
+    tried(lambda: trainer.step(**{name: x[:6] for name, x in batch.items()}))
+    tried(lambda: trainer.step(batch["tokens"], batch["labels"][:4]))
+    assert torch.isfinite(trainer.step(**batch))
+    return found
+
+
+def test_refused_on_every_rank() -> None:
+    for found in run_ranks(refused, 2, timeout=100):
+        assert found == [
+            "distribute(GPT, tp=1, pp=2, dp=1): 2 stages, and the model has 1 blocks",
+            "distribute(Sequential, tp=2, pp=1, dp=1): the model returns no loss, a tensor of no dimension",
+            "Trainer.step: a batch of 6 does not divide into 4 microbatches",
+            "Trainer.step: inputs of 8 and 4 rows, and a batch has as many of all",
+        ]

@@ -46,6 +46,8 @@ def analysed(model: nn.Module) -> None:
         pytest.param(lambda x: (x @ x.mT) @ x, id="attention"),
         pytest.param(lambda x: x.transpose(0, 1).cumsum(0).transpose(0, 1), id="cumsum"),
         pytest.param(lambda x: x * torch.arange(5).unsqueeze(-1), id="positions"),
+        pytest.param(lambda x: F.dropout(x, 0.1), id="dropout"),
+        pytest.param(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), id="dropped-weights"),
     ],
 )
 def test_rows_by_themselves(does: Callable[[Tensor], Tensor]) -> None:

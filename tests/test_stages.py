@@ -14,7 +14,11 @@ from torch import Tensor, fx, nn
 from autotp.errors import Error
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.passes.capture import capture, skeleton_of
+from autotp.passes.cost import block_costs, multiplications
+from autotp.passes.match import SDPA
+from autotp.passes.plan import NOMINAL, elements
 from autotp.passes.stages import balanced, blocks_in_order, staged
+from autotp.transform import analyse
 
 
 @given(costs=st.lists(st.integers(0, 9), min_size=1, max_size=7), data=st.data())
@@ -95,6 +99,43 @@ def test_one_behind_another(name: str, sizes: tuple[int, ...]) -> None:
     mine = [{n.name for n in stage.graph.nodes if n.name in weights} for stage in stages]
     both = [name for name in weights if sum(name in some for some in mine) > 1]
     assert len(both) == (len(sizes) > 1)  # The table.
+
+
+def test_costs() -> None:
+    """Of four blocks of which one is four times as wide, and a head that is as dear as two of the others."""
+
+    class Uneven(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.h = nn.ModuleList(nn.Sequential(nn.Linear(8, n), nn.ReLU(), nn.Linear(n, 8)) for n in (8, 32, 8, 8))
+            self.head = nn.Linear(8, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            """x: [batch 8]"""
+            for block in self.h:
+                x = block(x)
+            found: Tensor = self.head(x)
+            return found
+
+    analysis = analyse(skeleton_of(Uneven()), (torch.zeros(3, 8),), {}, 2)
+    costs = block_costs(analysis.graph, analysis.axes, [f"h.{i}" for i in range(4)])
+    assert [cost / costs[0] for cost in costs] == [1, 4, 1, 3]
+    assert [list(run) for run in balanced(costs, 2)] == [[0, 1], [2, 3]]
+    attention = analyse(skeleton_of(Heads()), (torch.zeros(3, 5, 8),), {}, 2)
+    (node,) = (n for n in attention.graph.nodes if str(n.target).startswith(SDPA))
+    assert multiplications(node, attention.axes) == 2 * elements(node) * NOMINAL
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch seq 8]"""
+        q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        found: Tensor = self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return found
 
 
 class Backwards(Stack):
