@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from autotp.call import draws, returned
@@ -48,13 +49,15 @@ def staged(graph: fx.Graph, parts: Sequence[Collection[str]], parameters: Collec
         parameters: placeholder names.
 
     Raises:
-        Error: a block reads what a later stage makes.
+        Error: a block reads what a later stage makes, or what is no tensor of an earlier one's.
     """
     again = _again(graph, parameters)
     homes = _homes(graph, again, {name: i for i, part in enumerate(parts) for name in part}, len(parts))
     last = len(parts) - 1
     until = {node: max((homes.get(user, last) for user in node.users), default=home) for node, home in homes.items()}
     crossing = [[node for node, home in homes.items() if home <= i < until[node]] for i in range(last)]
+    for node in (node for nodes in crossing for node in nodes if not isinstance(node.meta.get("val"), torch.Tensor)):
+        raise Error(f"a stage would send the next what is no tensor: `{node.target}`", at=line_of(node))
     pairs = zip([[], *crossing], [*crossing, list(returned(graph))], strict=True)
     return [
         Stage(_cut(graph, homes, i, *pair), tuple(node.name for node in pair[0]), tuple(parts[i]))
@@ -77,9 +80,8 @@ def balanced(costs: Sequence[float], count: int) -> list[range]:
         count: how many runs, no more than items.
     """
     total = [0.0, *itertools.accumulate(costs)]
-    best: dict[tuple[int, int], tuple[float, int]] = {
-        (0, 0): (0.0, 0)
-    }  # (runs, items) -> dearest, where the last began
+    # (runs, items) -> what the dearest costs, and where the last begins.
+    best: dict[tuple[int, int], tuple[float, int]] = {(0, 0): (0.0, 0)}
     for runs in range(1, count + 1):
         for stop in range(runs, len(costs) - (count - runs) + 1):
             starts = [at for at in range(stop) if (runs - 1, at) in best]
