@@ -21,7 +21,8 @@ from autotp.passes.capture import skeleton_of
 from autotp.passes.recompute import Recompute
 from autotp.regions import ambient
 from autotp.report import Plan, report
-from autotp.run import Entry, ParallelModule, Settings, expect_choices, prepare
+from autotp.run import Entry, ParallelModule, prepare
+from autotp.settings import Settings, expect_choices
 from autotp.structure import signature_of
 from autotp.transform import Choices, Experts, Outputs, analyse
 

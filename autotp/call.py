@@ -113,6 +113,11 @@ def draws(node: fx.Node) -> bool:
     return not (any(idle) or nothing or arguments.get("dropout_p") == 0)
 
 
+def writes(node: fx.Node) -> bool:
+    """True for a call that writes into what it is given, as its schema says."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
 def is_tensor(value: Any) -> bool:
     """True for a node that stands for a tensor."""
     return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)

@@ -30,7 +30,7 @@ from autotp.passes.recompute import Recompute, outline
 from autotp.passes.rows import batched
 from autotp.passes.stages import Stage, balanced, blocks_in_order, staged
 from autotp.passes.totals import TOTAL
-from autotp.run import Settings, expect_choices
+from autotp.settings import Settings, expect_choices
 from autotp.structure import flatten, signature_of
 from autotp.transform import Analysis, analyse, rank_graph
 
@@ -96,7 +96,7 @@ def _mesh(tp: int, pp: int, dp: int) -> DeviceMesh:
     return init_device_mesh(kind, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
 
 
-class Running(nn.Module):
+class Work(nn.Module):
     """One stage: a graph, on tensors that the trainer holds."""
 
     def __init__(self, stage: Stage, module: fx.GraphModule, tensors: Mapping[str, Tensor]) -> None:
@@ -152,8 +152,8 @@ class Trainer(nn.Module):
         self._stages = []
         for i in mine:
             module = outline(bind(stages[i].graph, place.device, place.groups), settings.recompute)
-            running = Running(stages[i], module, tensors)
-            self._stages.append(PipelineStage(running, i, len(stages), place.device, group=mesh.get_group("pp")))
+            work = Work(stages[i], module, tensors)
+            self._stages.append(PipelineStage(work, i, len(stages), place.device, group=mesh.get_group("pp")))
         kind: Any = ENGINES[schedule if count > 1 else "1F1B"]
         self._engine = kind(
             self._stages if len(self._stages) > 1 else self._stages[0],
@@ -205,8 +205,13 @@ class Trainer(nn.Module):
         losses: list[Tensor] = []
         last = any(stage.is_last for stage in self._stages)
         device = leaves[0].device
+        before = {parameter: parameter.grad for parameter in self.parameters()}
+        self.zero_grad(set_to_none=True)  # What was there has been summed over the ranks already.
         self._engine.step(**given, target=torch.zeros(self._microbatches) if last else None, losses=losses)
         self._add_up()
+        for parameter, grad in before.items():
+            if grad is not None:
+                parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
         dtype = returned(self._analysis.graph)[0].meta["val"].dtype
         loss = torch.stack(losses).sum().detach() if last else torch.zeros((), dtype=dtype, device=device)
         for axis in ("pp", "dp"):

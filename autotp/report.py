@@ -172,8 +172,7 @@ def traffic(graph: fx.Graph, analysis: Analysis) -> Traffic:
     """The collectives of a lowered graph, forward and backward."""
     again = _gathered_again(graph, analysis)
     graph, sends = separate(graph), []
-    learnt = frozenset(node for node in graph.nodes if node.name in analysis.captured.parameters)
-    graded = needs_grad(graph, learnt)
+    learnt, graded = _learning(graph, analysis)
     for node in graph.nodes:
         name = getattr(node.target, "__name__", "")
         if node.target is not together and getattr(collectives, name, None) is not node.target:
@@ -186,10 +185,15 @@ def traffic(graph: fx.Graph, analysis: Analysis) -> Traffic:
     return Traffic((*sends, *again), analysis.captured.example)
 
 
+def _learning(graph: fx.Graph, analysis: Analysis) -> tuple[frozenset[fx.Node], set[fx.Node]]:
+    """The parameters of a graph, and what a gradient flows through to them."""
+    learnt = frozenset(node for node in graph.nodes if node.name in analysis.captured.parameters)
+    return learnt, needs_grad(graph, learnt)
+
+
 def _gathered_again(graph: fx.Graph, analysis: Analysis) -> list[Sent]:
     """What products that are one operator gather a second time, in backward, rather than keep it."""
-    learnt = frozenset(node for node in graph.nodes if node.name in analysis.captured.parameters)
-    graded, found = needs_grad(graph, learnt), []
+    (_, graded), found = _learning(graph, analysis), []
     for node in graph.nodes:
         if node.target is columns and node.args[2] is not None and any(w in graded for w in node.args[4]):
             x, (dim, length, *_) = node.args[0], node.args[2]

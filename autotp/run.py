@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -27,43 +27,16 @@ from autotp.passes.bind import bind
 from autotp.passes.recompute import Recompute, Recomputed, outline
 from autotp.regions import Autocast, ambient
 from autotp.report import Plan, report
+from autotp.settings import Settings, expect_choices
 from autotp.sharded import Sharded
 from autotp.shells import Leaf, Shell, mirror, places
 from autotp.structure import flatten, signature_of, states
-from autotp.transform import OPTIONAL, Analysis, Choices, analyse, rank_graph
+from autotp.transform import Analysis, analyse, rank_graph
 
 CHECKED_CALLS = 2
 """How many calls of each graph `check_inputs="first"` compares."""
 
 Key = tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Settings(Choices):
-    """What `parallelize` was asked for beyond the size."""
-
-    randomness: Literal["fast", "exact"] = "fast"
-    check_inputs: CheckInputs = "first"
-    recompute: Recompute = "none"
-
-
-def expect_choices(choices: Choices) -> None:
-    """Raises Error for a choice that there is not."""
-    allowed: Mapping[str, tuple[Any, ...]] = {
-        "outputs": ("auto", "full", "local"),
-        "randomness": ("fast", "exact"),
-        "check_inputs": ("always", "first", "never"),
-        "experts": ("width", "expert"),
-        "sequence_parallel": (True, False),
-        "recompute": ("none", "selective", "full"),
-    }  # fmt: skip
-    for name, value in vars(choices).items():
-        if name in allowed and value not in allowed[name]:
-            raise Error(f"{name}={value!r}", expected=", ".join(map(repr, allowed[name])))
-    if unknown := [name for name in choices.without if name not in OPTIONAL]:
-        raise Error(f"without={unknown}: there is no such pass", expected=", ".join(map(repr, OPTIONAL)))
-    if "outline" in choices.without and getattr(choices, "recompute", "none") != "none":
-        raise Error("without=('outline',): what is computed again is a block", **{"try": 'recompute="none"'})
 
 
 @dataclass

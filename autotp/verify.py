@@ -24,7 +24,7 @@ from autotp.mesh import expect_size
 from autotp.passes.bind import bind
 from autotp.passes.capture import skeleton_of
 from autotp.report import Plan, report
-from autotp.run import expect_choices
+from autotp.settings import expect_choices
 from autotp.structure import flatten, outcome, states
 from autotp.transform import AS_USUAL, Analysis, Choices, Experts, Outputs, analyse, rank_graph
 

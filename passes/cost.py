@@ -1,6 +1,6 @@
 """cost: what the blocks of a model cost, in multiplications, for dividing them among stages.
 
-Before: a graph and its axes                          After: {"h.0": 2.5e9, "h.1": 2.5e9, ...}
+Before: a graph and its axes                          After: [2.5e9, 2.5e9, ...]
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
 from autotp.builder import Builder, evaluated, fake_mode_of
+from autotp.call import writes
 from autotp.errors import Error
 from autotp.source import line_of
 
@@ -55,7 +56,7 @@ def functionalize(graph: fx.Graph, buffers: Collection[str], owned: Collection[s
             updated = [n for n in graph.nodes if n.op == "placeholder" and n.name in buffers and state.changed(n)]
             found = tuple(state.read(n) for n in node.args[0])
             state.builder.graph.output((*found, *(state.read(n) for n in updated)))
-        elif _mutates(node):
+        elif writes(node):
             state.mutate(node, {*buffers, *owned})
         else:
             state.visit(node)
@@ -132,7 +133,7 @@ class _Versions:
         self.builder.origin = node
         self.builder.env = {n: self.read(n) for n in node.all_input_nodes}
         # What an in-place operator returned is what it wrote to; it does not write again.
-        self.current[node] = self.read(self.base[node]) if _mutates(node) else self.builder.copy(node)
+        self.current[node] = self.read(self.base[node]) if writes(node) else self.builder.copy(node)
         if node in self.base:
             self.seen[node] = self._version(node)
 
@@ -143,10 +144,6 @@ class _Versions:
 
     def _version(self, node: fx.Node) -> int:
         return self.version.get(self._root(node), 0)
-
-
-def _mutates(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _written(node: fx.Node) -> Any:
@@ -189,7 +186,7 @@ def _scattered(builder: Builder, view: fx.Node, rest: Any, base: Any, new: fx.No
     name = view.target._schema.name if isinstance(view.target, OpOverload) else ""
     if name in SCATTERS:
         return builder.call(SCATTERS[name], base, new, *rest)
-    if name in SAME or _mutates(view):
+    if name in SAME or writes(view):
         return new  # What an in-place operator returns is what it wrote to.
     if name in RESHAPES:
         return builder.call(aten.reshape.default, new, _sizes(builder, base))

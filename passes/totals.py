@@ -47,7 +47,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Kinds:
-    """What is made of nothing; of inputs alone; of anything but inputs."""
+    """What is made of nothing; of inputs alone; of anything but inputs' values."""
 
     constant: Collection[fx.Node]
     free: Collection[fx.Node]
@@ -68,7 +68,7 @@ def totals(graph: fx.Graph, loss: fx.Node, inputs: Sequence[str]) -> Totals:
     Raises:
         Error: the loss is not made of means over the batch, by adding and scaling.
     """
-    kinds = Kinds(_made_of(graph, ()), _made_of(graph, inputs), _made_of(graph, _places(graph) - set(inputs)))
+    kinds = Kinds(_made_of(graph, ()), _made_of(graph, inputs), _made_of(graph, _places(graph) - set(inputs), True))
     divided = _divided(loss, kinds)
     builder, counts, given = Builder(fake_mode_of(graph)), list[fx.Node](), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
@@ -113,11 +113,12 @@ def _places(graph: fx.Graph) -> set[str]:
     return {node.name for node in graph.nodes if node.op == "placeholder"}
 
 
-def _made_of(graph: fx.Graph, names: Collection[str]) -> set[fx.Node]:
-    """What is made of these placeholders, and of constants, alone."""
+def _made_of(graph: fx.Graph, names: Collection[str], sizes: bool = False) -> set[fx.Node]:
+    """What is made of these placeholders, and of constants, alone; of `sizes`, whosever they are, if asked for."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.name in names if node.op == "placeholder" else all(n in found for n in node.all_input_nodes):
+        made = node.name in names if node.op == "placeholder" else all(n in found for n in node.all_input_nodes)
+        if made or (sizes and node.target is aten.sym_size.int):
             found.add(node)
     return found
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from autotp.builder import META, Builder, fake_mode_of
+from autotp.call import writes
 from autotp.repeats import again, begin, end
 
 
@@ -79,7 +79,7 @@ def _drop_unread(graph: fx.Graph, builder: Builder) -> None:
         new = builder.env.get(node)
         if node.op != "call_function" or not node.users or not isinstance(new, fx.Node) or new.users:
             continue
-        if not _writes(new):
+        if not writes(new):
             builder.graph.erase_node(new)
             builder.env[node] = None
 
@@ -102,15 +102,11 @@ def _first(node: Any) -> fx.Node:
     Raises:
         Entangled: it is neither: the block was called with others than its own.
     """
-    while _writes(node):
+    while writes(node):
         node = node.args[0]
     if node.op != "placeholder":
         raise Entangled
     return node
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _stack(node: fx.Node) -> dict[str, Any]:
@@ -128,8 +124,8 @@ def _expect_apart(region: Region) -> None:
     """Raises Entangled if what a call made, or wrote into, lies in memory that was there before."""
     before = _before(region)
     within = {node for node in region.nodes if not _memory(node) & before}
-    writes = [node for node in region.nodes if _writes(node)]
-    if not within >= {*region.made} or any(set(node.all_input_nodes[:1]) - within - {*region.own} for node in writes):
+    written = [node for node in region.nodes if writes(node)]
+    if not within >= {*region.made} or any(set(node.all_input_nodes[:1]) - within - {*region.own} for node in written):
         raise Entangled
     lies = [_memory(node) for node in region.made]
     if len(set().union(*lies)) < sum(map(len, lies)):

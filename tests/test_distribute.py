@@ -12,7 +12,7 @@ from helpers import run_ranks
 from torch import Tensor, nn
 
 import autotp
-from autotp.distribute import Trainer, distribute
+from autotp.distribute import distribute
 from autotp.models.bert import BERT, BERTConfig
 from autotp.models.gpt import GPT, GPTConfig
 
@@ -22,7 +22,7 @@ TOLERANCE = {"gpt": 1e-10, "bert": 1e-10}
 """In the models of transformers norms and losses compute in float32: 1e-5 there."""
 LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
 """Ranks of tensor, pipeline and data parallelism."""
-USUAL = [((1, 1, 2), "1F1B", False), ((2, 2, 1), "interleaved", True)]
+USUAL = [((1, 2, 1), "GPipe", False), ((2, 2, 1), "interleaved", True)]
 
 
 def built(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -50,7 +50,7 @@ def loss_of(found: Any) -> Tensor:
     return found if isinstance(found, Tensor) else found[0] if isinstance(found, tuple) else found.loss
 
 
-def mine(trainer: Trainer, batch: dict[str, Tensor], rank: int, dp: int) -> dict[str, Tensor]:
+def mine(batch: dict[str, Tensor], rank: int, dp: int) -> dict[str, Tensor]:
     """A replica's part of a batch."""
     return {name: value.chunk(dp)[rank] for name, value in batch.items()}
 
@@ -77,7 +77,7 @@ def steps(rank: int, n: int, name: str, layout: tuple[int, int, int], schedule: 
             optimizer.zero_grad()
         expected = loss_of(whole(**batch))
         expected.backward()
-        found = trainer.step(**mine(trainer, batch, trainer.mesh["dp"].get_local_rank(), dp))
+        found = trainer.step(**mine(batch, trainer.mesh["dp"].get_local_rank(), dp))
         torch.testing.assert_close(found, expected.detach(), **close)
         grads = {names[id(p)]: p.grad for p in whole.parameters()}
         for key, parameter in trainer.named_parameters():
@@ -97,13 +97,29 @@ def all_models(rank: int, n: int, layout: tuple[int, int, int], schedule: str, a
     ("layout", "schedule", "along"),
     [
         pytest.param(*case, marks=[pytest.mark.rare] * (case not in USUAL))
-        for case in itertools.product(LAYOUTS, ("1F1B", "interleaved"), (False, True))
+        for case in itertools.product(LAYOUTS, ("1F1B", "interleaved", "GPipe"), (False, True))
     ],
     ids=lambda it: "tp{}-pp{}-dp{}".format(*it) if isinstance(it, tuple) else str(it),
 )
 def test_layout(layout: tuple[int, int, int], schedule: str, along: bool) -> None:
     tp, pp, dp = layout
     run_ranks(all_models, tp * pp * dp, layout, schedule, along, timeout=280)
+
+
+def accumulated(rank: int, n: int) -> None:
+    """Two steps without a `zero_grad` between them: the gradients of both, each summed over the replicas once."""
+    model, batch = built("gpt")
+    trainer = distribute(model, dp=2, example_inputs={name: x[:4] for name, x in batch.items()})
+    grads = []
+    for _ in range(2):
+        trainer.step(**mine(batch, rank, 2))
+        grads.append([p.grad.clone() for p in trainer.parameters() if p.grad is not None])
+    for first, both in zip(*grads, strict=True):
+        torch.testing.assert_close(both, 2 * first)
+
+
+def test_gradients_are_added_up() -> None:
+    run_ranks(accumulated, 2, timeout=100)
 
 
 # ---- bad input

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import OpOverload
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import autotp
-from autotp.call import draws
+from autotp.call import draws, writes
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.models.gpt import Block as Layer
 from autotp.passes.capture import capture, skeleton_of
@@ -62,10 +61,6 @@ def told(graph: fx.Graph) -> list[str]:
             found.append(f"{node.op} {node.target} {args} {gives} {layer_of(node)} {drawn if draws(node) else ''}")
             names[node] = f"{node.name.rstrip('_0123456789')}-{zlib.crc32(found[-1].encode()):x}"
     return sorted(found)
-
-
-def writes(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def runs(model: nn.Module, *args: Any, **kwargs: Any) -> int:

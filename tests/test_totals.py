@@ -68,6 +68,11 @@ def regular(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     return x.mean() + w.square().sum()
 
 
+def table(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """The part of a table that is as long as the sequence: no input is part of it, but a size."""
+    return x.mean() + w[: x.shape[1]].sum()
+
+
 def taken(function: Callable[..., Tensor]) -> Any:
     captured = capture(skeleton_of(Loss(function)), (X, SOME), {})
     graph = canonicalize(captured.graph)
@@ -79,7 +84,7 @@ def run(graph: fx.Graph, known: dict[str, Tensor]) -> Any:
     return fx.GraphModule(nn.Module(), graph)(*(known[name] for name in names))
 
 
-@pytest.mark.parametrize("function", [tokens, weighted, smoothed, likelihood, two, mean, masked, regular])
+@pytest.mark.parametrize("function", [tokens, weighted, smoothed, likelihood, two, mean, masked, regular, table])
 @pytest.mark.parametrize("sizes", [(1, 5), (2, 2, 2), (6,)], ids=str)
 def test_parts_sum_up(function: Callable[..., Tensor], sizes: tuple[int, ...]) -> None:
     captured, found = taken(function)

@@ -32,7 +32,8 @@ from autotp.layout import Layout
 from autotp.lazy import Lazy
 from autotp.mesh import make_mesh
 from autotp.passes.recompute import Recompute
-from autotp.run import ParallelModule, Settings
+from autotp.run import ParallelModule
+from autotp.settings import Settings
 from autotp.sources import Source, read
 from autotp.state import parallel_of
 from autotp.transform import Experts, Outputs
