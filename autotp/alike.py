@@ -45,18 +45,26 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 
 def tensor_kind(x: Tensor, given: Sequence[Tensor]) -> Any:
     """All of a tensor that code can ask for without its values; which of the arguments it is."""
-    sizes = _Sizes((*x.shape, *x.stride(), x.storage_offset()))
+    sizes = Sizes((*x.shape, *x.stride(), x.storage_offset()))
     return sizes, x.dim(), x.dtype, x.device, x.requires_grad, position(x, given)
 
 
 @dataclass(frozen=True, eq=False)
-class _Sizes:
+class Sizes:
     """Sizes that are compared by what is known of them by then: a call may show that two are one."""
 
     sizes: tuple[Any, ...]
 
+    def agree(self, other: Sizes) -> None:
+        """Takes for one from here on what is one in the example: the graph is right for no other sizes then."""
+        for mine, its in zip(self.sizes, other.sizes, strict=False):
+            if isinstance(mine, torch.SymInt) and isinstance(its, torch.SymInt):
+                hint = mine.node.hint
+                if hint is not None and hint == its.node.hint:
+                    bool(mine == its)
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Sizes) and self._spelled() == other._spelled()
+        return isinstance(other, Sizes) and self._spelled() == other._spelled()
 
     def _spelled(self) -> list[Any]:
         return [size if isinstance(size, int) else size.node.expr for size in self.sizes]

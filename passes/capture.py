@@ -24,12 +24,13 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
+from autotp.asked import Entangled
 from autotp.decided import Decided
 from autotp.eager import alone
 from autotp.errors import Error
 from autotp.lost import nothing_lost
 from autotp.passes.inline import inline
-from autotp.passes.unfold import Entangled, unfold
+from autotp.passes.unfold import unfold
 from autotp.regions import Autocast
 from autotp.repeats import Repeats
 from autotp.source import user_line
@@ -155,9 +156,12 @@ def capture(
         Error: the model branches on data, or fails on these inputs; names the source line.
     """
     leaves, spec = flatten((args, kwargs))
-    if once:
+    for with_objects in (True, False) if once else ():
+        repeats = Repeats(with_objects)
         with suppress(Entangled, Error):  # What fails while its blocks are watched is to fail, or not, as it is.
-            return _capture(skeleton, leaves, spec, autocast, Repeats().watched)
+            return _capture(skeleton, leaves, spec, autocast, repeats.watched)
+        if not repeats.met_objects:
+            break
     return _capture(skeleton, leaves, spec, autocast, nullcontext)
 
 
@@ -181,7 +185,7 @@ def _capture(
 def _exported(flat: _Flat, tensors: tuple[torch.Tensor, ...], dynamic: Any) -> ExportedProgram | Exception:
     try:
         return export(flat, tensors, dynamic_shapes=(dynamic,), strict=False)
-    except Error:
+    except (Entangled, Error):
         raise
     except Exception as error:
         return error

@@ -100,6 +100,11 @@ def test_results(does: Any, call: Any) -> None:
     assert runs(stack(4, does, call), X) == 1
 
 
+def test_a_conversion_that_does_nothing() -> None:
+    """It returns the parameter itself."""
+    assert runs(stack(3, lambda b, x, y: y * b.up.weight.float().mean() * b.up.bias.contiguous().mean()), X) == 1
+
+
 def test_a_size_is_returned() -> None:
     model = stack(3, lambda b, x, y: (y, x.shape[1]), lambda m, i, b, x: (lambda y, n: y * n)(*b(x)))
     assert runs(model, X) == 3
@@ -185,9 +190,10 @@ def test_classes_are_what_they_are() -> None:
     assert runs(stack(3, does, lambda m, i, b, x: b(x) if type(b) is Block else x), X) == 1
 
 
-def test_other_parameters_than_its_own() -> None:
+@pytest.mark.parametrize("other", [lambda p, i: p * (i + 1), lambda p, i: p.half().float()], ids=["computed", "cast"])
+def test_other_parameters_than_its_own(other: Any) -> None:
     def call(model: Any, i: int, block: Any, x: Tensor) -> Any:
-        others = {name: p * (i + 1) for name, p in block.named_parameters()}
+        others = {name: other(p, i) for name, p in block.named_parameters()}
         return torch.func.functional_call(block, others, (x,))
 
     assert runs(stack(3, call=call), X) == 1 + 3
