@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 FAMILIES = __import__("hf_families").FAMILIES
 
-NAMES = ("llama", "mistral", "qwen3", "gpt2", "gemma", "gemma3", "phi3", "bloom")
+NAMES = ("llama", "mistral", "qwen3", "gpt2", "gemma", "gemma3", "phi3")
 """Families whose two layers are alike: with and without windows, and with keys and values that one linear makes."""
 
 
