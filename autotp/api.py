@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.agree import CheckInputs, agree_on_graph, agree_on_random, digest
+from autotp.entry import Entry, prepare
 from autotp.errors import Error, within
 from autotp.hf.models import checkpoints
 from autotp.initialize import initialize
@@ -21,7 +22,7 @@ from autotp.passes.capture import skeleton_of
 from autotp.passes.recompute import Recompute
 from autotp.regions import ambient
 from autotp.report import Plan, report
-from autotp.run import Entry, ParallelModule, prepare
+from autotp.run import ParallelModule
 from autotp.settings import Settings, expect_choices
 from autotp.structure import signature_of
 from autotp.transform import Choices, Experts, Outputs, analyse

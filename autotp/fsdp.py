@@ -1,0 +1,40 @@
+"""What torch's `fully_shard` on the blocks of a parallel model means for its graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from autotp.errors import Error
+
+
+def dtypes(root: nn.Module, held: Mapping[str, Tensor]) -> tuple[torch.dtype, ...]:
+    """What each parameter and buffer is computed in: where it is sharded, as the unit's policy says."""
+    if not any(isinstance(tensor, DTensor) for tensor in held.values()):
+        return tuple(tensor.dtype for tensor in held.values())
+    units = {name: unit for name, unit in root.named_modules() if isinstance(unit, FSDPModule)}
+    found = []
+    for name, tensor in held.items():
+        around = [unit for unit in units if not unit or name.startswith(f"{unit}.")]
+        policy = units[max(around, key=len)]._get_fsdp_state()._mp_policy if around else None
+        cast = policy is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        found.append((policy.param_dtype if cast and policy else None) or tensor.dtype)
+    return tuple(found)
+
+
+def expect_whole(name: str, tensor: Tensor) -> Tensor:
+    """The tensor itself.
+
+    Raises:
+        Error: it is sharded: nothing gathered it, since its block is not alone in reading it.
+    """
+    if isinstance(tensor, DTensor):
+        raise Error(
+            f"`{name}` is sharded where the graph reads it outside of its block",
+            **{"try": 'parallelize(..., without="columns"), or no fully_shard on its block'},
+        )
+    return tensor
