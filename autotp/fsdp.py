@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from autotp.errors import Error
@@ -38,3 +39,33 @@ def expect_whole(name: str, tensor: Tensor) -> Tensor:
             **{"try": 'parallelize(..., without="columns"), or no fully_shard on its block'},
         )
     return tensor
+
+
+def shard(
+    root: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    zero: int,
+    dtype: torch.dtype | None,
+    ignored: Collection[nn.Parameter],
+) -> None:
+    """Shards the parameters of blocks, each by itself, and what else `root` has; gradients are summed.
+
+    Args:
+        zero: 3 frees what was gathered behind a forward, too.
+        dtype: what is computed in; sums are in float32 then.
+        ignored: parameters that stay as they are.
+    """
+    policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
+    for module in (*blocks, root):
+        fully_shard(
+            module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=set(ignored)
+        ).set_gradient_divide_factor(1.0)
+
+
+def pace(root: nn.Module, zero: int, last: bool) -> None:
+    """Says of the next microbatch whether it is the last of a step, and so what is reduced and freed behind it."""
+    if isinstance(root, FSDPModule):
+        root.set_is_last_backward(last)
+        root.set_requires_gradient_sync(last or zero > 1)
+        root.set_reshard_after_backward(last or zero == 3)

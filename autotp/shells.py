@@ -66,7 +66,7 @@ class Shell(nn.Module):
 
 
 class Leaf(Shell):
-    """A submodule's shell. (The whole model takes hooks; a part of it has no work of its own that they could be around.)
+    """A submodule's shell. (The whole model takes hooks; a part of it has no work of its own for them to be around.)
 
     A block is called when its work is done, with other arguments than the original's: torch.distributed's own hooks
     (`fully_shard`'s), which look at none, are welcome there.

@@ -16,6 +16,7 @@ from autotp.source import block_of, numbered
 
 Place = tuple[nn.Module, str]
 """A module, and the name there of a parameter or buffer."""
+Read = Callable[[Place], Tensor]
 
 
 class BlockCall(nn.Module):
@@ -25,11 +26,10 @@ class BlockCall(nn.Module):
         work: a graph, the same for all blocks that compute alike.
     """
 
-    def __init__(self, work: nn.Module, owner: nn.Module, operands: list[int | Place]) -> None:
+    def __init__(self, work: nn.Module, owner: nn.Module, operands: list[int | Place], read: Read) -> None:
         super().__init__()
-        self.work = work
+        self.work, self.read, self.operands = work, read, operands
         self.owner = (owner,)  # In a tuple: it is no part of this.
-        self.operands = operands
 
     def forward(self, *given: Any) -> Any:
         """What the block returns. Its module is called, and runs `run`."""
@@ -37,7 +37,7 @@ class BlockCall(nn.Module):
 
     def run(self, given: tuple[Any, ...]) -> Any:
         """What the block returns, on the parameters that its module holds now."""
-        return self.work(*(given[x] if isinstance(x, int) else value_at(x) for x in self.operands))
+        return self.work(*(given[x] if isinstance(x, int) else self.read(x) for x in self.operands))
 
 
 class Owner(nn.Module):
@@ -67,6 +67,7 @@ def own(
     names: Mapping[str, str],
     places: Mapping[str, Place],
     owner_of: Callable[[str], nn.Module | None],
+    read: Read = value_at,
 ) -> fx.GraphModule:
     """An outlined graph whose blocks read their parameters themselves; what several read, the graph hands them.
 
@@ -75,6 +76,7 @@ def own(
         names: placeholder name -> name of the parameter.
         places: name of a parameter -> where it lies.
         owner_of: name of a block, as `h.0` -> the module of that name, if there is one.
+        read: what a block reads of a place.
     """
     root, new, env = nn.Module(), fx.Graph(), dict[fx.Node, fx.Node]()
     for node in outlined.graph.nodes:
@@ -89,7 +91,7 @@ def own(
         given = [n for n in node.args if n in env]
         operands: list[int | Place] = [given.index(n) if n in env else places[names[n.name]] for n in node.args]
         name = f"{block_of(node).replace('.', '_')}_{len(root._modules)}"
-        root.add_module(name, BlockCall(outlined.get_submodule(str(node.target)), owner, operands))
+        root.add_module(name, BlockCall(outlined.get_submodule(str(node.target)), owner, operands, read))
         env[node] = new.call_module(name, tuple(env[n] for n in given))
         env[node].meta = dict(node.meta)
     return fx.GraphModule(root, new)

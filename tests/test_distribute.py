@@ -109,7 +109,7 @@ def test_layout(layout: tuple[int, int, int], schedule: str, along: bool) -> Non
 def accumulated(rank: int, n: int) -> None:
     """Two steps without a `zero_grad` between them: the gradients of both, each summed over the replicas once."""
     model, batch = built("gpt")
-    trainer = distribute(model, dp=2, example_inputs={name: x[:4] for name, x in batch.items()})
+    trainer = distribute(copy.deepcopy(model), dp=2, example_inputs={name: x[:4] for name, x in batch.items()})
     grads = []
     for _ in range(2):
         trainer.step(**mine(batch, rank, 2))
@@ -154,7 +154,9 @@ def refused(rank: int, n: int) -> list[str]:
     small = GPT(GPTConfig(block_size=8, vocab_size=96, n_layer=1, n_head=4, n_embd=16))
     tried(lambda: distribute(small, pp=2))
     tried(lambda: distribute(nn.Sequential(nn.Linear(4, 4)), tp=2, example_inputs=torch.zeros(2, 4)))
-    trainer = distribute(model, pp=2, microbatches=4, example_inputs={name: x[:2] for name, x in batch.items()})
+    trainer = distribute(
+        copy.deepcopy(model), pp=2, microbatches=4, example_inputs={name: x[:2] for name, x in batch.items()}
+    )
     tried(lambda: trainer.step(**{name: x[:6] for name, x in batch.items()}))
     tried(lambda: trainer.step(batch["tokens"], batch["labels"][:4]))
     assert torch.isfinite(trainer.step(**batch))
