@@ -255,6 +255,7 @@ class Trainer(nn.Module):
         pipeline, given = self._begin(True, args, kwargs)
         before = {parameter: parameter.grad for parameter in self.parameters()}
         self.zero_grad(set_to_none=True)  # What was there has been summed over the ranks already.
+        self._scaled(torch.zeros((), device=self.place.device))  # The scaler begins on ranks that have no loss, too.
         losses = self._run(pipeline, given)
         self._add_up()
         for parameter, grad in before.items():
@@ -391,17 +392,18 @@ class Trainer(nn.Module):
     def _refuse(self, loss: Tensor) -> None:
         """Raises Error, the same on every rank: which parameters are infinite or undefined, or their gradients."""
 
-        def look() -> None:
-            for name, parameter in self.named_parameters():
-                for what, tensor in (("is", parameter), ("has a gradient that is", parameter.grad)):
-                    if tensor is not None and not torch.isfinite(local_of(tensor)).all():
-                        raise Error(
-                            f"the loss of step {self.steps} is {float(loss)}: `{name}` {what} infinite or undefined",
-                            **{"try": "autotp.load_checkpoint(...), and a smaller learning rate from there"},
-                        )
+        def look(tensors: Mapping[str, Tensor | None], what: str) -> None:
+            for name, tensor in tensors.items():
+                if tensor is not None and not torch.isfinite(local_of(tensor)).all():
+                    raise Error(
+                        f"the loss of step {self.steps} is {float(loss)}: {what}`{name}` is infinite or undefined",
+                        **{"try": "autotp.load_checkpoint(...), and a smaller learning rate from there"},
+                    )
 
-        agree(self.everyone, look)
-        raise Error(f"the loss of step {self.steps} is {float(loss)}, and no parameter or gradient is")
+        parameters = dict(self.named_parameters())
+        agree(self.everyone, lambda: look(parameters, ""))
+        agree(self.everyone, lambda: look({name: p.grad for name, p in parameters.items()}, "the gradient of "))
+        raise Error(f"the loss of step {self.steps} is {float(loss)}, and every parameter and gradient is finite")
 
 
 def _placeholders(graph: fx.Graph) -> list[str]:

@@ -32,11 +32,13 @@ def batch(step: int) -> dict[str, Tensor]:
     return {"tokens": x, "labels": x.roll(1, 1).masked_fill(x % 3 == 0, -100)}
 
 
-def started(layout: Layout, dropout: float = 0.0, layers: int = 2, **more: Any) -> tuple[autotp.Trainer, AdamW]:
+def started(
+    layout: Layout, dropout: float = 0.0, layers: int = 2, model: Any = None, **more: Any
+) -> tuple[autotp.Trainer, AdamW]:
     tp, pp, dp = layout
     example = {name: x[: 4 // (2 * dp)] for name, x in batch(0).items()}
     trainer = autotp.distribute(
-        gpt(dropout, layers), tp=tp, pp=pp, dp=dp, microbatches=2, example_inputs=example, **more
+        model or gpt(dropout, layers), tp=tp, pp=pp, dp=dp, microbatches=2, example_inputs=example, **more
     )
     return trainer, AdamW(trainer.parameters(), lr=0.01, weight_decay=0.1)
 
