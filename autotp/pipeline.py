@@ -8,14 +8,26 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
 from autotp.fsdp import expect_whole
 from autotp.passes.capture import Captured
-from autotp.passes.own import Place, Read
+from autotp.passes.own import Place, Read, value_at
 from autotp.passes.rows import batched
+from autotp.settings import Settings
 
 Schedule = Literal["1F1B", "interleaved", "GPipe", "zero-bubble", "zero-bubble-v"]
+
+
+@dataclass(frozen=True)
+class Training(Settings):
+    """What `distribute` was asked for beyond the sizes."""
+
+    microbatches: int = 1
+    schedule: Schedule = "1F1B"
+    zero: int = 0
+    compute_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -94,8 +106,7 @@ class Work(nn.Module):
         }
         for at, (name, place) in self.graph.places.items():
             known[at] = expect_whole(name, self.read(place))
-        places = [node.name for node in self.graph.module.graph.nodes if node.op == "placeholder"]
-        found = self.graph.module(*(known[name] for name in places))
+        found = self.graph.module(*(known[name] for name in placeholders(self.graph.module.graph)))
         found = tuple(torch.stack([value]) if value.dim() == 0 else value for value in found)
         return found[0] if len(found) == 1 else found
 
@@ -140,3 +151,27 @@ def engine(
             f'schedule="{name}" on {group.size()} ranks cannot run {microbatches} microbatches: {error}',
             **{"try": f"microbatches={-(-microbatches // group.size()) * group.size()}"},
         ) from error
+
+
+def placeholders(graph: fx.Graph) -> list[str]:
+    """What a graph is given, by name."""
+    return [node.name for node in graph.nodes if node.op == "placeholder"]
+
+
+def cast(arguments: Any, dtype: torch.dtype | None) -> Any:
+    """Arguments, the floating tensors among them in the dtype that is computed in."""
+
+    def one(leaf: Any) -> Any:
+        return leaf.to(dtype) if dtype and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return pytree.tree_map(one, arguments)
+
+
+def reader(dtype: torch.dtype | None) -> Read:
+    """What reads a parameter in the dtype that is computed in; its gradient comes back in its own."""
+
+    def read(place: Place) -> Tensor:
+        value = value_at(place)
+        return value.to(dtype) if dtype and isinstance(value, nn.Parameter) and value.is_floating_point() else value
+
+    return read

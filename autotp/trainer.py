@@ -7,9 +7,10 @@ replica; the loss is a sum over all of them (`passes/totals.py`), so gradients a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autotp import groups
 from autotp.agree import agree, agree_on_call, agree_on_graph, agree_on_random, digest
 from autotp.boxes import local_of
 from autotp.call import returned
@@ -31,28 +33,17 @@ from autotp.mesh import Mesh, broadcast_from_first, make_mesh
 from autotp.passes.bind import bind
 from autotp.passes.capture import skeleton_of
 from autotp.passes.cost import block_costs
-from autotp.passes.own import Owner, Place, Read, own, value_at
+from autotp.passes.own import Owner, Place, own
 from autotp.passes.recompute import outline
 from autotp.passes.rows import batched
 from autotp.passes.stages import Stage, balanced, blocks_in_order, staged
 from autotp.passes.totals import TOTAL
-from autotp.pipeline import ENGINES, Schedule, StageGraph, Work, engine
+from autotp.pipeline import ENGINES, StageGraph, Training, Work, cast, engine, placeholders, reader
 from autotp.run import CHECKED_CALLS
-from autotp.settings import Settings
 from autotp.source import numbered
 from autotp.structure import flatten, signature_of
 from autotp.take import take
 from autotp.transform import Analysis, analyse, rank_graph
-
-
-@dataclass(frozen=True)
-class Training(Settings):
-    """What `distribute` was asked for beyond the sizes."""
-
-    microbatches: int = 1
-    schedule: Schedule = "1F1B"
-    zero: int = 0
-    compute_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -97,15 +88,15 @@ class Trainer(nn.Module):
     files: Any
     saving: Future[None] | None
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, training: Training, given: Any, scaler: Any) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, training: Training, given: Any, scaler: Any, timeout: timedelta
+    ) -> None:
         super().__init__()
         self.mesh, self.steps, self._training, self._scaler = mesh, 0, training, scaler
         self.place = make_mesh(None, mesh["tp"])
-        world: Any = dist.group.WORLD
-        where = {"size": world.size(), "rank": world.rank(), "group": world.group_name}
-        self.everyone = replace(self.place, axis="global", **where)
-        self.files, self.saving = dist.new_group(backend="gloo"), None
-        self._replica = _replica(mesh, self.place)
+        self.everyone = groups.world(self.place)
+        self.files, self.saving = dist.new_group(backend="gloo", timeout=timeout), None
+        self._replica = groups.replica(mesh, self.place, timeout)
         self._replicas = make_mesh(None, mesh["dp"])
         self._signature = signature_of(model)
         self.__dict__["skeleton"] = skeleton_of(model)  # No part of it: it is on meta.
@@ -121,9 +112,9 @@ class Trainer(nn.Module):
         self.blocks = self._blocks(analysis, lowered)
         stages = self._cut(analysis, lowered)
         self._hold(model, analysis, [stages[i] for i in self._mine])
-        self.shared = _shared(stages, analysis.captured.parameters, mesh, self._mine_of)
+        self.shared = groups.shared(stages, analysis.captured.parameters, mesh, self._mine_of, timeout)
         readers = self._readers(stages, analysis)
-        read = _reader(training.compute_dtype)
+        read = reader(training.compute_dtype)
         self._works = {i: Work([m for m, some in readers.items() if i in some], read) for i in self._mine}
         self._pipelines = [self._pipeline(True, analysis, stages)]
         if training.zero and mesh["dp"].size() > 1:
@@ -144,7 +135,7 @@ class Trainer(nn.Module):
     def _analysed(self, training: bool, args: Any, kwargs: Any) -> Analysis:
         """The model's graph in one mode, cut as its parameters are held."""
         self.skeleton.train(training)
-        args, kwargs = _cast((args, kwargs), self._training.compute_dtype)
+        args, kwargs = cast((args, kwargs), self._training.compute_dtype)
         layouts = getattr(self, "layouts", None)
         return analyse(self.skeleton, args, kwargs, self.place.size, self._training, layouts)
 
@@ -184,7 +175,7 @@ class Trainer(nn.Module):
         names = analysis.captured.parameters | analysis.captured.buffers
         readers: dict[nn.Module, set[int]] = {}
         for i in self._mine:
-            for name in (names[x] for x in _placeholders(stages[i].graph) if x in names):
+            for name in (names[x] for x in placeholders(stages[i].graph) if x in names):
                 block = numbered(name) if numbered(name) in stages[i].blocks else name.rpartition(".")[0]
                 readers.setdefault(self.get_submodule(block), set()).add(i)
         return readers
@@ -224,11 +215,11 @@ class Trainer(nn.Module):
         """A stage's graph, whose blocks read their parameters here."""
         captured, place = analysis.captured, self.place
         names = captured.parameters | captured.buffers
-        places = {name: self._place_of(name) for name in (names[x] for x in _placeholders(stage.graph) if x in names)}
+        places = {name: self._place_of(name) for name in (names[x] for x in placeholders(stage.graph) if x in names)}
         owners = {name: self.get_submodule(name) for name in stage.blocks}
         bound = outline(bind(stage.graph, place.device, place.groups), self._training.recompute)
-        module = own(bound, captured.parameters, places, owners.get, _reader(self._training.compute_dtype))
-        left = _placeholders(module.graph)
+        module = own(bound, captured.parameters, places, owners.get, reader(self._training.compute_dtype))
+        left = placeholders(module.graph)
         return StageGraph(
             module,
             stage.received,
@@ -287,7 +278,7 @@ class Trainer(nn.Module):
     def _begin(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
         """The graphs for a batch, ready to run, and its tensors by name."""
         args, kwargs = self._signature.by_name(args, kwargs)
-        args, kwargs = _cast((args, kwargs), self._training.compute_dtype)
+        args, kwargs = cast((args, kwargs), self._training.compute_dtype)
         return within(f"Trainer.{'step' if training else 'evaluate'}", lambda: self._ready(training, args, kwargs))
 
     def _ready(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
@@ -337,7 +328,7 @@ class Trainer(nn.Module):
         graph = analysis.counts
         assert graph is not None
         device = next(iter(given.values())).device
-        counts = fx.GraphModule(nn.Module(), bind(graph, device, {}))(*(given[x] for x in _placeholders(graph)))
+        counts = fx.GraphModule(nn.Module(), bind(graph, device, {}))(*(given[x] for x in placeholders(graph)))
         if not counts:
             return {}
         summed = torch.stack([count.to(torch.float64) for count in counts])
@@ -406,61 +397,8 @@ class Trainer(nn.Module):
         raise Error(f"the loss of step {self.steps} is {float(loss)}, and every parameter and gradient is finite")
 
 
-def _placeholders(graph: fx.Graph) -> list[str]:
-    return [node.name for node in graph.nodes if node.op == "placeholder"]
-
-
-def _cast(arguments: Any, dtype: torch.dtype | None) -> Any:
-    """Arguments, the floating tensors among them in the dtype that is computed in."""
-
-    def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if dtype and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    return pytree.tree_map(cast, arguments)
-
-
-def _reader(dtype: torch.dtype | None) -> Read:
-    """What reads a parameter in the dtype that is computed in; its gradient comes back in its own."""
-
-    def read(place: Place) -> Tensor:
-        value = value_at(place)
-        return value.to(dtype) if dtype and isinstance(value, nn.Parameter) and value.is_floating_point() else value
-
-    return read
-
-
 def _at(root: nn.Module, path: str, kind: type[nn.Module]) -> nn.Module:
     """The module of this name, made of this kind if there is none."""
     if path and path.rpartition(".")[2] not in (above := _at(root, path.rpartition(".")[0], nn.Module))._modules:
         above.add_module(path.rpartition(".")[2], kind())
     return root.get_submodule(path)
-
-
-def _replica(mesh: DeviceMesh, place: Mesh) -> Mesh:
-    """The ranks that are given the same batch. Every rank makes every group: that is how torch makes them."""
-    for ranks in mesh.mesh.transpose(0, 1).flatten(1).tolist():
-        group = dist.new_group(ranks)
-        if dist.get_rank() in ranks:
-            found = replace(place, axis="replica", size=len(ranks), rank=ranks.index(dist.get_rank()))
-            found = replace(found, group=group.group_name)
-    return found
-
-
-def _shared(
-    stages: Sequence[Stage], names: Mapping[str, str], mesh: DeviceMesh, stages_of: Callable[[int], list[int]]
-) -> dict[str, tuple[list[int], Any]]:
-    """The parameters of this rank that other pipeline ranks hold, too, each with those and their group."""
-    ranks = range(mesh["pp"].size())
-    home = {i: rank for rank in ranks for i in stages_of(rank)}
-    holders: dict[str, set[int]] = {}
-    for i, stage in enumerate(stages):
-        for name in (names[x] for x in _placeholders(stage.graph) if x in names):
-            holders.setdefault(name, set()).add(home[i])
-    groups: dict[tuple[int, ...], Any] = {}
-    for some in dict.fromkeys(tuple(sorted(held)) for held in holders.values() if len(held) > 1):
-        for column in mesh.mesh[list(some)].flatten(1).unbind(1):
-            group = dist.new_group(column.tolist())
-            if dist.get_rank() in column.tolist():
-                groups[some] = group
-    found = {name: tuple(sorted(held)) for name, held in holders.items()}
-    return {name: (list(some), groups[some]) for name, some in found.items() if some in groups}
