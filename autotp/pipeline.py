@@ -112,11 +112,9 @@ class Work(nn.Module):
 
 
 def engine(
-    name: str,
-    works: Mapping[int, Work],
-    count: int,
+    training: Training,
+    works: Mapping[int, nn.Module],
     captured: Captured,
-    microbatches: int,
     device: torch.device,
     group: Any,
     loss: Callable[[Tensor, Any], Tensor],
@@ -125,7 +123,6 @@ def engine(
 
     Args:
         works: by number of the stage.
-        count: how many stages there are.
         captured: what the inputs are.
         group: the ranks of the pipeline.
         loss: what is made of a microbatch's loss and of nothing, for backward.
@@ -136,11 +133,16 @@ def engine(
     from torch.distributed import pipelining  # It takes a second, and most models have no pipeline.
     from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
+    kind, microbatches, rows = (
+        ENGINES[training.schedule],
+        training.microbatches,
+        batched(captured.inputs, captured.example),
+    )
+    count = group.size() * kind.rounds
     stages = [pipelining.PipelineStage(work, i, count, device, group=group) for i, work in works.items()]
-    rows = batched(captured.inputs, captured.example)
     try:
-        return getattr(pipelining, ENGINES[name].kind)(
-            stages if ENGINES[name].rounds > 1 else stages[0],
+        return getattr(pipelining, kind.kind)(
+            stages if kind.rounds > 1 else stages[0],
             microbatches,
             loss_fn=loss,
             kwargs_chunk_spec={x: TensorChunkSpec(0) if x in rows else _Replicate() for x in captured.inputs},
@@ -148,7 +150,7 @@ def engine(
         )
     except ValueError as error:
         raise Error(
-            f'schedule="{name}" on {group.size()} ranks cannot run {microbatches} microbatches: {error}',
+            f'schedule="{training.schedule}" on {group.size()} ranks cannot run {microbatches} microbatches: {error}',
             **{"try": f"microbatches={-(-microbatches // group.size()) * group.size()}"},
         ) from error
 

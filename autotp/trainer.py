@@ -7,11 +7,11 @@ replica; the loss is a sum over all of them (`passes/totals.py`), so gradients a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,9 @@ from autotp import groups
 from autotp.agree import agree, agree_on_call, agree_on_graph, agree_on_random, digest
 from autotp.boxes import local_of
 from autotp.call import returned
+from autotp.collectives import peer_error
 from autotp.errors import Error, within
+from autotp.finite import refuse
 from autotp.fsdp import pace, shard
 from autotp.inputs import example_inputs as find_inputs
 from autotp.layout import Layout
@@ -44,6 +46,8 @@ from autotp.source import numbered
 from autotp.structure import flatten, signature_of
 from autotp.take import take
 from autotp.transform import Analysis, analyse, rank_graph
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -111,10 +115,10 @@ class Trainer(nn.Module):
         lowered = rank_graph(analysis, self.place.rank, training.randomness)
         self.blocks = self._blocks(analysis, lowered)
         stages = self._cut(analysis, lowered)
+        self._engine(analysis, {i: nn.Identity() for i in self._mine})  # What cannot be is known before we take over.
         self._hold(model, analysis, [stages[i] for i in self._mine])
         self.shared = groups.shared(stages, analysis.captured.parameters, mesh, self._mine_of, timeout)
-        readers = self._readers(stages, analysis)
-        read = reader(training.compute_dtype)
+        readers, read = self._readers(stages, analysis), reader(training.compute_dtype)
         self._works = {i: Work([m for m, some in readers.items() if i in some], read) for i in self._mine}
         self._pipelines = [self._pipeline(True, analysis, stages)]
         if training.zero and mesh["dp"].size() > 1:
@@ -155,7 +159,7 @@ class Trainer(nn.Module):
     def _hold(self, model: nn.Module, analysis: Analysis, stages: Sequence[Stage]) -> None:
         """Registers this rank's part of what its stages read; blocks are modules that run."""
         names = analysis.captured.parameters | analysis.captured.buffers
-        read = {node.name for stage in stages for node in stage.graph.nodes if node.op == "placeholder"}
+        read = {name for stage in stages for name in placeholders(stage.graph)}
         wanted = list(dict.fromkeys(name for at, name in names.items() if at in read))
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         parameters = {name for name, _ in model.named_parameters()}
@@ -186,36 +190,30 @@ class Trainer(nn.Module):
         outside = {lies[0] for stage in pipeline.stages.values() for _, lies in stage.places.values()}
         alone = {module: some for module, some in readers.items() if len(some) == 1}
         for i, work in self._works.items():
-            mine = {p for module, some in alone.items() if i in some for p in module.parameters()}
+            read = [module for module, some in alone.items() if i in some]
+            mine = {p for module in read for p in module.parameters(recurse=isinstance(module, Owner))}
             blocks = [m for m in alone if isinstance(m, Owner) and i in alone[m] and not outside & set(m.modules())]
             shard(work, blocks, self.mesh["dp"], self._training.zero, self._training.compute_dtype, every - mine)
-
-    def _place_of(self, name: str) -> Place:
-        path, _, key = name.rpartition(".")
-        return self.get_submodule(path), key
 
     def _pipeline(self, training: bool, analysis: Analysis, stages: Sequence[Stage]) -> Pipeline:
         """What this rank runs in one mode."""
         graphs = {i: self._graph(stages[i], analysis) for i in self._mine}
-        run = None
-        if self.mesh["pp"].size() > 1:
-            run = engine(
-                self._training.schedule,
-                self._works,
-                len(stages),
-                analysis.captured,
-                self._training.microbatches,
-                self.place.device,
-                self.mesh.get_group("pp"),
-                lambda loss, _: self._scaled(loss.sum()),
-            )
-        return Pipeline(training, analysis, graphs, run)
+        return Pipeline(training, analysis, graphs, self._engine(analysis, self._works))
+
+    def _engine(self, analysis: Analysis, works: Mapping[int, nn.Module]) -> Any:
+        """What runs this rank's stages; None for the whole pipeline."""
+        group = self.mesh.get_group("pp")
+        if group.size() == 1:
+            return None
+        return engine(
+            self._training, works, analysis.captured, self.place.device, group, lambda x, _: self._scaled(x.sum())
+        )
 
     def _graph(self, stage: Stage, analysis: Analysis) -> StageGraph:
         """A stage's graph, whose blocks read their parameters here."""
         captured, place = analysis.captured, self.place
         names = captured.parameters | captured.buffers
-        places = {name: self._place_of(name) for name in (names[x] for x in placeholders(stage.graph) if x in names)}
+        places = {name: _place(self, name) for name in (names[x] for x in placeholders(stage.graph) if x in names)}
         owners = {name: self.get_submodule(name) for name in stage.blocks}
         bound = outline(bind(stage.graph, place.device, place.groups), self._training.recompute)
         module = own(bound, captured.parameters, places, owners.get, reader(self._training.compute_dtype))
@@ -247,15 +245,17 @@ class Trainer(nn.Module):
         before = {parameter: parameter.grad for parameter in self.parameters()}
         self.zero_grad(set_to_none=True)  # What was there has been summed over the ranks already.
         self._scaled(torch.zeros((), device=self.place.device))  # The scaler begins on ranks that have no loss, too.
-        losses = self._run(pipeline, given)
-        self._add_up()
+        losses = self._together("Trainer.step", lambda: self._run(pipeline, given))
+        self._together("Trainer.step", self._add_up)
         for parameter, grad in before.items():
             if grad is not None:
                 parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
         self.steps += 1
         loss = self._sum(pipeline, losses)
         if self._scaler is None and not torch.isfinite(loss):
-            within("Trainer.step", lambda: self._refuse(loss))
+            within(
+                "Trainer.step", lambda: refuse(float(loss), self.steps, dict(self.named_parameters()), self.everyone)
+            )
         return loss
 
     @torch.no_grad()
@@ -269,11 +269,20 @@ class Trainer(nn.Module):
             problem = 'Trainer.evaluate: torch\'s schedule "zero-bubble-v" always runs backward'
             raise Error(problem, **{"try": 'schedule="zero-bubble"'})
         pipeline, given = self._begin(False, args, kwargs)
-        losses = self._run(pipeline, given)
+        losses = self._together("Trainer.evaluate", lambda: self._run(pipeline, given))
         for module in (module for work in self._works.values() for module in work.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()
         return self._sum(pipeline, losses)
+
+    def _together(self, what: str, run: Callable[[], T]) -> T:
+        """What `run` returns; where a rank is lost meanwhile, an Error that says so."""
+        try:
+            return run()
+        except Error:
+            raise
+        except RuntimeError as error:
+            raise peer_error(what, str(self.everyone.group), error) or error from error
 
     def _begin(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
         """The graphs for a batch, ready to run, and its tensors by name."""
@@ -380,25 +389,14 @@ class Trainer(nn.Module):
             for grad, summed in zip(some, flat.split([grad.numel() for grad in some]), strict=True):
                 grad.copy_(summed.view_as(grad))
 
-    def _refuse(self, loss: Tensor) -> None:
-        """Raises Error, the same on every rank: which parameters are infinite or undefined, or their gradients."""
-
-        def look(tensors: Mapping[str, Tensor | None], what: str) -> None:
-            for name, tensor in tensors.items():
-                if tensor is not None and not torch.isfinite(local_of(tensor)).all():
-                    raise Error(
-                        f"the loss of step {self.steps} is {float(loss)}: {what}`{name}` is infinite or undefined",
-                        **{"try": "autotp.load_checkpoint(...), and a smaller learning rate from there"},
-                    )
-
-        parameters = dict(self.named_parameters())
-        agree(self.everyone, lambda: look(parameters, ""))
-        agree(self.everyone, lambda: look({name: p.grad for name, p in parameters.items()}, "the gradient of "))
-        raise Error(f"the loss of step {self.steps} is {float(loss)}, and every parameter and gradient is finite")
-
 
 def _at(root: nn.Module, path: str, kind: type[nn.Module]) -> nn.Module:
     """The module of this name, made of this kind if there is none."""
     if path and path.rpartition(".")[2] not in (above := _at(root, path.rpartition(".")[0], nn.Module))._modules:
         above.add_module(path.rpartition(".")[2], kind())
     return root.get_submodule(path)
+
+
+def _place(root: nn.Module, name: str) -> Place:
+    path, _, key = name.rpartition(".")
+    return root.get_submodule(path), key
