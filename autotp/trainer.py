@@ -253,9 +253,7 @@ class Trainer(nn.Module):
         self.steps += 1
         loss = self._sum(pipeline, losses)
         if self._scaler is None and not torch.isfinite(loss):
-            within(
-                "Trainer.step", lambda: refuse(float(loss), self.steps, dict(self.named_parameters()), self.everyone)
-            )
+            within("Trainer.step", lambda: refuse(float(loss), self.steps, self, self.everyone))
         return loss
 
     @torch.no_grad()

@@ -196,9 +196,9 @@ def refused(rank: int, n: int) -> list[str]:
     small = GPT(GPTConfig(block_size=8, vocab_size=96, n_layer=1, n_head=4, n_embd=16))
     tried(lambda: distribute(small, pp=2))
     tried(lambda: distribute(nn.Sequential(nn.Linear(4, 4)), tp=2, example_inputs=torch.zeros(2, 4)))
-    trainer = distribute(
-        copy.deepcopy(model), pp=2, microbatches=4, example_inputs={name: x[:2] for name, x in batch.items()}
-    )
+    example = {name: x[:2] for name, x in batch.items()}
+    tried(lambda: distribute(model, pp=2, microbatches=5, schedule="interleaved", example_inputs=example))
+    trainer = distribute(copy.deepcopy(model), pp=2, microbatches=4, example_inputs=example)
     tried(lambda: trainer.step(**{name: x[:6] for name, x in batch.items()}))
     tried(lambda: trainer.step(batch["tokens"], batch["labels"][:4]))
     assert torch.isfinite(trainer.step(**batch))
