@@ -18,7 +18,7 @@ from resuming import SAVE_EVERY
 
 from autotp.saving import saved_steps
 
-STEPS = 60
+STEPS = 240
 HERE = Path(__file__).resolve().parent
 
 
