@@ -150,7 +150,8 @@ class Trainer(nn.Module):
         blocks = blocks_in_order(lowered, list(analysis.captured.parameters))
         if len(blocks) < count:
             raise Error(f"{count} stages, and the model has {len(blocks)} blocks", **{"try": "fewer pipeline ranks"})
-        runs = balanced(block_costs(analysis.graph, analysis.axes, blocks), count) if blocks else [range(0)]
+        costs = [1 + cost for cost in block_costs(analysis.graph, analysis.axes, blocks)]  # A block is never nothing.
+        runs = balanced(costs, count) if blocks else [range(0)]
         return [[blocks[i] for i in run] for run in runs]
 
     def _cut(self, analysis: Analysis, lowered: fx.Graph) -> list[Stage]:
