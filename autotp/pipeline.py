@@ -1,0 +1,148 @@
+"""One rank's stages of a pipeline, and torch's engines that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
+
+from autotp.errors import Error
+from autotp.fsdp import expect_whole
+from autotp.passes.capture import Captured
+from autotp.passes.own import Place, Read
+from autotp.passes.rows import batched
+
+Schedule = Literal["1F1B", "interleaved", "GPipe", "zero-bubble", "zero-bubble-v"]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A schedule of torch's.
+
+    Attributes:
+        kind: its class.
+        rounds: how many stages each rank of the pipeline has.
+        folded: whether the second round runs back, from the last rank to the first.
+    """
+
+    kind: Any
+    rounds: int = 1
+    folded: bool = False
+
+    def stages(self, rank: int, ranks: int) -> list[int]:
+        """Which stages a rank of the pipeline has."""
+        last = ranks * self.rounds - 1
+        return [rank, last - rank] if self.folded else list(range(rank, last + 1, ranks))
+
+
+ENGINES: dict[str, Engine] = {
+    "1F1B": Engine(Schedule1F1B),
+    "interleaved": Engine(ScheduleInterleaved1F1B, 2),
+    "GPipe": Engine(ScheduleGPipe),
+    "zero-bubble": Engine(ScheduleInterleavedZeroBubble, 2),
+    "zero-bubble-v": Engine(ScheduleZBVZeroBubble, 2, True),
+}
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """What a stage computes in one mode, for microbatches of one kind.
+
+    Attributes:
+        module: the graph, whose blocks read their parameters themselves.
+        received: names of the placeholders of what is received.
+        places: placeholder -> the name of its parameter or buffer, and where that lies.
+        constants: placeholder -> its value.
+    """
+
+    module: fx.GraphModule
+    received: tuple[str, ...]
+    places: Mapping[str, tuple[str, Place]]
+    constants: Mapping[str, Tensor]
+
+
+class Work(nn.Module):
+    """One stage of a pipeline, on the modules that hold its parameters.
+
+    Attributes:
+        graph: what it computes now: in training and in evaluation another.
+        totals: what the whole batch counts.
+    """
+
+    graph: StageGraph
+    totals: Mapping[str, Tensor]
+
+    def __init__(self, holders: Sequence[nn.Module], read: Read) -> None:
+        super().__init__()
+        self.holders = nn.ModuleList(holders)
+        self.read = read
+
+    def use(self, graph: StageGraph, totals: Mapping[str, Tensor]) -> None:
+        """Has the stage compute this from now on."""
+        self.graph, self.totals = graph, totals
+
+    def forward(self, *received: Tensor, **given: Tensor) -> Any:
+        """What the stage sends, or the loss as a tensor of one element: the engine joins those of the microbatches."""
+        known = {
+            **self.graph.constants,
+            **self.totals,
+            **given,
+            **dict(zip(self.graph.received, received, strict=True)),
+        }
+        for at, (name, place) in self.graph.places.items():
+            known[at] = expect_whole(name, self.read(place))
+        places = [node.name for node in self.graph.module.graph.nodes if node.op == "placeholder"]
+        found = self.graph.module(*(known[name] for name in places))
+        found = tuple(value.view(1) if value.dim() == 0 else value for value in found)
+        return found[0] if len(found) == 1 else found
+
+
+def engine(
+    name: str,
+    works: Mapping[int, Work],
+    count: int,
+    captured: Captured,
+    microbatches: int,
+    device: torch.device,
+    group: Any,
+    loss: Callable[[Tensor, Any], Tensor],
+) -> Any:
+    """torch's schedule for the stages of this rank.
+
+    Args:
+        works: by number of the stage.
+        count: how many stages there are.
+        captured: what the inputs are.
+        group: the ranks of the pipeline.
+        loss: what is made of a microbatch's loss and of nothing, for backward.
+
+    Raises:
+        Error: the schedule cannot be for so many microbatches.
+    """
+    stages = [PipelineStage(work, i, count, device, group=group) for i, work in works.items()]
+    rows = batched(captured.inputs, captured.example)
+    try:
+        return ENGINES[name].kind(
+            stages if ENGINES[name].rounds > 1 else stages[0],
+            microbatches,
+            loss_fn=loss,
+            kwargs_chunk_spec={x: TensorChunkSpec(0) if x in rows else _Replicate() for x in captured.inputs},
+            scale_grads=False,
+        )
+    except ValueError as error:
+        raise Error(
+            f'schedule="{name}" on {group.size()} ranks cannot run {microbatches} microbatches: {error}',
+            **{"try": f"microbatches={-(-microbatches // group.size()) * group.size()}"},
+        ) from error

@@ -1,0 +1,447 @@
+"""One rank of a model that is cut for three kinds of parallelism at once, and the step that trains it.
+
+A rank is at one place of a mesh of pipeline, data and tensor ranks. Its graph is that of its tensor rank
+(`transform.py`), of which it runs the stages of its pipeline rank (`passes/stages.py`), on the microbatches of its
+replica; the loss is a sum over all of them (`passes/totals.py`), so gradients add up and nothing is weighted by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autotp.agree import agree, agree_on_call, agree_on_graph, agree_on_random, digest
+from autotp.boxes import local_of
+from autotp.call import returned
+from autotp.errors import Error, within
+from autotp.fsdp import pace, shard
+from autotp.inputs import example_inputs as find_inputs
+from autotp.layout import Layout
+from autotp.mesh import Mesh, broadcast_from_first, make_mesh
+from autotp.passes.bind import bind
+from autotp.passes.capture import skeleton_of
+from autotp.passes.cost import block_costs
+from autotp.passes.own import Owner, Place, Read, own, value_at
+from autotp.passes.recompute import outline
+from autotp.passes.rows import batched
+from autotp.passes.stages import Stage, balanced, blocks_in_order, staged
+from autotp.passes.totals import TOTAL
+from autotp.pipeline import ENGINES, Schedule, StageGraph, Work, engine
+from autotp.run import CHECKED_CALLS
+from autotp.settings import Settings
+from autotp.source import numbered
+from autotp.structure import flatten, signature_of
+from autotp.take import take
+from autotp.transform import Analysis, analyse, rank_graph
+
+
+@dataclass(frozen=True)
+class Training(Settings):
+    """What `distribute` was asked for beyond the sizes."""
+
+    microbatches: int = 1
+    schedule: Schedule = "1F1B"
+    zero: int = 0
+    compute_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The graphs of one mode, for microbatches of one kind.
+
+    Attributes:
+        stages: number of the stage -> what it computes, of this rank's.
+        engine: what runs them; None where this rank has the whole pipeline.
+    """
+
+    training: bool
+    analysis: Analysis
+    stages: Mapping[int, StageGraph]
+    engine: Any
+
+
+class Trainer(nn.Module):
+    """One rank's part of a model. Made by `autotp.distribute`; parameters have the names of the original model.
+
+    Attributes:
+        mesh: the processes, by "pp", "dp" and "tp".
+        layouts: first name of any parameter of the model -> how its tensor-parallel ranks hold it.
+        steps: how many steps it was trained.
+        blocks: the numbered blocks of each stage of the pipeline, in order.
+    """
+
+    mesh: DeviceMesh
+    layouts: dict[str, Layout]
+    steps: int
+    blocks: list[list[str]]
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, training: Training, given: Any, scaler: Any) -> None:
+        super().__init__()
+        self.mesh, self.steps, self._training, self._scaler = mesh, 0, training, scaler
+        self._place = make_mesh(None, mesh["tp"])
+        world: Any = dist.group.WORLD
+        where = {"size": world.size(), "rank": world.rank(), "group": world.group_name}
+        self.everyone = replace(self._place, axis="global", **where)
+        self._replica = _replica(mesh, self._place)
+        self._replicas = make_mesh(None, mesh["dp"])
+        self._signature = signature_of(model)
+        self.__dict__["_skeleton"] = skeleton_of(model)  # No part of it: it is on meta.
+        for tensor in self._skeleton.parameters() if training.compute_dtype else ():
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(training.compute_dtype)
+        args, kwargs = self._signature.by_name(*find_inputs(model, given))
+        analysis = agree_on_graph(
+            self.everyone, lambda: self._analysed(True, args, kwargs), lambda it: f"{digest(it)} {training}"
+        )
+        self.layouts = dict(analysis.layouts)
+        lowered = rank_graph(analysis, self._place.rank, training.randomness)
+        self.blocks = self._blocks(analysis, lowered)
+        stages = self._cut(analysis, lowered)
+        self._hold(model, analysis, [stages[i] for i in self._mine])
+        self._shared = _shared(stages, analysis.captured.parameters, mesh, self._mine_of)
+        readers = self._readers(stages, analysis)
+        read = _reader(training.compute_dtype)
+        self._works = {i: Work([m for m, some in readers.items() if i in some], read) for i in self._mine}
+        self._pipelines = [self._pipeline(True, analysis, stages)]
+        if training.zero and mesh["dp"].size() > 1:
+            self._shard(readers)
+        self._seed()
+
+    # ---- what this rank holds
+
+    @property
+    def _mine(self) -> list[int]:
+        return self._mine_of(self.mesh["pp"].get_local_rank())
+
+    def _mine_of(self, rank: int) -> list[int]:
+        """The stages of a rank of the pipeline."""
+        ranks = self.mesh["pp"].size()
+        return ENGINES[self._training.schedule].stages(rank, ranks) if ranks > 1 else [0]
+
+    def _analysed(self, training: bool, args: Any, kwargs: Any) -> Analysis:
+        """The model's graph in one mode, cut as its parameters are held."""
+        self._skeleton.train(training)
+        args, kwargs = _cast((args, kwargs), self._training.compute_dtype)
+        layouts = getattr(self, "layouts", None)
+        return analyse(self._skeleton, args, kwargs, self._place.size, self._training, layouts)
+
+    def _blocks(self, analysis: Analysis, lowered: fx.Graph) -> list[list[str]]:
+        """The blocks of each stage, the dearest of which costs as little as it can."""
+        ranks = self.mesh["pp"].size()
+        count = ranks * ENGINES[self._training.schedule].rounds if ranks > 1 else 1
+        blocks = blocks_in_order(lowered, list(analysis.captured.parameters))
+        if len(blocks) < count:
+            raise Error(f"{count} stages, and the model has {len(blocks)} blocks", **{"try": "fewer pipeline ranks"})
+        runs = balanced(block_costs(analysis.graph, analysis.axes, blocks), count) if blocks else [range(0)]
+        return [[blocks[i] for i in run] for run in runs]
+
+    def _cut(self, analysis: Analysis, lowered: fx.Graph) -> list[Stage]:
+        return staged(lowered, self.blocks, list(analysis.captured.parameters))
+
+    def _hold(self, model: nn.Module, analysis: Analysis, stages: Sequence[Stage]) -> None:
+        """Registers this rank's part of what its stages read; blocks are modules that run."""
+        names = analysis.captured.parameters | analysis.captured.buffers
+        read = {node.name for stage in stages for node in stage.graph.nodes if node.op == "placeholder"}
+        wanted = list(dict.fromkeys(name for at, name in names.items() if at in read))
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        parameters = {name for name, _ in model.named_parameters()}
+        for name in (name for stage in stages for name in stage.blocks):
+            _at(self, name, Owner)
+        for name, tensor in take(model, self.layouts, self._place.rank, self.everyone, wanted=wanted).items():
+            path, _, key = name.rpartition(".")
+            module = _at(self, path, nn.Module)
+            if name in parameters:
+                held = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, name not in frozen)
+                module.register_parameter(key, held)
+            else:
+                module.register_buffer(key, tensor)
+
+    def _readers(self, stages: Sequence[Stage], analysis: Analysis) -> dict[nn.Module, set[int]]:
+        """The modules that hold what this rank's stages read, a block or what is in none, each with its stages."""
+        names = analysis.captured.parameters | analysis.captured.buffers
+        readers: dict[nn.Module, set[int]] = {}
+        for i in self._mine:
+            for name in (names[x] for x in _placeholders(stages[i].graph) if x in names):
+                block = numbered(name) if numbered(name) in stages[i].blocks else name.rpartition(".")[0]
+                readers.setdefault(self.get_submodule(block), set()).add(i)
+        return readers
+
+    def _shard(self, readers: Mapping[nn.Module, Collection[int]]) -> None:
+        """Shards parameters over the replicas: each block's by themselves, and what else a stage reads."""
+        (pipeline,), every = self._pipelines, set(self.parameters())
+        outside = {lies[0] for stage in pipeline.stages.values() for _, lies in stage.places.values()}
+        alone = {module: some for module, some in readers.items() if len(some) == 1}
+        for i, work in self._works.items():
+            mine = {p for module, some in alone.items() if i in some for p in module.parameters()}
+            blocks = [m for m in alone if isinstance(m, Owner) and i in alone[m] and not outside & set(m.modules())]
+            shard(work, blocks, self.mesh["dp"], self._training.zero, self._training.compute_dtype, every - mine)
+
+    def _place_of(self, name: str) -> Place:
+        path, _, key = name.rpartition(".")
+        return self.get_submodule(path), key
+
+    def _pipeline(self, training: bool, analysis: Analysis, stages: Sequence[Stage]) -> Pipeline:
+        """What this rank runs in one mode."""
+        graphs = {i: self._graph(stages[i], analysis) for i in self._mine}
+        run = None
+        if self.mesh["pp"].size() > 1:
+            run = engine(
+                self._training.schedule,
+                self._works,
+                len(stages),
+                analysis.captured,
+                self._training.microbatches,
+                self._place.device,
+                self.mesh.get_group("pp"),
+                lambda loss, _: self._scaled(loss.sum()),
+            )
+        return Pipeline(training, analysis, graphs, run)
+
+    def _graph(self, stage: Stage, analysis: Analysis) -> StageGraph:
+        """A stage's graph, whose blocks read their parameters here."""
+        captured, place = analysis.captured, self._place
+        names = captured.parameters | captured.buffers
+        places = {name: self._place_of(name) for name in (names[x] for x in _placeholders(stage.graph) if x in names)}
+        owners = {name: self.get_submodule(name) for name in stage.blocks}
+        bound = outline(bind(stage.graph, place.device, place.groups), self._training.recompute)
+        module = own(bound, captured.parameters, places, owners.get, _reader(self._training.compute_dtype))
+        left = _placeholders(module.graph)
+        return StageGraph(
+            module,
+            stage.received,
+            {x: (names[x], places[names[x]]) for x in left if x in names},
+            {x: captured.constants[x].to(place.device) for x in left if x in captured.constants},
+        )
+
+    def _seed(self) -> None:
+        """Gives each replica and each pipeline rank random numbers of its own, all from the first rank's."""
+        if self.mesh["pp"].size() * self.mesh["dp"].size() > 1:
+            seed = torch.randint(2**62, (), device=self.everyone.device)
+            broadcast_from_first(seed, self.everyone)
+            torch.manual_seed(int(seed) + self.everyone.rank // self._place.size)
+
+    # ---- a step
+
+    def step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of this step's whole batch, of which this replica is given a part; gradients are added to `.grad`.
+
+        Raises:
+            Error: on every rank: the batch does not divide into the microbatches; the ranks of a replica were given
+                other batches; the loss is infinite or undefined (the error names the parameters that are).
+        """
+        pipeline, given = self._begin(True, args, kwargs)
+        before = {parameter: parameter.grad for parameter in self.parameters()}
+        self.zero_grad(set_to_none=True)  # What was there has been summed over the ranks already.
+        losses = self._run(pipeline, given)
+        self._add_up()
+        for parameter, grad in before.items():
+            if grad is not None:
+                parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+        self.steps += 1
+        loss = self._sum(pipeline, losses)
+        if self._scaler is None and not torch.isfinite(loss):
+            within("Trainer.step", lambda: self._refuse(loss))
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of a whole batch, of which this replica is given a part, in evaluation mode; no gradients.
+
+        Raises:
+            Error: as `step`.
+        """
+        pipeline, given = self._begin(False, args, kwargs)
+        losses = self._run(pipeline, given)
+        for module in (module for work in self._works.values() for module in work.modules()):
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return self._sum(pipeline, losses)
+
+    def _begin(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
+        """The graphs for a batch, ready to run, and its tensors by name."""
+        args, kwargs = self._signature.by_name(args, kwargs)
+        args, kwargs = _cast((args, kwargs), self._training.compute_dtype)
+        return within(f"Trainer.{'step' if training else 'evaluate'}", lambda: self._ready(training, args, kwargs))
+
+    def _ready(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
+        leaves = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        if self.steps < CHECKED_CALLS:
+            agree_on_call(self._replica, leaves, training, False)
+            agree_on_random(self._place)
+        pipeline = agree(self._replicas, lambda: self._fitting(training, args, kwargs, leaves))
+        given = dict(zip(pipeline.analysis.captured.inputs, leaves, strict=True))
+        totals = self._totals(pipeline.analysis, given)
+        for i, work in self._works.items():
+            work.use(pipeline.stages[i], totals)
+        return pipeline, given
+
+    def _fitting(self, training: bool, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> Pipeline:
+        """The graphs for microbatches like these, captured now if there are none.
+
+        Raises:
+            Error: the batch does not divide.
+        """
+        parts, captured = self._training.microbatches, self._pipelines[0].analysis.captured
+        rows = batched(captured.inputs, captured.example)
+        sizes = {len(x): name for name, x in zip(captured.inputs, leaves, strict=False) if name in rows and x.dim()}
+        if len(sizes) > 1:
+            found = " and ".join(map(str, sorted(sizes, reverse=True)))
+            raise Error(f"inputs of {found} rows, and a batch has as many of all")
+        (size,) = sizes or (0,)
+        if not size or size % parts:
+            problem = f"a batch of {size} does not divide into {parts} microbatches"
+            raise Error(problem, **{"try": "drop_last=True"})
+
+        def part(leaf: Any) -> Any:
+            divided = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == size
+            return leaf[: size // parts] if divided else leaf
+
+        shapes = [part(leaf).shape for leaf in leaves]
+        for known in self._pipelines:
+            if known.training == training and known.analysis.captured.fits(shapes):
+                return known
+        analysis = self._analysed(training, *pytree.tree_map(part, (args, kwargs)))
+        lowered = rank_graph(analysis, self._place.rank, self._training.randomness)
+        self._pipelines.append(self._pipeline(training, analysis, self._cut(analysis, lowered)))
+        return self._pipelines[-1]
+
+    def _totals(self, analysis: Analysis, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the whole batch counts: each replica its own part, and the sum over them."""
+        graph = analysis.counts
+        assert graph is not None
+        device = next(iter(given.values())).device
+        counts = fx.GraphModule(nn.Module(), bind(graph, device, {}))(*(given[x] for x in _placeholders(graph)))
+        if not counts:
+            return {}
+        summed = torch.stack([count.to(torch.float64) for count in counts])
+        dist.all_reduce(summed, group=self.mesh.get_group("dp"))
+        places = [n for n in analysis.graph.nodes if n.op == "placeholder" and n.name.startswith(TOTAL)]
+        return {n.name: total.to(n.meta["val"].dtype) for n, total in zip(places, summed.unbind(), strict=True)}
+
+    def _run(self, pipeline: Pipeline, given: Mapping[str, Tensor]) -> list[Tensor]:
+        """The microbatches' losses, on the ranks that have the last stage; in training backward has been run."""
+        losses: list[Tensor] = []
+        if pipeline.engine is not None:
+            last = max(len(self.blocks) - 1, 0) in self._mine
+            run = pipeline.engine.step if pipeline.training else pipeline.engine.eval
+            run(**given, target=torch.zeros(self._training.microbatches) if last else None, losses=losses)
+            return losses
+        (work,), captured, parts = self._works.values(), pipeline.analysis.captured, self._training.microbatches
+        rows = batched(captured.inputs, captured.example)
+        divided = {name: value.chunk(parts) if name in rows else [value] * parts for name, value in given.items()}
+        for i in range(parts):
+            pace(work, self._training.zero, i == parts - 1)
+            loss = self._scaled(work(**{name: values[i] for name, values in divided.items()}).sum())
+            if pipeline.training:
+                loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        found: Tensor = loss if self._scaler is None else self._scaler.scale(loss)
+        return found
+
+    def _sum(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> Tensor:
+        """The whole batch's loss, on every rank."""
+        dtype = returned(pipeline.analysis.graph)[0].meta["val"].dtype
+        loss = sum((loss.detach() for loss in losses), torch.zeros((), dtype=dtype, device=self._place.device))
+        for axis in ("pp", "dp"):
+            dist.all_reduce(loss, group=self.mesh.get_group(axis))
+        return loss if self._scaler is None else loss / self._scaler.get_scale()
+
+    def _add_up(self) -> None:
+        """Gradients of what several stages hold, and of all replicas where these are not sharded."""
+        for name, (_, group) in self._shared.items():
+            if (grad := self.get_parameter(name).grad) is not None:
+                dist.all_reduce(local_of(grad), group=group)
+        whole = [p.grad for p in self.parameters() if p.grad is not None and not isinstance(p.grad, DTensor)]
+        for dtype in dict.fromkeys(grad.dtype for grad in whole):
+            some = [grad for grad in whole if grad.dtype == dtype]
+            flat = torch.cat([grad.flatten() for grad in some])
+            dist.all_reduce(flat, group=self.mesh.get_group("dp"))
+            for grad, summed in zip(some, flat.split([grad.numel() for grad in some]), strict=True):
+                grad.copy_(summed.view_as(grad))
+
+    def _refuse(self, loss: Tensor) -> None:
+        """Raises Error, the same on every rank: which parameters are infinite or undefined, or their gradients."""
+
+        def look() -> None:
+            for name, parameter in self.named_parameters():
+                for what, tensor in (("is", parameter), ("has a gradient that is", parameter.grad)):
+                    if tensor is not None and not torch.isfinite(local_of(tensor)).all():
+                        raise Error(
+                            f"the loss of step {self.steps} is {float(loss)}: `{name}` {what} infinite or undefined",
+                            **{"try": "autotp.load_checkpoint(...), and a smaller learning rate from there"},
+                        )
+
+        agree(self.everyone, look)
+        raise Error(f"the loss of step {self.steps} is {float(loss)}, and no parameter or gradient is")
+
+
+def _placeholders(graph: fx.Graph) -> list[str]:
+    return [node.name for node in graph.nodes if node.op == "placeholder"]
+
+
+def _cast(arguments: Any, dtype: torch.dtype | None) -> Any:
+    """Arguments, the floating tensors among them in the dtype that is computed in."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if dtype and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return pytree.tree_map(cast, arguments)
+
+
+def _reader(dtype: torch.dtype | None) -> Read:
+    """What reads a parameter in the dtype that is computed in; its gradient comes back in its own."""
+
+    def read(place: Place) -> Tensor:
+        value = value_at(place)
+        return value.to(dtype) if dtype and isinstance(value, nn.Parameter) and value.is_floating_point() else value
+
+    return read
+
+
+def _at(root: nn.Module, path: str, kind: type[nn.Module]) -> nn.Module:
+    """The module of this name, made of this kind if there is none."""
+    if path and path.rpartition(".")[2] not in (above := _at(root, path.rpartition(".")[0], nn.Module))._modules:
+        above.add_module(path.rpartition(".")[2], kind())
+    return root.get_submodule(path)
+
+
+def _replica(mesh: DeviceMesh, place: Mesh) -> Mesh:
+    """The ranks that are given the same batch. Every rank makes every group: that is how torch makes them."""
+    for ranks in mesh.mesh.transpose(0, 1).flatten(1).tolist():
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            found = replace(place, axis="replica", size=len(ranks), rank=ranks.index(dist.get_rank()))
+            found = replace(found, group=group.group_name)
+    return found
+
+
+def _shared(
+    stages: Sequence[Stage], names: Mapping[str, str], mesh: DeviceMesh, stages_of: Callable[[int], list[int]]
+) -> dict[str, tuple[list[int], Any]]:
+    """The parameters of this rank that other pipeline ranks hold, too, each with those and their group."""
+    ranks = range(mesh["pp"].size())
+    home = {i: rank for rank in ranks for i in stages_of(rank)}
+    holders: dict[str, set[int]] = {}
+    for i, stage in enumerate(stages):
+        for name in (names[x] for x in _placeholders(stage.graph) if x in names):
+            holders.setdefault(name, set()).add(home[i])
+    groups: dict[tuple[int, ...], Any] = {}
+    for some in dict.fromkeys(tuple(sorted(held)) for held in holders.values() if len(held) > 1):
+        for column in mesh.mesh[list(some)].flatten(1).unbind(1):
+            group = dist.new_group(column.tolist())
+            if dist.get_rank() in column.tolist():
+                groups[some] = group
+    found = {name: tuple(sorted(held)) for name, held in holders.items()}
+    return {name: (list(some), groups[some]) for name, some in found.items() if some in groups}
