@@ -22,6 +22,11 @@ class Box:
     local: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """Where it is in the whole, as an index."""
+        return tuple(slice(start, start + size) for start, size in zip(self.whole, self.sizes, strict=True))
+
     def of(self, local: Tensor) -> Tensor:
         """This box of what the rank holds, as a view."""
         for dim, (start, size) in enumerate(zip(self.local, self.sizes, strict=True)):

@@ -58,9 +58,11 @@ def shard(
     """
     policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
     for module in (*blocks, root):
-        fully_shard(
+        unit = fully_shard(
             module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=set(ignored)
-        ).set_gradient_divide_factor(1.0)
+        )
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
 
 
 def pace(root: nn.Module, zero: int, last: bool) -> None:

@@ -140,7 +140,7 @@ def start(timeout: timedelta = TIMEOUT, device: torch.device | None = None) -> t
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         kind = "nccl" if device.type == "cuda" and _own_gpus() else "gloo"
-        alone = {} if _launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        alone: dict[str, Any] = {} if _launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(kind, timeout=timeout, **alone)
     return device
 

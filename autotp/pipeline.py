@@ -8,15 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
-from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
 from autotp.errors import Error
 from autotp.fsdp import expect_whole
@@ -32,12 +23,12 @@ class Engine:
     """A schedule of torch's.
 
     Attributes:
-        kind: its class.
+        kind: the name of its class in torch.distributed.pipelining.
         rounds: how many stages each rank of the pipeline has.
         folded: whether the second round runs back, from the last rank to the first.
     """
 
-    kind: Any
+    kind: str
     rounds: int = 1
     folded: bool = False
 
@@ -48,11 +39,11 @@ class Engine:
 
 
 ENGINES: dict[str, Engine] = {
-    "1F1B": Engine(Schedule1F1B),
-    "interleaved": Engine(ScheduleInterleaved1F1B, 2),
-    "GPipe": Engine(ScheduleGPipe),
-    "zero-bubble": Engine(ScheduleInterleavedZeroBubble, 2),
-    "zero-bubble-v": Engine(ScheduleZBVZeroBubble, 2, True),
+    "1F1B": Engine("Schedule1F1B"),
+    "interleaved": Engine("ScheduleInterleaved1F1B", 2),
+    "GPipe": Engine("ScheduleGPipe"),
+    "zero-bubble": Engine("ScheduleInterleavedZeroBubble", 2),
+    "zero-bubble-v": Engine("ScheduleZBVZeroBubble", 2, True),
 }
 
 
@@ -105,7 +96,7 @@ class Work(nn.Module):
             known[at] = expect_whole(name, self.read(place))
         places = [node.name for node in self.graph.module.graph.nodes if node.op == "placeholder"]
         found = self.graph.module(*(known[name] for name in places))
-        found = tuple(value.view(1) if value.dim() == 0 else value for value in found)
+        found = tuple(torch.stack([value]) if value.dim() == 0 else value for value in found)
         return found[0] if len(found) == 1 else found
 
 
@@ -131,10 +122,13 @@ def engine(
     Raises:
         Error: the schedule cannot be for so many microbatches.
     """
-    stages = [PipelineStage(work, i, count, device, group=group) for i, work in works.items()]
+    from torch.distributed import pipelining  # It takes a second, and most models have no pipeline.
+    from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
+
+    stages = [pipelining.PipelineStage(work, i, count, device, group=group) for i, work in works.items()]
     rows = batched(captured.inputs, captured.example)
     try:
-        return ENGINES[name].kind(
+        return getattr(pipelining, ENGINES[name].kind)(
             stages if ENGINES[name].rounds > 1 else stages[0],
             microbatches,
             loss_fn=loss,

@@ -297,7 +297,9 @@ class ParallelModule(Running):
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        kept = {module: module._entries for module in self.modules() if "_entries" in vars(module)}
+        kept: dict[nn.Module, Any] = {
+            module: module._entries for module in self.modules() if "_entries" in vars(module)
+        }
         memo |= {id(entries): [] for entries in kept.values()}
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         for module, entries in kept.items():  # The graphs never change: the copy uses the same, on its own parameters.

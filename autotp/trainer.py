@@ -8,6 +8,7 @@ replica; the loss is a sum over all of them (`passes/totals.py`), so gradients a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,25 +78,38 @@ class Trainer(nn.Module):
         layouts: first name of any parameter of the model -> how its tensor-parallel ranks hold it.
         steps: how many steps it was trained.
         blocks: the numbered blocks of each stage of the pipeline, in order.
+        place: this rank on the tensor-parallel axis.
+        everyone: all ranks.
+        shared: parameter that other pipeline ranks hold, too -> these ranks, and their group.
+        skeleton: the model on meta.
+        files: the group that agrees on checkpoints, also while another thread trains.
+        saving: the checkpoint that is being written.
     """
 
     mesh: DeviceMesh
     layouts: dict[str, Layout]
     steps: int
     blocks: list[list[str]]
+    place: Mesh
+    everyone: Mesh
+    shared: dict[str, tuple[list[int], Any]]
+    skeleton: nn.Module
+    files: Any
+    saving: Future[None] | None
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, training: Training, given: Any, scaler: Any) -> None:
         super().__init__()
         self.mesh, self.steps, self._training, self._scaler = mesh, 0, training, scaler
-        self._place = make_mesh(None, mesh["tp"])
+        self.place = make_mesh(None, mesh["tp"])
         world: Any = dist.group.WORLD
         where = {"size": world.size(), "rank": world.rank(), "group": world.group_name}
-        self.everyone = replace(self._place, axis="global", **where)
-        self._replica = _replica(mesh, self._place)
+        self.everyone = replace(self.place, axis="global", **where)
+        self.files, self.saving = dist.new_group(backend="gloo"), None
+        self._replica = _replica(mesh, self.place)
         self._replicas = make_mesh(None, mesh["dp"])
         self._signature = signature_of(model)
-        self.__dict__["_skeleton"] = skeleton_of(model)  # No part of it: it is on meta.
-        for tensor in self._skeleton.parameters() if training.compute_dtype else ():
+        self.__dict__["skeleton"] = skeleton_of(model)  # No part of it: it is on meta.
+        for tensor in self.skeleton.parameters() if training.compute_dtype else ():
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(training.compute_dtype)
         args, kwargs = self._signature.by_name(*find_inputs(model, given))
@@ -103,11 +117,11 @@ class Trainer(nn.Module):
             self.everyone, lambda: self._analysed(True, args, kwargs), lambda it: f"{digest(it)} {training}"
         )
         self.layouts = dict(analysis.layouts)
-        lowered = rank_graph(analysis, self._place.rank, training.randomness)
+        lowered = rank_graph(analysis, self.place.rank, training.randomness)
         self.blocks = self._blocks(analysis, lowered)
         stages = self._cut(analysis, lowered)
         self._hold(model, analysis, [stages[i] for i in self._mine])
-        self._shared = _shared(stages, analysis.captured.parameters, mesh, self._mine_of)
+        self.shared = _shared(stages, analysis.captured.parameters, mesh, self._mine_of)
         readers = self._readers(stages, analysis)
         read = _reader(training.compute_dtype)
         self._works = {i: Work([m for m, some in readers.items() if i in some], read) for i in self._mine}
@@ -129,10 +143,10 @@ class Trainer(nn.Module):
 
     def _analysed(self, training: bool, args: Any, kwargs: Any) -> Analysis:
         """The model's graph in one mode, cut as its parameters are held."""
-        self._skeleton.train(training)
+        self.skeleton.train(training)
         args, kwargs = _cast((args, kwargs), self._training.compute_dtype)
         layouts = getattr(self, "layouts", None)
-        return analyse(self._skeleton, args, kwargs, self._place.size, self._training, layouts)
+        return analyse(self.skeleton, args, kwargs, self.place.size, self._training, layouts)
 
     def _blocks(self, analysis: Analysis, lowered: fx.Graph) -> list[list[str]]:
         """The blocks of each stage, the dearest of which costs as little as it can."""
@@ -156,7 +170,7 @@ class Trainer(nn.Module):
         parameters = {name for name, _ in model.named_parameters()}
         for name in (name for stage in stages for name in stage.blocks):
             _at(self, name, Owner)
-        for name, tensor in take(model, self.layouts, self._place.rank, self.everyone, wanted=wanted).items():
+        for name, tensor in take(model, self.layouts, self.place.rank, self.everyone, wanted=wanted).items():
             path, _, key = name.rpartition(".")
             module = _at(self, path, nn.Module)
             if name in parameters:
@@ -200,7 +214,7 @@ class Trainer(nn.Module):
                 len(stages),
                 analysis.captured,
                 self._training.microbatches,
-                self._place.device,
+                self.place.device,
                 self.mesh.get_group("pp"),
                 lambda loss, _: self._scaled(loss.sum()),
             )
@@ -208,7 +222,7 @@ class Trainer(nn.Module):
 
     def _graph(self, stage: Stage, analysis: Analysis) -> StageGraph:
         """A stage's graph, whose blocks read their parameters here."""
-        captured, place = analysis.captured, self._place
+        captured, place = analysis.captured, self.place
         names = captured.parameters | captured.buffers
         places = {name: self._place_of(name) for name in (names[x] for x in _placeholders(stage.graph) if x in names)}
         owners = {name: self.get_submodule(name) for name in stage.blocks}
@@ -227,7 +241,7 @@ class Trainer(nn.Module):
         if self.mesh["pp"].size() * self.mesh["dp"].size() > 1:
             seed = torch.randint(2**62, (), device=self.everyone.device)
             broadcast_from_first(seed, self.everyone)
-            torch.manual_seed(int(seed) + self.everyone.rank // self._place.size)
+            torch.manual_seed(int(seed) + self.everyone.rank // self.place.size)
 
     # ---- a step
 
@@ -241,6 +255,7 @@ class Trainer(nn.Module):
         pipeline, given = self._begin(True, args, kwargs)
         before = {parameter: parameter.grad for parameter in self.parameters()}
         self.zero_grad(set_to_none=True)  # What was there has been summed over the ranks already.
+        self._scaled(torch.zeros((), device=self.place.device))  # The scaler begins on ranks that have no loss, too.
         losses = self._run(pipeline, given)
         self._add_up()
         for parameter, grad in before.items():
@@ -257,8 +272,11 @@ class Trainer(nn.Module):
         """The loss of a whole batch, of which this replica is given a part, in evaluation mode; no gradients.
 
         Raises:
-            Error: as `step`.
+            Error: as `step`; torch's schedule has no way forward only.
         """
+        if self._training.schedule == "zero-bubble-v" and self.mesh["pp"].size() > 1:
+            problem = 'Trainer.evaluate: torch\'s schedule "zero-bubble-v" always runs backward'
+            raise Error(problem, **{"try": 'schedule="zero-bubble"'})
         pipeline, given = self._begin(False, args, kwargs)
         losses = self._run(pipeline, given)
         for module in (module for work in self._works.values() for module in work.modules()):
@@ -276,7 +294,7 @@ class Trainer(nn.Module):
         leaves = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         if self.steps < CHECKED_CALLS:
             agree_on_call(self._replica, leaves, training, False)
-            agree_on_random(self._place)
+            agree_on_random(self.place)
         pipeline = agree(self._replicas, lambda: self._fitting(training, args, kwargs, leaves))
         given = dict(zip(pipeline.analysis.captured.inputs, leaves, strict=True))
         totals = self._totals(pipeline.analysis, given)
@@ -310,7 +328,7 @@ class Trainer(nn.Module):
             if known.training == training and known.analysis.captured.fits(shapes):
                 return known
         analysis = self._analysed(training, *pytree.tree_map(part, (args, kwargs)))
-        lowered = rank_graph(analysis, self._place.rank, self._training.randomness)
+        lowered = rank_graph(analysis, self.place.rank, self._training.randomness)
         self._pipelines.append(self._pipeline(training, analysis, self._cut(analysis, lowered)))
         return self._pipelines[-1]
 
@@ -353,14 +371,14 @@ class Trainer(nn.Module):
     def _sum(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> Tensor:
         """The whole batch's loss, on every rank."""
         dtype = returned(pipeline.analysis.graph)[0].meta["val"].dtype
-        loss = sum((loss.detach() for loss in losses), torch.zeros((), dtype=dtype, device=self._place.device))
+        loss = sum((loss.detach() for loss in losses), torch.zeros((), dtype=dtype, device=self.place.device))
         for axis in ("pp", "dp"):
             dist.all_reduce(loss, group=self.mesh.get_group(axis))
         return loss if self._scaler is None else loss / self._scaler.get_scale()
 
     def _add_up(self) -> None:
         """Gradients of what several stages hold, and of all replicas where these are not sharded."""
-        for name, (_, group) in self._shared.items():
+        for name, (_, group) in self.shared.items():
             if (grad := self.get_parameter(name).grad) is not None:
                 dist.all_reduce(local_of(grad), group=group)
         whole = [p.grad for p in self.parameters() if p.grad is not None and not isinstance(p.grad, DTensor)]
@@ -374,17 +392,18 @@ class Trainer(nn.Module):
     def _refuse(self, loss: Tensor) -> None:
         """Raises Error, the same on every rank: which parameters are infinite or undefined, or their gradients."""
 
-        def look() -> None:
-            for name, parameter in self.named_parameters():
-                for what, tensor in (("is", parameter), ("has a gradient that is", parameter.grad)):
-                    if tensor is not None and not torch.isfinite(local_of(tensor)).all():
-                        raise Error(
-                            f"the loss of step {self.steps} is {float(loss)}: `{name}` {what} infinite or undefined",
-                            **{"try": "autotp.load_checkpoint(...), and a smaller learning rate from there"},
-                        )
+        def look(tensors: Mapping[str, Tensor | None], what: str) -> None:
+            for name, tensor in tensors.items():
+                if tensor is not None and not torch.isfinite(local_of(tensor)).all():
+                    raise Error(
+                        f"the loss of step {self.steps} is {float(loss)}: {what}`{name}` is infinite or undefined",
+                        **{"try": "autotp.load_checkpoint(...), and a smaller learning rate from there"},
+                    )
 
-        agree(self.everyone, look)
-        raise Error(f"the loss of step {self.steps} is {float(loss)}, and no parameter or gradient is")
+        parameters = dict(self.named_parameters())
+        agree(self.everyone, lambda: look(parameters, ""))
+        agree(self.everyone, lambda: look({name: p.grad for name, p in parameters.items()}, "the gradient of "))
+        raise Error(f"the loss of step {self.steps} is {float(loss)}, and every parameter and gradient is finite")
 
 
 def _placeholders(graph: fx.Graph) -> list[str]:

@@ -34,9 +34,8 @@ def put_together(layout: Layout, held: list[list[tuple[Any, Tensor]]]) -> tuple[
     """The whole from all boxes, and how often each element came."""
     found, counts = torch.full(layout.shape, -1.0), torch.zeros(layout.shape)
     for box, values in (pair for mine in held for pair in mine):
-        place = tuple(slice(start, start + size) for start, size in zip(box.whole, box.sizes, strict=True))
-        found[place] = values
-        counts[place] += 1
+        found[box.place] = values
+        counts[box.place] += 1
     return found, counts
 
 

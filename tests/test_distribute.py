@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 from typing import Any
 
@@ -94,6 +93,10 @@ def steps(
             torch.testing.assert_close(whole_of(parameter.grad), grad, **close, msg=lambda m, key=key: f"{key}: {m}")
         for optimizer in optimizers:
             optimizer.step()
+    if schedule == "zero-bubble-v" and pp > 1:
+        with pytest.raises(autotp.Error, match="torch's schedule"):
+            trainer.evaluate(**mine(batch, trainer.mesh["dp"].get_local_rank(), dp))
+        return
     whole.eval()
     with torch.no_grad():
         expected = loss_of(whole(**batch))
@@ -122,9 +125,9 @@ def test_layout(layout: tuple[int, int, int], schedule: str, along: bool) -> Non
     run_ranks(all_models, tp * pp * dp, layout, schedule, along, timeout=280)
 
 
-def sharded(rank: int, n: int, layout: tuple[int, int, int], zero: int, **more: Any) -> None:
+def sharded(rank: int, n: int, layout: tuple[int, int, int], zero: int, schedule: str) -> None:
     for name in ("gpt", "llama-tied"):
-        steps(rank, n, name, layout, zero=zero, **more)
+        steps(rank, n, name, layout, schedule, zero=zero)
 
 
 @pytest.mark.timeout(300)
@@ -136,12 +139,13 @@ def sharded(rank: int, n: int, layout: tuple[int, int, int], zero: int, **more: 
         ((2, 1, 2), 3, "1F1B"),
         pytest.param((1, 2, 2), 1, "interleaved", marks=pytest.mark.rare),
         pytest.param((1, 2, 2), 3, "1F1B", marks=pytest.mark.rare),
-        pytest.param((2, 2, 2), 3, "zero-bubble", marks=pytest.mark.rare),
+        pytest.param((1, 2, 2), 2, "zero-bubble", marks=pytest.mark.rare),
+        pytest.param((2, 2, 2), 3, "interleaved", marks=pytest.mark.rare),
     ],
 )
 def test_zero(layout: tuple[int, int, int], zero: int, schedule: str) -> None:
     tp, pp, dp = layout
-    run_ranks(functools.partial(sharded, schedule=schedule), tp * pp * dp, layout, zero, timeout=280)
+    run_ranks(sharded, tp * pp * dp, layout, zero, schedule, timeout=280)
 
 
 def accumulated(rank: int, n: int) -> None:
