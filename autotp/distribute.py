@@ -7,17 +7,17 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.api import expect_ordinary
 from autotp.errors import Error, within
+from autotp.groups import mesh_of
 from autotp.mesh import TIMEOUT, start, world_size
 from autotp.passes.recompute import Recompute
-from autotp.pipeline import ENGINES, Schedule
+from autotp.pipeline import ENGINES, Schedule, Training
 from autotp.settings import expect_choices
-from autotp.trainer import Trainer, Training
+from autotp.trainer import Trainer
 
 DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -76,7 +76,7 @@ def distribute(
         for name, size in {**sizes, "microbatches": microbatches}.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise Error(f"{name}={size!r} is not a whole number of 1 or more", **{"try": f"{name}=2"})
-        return Trainer(model, _mesh(sizes, timeout), training, example_inputs, loss_scaler)
+        return Trainer(model, _mesh(sizes, timeout), training, example_inputs, loss_scaler, timeout)
 
     return within(f"distribute({type(model).__name__}, tp={tp}, pp={pp}, dp={dp})", run)
 
@@ -88,13 +88,4 @@ def _mesh(sizes: dict[str, int], timeout: timedelta) -> DeviceMesh:
         raise Error(
             f"tp * pp * dp is {count}, and the world has {world}", **{"try": f"torchrun --nproc-per-node {count}"}
         )
-    device = start(timeout)
-    ranks = torch.arange(world).view(*sizes.values())
-    groups = [_group(ranks.movedim(dim, -1).reshape(-1, size), timeout) for dim, size in enumerate(ranks.shape)]
-    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=tuple(sizes))
-
-
-def _group(rows: torch.Tensor, timeout: timedelta) -> Any:
-    """This rank's group of those that each row makes. Every rank makes all of them: that is how torch makes groups."""
-    made = {tuple(row): dist.new_group(row, timeout=timeout) for row in rows.tolist()}
-    return next(group for row, group in made.items() if dist.get_rank() in row)
+    return mesh_of(sizes, start(timeout), timeout)

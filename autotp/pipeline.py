@@ -8,14 +8,26 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
 from autotp.fsdp import expect_whole
 from autotp.passes.capture import Captured
-from autotp.passes.own import Place, Read
+from autotp.passes.own import Place, Read, value_at
 from autotp.passes.rows import batched
+from autotp.settings import Settings
 
 Schedule = Literal["1F1B", "interleaved", "GPipe", "zero-bubble", "zero-bubble-v"]
+
+
+@dataclass(frozen=True)
+class Training(Settings):
+    """What `distribute` was asked for beyond the sizes."""
+
+    microbatches: int = 1
+    schedule: Schedule = "1F1B"
+    zero: int = 0
+    compute_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -94,18 +106,15 @@ class Work(nn.Module):
         }
         for at, (name, place) in self.graph.places.items():
             known[at] = expect_whole(name, self.read(place))
-        places = [node.name for node in self.graph.module.graph.nodes if node.op == "placeholder"]
-        found = self.graph.module(*(known[name] for name in places))
+        found = self.graph.module(*(known[name] for name in placeholders(self.graph.module.graph)))
         found = tuple(torch.stack([value]) if value.dim() == 0 else value for value in found)
         return found[0] if len(found) == 1 else found
 
 
 def engine(
-    name: str,
-    works: Mapping[int, Work],
-    count: int,
+    training: Training,
+    works: Mapping[int, nn.Module],
     captured: Captured,
-    microbatches: int,
     device: torch.device,
     group: Any,
     loss: Callable[[Tensor, Any], Tensor],
@@ -114,7 +123,6 @@ def engine(
 
     Args:
         works: by number of the stage.
-        count: how many stages there are.
         captured: what the inputs are.
         group: the ranks of the pipeline.
         loss: what is made of a microbatch's loss and of nothing, for backward.
@@ -125,11 +133,16 @@ def engine(
     from torch.distributed import pipelining  # It takes a second, and most models have no pipeline.
     from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
+    kind, microbatches, rows = (
+        ENGINES[training.schedule],
+        training.microbatches,
+        batched(captured.inputs, captured.example),
+    )
+    count = group.size() * kind.rounds
     stages = [pipelining.PipelineStage(work, i, count, device, group=group) for i, work in works.items()]
-    rows = batched(captured.inputs, captured.example)
     try:
-        return getattr(pipelining, ENGINES[name].kind)(
-            stages if ENGINES[name].rounds > 1 else stages[0],
+        return getattr(pipelining, kind.kind)(
+            stages if kind.rounds > 1 else stages[0],
             microbatches,
             loss_fn=loss,
             kwargs_chunk_spec={x: TensorChunkSpec(0) if x in rows else _Replicate() for x in captured.inputs},
@@ -137,6 +150,30 @@ def engine(
         )
     except ValueError as error:
         raise Error(
-            f'schedule="{name}" on {group.size()} ranks cannot run {microbatches} microbatches: {error}',
+            f'schedule="{training.schedule}" on {group.size()} ranks cannot run {microbatches} microbatches: {error}',
             **{"try": f"microbatches={-(-microbatches // group.size()) * group.size()}"},
         ) from error
+
+
+def placeholders(graph: fx.Graph) -> list[str]:
+    """What a graph is given, by name."""
+    return [node.name for node in graph.nodes if node.op == "placeholder"]
+
+
+def cast(arguments: Any, dtype: torch.dtype | None) -> Any:
+    """Arguments, the floating tensors among them in the dtype that is computed in."""
+
+    def one(leaf: Any) -> Any:
+        return leaf.to(dtype) if dtype and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return pytree.tree_map(one, arguments)
+
+
+def reader(dtype: torch.dtype | None) -> Read:
+    """What reads a parameter in the dtype that is computed in; its gradient comes back in its own."""
+
+    def read(place: Place) -> Tensor:
+        value = value_at(place)
+        return value.to(dtype) if dtype and isinstance(value, nn.Parameter) and value.is_floating_point() else value
+
+    return read

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autotp import groups
 from autotp.agree import agree, agree_on_call, agree_on_graph, agree_on_random, digest
 from autotp.boxes import local_of
 from autotp.call import returned
+from autotp.collectives import peer_error
 from autotp.errors import Error, within
+from autotp.finite import refuse
 from autotp.fsdp import pace, shard
 from autotp.inputs import example_inputs as find_inputs
 from autotp.layout import Layout
@@ -31,28 +35,19 @@ from autotp.mesh import Mesh, broadcast_from_first, make_mesh
 from autotp.passes.bind import bind
 from autotp.passes.capture import skeleton_of
 from autotp.passes.cost import block_costs
-from autotp.passes.own import Owner, Place, Read, own, value_at
+from autotp.passes.own import Owner, Place, own
 from autotp.passes.recompute import outline
 from autotp.passes.rows import batched
 from autotp.passes.stages import Stage, balanced, blocks_in_order, staged
 from autotp.passes.totals import TOTAL
-from autotp.pipeline import ENGINES, Schedule, StageGraph, Work, engine
+from autotp.pipeline import ENGINES, StageGraph, Training, Work, cast, engine, placeholders, reader
 from autotp.run import CHECKED_CALLS
-from autotp.settings import Settings
 from autotp.source import numbered
 from autotp.structure import flatten, signature_of
 from autotp.take import take
 from autotp.transform import Analysis, analyse, rank_graph
 
-
-@dataclass(frozen=True)
-class Training(Settings):
-    """What `distribute` was asked for beyond the sizes."""
-
-    microbatches: int = 1
-    schedule: Schedule = "1F1B"
-    zero: int = 0
-    compute_dtype: torch.dtype | None = None
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -97,15 +92,15 @@ class Trainer(nn.Module):
     files: Any
     saving: Future[None] | None
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, training: Training, given: Any, scaler: Any) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, training: Training, given: Any, scaler: Any, timeout: timedelta
+    ) -> None:
         super().__init__()
         self.mesh, self.steps, self._training, self._scaler = mesh, 0, training, scaler
         self.place = make_mesh(None, mesh["tp"])
-        world: Any = dist.group.WORLD
-        where = {"size": world.size(), "rank": world.rank(), "group": world.group_name}
-        self.everyone = replace(self.place, axis="global", **where)
-        self.files, self.saving = dist.new_group(backend="gloo"), None
-        self._replica = _replica(mesh, self.place)
+        self.everyone = groups.world(self.place)
+        self.files, self.saving = dist.new_group(backend="gloo", timeout=timeout), None
+        self._replica = groups.replica(mesh, self.place, timeout)
         self._replicas = make_mesh(None, mesh["dp"])
         self._signature = signature_of(model)
         self.__dict__["skeleton"] = skeleton_of(model)  # No part of it: it is on meta.
@@ -120,10 +115,10 @@ class Trainer(nn.Module):
         lowered = rank_graph(analysis, self.place.rank, training.randomness)
         self.blocks = self._blocks(analysis, lowered)
         stages = self._cut(analysis, lowered)
+        self._engine(analysis, {i: nn.Identity() for i in self._mine})  # What cannot be is known before we take over.
         self._hold(model, analysis, [stages[i] for i in self._mine])
-        self.shared = _shared(stages, analysis.captured.parameters, mesh, self._mine_of)
-        readers = self._readers(stages, analysis)
-        read = _reader(training.compute_dtype)
+        self.shared = groups.shared(stages, analysis.captured.parameters, mesh, self._mine_of, timeout)
+        readers, read = self._readers(stages, analysis), reader(training.compute_dtype)
         self._works = {i: Work([m for m, some in readers.items() if i in some], read) for i in self._mine}
         self._pipelines = [self._pipeline(True, analysis, stages)]
         if training.zero and mesh["dp"].size() > 1:
@@ -144,7 +139,7 @@ class Trainer(nn.Module):
     def _analysed(self, training: bool, args: Any, kwargs: Any) -> Analysis:
         """The model's graph in one mode, cut as its parameters are held."""
         self.skeleton.train(training)
-        args, kwargs = _cast((args, kwargs), self._training.compute_dtype)
+        args, kwargs = cast((args, kwargs), self._training.compute_dtype)
         layouts = getattr(self, "layouts", None)
         return analyse(self.skeleton, args, kwargs, self.place.size, self._training, layouts)
 
@@ -164,7 +159,7 @@ class Trainer(nn.Module):
     def _hold(self, model: nn.Module, analysis: Analysis, stages: Sequence[Stage]) -> None:
         """Registers this rank's part of what its stages read; blocks are modules that run."""
         names = analysis.captured.parameters | analysis.captured.buffers
-        read = {node.name for stage in stages for node in stage.graph.nodes if node.op == "placeholder"}
+        read = {name for stage in stages for name in placeholders(stage.graph)}
         wanted = list(dict.fromkeys(name for at, name in names.items() if at in read))
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         parameters = {name for name, _ in model.named_parameters()}
@@ -184,7 +179,7 @@ class Trainer(nn.Module):
         names = analysis.captured.parameters | analysis.captured.buffers
         readers: dict[nn.Module, set[int]] = {}
         for i in self._mine:
-            for name in (names[x] for x in _placeholders(stages[i].graph) if x in names):
+            for name in (names[x] for x in placeholders(stages[i].graph) if x in names):
                 block = numbered(name) if numbered(name) in stages[i].blocks else name.rpartition(".")[0]
                 readers.setdefault(self.get_submodule(block), set()).add(i)
         return readers
@@ -195,40 +190,34 @@ class Trainer(nn.Module):
         outside = {lies[0] for stage in pipeline.stages.values() for _, lies in stage.places.values()}
         alone = {module: some for module, some in readers.items() if len(some) == 1}
         for i, work in self._works.items():
-            mine = {p for module, some in alone.items() if i in some for p in module.parameters()}
+            read = [module for module, some in alone.items() if i in some]
+            mine = {p for module in read for p in module.parameters(recurse=isinstance(module, Owner))}
             blocks = [m for m in alone if isinstance(m, Owner) and i in alone[m] and not outside & set(m.modules())]
             shard(work, blocks, self.mesh["dp"], self._training.zero, self._training.compute_dtype, every - mine)
-
-    def _place_of(self, name: str) -> Place:
-        path, _, key = name.rpartition(".")
-        return self.get_submodule(path), key
 
     def _pipeline(self, training: bool, analysis: Analysis, stages: Sequence[Stage]) -> Pipeline:
         """What this rank runs in one mode."""
         graphs = {i: self._graph(stages[i], analysis) for i in self._mine}
-        run = None
-        if self.mesh["pp"].size() > 1:
-            run = engine(
-                self._training.schedule,
-                self._works,
-                len(stages),
-                analysis.captured,
-                self._training.microbatches,
-                self.place.device,
-                self.mesh.get_group("pp"),
-                lambda loss, _: self._scaled(loss.sum()),
-            )
-        return Pipeline(training, analysis, graphs, run)
+        return Pipeline(training, analysis, graphs, self._engine(analysis, self._works))
+
+    def _engine(self, analysis: Analysis, works: Mapping[int, nn.Module]) -> Any:
+        """What runs this rank's stages; None for the whole pipeline."""
+        group = self.mesh.get_group("pp")
+        if group.size() == 1:
+            return None
+        return engine(
+            self._training, works, analysis.captured, self.place.device, group, lambda x, _: self._scaled(x.sum())
+        )
 
     def _graph(self, stage: Stage, analysis: Analysis) -> StageGraph:
         """A stage's graph, whose blocks read their parameters here."""
         captured, place = analysis.captured, self.place
         names = captured.parameters | captured.buffers
-        places = {name: self._place_of(name) for name in (names[x] for x in _placeholders(stage.graph) if x in names)}
+        places = {name: _place(self, name) for name in (names[x] for x in placeholders(stage.graph) if x in names)}
         owners = {name: self.get_submodule(name) for name in stage.blocks}
         bound = outline(bind(stage.graph, place.device, place.groups), self._training.recompute)
-        module = own(bound, captured.parameters, places, owners.get, _reader(self._training.compute_dtype))
-        left = _placeholders(module.graph)
+        module = own(bound, captured.parameters, places, owners.get, reader(self._training.compute_dtype))
+        left = placeholders(module.graph)
         return StageGraph(
             module,
             stage.received,
@@ -256,15 +245,15 @@ class Trainer(nn.Module):
         before = {parameter: parameter.grad for parameter in self.parameters()}
         self.zero_grad(set_to_none=True)  # What was there has been summed over the ranks already.
         self._scaled(torch.zeros((), device=self.place.device))  # The scaler begins on ranks that have no loss, too.
-        losses = self._run(pipeline, given)
-        self._add_up()
+        losses = self._together("Trainer.step", lambda: self._run(pipeline, given))
+        self._together("Trainer.step", self._add_up)
         for parameter, grad in before.items():
             if grad is not None:
                 parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
         self.steps += 1
         loss = self._sum(pipeline, losses)
         if self._scaler is None and not torch.isfinite(loss):
-            within("Trainer.step", lambda: self._refuse(loss))
+            within("Trainer.step", lambda: refuse(float(loss), self.steps, self, self.everyone))
         return loss
 
     @torch.no_grad()
@@ -278,16 +267,25 @@ class Trainer(nn.Module):
             problem = 'Trainer.evaluate: torch\'s schedule "zero-bubble-v" always runs backward'
             raise Error(problem, **{"try": 'schedule="zero-bubble"'})
         pipeline, given = self._begin(False, args, kwargs)
-        losses = self._run(pipeline, given)
+        losses = self._together("Trainer.evaluate", lambda: self._run(pipeline, given))
         for module in (module for work in self._works.values() for module in work.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()
         return self._sum(pipeline, losses)
 
+    def _together(self, what: str, run: Callable[[], T]) -> T:
+        """What `run` returns; where a rank is lost meanwhile, an Error that says so."""
+        try:
+            return run()
+        except Error:
+            raise
+        except RuntimeError as error:
+            raise peer_error(what, str(self.everyone.group), error) or error from error
+
     def _begin(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
         """The graphs for a batch, ready to run, and its tensors by name."""
         args, kwargs = self._signature.by_name(args, kwargs)
-        args, kwargs = _cast((args, kwargs), self._training.compute_dtype)
+        args, kwargs = cast((args, kwargs), self._training.compute_dtype)
         return within(f"Trainer.{'step' if training else 'evaluate'}", lambda: self._ready(training, args, kwargs))
 
     def _ready(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
@@ -337,7 +335,7 @@ class Trainer(nn.Module):
         graph = analysis.counts
         assert graph is not None
         device = next(iter(given.values())).device
-        counts = fx.GraphModule(nn.Module(), bind(graph, device, {}))(*(given[x] for x in _placeholders(graph)))
+        counts = fx.GraphModule(nn.Module(), bind(graph, device, {}))(*(given[x] for x in placeholders(graph)))
         if not counts:
             return {}
         summed = torch.stack([count.to(torch.float64) for count in counts])
@@ -389,45 +387,6 @@ class Trainer(nn.Module):
             for grad, summed in zip(some, flat.split([grad.numel() for grad in some]), strict=True):
                 grad.copy_(summed.view_as(grad))
 
-    def _refuse(self, loss: Tensor) -> None:
-        """Raises Error, the same on every rank: which parameters are infinite or undefined, or their gradients."""
-
-        def look(tensors: Mapping[str, Tensor | None], what: str) -> None:
-            for name, tensor in tensors.items():
-                if tensor is not None and not torch.isfinite(local_of(tensor)).all():
-                    raise Error(
-                        f"the loss of step {self.steps} is {float(loss)}: {what}`{name}` is infinite or undefined",
-                        **{"try": "autotp.load_checkpoint(...), and a smaller learning rate from there"},
-                    )
-
-        parameters = dict(self.named_parameters())
-        agree(self.everyone, lambda: look(parameters, ""))
-        agree(self.everyone, lambda: look({name: p.grad for name, p in parameters.items()}, "the gradient of "))
-        raise Error(f"the loss of step {self.steps} is {float(loss)}, and every parameter and gradient is finite")
-
-
-def _placeholders(graph: fx.Graph) -> list[str]:
-    return [node.name for node in graph.nodes if node.op == "placeholder"]
-
-
-def _cast(arguments: Any, dtype: torch.dtype | None) -> Any:
-    """Arguments, the floating tensors among them in the dtype that is computed in."""
-
-    def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if dtype and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    return pytree.tree_map(cast, arguments)
-
-
-def _reader(dtype: torch.dtype | None) -> Read:
-    """What reads a parameter in the dtype that is computed in; its gradient comes back in its own."""
-
-    def read(place: Place) -> Tensor:
-        value = value_at(place)
-        return value.to(dtype) if dtype and isinstance(value, nn.Parameter) and value.is_floating_point() else value
-
-    return read
-
 
 def _at(root: nn.Module, path: str, kind: type[nn.Module]) -> nn.Module:
     """The module of this name, made of this kind if there is none."""
@@ -436,31 +395,6 @@ def _at(root: nn.Module, path: str, kind: type[nn.Module]) -> nn.Module:
     return root.get_submodule(path)
 
 
-def _replica(mesh: DeviceMesh, place: Mesh) -> Mesh:
-    """The ranks that are given the same batch. Every rank makes every group: that is how torch makes them."""
-    for ranks in mesh.mesh.transpose(0, 1).flatten(1).tolist():
-        group = dist.new_group(ranks)
-        if dist.get_rank() in ranks:
-            found = replace(place, axis="replica", size=len(ranks), rank=ranks.index(dist.get_rank()))
-            found = replace(found, group=group.group_name)
-    return found
-
-
-def _shared(
-    stages: Sequence[Stage], names: Mapping[str, str], mesh: DeviceMesh, stages_of: Callable[[int], list[int]]
-) -> dict[str, tuple[list[int], Any]]:
-    """The parameters of this rank that other pipeline ranks hold, too, each with those and their group."""
-    ranks = range(mesh["pp"].size())
-    home = {i: rank for rank in ranks for i in stages_of(rank)}
-    holders: dict[str, set[int]] = {}
-    for i, stage in enumerate(stages):
-        for name in (names[x] for x in _placeholders(stage.graph) if x in names):
-            holders.setdefault(name, set()).add(home[i])
-    groups: dict[tuple[int, ...], Any] = {}
-    for some in dict.fromkeys(tuple(sorted(held)) for held in holders.values() if len(held) > 1):
-        for column in mesh.mesh[list(some)].flatten(1).unbind(1):
-            group = dist.new_group(column.tolist())
-            if dist.get_rank() in column.tolist():
-                groups[some] = group
-    found = {name: tuple(sorted(held)) for name, held in holders.items()}
-    return {name: (list(some), groups[some]) for name, some in found.items() if some in groups}
+def _place(root: nn.Module, name: str) -> Place:
+    path, _, key = name.rpartition(".")
+    return root.get_submodule(path), key

@@ -196,9 +196,9 @@ def refused(rank: int, n: int) -> list[str]:
     small = GPT(GPTConfig(block_size=8, vocab_size=96, n_layer=1, n_head=4, n_embd=16))
     tried(lambda: distribute(small, pp=2))
     tried(lambda: distribute(nn.Sequential(nn.Linear(4, 4)), tp=2, example_inputs=torch.zeros(2, 4)))
-    trainer = distribute(
-        copy.deepcopy(model), pp=2, microbatches=4, example_inputs={name: x[:2] for name, x in batch.items()}
-    )
+    example = {name: x[:2] for name, x in batch.items()}
+    tried(lambda: distribute(model, pp=2, microbatches=5, schedule="interleaved", example_inputs=example))
+    trainer = distribute(copy.deepcopy(model), pp=2, microbatches=4, example_inputs=example)
     tried(lambda: trainer.step(**{name: x[:6] for name, x in batch.items()}))
     tried(lambda: trainer.step(batch["tokens"], batch["labels"][:4]))
     assert torch.isfinite(trainer.step(**batch))
@@ -210,6 +210,9 @@ def test_refused_on_every_rank() -> None:
         assert found == [
             "distribute(GPT, tp=1, pp=2, dp=1): 2 stages, and the model has 1 blocks",
             "distribute(Sequential, tp=2, pp=1, dp=1): the model returns no loss, a tensor of no dimension",
+            'distribute(GPT, tp=1, pp=2, dp=1): schedule="interleaved" on 2 ranks cannot run 5 microbatches: '
+            "Interleaved1F1B requires the number of microbatches to be a multiple of the number of rounds (2), "
+            "but got 5.",
             "Trainer.step: a batch of 6 does not divide into 4 microbatches",
             "Trainer.step: inputs of 8 and 4 rows, and a batch has as many of all",
         ]
