@@ -140,9 +140,22 @@ def start(timeout: timedelta = TIMEOUT, device: torch.device | None = None) -> t
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         kind = "nccl" if device.type == "cuda" and _own_gpus() else "gloo"
-        alone: dict[str, Any] = {} if _launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(kind, timeout=timeout, **alone)
+        store, rank, size = _met(timeout) if _launched() else (dist.HashStore(), 0, 1)
+        dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=timeout)
     return device
+
+
+def _met(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Where torchrun's processes leave each other word, this one's rank and their number.
+
+    NOTE [Restarts] torchrun keeps its store when it starts processes anew, and a process may find there the address of
+    one that is gone (pytorch issue 135712). So each attempt has keys of its own. Over several nodes attempts are
+    counted on each, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is what helps.
+    """
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"autotp/{attempt}", store), rank, size
 
 
 def _over_the_world(device: torch.device, timeout: timedelta) -> Mesh:

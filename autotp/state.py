@@ -64,7 +64,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 def _gathered(parts: Parts, name: str) -> Tensor | None:
     """The whole tensor on the first rank's CPU, None on the others."""
     tensor, mine = parts.held.get(name), []
-    if tensor is not None and (isinstance(tensor, DTensor) or not parts.replica):
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if tensor is not None and not parts.replica:
         mine = [(box, part.detach().cpu()) for box, part in parts.counts(name, tensor)]
     if parts.everyone.size == 1:
         found = [mine]

@@ -35,7 +35,7 @@ from autotp.mesh import Mesh, broadcast_from_first, make_mesh
 from autotp.passes.bind import bind
 from autotp.passes.capture import skeleton_of
 from autotp.passes.cost import block_costs
-from autotp.passes.own import Owner, Place, own
+from autotp.passes.own import Owner, own, place_of
 from autotp.passes.recompute import outline
 from autotp.passes.rows import batched
 from autotp.passes.stages import Stage, balanced, blocks_in_order, staged
@@ -96,7 +96,7 @@ class Trainer(nn.Module):
         self, model: nn.Module, mesh: DeviceMesh, training: Training, given: Any, scaler: Any, timeout: timedelta
     ) -> None:
         super().__init__()
-        self.mesh, self.steps, self._training, self._scaler = mesh, 0, training, scaler
+        self.mesh, self.steps, self._calls, self._training, self._scaler = mesh, 0, 0, training, scaler
         self.place = make_mesh(None, mesh["tp"])
         self.everyone = groups.world(self.place)
         self.files, self.saving = dist.new_group(backend="gloo", timeout=timeout), None
@@ -150,7 +150,8 @@ class Trainer(nn.Module):
         blocks = blocks_in_order(lowered, list(analysis.captured.parameters))
         if len(blocks) < count:
             raise Error(f"{count} stages, and the model has {len(blocks)} blocks", **{"try": "fewer pipeline ranks"})
-        runs = balanced(block_costs(analysis.graph, analysis.axes, blocks), count) if blocks else [range(0)]
+        costs = [1 + cost for cost in block_costs(analysis.graph, analysis.axes, blocks)]  # A block is never nothing.
+        runs = balanced(costs, count) if blocks else [range(0)]
         return [[blocks[i] for i in run] for run in runs]
 
     def _cut(self, analysis: Analysis, lowered: fx.Graph) -> list[Stage]:
@@ -213,7 +214,7 @@ class Trainer(nn.Module):
         """A stage's graph, whose blocks read their parameters here."""
         captured, place = analysis.captured, self.place
         names = captured.parameters | captured.buffers
-        places = {name: _place(self, name) for name in (names[x] for x in placeholders(stage.graph) if x in names)}
+        places = {name: place_of(self, name) for name in (names[x] for x in placeholders(stage.graph) if x in names)}
         owners = {name: self.get_submodule(name) for name in stage.blocks}
         bound = outline(bind(stage.graph, place.device, place.groups), self._training.recompute)
         module = own(bound, captured.parameters, places, owners.get, reader(self._training.compute_dtype))
@@ -290,7 +291,8 @@ class Trainer(nn.Module):
 
     def _ready(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
         leaves = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        if self.steps < CHECKED_CALLS:
+        self._calls += 1
+        if self._calls <= CHECKED_CALLS:
             agree_on_call(self._replica, leaves, training, False)
             agree_on_random(self.place)
         pipeline = agree(self._replicas, lambda: self._fitting(training, args, kwargs, leaves))
@@ -393,8 +395,3 @@ def _at(root: nn.Module, path: str, kind: type[nn.Module]) -> nn.Module:
     if path and path.rpartition(".")[2] not in (above := _at(root, path.rpartition(".")[0], nn.Module))._modules:
         above.add_module(path.rpartition(".")[2], kind())
     return root.get_submodule(path)
-
-
-def _place(root: nn.Module, name: str) -> Place:
-    path, _, key = name.rpartition(".")
-    return root.get_submodule(path), key

@@ -56,6 +56,12 @@ def value_at(place: Place) -> Tensor:
     return found
 
 
+def place_of(root: nn.Module, name: str) -> Place:
+    """Where the parameter or buffer of this name lies."""
+    path, _, key = name.rpartition(".")
+    return root.get_submodule(path), key
+
+
 def works(module: nn.Module) -> dict[str, nn.Module]:
     """What the blocks of a graph compute, each once: `block`, `block_1`, ..."""
     parts = dict.fromkeys(part.work if isinstance(part, BlockCall) else part for part in module.children())

@@ -211,7 +211,7 @@ def test_refused_on_every_rank() -> None:
             "distribute(GPT, tp=1, pp=2, dp=1): 2 stages, and the model has 1 blocks",
             "distribute(Sequential, tp=2, pp=1, dp=1): the model returns no loss, a tensor of no dimension",
             'distribute(GPT, tp=1, pp=2, dp=1): schedule="interleaved" on 2 ranks cannot run 5 microbatches: '
-            "Interleaved1F1B requires the number of microbatches to be a multiple of the number of rounds (2), "
+            "Interleaved 1F1B requires the number of microbatches to be a multiple of the number of rounds (2), "
             "but got 5.",
             "Trainer.step: a batch of 6 does not divide into 4 microbatches",
             "Trainer.step: inputs of 8 and 4 rows, and a batch has as many of all",
