@@ -49,11 +49,13 @@ class Tokens:
     """A text in tokens, on disk.
 
     Attributes:
+        fingerprint: of the text and the tokenizer.
         values: [tokens], uint16 or uint32.
         pieces: [pieces+1] int64, the token that each piece starts with, and the end.
         documents: [documents+1] int64, the piece that each document starts with, and the end.
     """
 
+    fingerprint: str
     values: np.ndarray[Any, Any]
     pieces: np.ndarray[Any, Any]
     documents: np.ndarray[Any, Any]
@@ -167,7 +169,7 @@ def load(folder: Path, tokenizer: Tokenizer) -> Tokens:
         whole = False
     if not whole:
         raise ValueError(f"{folder} is not whole. Delete it, and the next run writes it anew")
-    return Tokens(values, pieces, documents)
+    return Tokens(folder.name, values, pieces, documents)
 
 
 def dtype_of(tokenizer: Tokenizer) -> type[np.unsignedinteger[Any]]:

@@ -26,7 +26,7 @@ def text(*documents: list[int]) -> Tokens:
     """Documents of sentences of these lengths; the tokens count up from 5, so each says where it stood."""
     pieces = [0, *(length for document in documents for length in document)]
     counts = [0, *map(len, documents)]
-    return Tokens(np.arange(5, 5 + sum(pieces)), np.cumsum(pieces), np.cumsum(counts))
+    return Tokens("", np.arange(5, 5 + sum(pieces)), np.cumsum(pieces), np.cumsum(counts))
 
 
 def tokenizer() -> Tokenizer:
