@@ -105,8 +105,21 @@ def returning(graph: fx.Graph, wanted: Sequence[fx.Node], places: bool = True) -
 def _total(builder: Builder, i: int, of: fx.Node) -> fx.Node:
     node = builder.graph.placeholder(f"{TOTAL}_{i}")
     with builder.mode:
-        node.meta["val"] = torch.empty_like(of.meta["val"])
+        node.meta["val"] = torch.empty_like(of.meta["val"], dtype=_wide(of.meta["val"].dtype))
     return node
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums of this dtype are taken in: 65,504 is the largest number of float16, and bfloat16 has 8 bits."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _widened(builder: Builder, value: Any) -> Any:
+    """A floating tensor in the dtype that sums are taken in; anything else as it is."""
+    example = value.meta.get("val") if isinstance(value, fx.Node) else None
+    if not isinstance(example, torch.Tensor) or _wide(example.dtype) == example.dtype:
+        return value
+    return builder.call(aten.to.dtype, value, _wide(example.dtype))
 
 
 def _places(graph: fx.Graph) -> set[str]:
@@ -175,11 +188,12 @@ def _by_total(builder: Builder, node: fx.Node, total: fx.Node, rows: fx.Node | N
         return total, builder.copy(node)
     arguments = builder.map(bind(node))
     if node.target in OF_CLASSES and not arguments["target"].meta["val"].is_floating_point():
-        summed = builder.call(node.target, *(arguments | {"reduction": SUM}).values())
+        wide = {name: _widened(builder, value) for name, value in arguments.items()}
+        summed = builder.call(node.target, *(wide | {"reduction": SUM}).values())
         count = _counted(builder, arguments)
     else:
         size = builder.call(aten.sym_size.int, rows, 0)
-        summed = builder.call(aten.mul.Tensor, builder.copy(node), size)
+        summed = builder.call(aten.mul.Tensor, _widened(builder, builder.copy(node)), size)
         count = builder.call(aten.full.default, [], size, dtype=torch.float64)
     return builder.call(aten.div.Tensor, summed, total), count
 
