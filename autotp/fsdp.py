@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -56,6 +57,8 @@ def shard(
         dtype: what is computed in; sums are in float32 then.
         ignored: parameters that stay as they are.
     """
+    # Nothing writes into what a block returns: passes/reuse.py.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP(Owner|Work)\) returned a view")
     policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
     for module in (*blocks, root):
         unit = fully_shard(

@@ -56,7 +56,7 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the norm of the gradient is {total.item()}", **{"try": "error_if_nonfinite=False"}
         )
     _scale(list(parameters.values()), torch.clamp(max_norm / (total + 1e-6), max=1.0))
-    return total.to(next(iter(parameters.values())).dtype)
+    return total.to(next((p.dtype for p in parameters.values() if p.is_floating_point()), dtype))
 
 
 def _scale(parameters: list[nn.Parameter], by: Tensor) -> None:

@@ -7,7 +7,7 @@ replica; the loss is a sum over all of them (`passes/totals.py`), so gradients a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,7 +35,7 @@ from autotp.mesh import Mesh, broadcast_from_first, make_mesh
 from autotp.passes.bind import bind
 from autotp.passes.capture import skeleton_of
 from autotp.passes.cost import block_costs
-from autotp.passes.own import Owner, own, place_of
+from autotp.passes.own import Owner, module_at, own, place_of, value_at
 from autotp.passes.recompute import outline
 from autotp.passes.rows import batched
 from autotp.passes.stages import Division, Stage, blocks_in_order, divided, staged
@@ -117,12 +117,12 @@ class Trainer(nn.Module):
         stages = self._cut(analysis, lowered)
         self._engine(analysis, {i: nn.Identity() for i in self._mine})  # What cannot be is known before we take over.
         self._hold(model, analysis, [stages[i] for i in self._mine])
-        self.shared = groups.shared(stages, analysis.captured.parameters, mesh, self._mine_of, timeout)
+        self.__dict__["shared"] = groups.shared(stages, analysis.captured.parameters, mesh, self._mine_of, timeout)
         readers, read = self._readers(stages, analysis), reader(training.compute_dtype)
         self._works = {i: Work([m for m, some in readers.items() if i in some], read) for i in self._mine}
         self._pipelines = [self._pipeline(True, analysis, stages)]
         if training.zero and mesh["dp"].size() > 1:
-            self._shard(readers)
+            self._shard(stages, analysis.captured.parameters)
         self._seed()
 
     # ---- what this rank holds
@@ -160,15 +160,15 @@ class Trainer(nn.Module):
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         parameters = {name for name, _ in model.named_parameters()}
         for name in (name for stage in stages for name in stage.blocks):
-            _at(self, name, Owner)
+            module_at(self, name, Owner)
         for name, tensor in take(model, self.layouts, self.place.rank, self.everyone, wanted=wanted).items():
             path, _, key = name.rpartition(".")
-            module = _at(self, path, nn.Module)
+            module = module_at(self, path)
             if name in parameters:
                 held = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, name not in frozen)
-                module.register_parameter(key, held)
+                module._parameters[key] = held
             else:
-                module.register_buffer(key, tensor)
+                module._buffers[key] = tensor
 
     def _readers(self, stages: Sequence[Stage], analysis: Analysis) -> dict[nn.Module, set[int]]:
         """The modules that hold what this rank's stages read, a block or what is in none, each with its stages."""
@@ -177,18 +177,22 @@ class Trainer(nn.Module):
         for i in self._mine:
             for name in (names[x] for x in placeholders(stages[i].graph) if x in names):
                 block = numbered(name) if numbered(name) in stages[i].blocks else name.rpartition(".")[0]
-                readers.setdefault(self.get_submodule(block), set()).add(i)
+                readers.setdefault(module_at(self, block), set()).add(i)
         return readers
 
-    def _shard(self, readers: Mapping[nn.Module, Collection[int]]) -> None:
-        """Shards parameters over the replicas: each block's by themselves, and what else a stage reads."""
+    def _shard(self, stages: Sequence[Stage], names: Mapping[str, str]) -> None:
+        """Shards parameters over the replicas: each block's by themselves, and what else a stage reads.
+
+        What several stages of one rank read stays whole, everywhere: it would be in two units.
+        """
         (pipeline,), every = self._pipelines, set(self.parameters())
         outside = {lies[0] for stage in pipeline.stages.values() for _, lies in stage.places.values()}
-        alone = {module: some for module, some in readers.items() if len(some) == 1}
+        homes = [(name, self.plan.ranks[i]) for i, stage in enumerate(stages) for name in _read(stage, names)]
+        several = {name for name, rank in homes if homes.count((name, rank)) > 1}
         for i, work in self._works.items():
-            read = [module for module, some in alone.items() if i in some]
-            mine = {p for module in read for p in module.parameters(recurse=isinstance(module, Owner))}
-            blocks = [m for m in alone if isinstance(m, Owner) and i in alone[m] and not outside & set(m.modules())]
+            mine = {value_at(place_of(self, name)) for name in _read(stages[i], names) - several}
+            blocks = [m for m in work.holders if isinstance(m, Owner) and not outside & set(m.modules())]
+            blocks = [block for block in blocks if mine.issuperset(block.parameters())]
             shard(work, blocks, self.mesh["dp"], self._training.zero, self._training.compute_dtype, every - mine)
 
     def _pipeline(self, training: bool, analysis: Analysis, stages: Sequence[Stage]) -> Pipeline:
@@ -210,7 +214,7 @@ class Trainer(nn.Module):
         captured, place = analysis.captured, self.place
         names = captured.parameters | captured.buffers
         places = {name: place_of(self, name) for name in (names[x] for x in placeholders(stage.graph) if x in names)}
-        owners = {name: self.get_submodule(name) for name in stage.blocks}
+        owners = {name: module_at(self, name) for name in stage.blocks}
         bound = outline(bind(stage.graph, place.device, place.groups), self._training.recompute)
         module = own(bound, captured.parameters, places, owners.get, reader(self._training.compute_dtype))
         left = placeholders(module.graph)
@@ -374,7 +378,7 @@ class Trainer(nn.Module):
     def _add_up(self) -> None:
         """Gradients of what several stages hold, and of all replicas where these are not sharded."""
         for name, (_, group) in self.shared.items():
-            if (grad := self.get_parameter(name).grad) is not None:
+            if (grad := value_at(place_of(self, name)).grad) is not None:
                 dist.all_reduce(local_of(grad), group=group)
         whole = [p.grad for p in self.parameters() if p.grad is not None and not isinstance(p.grad, DTensor)]
         for dtype in dict.fromkeys(grad.dtype for grad in whole):
@@ -385,8 +389,6 @@ class Trainer(nn.Module):
                 grad.copy_(summed.view_as(grad))
 
 
-def _at(root: nn.Module, path: str, kind: type[nn.Module]) -> nn.Module:
-    """The module of this name, made of this kind if there is none."""
-    if path and path.rpartition(".")[2] not in (above := _at(root, path.rpartition(".")[0], nn.Module))._modules:
-        above.add_module(path.rpartition(".")[2], kind())
-    return root.get_submodule(path)
+def _read(stage: Stage, names: Mapping[str, str]) -> set[str]:
+    """The parameters that a stage reads."""
+    return {names[x] for x in placeholders(stage.graph) if x in names}

@@ -59,7 +59,15 @@ def value_at(place: Place) -> Tensor:
 def place_of(root: nn.Module, name: str) -> Place:
     """Where the parameter or buffer of this name lies."""
     path, _, key = name.rpartition(".")
-    return root.get_submodule(path), key
+    return module_at(root, path), key
+
+
+def module_at(root: nn.Module, path: str, kind: type[nn.Module] = nn.Module) -> nn.Module:
+    """The module of this name, made of this kind where there is none; by the tables: a part may be called `plan`."""
+    for key in path.split(".") if path else ():
+        last, above = path.endswith(f".{key}") or path == key, root
+        root = above._modules.setdefault(key, kind() if last else nn.Module())  # type: ignore[assignment]
+    return root
 
 
 def works(module: nn.Module) -> dict[str, nn.Module]:
