@@ -15,6 +15,7 @@ from autotp.fsdp import expect_whole
 from autotp.passes.capture import Captured
 from autotp.passes.own import Place, Read, value_at
 from autotp.passes.rows import batched
+from autotp.passes.stages import Stage
 from autotp.settings import Settings
 
 Schedule = Literal["1F1B", "interleaved", "GPipe", "zero-bubble", "zero-bubble-v"]
@@ -177,3 +178,8 @@ def reader(dtype: torch.dtype | None) -> Read:
         return value.to(dtype) if dtype and isinstance(value, nn.Parameter) and value.is_floating_point() else value
 
     return read
+
+
+def read_by(stage: Stage, names: Mapping[str, str]) -> set[str]:
+    """The parameters that a stage reads, of these by placeholder."""
+    return {names[x] for x in placeholders(stage.graph) if x in names}

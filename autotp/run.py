@@ -133,7 +133,7 @@ class Running(Shell):
 
     def _key(self, leaves: Sequence[Any], spec: Any, autocast: Autocast, held: Mapping[str, Tensor]) -> Key:
         """Everything about a call but its tensors' sizes and values."""
-        kinds = tuple(_kind(leaf) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves)
+        kinds = tuple(_kind(leaf) if isinstance(leaf, Tensor) else plain(leaf) for leaf in leaves)
         modes = tuple(module.training for module in self._modules_in_order)
         return spec, kinds, modes, dtypes(self, held), autocast.dtype, self._settings.outputs, self._settings.recompute
 
@@ -324,7 +324,7 @@ def _kind(tensor: Tensor) -> Any:
     return tensor.dim(), tensor.dtype, tensor.cut if isinstance(tensor, Sharded) else None
 
 
-def _plain(leaf: Any) -> Any:
+def plain(leaf: Any) -> Any:
     """A plain argument as part of a key, in which undefined numbers are the same, and 1, 1.0 and True are not."""
     return type(leaf), "nan" if isinstance(leaf, float) and leaf != leaf else leaf
 

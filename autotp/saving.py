@@ -7,6 +7,7 @@ first rank writes after all others have written theirs.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,12 +44,13 @@ def save_checkpoint(
         step: how many steps were done.
         wait: False copies the state to the CPU, and writes it while training goes on: the next save, and `.result()` of
             what is returned, wait for it and raise what went wrong.
-        more: by name, what else has a `state_dict()`, the same on all ranks: a schedule, a `Sampler`, a scaler.
+        more: by name, what else has a `state_dict()`, the same on all ranks: a schedule, a scaler.
 
     Raises:
         Error: the step is there already; the optimizer holds other parameters, or state that is not shaped as they are.
     """
     path = _path(Path(folder), step)
+    _finish(trainer)
 
     def state() -> dict[str, Any]:
         if (path / WHOLE).exists():
@@ -56,14 +58,13 @@ def save_checkpoint(
         return dict(_state(trainer, parts_of(trainer, "save_checkpoint"), optimizer, step, more))
 
     written = within("save_checkpoint", lambda: agree(trainer.everyone, state))
-    if trainer.saving is not None:
-        trainer.saving.result()
     pool = ThreadPoolExecutor(1)
     trainer.saving = pool.submit(_write, written, path, trainer.files)
     pool.shutdown(wait=False)
+    saving = trainer.saving
     if wait:
-        trainer.saving.result()
-    return trainer.saving
+        _finish(trainer)
+    return saving
 
 
 def load_checkpoint(folder: str | Path, trainer: Trainer, optimizer: Optimizer, **more: Any) -> int:
@@ -76,8 +77,7 @@ def load_checkpoint(folder: str | Path, trainer: Trainer, optimizer: Optimizer, 
     Raises:
         Error: on every rank, and nothing is changed: another model's, truncated, or of a newer format.
     """
-    if trainer.saving is not None:
-        trainer.saving.result()
+    _finish(trainer)
 
     def run() -> int:
         steps = agree(trainer.everyone, lambda: saved_steps(folder))
@@ -92,6 +92,13 @@ def load_checkpoint(folder: str | Path, trainer: Trainer, optimizer: Optimizer, 
         return steps[-1]
 
     return within("load_checkpoint", run)
+
+
+def _finish(trainer: Trainer) -> None:
+    """Waits for the save that is under way, and raises what went wrong."""
+    saving, trainer.saving = trainer.saving, None
+    if saving is not None:
+        saving.result()
 
 
 def saved_steps(folder: str | Path) -> list[int]:
@@ -111,24 +118,27 @@ def _state(
     trainer: Trainer, parts: Parts, optimizer: Optimizer, step: int, more: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
     """What this rank writes, by key; copies, so that training may go on."""
-    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    names, groups = _names_of(optimizer, parts), []
+    for group in optimizer.param_groups:
+        options = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+        groups.append((options, [names[p] for p in group["params"]]))
     sizes = dict(zip(("pp", "dp", "tp"), trainer.mesh.shape, strict=True))
     yield (
         "about",
         {"format": FORMAT, "step": step, "sizes": sizes, "optimizer": type(optimizer).__name__, "more": sorted(more)},
     )
-    yield "groups", options
+    yield f"groups{SEPARATOR}{trainer.everyone.rank}", groups
     yield f"random{SEPARATOR}{trainer.everyone.rank}", _random(trainer.place.device)
     for name, thing in more.items():
-        yield f"more{SEPARATOR}{name}", thing.state_dict()
+        yield f"more{SEPARATOR}{name}", copy.deepcopy(thing.state_dict())
     for name in _names(parts):
         yield f"model{SEPARATOR}{name}", Boxed.of(parts, name, parts.held[name], copied=True)
     for name, key, value in _moments(optimizer, parts):
         at = SEPARATOR.join(("optimizer", name, key))
-        if not isinstance(value, Tensor) or value.numel() == 1:
-            yield at, value.detach().cpu().clone() if isinstance(value, Tensor) else value
-        elif value.shape == parts.held[name].shape:
+        if isinstance(value, Tensor) and value.shape == parts.held[name].shape:
             yield at, Boxed.of(parts, name, value, copied=True)
+        elif not isinstance(value, Tensor) or value.dim() == 0:
+            yield at, value.detach().cpu().clone() if isinstance(value, Tensor) else value
         else:
             raise Error(
                 f"`{key}` of `{name}` is {list(value.shape)} in {type(optimizer).__name__}, and the parameter "
@@ -230,7 +240,8 @@ def _load(
     """Reads everything, and only then changes anything."""
     known, rank = metadata.state_dict_metadata, trainer.everyone.rank
     same = about["sizes"] == dict(zip(("pp", "dp", "tp"), trainer.mesh.shape, strict=True))
-    state: dict[str, Any] = {f"more{SEPARATOR}{name}": None for name in more} | {"groups": None}
+    state: dict[str, Any] = {f"more{SEPARATOR}{name}": None for name in more}
+    state |= {key: None for key in known if key.startswith(f"groups{SEPARATOR}")}
     state |= {f"random{SEPARATOR}{rank}": None} if same else {}
 
     def places() -> None:
@@ -245,8 +256,9 @@ def _load(
 
     agree(trainer.everyone, places)
     read = _read(state, path, trainer)
-    if len(read["groups"]) != len(optimizer.param_groups):
-        raise Error(f"{path} has {len(read['groups'])} groups of parameters, and this {len(optimizer.param_groups)}")
+    options = agree(trainer.everyone, lambda: _options(read, parts, optimizer, path))
+    for group, found in zip(optimizer.param_groups, options, strict=True):
+        group.update(found)
     _put(read, trainer, parts, optimizer, more)
     if same:
         torch.set_rng_state(read[f"random{SEPARATOR}{rank}"]["cpu"])
@@ -269,6 +281,23 @@ def _expect_model(known: Mapping[str, Any], parts: Parts, path: Path) -> None:
             raise Error(f"{path} is another model's: `{name}` is {there} there, and {dtype} {list(shape)} here")
 
 
+def _options(read: Mapping[str, Any], parts: Parts, optimizer: Optimizer, path: Path) -> list[Mapping[str, Any]]:
+    """The saved options of each group here: those that its parameters had.
+
+    Raises:
+        Error: its parameters were in several groups there.
+    """
+    groups = [group for key, some in read.items() if key.startswith(f"groups{SEPARATOR}") for group in some]
+    had = {name: options for options, names in groups for name in names}
+    names, found = _names_of(optimizer, parts), list[Mapping[str, Any]]()
+    for i, group in enumerate(optimizer.param_groups):
+        mine = [had[names[p]] for p in group["params"] if names[p] in had]
+        if any(options != mine[0] for options in mine):
+            raise Error(f"{path} has the parameters of group {i} in several groups", **{"try": "the groups of then"})
+        found.append(mine[0] if mine else {})
+    return found
+
+
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -286,8 +315,6 @@ def _put(
     read: Mapping[str, Any], trainer: Trainer, parts: Parts, optimizer: Optimizer, more: Mapping[str, Any]
 ) -> None:
     """Gives everything what was read."""
-    for group, options in zip(optimizer.param_groups, read["groups"], strict=True):
-        group.update(options)
     names = {name: parameter for parameter, name in _names_of(optimizer, parts).items()}
     wide = {
         id(p)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from autotp import groups
 from autotp.agree import agree, agree_on_call, agree_on_graph, agree_on_random, digest
+from autotp.batches import key_of, of_rows, tensors_of, totals_of, twice
 from autotp.boxes import local_of
 from autotp.call import returned
 from autotp.collectives import peer_error
@@ -39,11 +40,10 @@ from autotp.passes.own import Owner, module_at, own, place_of, value_at
 from autotp.passes.recompute import outline
 from autotp.passes.rows import batched
 from autotp.passes.stages import Division, Stage, blocks_in_order, divided, staged
-from autotp.passes.totals import TOTAL
-from autotp.pipeline import ENGINES, StageGraph, Training, Work, cast, engine, placeholders, reader
+from autotp.pipeline import ENGINES, StageGraph, Training, Work, cast, engine, placeholders, read_by, reader
 from autotp.run import CHECKED_CALLS
 from autotp.source import numbered
-from autotp.structure import flatten, signature_of
+from autotp.structure import signature_of
 from autotp.take import take
 from autotp.transform import Analysis, analyse, rank_graph
 
@@ -55,14 +55,22 @@ class Pipeline:
     """The graphs of one mode, for microbatches of one kind.
 
     Attributes:
+        key: the mode, and all about a call's arguments but sizes and values.
+        shapes: of a microbatch's tensors; an engine is for these alone.
         stages: number of the stage -> what it computes, of this rank's.
         engine: what runs them; None where this rank has the whole pipeline.
     """
 
-    training: bool
+    key: Any
+    shapes: Sequence[Any]
     analysis: Analysis
     stages: Mapping[int, StageGraph]
     engine: Any
+
+    @property
+    def training(self) -> bool:
+        """Whether it is for training."""
+        return bool(self.key[0])
 
 
 class Trainer(nn.Module):
@@ -107,7 +115,11 @@ class Trainer(nn.Module):
         for tensor in self.skeleton.parameters() if training.compute_dtype else ():
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(training.compute_dtype)
-        args, kwargs = self._signature.by_name(*find_inputs(model, given))
+        args, kwargs = cast(self._signature.by_name(*find_inputs(model, given)), training.compute_dtype)
+        frozen = any(not parameter.requires_grad for parameter in model.parameters())
+        if frozen and training.schedule.startswith("zero-bubble") and mesh["pp"].size() > 1:
+            problem = f'schedule="{training.schedule}" loses gradients where parameters are frozen'
+            raise Error(problem, **{"try": 'schedule="interleaved"'})
         analysis = agree_on_graph(
             self.everyone, lambda: self._analysed(True, args, kwargs), lambda it: f"{digest(it)} {training}"
         )
@@ -116,11 +128,12 @@ class Trainer(nn.Module):
         self.plan = self._divided(analysis, lowered)
         stages = self._cut(analysis, lowered)
         self._engine(analysis, {i: nn.Identity() for i in self._mine})  # What cannot be is known before we take over.
-        self._hold(model, analysis, [stages[i] for i in self._mine])
+        self._hold(model, analysis, stages)
         self.__dict__["shared"] = groups.shared(stages, analysis.captured.parameters, mesh, self._mine_of, timeout)
         readers, read = self._readers(stages, analysis), reader(training.compute_dtype)
         self._works = {i: Work([m for m, some in readers.items() if i in some], read) for i in self._mine}
-        self._pipelines = [self._pipeline(True, analysis, stages)]
+        shapes = [x.shape for x in tensors_of(args, kwargs)]
+        self._pipelines = [self._pipeline(key_of(True, args, kwargs), shapes, analysis, stages)]
         if training.zero and mesh["dp"].size() > 1:
             self._shard(stages, analysis.captured.parameters)
         self._seed()
@@ -141,6 +154,9 @@ class Trainer(nn.Module):
         self.skeleton.train(training)
         args, kwargs = cast((args, kwargs), self._training.compute_dtype)
         layouts = getattr(self, "layouts", None)
+        if len(tensors_of(args, kwargs)[0]) == 1:  # Of one row nothing shows whether rows depend on each other.
+            two = [pytree.tree_map(lambda x: of_rows(x, 1, twice), given) for given in (args, kwargs)]
+            analyse(self.skeleton, two[0], two[1], self.place.size, self._training, layouts)
         return analyse(self.skeleton, args, kwargs, self.place.size, self._training, layouts)
 
     def _divided(self, analysis: Analysis, lowered: fx.Graph) -> Division:
@@ -152,11 +168,13 @@ class Trainer(nn.Module):
     def _cut(self, analysis: Analysis, lowered: fx.Graph) -> list[Stage]:
         return staged(lowered, self.plan.blocks, list(analysis.captured.parameters))
 
-    def _hold(self, model: nn.Module, analysis: Analysis, stages: Sequence[Stage]) -> None:
+    def _hold(self, model: nn.Module, analysis: Analysis, every: Sequence[Stage]) -> None:
         """Registers this rank's part of what its stages read; blocks are modules that run."""
-        names = analysis.captured.parameters | analysis.captured.buffers
+        names, stages = analysis.captured.parameters | analysis.captured.buffers, [every[i] for i in self._mine]
         read = {name for stage in stages for name in placeholders(stage.graph)}
-        wanted = list(dict.fromkeys(name for at, name in names.items() if at in read))
+        read |= set(placeholders(analysis.counts)) if analysis.counts is not None else set()
+        unread = set(names) - {name for stage in every for name in placeholders(stage.graph)}
+        wanted = list(dict.fromkeys(name for at, name in names.items() if at in read | unread))
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         parameters = {name for name, _ in model.named_parameters()}
         for name in (name for stage in stages for name in stage.blocks):
@@ -187,18 +205,19 @@ class Trainer(nn.Module):
         """
         (pipeline,), every = self._pipelines, set(self.parameters())
         outside = {lies[0] for stage in pipeline.stages.values() for _, lies in stage.places.values()}
-        homes = [(name, self.plan.ranks[i]) for i, stage in enumerate(stages) for name in _read(stage, names)]
+        homes = [(name, self.plan.ranks[i]) for i, stage in enumerate(stages) for name in read_by(stage, names)]
         several = {name for name, rank in homes if homes.count((name, rank)) > 1}
         for i, work in self._works.items():
-            mine = {value_at(place_of(self, name)) for name in _read(stages[i], names) - several}
+            mine = {value_at(place_of(self, name)) for name in read_by(stages[i], names) - several}
+            mine = {parameter for parameter in mine if parameter.dim()}
             blocks = [m for m in work.holders if isinstance(m, Owner) and not outside & set(m.modules())]
             blocks = [block for block in blocks if mine.issuperset(block.parameters())]
             shard(work, blocks, self.mesh["dp"], self._training.zero, self._training.compute_dtype, every - mine)
 
-    def _pipeline(self, training: bool, analysis: Analysis, stages: Sequence[Stage]) -> Pipeline:
+    def _pipeline(self, key: Any, shapes: Sequence[Any], analysis: Analysis, stages: Sequence[Stage]) -> Pipeline:
         """What this rank runs in one mode."""
         graphs = {i: self._graph(stages[i], analysis) for i in self._mine}
-        return Pipeline(training, analysis, graphs, self._engine(analysis, self._works))
+        return Pipeline(key, shapes, analysis, graphs, self._engine(analysis, self._works))
 
     def _engine(self, analysis: Analysis, works: Mapping[int, nn.Module]) -> Any:
         """What runs this rank's stages; None for the whole pipeline."""
@@ -289,60 +308,49 @@ class Trainer(nn.Module):
         return within(f"Trainer.{'step' if training else 'evaluate'}", lambda: self._ready(training, args, kwargs))
 
     def _ready(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
-        leaves = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        self._calls += 1
-        if self._calls <= CHECKED_CALLS:
-            agree_on_call(self._replica, leaves, training, False)
-            agree_on_random(self.place)
-        pipeline = agree(self._replicas, lambda: self._fitting(training, args, kwargs, leaves))
-        given = dict(zip(pipeline.analysis.captured.inputs, leaves, strict=True))
-        totals = self._totals(pipeline.analysis, given)
+        pipeline = agree(self._replicas, lambda: self._fitting(training, args, kwargs))
+        given = dict(zip(pipeline.analysis.captured.inputs, tensors_of(args, kwargs), strict=True))
+        totals = totals_of(pipeline.analysis, given, self, self.mesh.get_group("dp"))
         for i, work in self._works.items():
             work.use(pipeline.stages[i], totals)
         return pipeline, given
 
-    def _fitting(self, training: bool, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> Pipeline:
+    def _fitting(self, training: bool, args: Any, kwargs: Any) -> Pipeline:
         """The graphs for microbatches like these, captured now if there are none.
 
         Raises:
-            Error: the batch does not divide.
+            Error: the batch does not divide, or the ranks of the replica were given others.
         """
-        parts, captured = self._training.microbatches, self._pipelines[0].analysis.captured
-        rows = batched(captured.inputs, captured.example)
-        sizes = {len(x): name for name, x in zip(captured.inputs, leaves, strict=False) if name in rows and x.dim()}
-        if len(sizes) > 1:
-            found = " and ".join(map(str, sorted(sizes, reverse=True)))
-            raise Error(f"inputs of {found} rows, and a batch has as many of all")
-        (size,) = sizes or (0,)
+        tensors, parts, key = tensors_of(args, kwargs), self._training.microbatches, key_of(training, args, kwargs)
+        self._calls += 1
+        if self._calls <= CHECKED_CALLS:
+            agree_on_call(self._replica, tensors, str(key), False)
+            agree_on_random(self.place)
+        known = [pipeline for pipeline in self._pipelines if pipeline.key == key]
+        size = len(tensors[0])
+        for captured in (pipeline.analysis.captured for pipeline in known[:1]):
+            rows = batched(captured.inputs, captured.example)
+            sizes = {len(x) for name, x in zip(captured.inputs, tensors, strict=True) if name in rows}
+            if len(sizes) > 1:
+                found = " and ".join(map(str, sorted(sizes, reverse=True)))
+                raise Error(f"inputs of {found} rows, and a batch has as many of all")
         if not size or size % parts:
             problem = f"a batch of {size} does not divide into {parts} microbatches"
             raise Error(problem, **{"try": "drop_last=True"})
-
-        def part(leaf: Any) -> Any:
-            divided = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == size
-            return leaf[: size // parts] if divided else leaf
-
-        shapes = [part(leaf).shape for leaf in leaves]
-        for known in self._pipelines:
-            if known.training == training and known.analysis.captured.fits(shapes):
-                return known
-        analysis = self._analysed(training, *pytree.tree_map(part, (args, kwargs)))
-        lowered = rank_graph(analysis, self.place.rank, self._training.randomness)
-        self._pipelines.append(self._pipeline(training, analysis, self._cut(analysis, lowered)))
-        return self._pipelines[-1]
-
-    def _totals(self, analysis: Analysis, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the whole batch counts: each replica its own part, and the sum over them."""
-        graph = analysis.counts
-        assert graph is not None
-        device = next(iter(given.values())).device
-        counts = fx.GraphModule(nn.Module(), bind(graph, device, {}))(*(given[x] for x in placeholders(graph)))
-        if not counts:
-            return {}
-        summed = torch.stack([count.to(torch.float64) for count in counts])
-        dist.all_reduce(summed, group=self.mesh.get_group("dp"))
-        places = [n for n in analysis.graph.nodes if n.op == "placeholder" and n.name.startswith(TOTAL)]
-        return {n.name: total.to(n.meta["val"].dtype) for n, total in zip(places, summed.unbind(), strict=True)}
+        args, kwargs = pytree.tree_map(lambda x: of_rows(x, size, lambda rows: rows[: size // parts]), (args, kwargs))
+        shapes = [x.shape for x in tensors_of(args, kwargs)]
+        fit = [pipeline for pipeline in known if pipeline.analysis.captured.fits(shapes)]
+        same = [pipeline for pipeline in fit if pipeline.engine is None or list(pipeline.shapes) == shapes]
+        if same:
+            return same[0]
+        if fit:
+            new = replace(fit[0], shapes=shapes, engine=self._engine(fit[0].analysis, self._works))
+        else:
+            analysis = self._analysed(training, args, kwargs)
+            lowered = rank_graph(analysis, self.place.rank, self._training.randomness)
+            new = self._pipeline(key, shapes, analysis, self._cut(analysis, lowered))
+        self._pipelines.append(new)
+        return new
 
     def _run(self, pipeline: Pipeline, given: Mapping[str, Tensor]) -> list[Tensor]:
         """The microbatches' losses, on the ranks that have the last stage; in training backward has been run."""
@@ -378,8 +386,10 @@ class Trainer(nn.Module):
     def _add_up(self) -> None:
         """Gradients of what several stages hold, and of all replicas where these are not sharded."""
         for name, (_, group) in self.shared.items():
-            if (grad := value_at(place_of(self, name)).grad) is not None:
-                dist.all_reduce(local_of(grad), group=group)
+            parameter = value_at(place_of(self, name))
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(local_of(parameter.grad), group=group)
         whole = [p.grad for p in self.parameters() if p.grad is not None and not isinstance(p.grad, DTensor)]
         for dtype in dict.fromkeys(grad.dtype for grad in whole):
             some = [grad for grad in whole if grad.dtype == dtype]
@@ -387,8 +397,3 @@ class Trainer(nn.Module):
             dist.all_reduce(flat, group=self.mesh.get_group("dp"))
             for grad, summed in zip(some, flat.split([grad.numel() for grad in some]), strict=True):
                 grad.copy_(summed.view_as(grad))
-
-
-def _read(stage: Stage, names: Mapping[str, str]) -> set[str]:
-    """The parameters that a stage reads."""
-    return {names[x] for x in placeholders(stage.graph) if x in names}

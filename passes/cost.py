@@ -21,7 +21,7 @@ def block_costs(graph: fx.Graph, axes: Axes, blocks: Sequence[str]) -> list[floa
     """What each block costs at nominal batch and sequence; what is before the blocks is the first's, and what stands
     behind one (a head, the loss) is that one's.
     """
-    found = [0.0] * len(blocks)
+    found = [0.0] * max(len(blocks), 1)
     at = 0
     for node in graph.nodes:
         name = block_of(node) if node.op == "call_function" else ""

@@ -29,6 +29,12 @@ TOTAL = "total"
 OF_CLASSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
 SUMS = (aten.add.Tensor, aten.sub.Tensor)
 PRODUCTS = (aten.mul.Tensor, aten.div.Tensor)
+OF_NUMBERS = {
+    overload
+    for packet in (aten.mul, aten.div, aten.add, aten.sub, aten.rsub, aten.pow, aten.full, aten.full_like)
+    for overload in (getattr(packet, name) for name in packet.overloads())
+} | {aten.scalar_tensor.default}
+"""What computes with a number that may be a size."""
 PASSED_ON = (aten.neg.default, aten.to.dtype, aten._to_copy.default, aten.view.default, aten.squeeze.default)
 
 
@@ -63,11 +69,12 @@ def totals(graph: fx.Graph, loss: fx.Node, inputs: Sequence[str]) -> Totals:
 
     Args:
         loss: a scalar that the graph returns.
-        inputs: names of the placeholders of inputs; the first dimension of the first is the batch.
+        inputs: names of the placeholders of the inputs that are a batch, along their first dimension.
 
     Raises:
         Error: the loss is not made of means over the batch, by adding and scaling.
     """
+    _expect_no_sizes(graph, inputs)
     kinds = Kinds(_made_of(graph, ()), _made_of(graph, inputs), _made_of(graph, _places(graph) - set(inputs), True))
     divided = _divided(loss, kinds)
     builder, counts, given = Builder(fake_mode_of(graph)), list[fx.Node](), dict[fx.Node, fx.Node]()
@@ -141,6 +148,8 @@ def _divided(node: fx.Node, kinds: Kinds) -> dict[fx.Node, bool]:
     x, y = (*node.args, None, None)[:2]
     if node.target is aten.mul.Tensor and not kinds.varies(x):
         x, y = y, x
+    if (is_mean(node) or _is_sum(node)) and isinstance(x, fx.Node) and x.meta["val"].dim() == 0 and y is None:
+        return _divided(x, kinds)  # Of one number: itself.
     if is_mean(node) or node in kinds.fixed:
         return {node: False}
     if _is_sum(node):
@@ -158,6 +167,24 @@ def _divided(node: fx.Node, kinds: Kinds) -> dict[fx.Node, bool]:
     for term in terms or [x]:
         found |= _divided(term, kinds)  # type: ignore[arg-type]
     return found
+
+
+def _expect_no_sizes(graph: fx.Graph, inputs: Sequence[str]) -> None:
+    """Raises Error where values are made of how many rows there are: parts of a batch have fewer."""
+    rows = {symbol for n in graph.nodes if n.name in inputs for symbol in _symbols(n.meta["val"].shape[0])}
+    for node in graph.nodes:
+        sizes = [n for n in node.args if isinstance(n, fx.Node) and _symbols(n.meta.get("val")) & rows]
+        if sizes and isinstance(node.meta.get("val"), torch.Tensor) and node.target in OF_NUMBERS:
+            raise Error(
+                f"`{node.target}` computes with the number of rows, which is another in each part of a batch",
+                at=line_of(node),
+                **{"try": "a mean, which is one over the whole batch"},
+            )
+
+
+def _symbols(size: Any) -> set[Any]:
+    """What a size is computed from; nothing for a number, or for a tensor."""
+    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt | torch.SymFloat) else set()
 
 
 def _counts(node: fx.Node, kinds: Kinds) -> list[fx.Node]:
