@@ -38,7 +38,7 @@ from autotp.passes.cost import block_costs
 from autotp.passes.own import Owner, own, place_of
 from autotp.passes.recompute import outline
 from autotp.passes.rows import batched
-from autotp.passes.stages import Stage, balanced, blocks_in_order, staged
+from autotp.passes.stages import Division, Stage, blocks_in_order, divided, staged
 from autotp.passes.totals import TOTAL
 from autotp.pipeline import ENGINES, StageGraph, Training, Work, cast, engine, placeholders, reader
 from autotp.run import CHECKED_CALLS
@@ -72,7 +72,7 @@ class Trainer(nn.Module):
         mesh: the processes, by "pp", "dp" and "tp".
         layouts: first name of any parameter of the model -> how its tensor-parallel ranks hold it.
         steps: how many steps it was trained.
-        blocks: the numbered blocks of each stage of the pipeline, in order.
+        plan: which blocks each stage of the pipeline has, and what it costs.
         place: this rank on the tensor-parallel axis.
         everyone: all ranks.
         shared: parameter that other pipeline ranks hold, too -> these ranks, and their group.
@@ -84,7 +84,7 @@ class Trainer(nn.Module):
     mesh: DeviceMesh
     layouts: dict[str, Layout]
     steps: int
-    blocks: list[list[str]]
+    plan: Division
     place: Mesh
     everyone: Mesh
     shared: dict[str, tuple[list[int], Any]]
@@ -113,7 +113,7 @@ class Trainer(nn.Module):
         )
         self.layouts = dict(analysis.layouts)
         lowered = rank_graph(analysis, self.place.rank, training.randomness)
-        self.blocks = self._blocks(analysis, lowered)
+        self.plan = self._divided(analysis, lowered)
         stages = self._cut(analysis, lowered)
         self._engine(analysis, {i: nn.Identity() for i in self._mine})  # What cannot be is known before we take over.
         self._hold(model, analysis, [stages[i] for i in self._mine])
@@ -143,19 +143,14 @@ class Trainer(nn.Module):
         layouts = getattr(self, "layouts", None)
         return analyse(self.skeleton, args, kwargs, self.place.size, self._training, layouts)
 
-    def _blocks(self, analysis: Analysis, lowered: fx.Graph) -> list[list[str]]:
-        """The blocks of each stage, the dearest of which costs as little as it can."""
-        ranks = self.mesh["pp"].size()
-        count = ranks * ENGINES[self._training.schedule].rounds if ranks > 1 else 1
+    def _divided(self, analysis: Analysis, lowered: fx.Graph) -> Division:
+        homes = {i: rank for rank in range(self.mesh["pp"].size()) for i in self._mine_of(rank)}
         blocks = blocks_in_order(lowered, list(analysis.captured.parameters))
-        if len(blocks) < count:
-            raise Error(f"{count} stages, and the model has {len(blocks)} blocks", **{"try": "fewer pipeline ranks"})
-        costs = [1 + cost for cost in block_costs(analysis.graph, analysis.axes, blocks)]  # A block is never nothing.
-        runs = balanced(costs, count) if blocks else [range(0)]
-        return [[blocks[i] for i in run] for run in runs]
+        costs = block_costs(analysis.graph, analysis.axes, blocks)
+        return divided(blocks, costs, [homes[i] for i in range(len(homes))])
 
     def _cut(self, analysis: Analysis, lowered: fx.Graph) -> list[Stage]:
-        return staged(lowered, self.blocks, list(analysis.captured.parameters))
+        return staged(lowered, self.plan.blocks, list(analysis.captured.parameters))
 
     def _hold(self, model: nn.Module, analysis: Analysis, stages: Sequence[Stage]) -> None:
         """Registers this rank's part of what its stages read; blocks are modules that run."""
@@ -349,7 +344,7 @@ class Trainer(nn.Module):
         """The microbatches' losses, on the ranks that have the last stage; in training backward has been run."""
         losses: list[Tensor] = []
         if pipeline.engine is not None:
-            last = max(len(self.blocks) - 1, 0) in self._mine
+            last = len(self.plan.blocks) - 1 in self._mine
             run = pipeline.engine.step if pipeline.training else pipeline.engine.eval
             run(**given, target=torch.zeros(self._training.microbatches) if last else None, losses=losses)
             return losses

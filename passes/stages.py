@@ -41,6 +41,41 @@ class Stage:
     blocks: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Division:
+    """How the blocks of a model are divided among the stages of a pipeline.
+
+    Attributes:
+        blocks: those of each stage, in the order in which they run.
+        costs: what each stage costs, in multiplications.
+        ranks: the rank of the pipeline that each is on.
+    """
+
+    blocks: tuple[tuple[str, ...], ...]
+    costs: tuple[float, ...]
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        names = [f"{some[0]} to {some[-1]}" if len(some) > 1 else "".join(some) for some in self.blocks]
+        width, total = max(map(len, [*names, "blocks"])), sum(self.costs) or 1
+        rows = zip(self.ranks, names, self.costs, strict=True)
+        lines = [f"{i:<5}  {at:<7}  {name:<{width}}  {cost / total:.1%}" for i, (at, name, cost) in enumerate(rows)]
+        return "\n".join([f"stage  pp rank  {'blocks':<{width}}  multiplications", *lines])
+
+
+def divided(blocks: Sequence[str], costs: Sequence[float], homes: Sequence[int]) -> Division:
+    """The blocks in as many stages as there are homes, the dearest of which costs as little as it can.
+
+    Raises:
+        Error: there are fewer blocks.
+    """
+    if len(blocks) < len(homes) and len(homes) > 1:
+        raise Error(f"{len(homes)} stages, and the model has {len(blocks)} blocks", **{"try": "fewer pipeline ranks"})
+    runs = balanced([1 + cost for cost in costs], len(homes)) if blocks else [range(0)]  # A block is never nothing.
+    parts = tuple(tuple(blocks[i] for i in run) for run in runs)
+    return Division(parts, tuple(sum(costs[i] for i in run) for run in runs), tuple(homes))
+
+
 def staged(graph: fx.Graph, parts: Sequence[Collection[str]], parameters: Collection[str]) -> list[Stage]:
     """The graph as a pipeline.
 

@@ -69,7 +69,7 @@ def equal(rank: int, n: int, given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.rare),
         {"recompute": "full", "sequence_parallel": True},
         pytest.param({"recompute": "selective"}, marks=pytest.mark.rare),
     ],

@@ -17,7 +17,7 @@ from autotp.passes.capture import capture, skeleton_of
 from autotp.passes.cost import block_costs, multiplications
 from autotp.passes.match import SDPA
 from autotp.passes.plan import NOMINAL, elements
-from autotp.passes.stages import balanced, blocks_in_order, staged
+from autotp.passes.stages import balanced, blocks_in_order, divided, staged
 from autotp.transform import analyse
 
 
@@ -151,3 +151,18 @@ def test_a_block_that_is_called_again_later() -> None:
     graph, captured = taken(Backwards(), TOKENS)
     with pytest.raises(Error, match="stage 0 would need what stage 1 computes"):
         staged(graph, [["h.1"], ["h.0"]], list(captured.parameters))
+
+
+def test_a_division_prints() -> None:
+    found = divided([f"h.{i}" for i in range(5)], [2.0, 1.0, 1.0, 1.0, 3.0], [0, 1, 0])
+    assert str(found) == (
+        "stage  pp rank  blocks      multiplications\n"
+        "0      0        h.0 to h.1  37.5%\n"
+        "1      1        h.2 to h.3  25.0%\n"
+        "2      0        h.4         37.5%"
+    )
+
+
+def test_blocks_that_cost_nothing_are_divided_evenly() -> None:
+    found = divided([f"h.{i}" for i in range(4)], [0.0] * 4, [0, 1])
+    assert [len(some) for some in found.blocks] == [2, 2]
