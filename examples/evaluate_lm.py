@@ -73,6 +73,7 @@ def load(folder: Path, device: torch.device) -> tuple[nn.Module, Tokenizer]:
         raise ValueError(f"no model in {folder}. Try examples/pretrain_gpt.py --out {folder} first")
     with torch.device("meta"):
         model = GPT(GPTConfig(**json.loads((folder / "config.json").read_text())))
+    torch.manual_seed(0)  # Nothing is drawn in the end, but ranks must agree on what would be.
     parallel = autotp.parallelize(model, device=device)
     state = torch.load(folder / "model.pt", mmap=True) if training.rank() == 0 else {}
     autotp.load_full_state_dict(parallel, state)

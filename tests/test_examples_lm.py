@@ -163,6 +163,7 @@ def passages_it_ends(gpt: GPT, tokenizer: Tokenizer, words: list[str]) -> list[s
 def evaluated(rank: int, n: int, out: Path, samples: Path) -> str:
     files = ["--wikitext", str(samples / "wiki.test.tokens"), "--lambada", str(samples / "lambada_test.jsonl")]
     sys.argv = ["evaluate_lm.py", str(out), *files, "--stride", "4", "--batch", "3"]
+    torch.manual_seed(rank)  # As processes start, each with a seed of its own.
     said: list[str] = []
     evaluate_lm.say = lambda *what: said.append(*what)
     evaluate_lm.main()

@@ -172,7 +172,6 @@ def pretrained_gpt(rank: int, n: int, folder: Path) -> None:
     started(pretrain_gpt, folder, "parted")
     started(pretrain_gpt, folder, "parted")  # It is done; nothing is written twice.
     sys.argv = ["evaluate_lm.py", str(folder / "whole"), "--lambada", str(folder / "samples" / "lambada_test.jsonl")]
-    torch.manual_seed(0)  # The first rank has drawn samples.
     evaluate_lm.main()
 
 
