@@ -1,6 +1,6 @@
 """Fine-tunes a BERT, tensor-parallel, on MNLI, QQP, SQuAD 1.1 or 2.0, or RACE, whose files are there already.
 
-    torchrun --nproc-per-node 2 examples/finetune_bert.py mnli          # made-up text, from random numbers: a minute
+    torchrun --nproc-per-node 2 examples/finetune_bert.py mnli          # made-up text: a minute or two
     torchrun --nproc-per-node 2 examples/finetune_bert.py mnli --data MNLI/ --init bert.pt --tokenizer bert.json \
         --heads 12 --seq 128 --epochs 3 --lr 5e-5
 
@@ -35,6 +35,11 @@ from windows import windows
 import autotp
 from autotp.models.bert import BERT, BERTConfig
 
+SPECIAL = 3  # Tokens: [CLS] and twice [SEP].
+
+Dev = dict[str, tuple[list[Example], list[Item]]]
+"""What it is measured on, by name: the examples, and what the model reads of them."""
+
 
 def arguments() -> Namespace:
     """The flags."""
@@ -59,7 +64,7 @@ def arguments() -> Namespace:
     add("--width", type=int, default=64, help="of the residual stream")
     add("--dropout", type=float, default=0.0, help="probability, everywhere; 0.1 is usual for a BERT of real size")
     add("--seq", type=int, default=64, help="tokens at most that are read as one")
-    add("--query", type=int, default=16, help="of those, tokens at most of a question, or a question with an option")
+    add("--query", type=int, default=16, help="of those, tokens at most of a question, in RACE with an option")
     add("--stride", type=int, default=24, help="tokens from the start of a window on a context to the next one's")
     add("--answer", type=int, default=30, help="tokens at most of an answer")
     add("--null-threshold", type=float, default=0.0, help="by how much no answer must score above the best (squad2)")
@@ -71,8 +76,11 @@ def arguments() -> Namespace:
     args = parser.parse_args()
     if args.init is not None and args.tokenizer is None:
         parser.error("--init needs the --tokenizer that it was trained with")
-    if not 1 <= args.stride <= args.seq - args.query - 3:
-        parser.error(f"--stride {args.stride} must be from 1 to --seq less --query less 3: {args.seq - args.query - 3}")
+    room = args.seq - SPECIAL - (args.query if args.task not in ("mnli", "qqp") else 0)
+    if room < 2:
+        parser.error(f"--seq {args.seq} leaves no room for a text beside --query {args.query}")
+    if args.task in ("squad1", "squad2") and not 1 <= args.stride <= room:
+        parser.error(f"--stride {args.stride} must be from 1 to --seq less --query less {SPECIAL}: {room}")
     return args
 
 
@@ -129,13 +137,6 @@ def items_of(examples: Sequence[Example], reader: Reader, args: Namespace) -> li
     return others + list(windows(questions, reader.tokenizer, args.seq, args.query, args.stride))
 
 
-def groups(model: nn.Module, decay: float) -> list[dict[str, object]]:
-    """The parameters for an optimizer: weights and embeddings decay, biases and norms, which are vectors, do not."""
-    parameters = list(model.parameters())
-    matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]
-    return [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
-
-
 def train(model: nn.Module, items: Sequence[Item], reader: Reader, args: Namespace) -> Iterator[float]:
     """Trains for `--epochs` epochs, and gives the mean loss of each when it is over."""
     order = torch.Generator().manual_seed(args.seed)  # The same on every rank.
@@ -143,7 +144,7 @@ def train(model: nn.Module, items: Sequence[Item], reader: Reader, args: Namespa
     loader = DataLoader(data, args.batch, shuffle=True, drop_last=True, generator=order, collate_fn=reader)
     steps, where = len(loader) * args.epochs, next(model.parameters()).device
     rising = max(1, round(args.warmup * steps))
-    optimizer = torch.optim.AdamW(groups(model, args.weight_decay), args.lr)
+    optimizer = torch.optim.AdamW(autotp.weight_decay_groups(model, args.weight_decay), args.lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / rising, (steps - step) / max(1, steps - rising))
     )
@@ -173,29 +174,32 @@ def scores_of(model: nn.Module, items: Sequence[Item], reader: Reader, batch: in
     return found
 
 
-def run(args: Namespace, mesh: DeviceMesh | None) -> dict[str, dict[str, float]]:
-    """Reads, trains and measures after each epoch; the last measures, by file and metric.
+def prepare(args: Namespace, mesh: DeviceMesh | None) -> tuple[BERT, Reader, list[Item], Dev]:
+    """A BERT to start from, and what is read.
 
     Raises:
         ValueError: a file is not what it should be, or there are fewer examples than a batch has.
     """
-    task, threshold = tasks.TASKS[args.task], None if args.task == "squad1" else args.null_threshold
-    examples, dev = tasks.load(task, args.data, say if args.skip_broken else refuse)
+    examples, dev = tasks.load(tasks.TASKS[args.task], args.data, say if args.skip_broken else refuse)
     reader = Reader(tokenizer_of(args, examples, mesh), args.seq, args.query)
-    items = items_of(examples, reader, args)
-    unseen = {name: items_of(some, reader, args) for name, some in dev.items()}
+    items, vocabulary = items_of(examples, reader, args), reader.tokenizer.get_vocab_size()
     if len(items) < args.batch:
         raise ValueError(f"{args.data}: {len(items)} to train on are no --batch {args.batch}")
-    bert = bert_of(args, reader.tokenizer.get_vocab_size())
-    model = autotp.parallelize(task.head(bert), mesh=mesh, device=training.device(args))
-    say(f"{len(examples)} examples, read as {len(items)}, {reader.tokenizer.get_vocab_size()} tokens\n{model.plan}")
+    say(f"{len(examples)} examples, read as {len(items)}, {vocabulary} tokens")
+    unseen = {name: (some, items_of(some, reader, args)) for name, some in dev.items()}
+    return bert_of(args, vocabulary), reader, items, unseen
 
-    found: dict[str, dict[str, float]] = {}
+
+def fit(model: nn.Module, reader: Reader, items: Sequence[Item], dev: Dev, args: Namespace) -> dict[str, float]:
+    """Trains, and measures after each epoch; what counts of the last measures, by name."""
+    metric, found = tasks.TASKS[args.task].metric, dict[str, float]()
+    threshold = None if args.task == "squad1" else args.null_threshold
     for epoch, loss in enumerate(train(model, items, reader, args), 1):
-        for name, some in dev.items():
-            scores = scores_of(model, unseen[name], reader, args.batch)
-            found[name] = tasks.measure(some, unseen[name], scores, args.answer, threshold)
-            values = "  ".join(f"{metric} {value:.3f}" for metric, value in found[name].items())
+        for name, (examples, unseen) in dev.items():
+            scores = scores_of(model, unseen, reader, args.batch)
+            measures = tasks.measure(examples, unseen, scores, args.answer, threshold)
+            found[name] = measures[metric]
+            values = "  ".join(f"{key} {value:.3f}" for key, value in measures.items())
             say(f"epoch {epoch}  loss {loss:.3f}  {name:<10}  {values}")
     return found
 
@@ -206,16 +210,20 @@ def main() -> None:
     mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (world(),)) if world() > 1 else None
     task, bound = tasks.TASKS[args.task], args.at_least
     if args.data is None:
-        args.data, bound = args.out / "samples" / args.task, tasks.TASKS[args.task].learnt if bound is None else bound
+        args.data, bound = args.out / "samples" / args.task, task.learnt if bound is None else bound
         if rank() == 0:
             bert_samples.write(args.data.parent)
         if mesh is not None:
             dist.barrier()
     try:
-        found = run(args, mesh)
+        bert, reader, items, dev = prepare(args, mesh)
     except ValueError as error:
         raise SystemExit(f"finetune_bert: {error}") from None
-    worst = min(values[task.metric] for values in found.values())
+
+    model = autotp.parallelize(task.head(bert), mesh=mesh, device=training.device(args))
+    say(model.plan)
+    found = fit(model, reader, items, dev, args)
+    worst = min(found.values())
     assert bound is None or worst >= bound, f"it has not learnt: {task.metric} {worst:.3f}, and not {bound}"
 
 

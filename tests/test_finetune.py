@@ -280,10 +280,11 @@ def test_bad_input_ends_the_script_with_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--init", "bert.pt"], "--init needs the --tokenizer that it was trained with"),
-        (["--stride", "46"], "--stride 46 must be from 1 to --seq less --query less 3: 45"),
+        ("qqp --init bert.pt", "--init needs the --tokenizer that it was trained with"),
+        ("squad1 --stride 46", "--stride 46 must be from 1 to --seq less --query less 3: 45"),
+        ("race --seq 20", "--seq 20 leaves no room for a text beside --query 16"),
     ],
 )
 def test_flags_that_do_not_go_together(flags, message, capsys):
-    assert failure(["squad1", *flags]) == "2"
+    assert failure(flags.split()) == "2"
     assert f"error: {message}\n" in capsys.readouterr().err

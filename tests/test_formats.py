@@ -109,10 +109,12 @@ def test_broken_lines_can_be_left_out(tmp_path):
 def test_squad_1_and_2(tmp_path):
     old, several = asked("a1", [("Oslo", 0)]), asked("a2", [("a fjord", 44), ("fjord", 46)], is_impossible=False)
     none = asked("a3", is_impossible=True, plausible_answers=[{"text": "Norway", "answer_start": 23}])
-    assert list(formats.squad(squad(tmp_path / "s.json", old, several, none))) == [
+    bare = {"id": "a4", "question": "?", "is_impossible": True}
+    assert list(formats.squad(squad(tmp_path / "s.json", old, several, none, bare))) == [
         Question("a1", "What is a1?", CONTEXT, (Answer("Oslo", 0),)),
         Question("a2", "What is a2?", CONTEXT, (Answer("a fjord", 44), Answer("fjord", 46))),
         Question("a3", "What is a3?", CONTEXT, ()),
+        Question("a4", "?", CONTEXT, ()),
     ]
 
 

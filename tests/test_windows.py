@@ -60,9 +60,12 @@ def test_no_answer_is_at_the_first_token():
     assert {window.target for window in seen(asked())} == {(0, 0)}
 
 
-def test_answer_within_a_word_is_its_token():
-    question = Question("q", "k", "ab cde", (Answer("d", 4),))
-    assert windows.tokens_of(question, [(0, 2), (3, 6)]) == (1, 1)
+@pytest.mark.parametrize(
+    ("answer", "start", "expected"), [("d", 4, (2, 2)), ("cde", 3, (2, 2)), ("ab", 0, (0, 0)), ("b,c", 1, (0, 2))]
+)
+def test_answer_is_the_tokens_that_it_touches(answer, start, expected):
+    question = Question("q", "k", "ab,cde", (Answer(answer, start),))
+    assert windows.tokens_of(question, [(0, 2), (2, 3), (3, 6)]) == expected
 
 
 def test_empty_context():
@@ -122,6 +125,7 @@ def test_normalised_answers(answer, expected):
         ("the red cat", "red cat", 1.0),
         ("red cat sat", "the cat", 0.5),  # precision 1/3, recall 1
         ("cat cat", "cat", 2 / 3),  # a word counts as often as in both
+        ("cat cat", "cat cat dog", 4 / 5),
         ("dog", "cat", 0.0),
         ("", "", 1.0),
         ("", "cat", 0.0),
