@@ -101,7 +101,7 @@ def sized(rank: int, n: int, folder: str) -> None:
     optimizer = torch.optim.AdamW(groups)
     optimizer.step()
     averaged = nn.Linear(1, 1)
-    before = averaged.weight.item()
+    before = nn.init.constant_(averaged.weight, 2.0).item()
     saving = autotp.save_checkpoint(folder, trainer, optimizer, 3, wait=False, averaged=averaged)
     nn.init.zeros_(averaged.weight)
     saving.result()
