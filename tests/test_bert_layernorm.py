@@ -62,7 +62,9 @@ def test_final_loss_is_of_the_last_tenth():
     assert Run("pre", 2, 0, [9.0, 1.0]).final == 1.0
 
 
-@pytest.mark.parametrize(("pre", "post", "holds"), [(3.0, 3.24, True), (3.2, 3.24, False), (3.0, 3.04, False)])
+@pytest.mark.parametrize(
+    ("pre", "post", "holds"), [(3.0, 3.24, True), (3.2, 3.24, False), (3.22, 3.5, False), (3.0, 3.04, False)]
+)
 def test_the_deepest_must_show_the_finding(pre, post, holds):
     shallow = [Run("pre", 2, 0, [9.0]), Run("post", 2, 0, [1.0])]
     runs = [*shallow, *(Run("pre", 4, s, [pre - s]) for s in (0, 1)), *(Run("post", 4, s, [post + s]) for s in (0, 1))]

@@ -77,6 +77,8 @@ def test_span_is_not_in_the_padding():
 
 def test_choice_is_the_loss_of_the_right_option():
     model = MultipleChoice(bert(dropout=0.0))
+    for linear in (model.bert.pooler, model.output):
+        linear.weight.data.mul_(50)  # at first all options are alike
     given = model.dummy_inputs
     logits = torch.stack([model.output(inputs_of(model, given, option))[:, 0] for option in range(4)], 1)
     expected = -logits.log_softmax(-1)[torch.arange(3), given["labels"]].mean()
@@ -240,9 +242,8 @@ def test_script_learns_on_two_ranks(tmp_path, name, epochs):
 def test_script_starts_from_the_weights_in_a_file(tmp_path, monkeypatch):
     import finetune_bert
 
-    monkeypatch.setattr(sys, "argv", ["finetune_bert.py", *start(small(tmp_path, "qqp"), tmp_path), "--dropout", "0.1"])
+    monkeypatch.setattr(sys, "argv", ["finetune_bert.py", *start(small(tmp_path, "qqp"), tmp_path), "--seed", "3"])
     found, whole = finetune_bert.bert_of(finetune_bert.arguments(), 50), bert()
-    assert found.config == whole.config
     assert torch.equal(found.layer[1].mlp.output.weight, whole.layer[1].mlp.output.weight)
 
 
