@@ -87,7 +87,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(20, marks=[pytest.mark.rare, pytest.mark.timeout(900)])])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=[pytest.mark.rare, pytest.mark.timeout(1800)])])
 def test_what_is_killed_goes_on(times: int, undisturbed: Path, tmp_path: Path) -> None:
     """No step is lost beyond the last checkpoint, and none is done twice: the result is one run's, bit for bit."""
     folder = tmp_path / "job"
@@ -112,6 +113,7 @@ def test_what_is_killed_goes_on(times: int, undisturbed: Path, tmp_path: Path) -
     assert saved_steps(folder / "saved")[-1] == STEPS
 
 
+@pytest.mark.timeout(300)
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     with job(folder, 100_000, 0) as process:
