@@ -1,12 +1,13 @@
 """Fine-tunes a BERT, tensor-parallel, on MNLI, QQP, SQuAD 1.1 or 2.0, or RACE, whose files are there already.
 
     torchrun --nproc-per-node 2 examples/finetune_bert.py mnli          # made-up text: a minute or two
-    torchrun --nproc-per-node 2 examples/finetune_bert.py mnli --data MNLI/ --init bert.pt --tokenizer bert.json \
-        --heads 12 --seq 128 --epochs 3 --lr 5e-5
+    torchrun --nproc-per-node 2 examples/finetune_bert.py mnli --data MNLI/ --init out/bert/model.pt \
+        --tokenizer out/bert/tokenizer.json --seq 128 --epochs 3 --lr 5e-5 --dropout 0.1
 
 The models (`heads.py`) know nothing of autotp; one line cuts them. `--init` is the state dict of an
-`autotp.models.bert.BERT`, `--tokenizer` the one that it was trained with. Without `--data` small files of the task's
-format are made on the spot (`bert_samples.py`), and in the end it asserts that what is in them is learnt.
+`autotp.models.bert.BERT`, as `pretrain_bert.py` writes it, and `--tokenizer` what that was trained with. Without
+`--data` small files of the task's format are made on the spot (`bert_samples.py`), and in the end it asserts that what
+is in them is learnt.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import torch.distributed as dist
 import training
 from formats import Example, Question, refuse
 from initial import initial
-from inputs import Item, Reader, texts, word_pieces
+from inputs import Item, Reader, texts
 from tokenizers import Tokenizer
+from tokens import load_tokenizer, word_pieces
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, Dataset
@@ -97,12 +99,11 @@ def tokenizer_of(args: Namespace, examples: Sequence[Example], mesh: DeviceMesh 
     if mesh is not None:
         dist.barrier()
     try:
-        found = Tokenizer.from_file(str(file))
+        found = load_tokenizer(file)
     except Exception as error:  # The library raises nothing more special.
         raise ValueError(f"--tokenizer {file}: {error}") from None
     found.no_padding()
     found.no_truncation()
-    found.encode_special_tokens = True  # A text that has "[SEP]" in it is text.
     return found
 
 

@@ -7,26 +7,16 @@ from dataclasses import dataclass
 
 import torch
 from formats import Choice, Example, Pair
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer
+from tokens import CLS, PAD, SEP, id_of
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from windows import Window
 
-PAD, UNKNOWN, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 BLANK = "_"  # What stands in a question of RACE for the option.
 
 Item = Pair | Choice | Window
 Joined = tuple[list[int], int]  # tokens, and how many of them are the first segment
-
-
-def word_pieces(texts: Iterable[str], size: int) -> Tokenizer:
-    """A WordPiece of at most `size` tokens, as that of uncased BERT: lower case, `##` within words."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=list(SPECIAL), show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
 
 
 def texts(examples: Iterable[Example]) -> Iterable[str]:
@@ -61,7 +51,7 @@ class Reader:
 
     def __post_init__(self) -> None:
         for name in (PAD, CLS, SEP):
-            self._special(name)
+            id_of(self.tokenizer, name)
 
     def __call__(self, items: Sequence[Item]) -> dict[str, Tensor]:
         """The arguments of a task's model: tokens, types, mask [batch seq], for choices [batch options seq]; labels."""
@@ -69,7 +59,7 @@ class Reader:
         tokens = [torch.tensor(row) for row, _ in rows]
         types = [torch.arange(len(row)) >= first for row, first in rows]
         found = {
-            "tokens": pad_sequence(tokens, batch_first=True, padding_value=self._special(PAD)),
+            "tokens": pad_sequence(tokens, batch_first=True, padding_value=id_of(self.tokenizer, PAD)),
             "types": pad_sequence(types, batch_first=True).long(),
             "mask": pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True),
         }
@@ -89,17 +79,11 @@ class Reader:
             case _:
                 return [self._join(list(item.query), item.context.tolist())]
 
-    def _special(self, name: str) -> int:
-        found = self.tokenizer.token_to_id(name)
-        if found is None:
-            raise ValueError(f"the tokenizer has no {name}. Try one that was trained for BERT")
-        return found
-
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def _join(self, first: list[int], second: list[int]) -> Joined:
-        cls, sep = self._special(CLS), self._special(SEP)
+        cls, sep = id_of(self.tokenizer, CLS), id_of(self.tokenizer, SEP)
         return [cls, *first, sep, *second, sep], len(first) + 2
 
 

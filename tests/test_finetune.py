@@ -21,7 +21,8 @@ import inputs
 from formats import Answer, Choice, Pair, Question
 from heads import MultipleChoice, PairClassifier, SpanExtractor
 from initial import initial
-from inputs import Reader, word_pieces
+from inputs import Reader
+from tokens import SEP, word_pieces
 from windows import windows
 
 SIZES: dict[str, Any] = {"block_size": 16, "vocab_size": 50, "n_layer": 2, "n_head": 4, "n_embd": 16, "dropout": 0.1}
@@ -133,12 +134,12 @@ def test_windows_are_read_with_their_question():
 def test_name_of_a_special_token_is_text_and_a_tokenizer_has_them():
     other = word_pieces([WORDS], 100)
     other.encode_special_tokens = True
-    assert inputs.SEP not in other.encode("a [SEP] b").tokens
+    assert SEP not in other.encode("a [SEP] b").tokens
     from tokenizers import Tokenizer, models
 
     with pytest.raises(ValueError) as error:
         Reader(Tokenizer(models.WordPiece({"a": 0, "[PAD]": 1})), 8, 4)
-    assert str(error.value) == "the tokenizer has no [CLS]. Try one that was trained for BERT"
+    assert str(error.value) == "the tokenizer has no [CLS]: it is another model's"
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import metrics
 import windows
 from formats import Answer, Question
-from inputs import word_pieces
+from tokens import word_pieces
 
 CONTEXT = "a b c d e f g h i j"  # Ten tokens; token i is character 2 * i.
 
