@@ -13,10 +13,12 @@ from torch.utils import _pytree as pytree
 from autotp.errors import Error
 from autotp.fsdp import expect_whole
 from autotp.passes.capture import Captured
+from autotp.passes.cost import block_costs
 from autotp.passes.own import Place, Read, value_at
 from autotp.passes.rows import batched
-from autotp.passes.stages import Stage
+from autotp.passes.stages import Division, Stage, blocks_in_order, divided
 from autotp.settings import Settings
+from autotp.transform import Analysis
 
 Schedule = Literal["1F1B", "interleaved", "GPipe", "zero-bubble", "zero-bubble-v"]
 
@@ -50,6 +52,13 @@ class Engine:
         last = ranks * self.rounds - 1
         return [rank, last - rank] if self.folded else list(range(rank, last + 1, ranks))
 
+    def flight(self, stage: int, stages: int, microbatches: int) -> int:
+        """Of how many microbatches a stage has activations at a time: of all, or those that are on their way behind it
+        (Narayanan et al. 2021, section 2.2).
+        """
+        behind = -(-(stages - stage) // self.rounds)
+        return microbatches if self.kind == "ScheduleGPipe" else min(microbatches, behind)
+
 
 ENGINES: dict[str, Engine] = {
     "1F1B": Engine("Schedule1F1B"),
@@ -58,6 +67,22 @@ ENGINES: dict[str, Engine] = {
     "zero-bubble": Engine("ScheduleInterleavedZeroBubble", 2),
     "zero-bubble-v": Engine("ScheduleZBVZeroBubble", 2, True),
 }
+
+
+def stages_of(training: Training, rank: int, ranks: int) -> list[int]:
+    """Which stages a rank of the pipeline has."""
+    return ENGINES[training.schedule].stages(rank, ranks) if ranks > 1 else [0]
+
+
+def division(training: Training, ranks: int, analysis: Analysis, lowered: fx.Graph) -> Division:
+    """The blocks of a model, divided among the stages of so many ranks."""
+    homes = {i: rank for rank in range(ranks) for i in stages_of(training, rank, ranks)}
+    names, kind = list(analysis.captured.parameters), ENGINES[training.schedule]
+    blocks = blocks_in_order(lowered, names)
+    kept = training.recompute != "full"  # Or a block keeps what it is given, no more.
+    flights = [kept * kind.flight(i, len(homes), training.microbatches) for i in range(len(homes))]
+    costs = block_costs(analysis.graph, analysis.axes, blocks, names)
+    return divided(blocks, costs, [homes[i] for i in range(len(homes))], flights)
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,11 @@ from autotp.layout import Layout
 from autotp.mesh import Mesh, broadcast_from_first, make_mesh
 from autotp.passes.bind import bind
 from autotp.passes.capture import skeleton_of
-from autotp.passes.cost import block_costs
 from autotp.passes.own import Owner, module_at, own, place_of, value_at
 from autotp.passes.recompute import outline
 from autotp.passes.rows import batched
-from autotp.passes.stages import Division, Stage, blocks_in_order, divided, staged
-from autotp.pipeline import ENGINES, StageGraph, Training, Work, cast, engine, placeholders, read_by, reader
+from autotp.passes.stages import Division, Stage, staged
+from autotp.pipeline import StageGraph, Training, Work, cast, division, engine, placeholders, read_by, reader, stages_of
 from autotp.run import CHECKED_CALLS
 from autotp.source import numbered
 from autotp.structure import signature_of
@@ -146,8 +145,7 @@ class Trainer(nn.Module):
 
     def _mine_of(self, rank: int) -> list[int]:
         """The stages of a rank of the pipeline."""
-        ranks = self.mesh["pp"].size()
-        return ENGINES[self._training.schedule].stages(rank, ranks) if ranks > 1 else [0]
+        return stages_of(self._training, rank, self.mesh["pp"].size())
 
     def _analysed(self, training: bool, args: Any, kwargs: Any) -> Analysis:
         """The model's graph in one mode, cut as its parameters are held."""
@@ -160,10 +158,7 @@ class Trainer(nn.Module):
         return analyse(self.skeleton, args, kwargs, self.place.size, self._training, layouts)
 
     def _divided(self, analysis: Analysis, lowered: fx.Graph) -> Division:
-        homes = {i: rank for rank in range(self.mesh["pp"].size()) for i in self._mine_of(rank)}
-        blocks = blocks_in_order(lowered, list(analysis.captured.parameters))
-        costs = block_costs(analysis.graph, analysis.axes, blocks)
-        return divided(blocks, costs, [homes[i] for i in range(len(homes))])
+        return division(self._training, self.mesh["pp"].size(), analysis, lowered)
 
     def _cut(self, analysis: Analysis, lowered: fx.Graph) -> list[Stage]:
         return staged(lowered, self.plan.blocks, list(analysis.captured.parameters))
