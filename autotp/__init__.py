@@ -12,13 +12,18 @@ if (_checkout / "setup.cfg").is_file():  # A checkout that is not installed: aut
     __path__ = [*__path__, str(_checkout)]
 
 from autotp.api import explain, parallelize  # noqa: E402  The path above comes first.
+from autotp.data import Sampler, weight_decay_groups  # noqa: E402
+from autotp.distribute import distribute  # noqa: E402
 from autotp.errors import Error  # noqa: E402
 from autotp.hf.pretrained import from_pretrained, save_pretrained  # noqa: E402
+from autotp.norms import clip_grad_norm_  # noqa: E402
 from autotp.operators import rule  # noqa: E402
 from autotp.outputs import gather  # noqa: E402
 from autotp.report import Plan  # noqa: E402
 from autotp.run import ParallelModule  # noqa: E402
-from autotp.state import clip_grad_norm_, full_state_dict, load_full_state_dict  # noqa: E402
+from autotp.saving import load_checkpoint, save_checkpoint  # noqa: E402
+from autotp.state import full_state_dict, load_full_state_dict  # noqa: E402
+from autotp.trainer import Trainer  # noqa: E402
 from autotp.verify import Report, verify  # noqa: E402
 
 __all__ = [
@@ -26,14 +31,20 @@ __all__ = [
     "ParallelModule",
     "Plan",
     "Report",
+    "Sampler",
+    "Trainer",
     "clip_grad_norm_",
+    "distribute",
     "explain",
     "from_pretrained",
     "full_state_dict",
     "gather",
+    "load_checkpoint",
     "load_full_state_dict",
     "parallelize",
     "rule",
+    "save_checkpoint",
     "save_pretrained",
     "verify",
+    "weight_decay_groups",
 ]

@@ -10,25 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.agree import CheckInputs, agree_on_graph, agree_on_random, digest
+from autotp.agree import CheckInputs, agree_on_graph, digest
+from autotp.entry import Entry, prepare
 from autotp.errors import Error, within
 from autotp.hf.models import checkpoints
-from autotp.initialize import initialize
 from autotp.inputs import example_inputs as find_inputs
 from autotp.layout import Layout
-from autotp.mesh import Mesh, broadcast_from_first, expect_size, gather_ints, make_mesh
+from autotp.mesh import Mesh, expect_size, make_mesh
 from autotp.passes.capture import skeleton_of
 from autotp.passes.recompute import Recompute
 from autotp.regions import ambient
 from autotp.report import Plan, report
-from autotp.run import Entry, ParallelModule, prepare
+from autotp.run import ParallelModule
 from autotp.settings import Settings, expect_choices
 from autotp.structure import signature_of
+from autotp.take import TAKEN, take
 from autotp.transform import Choices, Experts, Outputs, analyse
 
 Read = Callable[[Mapping[str, Layout]], Mapping[str, Tensor]]
-TAKEN = "autotp_taken"
-"""An attribute of the empty parameters that `parallelize` leaves in a model."""
 
 
 def parallelize(
@@ -99,7 +98,7 @@ def on_mesh(
         settings = replace(settings, recompute="full")
 
     def make() -> Entry:
-        _expect_ordinary(model)
+        expect_ordinary(model)
         expect_choices(settings)
         args, kwargs = signature_of(model).by_name(*find_inputs(model, given))
         analysis = analyse(skeleton_of(model), args, kwargs, place.size, settings, autocast=ambient(place.device))
@@ -110,11 +109,8 @@ def on_mesh(
     # Whatever can fail is behind us when the first parameter is touched, on every rank.
     first = agree_on_graph(place, make, lambda made: f"{digest(made.analysis)} {settings} {_flags(model)}")
     layouts = first.analysis.layouts
-    taken = _taken(model, layouts, place, read(layouts) if read else {})
-    parallel = ParallelModule(model, first, taken, place, settings)
-    for tensor in model.parameters():
-        setattr(tensor, TAKEN, True)
-    return parallel
+    taken = take(model, layouts, place.rank, place, read(layouts) if read else {})
+    return ParallelModule(model, first, taken, place, settings)
 
 
 def explain(
@@ -136,71 +132,11 @@ def explain(
         expect_size(tp)
         choices = Choices(outputs, experts, sequence_parallel, without)
         expect_choices(choices)
-        _expect_ordinary(model)
+        expect_ordinary(model)
         args, kwargs = find_inputs(model, example_inputs)
         return report(analyse(skeleton_of(model), args, kwargs, tp, choices), _name(model))
 
     return within(f"explain({_name(model)}, tp={tp})", run)
-
-
-def _taken(
-    model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, read: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """The model's tensors, cut; the model is left on meta. One full parameter at a time is on the device.
-
-    Args:
-        read: parts that are there already.
-    """
-    on_meta = any(p.is_meta for name, p in model.named_parameters() if name not in read)
-    if gather_ints([on_meta], mesh)[0][0]:  # The first rank is the truth: others may be on meta for its sake alone.
-        agree_on_random(mesh)
-        return initialize(model, layouts, mesh.rank, mesh.device)
-    found: dict[str, Tensor] = {}
-    for name, holders in _held(model).items():
-        table, key = holders[0]
-        tensor = table[key]
-        local = read[name] if name in read else _part(tensor, layouts.get(name), mesh)
-        empty: Tensor = torch.empty_like(tensor, device="meta", requires_grad=False)
-        empty = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-        empty.__dict__.update(tensor.__dict__)
-        for table, key in holders:
-            table[key] = empty
-        found[name] = _now(tensor, local)
-    return found
-
-
-def _part(tensor: Tensor, layout: Layout | None, mesh: Mesh) -> Tensor:
-    """This rank's part of what the first rank has."""
-    full = broadcast_from_first(_on(tensor, mesh.device), mesh)
-    return layout.take(full, mesh.rank) if layout is not None and layout.dim is not None else full
-
-
-def _now(tensor: Tensor, local: Tensor) -> Tensor:
-    """A parameter stays the object it was, as under `.to()`: an optimizer that was made before has the right one."""
-    if not isinstance(tensor, nn.Parameter) or not torch._has_compatible_shallow_copy_type(tensor, local):
-        return local
-    tensor.data, tensor.grad = local, None
-    return tensor
-
-
-def _on(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on `device`, without values for a tensor on meta."""
-    if tensor.is_meta:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    return tensor.detach().to(device, copy=True).contiguous()
-
-
-def _held(model: nn.Module) -> dict[str, list[tuple[dict[str, Any], str]]]:
-    """Every parameter and buffer by its first name: all the tables it stands in. Keeps none of them alive."""
-    names: dict[int, str] = {}
-    found: dict[str, list[tuple[dict[str, Any], str]]] = {}
-    for prefix, module in model.named_modules():
-        for table in (module._parameters, module._buffers):
-            for key, tensor in table.items():
-                if tensor is not None:
-                    name = names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
-                    found.setdefault(name, []).append((table, key))
-    return found
 
 
 def _flags(model: nn.Module) -> str:
@@ -212,7 +148,7 @@ def _name(model: Any) -> str:
     return type(model).__name__
 
 
-def _expect_ordinary(model: Any) -> None:
+def expect_ordinary(model: Any) -> None:
     if isinstance(model, ParallelModule):
         raise Error("the model is parallel already", **{"try": "parallelize the original model once"})
     if not isinstance(model, nn.Module):

@@ -72,7 +72,7 @@ def make_mesh(
         expect_size(tp)
     if mesh is not None:
         return _from_device_mesh(tp, mesh, device)
-    _check_world(tp, _world())
+    _check_world(tp, world_size())
     if not dist.is_initialized() and not _launched():
         return Mesh(device=_own_device(device))
     return _over_the_world(_own_device(device), timeout)
@@ -133,11 +133,33 @@ def _from_device_mesh(tp: int | None, mesh: DeviceMesh, device: torch.device | s
     return Mesh("tp", group.size(), group.rank(), group.group_name, where, _runs(group, TIMEOUT))
 
 
-def _over_the_world(device: torch.device, timeout: timedelta) -> Mesh:
+def start(timeout: timedelta = TIMEOUT, device: torch.device | None = None) -> torch.device:
+    """This process's device, once torch.distributed is initialised, as torchrun says or as a world of one."""
+    device = device or _own_device(None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" and _own_gpus() else "gloo", timeout=timeout)
+        kind = "nccl" if device.type == "cuda" and _own_gpus() else "gloo"
+        store, rank, size = _met(timeout) if _launched() else (dist.HashStore(), 0, 1)
+        dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=timeout)
+    return device
+
+
+def _met(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Where torchrun's processes leave each other word, this one's rank and their number.
+
+    NOTE [Restarts] torchrun keeps its store when it starts processes anew, and a process may find there the address of
+    one that is gone (pytorch issue 135712). So each attempt has keys of its own. Over several nodes attempts are
+    counted on each, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is what helps.
+    """
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"autotp/{attempt}", store), rank, size
+
+
+def _over_the_world(device: torch.device, timeout: timedelta) -> Mesh:
+    start(timeout, device)
     # A group of its own, so that it has this timeout and this name whoever made the default one.
     group = dist.new_group(timeout=timeout, group_desc="tp")
     return Mesh("tp", dist.get_world_size(), dist.get_rank(), group.group_name, device, _runs(group, timeout))
@@ -181,7 +203,8 @@ def _launched() -> bool:
     return all(name in os.environ for name in ENVIRONMENT)
 
 
-def _world() -> int:
+def world_size() -> int:
+    """How many processes there are."""
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ["WORLD_SIZE"]) if _launched() else 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,49 +17,27 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autotp.agree import CheckInputs, agree_on_call, agree_on_graph, digest
-from autotp.call import draws, returned
 from autotp.eager import alone
+from autotp.entry import Entry, prepare
 from autotp.errors import Error, within
+from autotp.fsdp import dtypes, expect_whole
 from autotp.layout import Layout
 from autotp.mesh import Mesh
-from autotp.outputs import Held, mark, marked
-from autotp.passes.bind import bind
-from autotp.passes.recompute import Recompute, Recomputed, outline
+from autotp.outputs import mark, marked
+from autotp.passes.own import BlockCall, value_at, works
+from autotp.passes.recompute import Recompute, Recomputed
 from autotp.regions import Autocast, ambient
 from autotp.report import Plan, report
 from autotp.settings import Settings, expect_choices
 from autotp.sharded import Sharded
 from autotp.shells import Leaf, Shell, mirror, places
 from autotp.structure import flatten, signature_of, states
-from autotp.transform import Analysis, analyse, rank_graph
+from autotp.transform import analyse
 
 CHECKED_CALLS = 2
 """How many calls of each graph `check_inputs="first"` compares."""
 
 Key = tuple[Any, ...]
-
-
-@dataclass
-class Entry:
-    """A graph that is ready to run.
-
-    Attributes:
-        analysis: what it was made from; `analysis.captured` has the guard on sizes and the structure of the outputs.
-        module: the bound graph.
-        sources: for each placeholder before the inputs a parameter's or buffer's first name, or a constant.
-        updated: buffers that the graph returns new values of, last.
-        held: how each output tensor is held.
-        random: whether it draws random numbers.
-        calls: how many there were.
-    """
-
-    analysis: Analysis
-    module: fx.GraphModule
-    sources: list[str | Tensor]
-    updated: list[str]
-    held: list[Held]
-    random: bool
-    calls: int = 0
 
 
 class Called(NamedTuple):
@@ -69,32 +47,6 @@ class Called(NamedTuple):
     spec: Any
     tensors: list[Tensor]
     autocast: Autocast
-
-
-def prepare(analysis: Analysis, mesh: Mesh, settings: Settings) -> Entry:
-    """The graph of this rank, bound to its device and process group.
-
-    Raises:
-        Error: the graph cannot be lowered.
-    """
-    captured = analysis.captured
-    lowered = rank_graph(analysis, mesh.rank, settings.randomness)
-    graph = bind(lowered, mesh.device, mesh.groups, captured.owned, settings.optional("reuse"))
-    names = captured.parameters | captured.buffers
-    sources: list[str | Tensor] = [
-        names[node.name] if node.name in names else captured.constants[node.name].to(mesh.device)
-        for node in graph.nodes
-        if node.op == "placeholder" and (node.name in names or node.name in captured.constants)
-    ]
-    updated = [captured.buffers[name] for name in analysis.updated]
-    count = len(returned(graph)) - len(updated)
-    held = [Held(analysis.local_outputs.get(i), mesh) for i in range(count)]
-    module = (
-        outline(graph, settings.recompute, analysis.updated)
-        if settings.optional("outline")
-        else fx.GraphModule(nn.Module(), graph)
-    )
-    return Entry(analysis, module, sources, updated, held, any(draws(node) for node in graph.nodes))
 
 
 class Running(Shell):
@@ -137,6 +89,8 @@ class Running(Shell):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments, which must be the same on all ranks of the axis."""
+        if args and isinstance(args[0], BlockCall):
+            return args[0].run(args[1:])
         if "_entries" not in vars(self):
             self._begin()
         args, kwargs = self._signature.by_name(args, kwargs)
@@ -154,7 +108,7 @@ class Running(Shell):
         assert entry is not None  # Refused above otherwise.
         with called.autocast.off():
             found = entry.module(
-                *(held[source] if isinstance(source, str) else source for source in entry.sources),
+                *(expect_whole(x, held[x]) if isinstance(x, str) else x for x in entry.operands),
                 *(t.part if isinstance(t, Sharded) else t for t in tensors),
             )
         return self._returned(entry, found, states((args, kwargs)))
@@ -174,19 +128,14 @@ class Running(Shell):
         return captured.outputs([marked(x) if i in captured.kept else x for i, x in enumerate(found)], changed)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers as they are now: functional_call swaps them. (What is no parameter is looked up.)"""
-        found = {}
-        for name, (module, key) in self._places.items():
-            parameter = module._parameters.get(key)
-            found[name] = getattr(module, key) if parameter is None else parameter
-        return found
+        """Parameters and buffers as they are now."""
+        return {name: value_at(place) for name, place in self._places.items()}
 
     def _key(self, leaves: Sequence[Any], spec: Any, autocast: Autocast, held: Mapping[str, Tensor]) -> Key:
         """Everything about a call but its tensors' sizes and values."""
-        kinds = tuple(_kind(leaf) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves)
+        kinds = tuple(_kind(leaf) if isinstance(leaf, Tensor) else plain(leaf) for leaf in leaves)
         modes = tuple(module.training for module in self._modules_in_order)
-        dtypes = tuple(tensor.dtype for tensor in held.values())
-        return spec, kinds, modes, dtypes, autocast.dtype, self._settings.outputs, self._settings.recompute
+        return spec, kinds, modes, dtypes(self, held), autocast.dtype, self._settings.outputs, self._settings.recompute
 
     def _find(self, key: Key, tensors: Sequence[Tensor]) -> Entry | None:
         for known, entry in self._entries:
@@ -231,9 +180,18 @@ class Running(Shell):
 
         with alone():
             entry = agree_on_graph(mesh, make, lambda made: digest(made.analysis))
+        return self._keep(self._key(called.leaves, called.spec, called.autocast, self._tensors()), entry)
+
+    def _keep(self, key: Key, made: Entry) -> Entry:
+        """A graph for calls to come, whose blocks read their parameters in this model."""
+        parts = dict(self.named_modules(remove_duplicate=False))
+        entry = made.on(self._places, lambda block: parts.get(block) if block else None)
+        for part in entry.module.children():
+            if isinstance(part, BlockCall):
+                part.owner[0].__dict__["_is_block"] = True
         if "_compiles" in vars(self):
             _compile_blocks(entry.module, self._compiles)
-        self._entries.append((self._key(called.leaves, called.spec, called.autocast, self._tensors()), entry))
+        self._entries.append((key, entry))
         return entry
 
 
@@ -263,7 +221,7 @@ class ParallelModule(Running):
             vars(module)["_held"] = {key: first.analysis.layouts[name] for key, name in held.items()}
         self._begin()
         captured = first.analysis.captured
-        self._entries.append((self._key(captured.leaves, captured.spec, captured.autocast, self._tensors()), first))
+        self._keep(self._key(captured.leaves, captured.spec, captured.autocast, self._tensors()), first)
 
     # ---- what a user reads
 
@@ -307,8 +265,14 @@ class ParallelModule(Running):
     @property
     def code(self) -> str:
         """What this rank computes in a call as the first was, as Python: each block once, however deep the model."""
-        parts = self._entries[0][1].module.named_modules()
-        return "\n".join(f"# {name}\n{part.code}" for name, part in parts if isinstance(part, fx.GraphModule))
+        first = self._entries[0][1].module
+        parts = [
+            (f"{name}.{path}".rstrip("."), part)
+            for name, work in works(first).items()
+            for path, part in work.named_modules()
+        ]
+        graphs = [("", first), *((name, part) for name, part in parts if isinstance(part, fx.GraphModule))]
+        return "\n".join(f"# {name}\n{part.code}" for name, part in graphs)
 
     def compile_blocks(self, **options: Any) -> None:
         """Compiles what a block computes, once for all blocks that compute alike, in the graphs there are and to come.
@@ -333,10 +297,14 @@ class ParallelModule(Running):
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        for module in self.modules():  # The graphs never change: the copy may use the same.
-            if "_entries" in vars(module):
-                memo[id(module._entries)] = list(module._entries)  # type: ignore[arg-type]
+        kept: dict[nn.Module, Any] = {
+            module: module._entries for module in self.modules() if "_entries" in vars(module)
+        }
+        memo |= {id(entries): [] for entries in kept.values()}
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        for module, entries in kept.items():  # The graphs never change: the copy uses the same, on its own parameters.
+            for key, entry in entries:
+                memo[id(module)]._keep(key, entry)
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -347,7 +315,7 @@ class ParallelModule(Running):
 
 
 def _compile_blocks(module: fx.GraphModule, options: Mapping[str, Any]) -> None:
-    for part in module.children():  # What is computed again is the compiled part: each has code of its own.
+    for part in works(module).values():  # What is computed again is the compiled part: each has code of its own.
         (part.inner if isinstance(part, Recomputed) else part).compile(**options)
 
 
@@ -356,7 +324,7 @@ def _kind(tensor: Tensor) -> Any:
     return tensor.dim(), tensor.dtype, tensor.cut if isinstance(tensor, Sharded) else None
 
 
-def _plain(leaf: Any) -> Any:
+def plain(leaf: Any) -> Any:
     """A plain argument as part of a key, in which undefined numbers are the same, and 1, 1.0 and True are not."""
     return type(leaf), "nan" if isinstance(leaf, float) and leaf != leaf else leaf
 
@@ -376,7 +344,9 @@ def _follow(original: nn.Module, module: Running) -> None:
     """Gives the skeleton the train/eval flags and the dtypes that the parallel model has now."""
     for theirs, mine in zip(original.modules(), module.modules(), strict=True):
         theirs.training = mine.training
+    held = module._tensors()
+    used = dict(zip(held, dtypes(module, held), strict=True))
     for name, tensor in [*original.named_parameters(), *original.named_buffers()]:
-        dtype = getattr(*module._places[name]).dtype
+        dtype = used[name]
         if tensor.dtype != dtype:
             tensor.data = tensor.data.to(dtype)

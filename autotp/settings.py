@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from autotp.agree import CheckInputs
@@ -21,9 +22,14 @@ class Settings(Choices):
     recompute: Recompute = "none"
 
 
-def expect_choices(choices: Choices) -> None:
-    """Raises Error for a choice that there is not."""
+def expect_choices(choices: Choices, more: Mapping[str, tuple[Any, ...]] = MappingProxyType({})) -> None:
+    """Raises Error for a choice that there is not.
+
+    Args:
+        more: what there is of further ones.
+    """
     allowed: Mapping[str, tuple[Any, ...]] = {
+        **more,
         "outputs": ("auto", "full", "local"),
         "randomness": ("fast", "exact"),
         "check_inputs": ("always", "first", "never"),

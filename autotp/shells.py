@@ -17,9 +17,7 @@ from torch import Tensor, nn
 
 from autotp.errors import Error
 from autotp.hf.models import overrides
-
-Place = tuple[nn.Module, str]
-"""A module, and the name there of a parameter or buffer."""
+from autotp.passes.own import Place
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -68,10 +66,31 @@ class Shell(nn.Module):
 
 
 class Leaf(Shell):
-    """A submodule's shell. (The whole model takes hooks, a part of it would not run them.)"""
+    """A submodule's shell. (The whole model takes hooks; a part of it has no work of its own for them to be around.)
 
-    register_forward_hook = register_forward_pre_hook = _no_hook
+    A block is called when its work is done, with other arguments than the original's: torch.distributed's own hooks
+    (`fully_shard`'s), which look at none, are welcome there.
+    """
+
     register_full_backward_hook = register_full_backward_pre_hook = _no_hook
+
+    def _register(self, kind: str, hook: Any, given: Any) -> Any:
+        if not getattr(hook, "__module__", "").startswith("torch.distributed."):
+            _no_hook(self)
+        if not self.__dict__.get("_is_block"):
+            raise Error(
+                f"fully_shard({self._get_name()}): this part of a parallel model is no block, and never called",
+                **{"try": "fully_shard each numbered block, as model.h[0], and the model"},
+            )
+        return getattr(super(), kind)(hook, **given)
+
+    def register_forward_hook(self, hook: Any, **given: Any) -> Any:
+        """As torch's, for torch.distributed's hooks on a block."""
+        return self._register("register_forward_hook", hook, given)
+
+    def register_forward_pre_hook(self, hook: Any, **given: Any) -> Any:
+        """As torch's, for torch.distributed's hooks on a block."""
+        return self._register("register_forward_pre_hook", hook, given)
 
 
 def mirror(

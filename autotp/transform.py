@@ -194,7 +194,9 @@ def _summed(captured: Captured, graph: fx.Graph, updated: Sequence[str]) -> tupl
     loss = next((node for node in returned(graph) if isinstance(node, fx.Node) and _is_loss(node)), None)
     if loss is None:
         raise Error("the model returns no loss, a tensor of no dimension", **{"try": "labels among the inputs"})
-    found = totals(graph, loss, captured.inputs)
+    if not captured.example or not captured.example[0]:
+        raise Error("the model's first input has no rows, and so there is no batch", **{"try": "the batch first"})
+    found = totals(graph, loss, batched(captured.inputs, captured.example))
     return replace(captured, kept=frozenset()), found.graph, found.counts
 
 

@@ -1,13 +1,14 @@
-"""Text as bytes: a training part, a held-out part, and windows of them that depend on (seed, step) alone.
+"""Text: its files and documents; and as bytes, a training part, a held-out part, and windows of them.
 
-Every rank of a tensor-parallel model must see the same batch, and so must the single-process run it is compared
-with: hence no shuffling state, and files in sorted order.
+The windows depend on (seed, step) alone. Every rank of a tensor-parallel model must see the same batch, and so must the
+single-process run it is compared with: hence no shuffling state, and files in sorted order.
 """
 
 from __future__ import annotations
 
+import json
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,14 +41,50 @@ def load(paths: Sequence[str | Path] = ()) -> Corpus:
     Raises:
         ValueError: a path does not exist, or there are no bytes to train on.
     """
-    files = [file for path in paths for file in _files(Path(path))] if paths else standard_library()
-    text = b"".join(file.read_bytes() for file in files)
-    if len(text) < 2:
-        where = ", ".join(map(str, paths)) or "the standard library's folder"
-        raise ValueError(f"no text in {where}: {len(files)} text files, {len(text)} bytes. Try --data FILE")
+    text = b"".join(file.read_bytes() for file in files(paths))
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     cut = len(data) - max(1, int(len(data) * HELD_OUT))
     return Corpus(data[:cut], data[cut:])
+
+
+def files(paths: Sequence[str | Path] = ()) -> list[Path]:
+    """These files, and the text files in these folders, in order; without any, Python's own source.
+
+    Raises:
+        ValueError: a path does not exist, or there are no two bytes in all the files.
+    """
+    found = [file for path in paths for file in _files(Path(path))] if paths else standard_library()
+    size = sum(file.stat().st_size for file in found)
+    if size < 2:
+        where = ", ".join(map(str, paths)) or "the standard library's folder"
+        raise ValueError(f"no text in {where}: {len(found)} text files, {size} bytes. Try --data FILE")
+    return found
+
+
+def documents(files: Sequence[Path]) -> Iterator[str]:
+    """The documents of these files, those without text left out: a file is one; of a .jsonl file each line's "text".
+
+    Raises:
+        ValueError: a line of a .jsonl file is no object with a "text".
+    """
+    for file in files:
+        texts = json_texts(file) if file.suffix == ".jsonl" else [file.read_bytes().decode(errors="replace")]
+        yield from (text for text in texts if text.strip())
+
+
+def json_texts(file: Path) -> Iterator[str]:
+    """Each line's "text".
+
+    Raises:
+        ValueError: a line is no object with a "text".
+    """
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                if line.strip():
+                    yield str(json.loads(line)["text"])
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f'{file}, line {number}: not an object with a "text": {line.strip()[:60]}') from None
 
 
 def standard_library() -> list[Path]:

@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/train_bert.py
 
-Masking is that of the paper (Devlin et al. 2018, section 3.1): 15% of the bytes are to be predicted; of those 80%
-are masked, 10% replaced by another byte, 10% left as they are.
+Masking is that of the paper, of bytes (`masking.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 import corpus
+import masking
 import torch
 import training
 from torch import Tensor
@@ -20,8 +20,6 @@ import autotp
 from autotp.models.bert import BERT, BERTConfig
 
 MASK = 256  # The one token that is no byte.
-CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1
-IGNORED = -100  # The label of a byte that is not to be predicted.
 
 
 def arguments() -> Namespace:
@@ -46,13 +44,7 @@ def build(args: Namespace) -> BERT:
 
 def masked(windows: Tensor, seed: int) -> Batch:
     """Tokens, some of them masked, and as labels what stood at the chosen places; all three: [batch block]"""
-    generator = torch.Generator().manual_seed(seed)
-    chosen = torch.rand(windows.shape, generator=generator) < CHOSEN
-    fate = torch.rand(windows.shape, generator=generator)
-    others = torch.randint(MASK, windows.shape, generator=generator)
-    tokens = windows.masked_fill(chosen & (fate < MASKED), MASK)
-    tokens = torch.where(chosen & (fate >= 1 - REPLACED), others, tokens)
-    return tokens, windows.masked_fill(~chosen, IGNORED)
+    return masking.masked(windows, torch.Generator().manual_seed(seed), mask=MASK, others=range(MASK))
 
 
 def held_out(text: corpus.Corpus, args: Namespace, count: int = 512) -> list[Batch]:

@@ -64,10 +64,10 @@ def world() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def say(*what: object) -> None:
+def say(*what: object, sep: str = " ") -> None:
     """Prints, on the first rank only."""
     if rank() == 0:
-        print(*what, flush=True)
+        print(*what, sep=sep, flush=True)
 
 
 def device(args: Namespace) -> torch.device:

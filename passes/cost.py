@@ -1,13 +1,17 @@
-"""cost: what the blocks of a model cost, in multiplications, for dividing them among stages.
+"""cost: what the blocks of a model cost, for dividing them among stages.
 
-Before: a graph and its axes                          After: [2.5e9, 2.5e9, ...]
+Before: a graph and its axes
+After:  [Cost(multiplications=2.5e9, parameters=7087872, activations=98304), ...]
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import fx
 
 from autotp.axis import Size, find
@@ -17,16 +21,44 @@ from autotp.passes.plan import NOMINAL, elements
 from autotp.source import block_of
 
 
-def block_costs(graph: fx.Graph, axes: Axes, blocks: Sequence[str]) -> list[float]:
-    """What each block costs at nominal batch and sequence; what is before the blocks is the first's, and what stands
-    behind one (a head, the loss) is that one's.
+@dataclass(frozen=True)
+class Cost:
+    """What a block costs.
+
+    Attributes:
+        multiplications: at nominal batch and sequence.
+        parameters: numbers that it reads of them.
+        activations: numbers that its operators make of one microbatch, of the size that it was captured with.
     """
-    found = [0.0] * len(blocks)
+
+    multiplications: float = 0
+    parameters: int = 0
+    activations: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.multiplications + other.multiplications,
+            self.parameters + other.parameters,
+            self.activations + other.activations,
+        )
+
+
+def block_costs(graph: fx.Graph, axes: Axes, blocks: Sequence[str], parameters: Collection[str]) -> list[Cost]:
+    """What each block costs; what is before the blocks is the first's, and what stands behind one (a head, the loss)
+    is that one's.
+
+    Args:
+        parameters: placeholder names.
+    """
+    found = [Cost()] * max(len(blocks), 1)
+    read: list[set[fx.Node]] = [set() for _ in found]
     at = 0
-    for node in graph.nodes:
-        name = block_of(node) if node.op == "call_function" else ""
+    for node in (node for node in graph.nodes if node.op == "call_function"):
+        name = block_of(node)
         at = blocks.index(name) if name in blocks else at
-        found[at] += multiplications(node, axes)
+        its = {n for n in node.all_input_nodes if n.name in parameters}
+        found[at] += Cost(multiplications(node, axes), sum(map(_numbers, its - read[at])), _made(node))
+        read[at] |= its
     return found
 
 
@@ -44,3 +76,22 @@ def multiplications(node: fx.Node, axes: Axes) -> float:
 
 def _nominal(size: Size) -> int:
     return size.number * NOMINAL ** len(size.symbols)
+
+
+def _made(node: fx.Node) -> int:
+    """Numbers that an operator makes, in memory of its own."""
+    return 0 if _memory(node) & _memory(*node.all_input_nodes) else _numbers(node)
+
+
+def _numbers(node: fx.Node) -> int:
+    """The numbers in a node's tensors, at the sizes that it was captured with."""
+    return sum(math.prod(n if isinstance(n, int) else n.node.hint or 0 for n in x.shape) for x in _tensors(node))
+
+
+def _memory(*nodes: fx.Node) -> set[int]:
+    return {x.untyped_storage()._cdata for node in nodes for x in _tensors(node)}
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    value: Any = node.meta.get("val")
+    return [x for x in (value if isinstance(value, tuple | list) else [value]) if isinstance(x, torch.Tensor)]

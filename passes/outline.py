@@ -42,6 +42,7 @@ def outlined(graph: fx.Graph, regions: Sequence[Sequence[fx.Node]], name: str) -
             known[text] = f"{name}_{len(known)}" if known else name
             root.add_module(known[text], fx.GraphModule(nn.Module(), _extracted(last[node], inputs, results)))
         call = new.call_module(known[text], tuple(env[n] for n in inputs))
+        call.meta = {"nn_module_stack": last[node][0].meta.get("nn_module_stack")}  # Whose block it is.
         for i, result in enumerate(results):
             env[result] = call if len(results) == 1 else new.call_function(operator.getitem, (call, i))
             env[result].meta = dict(result.meta)

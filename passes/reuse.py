@@ -20,6 +20,7 @@ from torch import fx
 
 from autotp import collectives, parallel
 from autotp.columns import columns
+from autotp.source import block_of
 
 aten = torch.ops.aten
 PRODUCTS = {aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default}
@@ -29,9 +30,14 @@ VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, ate
 
 
 def fresh(graph: fx.Graph) -> set[fx.Node]:
-    """The `copy`, `reduce` and `class_terms` nodes of a lowered graph that may work in place."""
+    """The `copy`, `reduce` and `class_terms` nodes of a lowered graph that may work in place.
+
+    What another block made is left alone: where blocks are gathered one by one, a hook hangs on what each returns.
+    """
     found = set()
     for node in graph.nodes:
+        if any(block_of(n) != block_of(node) for n in node.all_input_nodes[:1]) and node.target is not collectives.copy:
+            continue
         if node.target is collectives.reduce and len(node.args) == 2 and _is_new(node.args[0]):
             found.add(node)
         if node.target is collectives.copy and _gradient_is_new(node):

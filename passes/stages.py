@@ -14,7 +14,8 @@ Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,11 @@ from torch import fx
 
 from autotp.call import draws, returned
 from autotp.errors import Error
+from autotp.passes.cost import Cost
 from autotp.source import block_of, line_of
+
+KEPT = 4
+"""Numbers that training keeps for each parameter: itself, its gradient and two moments."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,71 @@ class Stage:
     graph: fx.Graph
     received: tuple[str, ...]
     blocks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the blocks of a model are divided among the stages of a pipeline.
+
+    Attributes:
+        blocks: those of each stage, in the order in which they run.
+        costs: what each stage costs, in multiplications.
+        memory: what each stage keeps, in numbers.
+        ranks: the rank of the pipeline that each is on.
+    """
+
+    blocks: tuple[tuple[str, ...], ...]
+    costs: tuple[float, ...]
+    memory: tuple[float, ...]
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        names = [f"{some[0]} to {some[-1]}" if len(some) > 1 else "".join(some) for some in self.blocks]
+        width = max(map(len, [*names, "blocks"]))
+        shares = zip(
+            *([f"{part / (sum(parts) or 1):.1%}" for part in parts] for parts in (self.costs, self.memory)), strict=True
+        )
+        rows = zip(self.ranks, names, shares, strict=True)
+        lines = [f"{i:<5}  {at:<7}  {name:<{width}}  {a:<15}  {b}" for i, (at, name, (a, b)) in enumerate(rows)]
+        return "\n".join([f"stage  pp rank  {'blocks':<{width}}  multiplications  memory", *lines])
+
+
+def divided(blocks: Sequence[str], costs: Sequence[Cost], homes: Sequence[int], flights: Sequence[int]) -> Division:
+    """The blocks in as many stages as there are homes, the dearest of which costs as little as it can.
+
+    Among such divisions it is one in which the stage that keeps most keeps as little as it can.
+
+    Args:
+        homes: the rank of each stage.
+        flights: of how many microbatches each stage has activations at a time.
+
+    Raises:
+        Error: there are fewer blocks.
+    """
+    if len(blocks) < len(homes) and len(homes) > 1:
+        raise Error(f"{len(homes)} stages, and the model has {len(blocks)} blocks", **{"try": "fewer pipeline ranks"})
+    total = [Cost(), *itertools.accumulate(costs)]
+
+    def work(_: int, run: range) -> float:
+        done = total[run.stop].multiplications - total[run.start].multiplications
+        return done + len(run)  # A block is never nothing.
+
+    def memory(stage: int, run: range) -> float:
+        learnt = total[run.stop].parameters - total[run.start].parameters
+        made = total[run.stop].activations - total[run.start].activations
+        return KEPT * learnt + flights[stage] * made
+
+    fast = balanced(len(blocks) or 1, len(homes), work)
+    dearest = max(itertools.starmap(work, enumerate(fast))) * (1 + 1e-9)  # Sums of floats.
+    runs = balanced(
+        len(blocks) or 1, len(homes), lambda i, run: memory(i, run) if work(i, run) <= dearest else math.inf
+    )
+    return Division(
+        tuple(tuple(blocks[run.start : run.stop]) for run in runs),
+        tuple(sum(costs[i].multiplications for i in run) for run in runs),
+        tuple(itertools.starmap(memory, enumerate(runs))),
+        tuple(homes),
+    )
 
 
 def staged(graph: fx.Graph, parts: Sequence[Collection[str]], parameters: Collection[str]) -> list[Stage]:
@@ -72,21 +142,20 @@ def blocks_in_order(graph: fx.Graph, parameters: Collection[str]) -> list[str]:
     return list(dict.fromkeys(name for name in found if name))
 
 
-def balanced(costs: Sequence[float], count: int) -> list[range]:
+def balanced(items: int, count: int, cost: Callable[[int, range], float]) -> list[range]:
     """Consecutive runs of items, none of them empty, the dearest of which costs as little as it can.
 
     Args:
-        costs: what each item costs.
         count: how many runs, no more than items.
+        cost: what a run costs, by its number.
     """
-    total = [0.0, *itertools.accumulate(costs)]
     # (runs, items) -> what the dearest costs, and where the last begins.
-    best: dict[tuple[int, int], tuple[float, int]] = {(0, 0): (0.0, 0)}
+    best: dict[tuple[int, int], tuple[float, int]] = {(0, 0): (-math.inf, 0)}
     for runs in range(1, count + 1):
-        for stop in range(runs, len(costs) - (count - runs) + 1):
+        for stop in range(runs, items - (count - runs) + 1):
             starts = [at for at in range(stop) if (runs - 1, at) in best]
-            best[runs, stop] = min((max(best[runs - 1, at][0], total[stop] - total[at]), at) for at in starts)
-    found, stop = [], len(costs)
+            best[runs, stop] = min((max(best[runs - 1, at][0], cost(runs - 1, range(at, stop))), at) for at in starts)
+    found, stop = [], items
     for runs in range(count, 0, -1):
         start = best[runs, stop][1]
         found.append(range(start, stop))

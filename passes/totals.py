@@ -29,6 +29,12 @@ TOTAL = "total"
 OF_CLASSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
 SUMS = (aten.add.Tensor, aten.sub.Tensor)
 PRODUCTS = (aten.mul.Tensor, aten.div.Tensor)
+OF_NUMBERS = {
+    overload
+    for packet in (aten.mul, aten.div, aten.add, aten.sub, aten.rsub, aten.pow, aten.full, aten.full_like)
+    for overload in (getattr(packet, name) for name in packet.overloads())
+} | {aten.scalar_tensor.default}
+"""What computes with a number that may be a size."""
 PASSED_ON = (aten.neg.default, aten.to.dtype, aten._to_copy.default, aten.view.default, aten.squeeze.default)
 
 
@@ -63,11 +69,12 @@ def totals(graph: fx.Graph, loss: fx.Node, inputs: Sequence[str]) -> Totals:
 
     Args:
         loss: a scalar that the graph returns.
-        inputs: names of the placeholders of inputs; the first dimension of the first is the batch.
+        inputs: names of the placeholders of the inputs that are a batch, along their first dimension.
 
     Raises:
         Error: the loss is not made of means over the batch, by adding and scaling.
     """
+    _expect_no_sizes(graph, inputs)
     kinds = Kinds(_made_of(graph, ()), _made_of(graph, inputs), _made_of(graph, _places(graph) - set(inputs), True))
     divided = _divided(loss, kinds)
     builder, counts, given = Builder(fake_mode_of(graph)), list[fx.Node](), dict[fx.Node, fx.Node]()
@@ -105,8 +112,21 @@ def returning(graph: fx.Graph, wanted: Sequence[fx.Node], places: bool = True) -
 def _total(builder: Builder, i: int, of: fx.Node) -> fx.Node:
     node = builder.graph.placeholder(f"{TOTAL}_{i}")
     with builder.mode:
-        node.meta["val"] = torch.empty_like(of.meta["val"])
+        node.meta["val"] = torch.empty_like(of.meta["val"], dtype=_wide(of.meta["val"].dtype))
     return node
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums of this dtype are taken in: 65,504 is the largest number of float16, and bfloat16 has 8 bits."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _widened(builder: Builder, value: Any) -> Any:
+    """A floating tensor in the dtype that sums are taken in; anything else as it is."""
+    example = value.meta.get("val") if isinstance(value, fx.Node) else None
+    if not isinstance(example, torch.Tensor) or _wide(example.dtype) == example.dtype:
+        return value
+    return builder.call(aten.to.dtype, value, _wide(example.dtype))
 
 
 def _places(graph: fx.Graph) -> set[str]:
@@ -128,6 +148,8 @@ def _divided(node: fx.Node, kinds: Kinds) -> dict[fx.Node, bool]:
     x, y = (*node.args, None, None)[:2]
     if node.target is aten.mul.Tensor and not kinds.varies(x):
         x, y = y, x
+    if (is_mean(node) or _is_sum(node)) and isinstance(x, fx.Node) and x.meta["val"].dim() == 0 and y is None:
+        return _divided(x, kinds)  # Of one number: itself.
     if is_mean(node) or node in kinds.fixed:
         return {node: False}
     if _is_sum(node):
@@ -145,6 +167,24 @@ def _divided(node: fx.Node, kinds: Kinds) -> dict[fx.Node, bool]:
     for term in terms or [x]:
         found |= _divided(term, kinds)  # type: ignore[arg-type]
     return found
+
+
+def _expect_no_sizes(graph: fx.Graph, inputs: Sequence[str]) -> None:
+    """Raises Error where values are made of how many rows there are: parts of a batch have fewer."""
+    rows = {symbol for n in graph.nodes if n.name in inputs for symbol in _symbols(n.meta["val"].shape[0])}
+    for node in graph.nodes:
+        sizes = [n for n in node.args if isinstance(n, fx.Node) and _symbols(n.meta.get("val")) & rows]
+        if sizes and isinstance(node.meta.get("val"), torch.Tensor) and node.target in OF_NUMBERS:
+            raise Error(
+                f"`{node.target}` computes with the number of rows, which is another in each part of a batch",
+                at=line_of(node),
+                **{"try": "a mean, which is one over the whole batch"},
+            )
+
+
+def _symbols(size: Any) -> set[Any]:
+    """What a size is computed from; nothing for a number, or for a tensor."""
+    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt | torch.SymFloat) else set()
 
 
 def _counts(node: fx.Node, kinds: Kinds) -> list[fx.Node]:
@@ -175,11 +215,12 @@ def _by_total(builder: Builder, node: fx.Node, total: fx.Node, rows: fx.Node | N
         return total, builder.copy(node)
     arguments = builder.map(bind(node))
     if node.target in OF_CLASSES and not arguments["target"].meta["val"].is_floating_point():
-        summed = builder.call(node.target, *(arguments | {"reduction": SUM}).values())
+        wide = {name: _widened(builder, value) for name, value in arguments.items()}
+        summed = builder.call(node.target, *(wide | {"reduction": SUM}).values())
         count = _counted(builder, arguments)
     else:
         size = builder.call(aten.sym_size.int, rows, 0)
-        summed = builder.call(aten.mul.Tensor, builder.copy(node), size)
+        summed = builder.call(aten.mul.Tensor, _widened(builder, builder.copy(node)), size)
         count = builder.call(aten.full.default, [], size, dtype=torch.float64)
     return builder.call(aten.div.Tensor, summed, total), count
 

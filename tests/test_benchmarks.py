@@ -19,6 +19,7 @@ from helpers import run_ranks
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import activations
+import bubble
 import capture
 import checkpoint
 import gpu
@@ -26,6 +27,7 @@ import growth
 import megatron
 import share
 import step
+import zero
 
 import passes
 from autotp import transform
@@ -225,3 +227,28 @@ def test_failed_rank_ends_the_wait(tmp_path):
     alive, dead = (SimpleNamespace(is_alive=lambda a=a: a, exitcode=-9) for a in (True, False))
     found = gpu._wait(tmp_path, [alive, dead, alive], time.monotonic() + 60)
     assert found == [gpu.Found(0, 1), "rank 1 died with exit code -9", "took too long"]
+
+
+# --- bubble.py and zero.py
+
+
+def bytes_held(rank: int, n: int) -> dict[tuple[int, str], tuple[float, float]]:
+    return {(stage, moment): both for stage in range(4) for moment, both in zero.measured(stage).items()}
+
+
+def test_stages_of_zero_hold_what_their_formulas_say() -> None:
+    for found in run_ranks(bytes_held, 2):
+        for moment, (held, formula) in found.items():
+            assert held == pytest.approx(formula, rel=0.03), moment
+
+
+def idle(rank: int, n: int, microbatches: int, schedule: str) -> float:
+    return bubble.idle(n, microbatches, schedule, 2 * n)
+
+
+@pytest.mark.rare  # It is about time: nothing else may run.
+@pytest.mark.parametrize(("schedule", "v"), [("1F1B", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(("n", "microbatches"), [(2, 4), (4, 8)])
+def test_ranks_are_idle_as_long_as_the_formula_says(n: int, microbatches: int, schedule: str, v: int) -> None:
+    found = max(run_ranks(idle, n, microbatches, schedule, timeout=100))
+    assert found == pytest.approx((n - 1) / (microbatches * v), rel=0.15)

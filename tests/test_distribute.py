@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import run_ranks
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import autotp
 from autotp.distribute import distribute
@@ -55,7 +56,14 @@ def mine(batch: dict[str, Tensor], rank: int, dp: int) -> dict[str, Tensor]:
     return {name: value.chunk(dp)[rank] for name, value in batch.items()}
 
 
-def steps(rank: int, n: int, name: str, layout: tuple[int, int, int], schedule: str, along: bool) -> None:
+def whole_of(tensor: Tensor) -> Tensor:
+    """A tensor that the replicas hold parts of."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def steps(
+    rank: int, n: int, name: str, layout: tuple[int, int, int], schedule: str = "1F1B", along: bool = False, **more: Any
+) -> None:
     """Five steps of SGD beside one device's, on batches in which other rows count."""
     tp, pp, dp = layout
     whole, batch = built(name)
@@ -66,7 +74,7 @@ def steps(rank: int, n: int, name: str, layout: tuple[int, int, int], schedule: 
         parameter.data.add_(1)  # The first rank's are taken.
     trainer = distribute(
         model, tp=tp, pp=pp, dp=dp, microbatches=parts, schedule=schedule,  # type: ignore[arg-type]
-        example_inputs=example, sequence_parallel=along,
+        example_inputs=example, sequence_parallel=along, **more,
     )  # fmt: skip
     close = {"rtol": 0, "atol": TOLERANCE.get(name, 1e-5)}
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (whole, trainer)]
@@ -82,9 +90,18 @@ def steps(rank: int, n: int, name: str, layout: tuple[int, int, int], schedule: 
         grads = {names[id(p)]: p.grad for p in whole.parameters()}
         for key, parameter in trainer.named_parameters():
             grad = trainer.layouts[key].take(grads[key], trainer.mesh["tp"].get_local_rank())
-            torch.testing.assert_close(parameter.grad, grad, **close, msg=lambda m, key=key: f"{key}: {m}")
+            torch.testing.assert_close(whole_of(parameter.grad), grad, **close, msg=lambda m, key=key: f"{key}: {m}")
         for optimizer in optimizers:
             optimizer.step()
+    if schedule == "zero-bubble-v" and pp > 1:
+        with pytest.raises(autotp.Error, match="torch's schedule"):
+            trainer.evaluate(**mine(batch, trainer.mesh["dp"].get_local_rank(), dp))
+        return
+    whole.eval()
+    with torch.no_grad():
+        expected = loss_of(whole(**batch))
+    found = trainer.evaluate(**mine(batch, trainer.mesh["dp"].get_local_rank(), dp))
+    torch.testing.assert_close(found, expected, **close)
 
 
 def all_models(rank: int, n: int, layout: tuple[int, int, int], schedule: str, along: bool) -> None:
@@ -97,7 +114,9 @@ def all_models(rank: int, n: int, layout: tuple[int, int, int], schedule: str, a
     ("layout", "schedule", "along"),
     [
         pytest.param(*case, marks=[pytest.mark.rare] * (case not in USUAL))
-        for case in itertools.product(LAYOUTS, ("1F1B", "interleaved", "GPipe"), (False, True))
+        for case in itertools.product(
+            LAYOUTS, ("1F1B", "interleaved", "GPipe", "zero-bubble", "zero-bubble-v"), (False, True)
+        )
     ],
     ids=lambda it: "tp{}-pp{}-dp{}".format(*it) if isinstance(it, tuple) else str(it),
 )
@@ -106,10 +125,33 @@ def test_layout(layout: tuple[int, int, int], schedule: str, along: bool) -> Non
     run_ranks(all_models, tp * pp * dp, layout, schedule, along, timeout=280)
 
 
+def sharded(rank: int, n: int, layout: tuple[int, int, int], zero: int, schedule: str) -> None:
+    for name in ("gpt", "llama-tied"):
+        steps(rank, n, name, layout, schedule, zero=zero)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("layout", "zero", "schedule"),
+    [
+        ((1, 1, 2), 1, "1F1B"),
+        pytest.param((1, 1, 2), 2, "1F1B", marks=pytest.mark.rare),
+        ((2, 1, 2), 3, "1F1B"),
+        pytest.param((1, 2, 2), 1, "interleaved", marks=pytest.mark.rare),
+        pytest.param((1, 2, 2), 3, "1F1B", marks=pytest.mark.rare),
+        pytest.param((1, 2, 2), 2, "zero-bubble", marks=pytest.mark.rare),
+        pytest.param((2, 2, 2), 3, "interleaved", marks=pytest.mark.rare),
+    ],
+)
+def test_zero(layout: tuple[int, int, int], zero: int, schedule: str) -> None:
+    tp, pp, dp = layout
+    run_ranks(sharded, tp * pp * dp, layout, zero, schedule, timeout=280)
+
+
 def accumulated(rank: int, n: int) -> None:
     """Two steps without a `zero_grad` between them: the gradients of both, each summed over the replicas once."""
     model, batch = built("gpt")
-    trainer = distribute(model, dp=2, example_inputs={name: x[:4] for name, x in batch.items()})
+    trainer = distribute(copy.deepcopy(model), dp=2, example_inputs={name: x[:4] for name, x in batch.items()})
     grads = []
     for _ in range(2):
         trainer.step(**mine(batch, rank, 2))
@@ -154,7 +196,9 @@ def refused(rank: int, n: int) -> list[str]:
     small = GPT(GPTConfig(block_size=8, vocab_size=96, n_layer=1, n_head=4, n_embd=16))
     tried(lambda: distribute(small, pp=2))
     tried(lambda: distribute(nn.Sequential(nn.Linear(4, 4)), tp=2, example_inputs=torch.zeros(2, 4)))
-    trainer = distribute(model, pp=2, microbatches=4, example_inputs={name: x[:2] for name, x in batch.items()})
+    example = {name: x[:2] for name, x in batch.items()}
+    tried(lambda: distribute(model, pp=2, microbatches=5, schedule="interleaved", example_inputs=example))
+    trainer = distribute(copy.deepcopy(model), pp=2, microbatches=4, example_inputs=example)
     tried(lambda: trainer.step(**{name: x[:6] for name, x in batch.items()}))
     tried(lambda: trainer.step(batch["tokens"], batch["labels"][:4]))
     assert torch.isfinite(trainer.step(**batch))
@@ -166,6 +210,9 @@ def test_refused_on_every_rank() -> None:
         assert found == [
             "distribute(GPT, tp=1, pp=2, dp=1): 2 stages, and the model has 1 blocks",
             "distribute(Sequential, tp=2, pp=1, dp=1): the model returns no loss, a tensor of no dimension",
+            'distribute(GPT, tp=1, pp=2, dp=1): schedule="interleaved" on 2 ranks cannot run 5 microbatches: '
+            "Interleaved 1F1B requires the number of microbatches to be a multiple of the number of rounds (2), "
+            "but got 5.",
             "Trainer.step: a batch of 6 does not divide into 4 microbatches",
             "Trainer.step: inputs of 8 and 4 rows, and a batch has as many of all",
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from torch import Tensor, fx, nn
 from autotp.errors import Error
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.passes.capture import capture, skeleton_of
-from autotp.passes.cost import block_costs, multiplications
+from autotp.passes.cost import Cost, block_costs, multiplications
 from autotp.passes.match import SDPA
 from autotp.passes.plan import NOMINAL, elements
-from autotp.passes.stages import balanced, blocks_in_order, staged
+from autotp.passes.stages import balanced, blocks_in_order, divided, staged
+from autotp.pipeline import ENGINES
 from autotp.transform import analyse
 
 
@@ -25,7 +27,7 @@ from autotp.transform import analyse
 def test_balanced(costs: list[int], data: Any) -> None:
     """No other way to divide has a cheaper dearest run."""
     count = data.draw(st.integers(1, len(costs)))
-    runs = balanced(costs, count)
+    runs = balanced(len(costs), count, lambda _, run: sum(costs[i] for i in run))
     assert [i for run in runs for i in run] == list(range(len(costs))) and all(runs)
     ways = ((0, *cuts, len(costs)) for cuts in itertools.combinations(range(1, len(costs)), count - 1))
     least = min(max(sum(costs[a:b]) for a, b in itertools.pairwise(way)) for way in ways)
@@ -118,9 +120,12 @@ def test_costs() -> None:
             return found
 
     analysis = analyse(skeleton_of(Uneven()), (torch.zeros(3, 8),), {}, 2)
-    costs = block_costs(analysis.graph, analysis.axes, [f"h.{i}" for i in range(4)])
-    assert [cost / costs[0] for cost in costs] == [1, 4, 1, 3]
-    assert [list(run) for run in balanced(costs, 2)] == [[0, 1], [2, 3]]
+    blocks = [f"h.{i}" for i in range(4)]
+    costs = block_costs(analysis.graph, analysis.axes, blocks, list(analysis.captured.parameters))
+    assert [cost.multiplications / costs[0].multiplications for cost in costs] == [1, 4, 1, 3]
+    assert [cost.parameters for cost in costs] == [2 * 64 + 16, 2 * 256 + 40, 144, 144 + 256 + 32]
+    assert [cost.activations for cost in costs] == [3 * 40, 3 * 112, 3 * 40, 3 * (40 + 64)]  # Products, and with bias.
+    assert divided(blocks, costs, [0, 1], [2, 1]).blocks == (("h.0", "h.1"), ("h.2", "h.3"))
     attention = analyse(skeleton_of(Heads()), (torch.zeros(3, 5, 8),), {}, 2)
     (node,) = (n for n in attention.graph.nodes if str(n.target).startswith(SDPA))
     assert multiplications(node, attention.axes) == 2 * elements(node) * NOMINAL
@@ -151,3 +156,55 @@ def test_a_block_that_is_called_again_later() -> None:
     graph, captured = taken(Backwards(), TOKENS)
     with pytest.raises(Error, match="stage 0 would need what stage 1 computes"):
         staged(graph, [["h.1"], ["h.0"]], list(captured.parameters))
+
+
+def test_a_division_prints() -> None:
+    costs = [Cost(2, 1), Cost(1, 1, 2), Cost(1), Cost(1, 1), Cost(3, 1, 4)]
+    found = divided([f"h.{i}" for i in range(5)], costs, [0, 1, 0], [3, 2, 1])
+    assert str(found) == (
+        "stage  pp rank  blocks      multiplications  memory\n"
+        "0      0        h.0 to h.1  37.5%            53.8%\n"
+        "1      1        h.2 to h.3  25.0%            15.4%\n"
+        "2      0        h.4         37.5%            30.8%"
+    )
+
+
+def test_blocks_that_cost_nothing_are_divided_evenly() -> None:
+    found = divided([f"h.{i}" for i in range(4)], [Cost()] * 4, [0, 1], [2, 1])
+    assert [len(some) for some in found.blocks] == [2, 2]
+
+
+@given(
+    costs=st.lists(st.tuples(*[st.integers(0, 3)] * 3).map(lambda it: Cost(*it)), min_size=1, max_size=6),
+    data=st.data(),
+)
+def test_of_the_fastest_divisions_it_is_the_one_that_needs_least_memory(costs: list[Cost], data: Any) -> None:
+    count = data.draw(st.integers(1, len(costs)))
+    flights = data.draw(st.lists(st.integers(1, 4), min_size=count, max_size=count))
+
+    def needs(cuts: Sequence[int]) -> tuple[float, float]:
+        stages = [costs[a:b] for a, b in itertools.pairwise((0, *cuts, len(costs)))]
+        work = max(sum(it.multiplications + 1 for it in some) for some in stages)
+        kept = [
+            sum(4 * it.parameters + n * it.activations for it in some) for n, some in zip(flights, stages, strict=True)
+        ]
+        return work, max(kept)
+
+    found = divided([str(i) for i in range(len(costs))], costs, range(count), flights)
+    best = min(map(needs, itertools.combinations(range(1, len(costs)), count - 1)))
+    assert needs([*itertools.accumulate(map(len, found.blocks))][:-1]) == best
+    assert max(found.memory) == best[1]
+
+
+def test_the_first_stages_have_fewer_blocks_where_all_cost_the_same() -> None:
+    """They wait for the others' backward, and keep what more microbatches made."""
+    found = divided([str(i) for i in range(10)], [Cost(1, 1, 1)] * 10, range(4), [4, 3, 2, 1])
+    assert [len(some) for some in found.blocks] == [2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "found"), [("1F1B", [4, 3, 2, 1]), ("GPipe", [5] * 4), ("interleaved", [2, 2, 1, 1])]
+)
+def test_microbatches_that_a_stage_waits_for(schedule: str, found: list[int]) -> None:
+    assert [ENGINES[schedule].flight(i, 4, 5) for i in range(4)] == found
+    assert ENGINES[schedule].flight(0, 4, 1) == 1

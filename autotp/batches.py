@@ -1,0 +1,67 @@
+"""What a batch is: its tensors, its rows, and what it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from autotp.errors import Error
+from autotp.passes.bind import bind
+from autotp.passes.own import place_of, value_at
+from autotp.passes.totals import TOTAL
+from autotp.pipeline import placeholders
+from autotp.run import plain
+from autotp.structure import flatten
+from autotp.transform import Analysis
+
+
+def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors among arguments, of which the first has rows."""
+    found = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    if not found or not found[0].dim():
+        raise Error("the first tensor of a batch has no rows", **{"try": "the batch first"})
+    return found
+
+
+def key_of(training: bool, args: Any, kwargs: Any) -> Any:
+    """All about a call's arguments but sizes and values of tensors."""
+    leaves, spec = flatten((args, kwargs))
+    return training, spec, tuple((x.dim(), x.dtype) if isinstance(x, Tensor) else plain(x) for x in leaves)
+
+
+def of_rows(leaf: Any, size: int, made: Callable[[Tensor], Tensor]) -> Any:
+    """What is made of an argument that has as many rows as the batch; any other as it is."""
+    return made(leaf) if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == size else leaf
+
+
+def totals_of(analysis: Analysis, given: Mapping[str, Tensor], holder: nn.Module, replicas: Any) -> dict[str, Tensor]:
+    """What the whole batch counts: each replica its own part, and the sum over them.
+
+    Args:
+        given: the replica's inputs, by name.
+        holder: what holds the parameters and buffers that counts are made of.
+        replicas: their group.
+    """
+    graph = analysis.counts
+    assert graph is not None
+    device = next(iter(given.values())).device
+    captured = analysis.captured
+    known = {**captured.constants, **given}
+    names = {x: name for x, name in (captured.parameters | captured.buffers).items() if x in placeholders(graph)}
+    known |= {x: value_at(place_of(holder, name)) for x, name in names.items()}
+    counts = fx.GraphModule(nn.Module(), bind(graph, device, {}))(*(known[x] for x in placeholders(graph)))
+    if not counts:
+        return {}
+    summed = torch.stack([count.to(torch.float64) for count in counts])
+    dist.all_reduce(summed, group=replicas)
+    places = [n for n in analysis.graph.nodes if n.op == "placeholder" and n.name.startswith(TOTAL)]
+    return {n.name: total.to(n.meta["val"].dtype) for n, total in zip(places, summed.unbind(), strict=True)}
+
+
+def twice(rows: Tensor) -> Tensor:
+    """Each row two times."""
+    return rows.repeat_interleave(2, 0)

@@ -1,0 +1,76 @@
+"""What torch's `fully_shard` on the blocks of a parallel model means for its graphs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from autotp.errors import Error
+
+
+def dtypes(root: nn.Module, held: Mapping[str, Tensor]) -> tuple[torch.dtype, ...]:
+    """What each parameter and buffer is computed in: where it is sharded, as the unit's policy says."""
+    if not any(isinstance(tensor, DTensor) for tensor in held.values()):
+        return tuple(tensor.dtype for tensor in held.values())
+    units = {name: unit for name, unit in root.named_modules() if isinstance(unit, FSDPModule)}
+    found = []
+    for name, tensor in held.items():
+        around = [unit for unit in units if not unit or name.startswith(f"{unit}.")]
+        policy = units[max(around, key=len)]._get_fsdp_state()._mp_policy if around else None
+        cast = policy is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        found.append((policy.param_dtype if cast and policy else None) or tensor.dtype)
+    return tuple(found)
+
+
+def expect_whole(name: str, tensor: Tensor) -> Tensor:
+    """The tensor itself.
+
+    Raises:
+        Error: it is sharded: nothing gathered it, since its block is not alone in reading it.
+    """
+    if isinstance(tensor, DTensor):
+        raise Error(
+            f"`{name}` is sharded where the graph reads it outside of its block",
+            **{"try": 'parallelize(..., without="columns"), or no fully_shard on its block'},
+        )
+    return tensor
+
+
+def shard(
+    root: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    zero: int,
+    dtype: torch.dtype | None,
+    ignored: Collection[nn.Parameter],
+) -> None:
+    """Shards the parameters of blocks, each by itself, and what else `root` has; gradients are summed.
+
+    Args:
+        zero: 3 frees what was gathered behind a forward, too.
+        dtype: what is computed in; sums are in float32 then.
+        ignored: parameters that stay as they are.
+    """
+    # Nothing writes into what a block returns: passes/reuse.py.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP(Owner|Work)\) returned a view")
+    policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
+    for module in (*blocks, root):
+        unit = fully_shard(
+            module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=set(ignored)
+        )
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def pace(root: nn.Module, zero: int, last: bool) -> None:
+    """Says of the next microbatch whether it is the last of a step, and so what is reduced and freed behind it."""
+    if isinstance(root, FSDPModule):
+        root.set_is_last_backward(last)
+        root.set_requires_gradient_sync(last or zero > 1)
+        root.set_reshard_after_backward(last or zero == 3)

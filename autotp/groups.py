@@ -1,0 +1,59 @@
+"""groups: which processes talk to each other. Every rank makes every group: that is how torch makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autotp.mesh import Mesh
+from autotp.passes.stages import Stage
+
+
+def mesh_of(sizes: Mapping[str, int], device: torch.device, timeout: timedelta) -> DeviceMesh:
+    """The processes by axis, the last one the innermost; each group of them waits no longer than `timeout`."""
+    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    groups = [group(ranks.movedim(dim, -1).reshape(-1, size), timeout) for dim, size in enumerate(ranks.shape)]
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=tuple(sizes))
+
+
+def group(rows: torch.Tensor, timeout: timedelta) -> Any:
+    """This rank's group of those that each row makes; None if it is in no row."""
+    made = {tuple(row): dist.new_group(row, timeout=timeout) for row in rows.tolist()}
+    return next((group for row, group in made.items() if dist.get_rank() in row), None)
+
+
+def world(place: Mesh) -> Mesh:
+    """All ranks."""
+    every: Any = dist.group.WORLD
+    return replace(place, axis="global", size=every.size(), rank=every.rank(), group=every.group_name)
+
+
+def replica(mesh: DeviceMesh, place: Mesh, timeout: timedelta) -> Mesh:
+    """The ranks that are given the same batch."""
+    mine = group(mesh.mesh.transpose(0, 1).flatten(1), timeout)
+    return replace(place, axis="replica", size=mine.size(), rank=mine.rank(), group=mine.group_name)
+
+
+def shared(
+    stages: Sequence[Stage],
+    names: Mapping[str, str],
+    mesh: DeviceMesh,
+    stages_of: Callable[[int], list[int]],
+    timeout: timedelta,
+) -> dict[str, tuple[list[int], Any]]:
+    """The parameters of this rank that other pipeline ranks hold, too, each with those and their group."""
+    home = {i: rank for rank in range(mesh["pp"].size()) for i in stages_of(rank)}
+    holders: dict[str, set[int]] = {}
+    for i, stage in enumerate(stages):
+        for node in stage.graph.nodes:
+            if node.op == "placeholder" and node.name in names:
+                holders.setdefault(names[node.name], set()).add(home[i])
+    held = {name: tuple(sorted(some)) for name, some in holders.items() if len(some) > 1}
+    groups = {some: group(mesh.mesh[list(some)].flatten(1).T, timeout) for some in dict.fromkeys(held.values())}
+    return {name: (list(some), groups[some]) for name, some in held.items() if groups[some] is not None}

@@ -1,0 +1,210 @@
+"""One rank's stages of a pipeline, and torch's engines that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from autotp.errors import Error
+from autotp.fsdp import expect_whole
+from autotp.passes.capture import Captured
+from autotp.passes.cost import block_costs
+from autotp.passes.own import Place, Read, value_at
+from autotp.passes.rows import batched
+from autotp.passes.stages import Division, Stage, blocks_in_order, divided
+from autotp.settings import Settings
+from autotp.transform import Analysis
+
+Schedule = Literal["1F1B", "interleaved", "GPipe", "zero-bubble", "zero-bubble-v"]
+
+
+@dataclass(frozen=True)
+class Training(Settings):
+    """What `distribute` was asked for beyond the sizes."""
+
+    microbatches: int = 1
+    schedule: Schedule = "1F1B"
+    zero: int = 0
+    compute_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A schedule of torch's.
+
+    Attributes:
+        kind: the name of its class in torch.distributed.pipelining.
+        rounds: how many stages each rank of the pipeline has.
+        folded: whether the second round runs back, from the last rank to the first.
+    """
+
+    kind: str
+    rounds: int = 1
+    folded: bool = False
+
+    def stages(self, rank: int, ranks: int) -> list[int]:
+        """Which stages a rank of the pipeline has."""
+        last = ranks * self.rounds - 1
+        return [rank, last - rank] if self.folded else list(range(rank, last + 1, ranks))
+
+    def flight(self, stage: int, stages: int, microbatches: int) -> int:
+        """Of how many microbatches a stage has activations at a time: of all, or those that are on their way behind it
+        (Narayanan et al. 2021, section 2.2).
+        """
+        behind = -(-(stages - stage) // self.rounds)
+        return microbatches if self.kind == "ScheduleGPipe" else min(microbatches, behind)
+
+
+ENGINES: dict[str, Engine] = {
+    "1F1B": Engine("Schedule1F1B"),
+    "interleaved": Engine("ScheduleInterleaved1F1B", 2),
+    "GPipe": Engine("ScheduleGPipe"),
+    "zero-bubble": Engine("ScheduleInterleavedZeroBubble", 2),
+    "zero-bubble-v": Engine("ScheduleZBVZeroBubble", 2, True),
+}
+
+
+def stages_of(training: Training, rank: int, ranks: int) -> list[int]:
+    """Which stages a rank of the pipeline has."""
+    return ENGINES[training.schedule].stages(rank, ranks) if ranks > 1 else [0]
+
+
+def division(training: Training, ranks: int, analysis: Analysis, lowered: fx.Graph) -> Division:
+    """The blocks of a model, divided among the stages of so many ranks."""
+    homes = {i: rank for rank in range(ranks) for i in stages_of(training, rank, ranks)}
+    names, kind = list(analysis.captured.parameters), ENGINES[training.schedule]
+    blocks = blocks_in_order(lowered, names)
+    kept = training.recompute != "full"  # Or a block keeps what it is given, no more.
+    flights = [kept * kind.flight(i, len(homes), training.microbatches) for i in range(len(homes))]
+    costs = block_costs(analysis.graph, analysis.axes, blocks, names)
+    return divided(blocks, costs, [homes[i] for i in range(len(homes))], flights)
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """What a stage computes in one mode, for microbatches of one kind.
+
+    Attributes:
+        module: the graph, whose blocks read their parameters themselves.
+        received: names of the placeholders of what is received.
+        places: placeholder -> the name of its parameter or buffer, and where that lies.
+        constants: placeholder -> its value.
+    """
+
+    module: fx.GraphModule
+    received: tuple[str, ...]
+    places: Mapping[str, tuple[str, Place]]
+    constants: Mapping[str, Tensor]
+
+
+class Work(nn.Module):
+    """One stage of a pipeline, on the modules that hold its parameters.
+
+    Attributes:
+        graph: what it computes now: in training and in evaluation another.
+        totals: what the whole batch counts.
+    """
+
+    graph: StageGraph
+    totals: Mapping[str, Tensor]
+
+    def __init__(self, holders: Sequence[nn.Module], read: Read) -> None:
+        super().__init__()
+        self.holders = nn.ModuleList(holders)
+        self.read = read
+
+    def use(self, graph: StageGraph, totals: Mapping[str, Tensor]) -> None:
+        """Has the stage compute this from now on."""
+        self.graph, self.totals = graph, totals
+
+    def forward(self, *received: Tensor, **given: Tensor) -> Any:
+        """What the stage sends, or the loss as a tensor of one element: the engine joins those of the microbatches."""
+        known = {
+            **self.graph.constants,
+            **self.totals,
+            **given,
+            **dict(zip(self.graph.received, received, strict=True)),
+        }
+        for at, (name, place) in self.graph.places.items():
+            known[at] = expect_whole(name, self.read(place))
+        found = self.graph.module(*(known[name] for name in placeholders(self.graph.module.graph)))
+        found = tuple(torch.stack([value]) if value.dim() == 0 else value for value in found)
+        return found[0] if len(found) == 1 else found
+
+
+def engine(
+    training: Training,
+    works: Mapping[int, nn.Module],
+    captured: Captured,
+    device: torch.device,
+    group: Any,
+    loss: Callable[[Tensor, Any], Tensor],
+) -> Any:
+    """torch's schedule for the stages of this rank.
+
+    Args:
+        works: by number of the stage.
+        captured: what the inputs are.
+        group: the ranks of the pipeline.
+        loss: what is made of a microbatch's loss and of nothing, for backward.
+
+    Raises:
+        Error: the schedule cannot be for so many microbatches.
+    """
+    from torch.distributed import pipelining  # It takes a second, and most models have no pipeline.
+    from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
+
+    kind, microbatches, rows = (
+        ENGINES[training.schedule],
+        training.microbatches,
+        batched(captured.inputs, captured.example),
+    )
+    count = group.size() * kind.rounds
+    stages = [pipelining.PipelineStage(work, i, count, device, group=group) for i, work in works.items()]
+    try:
+        return getattr(pipelining, kind.kind)(
+            stages if kind.rounds > 1 else stages[0],
+            microbatches,
+            loss_fn=loss,
+            kwargs_chunk_spec={x: TensorChunkSpec(0) if x in rows else _Replicate() for x in captured.inputs},
+            scale_grads=False,
+        )
+    except ValueError as error:
+        raise Error(
+            f'schedule="{training.schedule}" on {group.size()} ranks cannot run {microbatches} microbatches: {error}',
+            **{"try": f"microbatches={-(-microbatches // group.size()) * group.size()}"},
+        ) from error
+
+
+def placeholders(graph: fx.Graph) -> list[str]:
+    """What a graph is given, by name."""
+    return [node.name for node in graph.nodes if node.op == "placeholder"]
+
+
+def cast(arguments: Any, dtype: torch.dtype | None) -> Any:
+    """Arguments, the floating tensors among them in the dtype that is computed in."""
+
+    def one(leaf: Any) -> Any:
+        return leaf.to(dtype) if dtype and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return pytree.tree_map(one, arguments)
+
+
+def reader(dtype: torch.dtype | None) -> Read:
+    """What reads a parameter in the dtype that is computed in; its gradient comes back in its own."""
+
+    def read(place: Place) -> Tensor:
+        value = value_at(place)
+        return value.to(dtype) if dtype and isinstance(value, nn.Parameter) and value.is_floating_point() else value
+
+    return read
+
+
+def read_by(stage: Stage, names: Mapping[str, str]) -> set[str]:
+    """The parameters that a stage reads, of these by placeholder."""
+    return {names[x] for x in placeholders(stage.graph) if x in names}

@@ -1,0 +1,394 @@
+"""One rank of a model that is cut for three kinds of parallelism at once, and the step that trains it.
+
+A rank is at one place of a mesh of pipeline, data and tensor ranks. Its graph is that of its tensor rank
+(`transform.py`), of which it runs the stages of its pipeline rank (`passes/stages.py`), on the microbatches of its
+replica; the loss is a sum over all of them (`passes/totals.py`), so gradients add up and nothing is weighted by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autotp import groups
+from autotp.agree import agree, agree_on_call, agree_on_graph, agree_on_random, digest
+from autotp.batches import key_of, of_rows, tensors_of, totals_of, twice
+from autotp.boxes import local_of
+from autotp.call import returned
+from autotp.collectives import peer_error
+from autotp.errors import Error, within
+from autotp.finite import refuse
+from autotp.fsdp import pace, shard
+from autotp.inputs import example_inputs as find_inputs
+from autotp.layout import Layout
+from autotp.mesh import Mesh, broadcast_from_first, make_mesh
+from autotp.passes.bind import bind
+from autotp.passes.capture import skeleton_of
+from autotp.passes.own import Owner, module_at, own, place_of, value_at
+from autotp.passes.recompute import outline
+from autotp.passes.rows import batched
+from autotp.passes.stages import Division, Stage, staged
+from autotp.pipeline import StageGraph, Training, Work, cast, division, engine, placeholders, read_by, reader, stages_of
+from autotp.run import CHECKED_CALLS
+from autotp.source import numbered
+from autotp.structure import signature_of
+from autotp.take import take
+from autotp.transform import Analysis, analyse, rank_graph
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The graphs of one mode, for microbatches of one kind.
+
+    Attributes:
+        key: the mode, and all about a call's arguments but sizes and values.
+        shapes: of a microbatch's tensors; an engine is for these alone.
+        stages: number of the stage -> what it computes, of this rank's.
+        engine: what runs them; None where this rank has the whole pipeline.
+    """
+
+    key: Any
+    shapes: Sequence[Any]
+    analysis: Analysis
+    stages: Mapping[int, StageGraph]
+    engine: Any
+
+    @property
+    def training(self) -> bool:
+        """Whether it is for training."""
+        return bool(self.key[0])
+
+
+class Trainer(nn.Module):
+    """One rank's part of a model. Made by `autotp.distribute`; parameters have the names of the original model.
+
+    Attributes:
+        mesh: the processes, by "pp", "dp" and "tp".
+        layouts: first name of any parameter of the model -> how its tensor-parallel ranks hold it.
+        steps: how many steps it was trained.
+        plan: which blocks each stage of the pipeline has, and what it costs.
+        place: this rank on the tensor-parallel axis.
+        everyone: all ranks.
+        shared: parameter that other pipeline ranks hold, too -> these ranks, and their group.
+        skeleton: the model on meta.
+        files: the group that agrees on checkpoints, also while another thread trains.
+        saving: the checkpoint that is being written.
+    """
+
+    mesh: DeviceMesh
+    layouts: dict[str, Layout]
+    steps: int
+    plan: Division
+    place: Mesh
+    everyone: Mesh
+    shared: dict[str, tuple[list[int], Any]]
+    skeleton: nn.Module
+    files: Any
+    saving: Future[None] | None
+
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, training: Training, given: Any, scaler: Any, timeout: timedelta
+    ) -> None:
+        super().__init__()
+        self.mesh, self.steps, self._calls, self._training, self._scaler = mesh, 0, 0, training, scaler
+        self.place = make_mesh(None, mesh["tp"])
+        self.everyone = groups.world(self.place)
+        self.files, self.saving = dist.new_group(backend="gloo", timeout=timeout), None
+        self._replica = groups.replica(mesh, self.place, timeout)
+        self._replicas = make_mesh(None, mesh["dp"])
+        self._signature = signature_of(model)
+        self.__dict__["skeleton"] = skeleton_of(model)  # No part of it: it is on meta.
+        for tensor in self.skeleton.parameters() if training.compute_dtype else ():
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(training.compute_dtype)
+        args, kwargs = cast(self._signature.by_name(*find_inputs(model, given)), training.compute_dtype)
+        frozen = any(not parameter.requires_grad for parameter in model.parameters())
+        if frozen and training.schedule.startswith("zero-bubble") and mesh["pp"].size() > 1:
+            problem = f'schedule="{training.schedule}" loses gradients where parameters are frozen'
+            raise Error(problem, **{"try": 'schedule="interleaved"'})
+        analysis = agree_on_graph(
+            self.everyone, lambda: self._analysed(True, args, kwargs), lambda it: f"{digest(it)} {training}"
+        )
+        self.layouts = dict(analysis.layouts)
+        lowered = rank_graph(analysis, self.place.rank, training.randomness)
+        self.plan = self._divided(analysis, lowered)
+        stages = self._cut(analysis, lowered)
+        self._engine(analysis, {i: nn.Identity() for i in self._mine})  # What cannot be is known before we take over.
+        self._hold(model, analysis, stages)
+        self.__dict__["shared"] = groups.shared(stages, analysis.captured.parameters, mesh, self._mine_of, timeout)
+        readers, read = self._readers(stages, analysis), reader(training.compute_dtype)
+        self._works = {i: Work([m for m, some in readers.items() if i in some], read) for i in self._mine}
+        shapes = [x.shape for x in tensors_of(args, kwargs)]
+        self._pipelines = [self._pipeline(key_of(True, args, kwargs), shapes, analysis, stages)]
+        if training.zero and mesh["dp"].size() > 1:
+            self._shard(stages, analysis.captured.parameters)
+        self._seed()
+
+    # ---- what this rank holds
+
+    @property
+    def _mine(self) -> list[int]:
+        return self._mine_of(self.mesh["pp"].get_local_rank())
+
+    def _mine_of(self, rank: int) -> list[int]:
+        """The stages of a rank of the pipeline."""
+        return stages_of(self._training, rank, self.mesh["pp"].size())
+
+    def _analysed(self, training: bool, args: Any, kwargs: Any) -> Analysis:
+        """The model's graph in one mode, cut as its parameters are held."""
+        self.skeleton.train(training)
+        args, kwargs = cast((args, kwargs), self._training.compute_dtype)
+        layouts = getattr(self, "layouts", None)
+        if len(tensors_of(args, kwargs)[0]) == 1:  # Of one row nothing shows whether rows depend on each other.
+            two = [pytree.tree_map(lambda x: of_rows(x, 1, twice), given) for given in (args, kwargs)]
+            analyse(self.skeleton, two[0], two[1], self.place.size, self._training, layouts)
+        return analyse(self.skeleton, args, kwargs, self.place.size, self._training, layouts)
+
+    def _divided(self, analysis: Analysis, lowered: fx.Graph) -> Division:
+        return division(self._training, self.mesh["pp"].size(), analysis, lowered)
+
+    def _cut(self, analysis: Analysis, lowered: fx.Graph) -> list[Stage]:
+        return staged(lowered, self.plan.blocks, list(analysis.captured.parameters))
+
+    def _hold(self, model: nn.Module, analysis: Analysis, every: Sequence[Stage]) -> None:
+        """Registers this rank's part of what its stages read; blocks are modules that run."""
+        names, stages = analysis.captured.parameters | analysis.captured.buffers, [every[i] for i in self._mine]
+        read = {name for stage in stages for name in placeholders(stage.graph)}
+        read |= set(placeholders(analysis.counts)) if analysis.counts is not None else set()
+        unread = set(names) - {name for stage in every for name in placeholders(stage.graph)}
+        wanted = list(dict.fromkeys(name for at, name in names.items() if at in read | unread))
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        parameters = {name for name, _ in model.named_parameters()}
+        for name in (name for stage in stages for name in stage.blocks):
+            module_at(self, name, Owner)
+        for name, tensor in take(model, self.layouts, self.place.rank, self.everyone, wanted=wanted).items():
+            path, _, key = name.rpartition(".")
+            module = module_at(self, path)
+            if name in parameters:
+                held = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, name not in frozen)
+                module._parameters[key] = held
+            else:
+                module._buffers[key] = tensor
+
+    def _readers(self, stages: Sequence[Stage], analysis: Analysis) -> dict[nn.Module, set[int]]:
+        """The modules that hold what this rank's stages read, a block or what is in none, each with its stages."""
+        names = analysis.captured.parameters | analysis.captured.buffers
+        readers: dict[nn.Module, set[int]] = {}
+        for i in self._mine:
+            for name in (names[x] for x in placeholders(stages[i].graph) if x in names):
+                block = numbered(name) if numbered(name) in stages[i].blocks else name.rpartition(".")[0]
+                readers.setdefault(module_at(self, block), set()).add(i)
+        return readers
+
+    def _shard(self, stages: Sequence[Stage], names: Mapping[str, str]) -> None:
+        """Shards parameters over the replicas: each block's by themselves, and what else a stage reads.
+
+        What several stages of one rank read stays whole, everywhere: it would be in two units.
+        """
+        (pipeline,), every = self._pipelines, set(self.parameters())
+        outside = {lies[0] for stage in pipeline.stages.values() for _, lies in stage.places.values()}
+        homes = [(name, self.plan.ranks[i]) for i, stage in enumerate(stages) for name in read_by(stage, names)]
+        several = {name for name, rank in homes if homes.count((name, rank)) > 1}
+        for i, work in self._works.items():
+            mine = {value_at(place_of(self, name)) for name in read_by(stages[i], names) - several}
+            mine = {parameter for parameter in mine if parameter.dim()}
+            blocks = [m for m in work.holders if isinstance(m, Owner) and not outside & set(m.modules())]
+            blocks = [block for block in blocks if mine.issuperset(block.parameters())]
+            shard(work, blocks, self.mesh["dp"], self._training.zero, self._training.compute_dtype, every - mine)
+
+    def _pipeline(self, key: Any, shapes: Sequence[Any], analysis: Analysis, stages: Sequence[Stage]) -> Pipeline:
+        """What this rank runs in one mode."""
+        graphs = {i: self._graph(stages[i], analysis) for i in self._mine}
+        return Pipeline(key, shapes, analysis, graphs, self._engine(analysis, self._works))
+
+    def _engine(self, analysis: Analysis, works: Mapping[int, nn.Module]) -> Any:
+        """What runs this rank's stages; None for the whole pipeline."""
+        group = self.mesh.get_group("pp")
+        if group.size() == 1:
+            return None
+        return engine(
+            self._training, works, analysis.captured, self.place.device, group, lambda x, _: self._scaled(x.sum())
+        )
+
+    def _graph(self, stage: Stage, analysis: Analysis) -> StageGraph:
+        """A stage's graph, whose blocks read their parameters here."""
+        captured, place = analysis.captured, self.place
+        names = captured.parameters | captured.buffers
+        places = {name: place_of(self, name) for name in (names[x] for x in placeholders(stage.graph) if x in names)}
+        owners = {name: module_at(self, name) for name in stage.blocks}
+        bound = outline(bind(stage.graph, place.device, place.groups), self._training.recompute)
+        module = own(bound, captured.parameters, places, owners.get, reader(self._training.compute_dtype))
+        left = placeholders(module.graph)
+        return StageGraph(
+            module,
+            stage.received,
+            {x: (names[x], places[names[x]]) for x in left if x in names},
+            {x: captured.constants[x].to(place.device) for x in left if x in captured.constants},
+        )
+
+    def _seed(self) -> None:
+        """Gives each replica and each pipeline rank random numbers of its own, all from the first rank's."""
+        if self.mesh["pp"].size() * self.mesh["dp"].size() > 1:
+            seed = torch.randint(2**62, (), device=self.everyone.device)
+            broadcast_from_first(seed, self.everyone)
+            torch.manual_seed(int(seed) + self.everyone.rank // self.place.size)
+
+    # ---- a step
+
+    def step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of this step's whole batch, of which this replica is given a part; gradients are added to `.grad`.
+
+        Raises:
+            Error: on every rank: the batch does not divide into the microbatches; the ranks of a replica were given
+                other batches; the loss is infinite or undefined (the error names the parameters that are).
+        """
+        pipeline, given = self._begin(True, args, kwargs)
+        before = {parameter: parameter.grad for parameter in self.parameters()}
+        self.zero_grad(set_to_none=True)  # What was there has been summed over the ranks already.
+        self._scaled(torch.zeros((), device=self.place.device))  # The scaler begins on ranks that have no loss, too.
+        losses = self._together("Trainer.step", lambda: self._run(pipeline, given))
+        self._together("Trainer.step", self._add_up)
+        for parameter, grad in before.items():
+            if grad is not None:
+                parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+        self.steps += 1
+        loss = self._sum(pipeline, losses)
+        if self._scaler is None and not torch.isfinite(loss):
+            within("Trainer.step", lambda: refuse(float(loss), self.steps, self, self.everyone))
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of a whole batch, of which this replica is given a part, in evaluation mode; no gradients.
+
+        Raises:
+            Error: as `step`; torch's schedule has no way forward only.
+        """
+        if self._training.schedule == "zero-bubble-v" and self.mesh["pp"].size() > 1:
+            problem = 'Trainer.evaluate: torch\'s schedule "zero-bubble-v" always runs backward'
+            raise Error(problem, **{"try": 'schedule="zero-bubble"'})
+        pipeline, given = self._begin(False, args, kwargs)
+        losses = self._together("Trainer.evaluate", lambda: self._run(pipeline, given))
+        for module in (module for work in self._works.values() for module in work.modules()):
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return self._sum(pipeline, losses)
+
+    def _together(self, what: str, run: Callable[[], T]) -> T:
+        """What `run` returns; where a rank is lost meanwhile, an Error that says so."""
+        try:
+            return run()
+        except Error:
+            raise
+        except RuntimeError as error:
+            raise peer_error(what, str(self.everyone.group), error) or error from error
+
+    def _begin(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
+        """The graphs for a batch, ready to run, and its tensors by name."""
+        args, kwargs = self._signature.by_name(args, kwargs)
+        args, kwargs = cast((args, kwargs), self._training.compute_dtype)
+        return within(f"Trainer.{'step' if training else 'evaluate'}", lambda: self._ready(training, args, kwargs))
+
+    def _ready(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
+        pipeline = agree(self._replicas, lambda: self._fitting(training, args, kwargs))
+        given = dict(zip(pipeline.analysis.captured.inputs, tensors_of(args, kwargs), strict=True))
+        totals = totals_of(pipeline.analysis, given, self, self.mesh.get_group("dp"))
+        for i, work in self._works.items():
+            work.use(pipeline.stages[i], totals)
+        return pipeline, given
+
+    def _fitting(self, training: bool, args: Any, kwargs: Any) -> Pipeline:
+        """The graphs for microbatches like these, captured now if there are none.
+
+        Raises:
+            Error: the batch does not divide, or the ranks of the replica were given others.
+        """
+        tensors, parts, key = tensors_of(args, kwargs), self._training.microbatches, key_of(training, args, kwargs)
+        self._calls += 1
+        if self._calls <= CHECKED_CALLS:
+            agree_on_call(self._replica, tensors, str(key), False)
+            agree_on_random(self.place)
+        known = [pipeline for pipeline in self._pipelines if pipeline.key == key]
+        size = len(tensors[0])
+        for captured in (pipeline.analysis.captured for pipeline in known[:1]):
+            rows = batched(captured.inputs, captured.example)
+            sizes = {len(x) for name, x in zip(captured.inputs, tensors, strict=True) if name in rows}
+            if len(sizes) > 1:
+                found = " and ".join(map(str, sorted(sizes, reverse=True)))
+                raise Error(f"inputs of {found} rows, and a batch has as many of all")
+        if not size or size % parts:
+            problem = f"a batch of {size} does not divide into {parts} microbatches"
+            raise Error(problem, **{"try": "drop_last=True"})
+        args, kwargs = pytree.tree_map(lambda x: of_rows(x, size, lambda rows: rows[: size // parts]), (args, kwargs))
+        shapes = [x.shape for x in tensors_of(args, kwargs)]
+        fit = [pipeline for pipeline in known if pipeline.analysis.captured.fits(shapes)]
+        same = [pipeline for pipeline in fit if pipeline.engine is None or list(pipeline.shapes) == shapes]
+        if same:
+            return same[0]
+        if fit:
+            new = replace(fit[0], shapes=shapes, engine=self._engine(fit[0].analysis, self._works))
+        else:
+            analysis = self._analysed(training, args, kwargs)
+            lowered = rank_graph(analysis, self.place.rank, self._training.randomness)
+            new = self._pipeline(key, shapes, analysis, self._cut(analysis, lowered))
+        self._pipelines.append(new)
+        return new
+
+    def _run(self, pipeline: Pipeline, given: Mapping[str, Tensor]) -> list[Tensor]:
+        """The microbatches' losses, on the ranks that have the last stage; in training backward has been run."""
+        losses: list[Tensor] = []
+        if pipeline.engine is not None:
+            last = len(self.plan.blocks) - 1 in self._mine
+            run = pipeline.engine.step if pipeline.training else pipeline.engine.eval
+            run(**given, target=torch.zeros(self._training.microbatches) if last else None, losses=losses)
+            return losses
+        (work,), captured, parts = self._works.values(), pipeline.analysis.captured, self._training.microbatches
+        rows = batched(captured.inputs, captured.example)
+        divided = {name: value.chunk(parts) if name in rows else [value] * parts for name, value in given.items()}
+        for i in range(parts):
+            pace(work, self._training.zero, i == parts - 1)
+            loss = self._scaled(work(**{name: values[i] for name, values in divided.items()}).sum())
+            if pipeline.training:
+                loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        found: Tensor = loss if self._scaler is None else self._scaler.scale(loss)
+        return found
+
+    def _sum(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> Tensor:
+        """The whole batch's loss, on every rank."""
+        dtype = returned(pipeline.analysis.graph)[0].meta["val"].dtype
+        loss = sum((loss.detach() for loss in losses), torch.zeros((), dtype=dtype, device=self.place.device))
+        for axis in ("pp", "dp"):
+            dist.all_reduce(loss, group=self.mesh.get_group(axis))
+        return loss if self._scaler is None else loss / self._scaler.get_scale()
+
+    def _add_up(self) -> None:
+        """Gradients of what several stages hold, and of all replicas where these are not sharded."""
+        for name, (_, group) in self.shared.items():
+            parameter = value_at(place_of(self, name))
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(local_of(parameter.grad), group=group)
+        whole = [p.grad for p in self.parameters() if p.grad is not None and not isinstance(p.grad, DTensor)]
+        for dtype in dict.fromkeys(grad.dtype for grad in whole):
+            some = [grad for grad in whole if grad.dtype == dtype]
+            flat = torch.cat([grad.flatten() for grad in some])
+            dist.all_reduce(flat, group=self.mesh.get_group("dp"))
+            for grad, summed in zip(some, flat.split([grad.numel() for grad in some]), strict=True):
+                grad.copy_(summed.view_as(grad))

@@ -1,0 +1,102 @@
+"""What a replica holds with each stage of ZeRO, in bytes, beside the formulas.
+
+    torchrun --nproc-per-node 2 benchmarks/zero.py
+
+P, G and O are the bytes of parameters, gradients and the optimizer's state (two moments), n the replicas. Looked at
+between two microbatches, when all that is kept there is there, and between steps. Of blocks that are gathered one by
+one the formulas leave out the one that is; so here nothing is under way. Source: Rajbhandari et al. 2020, figure 1.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import autotp
+from autotp import trainer as training
+from autotp.models.gpt import GPT, GPTConfig
+
+
+def held() -> int:
+    """The bytes of all floating tensors of this process that Python knows of."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
+    tensors = [x for x in tensors if x.is_floating_point() and not x.is_meta]
+    tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local if type(x) is not _Fake}
+    return sum(size for at, size in storages.items() if at)
+
+
+_Fake = torch._subclasses.FakeTensor
+
+
+@contextmanager
+def between_microbatches() -> Iterator[list[int]]:
+    """What was held before the last microbatch of each step."""
+    found: list[int] = []
+    before = training.pace
+
+    def pace(work: Any, zero: int, last: bool) -> None:
+        if last:
+            found.append(held())
+        before(work, zero, last)
+
+    training.pace = pace  # type: ignore[assignment]
+    try:
+        yield found
+    finally:
+        training.pace = before  # type: ignore[assignment]
+
+
+def measured(zero: int, width: int = 64, layers: int = 4) -> dict[str, tuple[float, float]]:
+    """Moment -> bytes, and what the formula says, both over the parameters' bytes."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=8, vocab_size=128, n_layer=layers, n_head=4, n_embd=width, dropout=0.0))
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    rows = torch.arange(32).view(4, 8)
+    n = int(os.environ["WORLD_SIZE"])
+    base = held() - size
+    trainer = autotp.distribute(
+        model,
+        dp=n,
+        microbatches=2,
+        zero=zero,
+        example_inputs={"tokens": rows[:2], "labels": rows[:2]},  # type: ignore[arg-type]
+    )
+    optimizer = torch.optim.AdamW(trainer.parameters())
+    with between_microbatches() as found:
+        for _ in range(3):
+            trainer.step(rows, labels=rows)
+            optimizer.step()
+            optimizer.zero_grad()
+    at_rest = held()
+    share = 1 / n
+    p, g, o = (1 if zero < 3 else share), (1 if zero < 2 else share), 2 * (1 if zero < 1 else share)
+    rest = (1 if zero < 1 else share) + o
+    within = {1: share, 2: share}.get(zero, 0)  # The parts that the whole parameters were gathered from.
+    return {
+        "in a step": ((found[-1] - base) / size, p + g + o + within),
+        "between steps": ((at_rest - base) / size, rest),
+    }
+
+
+def main() -> None:
+    """Prints a row for each stage."""
+    rows = [(zero, measured(zero)) for zero in range(4)]
+    if torch.distributed.get_rank() == 0:
+        print("zero  moment          held / P   formula")
+        for zero, found in rows:
+            for moment, (bytes_, formula) in found.items():
+                print(f"{zero:>4}  {moment:<14} {bytes_:>9.3f} {formula:>9.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""What the tasks are measured by: accuracy, F1 of a class, and SQuAD's exact match and F1.
+
+SQuAD's are those of Rajpurkar et al. (2016, section 6.1; 2018, section 5 with questions that have no answer), in the
+form of the official script of version 2.0: answers are compared in lower case without punctuation, articles and
+superfluous white space, each question with the answer that fits best.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from formats import Question
+
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def accuracy(predicted: Sequence[object], labels: Sequence[object]) -> float:
+    """The share of predictions that are right."""
+    return sum(p == label for p, label in zip(predicted, labels, strict=True)) / len(labels)
+
+
+def f1_of_class(predicted: Sequence[object], labels: Sequence[object], positive: int = 1) -> float:
+    """The harmonic mean of precision and recall of one class; 0 where it was never predicted rightly."""
+    right = sum(p == label == positive for p, label in zip(predicted, labels, strict=True))
+    return _f1(right, list(predicted).count(positive), list(labels).count(positive))
+
+
+def normalised(answer: str) -> str:
+    """The answer as it is compared."""
+    return " ".join(ARTICLES.sub(" ", answer.lower().translate(PUNCTUATION)).split())
+
+
+def exact(predicted: str, answer: str) -> float:
+    """1 for the same answer, else 0."""
+    return float(normalised(predicted) == normalised(answer))
+
+
+def f1(predicted: str, answer: str) -> float:
+    """F1 over the words of both answers; where nothing is left of one, 1 if nothing is left of the other, else 0."""
+    ours, theirs = normalised(predicted).split(), normalised(answer).split()
+    if not ours or not theirs:
+        return float(ours == theirs)
+    return _f1((Counter(ours) & Counter(theirs)).total(), len(ours), len(theirs))
+
+
+def squad(questions: Sequence[Question], predicted: Mapping[str, str]) -> dict[str, float]:
+    """Exact match and F1, from 0 to 1: over all questions, and where some have no answer also over either kind.
+
+    Args:
+        predicted: question id -> answer; empty for none.
+
+    Raises:
+        KeyError: a question has no prediction.
+    """
+    scores = {question.id: _scores(question, predicted[question.id]) for question in questions}
+    found = _means("", list(scores.values()))
+    for kind, wanted in (("answerable ", True), ("unanswerable ", False)):
+        some = [scores[question.id] for question in questions if bool(question.answers) == wanted]
+        found |= _means(kind, some) if 0 < len(some) < len(questions) else {}
+    return found
+
+
+def _scores(question: Question, predicted: str) -> tuple[float, float]:
+    answers = [answer.text for answer in question.answers if normalised(answer.text)] or [""]
+    return max(exact(predicted, answer) for answer in answers), max(f1(predicted, answer) for answer in answers)
+
+
+def _means(kind: str, scores: Sequence[tuple[float, float]]) -> dict[str, float]:
+    sums = [sum(column) for column in zip(*scores, strict=True)]
+    return {f"{kind}{name}": value / len(scores) for name, value in zip(("exact", "F1"), sums, strict=True)}
+
+
+def _f1(right: int, predicted: int, wanted: int) -> float:
+    return 2 * right / (predicted + wanted) if right else 0.0

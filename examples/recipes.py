@@ -1,0 +1,103 @@
+"""How the pretraining scripts train models of which size, and the flags that change it."""
+
+from __future__ import annotations
+
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import training
+
+from autotp.models.bert import BERTConfig
+from autotp.models.gpt import GPTConfig
+
+DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SCHEDULES = ("1F1B", "interleaved", "GPipe", "zero-bubble", "zero-bubble-v")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained.
+
+    Attributes:
+        batch: sequences a step, of all replicas.
+        warmup: steps in which the learning rate grows to `lr`; then it falls to `min_lr`, as a cosine.
+    """
+
+    batch: int
+    steps: int
+    warmup: int
+    lr: float
+    min_lr: float
+    dropout: float = 0.1
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    beta2: float = 0.999
+
+
+def parser(description: str, sizes: Iterable[str]) -> ArgumentParser:
+    """The flags that the scripts share. Those without a default have the recipe's, which `parse` knows."""
+    new = ArgumentParser(description=description, formatter_class=ArgumentDefaultsHelpFormatter)
+    new.add_argument("--size", choices=tuple(sizes), default="small", help="of the model; all but small are papers'")
+    new.add_argument("--data", nargs="*", default=[], help="files or folders of text; none: Python's own source")
+    new.add_argument("--cache", type=Path, default=Path("out/tokens"), help="folder for tokenizers and tokens")
+    new.add_argument("--out", type=Path, help="the run's folder; it goes on from the newest checkpoint there")
+    new.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the dropout")
+    new.add_argument("--eval-every", type=int, default=100, help="steps between two looks at the held-out text")
+    new.add_argument("--eval-batches", type=int, default=8, help="of held-out text, at most")
+    new.add_argument("--save-every", type=int, default=100, help="steps between two checkpoints")
+    new.add_argument("--keep", type=int, default=2, help="checkpoints that are kept, the newest")
+    _add_recipe(new)
+    _add_layout(new)
+    return new
+
+
+def _add_recipe(parser: ArgumentParser) -> None:
+    for name, kind, text in (
+        ("vocabulary", int, "tokens, at most"),
+        ("block", int, "tokens of a sequence"),
+        ("batch", int, "sequences a step, of all replicas"),
+        ("steps", int, "of the optimizer"),
+        ("warmup", int, "steps in which the learning rate grows"),
+        ("lr", float, "the highest learning rate"),
+        ("min-lr", float, "the learning rate in the end"),
+        ("dropout", float, "probability, everywhere"),
+        ("weight-decay", float, "of matrices, not of biases and norms"),
+        ("clip", float, "the largest norm of a gradient"),
+        ("beta2", float, "how long AdamW remembers squared gradients"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, help=text)
+
+
+def _add_layout(parser: ArgumentParser) -> None:
+    parser.add_argument("--tp", type=int, help="ranks that share each operator; else all that --pp and --dp leave")
+    parser.add_argument("--pp", type=int, default=1, help="ranks that the blocks are divided among")
+    parser.add_argument("--dp", type=int, default=1, help="replicas of all that")
+    parser.add_argument("--microbatches", type=int, default=1, help="parts of a replica's batch")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1F1B", help="of the pipeline")
+    parser.add_argument("--sequence-parallel", action="store_true", help="cut norms and dropouts along the sequence")
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none", help="in backward")
+    parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="what replicas share, as in ZeRO")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="of the computations")
+
+
+def parse(
+    parser: ArgumentParser, sizes: Mapping[str, GPTConfig] | Mapping[str, BERTConfig], small: Recipe, paper: Recipe
+) -> Namespace:
+    """The command line's flags; ends the program with a message where they do not go together."""
+    size = parser.parse_known_args()[0].size
+    recipe, config = small if size == "small" else paper, sizes[size]
+    parser.set_defaults(**asdict(recipe), block=config.block_size, vocabulary=config.vocab_size)
+    args = parser.parse_args()
+    if args.tp is None:
+        args.tp = max(1, training.world() // (args.pp * args.dp))
+    if min(args.keep, args.save_every, args.eval_every) < 1:
+        parser.error("--keep, --save-every and --eval-every must be 1 or more")
+    if args.batch % (args.dp * args.microbatches):
+        parser.error(f"--batch {args.batch} does not divide into {args.dp} x {args.microbatches} microbatches")
+    if not 1 < args.warmup < args.steps:
+        parser.error(f"--warmup {args.warmup} must be from 2 to less than --steps, which is {args.steps}")
+    args.asked = size == "small" and args.steps >= recipe.steps  # whether it should have learnt
+    return args

@@ -1,0 +1,211 @@
+"""Checkpoints of a training: written in one layout and read in another, bit for bit; and what is refused."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import run_ranks
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+import autotp
+from autotp import saving
+from autotp.models.gpt import GPT, GPTConfig
+from autotp.saving import saved_steps
+
+Layout = tuple[int, int, int]
+
+
+def gpt(dropout: float = 0.0, layers: int = 2) -> GPT:
+    """Fused q | k | v, a tied head, a vocabulary that four does not divide."""
+    torch.manual_seed(0)
+    return GPT(GPTConfig(block_size=8, vocab_size=49, n_layer=layers, n_head=4, n_embd=16, dropout=dropout))
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    x = (torch.arange(32).view(4, 8) * 7 + step * 5) % 49
+    return {"tokens": x, "labels": x.roll(1, 1).masked_fill(x % 3 == 0, -100)}
+
+
+def started(
+    layout: Layout, dropout: float = 0.0, layers: int = 2, model: Any = None, **more: Any
+) -> tuple[autotp.Trainer, AdamW]:
+    tp, pp, dp = layout
+    example = {name: x[: 4 // (2 * dp)] for name, x in batch(0).items()}
+    trainer = autotp.distribute(
+        model or gpt(dropout, layers), tp=tp, pp=pp, dp=dp, microbatches=2, example_inputs=example, **more
+    )
+    return trainer, AdamW(trainer.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def trained(trainer: autotp.Trainer, optimizer: AdamW, steps: range) -> list[float]:
+    """The losses of these steps."""
+    losses, dp, rank = [], trainer.mesh["dp"].size(), trainer.mesh["dp"].get_local_rank()
+    for step in steps:
+        losses.append(trainer.step(**{name: x.chunk(dp)[rank] for name, x in batch(step).items()}).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def written(rank: int, n: int, folder: str, layout: Layout, dropout: float, more: dict[str, Any]) -> list[float]:
+    trainer, optimizer = started(layout, dropout, **more)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    trained(trainer, optimizer, range(3))
+    autotp.save_checkpoint(folder, trainer, optimizer, 3, schedule=schedule)
+    return trained(trainer, optimizer, range(3, 6))
+
+
+def gone_on(rank: int, n: int, folder: str, layout: Layout, dropout: float, more: dict[str, Any]) -> list[float]:
+    torch.manual_seed(7)
+    trainer, optimizer = started(layout, dropout, **more)
+    assert autotp.load_checkpoint(folder, trainer, optimizer) == 3
+    assert trainer.steps == 3
+    return trained(trainer, optimizer, range(3, 6))
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        pytest.param((2, 1, 1), {}, marks=pytest.mark.rare),
+        ((1, 1, 2), {"zero": 3}),
+        pytest.param((2, 2, 2), {"zero": 1}, marks=pytest.mark.rare),
+        pytest.param((1, 2, 1), {"sequence_parallel": True}, marks=pytest.mark.rare),
+    ],
+    ids=str,
+)
+def test_training_goes_on_as_if_it_had_not_stopped(layout: Layout, more: dict[str, Any], tmp_path: Path) -> None:
+    n = layout[0] * layout[1] * layout[2]
+    expected = run_ranks(written, n, str(tmp_path), layout, 0.3, more, timeout=100)
+    assert run_ranks(gone_on, n, str(tmp_path), layout, 0.3, more, timeout=100) == expected
+
+
+def moved(rank: int, n: int, source: str, target: str, layout: Layout, more: dict[str, Any]) -> None:
+    """Reads in one layout what another wrote, and writes it again."""
+    trainer, optimizer = started(layout, **more)
+    with torch.no_grad():
+        for parameter in trainer.parameters():
+            parameter.fill_(-1)
+    step = autotp.load_checkpoint(source, trainer, optimizer)
+    autotp.save_checkpoint(target, trainer, optimizer, step, wait=False).result()
+
+
+def everything(rank: int, n: int, *folders: str) -> list[dict[str, Tensor]]:
+    """Parameters and the optimizer's state, read by one process."""
+    found = []
+    for folder in folders:
+        trainer, optimizer = started((1, 1, 1))
+        autotp.load_checkpoint(folder, trainer, optimizer)
+        tensors = {name: p.detach() for name, p in trainer.named_parameters()}
+        for name, p in trainer.named_parameters():
+            tensors |= {f"{name} {key}": value for key, value in optimizer.state[p].items()}
+        found.append(tensors)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layouts", "more"),
+    [
+        (((2, 2, 1), (4, 1, 1), (2, 1, 2)), {}),
+        pytest.param(((2, 1, 2), (1, 2, 2)), {"zero": 3}, marks=pytest.mark.rare),
+        pytest.param(((3, 1, 1), (1, 1, 3)), {"zero": 1}, marks=pytest.mark.rare),
+    ],
+    ids=str,
+)
+@pytest.mark.timeout(240)
+def test_any_layout_reads_what_any_wrote(layouts: tuple[Layout, ...], more: dict[str, Any], tmp_path: Path) -> None:
+    folders = [str(tmp_path / str(i)) for i in range(len(layouts))]
+    for i, layout in enumerate(layouts):
+        n = layout[0] * layout[1] * layout[2]
+        if i == 0:
+            run_ranks(written, n, folders[0], layout, 0.0, more, timeout=100)
+        else:
+            run_ranks(moved, n, folders[i - 1], folders[i], layout, more, timeout=100)
+    (found,) = run_ranks(everything, 1, *folders, timeout=100)
+    assert len(found[0]) == 4 * len(list(gpt().parameters()))
+    for other in found[1:]:
+        assert found[0].keys() == other.keys()
+        for name, value in found[0].items():
+            assert torch.equal(value, other[name]), name
+
+
+# ---- what is refused
+
+
+def refusals(rank: int, n: int, folder: str) -> list[str]:
+    """Every kind of bad checkpoint, one after another; after each the trainer is what it was."""
+    trainer, optimizer = started((2, 1, 1))
+    trained(trainer, optimizer, range(1))
+    good, path = Path(folder) / "good", Path(folder) / "good" / "step-00000003"
+    before = {name: p.detach().clone() for name, p in trainer.named_parameters()}
+    found = []
+
+    def tried(where: Path, trainer: nn.Module = trainer, optimizer: Any = optimizer, **more: Any) -> None:
+        with pytest.raises(autotp.Error) as raised:
+            autotp.load_checkpoint(where, trainer, optimizer, **more)
+        found.append(str(raised.value).splitlines()[0].replace(folder, ""))
+
+    tried(Path(folder) / "truncated")
+    tried(Path(folder) / "missing")
+    tried(Path(folder) / "garbled")
+    tried(Path(folder) / "newer")
+    tried(good, optimizer=torch.optim.SGD(trainer.parameters(), lr=0.1))
+    tried(good, optimizer=AdamW([nn.Parameter(torch.zeros(2))]))
+    tried(good, sampler=optimizer)
+    other, others = started((2, 1, 1), layers=3)
+    tried(good, other, others)
+    for name, p in trainer.named_parameters():
+        assert torch.equal(p, before[name])
+    assert autotp.load_checkpoint(Path(folder) / "nothing", trainer, optimizer) == 0
+    with pytest.raises(autotp.Error) as raised:
+        autotp.save_checkpoint(good, trainer, optimizer, 3)
+    found.append(str(raised.value).splitlines()[0].replace(folder, ""))
+    assert path.exists()
+    assert autotp.load_checkpoint(good, trainer, optimizer) == 3
+    return found
+
+
+def newer(rank: int, n: int, folder: str) -> None:
+    saving.FORMAT = 9
+    written(rank, n, folder, (2, 1, 1), 0.0, {})
+
+
+def test_refused_on_every_rank(tmp_path: Path) -> None:
+    good = tmp_path / "good"
+    run_ranks(written, 2, str(good), (2, 1, 1), 0.0, {}, timeout=100)
+    run_ranks(newer, 2, str(tmp_path / "newer"), timeout=100)
+    for name in ("truncated", "missing", "garbled"):
+        shutil.copytree(good, tmp_path / name)
+    file = next((tmp_path / "truncated" / "step-00000003").glob("__1_*.distcp"))
+    file.write_bytes(file.read_bytes()[:-100])
+    next((tmp_path / "missing" / "step-00000003").glob("__1_*.distcp")).unlink()
+    (tmp_path / "garbled" / "step-00000003" / ".metadata").write_bytes(b"no")
+    for found in run_ranks(refusals, 2, str(tmp_path), timeout=100):
+        assert re.sub(r"has [\d,]+ bytes", "has few bytes", found[0]) == (
+            "load_checkpoint: /truncated/step-00000003/__1_0.distcp has few bytes, too few"
+        )
+        assert found[1:] == [
+            "load_checkpoint: /missing/step-00000003/__1_0.distcp is missing",
+            "load_checkpoint: /garbled/step-00000003/.metadata cannot be read: invalid load key, 'n'.",
+            "load_checkpoint: /newer/step-00000003 is of format 9, and this autotp knows 1",
+            "load_checkpoint: /good/step-00000003 has the state of AdamW, and this is SGD",
+            "load_checkpoint: the optimizer has parameters that the trainer has not",
+            "load_checkpoint: /good/step-00000003 has no sampler",
+            "load_checkpoint: /good/step-00000003 is another model's; missing: h.2.attn.c_attn.bias, "
+            "h.2.attn.c_attn.weight, h.2.attn.c_proj.bias and 9 more",
+            "save_checkpoint: /good/step-00000003 is there already",
+        ]
+
+
+def test_only_whole_checkpoints_count(tmp_path: Path) -> None:
+    for name, whole in (("step-00000002", True), ("step-00000010", True), ("step-00000011", False), ("other", True)):
+        (tmp_path / name).mkdir()
+        if whole:
+            (tmp_path / name / ".metadata").touch()
+    assert saved_steps(tmp_path) == [2, 10]
+    assert saved_steps(tmp_path / "nothing") == []
