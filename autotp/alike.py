@@ -58,9 +58,11 @@ class Sizes:
     def agree(self, other: Sizes) -> None:
         """Takes for one from here on what is one in the example: the graph is right for no other sizes then."""
         for mine, its in zip(self.sizes, other.sizes, strict=False):
-            if isinstance(mine, torch.SymInt) and isinstance(its, torch.SymInt) and mine.node.expr != its.node.expr:
-                if mine.node.hint is not None and mine.node.hint == its.node.hint:
-                    bool(mine == its)
+            if not isinstance(mine, torch.SymInt) or not isinstance(its, torch.SymInt):
+                continue
+            hint = mine.node.hint
+            if mine.node.expr != its.node.expr and hint is not None and hint == its.node.hint:
+                bool(mine == its)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sizes) and self._spelled() == other._spelled()

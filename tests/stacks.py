@@ -45,8 +45,12 @@ def told(graph: fx.Graph) -> list[str]:
             gives = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in several]
             args = fx.node.map_aggregate((node.args, node.kwargs), spelled)
             drawn += draws(node)
-            found.append(f"{node.op} {node.target} {args} {gives} {layer_of(node)} {drawn if draws(node) else ''}")
-            names[node] = f"{node.name.rstrip('_0123456789')}-{zlib.crc32(found[-1].encode()):x}"
+            line = f"{node.op} {node.target} {args} {gives} {layer_of(node)} {drawn if draws(node) else ''}"
+            if isinstance(val, torch.SymInt):  # Computed again by a block, or not.
+                line = f"{node.target} {args}"
+                found = [it for it in found if it != line]
+            found.append(line)
+            names[node] = f"{node.name.rstrip('_0123456789')}-{zlib.crc32(line.encode()):x}"
     return sorted(found)
 
 
