@@ -33,6 +33,8 @@ bench: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/capture.py --llama
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/growth.py benchmarks/growth.png
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 benchmarks/memory.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 benchmarks/zero.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 benchmarks/bubble.py
 
 # mypy knows a package by where its files lie, so it reads ours through links that lie as they are installed.
 lint: $(INSTALLED)

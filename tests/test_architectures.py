@@ -23,7 +23,9 @@ EXAMPLES = 24 if settings.get_current_profile_name() == "default" else settings(
 """24, with --all 200, with --deep 5,000; each number of ranks has its share of its own."""
 
 slow = pytest.mark.timeout(10 * EXAMPLES)
-on_ranks = pytest.mark.parametrize("tp", RANKS, ids=lambda tp: f"tp{tp}")
+on_ranks = pytest.mark.parametrize(
+    "tp", [pytest.param(tp, marks=[pytest.mark.rare] * (tp == 4)) for tp in RANKS], ids=lambda tp: f"tp{tp}"
+)
 
 
 def trial(arch: Architecture, tp: int, choices: Choices = AS_USUAL) -> Trial:

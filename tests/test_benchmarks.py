@@ -250,5 +250,5 @@ def idle(rank: int, n: int, microbatches: int, schedule: str) -> float:
 @pytest.mark.parametrize(("schedule", "v"), [("1F1B", 1), ("interleaved", 2)])
 @pytest.mark.parametrize(("n", "microbatches"), [(2, 4), (4, 8)])
 def test_ranks_are_idle_as_long_as_the_formula_says(n: int, microbatches: int, schedule: str, v: int) -> None:
-    found = max(run_ranks(idle, n, microbatches, schedule, timeout=100))
+    found = max(run_ranks(idle, n, microbatches, schedule, timeout=200))
     assert found == pytest.approx((n - 1) / (microbatches * v), rel=0.15)

@@ -241,6 +241,7 @@ def lora(rank: int, n: int, folder: Path) -> None:
     hf_lora.main()
 
 
+@pytest.mark.rare
 @pytest.mark.timeout(300)
 def test_lora_is_given_back_to_peft(tmp_path):
     """Its own assertions hold on two ranks, and what it saved is all of the adapters and nothing else."""

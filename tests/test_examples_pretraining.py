@@ -210,6 +210,7 @@ def pretrained_bert(rank: int, n: int, folder: Path) -> None:
     started(pretrain_bert, folder, "copied", "--dropout", "0", "--tp", "1", "--dp", "2", "--zero", "2")
 
 
+@pytest.mark.rare
 def test_bert_trains_alike_in_every_layout(tmp_path):
     lm_samples.write(tmp_path / "samples", 200, seed=0)
     run_ranks(pretrained_bert, 2, tmp_path, timeout=110)

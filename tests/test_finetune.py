@@ -232,7 +232,10 @@ def script(rank: int, n: int, flags: list[str]) -> None:
     finetune_bert.main()
 
 
-@pytest.mark.parametrize(("name", "epochs"), [("qqp", 12), ("squad1", 15), ("race", 8)])
+@pytest.mark.parametrize(
+    ("name", "epochs"),
+    [("qqp", 12), *(pytest.param(*it, marks=pytest.mark.rare) for it in (("squad1", 15), ("race", 8)))],
+)
 def test_script_learns_on_two_ranks(tmp_path, name, epochs):
     """The first of them from weights and a tokenizer in files."""
     flags = small(tmp_path, name)

@@ -95,7 +95,7 @@ def t5(rank: int, n: int) -> None:
     assert len(parallel.get_encoder()._entries) == 1
 
 
-@checks.on(4)
+@checks.on(4, rare=True)
 def few_heads(rank: int, n: int) -> None:
     """Two of four ranks share each key."""
     expect_cost(greedy(n, "llama")[1], 5)
