@@ -19,12 +19,12 @@ from autotp.verify import Trial, compare, prepare
 
 TOLERANCE = 1e-10
 RANKS = (2, 3, 4, 8)
-EXAMPLES = 24 if settings.get_current_profile_name() == "default" else settings().max_examples
-"""24, with --all 200, with --deep 5,000; each number of ranks has its share of its own."""
+EXAMPLES = 16 if settings.get_current_profile_name() == "default" else settings().max_examples
+"""16, with --all 200, with --deep 5,000; each number of ranks has its share of its own."""
 
 slow = pytest.mark.timeout(10 * EXAMPLES)
 on_ranks = pytest.mark.parametrize(
-    "tp", [pytest.param(tp, marks=[pytest.mark.rare] * (tp == 4)) for tp in RANKS], ids=lambda tp: f"tp{tp}"
+    "tp", [pytest.param(tp, marks=[pytest.mark.rare] * (tp > 3)) for tp in RANKS], ids=lambda tp: f"tp{tp}"
 )
 
 

@@ -23,7 +23,7 @@ TOLERANCE = {"gpt": 1e-10, "bert": 1e-10}
 """In the models of transformers norms and losses compute in float32: 1e-5 there."""
 LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
 """Ranks of tensor, pipeline and data parallelism."""
-USUAL = [((1, 2, 1), "GPipe", False), ((2, 2, 1), "interleaved", True)]
+USUAL = [((2, 2, 1), "interleaved", True)]
 
 
 def built(name: str) -> tuple[nn.Module, dict[str, Tensor]]:

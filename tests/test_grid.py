@@ -140,7 +140,7 @@ def test_layout_without_repetition() -> None:
 # ---- whole attentions
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(
     st.integers(1, 4),
     st.integers(1, 5),

@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_methods_invocations import op_db
 
-SAMPLES = 4  # of each operator at most
+SAMPLES = 2  # of each operator at most
 EACH = 8  # calls of each overload
 BIGGEST = 4096  # elements of a tensor
 DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool, torch.float32)

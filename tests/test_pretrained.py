@@ -195,7 +195,7 @@ def dtypes(rank: int, n: int) -> None:
             assert torch.equal(parallel.get_parameter(key), parallel.layouts[key].take(tensor, rank)), key
 
 
-@checks.on(2)
+@checks.on(2, rare=True)
 def what_stays_wide(rank: int, n: int) -> None:
     """In half precision the model keeps some parameters as they were."""
     model, _, given = family("t5")

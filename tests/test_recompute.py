@@ -180,7 +180,7 @@ def as_hugging_face_says_it(rank: int, n: int) -> None:
     torch.testing.assert_close(cut(input_ids=x, labels=x).loss, loss)
 
 
-@checks.on(2)
+@checks.on(2, rare=True)
 def compiled(rank: int, n: int) -> None:
     """The blocks in one graph, without a break, at a second length too."""
     torch.manual_seed(0)
@@ -222,7 +222,7 @@ def a_block_is_compiled_once(rank: int, n: int) -> None:
     assert len(compiled) == 2
 
 
-@checks.on(2)
+@checks.on(2, rare=True)
 def compiled_blocks_are_computed_again(rank: int, n: int) -> None:
     """Compiled blocks that backward computes again draw the same numbers again, fast ones too."""
     torch.manual_seed(0)

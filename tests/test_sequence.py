@@ -63,7 +63,7 @@ def verified(whole: nn.Module, tp: int, given: Any) -> autotp.Plan:
     return report.plan
 
 
-@pytest.mark.parametrize(("parallel", "each"), [(False, 2), (True, 1)])
+@pytest.mark.parametrize(("parallel", "each"), [(False, 2), pytest.param(True, 1, marks=pytest.mark.rare)])
 def test_an_all_reduce_becomes_its_two_halves(parallel: bool, each: int) -> None:
     """Per block as many pairs as there were all-reduces; the parameters of a block are summed in one exchange.
 

@@ -112,12 +112,13 @@ def wrong_state_dicts(rank: int, n: int) -> None:
 @checks.on(4, rare=True)
 def clipping(rank: int, n: int) -> None:
     """Equal to one device's: replicated gradients counted once, tied ones too, frozen ones and None left out."""
+    whole = gpt(n_head=3)
+    whole.wpe.requires_grad_(False)
+    parallel = autotp.parallelize(copy.deepcopy(whole), n, check_inputs="never")
     for order in (2.0, 1.0, 3.0, float("inf")):
         for limit in (1e-3, 1e3):
-            whole = gpt(n_head=3)
-            whole.wpe.requires_grad_(False)
-            parallel = autotp.parallelize(copy.deepcopy(whole), n, check_inputs="never")
             for model in (whole, parallel):
+                model.zero_grad()
                 model(*tokens()).backward()
                 model.ln_f.bias.grad = None
             expected = nn.utils.clip_grad_norm_(whole.parameters(), limit, order)

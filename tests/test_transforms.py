@@ -100,7 +100,7 @@ def per_sample_gradients(rank: int, n: int) -> None:
     expect_equal(parallel, found, expected, batched=True)
 
 
-@checks.on(2)
+@checks.on(2, rare=True)
 def per_sample_gradients_with_dropout(rank: int, n: int) -> None:
     """One mask for all samples, the same as on one device."""
     whole, parallel = both(n, dropout=0.2, randomness="exact")
@@ -165,7 +165,7 @@ def forward_mode(rank: int, n: int) -> None:
 # ---- torch.compile
 
 
-@checks.on(2)
+@checks.on(2, rare=True)
 def compiled(rank: int, n: int) -> None:
     """One graph, forward and backward equal to eager, and no compilation after the first step."""
     from torch._dynamo.utils import counters
