@@ -165,7 +165,15 @@ def engine(
         batched(captured.inputs, captured.example),
     )
     count = group.size() * kind.rounds
-    stages = [pipelining.PipelineStage(work, i, count, device, group=group) for i, work in works.items()]
+
+    class Stage(pipelining.PipelineStage):
+        """To learn what stages send, the engine runs them once on memory as it comes: indices in it must be some."""
+
+        def _to_tensor(self, arg: Any) -> Tensor:
+            made: Tensor = super()._to_tensor(arg)
+            return made if isinstance(arg, Tensor) or made.is_floating_point() else made.zero_()
+
+    stages = [Stage(work, i, count, device, group=group) for i, work in works.items()]
     try:
         return getattr(pipelining, kind.kind)(
             stages if kind.rounds > 1 else stages[0],

@@ -164,6 +164,49 @@ def test_gradients_are_added_up() -> None:
     run_ranks(accumulated, 2, timeout=100)
 
 
+class Pointing(nn.Module):
+    """A block that tells the next which row of its table to add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(8, 8), nn.Embedding(8, 8)
+
+    def forward(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        """x: [batch 8], at: [batch]"""
+        x = x + self.linear(x).tanh() + self.table(at)
+        return x, x.argmax(-1)
+
+
+class Pointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Pointing() for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """x: [batch 8], y: [batch]"""
+        at = y % 8
+        for block in self.h:
+            x, at = block(x, at)
+        return nn.functional.cross_entropy(x, y)
+
+
+def indices(rank: int, n: int) -> None:
+    torch.manual_seed(0)
+    whole, given = Pointed().double(), {"x": torch.randn(6, 8).double(), "y": torch.arange(6)}
+    trainer = distribute(copy.deepcopy(whole), pp=n, microbatches=3, example_inputs=given)
+    loss = whole(**given)
+    loss.backward()
+    torch.testing.assert_close(trainer.step(**given), loss.detach())
+    expected = dict(whole.named_parameters())
+    for name, parameter in trainer.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad)
+
+
+def test_indices_cross_stages() -> None:
+    """The engine runs a stage on memory as it comes first, where no number need be an index."""
+    run_ranks(indices, 2, timeout=100)
+
+
 # ---- bad input
 
 
