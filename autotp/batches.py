@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
+from autotp.call import placeholders
 from autotp.errors import Error
 from autotp.passes.bind import bind
 from autotp.passes.own import place_of, value_at
 from autotp.passes.totals import TOTAL
-from autotp.pipeline import placeholders
 from autotp.run import plain
 from autotp.structure import flatten
 from autotp.transform import Analysis

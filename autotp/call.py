@@ -95,6 +95,11 @@ def _operands(node: fx.Node) -> Iterator[fx.Node | None]:
             yield from (v if v is None or is_tensor(v) else None for v in value)
 
 
+def placeholders(graph: fx.Graph) -> list[str]:
+    """What a graph is given, by name."""
+    return [node.name for node in graph.nodes if node.op == "placeholder"]
+
+
 def returned(graph: fx.Graph) -> tuple[Any, ...]:
     """What a graph returns."""
     found: Any = graph.output_node().args[0]

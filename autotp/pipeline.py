@@ -10,15 +10,20 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from autotp.batches import of_rows, tensors_of, twice
+from autotp.call import placeholders
 from autotp.errors import Error
 from autotp.fsdp import expect_whole
+from autotp.layout import Layout
 from autotp.passes.capture import Captured
 from autotp.passes.cost import block_costs
+from autotp.passes.match import SDPA, contracts
 from autotp.passes.own import Place, Read, value_at
 from autotp.passes.rows import batched
 from autotp.passes.stages import Division, Stage, blocks_in_order, divided
 from autotp.settings import Settings
-from autotp.transform import Analysis
+from autotp.source import line_of
+from autotp.transform import Analysis, analyse
 
 Schedule = Literal["1F1B", "interleaved", "GPipe", "zero-bubble", "zero-bubble-v"]
 
@@ -189,11 +194,6 @@ def engine(
         ) from error
 
 
-def placeholders(graph: fx.Graph) -> list[str]:
-    """What a graph is given, by name."""
-    return [node.name for node in graph.nodes if node.op == "placeholder"]
-
-
 def cast(arguments: Any, dtype: torch.dtype | None) -> Any:
     """Arguments, the floating tensors among them in the dtype that is computed in."""
 
@@ -201,6 +201,29 @@ def cast(arguments: Any, dtype: torch.dtype | None) -> Any:
         return leaf.to(dtype) if dtype and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
     return pytree.tree_map(one, arguments)
+
+
+def analysed(
+    skeleton: nn.Module, args: Any, kwargs: Any, tp: int, training: Training, layouts: Mapping[str, Layout] | None
+) -> Analysis:
+    """The graph of a microbatch, cut as its parameters are held, if they are.
+
+    Raises:
+        Error: an operator that wants one dtype is given several: a buffer's is its own.
+    """
+    args, kwargs = cast((args, kwargs), training.compute_dtype)
+    if len(tensors_of(args, kwargs)[0]) == 1:  # Of one row nothing shows whether rows depend on each other.
+        two = [pytree.tree_map(lambda x: of_rows(x, 1, twice), given) for given in (args, kwargs)]
+        analyse(skeleton, two[0], two[1], tp, training, layouts)
+    analysis = analyse(skeleton, args, kwargs, tp, training, layouts)
+    for node in analysis.graph.nodes if training.compute_dtype else ():
+        if contracts(analysis.axes.bound.get(node)) or str(node.target).startswith(SDPA):
+            values = [x for x in (n.meta.get("val") for n in node.all_input_nodes) if isinstance(x, Tensor)]
+            found = sorted({str(x.dtype).removeprefix("torch.") for x in values if x.is_floating_point()})
+            if len(found) > 1:
+                problem = f"compute_dtype: a product of {' and '.join(found)}"
+                raise Error(problem, at=line_of(node), **{"try": "`buffer.to(x.dtype)` there: buffers are not cast"})
+    return analysis
 
 
 def reader(dtype: torch.dtype | None) -> Read:

@@ -23,9 +23,9 @@ from torch.utils import _pytree as pytree
 
 from autotp import groups
 from autotp.agree import agree, agree_on_call, agree_on_graph, agree_on_random, digest
-from autotp.batches import key_of, of_rows, tensors_of, totals_of, twice
+from autotp.batches import key_of, of_rows, tensors_of, totals_of
 from autotp.boxes import local_of
-from autotp.call import returned
+from autotp.call import placeholders, returned
 from autotp.collectives import peer_error
 from autotp.errors import Error, within
 from autotp.finite import refuse
@@ -39,12 +39,23 @@ from autotp.passes.own import Owner, module_at, own, place_of, value_at
 from autotp.passes.recompute import outline
 from autotp.passes.rows import batched
 from autotp.passes.stages import Division, Stage, staged
-from autotp.pipeline import StageGraph, Training, Work, cast, division, engine, placeholders, read_by, reader, stages_of
+from autotp.pipeline import (
+    StageGraph,
+    Training,
+    Work,
+    analysed,
+    cast,
+    division,
+    engine,
+    read_by,
+    reader,
+    stages_of,
+)
 from autotp.run import CHECKED_CALLS
 from autotp.source import numbered
 from autotp.structure import signature_of
 from autotp.take import take
-from autotp.transform import Analysis, analyse, rank_graph
+from autotp.transform import Analysis, rank_graph
 
 T = TypeVar("T")
 
@@ -150,12 +161,7 @@ class Trainer(nn.Module):
     def _analysed(self, training: bool, args: Any, kwargs: Any) -> Analysis:
         """The model's graph in one mode, cut as its parameters are held."""
         self.skeleton.train(training)
-        args, kwargs = cast((args, kwargs), self._training.compute_dtype)
-        layouts = getattr(self, "layouts", None)
-        if len(tensors_of(args, kwargs)[0]) == 1:  # Of one row nothing shows whether rows depend on each other.
-            two = [pytree.tree_map(lambda x: of_rows(x, 1, twice), given) for given in (args, kwargs)]
-            analyse(self.skeleton, two[0], two[1], self.place.size, self._training, layouts)
-        return analyse(self.skeleton, args, kwargs, self.place.size, self._training, layouts)
+        return analysed(self.skeleton, args, kwargs, self.place.size, self._training, getattr(self, "layouts", None))
 
     def _divided(self, analysis: Analysis, lowered: fx.Graph) -> Division:
         return division(self._training, self.mesh["pp"].size(), analysis, lowered)

@@ -171,6 +171,33 @@ def undefined(rank: int, n: int) -> str:
     return str(raised.value)
 
 
+class Scaled(nn.Module):
+    """A product of a parameter and a buffer."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch 8]"""
+        return self.linear(x * self.scale).square().mean()
+
+
+def test_products_of_two_dtypes() -> None:
+    """On meta torch does not see that there are two."""
+    with pytest.raises(autotp.Error) as raised:
+        run_ranks(half_scaled, 1)
+    assert "compute_dtype: a product of bfloat16 and float32" in str(raised.value)
+    assert raised.value.facts["at"].endswith("return self.linear(x * self.scale).square().mean()")
+
+
+def half_scaled(rank: int, n: int) -> None:
+    autotp.distribute(Scaled(), compute_dtype=torch.bfloat16, example_inputs={"x": torch.randn(4, 8)})
+
+
 def test_a_loss_that_is_undefined_names_the_parameter() -> None:
     first = "Trainer.step: the loss of step 3 is nan: `h.1.mlp.c_fc.weight` is infinite or undefined"
     for found in run_ranks(undefined, 2, timeout=100):
