@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
@@ -36,7 +37,7 @@ def agree_on_call(mesh: Mesh, leaves: Sequence[Any], mode: Any, random: bool) ->
     """
     if mesh.size == 1 or torch._C._functorch.peek_interpreter_stack() is not None:
         return
-    called = zlib.crc32(repr([_print(leaf) for leaf in leaves]).encode())
+    called = _printed(leaves)
     state = _random_state(mesh) if random else 0
     rows = gather_ints([called, zlib.crc32(repr(mode).encode()), state], mesh)
     _compare(rows, 0, mesh, "got other inputs than rank 0", "give every rank of the axis the same batch")
@@ -59,6 +60,20 @@ def agree_on_random(mesh: Mesh, states: Sequence[int] | None = None) -> None:
         "would draw other random numbers than rank 0",
         "torch.manual_seed(seed) with one seed on all ranks",
     )
+
+
+def warn_of_equal(mesh: Mesh, leaves: Sequence[Any]) -> None:
+    """Warns if all ranks, which are to have other data each, were given the same."""
+    if mesh.size > 1 and len({row[0] for row in gather_ints([_printed(leaves)], mesh)}) == 1:
+        warnings.warn(
+            f"all {mesh.size} replicas were given the same rows, and each learns from them: give each its part, "
+            "as `autotp.Sampler` does",
+            stacklevel=2,
+        )
+
+
+def _printed(leaves: Sequence[Any]) -> int:
+    return zlib.crc32(repr([_print(leaf) for leaf in leaves]).encode())
 
 
 def agree_on_graph(mesh: Mesh, make: Callable[[], T], text: Callable[[T], str]) -> T:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.overrides import _get_current_function_mode_stack
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 OF_FAKES = {*FakeTensor.__annotations__, "fake_device", "constant", "real_tensor", "pytype", "dispatch_keys"}
+HOLDERS = 3
+"""What a container holds has as many references while it is looked at: from there, from the loop, from the counting."""
 LARGEST, DEEPEST = 10_000, 50
 """So many values of an object are compared, and those no deeper; what is beyond is equal to itself only."""
 
@@ -93,11 +96,22 @@ def is_harmless(value: Any) -> bool:
     """True for what a block can be given without our knowing more of it: nothing that it could change, or hide in."""
     if isinstance(value, Tensor):
         wrapped = torch._C._functorch.is_functorch_wrapped_tensor(value)
-        noted = {name for name in getattr(value, "__dict__", ()) if not name.startswith("_")} - OF_FAKES
+        noted = {name for name in getattr(value, "__dict__", ()) if "_memo" not in name} - OF_FAKES
         return value.layout is torch.strided and not (isinstance(value, nn.Parameter) or wrapped or noted)
     if type(value) is tuple:
         return all(map(is_harmless, value))
     return is_plain(value) or isinstance(value, SYMBOLIC)
+
+
+def is_shared(values: Iterable[Any]) -> bool:
+    """True if one of these is a list or a dict that anybody knows besides whoever holds them, or holds such a one."""
+    for value in values:
+        if isinstance(value, (list, dict)) and sys.getrefcount(value) > HOLDERS:
+            return True
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        if is_shared(inside):
+            return True
+    return False
 
 
 def is_plain(value: Any) -> bool:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import types
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -169,10 +170,15 @@ def asking(kind: Any, is_asked: Callable[[Any], bool], ask: Callable[..., Any]) 
 
 
 def _as_integer(kind: Any) -> Any:
-    """The class with all special methods of an integer, on the integer."""
+    """The class with all special methods of an integer, on the integer: whatever the other operand is, it meets one."""
 
     def method(name: str) -> Callable[..., Any]:
-        return lambda self, *args: getattr(int, name)(plain(self), *map(plain, args))
+        known = vars(operator) | {"__pow__": pow, "__divmod__": divmod}
+        here = known.get(name, getattr(int, name))
+        there = known.get(f"__{name[3:]}") if name.startswith("__r") else None
+        if there is not None:
+            return lambda self, other, *args: there(plain(other), plain(self), *map(plain, args))
+        return lambda self, *args: here(plain(self), *map(plain, args))
 
     names = {*vars(int)} - {*vars(kind), "__new__", "__getattribute__", "__getnewargs__"}
     for name in names:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from torch import Tensor, fx, nn
 from autotp.call import placeholders
 from autotp.errors import Error
 from autotp.passes.bind import bind
+from autotp.passes.capture import Captured
 from autotp.passes.own import place_of, value_at
+from autotp.passes.rows import batched
 from autotp.passes.totals import TOTAL
 from autotp.run import plain
 from autotp.structure import flatten
@@ -31,6 +33,30 @@ def key_of(training: bool, args: Any, kwargs: Any) -> Any:
     """All about a call's arguments but sizes and values of tensors."""
     leaves, spec = flatten((args, kwargs))
     return training, spec, tuple((x.dim(), x.dtype) if isinstance(x, Tensor) else plain(x) for x in leaves)
+
+
+def rows_of(tensors: Sequence[Tensor], parts: int, known: Sequence[Captured]) -> int:
+    """How many rows a batch has.
+
+    Args:
+        parts: microbatches that it is for.
+        known: graphs for calls of this kind, which tell what of it has rows.
+
+    Raises:
+        Error: its tensors differ in that, or it does not divide.
+    """
+    size = len(tensors[0])
+    for captured in known[:1]:
+        rows = batched(captured.inputs, captured.example)
+        sizes = {len(x) for name, x in zip(captured.inputs, tensors, strict=True) if name in rows}
+        if len(sizes) > 1:
+            found = " and ".join(map(str, sorted(sizes, reverse=True)))
+            raise Error(f"inputs of {found} rows, and a batch has as many of all")
+    if not size or size % parts:
+        fits = max(size // parts, 1) * parts
+        problem = f"a batch of {size} does not divide into {parts} microbatches"
+        raise Error(problem, **{"try": f"{fits} rows, or drop_last=True for the last batch"})
+    return size
 
 
 def of_rows(leaf: Any, size: int, made: Callable[[Tensor], Tensor]) -> Any:

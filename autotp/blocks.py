@@ -38,6 +38,11 @@ def differing(blocks: Blocks) -> set[tuple[int, str, str]]:
     return {place for place, values in found.items() if len(values) > 1}
 
 
+def parts_of(block: nn.Module) -> list[int]:
+    """The `id` of each module that it has: others may be put in their place."""
+    return [id(part) for part in block.modules()]
+
+
 def definer(kind: Any) -> Any:
     """The class that a class has its forward from."""
     return next(base for base in kind.__mro__ if "forward" in vars(base))
@@ -46,13 +51,14 @@ def definer(kind: Any) -> Any:
 @contextmanager
 def patched(kind: Any, names: Mapping[str, Any]) -> Iterator[None]:
     """A region in which a class has other attributes."""
-    before = {name: vars(kind)[name] for name in names if name in vars(kind)}
-    for name, value in names.items():
-        setattr(kind, name, value)
+    before, done = dict(vars(kind)), list[str]()
     try:
+        for name, value in names.items():
+            setattr(kind, name, value)
+            done.append(name)
         yield
     finally:
-        for name in names:
+        for name in done:
             if name in before:
                 setattr(kind, name, before[name])
             else:

@@ -58,11 +58,33 @@ class Engine:
         return [rank, last - rank] if self.folded else list(range(rank, last + 1, ranks))
 
     def flight(self, stage: int, stages: int, microbatches: int) -> int:
-        """Of how many microbatches a stage has activations at a time: of all, or those that are on their way behind it
-        (Narayanan et al. 2021, section 2.2).
+        """Of how many microbatches a stage has activations at a time, at most, as torch orders them.
+
+        With one stage a rank these are those on their way behind it (Narayanan et al. 2021, section 2.2).
         """
-        behind = -(-(stages - stage) // self.rounds)
+        ranks, behind = stages // self.rounds, stages - stage
+        if self.kind == "ScheduleInterleaved1F1B":
+            behind = _interleaved(stage % ranks, ranks, self.rounds, microbatches)[stage // ranks]
+        elif self.kind == "ScheduleInterleavedZeroBubble":
+            behind = ranks * (self.rounds - stage // ranks)
         return microbatches if self.kind == "ScheduleGPipe" else min(microbatches, behind)
+
+
+def _interleaved(rank: int, ranks: int, rounds: int, microbatches: int) -> list[int]:
+    """Of how many microbatches each of a rank's stages has activations, at most.
+
+    A rank goes forward with as many microbatches as there are ranks in each of its stages in turn, and backward
+    likewise from the last stage on, once it is some steps ahead.
+    """
+    ahead = min(microbatches * rounds, (rounds - 1) * ranks + 2 * (ranks - 1 - rank))
+    held, most = [0] * rounds, [0] * rounds
+    for step in range(microbatches * rounds):
+        at = step // ranks % rounds
+        held[at] += 1
+        most[at] = max(most[at], held[at])
+        if step >= ahead:
+            held[rounds - 1 - (step - ahead) // ranks % rounds] -= 1
+    return most
 
 
 ENGINES: dict[str, Engine] = {
@@ -140,6 +162,19 @@ class Work(nn.Module):
         found = self.graph.module(*(known[name] for name in placeholders(self.graph.module.graph)))
         found = tuple(torch.stack([value]) if value.dim() == 0 else value for value in found)
         return found[0] if len(found) == 1 else found
+
+
+def expect_splits(training: Training, tp: int, all_learn: bool) -> None:
+    """Raises an Error if the schedule halves backward, into inputs' and weights', where torch cannot do so."""
+    if not training.schedule.startswith("zero-bubble"):
+        return
+    if not all_learn:
+        problem = "loses gradients where parameters are frozen"
+    elif training.sequence_parallel and tp > 1:
+        problem = "cannot halve the backward of a residual stream that is cut along the sequence"
+    else:
+        return
+    raise Error(f'schedule="{training.schedule}" {problem}', **{"try": 'schedule="interleaved"'})
 
 
 def engine(

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autotp import alike, asked, recorded
-from autotp.alike import Frozen, attribute, is_harmless, is_plain, modes, position, tensor_kind, tensors_of
+from autotp.alike import Frozen, attribute, is_harmless, is_plain, is_shared, modes, position, tensor_kind, tensors_of
 from autotp.asked import Entangled, Number, ObjectAt, Request, TensorAt, is_object
-from autotp.blocks import Blocks, blocks_of, definer, differing, patched
+from autotp.blocks import Blocks, blocks_of, definer, differing, parts_of, patched
 from autotp.recorded import CALLS, LAST, Call, again, filled, tensors_in, unbacked
 
 UNTOUCHED = ("_parameters", "_buffers", "_modules")  # `tensors_of` and `structure` have these.
@@ -56,6 +56,7 @@ class Repeats:
     def __init__(self, with_objects: bool = True) -> None:
         self.with_objects = with_objects
         self.blocks: Blocks = {}
+        self.parts: dict[int, list[int]] = {}
         self.numbers: set[tuple[int, str, str]] = set()
         self.calls: list[Call] = []
         self.open: Call | None = None
@@ -70,6 +71,7 @@ class Repeats:
             Entangled: a block asked of an object what is not understood.
         """
         self.blocks = blocks_of(model)
+        self.parts = {at: parts_of(block) for at, (block, _) in self.blocks.items()}
         self.numbers = differing(self.blocks)
         classes = {definer(type(block)) for block, _ in self.blocks.values()}
         CALLS.append(self.calls)
@@ -86,6 +88,8 @@ class Repeats:
     def call(self, block: nn.Module, kind: int, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What `run(*args, **kwargs)` returns, `block`'s own forward."""
         if self.open is not None or not all(map(self._is_seen, (*args, *kwargs.values()))):
+            return run(*args, **kwargs)
+        if parts_of(block) != self.parts[id(block.__dict__)]:  # It is another by now.
             return run(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_object)
         given, objects = tensors_in(leaves), list({id(x): x for x in leaves if is_object(x)}.values())
@@ -113,15 +117,27 @@ class Repeats:
         outside, objects = [*given], [*objects]
         for step, request in enumerate(call.requests):
             outside += again(outside, tensors_of(block), call.at, step)
-            answer = request.made(objects[request.of], filled(request.given, outside, objects, block))
+            with self._asking(call):
+                answer = request.made(objects[request.of], filled(request.given, outside, objects, block))
             leaves, spec = asked.opened(answer)
             outside += [x for x in tensors_in(leaves) if position(x, outside) is None]
             objects += asked.told(leaves, objects)
             asked.agree(leaves, request.answer)
             if (spec, asked.kinds(leaves, outside, objects)) != request.answer:
                 raise Entangled
+        if call.requests and not call.is_like(block):  # An object changed what the block had read, or was to read.
+            raise Entangled
         outside += again(outside, tensors_of(block), call.at, LAST)
         return call.rebuilt(outside, objects)
+
+    @contextmanager
+    def _asking(self, call: Call) -> Iterator[None]:
+        """A region in which an object's own code runs for a later block: the blocks that it calls are no others."""
+        self.open, self.is_asking = call, True
+        try:
+            yield
+        finally:
+            self.open, self.is_asking = None, False
 
     def _recorded(self, call: Call, run: Callable[[], Any]) -> Any:
         """What a first call returns."""
@@ -130,7 +146,9 @@ class Repeats:
         try:
             with self.patches:
                 self._watch(call.objects)
-                leaves, spec = pytree.tree_flatten(run(), is_leaf=lambda x: position(x, call.objects) is not None)
+                result = [run()]
+                self.failed |= is_shared(result)  # Who has it, too, is to see what is done to it: we return a copy.
+                leaves, spec = pytree.tree_flatten(result[0], is_leaf=lambda x: position(x, call.objects) is not None)
         except BaseException:
             call.usable = False
             raise
@@ -187,6 +205,8 @@ class Repeats:
         """Notes that an attribute is read, whether it is there or not; what stands for it, if anything does."""
         call = self.open
         if call is None or self.is_asking or name in UNTOUCHED or (name.startswith("__") and name != "__dict__"):
+            return None
+        if name == "forward":  # The class has it: maybe ours, of blocks.
             return None
         if name == "__dict__":  # Whoever reads that may have read anything.
             call.usable &= sys._getframe(2).f_code.co_filename.startswith(OWN)

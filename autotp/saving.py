@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,6 +32,10 @@ FORMAT = 1
 WHOLE = ".metadata"
 SEPARATOR = "|"
 """Between what a key is of: `optimizer|h.0.ln_1.weight|exp_avg`."""
+
+
+NOTHING: Any = SimpleNamespace(param_groups=[], state={})
+"""Stands for no optimizer."""
 
 
 def save_checkpoint(
@@ -67,17 +72,19 @@ def save_checkpoint(
     return saving
 
 
-def load_checkpoint(folder: str | Path, trainer: Trainer, optimizer: Optimizer, **more: Any) -> int:
+def load_checkpoint(folder: str | Path, trainer: Trainer, optimizer: Optimizer | None = None, **more: Any) -> int:
     """The step of the newest whole checkpoint in `folder`, once it is loaded; 0 where there is none. On every rank.
 
     Args:
         trainer: of the same model, in any layout; random states are those of the checkpoint in the same layout only.
+        optimizer: of the class that was saved; None to evaluate: its state is left where it is.
         more: what was saved under these names; each has a `load_state_dict`.
 
     Raises:
         Error: on every rank, and nothing is changed: another model's, truncated, or of a newer format.
     """
     _finish(trainer)
+    learning: Any = NOTHING if optimizer is None else optimizer
 
     def run() -> int:
         steps = agree(trainer.everyone, lambda: saved_steps(folder))
@@ -87,8 +94,8 @@ def load_checkpoint(folder: str | Path, trainer: Trainer, optimizer: Optimizer, 
         parts = parts_of(trainer, "load_checkpoint")
         metadata = agree(trainer.everyone, lambda: _metadata(path))
         about = _read({"about": None}, path, trainer)["about"]
-        agree(trainer.everyone, lambda: _expect_same(about, parts, optimizer, more, path))
-        _load(path, metadata, about, trainer, parts, optimizer, more)
+        agree(trainer.everyone, lambda: _expect_same(about, parts, learning, more, path))
+        _load(path, metadata, about, trainer, parts, learning, more)
         return steps[-1]
 
     return within("load_checkpoint", run)
@@ -221,7 +228,7 @@ def _expect_same(
     if about["format"] > FORMAT:
         newer = f"{path} is of format {about['format']}, and this autotp knows {FORMAT}"
         raise Error(newer, **{"try": "a newer autotp"})
-    if about["optimizer"] != type(optimizer).__name__:
+    if optimizer is not NOTHING and about["optimizer"] != type(optimizer).__name__:
         raise Error(f"{path} has the state of {about['optimizer']}, and this is {type(optimizer).__name__}")
     if missing := sorted(set(more) - set(about["more"])):
         raise Error(f"{path} has no {', '.join(missing)}", expected=", ".join(about["more"]) or "nothing of this kind")

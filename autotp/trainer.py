@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autotp import groups
-from autotp.agree import agree, agree_on_call, agree_on_graph, agree_on_random, digest
-from autotp.batches import key_of, of_rows, tensors_of, totals_of
+from autotp.agree import agree, agree_on_call, agree_on_graph, agree_on_random, digest, warn_of_equal
+from autotp.batches import key_of, of_rows, rows_of, tensors_of, totals_of
 from autotp.boxes import local_of
 from autotp.call import placeholders, returned
 from autotp.collectives import peer_error
@@ -47,6 +47,7 @@ from autotp.pipeline import (
     cast,
     division,
     engine,
+    expect_splits,
     read_by,
     reader,
     stages_of,
@@ -126,10 +127,8 @@ class Trainer(nn.Module):
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(training.compute_dtype)
         args, kwargs = cast(self._signature.by_name(*find_inputs(model, given)), training.compute_dtype)
-        frozen = any(not parameter.requires_grad for parameter in model.parameters())
-        if frozen and training.schedule.startswith("zero-bubble") and mesh["pp"].size() > 1:
-            problem = f'schedule="{training.schedule}" loses gradients where parameters are frozen'
-            raise Error(problem, **{"try": 'schedule="interleaved"'})
+        if mesh["pp"].size() > 1:
+            expect_splits(training, mesh["tp"].size(), all(parameter.requires_grad for parameter in model.parameters()))
         analysis = agree_on_graph(
             self.everyone, lambda: self._analysed(True, args, kwargs), lambda it: f"{digest(it)} {training}"
         )
@@ -254,6 +253,10 @@ class Trainer(nn.Module):
 
     # ---- a step
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises Error: a trainer is told what to do with a batch."""
+        raise Error("a trainer is no model to call", **{"try": "trainer.step(...), or trainer.evaluate(...)"})
+
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of this step's whole batch, of which this replica is given a part; gradients are added to `.grad`.
 
@@ -310,7 +313,10 @@ class Trainer(nn.Module):
 
     def _ready(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
         pipeline = agree(self._replicas, lambda: self._fitting(training, args, kwargs))
-        given = dict(zip(pipeline.analysis.captured.inputs, tensors_of(args, kwargs), strict=True))
+        tensors = tensors_of(args, kwargs)
+        if self._calls <= CHECKED_CALLS:
+            warn_of_equal(self._replicas, tensors)
+        given = dict(zip(pipeline.analysis.captured.inputs, tensors, strict=True))
         totals = totals_of(pipeline.analysis, given, self, self.mesh.get_group("dp"))
         for i, work in self._works.items():
             work.use(pipeline.stages[i], totals)
@@ -328,16 +334,7 @@ class Trainer(nn.Module):
             agree_on_call(self._replica, tensors, str(key), False)
             agree_on_random(self.place)
         known = [pipeline for pipeline in self._pipelines if pipeline.key == key]
-        size = len(tensors[0])
-        for captured in (pipeline.analysis.captured for pipeline in known[:1]):
-            rows = batched(captured.inputs, captured.example)
-            sizes = {len(x) for name, x in zip(captured.inputs, tensors, strict=True) if name in rows}
-            if len(sizes) > 1:
-                found = " and ".join(map(str, sorted(sizes, reverse=True)))
-                raise Error(f"inputs of {found} rows, and a batch has as many of all")
-        if not size or size % parts:
-            problem = f"a batch of {size} does not divide into {parts} microbatches"
-            raise Error(problem, **{"try": "drop_last=True"})
+        size = rows_of(tensors, parts, [pipeline.analysis.captured for pipeline in known])
         args, kwargs = pytree.tree_map(lambda x: of_rows(x, size, lambda rows: rows[: size // parts]), (args, kwargs))
         shapes = [x.shape for x in tensors_of(args, kwargs)]
         fit = [pipeline for pipeline in known if pipeline.analysis.captured.fits(shapes)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
@@ -141,6 +142,10 @@ class _Place:
     at: int
 
 
+CAPTURING = threading.RLock()
+"""torch.export, and what it is captured under, are for one thread at a time."""
+
+
 def capture(
     skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: Autocast = OFF, once: bool = True
 ) -> Captured:
@@ -156,13 +161,14 @@ def capture(
         Error: the model branches on data, or fails on these inputs; names the source line.
     """
     leaves, spec = flatten((args, kwargs))
-    for with_objects in (True, False) if once else ():
-        repeats = Repeats(with_objects)
-        with suppress(Entangled, Error):  # What fails while its blocks are watched is to fail, or not, as it is.
-            return _capture(skeleton, leaves, spec, autocast, repeats.watched)
-        if not repeats.met_objects:
-            break
-    return _capture(skeleton, leaves, spec, autocast, nullcontext)
+    with CAPTURING:
+        for with_objects in (True, False) if once else ():
+            repeats = Repeats(with_objects)
+            with suppress(Entangled, Error):  # What fails while its blocks are watched is to fail, or not, as it is.
+                return _capture(skeleton, leaves, spec, autocast, repeats.watched)
+            if not repeats.met_objects:
+                break
+        return _capture(skeleton, leaves, spec, autocast, nullcontext)
 
 
 def _capture(

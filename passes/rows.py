@@ -12,7 +12,9 @@ They are as long as each other, and both are divided along the batch: where that
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
+import torch
 from torch import fx
 
 from autotp.axis import Axis, find, leaves, touches
@@ -22,6 +24,9 @@ from autotp.passes.axes import Axes, named_dims
 from autotp.passes.totals import is_mean
 from autotp.rule import names
 from autotp.source import line_of
+
+PASSED_ON = {f"aten::{name}" for name in ("unsqueeze", "view", "reshape", "expand", "to", "_to_copy", "clone")}
+"""What leaves numbers what they are."""
 
 
 def batched(inputs: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[str]:
@@ -36,7 +41,8 @@ def expect_rows(graph: fx.Graph, axes: Axes, inputs: Collection[str]) -> None:
         inputs: names of the placeholders of what is a batch.
     """
     rows = {node for node in graph.nodes if node.op == "placeholder" and node.name in inputs}
-    batch = {find(leaf) for node in rows for leaf in leaves(axes.of(node)[0])}
+    picked = _picked(graph, rows)
+    batch = {find(leaf) for node in (*rows, *picked) for leaf in leaves(axes.of(node)[0])}
     sums: set[fx.Node] = set()
     for node in graph.nodes:
         before = set(node.all_input_nodes)
@@ -45,9 +51,48 @@ def expect_rows(graph: fx.Graph, axes: Axes, inputs: Collection[str]) -> None:
         scalar = all(value.dim() == 0 for value in outputs_of(node))
         if before & sums and (not scalar or before & rows):
             _refuse(node, "gives each row what the batch sums up to")
-        if before & rows and not _is_of_rows(node, batch, axes, scalar) and not (scalar and is_mean(node)):
+        by_row = node in picked or (scalar and is_mean(node)) or _is_of_rows(node, batch, axes, scalar)
+        if before & rows and not by_row:
             _refuse(node, "mixes the rows of the batch")
         (sums if scalar else rows).add(node)
+
+
+def _picked(graph: fx.Graph, inputs: Collection[fx.Node]) -> set[fx.Node]:
+    """What is picked of each row by the numbers of rows, as `x[arange(batch), last]`.
+
+    Raises:
+        Error: they do anything else, where the numbers of a part of the batch, from 0 again, are others.
+    """
+    symbols = {symbol for node in inputs for symbol in _symbols(node.meta["val"].shape[0])}
+    numbers, picked = set[fx.Node](), set[fx.Node]()
+    for node in graph.nodes:
+        counts = _name(node) == "aten::arange" and any(_symbols(n.meta["val"]) & symbols for n in node.all_input_nodes)
+        if counts or (_name(node) in PASSED_ON and node.args[0] in numbers):
+            numbers.add(node)
+        elif numbers & set(node.all_input_nodes) and outputs_of(node):
+            if not _picks(node, numbers, symbols):
+                _refuse(node, "computes with the numbers of rows")
+            picked.add(node)
+    return picked
+
+
+def _picks(node: fx.Node, numbers: Collection[fx.Node], symbols: Collection[Any]) -> bool:
+    """True for `x[numbers, ...]`, where `x` is a batch."""
+    if _name(node) != "aten::index":
+        return False
+    x: Any = node.args[0]
+    others = set(node.all_input_nodes) - {node.args[1][0]}  # type: ignore[index]
+    return bool(_symbols(x.meta["val"].shape[0]) & set(symbols)) and not others & set(numbers)
+
+
+def _name(node: fx.Node) -> str:
+    """The operator's name, without its overload."""
+    return str(getattr(node.target, "_schema", node).name)
+
+
+def _symbols(size: Any) -> set[Any]:
+    """What a size is computed from; nothing for a number."""
+    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
 
 
 def _is_of_rows(node: fx.Node, batch: Collection[Axis], axes: Axes, added: bool) -> bool:
@@ -77,5 +122,5 @@ def _refuse(node: fx.Node, what: str) -> None:
     raise Error(
         f"`{node.target}` {what}, which cannot be computed in parts",
         at=line_of(node),
-        **{"try": "microbatches=1, dp=1"},
+        **{"try": "dp=1, pp=1, microbatches=1"},
     )

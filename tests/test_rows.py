@@ -19,6 +19,9 @@ X, Y = torch.randn(6, 5, 8), torch.zeros(6, 5, dtype=torch.int64)
 Does = Callable[[Tensor], Tensor]
 
 
+TABLE = torch.randn(9, 8)
+
+
 class Model(nn.Module):
     """Two linear layers, what a test does between them, and the mean cross-entropy."""
 
@@ -46,6 +49,7 @@ def analysed(model: nn.Module) -> None:
         pytest.param(lambda x: (x @ x.mT) @ x, id="attention"),
         pytest.param(lambda x: x.transpose(0, 1).cumsum(0).transpose(0, 1), id="cumsum"),
         pytest.param(lambda x: x * torch.arange(5).unsqueeze(-1), id="positions"),
+        pytest.param(lambda x: x + x[torch.arange(x.shape[0]), x[..., 0].argmax(1)].unsqueeze(1), id="one-of-each-row"),
         pytest.param(lambda x: F.dropout(x, 0.1), id="dropout"),
         pytest.param(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), id="dropped-weights"),
     ],
@@ -64,6 +68,8 @@ def test_rows_by_themselves(does: Callable[[Tensor], Tensor]) -> None:
         pytest.param(lambda x: x.flip(0), "aten.flip", id="order"),
         pytest.param(lambda x: x.flatten(0, 1).cumsum(0).view(x.shape), "aten.cumsum", id="rows-and-places"),
         pytest.param(lambda x: x + x[:1], "aten", id="the-first-row"),
+        pytest.param(lambda x: x * torch.arange(x.shape[0]).view(-1, 1, 1), "aten.mul.Tensor", id="times-its-number"),
+        pytest.param(lambda x: x + TABLE[torch.arange(x.shape[0]), None], "aten.index", id="by-its-number"),
     ],
 )
 def test_rows_that_depend_on_others(does: Callable[[Tensor], Tensor], named: str) -> None:

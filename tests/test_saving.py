@@ -105,6 +105,9 @@ def everything(rank: int, n: int, *folders: str) -> list[dict[str, Tensor]]:
         for name, p in trainer.named_parameters():
             tensors |= {f"{name} {key}": value for key, value in optimizer.state[p].items()}
         found.append(tensors)
+    trainer, _ = started((1, 1, 1))
+    assert autotp.load_checkpoint(folders[0], trainer) == trainer.steps == 3  # To evaluate.
+    assert all(torch.equal(p, found[0][name]) for name, p in trainer.named_parameters())
     return found
 
 

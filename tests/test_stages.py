@@ -19,7 +19,7 @@ from autotp.passes.cost import Cost, block_costs, multiplications
 from autotp.passes.match import SDPA
 from autotp.passes.plan import NOMINAL, elements
 from autotp.passes.stages import balanced, blocks_in_order, divided, staged
-from autotp.pipeline import ENGINES
+from autotp.pipeline import ENGINES, Training, expect_splits
 from autotp.transform import analyse
 
 
@@ -203,8 +203,38 @@ def test_the_first_stages_have_fewer_blocks_where_all_cost_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "found"), [("1F1B", [4, 3, 2, 1]), ("GPipe", [5] * 4), ("interleaved", [2, 2, 1, 1])]
+    ("schedule", "ranks", "found"),
+    [
+        ("1F1B", 4, [4, 3, 2, 1]),
+        ("GPipe", 4, [8] * 4),
+        # As counted in the orders that torch's schedules print.
+        ("interleaved", 2, [4, 3, 2, 1]),
+        ("interleaved", 3, [6, 6, 4, 3, 3, 1]),
+        ("interleaved", 4, [8, 8, 7, 5, 4, 4, 3, 1]),
+        ("zero-bubble", 4, [8] * 4 + [4] * 4),
+        ("zero-bubble-v", 4, [8, 7, 6, 5, 4, 3, 2, 1]),
+    ],
 )
-def test_microbatches_that_a_stage_waits_for(schedule: str, found: list[int]) -> None:
-    assert [ENGINES[schedule].flight(i, 4, 5) for i in range(4)] == found
-    assert ENGINES[schedule].flight(0, 4, 1) == 1
+def test_microbatches_that_a_stage_waits_for(schedule: str, ranks: int, found: list[int]) -> None:
+    stages = ranks * ENGINES[schedule].rounds
+    assert [ENGINES[schedule].flight(i, stages, 9 if ranks == 3 else 8) for i in range(stages)] == found
+    assert ENGINES[schedule].flight(0, stages, 1) == 1
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "zero-bubble-v", "interleaved"])
+@pytest.mark.parametrize(
+    ("given", "tp", "all_learn", "problem"),
+    [
+        ({}, 2, False, "loses gradients where parameters are frozen"),
+        ({"sequence_parallel": True}, 2, True, "cannot halve the backward"),
+        ({"sequence_parallel": True}, 1, True, ""),
+        ({}, 2, True, ""),
+    ],
+)
+def test_backward_that_cannot_be_halved(schedule: Any, given: Any, tp: int, all_learn: bool, problem: str) -> None:
+    training = Training(schedule=schedule, **given)
+    if not problem or schedule == "interleaved":
+        expect_splits(training, tp, all_learn)
+    else:
+        with pytest.raises(Error, match=f'schedule="{schedule}" {problem}'):
+            expect_splits(training, tp, all_learn)
