@@ -13,7 +13,8 @@ dtypes, and the plain ones the same values; so have all attributes that the firs
 modes around it. A number that counts layers may differ where nobody reads it, or objects alone are given it. Objects
 answer a later block as they did the first. A block is captured each time if it sets attributes, reads those of modules
 around it, or is given what it might change and cannot be asked: a list, a dict. What cannot be seen is a global of
-Python that somebody changes between two calls, and what goes around `__getattribute__`.
+Python that somebody changes between two calls, what goes around `__getattribute__`, and state that an object hides
+from `pickle`.
 """
 
 from __future__ import annotations

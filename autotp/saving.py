@@ -58,6 +58,9 @@ def save_checkpoint(
     _finish(trainer)
 
     def state() -> dict[str, Any]:
+        if not isinstance(optimizer, Optimizer):
+            problem = f"{type(optimizer).__name__} is no optimizer"
+            raise Error(problem, **{"try": "autotp.full_state_dict(trainer) for the parameters alone"})
         if (path / WHOLE).exists():
             raise Error(f"{path} is there already", **{"try": "another folder, or another step"})
         return dict(_state(trainer, parts_of(trainer, "save_checkpoint"), optimizer, step, more))

@@ -87,9 +87,14 @@ def parse(
     parser: ArgumentParser, sizes: Mapping[str, GPTConfig] | Mapping[str, BERTConfig], small: Recipe, paper: Recipe
 ) -> Namespace:
     """The command line's flags; ends the program with a message where they do not go together."""
-    size = parser.parse_known_args()[0].size
-    recipe, config = small if size == "small" else paper, sizes[size]
+    first = ArgumentParser(add_help=False)  # What defaults depend on, so that --help has them.
+    first.add_argument("--size", choices=tuple(sizes), default="small")
+    first.add_argument("--steps", type=int)
+    given = first.parse_known_args()[0]
+    recipe, config = small if given.size == "small" else paper, sizes[given.size]
     parser.set_defaults(**asdict(recipe), block=config.block_size, vocabulary=config.vocab_size)
+    if given.steps is not None:
+        parser.set_defaults(warmup=max(2, recipe.warmup * given.steps // recipe.steps))
     args = parser.parse_args()
     if args.tp is None:
         args.tp = max(1, training.world() // (args.pp * args.dp))
@@ -99,5 +104,5 @@ def parse(
         parser.error(f"--batch {args.batch} does not divide into {args.dp} x {args.microbatches} microbatches")
     if not 1 < args.warmup < args.steps:
         parser.error(f"--warmup {args.warmup} must be from 2 to less than --steps, which is {args.steps}")
-    args.asked = size == "small" and args.steps >= recipe.steps  # whether it should have learnt
+    args.asked = args.size == "small" and args.steps >= recipe.steps  # whether it should have learnt
     return args
