@@ -207,15 +207,13 @@ class Repeats:
         call = self.open
         if call is None or self.is_asking or name in UNTOUCHED or (name.startswith("__") and name != "__dict__"):
             return None
-        if name == "forward":  # The class has it: maybe ours, of blocks.
-            return None
         if name == "__dict__":  # Whoever reads that may have read anything.
             call.usable &= sys._getframe(2).f_code.co_filename.startswith(OWN)
             return None
         path = call.paths.get(id(object.__getattribute__(module, "__dict__")))
         if path is None:
             call.usable = False  # Of another block.
-        elif (path, name) not in call.reads:
+        elif name != "forward" and (path, name) not in call.reads:  # The class has that: maybe ours, of blocks.
             with torch._C.DisableTorchFunction():
                 value = attribute(module, name)
                 known = call.frozen(value)
