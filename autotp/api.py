@@ -149,6 +149,7 @@ def _name(model: Any) -> str:
 
 
 def expect_ordinary(model: Any) -> None:
+    """Raises Error where a model is none, or was cut already."""
     if isinstance(model, ParallelModule):
         raise Error("the model is parallel already", **{"try": "parallelize the original model once"})
     if not isinstance(model, nn.Module):

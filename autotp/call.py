@@ -95,6 +95,11 @@ def _operands(node: fx.Node) -> Iterator[fx.Node | None]:
             yield from (v if v is None or is_tensor(v) else None for v in value)
 
 
+def operator_name(node: fx.Node) -> str:
+    """The operator's name, without its overload, as `aten::add`."""
+    return str(getattr(node.target, "_schema", node).name)
+
+
 def placeholders(graph: fx.Graph) -> list[str]:
     """What a graph is given, by name."""
     return [node.name for node in graph.nodes if node.op == "placeholder"]

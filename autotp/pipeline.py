@@ -209,6 +209,7 @@ def engine(
     class Stage(pipelining.PipelineStage):
         """To learn what stages send, the engine runs them once on memory as it comes: indices in it must be some."""
 
+        # Not public: torch 2.13 makes that memory here. Where it does so elsewhere, an index in it may be out of range.
         def _to_tensor(self, arg: Any) -> Tensor:
             made: Tensor = super()._to_tensor(arg)
             return made if isinstance(arg, Tensor) or made.is_floating_point() else made.zero_()

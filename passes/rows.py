@@ -18,10 +18,10 @@ import torch
 from torch import fx
 
 from autotp.axis import Axis, find, leaves, touches
-from autotp.call import draws, outputs_of
+from autotp.call import draws, operator_name, outputs_of
 from autotp.errors import Error
 from autotp.passes.axes import Axes, named_dims
-from autotp.passes.totals import is_mean
+from autotp.passes.totals import is_mean, symbols
 from autotp.rule import names
 from autotp.source import line_of
 
@@ -63,36 +63,43 @@ def _picked(graph: fx.Graph, inputs: Collection[fx.Node]) -> set[fx.Node]:
     Raises:
         Error: they do anything else, where the numbers of a part of the batch, from 0 again, are others.
     """
-    symbols = {symbol for node in inputs for symbol in _symbols(node.meta["val"].shape[0])}
+    rows = {symbol for node in inputs for symbol in symbols(node.meta["val"].shape[0])}
     numbers, picked = set[fx.Node](), set[fx.Node]()
     for node in graph.nodes:
-        counts = _name(node) == "aten::arange" and any(_symbols(n.meta["val"]) & symbols for n in node.all_input_nodes)
-        if counts or (_name(node) in PASSED_ON and node.args[0] in numbers):
+        counts = operator_name(node) == "aten::arange" and any(
+            symbols(n.meta["val"]) & rows for n in node.all_input_nodes
+        )
+        if counts or (_keeps(node) and node.args[0] in numbers):
             numbers.add(node)
         elif numbers & set(node.all_input_nodes) and outputs_of(node):
-            if not _picks(node, numbers, symbols):
+            if not _picks(node, numbers):
                 _refuse(node, "computes with the numbers of rows")
             picked.add(node)
     return picked
 
 
-def _picks(node: fx.Node, numbers: Collection[fx.Node], symbols: Collection[Any]) -> bool:
-    """True for `x[numbers, ...]`, where `x` is a batch."""
-    if _name(node) != "aten::index":
+def _keeps(node: fx.Node) -> bool:
+    """True for what leaves numbers what they are, and along the first dimension."""
+    return operator_name(node) in PASSED_ON and _length(node) == _length(node.args[0])
+
+
+def _picks(node: fx.Node, numbers: Collection[fx.Node]) -> bool:
+    """True for `x[numbers, ...]` that has one of each row of `x`, in order."""
+    if operator_name(node) != "aten::index":
         return False
     x: Any = node.args[0]
-    others = set(node.all_input_nodes) - {node.args[1][0]}  # type: ignore[index]
-    return bool(_symbols(x.meta["val"].shape[0]) & set(symbols)) and not others & set(numbers)
+    at: Any = node.args[1][0]  # type: ignore[index]
+    counted, others = at, set(node.all_input_nodes) - {at}
+    while counted in numbers and operator_name(counted) in PASSED_ON:
+        counted = counted.args[0]
+    from_0 = counted in numbers and counted.target is torch.ops.aten.arange.default
+    return from_0 and not others & set(numbers) and _length(x) == _length(at) == _length(node)
 
 
-def _name(node: fx.Node) -> str:
-    """The operator's name, without its overload."""
-    return str(getattr(node.target, "_schema", node).name)
-
-
-def _symbols(size: Any) -> set[Any]:
-    """What a size is computed from; nothing for a number."""
-    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
+def _length(node: Any) -> Any:
+    """Of the first dimension, as an expression."""
+    shape = node.meta["val"].shape
+    return None if not shape else shape[0] if isinstance(shape[0], int) else shape[0].node.expr
 
 
 def _is_of_rows(node: fx.Node, batch: Collection[Axis], axes: Axes, added: bool) -> bool:

@@ -171,10 +171,11 @@ def _divided(node: fx.Node, kinds: Kinds) -> dict[fx.Node, bool]:
 
 def _expect_no_sizes(graph: fx.Graph, inputs: Sequence[str]) -> None:
     """Raises Error where values are made of how many rows there are: parts of a batch have fewer."""
-    rows = {symbol for n in graph.nodes if n.name in inputs for symbol in _symbols(n.meta["val"].shape[0])}
+    rows = {symbol for n in graph.nodes if n.name in inputs for symbol in symbols(n.meta["val"].shape[0])}
     for node in graph.nodes:
-        sizes = [n for n in node.args if isinstance(n, fx.Node) and _symbols(n.meta.get("val")) & rows]
-        if sizes and isinstance(node.meta.get("val"), torch.Tensor) and node.target in OF_NUMBERS:
+        sizes = [n for n in node.args if isinstance(n, fx.Node) and symbols(n.meta.get("val")) & rows]
+        counted = node.target in OF_NUMBERS or _is_as_long_as(node, rows)
+        if sizes and isinstance(node.meta.get("val"), torch.Tensor) and counted:
             raise Error(
                 f"`{node.target}` computes with the number of rows, which is another in each part of a batch",
                 at=line_of(node),
@@ -182,7 +183,15 @@ def _expect_no_sizes(graph: fx.Graph, inputs: Sequence[str]) -> None:
             )
 
 
-def _symbols(size: Any) -> set[Any]:
+def _is_as_long_as(node: fx.Node, rows: Collection[Any]) -> bool:
+    """True for so many rows of what has others, as `table[:batch]`."""
+    if node.target is not aten.slice.Tensor:
+        return False
+    x, dim, *_ = (*node.args, 0)
+    return not symbols(x.meta["val"].shape[dim]) & set(rows)  # type: ignore[union-attr]
+
+
+def symbols(size: Any) -> set[Any]:
     """What a size is computed from; nothing for a number, or for a tensor."""
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt | torch.SymFloat) else set()
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from autotp.asked import Entangled
 from autotp.builder import META, Builder, fake_mode_of
-from autotp.call import writes
+from autotp.call import operator_name, writes
 from autotp.recorded import LAST, again, begin, end
 
 SAME = ("aten::to", "aten::contiguous", "aten::type_as")
@@ -182,16 +182,11 @@ def _first(node: Any) -> fx.Node:
     Raises:
         Entangled: it is neither: the block was called with others than its own.
     """
-    while writes(node) or (_name(node) in SAME and _memory(node) == _memory(node.args[0])):
+    while writes(node) or (operator_name(node) in SAME and _memory(node) == _memory(node.args[0])):
         node = node.args[0]
     if node.op != "placeholder":
         raise Entangled
     return node
-
-
-def _name(node: fx.Node) -> str:
-    """The operator's name, without its overload."""
-    return str(getattr(node.target, "_schema", node).name)
 
 
 def _stack(node: fx.Node) -> dict[str, Any]:

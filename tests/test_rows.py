@@ -68,6 +68,11 @@ def test_rows_by_themselves(does: Callable[[Tensor], Tensor]) -> None:
         pytest.param(lambda x: x.flip(0), "aten.flip", id="order"),
         pytest.param(lambda x: x.flatten(0, 1).cumsum(0).view(x.shape), "aten.cumsum", id="rows-and-places"),
         pytest.param(lambda x: x + x[:1], "aten", id="the-first-row"),
+        pytest.param(lambda x: x.flatten(0, 1)[torch.arange(x.shape[0])].unsqueeze(1) + x, "aten", id="the-first"),
+        pytest.param(lambda x: x[torch.arange(x.shape[0] - 1, -1, -1)], "aten.index.Tensor", id="backwards"),
+        pytest.param(
+            lambda x: x[torch.arange(x.shape[0])[None].expand(x.shape[0], -1), 0].sum(1, True) + x, "aten", id="all"
+        ),
         pytest.param(lambda x: x * torch.arange(x.shape[0]).view(-1, 1, 1), "aten.mul.Tensor", id="times-its-number"),
         pytest.param(lambda x: x + TABLE[torch.arange(x.shape[0]), None], "aten.index", id="by-its-number"),
     ],
@@ -90,3 +95,8 @@ def test_a_loss_of_the_whole_batch() -> None:
     with pytest.raises(Error, match="cannot be computed in parts"):
         analysed(Model(lambda x: x, lambda y, x: (y.mean(0) * y.square().mean(0)).sum()))
     analysed(Model(lambda x: x, lambda y, x: 0.1 * y.square().mean()))
+
+
+def test_a_table_as_long_as_the_batch() -> None:
+    with pytest.raises(Error, match=r"`aten.slice.Tensor` computes with the number of rows"):
+        analysed(Model(lambda x: x + TABLE[: x.shape[0]].unsqueeze(1)))

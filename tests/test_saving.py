@@ -105,6 +105,8 @@ def everything(rank: int, n: int, *folders: str) -> list[dict[str, Tensor]]:
         for name, p in trainer.named_parameters():
             tensors |= {f"{name} {key}": value for key, value in optimizer.state[p].items()}
         found.append(tensors)
+    with pytest.raises(autotp.Error, match="NoneType is no optimizer"):
+        autotp.save_checkpoint(folders[0], trainer, None, 9)  # type: ignore[arg-type]
     trainer, _ = started((1, 1, 1))
     assert autotp.load_checkpoint(folders[0], trainer) == trainer.steps == 3  # To evaluate.
     assert all(torch.equal(p, found[0][name]) for name, p in trainer.named_parameters())

@@ -28,6 +28,7 @@ def process(ax: Axes, x: float, y: float, rank: int, stage: int, tp: int) -> Non
 
 
 def arrow(ax: Axes, start: tuple[float, float], stop: tuple[float, float], colour: str) -> None:
+    """Draws an arrow with two heads."""
     ax.add_patch(FancyArrowPatch(start, stop, arrowstyle="<|-|>", mutation_scale=11, color=colour, linewidth=1.4))
 
 
