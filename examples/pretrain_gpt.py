@@ -63,7 +63,12 @@ def arguments() -> Namespace:
     """The flags, with this script's own."""
     parser = recipes.parser("Pretrains a GPT on text.", SIZES)
     parser.set_defaults(out=Path("out/gpt"))
-    parser.add_argument("--target", type=float, default=120.0, help="the held-out perplexity must be below")
+    parser.add_argument(
+        "--target",
+        type=float,
+        default=120.0,
+        help="the held-out perplexity must be below, where all steps of the small size are taken",
+    )
     parser.add_argument(
         "--prompt", nargs="*", default=["def main(", "import ", "class "], help="what samples begin with"
     )

@@ -93,7 +93,7 @@ def flags(monkeypatch: Any, *given: str) -> Namespace:
     return pretrain_gpt.arguments()
 
 
-def test_a_size_brings_its_recipe(monkeypatch):
+def test_a_size_brings_its_recipe(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "8")
     paper = flags(monkeypatch, "--size", "355M", "--pp", "2", "--lr", "0.1")
     assert (paper.batch, paper.steps, paper.lr, paper.block, paper.vocabulary) == (512, 300_000, 0.1, 1024, 50257)
@@ -101,6 +101,14 @@ def test_a_size_brings_its_recipe(monkeypatch):
     small = flags(monkeypatch)
     assert (small.block, small.vocabulary, small.tp, small.asked) == (128, 4096, 8, True)
     assert not flags(monkeypatch, "--steps", str(small.steps - 1)).asked
+    assert [flags(monkeypatch, "--steps", str(n)).warmup for n in (3, 20, small.steps // 2)] == [
+        2,
+        2,
+        small.warmup // 2,
+    ]
+    with pytest.raises(SystemExit):
+        flags(monkeypatch, "--help")
+    assert f"of the optimizer (default: {small.steps})" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
