@@ -20,7 +20,7 @@ from autotp.norms import clip_grad_norm_  # noqa: E402
 from autotp.operators import rule  # noqa: E402
 from autotp.outputs import gather  # noqa: E402
 from autotp.report import Plan  # noqa: E402
-from autotp.run import ParallelModule  # noqa: E402
+from autotp.module import ParallelModule  # noqa: E402
 from autotp.saving import load_checkpoint, save_checkpoint  # noqa: E402
 from autotp.state import full_state_dict, load_full_state_dict  # noqa: E402
 from autotp.trainer import Trainer  # noqa: E402

@@ -52,7 +52,7 @@ from autotp.pipeline import (
     reader,
     stages_of,
 )
-from autotp.run import CHECKED_CALLS
+from autotp.executable import CHECKED_CALLS
 from autotp.source import numbered
 from autotp.structure import signature_of
 from autotp.take import take

@@ -10,15 +10,16 @@ import copy
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass
 from io import StringIO
+from types import MappingProxyType
 from typing import Any
 
 import sympy
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind
@@ -26,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
 from autotp.asked import Entangled
+from autotp.attributes import everything
 from autotp.decided import Decided
 from autotp.eager import alone
 from autotp.errors import Error
@@ -215,20 +217,37 @@ def skeleton_of(model: nn.Module) -> nn.Module:
 
 
 def _copy_on(model: nn.Module, device: str) -> nn.Module:
-    memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        empty = torch.empty_like(tensor, device=device, requires_grad=False)
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    plain = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
-    memo.update({id(tensor): tensor for tensor in plain if tensor.is_leaf})  # constants of the graph
     try:
-        return copy.deepcopy(model, memo)
+        return copy.deepcopy(model, stand_ins(model, device))
     except Exception as error:
         first = str(error).strip().splitlines()[0]
         raise Error(
             f"copy.deepcopy fails on the model: {first}",
             **{"try": "delete computed tensors and open handles from its attributes before the call"},
         ) from error
+
+
+def stand_ins(model: nn.Module, device: str, whole: Mapping[str, Tensor] = MappingProxyType({})) -> dict[Any, Any]:
+    """What a deep copy of a model has in the place of its tensors, by `id`.
+
+    Args:
+        device: where parameters and buffers are, without values. Other tensors are constants of the graph, as they are.
+        whole: first name -> what stands for a parameter or buffer of which `model` has another form.
+    """
+    memo: dict[Any, Any] = {}
+    for name, tensor in model.named_parameters():
+        like = whole.get(name, tensor)
+        memo[id(tensor)] = nn.Parameter(_empty(like, device), like.requires_grad)
+    for name, tensor in model.named_buffers():
+        memo[id(tensor)] = _empty(whole.get(name, tensor), device)
+    for _, value in everything(model):
+        if isinstance(value, Tensor):
+            memo.setdefault(id(value), value if value.is_leaf else value.detach())
+    return memo
+
+
+def _empty(like: Tensor, device: str) -> Tensor:
+    return torch.empty_like(like, device=device, requires_grad=False)
 
 
 def _like(leaf: torch.Tensor, device: str) -> torch.Tensor:

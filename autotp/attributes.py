@@ -1,0 +1,400 @@
+"""What a call does to a model besides computing: the attributes that it writes, and those that it reads.
+
+A graph knows tensors that come in and tensors that go out. A model also remembers (`self.prev = y.detach()`), counts
+(`self.n += 1`), collects (`self.losses.append(aux)`) and is told (`m.cfg.tau = 0.8`). So while it is captured:
+
+- What its modules hold, and lists, dicts and objects below, is looked at before and after. What is another then is a
+  `Change`, which every later call makes, too: computed tensors are outputs of the graph, put back in their places.
+- An attribute that a call writes and that holds tensors before is *opened*: these are inputs of the graph.
+- Every attribute that is read is noted. A later call, with one of another value, is captured anew (`guard.py`).
+
+NOTE [Containers]
+Two modules may hold one list. So what changes is a container, a module, list, dict, set or object, found by the first
+path that leads to it; it is changed in place, as the model does.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autotp.alike import PLAIN
+from autotp.errors import Error
+
+Slot = tuple[str, str]
+"""The path of a module, and the name of an attribute."""
+Path = tuple[Any, ...]
+"""The path of a module, an attribute, and the keys and places below."""
+
+INTERNAL = frozenset(vars(nn.Module()))
+"""What each module has of torch's own: the tables of what is in it, its hooks, its mode."""
+LARGEST = 10_000
+"""So many values of a model's attributes are looked at."""
+WHOLE: Any = object()
+"""Stands for the key of a container that is written whole."""
+GONE: Any = object()
+"""Stands for the value of a key that is deleted."""
+
+
+@dataclass(frozen=True)
+class At:
+    """Stands for what lay at a place before the call."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a call does to one container.
+
+    Attributes:
+        path: where the container lies.
+        values: key -> leaves and structure of its new value, or GONE. Of a list or set the key is WHOLE.
+    """
+
+    path: Path
+    values: Mapping[Any, Any]
+
+    def __str__(self) -> str:
+        return spelled(self.path, next(iter(self.values), None))
+
+
+def spelled(path: Path, key: Any = None) -> str:
+    """A place as the user writes it: `h.0.losses`, `config.tau`."""
+    keys = [*path[1:], *([] if key is None or key is WHOLE else [key])]
+    return ".".join([part for part in (path[0], *map(str, keys)) if part])
+
+
+# ---- what is in what
+
+
+def is_object(value: Any) -> bool:
+    """True for an object of a class written in Python, whose attributes lie open."""
+    closed = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)
+    return hasattr(value, "__dict__") and not isinstance(value, (*closed, torch.Generator)) and not callable_only(value)
+
+
+def callable_only(value: Any) -> bool:
+    """True for what is built in and has attributes all the same."""
+    return isinstance(value, (types.BuiltinFunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+
+
+def is_container(value: Any) -> bool:
+    """True for what a call may change in place."""
+    return isinstance(value, (list, dict, set, deque)) or is_object(value)
+
+
+def children(value: Any) -> list[tuple[Any, Any]]:
+    """What lies in a module's attributes, a container or a tuple, by key."""
+    if isinstance(value, nn.Module):
+        return [(key, item) for key, item in vars(value).items() if key not in INTERNAL]
+    if isinstance(value, (list, tuple, deque)):
+        return list(enumerate(value))
+    if isinstance(value, dict):
+        return list(value.items())
+    return list(vars(value).items()) if is_object(value) else []
+
+
+def hidden(value: Any) -> list[Any]:
+    """What a function holds of its surroundings."""
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, types.FunctionType):
+        cells = [cell for cell in value.__closure__ or () if _is_filled(cell)]
+        return [*(cell.cell_contents for cell in cells), *(value.__defaults__ or ())]
+    return []
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  Nothing else tells.
+    except ValueError:
+        return False
+    return True
+
+
+def below(value: Any, path: Path, seen: dict[int, Any]) -> Iterator[tuple[Path, Any]]:
+    """A value and all that lies below, each once, with where it lies; modules below are not entered."""
+    if id(value) in seen or type(value) in PLAIN or len(seen) > LARGEST:
+        return
+    seen[id(value)] = value
+    yield path, value
+    for key, item in [] if isinstance(value, nn.Module) else children(value):
+        yield from below(item, (*path, key), seen)
+
+
+def everything(model: nn.Module) -> Iterator[tuple[Path, Any]]:
+    """All modules of a model, and what lies below their attributes, each once, with where it lies."""
+    seen: dict[int, Any] = {}
+    modules = list(model.named_modules())
+    for path, module in modules:
+        seen[id(module)] = module
+        yield (path,), module
+    for path, module in modules:
+        for key, item in children(module):
+            yield from below(item, (path, key), seen)
+
+
+def found_at(modules: Mapping[str, nn.Module], path: Path) -> Any:
+    """What lies at a place.
+
+    Raises:
+        LookupError: nothing does.
+    """
+    value: Any = modules[path[0]]
+    for key in path[1:]:
+        value = value[key] if isinstance(value, (list, tuple, dict, deque)) else vars(value)[key]
+    return value
+
+
+def put_at(modules: Mapping[str, nn.Module], path: Path, value: Any) -> None:
+    """Puts a value at a place; a tuple on the way is made anew."""
+    *way, key = path
+    holder: Any = found_at(modules, tuple(way))
+    if isinstance(holder, tuple):
+        items = [value if i == key else item for i, item in enumerate(holder)]
+        put_at(modules, tuple(way), type(holder)(*items) if hasattr(holder, "_fields") else tuple(items))
+    elif isinstance(holder, (list, dict, deque)):
+        holder[key] = value
+    else:
+        vars(holder)[key] = value
+
+
+def tensors_at(model: nn.Module, slots: Sequence[Slot]) -> dict[Path, Any]:
+    """The tensors below some attributes, and attributes that are whole numbers, by where they lie."""
+    modules, seen, found = dict(model.named_modules()), dict[int, Any](), dict[Path, Any]()
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for path, name in slots:
+        value = vars(modules[path]).get(name) if path in modules else None
+        if type(value) in (int, torch.SymInt):
+            found[path, name] = value
+        found |= {
+            at: it for at, it in below(value, (path, name), seen) if isinstance(it, Tensor) and id(it) not in known
+        }
+    return found
+
+
+# ---- what a call writes
+
+
+class Before:
+    """What a model's attributes hold before a call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.modules = model, dict(model.named_modules())
+        self.places: dict[int, Path] = {}
+        self.kept: list[Any] = []  # What is known by its `id` lives on.
+        self.was: list[tuple[Path, Any, Any]] = []
+        for path, value in everything(model):
+            self.places.setdefault(id(value), path)
+            self.kept.append(value)
+            if isinstance(value, nn.Module) or is_container(value):
+                self.was.append((path, value, _content(value)))
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            owner, _, key = name.rpartition(".")
+            self.places[id(tensor)] = owner, TABLES, key
+        self.tables = {path: _tables(module) for path, module in self.modules.items()}
+        self.aside = list(_aside(model, set(self.places)))
+
+    def changes(self) -> list[tuple[Path, dict[Any, Any]]]:
+        """The containers that are another now: where each lies, and its new values by key.
+
+        Raises:
+            Error: what changed cannot be put back by later calls; everything is as it was then.
+        """
+        self._expect_open()
+        found = []
+        for path, value, content in self.was:
+            now = _content(value)
+            if not _same(now, content):
+                found.append((path, _difference(content, now)))
+        for path, module in self.modules.items():
+            new = {key: now for key, now in module._buffers.items() if _is_new(now, self.tables[path][1].get(key))}
+            found += [((path, TABLES), new)] if new else []
+        return found
+
+    def restore(self) -> None:
+        """Gives everything what it held."""
+        for _, value, content in self.was:
+            if not _same(_content(value), content):
+                _fill(value, content)
+        for path, module in self.modules.items():
+            for table, was in zip((module._parameters, module._buffers, module._modules), self.tables[path], strict=True):
+                table.clear()
+                table.update(was)  # type: ignore[arg-type]
+        for _, value, content in self.aside:
+            if not _same(_content(value), content):
+                _fill(value, content)
+
+    def _expect_open(self) -> None:
+        for path, module in self.modules.items():
+            parameters, _, parts = self.tables[path]
+            for table, was in ((module._parameters, parameters), (module._modules, parts)):
+                if not _same(tuple(table.items()), tuple(was.items())):
+                    names = [key for key in {**table, **was} if table.get(key) is not was.get(key)]
+                    raise _refused(f"`{spelled((path,), names[0])}`, a parameter or module", self.restore)
+        for where, value, content in self.aside:
+            if not _same(_content(value), content):
+                raise _refused(f"a {type(value).__name__} that {where} holds", self.restore)
+
+
+TABLES = "its tables"
+"""In a path: parameters and buffers, which are no attributes."""
+
+
+def _refused(what: str, restore: Callable[[], None]) -> Error:
+    restore()
+    return Error(
+        f"forward changes {what}, which a graph cannot do",
+        **{"try": "set an attribute of the module (`self.name = value`), which is put back after each call"},
+    )
+
+
+def _content(value: Any) -> Any:
+    return frozenset(value) if isinstance(value, set) else tuple(children(value))
+
+
+def _same(now: Any, then: Any) -> bool:
+    """True if two contents have the same keys in the same order, each with the same object."""
+    if isinstance(now, frozenset):
+        return bool(now == then)
+    return len(now) == len(then) and all(a[0] == b[0] and a[1] is b[1] for a, b in zip(now, then, strict=True))
+
+
+def _difference(then: Any, now: Any) -> dict[Any, Any]:
+    """Key -> new value, of a container that changed."""
+    if isinstance(now, frozenset):
+        return {WHOLE: set(now)}
+    before, after = dict(then), dict(now)
+    return {key: after.get(key, GONE) for key in {**before, **after} if after.get(key, GONE) is not before.get(key, GONE)}
+
+
+def _fill(value: Any, content: Any) -> None:
+    if isinstance(value, nn.Module):
+        for key in [key for key in vars(value) if key not in INTERNAL]:
+            del vars(value)[key]
+        vars(value).update(dict(content))
+    elif isinstance(value, (list, deque)):
+        value.clear()
+        value.extend(item for _, item in content)
+    elif isinstance(value, set):
+        value.clear()
+        value.update(content)
+    else:
+        mine = value if isinstance(value, dict) else vars(value)
+        mine.clear()
+        mine.update(dict(content))
+
+
+def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    return dict(module._parameters), dict(module._buffers), dict(module._modules)
+
+
+def _is_new(now: Any, then: Any) -> bool:
+    """True for a buffer in the place of another that is no like."""
+    if now is then or now is None:
+        return now is not then
+    return then is None or now.shape != then.shape or now.dtype != then.dtype
+
+
+def _aside(model: nn.Module, known: set[int]) -> Iterator[tuple[str, Any, Any]]:
+    """Containers that functions hold, which the model's attributes are or its hooks: nobody puts these back."""
+    seen: set[int] = set(known)
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            functions = list(value.values()) if key in INTERNAL and key.endswith("_hooks") else [value]
+            where = f"a hook on `{path or 'the model'}`" if key in INTERNAL else f"`{spelled((path,), key)}`"
+            for one in functions:
+                yield from _held(one, where, seen)
+
+
+def _held(value: Any, where: str, seen: set[int]) -> Iterator[tuple[str, Any, Any]]:
+    queue = hidden(value)
+    while queue and len(seen) < LARGEST:
+        one = queue.pop()
+        if id(one) in seen or type(one) in PLAIN or isinstance(one, (nn.Module, Tensor, type, types.ModuleType)):
+            continue
+        seen.add(id(one))
+        if is_container(one):
+            yield where, one, _content(one)
+        queue += [item for _, item in children(one)] + hidden(one)
+
+
+# ---- as leaves, and put back
+
+
+def opened(value: Any, places: Mapping[int, Path]) -> tuple[list[Any], Any]:
+    """The leaves and the structure of a new value; what was there before is a leaf `At` its place.
+
+    Raises:
+        Error: an object that holds tensors and that torch cannot take apart.
+    """
+    from autotp.structure import flatten
+
+    def closed(one: Any) -> Any:
+        return At(places[id(one)]) if id(one) in places and type(one) not in PLAIN else one
+
+    known = pytree.tree_map(closed, value, is_leaf=lambda one: id(one) in places)
+    leaves, spec = flatten(known)
+    return leaves, spec
+
+
+def apply(changes: Sequence[Change], model: nn.Module, leaf: Callable[[Any], Any]) -> None:
+    """Makes the changes of a call on a model.
+
+    Args:
+        leaf: what a leaf stands for.
+    """
+    modules = dict(model.named_modules())
+    made: list[tuple[Any, Path, Any, Any]] = []
+    for change in changes:
+        table = change.path[-1] is TABLES or change.path[1:] == (TABLES,)
+        holder = modules[change.path[0]]._buffers if table else found_at(modules, change.path)
+        for key, value in change.values.items():
+            new = value if value is GONE else pytree.tree_unflatten([_then(x, modules, leaf) for x in value[0]], value[1])
+            made.append((holder, change.path, key, new))
+    for holder, _, key, new in made:
+        _write(holder, key, new)
+
+
+def _then(x: Any, modules: Mapping[str, nn.Module], leaf: Callable[[Any], Any]) -> Any:
+    if not isinstance(x, At):
+        return leaf(x)
+    if len(x.path) == 3 and x.path[1] == TABLES:
+        owner = modules[x.path[0]]
+        return owner._parameters.get(x.path[2], owner._buffers.get(x.path[2]))
+    return found_at(modules, x.path)
+
+
+def _write(holder: Any, key: Any, new: Any) -> None:
+    if isinstance(holder, set):
+        holder.clear()
+        holder.update(new)
+    elif isinstance(holder, (list, deque)):
+        _write_item(holder, key, new)
+    elif new is GONE:
+        (holder if isinstance(holder, dict) else vars(holder)).pop(key, None)
+    elif isinstance(holder, dict):
+        holder[key] = new
+    else:
+        vars(holder)[key] = new
+
+
+def _write_item(holder: Any, key: int, new: Any) -> None:
+    """Keys of a list come in order: those behind its end are appended, and GONE are the last."""
+    if new is GONE:
+        holder.pop()
+    elif key == len(holder):
+        holder.append(new)
+    else:
+        holder[key] = new
