@@ -13,20 +13,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from autotp.agree import CheckInputs, agree_on_graph, digest
 from autotp.entry import Entry, prepare
 from autotp.errors import Error, within
-from autotp.executable import Tree
 from autotp.hf.models import checkpoints
 from autotp.inputs import example_inputs as find_inputs
 from autotp.layout import Layout
 from autotp.mesh import Mesh, expect_size, make_mesh
+from autotp.module import ParallelModule, Part, adopt, classes_of, executable_of
 from autotp.passes.capture import skeleton_of
 from autotp.passes.recompute import Recompute
 from autotp.regions import ambient
 from autotp.report import Plan, report
-from autotp.module import ParallelModule, Part, adopt, classes_of, executable_of, state_of
 from autotp.settings import Settings, expect_choices
 from autotp.structure import signature_of
 from autotp.take import TAKEN, take
 from autotp.transform import Choices, Experts, Outputs, analyse
+from autotp.tree import Tree, state_of
 
 Read = Callable[[Mapping[str, Layout]], Mapping[str, Tensor]]
 
@@ -108,9 +108,7 @@ def on_mesh(
         return prepare(analysis, place, settings), classes_of(model)
 
     # Whatever can fail is behind us when the first parameter is touched, on every rank.
-    first, classes = agree_on_graph(
-        place, make, lambda made: f"{digest(made[0].analysis)} {settings} {_flags(model)}"
-    )
+    first, classes = agree_on_graph(place, make, lambda made: f"{digest(made[0].analysis)} {settings} {_flags(model)}")
     layouts = first.analysis.layouts
     taken = take(model, layouts, place.rank, place, read(layouts) if read else {})
     adopt(model, classes, taken, Tree(place, settings), layouts)

@@ -15,10 +15,11 @@ path that leads to it; it is changed in place, as the model does.
 
 from __future__ import annotations
 
+import enum
 import functools
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,18 +27,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autotp.alike import PLAIN
+from autotp.alike import PLAIN, SYMBOLIC
 from autotp.errors import Error
+from autotp.structure import flatten
 
 Slot = tuple[str, str]
 """The path of a module, and the name of an attribute."""
 Path = tuple[Any, ...]
 """The path of a module, an attribute, and the keys and places below."""
 
-INTERNAL = frozenset(vars(nn.Module()))
-"""What each module has of torch's own: the tables of what is in it, its hooks, its mode."""
-LARGEST = 10_000
-"""So many values of a model's attributes are looked at."""
+STATE = "_autotp"
+"""The one attribute that each module of a parallel model has besides its own."""
+INTERNAL = frozenset({*vars(nn.Module()), STATE})
+"""What each module has of torch's and of autotp's own: the tables of what is in it, its hooks, its mode."""
+LARGEST, DEEPEST = 10_000, 50
+"""So many values of a model's attributes are looked at, and those no deeper."""
 WHOLE: Any = object()
 """Stands for the key of a container that is written whole."""
 GONE: Any = object()
@@ -67,10 +71,31 @@ class Change:
         return spelled(self.path, next(iter(self.values), None))
 
 
+@dataclass(frozen=True)
+class Write:
+    """A tensor of an attribute that a call writes into, in place.
+
+    Attributes:
+        path: where the tensor lies.
+        at: position of the output that is written.
+    """
+
+    path: Path
+    at: int
+
+    def __str__(self) -> str:
+        return spelled(self.path)
+
+
 def spelled(path: Path, key: Any = None) -> str:
     """A place as the user writes it: `h.0.losses`, `config.tau`."""
     keys = [*path[1:], *([] if key is None or key is WHOLE else [key])]
     return ".".join([part for part in (path[0], *map(str, keys)) if part])
+
+
+def slot_of(path: Path) -> Slot:
+    """The attribute that a place lies below."""
+    return path[0], path[1]
 
 
 # ---- what is in what
@@ -78,13 +103,19 @@ def spelled(path: Path, key: Any = None) -> str:
 
 def is_object(value: Any) -> bool:
     """True for an object of a class written in Python, whose attributes lie open."""
-    closed = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)
-    return hasattr(value, "__dict__") and not isinstance(value, (*closed, torch.Generator)) and not callable_only(value)
+    return hasattr(value, "__dict__") and not isinstance(value, CLOSED)
 
 
-def callable_only(value: Any) -> bool:
-    """True for what is built in and has attributes all the same."""
-    return isinstance(value, (types.BuiltinFunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+CLOSED = (
+    nn.Module, Tensor, type, enum.Enum, types.ModuleType, types.FunctionType, types.MethodType,
+    types.BuiltinFunctionType, functools.partial, *SYMBOLIC, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
+)  # fmt: skip
+"""What has attributes, and is none the less no container."""
+
+
+def is_internal(key: str) -> bool:
+    """True for what torch or autotp keeps on a module."""
+    return key in INTERNAL or key.startswith("__")  # `fully_shard` keeps its own under such names.
 
 
 def is_container(value: Any) -> bool:
@@ -95,7 +126,7 @@ def is_container(value: Any) -> bool:
 def children(value: Any) -> list[tuple[Any, Any]]:
     """What lies in a module's attributes, a container or a tuple, by key."""
     if isinstance(value, nn.Module):
-        return [(key, item) for key, item in vars(value).items() if key not in INTERNAL]
+        return [(key, item) for key, item in vars(value).items() if not is_internal(key)]
     if isinstance(value, (list, tuple, deque)):
         return list(enumerate(value))
     if isinstance(value, dict):
@@ -125,7 +156,7 @@ def _is_filled(cell: Any) -> bool:
 
 def below(value: Any, path: Path, seen: dict[int, Any]) -> Iterator[tuple[Path, Any]]:
     """A value and all that lies below, each once, with where it lies; modules below are not entered."""
-    if id(value) in seen or type(value) in PLAIN or len(seen) > LARGEST:
+    if id(value) in seen or type(value) in (*PLAIN, *SYMBOLIC) or len(seen) > LARGEST or len(path) > DEEPEST:
         return
     seen[id(value)] = value
     yield path, value
@@ -170,18 +201,34 @@ def put_at(modules: Mapping[str, nn.Module], path: Path, value: Any) -> None:
         vars(holder)[key] = value
 
 
-def tensors_at(model: nn.Module, slots: Sequence[Slot]) -> dict[Path, Any]:
-    """The tensors below some attributes, and attributes that are whole numbers, by where they lie."""
+def values_at(model: nn.Module, slots: Collection[Slot], numbers: Collection[Path]) -> dict[Path, Any]:
+    """The tensors below some attributes, and whole numbers at some places, by where they lie."""
     modules, seen, found = dict(model.named_modules()), dict[int, Any](), dict[Path, Any]()
     known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    for path, name in slots:
-        value = vars(modules[path]).get(name) if path in modules else None
-        if type(value) in (int, torch.SymInt):
-            found[path, name] = value
-        found |= {
-            at: it for at, it in below(value, (path, name), seen) if isinstance(it, Tensor) and id(it) not in known
-        }
-    return found
+    for path, name in sorted(slot for slot in slots if slot[0] in modules):
+        value = vars(modules[path]).get(name)
+        inside = below(value, (path, name), seen)
+        found |= {at: it for at, it in inside if isinstance(it, Tensor) and id(it) not in known}
+    for at in sorted(numbers, key=str):
+        try:
+            found[at] = found_at(modules, at)
+        except LookupError:
+            continue
+    return {at: it for at, it in found.items() if isinstance(it, Tensor) or type(it) is int}
+
+
+def without_numbers(value: Any, numbers: Collection[Path]) -> Any:
+    """A value with `int` in the place of the whole numbers at some places in it, which are relative to it."""
+    if () in numbers and type(value) is int:
+        return int
+    inside = {path[0]: {p[1:] for p in numbers if p and p[0] == path[0]} for path in numbers if path}
+    if isinstance(value, dict) and inside:
+        return {key: without_numbers(item, inside.get(key, ())) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and inside:
+        return [without_numbers(item, inside.get(i, ())) for i, item in enumerate(value)]
+    if is_object(value) and inside:
+        return type(value), {key: without_numbers(item, inside.get(key, ())) for key, item in vars(value).items()}
+    return value
 
 
 # ---- what a call writes
@@ -199,7 +246,7 @@ class Before:
             self.places.setdefault(id(value), path)
             self.kept.append(value)
             if isinstance(value, nn.Module) or is_container(value):
-                self.was.append((path, value, _content(value)))
+                self.was.append((path, value, content_of(value)))
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             owner, _, key = name.rpartition(".")
             self.places[id(tensor)] = owner, TABLES, key
@@ -215,36 +262,38 @@ class Before:
         self._expect_open()
         found = []
         for path, value, content in self.was:
-            now = _content(value)
-            if not _same(now, content):
+            now = content_of(value)
+            if not same_content(now, content):
                 found.append((path, _difference(content, now)))
         for path, module in self.modules.items():
-            new = {key: now for key, now in module._buffers.items() if _is_new(now, self.tables[path][1].get(key))}
+            new = {key: now for key, now in module._buffers.items() if is_new(now, self.tables[path][1].get(key))}
             found += [((path, TABLES), new)] if new else []
         return found
 
     def restore(self) -> None:
         """Gives everything what it held."""
         for _, value, content in self.was:
-            if not _same(_content(value), content):
+            if not same_content(content_of(value), content):
                 _fill(value, content)
         for path, module in self.modules.items():
-            for table, was in zip((module._parameters, module._buffers, module._modules), self.tables[path], strict=True):
+            for table, was in zip(
+                (module._parameters, module._buffers, module._modules), self.tables[path], strict=True
+            ):
                 table.clear()
                 table.update(was)  # type: ignore[arg-type]
         for _, value, content in self.aside:
-            if not _same(_content(value), content):
+            if not same_content(content_of(value), content):
                 _fill(value, content)
 
     def _expect_open(self) -> None:
         for path, module in self.modules.items():
             parameters, _, parts = self.tables[path]
             for table, was in ((module._parameters, parameters), (module._modules, parts)):
-                if not _same(tuple(table.items()), tuple(was.items())):
+                if not same_content(tuple(table.items()), tuple(was.items())):
                     names = [key for key in {**table, **was} if table.get(key) is not was.get(key)]
                     raise _refused(f"`{spelled((path,), names[0])}`, a parameter or module", self.restore)
         for where, value, content in self.aside:
-            if not _same(_content(value), content):
+            if not same_content(content_of(value), content):
                 raise _refused(f"a {type(value).__name__} that {where} holds", self.restore)
 
 
@@ -260,11 +309,12 @@ def _refused(what: str, restore: Callable[[], None]) -> Error:
     )
 
 
-def _content(value: Any) -> Any:
+def content_of(value: Any) -> Any:
+    """What a container or module holds: keys and values."""
     return frozenset(value) if isinstance(value, set) else tuple(children(value))
 
 
-def _same(now: Any, then: Any) -> bool:
+def same_content(now: Any, then: Any) -> bool:
     """True if two contents have the same keys in the same order, each with the same object."""
     if isinstance(now, frozenset):
         return bool(now == then)
@@ -276,12 +326,14 @@ def _difference(then: Any, now: Any) -> dict[Any, Any]:
     if isinstance(now, frozenset):
         return {WHOLE: set(now)}
     before, after = dict(then), dict(now)
-    return {key: after.get(key, GONE) for key in {**before, **after} if after.get(key, GONE) is not before.get(key, GONE)}
+    return {
+        key: after.get(key, GONE) for key in {**before, **after} if after.get(key, GONE) is not before.get(key, GONE)
+    }
 
 
 def _fill(value: Any, content: Any) -> None:
     if isinstance(value, nn.Module):
-        for key in [key for key in vars(value) if key not in INTERNAL]:
+        for key in [key for key in vars(value) if not is_internal(key)]:
             del vars(value)[key]
         vars(value).update(dict(content))
     elif isinstance(value, (list, deque)):
@@ -300,8 +352,8 @@ def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str
     return dict(module._parameters), dict(module._buffers), dict(module._modules)
 
 
-def _is_new(now: Any, then: Any) -> bool:
-    """True for a buffer in the place of another that is no like."""
+def is_new(now: Any, then: Any) -> bool:
+    """True for a buffer in the place of another that had another shape or dtype."""
     if now is then or now is None:
         return now is not then
     return then is None or now.shape != then.shape or now.dtype != then.dtype
@@ -326,7 +378,7 @@ def _held(value: Any, where: str, seen: set[int]) -> Iterator[tuple[str, Any, An
             continue
         seen.add(id(one))
         if is_container(one):
-            yield where, one, _content(one)
+            yield where, one, content_of(one)
         queue += [item for _, item in children(one)] + hidden(one)
 
 
@@ -339,7 +391,6 @@ def opened(value: Any, places: Mapping[int, Path]) -> tuple[list[Any], Any]:
     Raises:
         Error: an object that holds tensors and that torch cannot take apart.
     """
-    from autotp.structure import flatten
 
     def closed(one: Any) -> Any:
         return At(places[id(one)]) if id(one) in places and type(one) not in PLAIN else one
@@ -349,22 +400,32 @@ def opened(value: Any, places: Mapping[int, Path]) -> tuple[list[Any], Any]:
     return leaves, spec
 
 
-def apply(changes: Sequence[Change], model: nn.Module, leaf: Callable[[Any], Any]) -> None:
+def apply(changes: Sequence[Change], modules: Mapping[str, nn.Module], leaf: Callable[[Any], Any]) -> None:
     """Makes the changes of a call on a model.
 
     Args:
         leaf: what a leaf stands for.
     """
-    modules = dict(model.named_modules())
-    made: list[tuple[Any, Path, Any, Any]] = []
+    made: list[tuple[Any, Any, Any]] = []
     for change in changes:
-        table = change.path[-1] is TABLES or change.path[1:] == (TABLES,)
+        table = change.path[1:] == (TABLES,)
         holder = modules[change.path[0]]._buffers if table else found_at(modules, change.path)
         for key, value in change.values.items():
-            new = value if value is GONE else pytree.tree_unflatten([_then(x, modules, leaf) for x in value[0]], value[1])
-            made.append((holder, change.path, key, new))
-    for holder, _, key, new in made:
+            leaves = [] if value is GONE else [_then(x, modules, leaf) for x in value[0]]
+            made.append((holder, key, GONE if value is GONE else pytree.tree_unflatten(leaves, value[1])))
+    for holder, key, new in made:  # At the end: a leaf may be what lay at a place before.
         _write(holder, key, new)
+
+
+def write_into(tensor: Tensor, value: Tensor) -> None:
+    """Gives a tensor the values of another, as the model does in place. tensor, value: [...]"""
+    if value is tensor:
+        return
+    if tensor.requires_grad or not value.requires_grad:
+        with torch.set_grad_enabled(tensor.requires_grad and not tensor.is_leaf):
+            tensor.copy_(value)
+    else:
+        tensor.copy_(value)
 
 
 def _then(x: Any, modules: Mapping[str, nn.Module], leaf: Callable[[Any], Any]) -> Any:

@@ -6,9 +6,7 @@ among the arguments, and puts the outputs back into the structure that the model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,20 +15,23 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autotp.agree import CheckInputs, agree_on_call, agree_on_graph, digest
+from autotp.attributes import TABLES, Change, Path, Write, apply, everything, found_at, write_into
 from autotp.eager import alone
 from autotp.entry import Entry, prepare
 from autotp.errors import Error, within
 from autotp.fsdp import dtypes, expect_whole
+from autotp.guard import Guard
 from autotp.layout import Layout
 from autotp.mesh import Mesh
 from autotp.outputs import mark, marked
-from autotp.passes.own import BlockCall, Place, places, value_at, works
-from autotp.passes.recompute import Recompute, Recomputed
+from autotp.passes.capture import NOTHING, Captured, Opened, Place, Shapes, Size
+from autotp.passes.own import BlockCall, places, value_at, works
+from autotp.passes.recompute import Recomputed
 from autotp.regions import Autocast, ambient
-from autotp.settings import Settings, expect_choices
 from autotp.sharded import Sharded
-from autotp.structure import Signature, flatten, signature_of, states
+from autotp.structure import flatten, signature_of, states
 from autotp.transform import analyse
+from autotp.tree import Tree, attribute_of, held_in, original_of, state_of
 
 CHECKED_CALLS = 2
 """How many calls of each graph `check_inputs="first"` compares."""
@@ -47,85 +48,44 @@ class Called(NamedTuple):
     autocast: Autocast
 
 
-@dataclass
-class Tree:
-    """What all modules of a parallel model share.
-
-    Attributes:
-        mesh: the tensor-parallel axis and this rank's place on it.
-        settings: what the user chose.
-        version: counts what is set on the modules.
-        compiles: options of torch.compile for what blocks compute, once they are compiled.
-    """
-
-    mesh: Mesh
-    settings: Settings
-    version: int = 0
-    compiles: Mapping[str, Any] | None = None
-
-    def set_recompute(self, how: Recompute) -> None:
-        """Chooses what backward computes again, from the next call on."""
-        settings = replace(self.settings, recompute=how)
-        expect_choices(settings)
-        self.settings = settings
-
-    @contextmanager
-    def outputs_stay_cut(self) -> Iterator[None]:
-        """A region in which outputs are not gathered, as with `outputs="local"`."""
-        before = self.settings
-        self.settings = replace(before, outputs="local")
-        try:
-            yield
-        finally:
-            self.settings = before
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tree:
-        memo[id(self)] = new = replace(self)  # Mesh and settings are values; the process group is the same.
-        return new
-
-
-@dataclass
 class Executable:
     """The graphs of one module of a parallel model, and a call of it.
 
     Attributes:
         module: what is called.
         tree: what it shares with the other modules of its model.
-        held_by: how a module's own parameters are held.
-        calls: told each module that a graph calls.
-        original: makes a copy on meta of the model that the module was, of its parameters and buffers by name.
-        source: of a copied module: where the graphs come from that it begins with.
         entries: each graph with the key of its calls.
+        opened: what is known to change from call to call, which graphs take as inputs.
+        seen: the tree's version when the module was looked at last; what follows is of then.
+        signature: of the module's forward.
+        first_names, places: of its parameters and buffers.
+        modules: by path.
+        layouts: first parameter name -> how it is held.
+        whole: parameters and buffers as the original has them, on meta.
+        structure: which modules there are and how parameters are held: graphs are for one structure.
     """
 
-    module: nn.Module
-    tree: Tree
-    held_by: Callable[[nn.Module], Mapping[str, Layout]]
-    calls: Callable[[nn.Module], None]
-    original: Callable[[nn.Module, Mapping[str, Tensor]], nn.Module]
-    source: Executable | None = None
-    entries: list[tuple[Key, Entry]] = field(default_factory=list)
-    signature: Signature = field(init=False)
-    first_names: dict[str, str] = field(init=False)
-    places: dict[str, Place] = field(init=False)
-    modules: list[nn.Module] = field(init=False)
-    layouts: dict[str, Layout] = field(init=False)
-    whole: dict[str, Tensor] = field(init=False)
+    def __init__(self, module: nn.Module, tree: Tree) -> None:
+        self.module, self.tree = module, tree
+        self.entries: list[tuple[Key, Entry]] = []
+        self.opened = NOTHING
+        self.look_again()
 
-    def __post_init__(self) -> None:
+    def look_again(self) -> None:
+        """Looks what the module consists of now."""
+        self.seen = self.tree.version
         self.signature = signature_of(self.module)
         self.first_names, self.places = places(self.module)
-        self.modules = list(self.module.modules())
-        held = {name: self.held_by(module).get(key) for name, (module, key) in self.places.items()}
+        self.modules = dict(self.module.named_modules())
+        self.modes = tuple(module.training for module in self.modules.values())
+        held = {name: held_in(module).get(key) for name, (module, key) in self.places.items()}
         self.layouts = {name: layout for name, layout in held.items() if layout is not None}
         self.whole = {name: self._on_meta(name, tensor) for name, tensor in self.tensors().items()}
-        if self.source is not None:  # Graphs never change: a copy uses the same, on its own parameters.
-            for key, entry in self.source.entries:
-                self.keep(key, entry)
-            self.source = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Executable:
-        return self  # `executable_of` makes the copied module's own, from this.
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.whole.items()}
+        every = [(path, id(module)) for path, module in self.module.named_modules(remove_duplicate=False)]
+        now = every, self.first_names, shapes, self.layouts
+        if now != getattr(self, "structure", None):  # Else the same object, which is compared in no time.
+            self.structure = now
 
     @property
     def name(self) -> str:
@@ -150,18 +110,25 @@ class Executable:
         key = self._key(leaves, spec, called.autocast, held)
         entry = self._find(key, tensors)
         if not torch.compiler.is_compiling():
-            entry = self._agreed(entry, called, key[2:])
+            entry = self._agreed(entry, called, key[3:])
         elif entry is None:
             _refuse_capture(self.name)
         assert entry is not None  # Refused above otherwise.
+        tensors, shapes = self._given(entry.analysis.captured, tensors)
         with called.autocast.off():
             found = entry.module(
                 *(expect_whole(x, held[x]) if isinstance(x, str) else x for x in entry.operands),
                 *(t.part if isinstance(t, Sharded) else t for t in tensors),
             )
-        return self._returned(entry, found, states((args, kwargs)))
+        return self._returned(entry, found, states((args, kwargs)), shapes)
 
-    def _returned(self, entry: Entry, found: Sequence[Any], changed: Sequence[Any]) -> Any:
+    def _given(self, captured: Captured, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Sequence[int]]]:
+        """The tensors that a graph is given, those of attributes behind those of the arguments; and all shapes."""
+        opened = [found_at(self.modules, path) for path in captured.opened]
+        every = [*tensors, *opened]
+        return [x for x in every if isinstance(x, Tensor)], [x.shape if isinstance(x, Tensor) else (x,) for x in every]
+
+    def _returned(self, entry: Entry, found: Sequence[Any], changed: Sequence[Any], shapes: Shapes) -> Any:
         """The outputs as the model returns them, each tensor with a note of how it is held.
 
         Buffers are updated, and so are the arguments that the model changes; what they have of a cut is `Sharded`.
@@ -173,7 +140,26 @@ class Executable:
         for value, held in zip(found, entry.held, strict=False):
             mark(value, held)
         captured = entry.analysis.captured
-        return captured.outputs([marked(x) if i in captured.kept else x for i, x in enumerate(found)], changed)
+        for i in captured.kept | captured.stays:
+            found = [*found[:i], marked(found[i]), *found[i + 1 :]]
+        if captured.changes:
+            self._change(captured.changes, found, shapes)
+        return captured.outputs(found, changed)
+
+    def _change(self, changes: Sequence[Change], found: Sequence[Any], shapes: Shapes) -> None:
+        """Does to the model's attributes what the original's forward does."""
+
+        def leaf(x: Any) -> Any:
+            if isinstance(x, Place):
+                return found[x.at]
+            return x.expression(shapes) if isinstance(x, Size) else x
+
+        for change in changes:
+            if isinstance(change, Write):
+                write_into(found_at(self.modules, change.path), found[change.at])
+        apply([change for change in changes if isinstance(change, Change)], self.modules, leaf)
+        if any(change.path[1:] == (TABLES,) for change in changes):
+            self.tree.version += 1  # A buffer of another shape.
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers as they are now."""
@@ -182,14 +168,16 @@ class Executable:
     def _key(self, leaves: Sequence[Any], spec: Any, autocast: Autocast, held: Mapping[str, Tensor]) -> Key:
         """Everything about a call but its tensors' sizes and values."""
         kinds = tuple(_kind(leaf) if isinstance(leaf, Tensor) else plain(leaf) for leaf in leaves)
-        modes = tuple(module.training for module in self.modules)
         settings = self.tree.settings
-        return spec, kinds, modes, dtypes(self.module, held), autocast.dtype, settings.outputs, settings.recompute
+        used = dtypes(self.module, held)
+        return spec, kinds, self.structure, self.modes, used, autocast.dtype, settings.outputs, settings.recompute
 
     def _find(self, key: Key, tensors: Sequence[Tensor]) -> Entry | None:
         for known, entry in self.entries:
-            if known == key and entry.analysis.captured.fits([t.shape for t in tensors]):
-                return entry
+            if known == key and entry.guard is not None and entry.guard.holds(self.tree.version):
+                captured = entry.analysis.captured
+                if captured.fits(self._given(captured, tensors)[1]):
+                    return entry
         return None
 
     def _agreed(self, entry: Entry | None, called: Called, mode: Key) -> Entry:
@@ -218,18 +206,31 @@ class Executable:
 
     def _capture(self, called: Called) -> Entry:
         """A further graph, for a signature not met before, on the parameters as they are held."""
+        self._open_what_changes(called)
         mesh, settings = self.mesh, self.tree.settings
-        given = {i: t.held for i, t in enumerate(called.tensors) if isinstance(t, Sharded)}
+        given: dict[int | Path, Layout] = {i: t.held for i, t in enumerate(called.tensors) if isinstance(t, Sharded)}
+        opened = self.opened
+        given |= {at: x.held for at, x in everything(self.module) if isinstance(x, Sharded)}
 
         def make() -> Entry:
             args, kwargs = pytree.tree_unflatten(called.leaves, called.spec)
-            skeleton = self.original(self.module, self._whole())
-            analysis = analyse(skeleton, args, kwargs, mesh.size, settings, self.layouts, called.autocast, given)
+            skeleton = original_of(self.module, self._whole())
+            analysis = analyse(
+                skeleton, args, kwargs, mesh.size, settings, self.layouts, called.autocast, given, opened
+            )
             return prepare(analysis, mesh, settings)
 
         with alone():
             entry = agree_on_graph(mesh, make, lambda made: digest(made.analysis))
         return self.keep(self._key(called.leaves, called.spec, called.autocast, self.tensors()), entry)
+
+    def _open_what_changes(self, called: Called) -> None:
+        """Notes which attributes with tensors changed since a graph was captured: they are inputs from now on."""
+        key = self._key(called.leaves, called.spec, called.autocast, self.tensors())
+        for known, entry in self.entries:
+            if known == key and entry.guard is not None:
+                changed = [slot for slot in entry.guard.changed() if entry.guard.holds_tensors(slot)]
+                self.opened |= Opened(frozenset(changed))
 
     def _on_meta(self, name: str, tensor: Tensor) -> Tensor:
         """A parameter or buffer as the original has it."""
@@ -253,9 +254,20 @@ class Executable:
         """A graph for calls to come, whose blocks read their parameters in this model."""
         parts = dict(self.module.named_modules(remove_duplicate=False))
         entry = made.on(self.places, lambda block: parts.get(block) if block else None)
+        captured, known = entry.analysis.captured, entry.analysis.captured.known
+        self.opened |= known
+        entry.guard = Guard(
+            captured.reads,
+            known.slots,
+            known.numbers - known.fixed,
+            captured.written,
+            self.modules,
+            attribute_of,
+            self.tree.version,
+        )
         for part in entry.module.children():
-            if isinstance(part, BlockCall):
-                self.calls(part.owner[0])
+            if isinstance(part, BlockCall) and (state := state_of(part.owner[0])) is not None:
+                state.is_block = True
         if self.tree.compiles is not None:
             _compile_blocks(entry.module, self.tree.compiles)
         self.entries.append((key, entry))

@@ -1,68 +1,40 @@
 """The modules of a parallel model: the user's own, each an instance of a subclass of its class.
 
-NOTE [The model stays the user's]
-`parallelize` changes a model in place, as `.to()` and `fully_shard` do: parameters become this rank's parts, and each
-module's class becomes a subclass of its own class and of `Part`, of the same name. So attributes, methods, `isinstance`
-and signatures are the model's own, and what somebody sets on a module is what the next capture reads. Only a call is
-another: it runs a graph. What belongs to autotp lies in one attribute, `STATE`.
-
-`copy.deepcopy` of a parallel model is another parallel model. What a capture runs is a copy of the original classes.
+See NOTE [The model stays the user's] in `tree.py`. `copy.deepcopy` of a parallel model is another parallel model.
 """
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cache, wraps
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 
+from autotp.attributes import STATE
 from autotp.errors import Error
-from autotp.executable import Executable, Tree
+from autotp.executable import Executable
 from autotp.hf.models import overrides
 from autotp.layout import Layout
-from autotp.mesh import Mesh
-from autotp.passes.capture import stand_ins
+from autotp.mesh import Mesh, broadcast_from_first
 from autotp.passes.own import BlockCall
 from autotp.passes.recompute import Recompute
 from autotp.report import Plan, report
 from autotp.take import TAKEN
+from autotp.tree import ORIGINAL, State, Tree, copied, state_of
 
-STATE = "_autotp"
-"""The one attribute that each module of a parallel model has besides its own."""
 HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
 
 
-class State:
-    """What autotp knows of one module.
-
-    Attributes:
-        tree: what all modules of the model share.
-        held: own parameter -> how it is held.
-        own: what the module had in its `__dict__` that a call must not meet: hooks, and a `forward` of its own.
-        is_block: whether a graph calls the module.
-        executable: the graphs of a module that is called by itself.
-    """
-
-    def __init__(self, tree: Tree, held: Mapping[str, Layout], own: Mapping[str, Any]) -> None:
-        self.tree, self.held, self.own, self.is_block = tree, dict(held), dict(own), False
-        self.executable: Executable | None = None
-
-
 class Part(nn.Module):
-    """A module of a parallel model. See NOTE [The model stays the user's].
-
-    Attributes:
-        original: the module's own class.
-    """
-
-    original: ClassVar[type[nn.Module]]
+    """A module of a parallel model. See NOTE [The model stays the user's]."""
 
     def __getattr__(self, name: str) -> Any:
         own = any(name in table for table in (self._parameters, self._buffers, self._modules))
@@ -96,7 +68,7 @@ class Part(nn.Module):
         return ", ".join(text for text in (super().extra_repr(), *held) if text)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
-        return _copied(self, type(self), vars(self), memo)
+        return copied(self, type(self), vars(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise Error(
@@ -117,7 +89,9 @@ class Submodule(Part):
         if state is not None and not getattr(hook, "__module__", "").startswith("torch.distributed."):
             raise Error(
                 "a hook on a submodule of a parallel model would never run: its work is part of the model's graph",
-                **{"try": "register it on the original model before autotp.parallelize, or on the whole parallel model"},
+                **{
+                    "try": "register it on the original model before autotp.parallelize, or on the whole parallel model"
+                },
             )
         if state is not None and not state.is_block:
             raise Error(
@@ -155,7 +129,7 @@ class ParallelModule(Part):
         mesh: the tensor-parallel axis and this rank's place on it.
         recompute: what backward computes again; may be set, and holds from the next call on (which captures anew).
         code: what this rank computes in a call as the first was, as Python: each block once, however deep the model.
-        compile_blocks: compiles what a block computes, once for all blocks that compute alike: `Executable.compile_blocks`.
+        compile_blocks: compiles what a block computes, once for all blocks that compute alike (`Executable`).
         layout_of: name of a parameter, any of its names -> how it is held; None for a buffer.
         outputs_stay_cut: a region in which outputs are not gathered, as with `outputs="local"`.
     """
@@ -215,11 +189,6 @@ def _has(module: nn.Module, name: str) -> bool:
     return any(name in table for table in tables) or any(name in vars(kind) for kind in type(module).__mro__)
 
 
-def state_of(module: nn.Module) -> State | None:
-    """What autotp knows of a module of a parallel model; None of any other."""
-    return module.__dict__.get(STATE)
-
-
 def executable_of(module: nn.Module) -> Executable:
     """The graphs of a module of a parallel model.
 
@@ -228,52 +197,13 @@ def executable_of(module: nn.Module) -> Executable:
     generates) captures graphs of its own, in which its parameters are held as they are.
     """
     state: State = module.__dict__[STATE]
-    if state.executable is None or state.executable.module is not module:
-        state.executable = Executable(module, state.tree, _held, _block, original_of, state.executable)
-    return state.executable
-
-
-def _held(module: nn.Module) -> Mapping[str, Layout]:
-    state = state_of(module)
-    return state.held if state is not None else {}
-
-
-def _block(module: nn.Module) -> None:
-    state = state_of(module)
-    if state is not None:
-        state.is_block = True
-
-
-def original_of(model: nn.Module, whole: Mapping[str, Tensor]) -> nn.Module:
-    """A copy on meta of the model that a parallel one was: of the same classes, its hooks in their places.
-
-    Args:
-        whole: first name of a parameter or buffer -> what stands for it, on meta.
-    """
-    memo = stand_ins(model, "meta", whole)
-    kinds = {m: type(m).original if isinstance(m, Part) else type(m) for m in model.modules()}
-    new = {module: kind.__new__(kind) for module, kind in kinds.items()}
-    memo |= {id(module): copied for module, copied in new.items()}  # First: modules know each other.
-    for module, kind in kinds.items():
-        attributes, state = {key: value for key, value in vars(module).items() if not _is_torchs(key)}, state_of(module)
-        if state is not None:
-            del attributes[STATE]
-            attributes |= {key: OrderedDict() for key in attributes if key.endswith("_hooks")} | state.own
-        _copied(module, kind, attributes, memo)
-    return new[model]
-
-
-def _is_torchs(key: str) -> bool:
-    """True for what torch's `fully_shard` leaves on a module: groups of processes, which are not copied."""
-    return key.startswith("__composable_api_state_key")
-
-
-def _copied(module: nn.Module, kind: type[nn.Module], attributes: Mapping[str, Any], memo: dict[Any, Any]) -> nn.Module:
-    if id(module) not in memo:
-        memo[id(module)] = kind.__new__(kind)
-    new: nn.Module = memo[id(module)]
-    new.__setstate__(copy.deepcopy(dict(attributes), memo))
-    return new
+    if state.executable is None:
+        state.executable = Executable(module, state.tree)
+    found: Executable = state.executable
+    if found.seen != state.tree.version:
+        renew(module, state.tree)
+        found.look_again()
+    return found
 
 
 # ---- made of a model
@@ -295,7 +225,7 @@ def _class_of(original: type[nn.Module], role: type[Part]) -> type[Part]:
         return executable_of(self)(args, kwargs)
 
     names = {
-        "original": original, "forward": forward, "__module__": original.__module__, "__doc__": original.__doc__,
+        ORIGINAL: original, "forward": forward, "__module__": original.__module__, "__doc__": original.__doc__,
         "__qualname__": original.__qualname__,
     }  # fmt: skip
     made: type[Part] = type(original)(original.__name__, (*overrides(original), role, original), names)
@@ -303,28 +233,93 @@ def _class_of(original: type[nn.Module], role: type[Part]) -> type[Part]:
 
 
 def adopt(
-    model: nn.Module, classes: Mapping[nn.Module, type[Part]], tensors: Mapping[str, Tensor], tree: Tree,
+    model: nn.Module,
+    classes: Mapping[nn.Module, type[Part]],
+    tensors: Mapping[str, Tensor],
+    tree: Tree,
     layouts: Mapping[str, Layout],
-) -> None:  # fmt: skip
+) -> None:
     """Makes a model, whose parameters were taken over, a parallel one: see NOTE [The model stays the user's].
 
     Args:
         tensors: first name -> this rank's part of a parameter (or the parameter itself), or a buffer.
     """
-    held: dict[int, tuple[Tensor, Layout | None]] = {id(b): (tensors[name], None) for name, b in model.named_buffers()}
+    parts: dict[int, tuple[Tensor, Layout | None]] = {id(b): (tensors[n], None) for n, b in model.named_buffers()}
     for name, p in model.named_parameters():
         mine = tensors[name]
         own = mine if isinstance(mine, nn.Parameter) else nn.Parameter(mine, p.requires_grad)
         own.__dict__.update({key: value for key, value in p.__dict__.items() if key != TAKEN})
-        held[id(p)] = own, layouts[name]
+        parts[id(p)] = own, layouts[name]
     for module, kind in classes.items():
-        here = {key: held[id(p)][1] for key, p in module._parameters.items() if p is not None}
+        held = {key: parts[id(p)][1] for key, p in module._parameters.items() if p is not None}
         for table in (module._parameters, module._buffers):
-            table.update({key: held[id(tensor)][0] for key, tensor in table.items() if tensor is not None})  # type: ignore[misc]
-        own = {name: module.__dict__[name] for name in (*HOOKS, "forward") if name in module.__dict__}
-        for name in own:
-            module.__dict__.pop(name)
-        module.__dict__.update({name: OrderedDict() for name in HOOKS if name in own})
-        module.__dict__[STATE] = State(tree, {key: layout for key, layout in here.items() if layout}, own)
-        module.__class__ = kind
+            table.update({key: parts[id(tensor)][0] for key, tensor in table.items() if tensor is not None})  # type: ignore[misc]
+        _give(module, kind, tree, {key: layout for key, layout in held.items() if layout is not None})
 
+
+def _give(module: nn.Module, kind: type[Part], tree: Tree, held: Mapping[str, Layout]) -> None:
+    """Makes one module a part of a parallel model."""
+    own = {name: module.__dict__[name] for name in (*HOOKS, "forward") if name in module.__dict__}
+    for name in own:
+        module.__dict__.pop(name)
+    module.__dict__.update({name: OrderedDict() for name in HOOKS if name in own})
+    module.__dict__[STATE] = state = State(tree, held, own)
+    state.known = {key: p for key, p in module._parameters.items() if p is not None}
+    module.__class__ = kind
+
+
+# ---- what comes later
+
+
+def renew(model: nn.Module, tree: Tree) -> None:
+    """Takes in the modules and parameters that were put into a parallel model: whole, with the first rank's values.
+
+    Raises:
+        Error: a parameter was replaced by what is neither whole nor this rank's part, or by no ordinary tensor; a
+            module was parametrized.
+    """
+    for path, module in list(model.named_modules()):
+        state, added = state_of(module), list[Tensor]()
+        if state is not None:
+            _expect_unparametrized(path, module)
+        else:
+            _give(module, _class_of(type(module), Submodule), tree, {})
+            state = module.__dict__[STATE]
+            state.known, added = {}, [tensor for tensor in module._buffers.values() if tensor is not None]
+        now = {key: p for key, p in module._parameters.items() if p is not None}
+        for key, p in now.items():
+            if state.known.get(key) is not p and not isinstance(p, DTensor):
+                name = f"{path}.{key}" if path else key
+                state.held[key] = _layout_now(name, p, state.held.get(key), tree.mesh)
+                added += [p] * (state.held[key].dim is None)
+        state.known, state.held = now, {key: layout for key, layout in state.held.items() if key in now}
+        for tensor in added:
+            tensor.data = broadcast_from_first(tensor.data.to(tree.mesh.device), tree.mesh)
+
+
+def _expect_unparametrized(path: str, module: nn.Module) -> None:
+    parts = module._modules.get("parametrizations")
+    if parametrize.is_parametrized(module) and parts is not None and state_of(parts) is None:
+        raise Error(
+            f"`{path}` was parametrized when its model was parallel already, and its weight is in parts",
+            **{"try": "parametrize the original model, before autotp.parallelize"},
+        )
+
+
+def _layout_now(name: str, tensor: Tensor, before: Layout | None, mesh: Mesh) -> Layout:
+    """How a parameter is held that somebody put into a parallel model."""
+    if type(tensor) is not nn.Parameter:
+        raise Error(
+            f"`{name}` was replaced by a {type(tensor).__name__} when its model was parallel already",
+            **{"try": "quantize the original model, or do without"},
+        )
+    shape = tuple(tensor.shape)
+    if before is None or before.dim is None or shape == before.shape:
+        return Layout(shape)
+    if shape == before.local_shape(mesh.rank):
+        return before
+    raise Error(
+        f"`{name}` was replaced by a parameter {list(shape)}, which is neither {list(before.shape)}, the whole, nor "
+        f"{list(before.local_shape(mesh.rank))}, this rank's part",
+        **{"try": "another module, or do so before autotp.parallelize"},
+    )

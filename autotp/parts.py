@@ -13,8 +13,8 @@ from autotp.boxes import Box, boxes, local_of
 from autotp.errors import Error
 from autotp.layout import Layout
 from autotp.mesh import Mesh
-from autotp.passes.own import places, value_at
 from autotp.module import ParallelModule, executable_of
+from autotp.passes.own import places
 from autotp.trainer import Trainer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from autotp.attributes import GONE, Before, Change, Write, found_at, opened, put_at, spelled
 from autotp.errors import within
 from autotp.grouped import grouped_mm
 from autotp.hf.models import without_checkpointing
@@ -22,7 +23,7 @@ from autotp.layout import Layout
 from autotp.lockstep import run_lockstep
 from autotp.mesh import expect_size
 from autotp.passes.bind import bind
-from autotp.passes.capture import skeleton_of
+from autotp.passes.capture import Captured, Place, Size, skeleton_of
 from autotp.report import Plan, report
 from autotp.settings import expect_choices
 from autotp.structure import flatten, outcome, states
@@ -122,11 +123,11 @@ def _moved(model: nn.Module) -> nn.Module:
     return model
 
 
-Change = Callable[[fx.Graph, int], fx.Graph]
+Edit = Callable[[fx.Graph, int], fx.Graph]
 """What a test does to a rank's graph before it runs: (graph, rank) -> graph."""
 
 
-def compare(trial: Trial, change: Change = lambda graph, rank: graph) -> Report:
+def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
     """The differences between a model and its ranks in lockstep, both drawing the same numbers."""
     if not trial.graphs:
         return Report(trial.plan, (), (), ())
@@ -139,8 +140,8 @@ def compare(trial: Trial, change: Change = lambda graph, rank: graph) -> Report:
         bound = [bind(g, cpu, {}, reuse=analysis.choices.optional("reuse")) for g in trial.graphs]
         found = run_lockstep([change(g, rank) for rank, g in enumerate(bound)], placed)
         torch.manual_seed(0)
-        expected = _returned(model, trial, inputs)
-        outputs = [_output(i, value, [row[i] for row in found], analysis) for i, value in enumerate(expected)]
+        expected, others = _returned(model, trial, inputs)
+        outputs = [_output(i, value, [row[i] for row in found], analysis) for i, value in expected.items()] + others
         outputs += _buffers(model, found, ranks, trial)
         _backward(expected, found, analysis)
         whole = dict(model.named_parameters()) | inputs
@@ -148,14 +149,31 @@ def compare(trial: Trial, change: Change = lambda graph, rank: graph) -> Report:
     return Report(trial.plan, *[tuple(sorted(row, key=_descending)) for row in rows])  # type: ignore[arg-type]
 
 
+def _joined(first: Report, second: Report) -> Report:
+    """What was found of two calls, one after the other."""
+
+    def both(mine: Sequence[Difference], its: Sequence[Difference]) -> tuple[Difference, ...]:
+        later = [Difference(f"{one.name} of a second call", one.error) for one in its]
+        return tuple(sorted((*mine, *later), key=_descending))
+
+    rows = (first.outputs, second.outputs), (first.gradients, second.gradients), (first.steps, second.steps)
+    return Report(first.plan, *(both(*row) for row in rows))
+
+
 Held = dict[str, Tensor]
 """What a rank, or one device, holds: parameters and buffers by name, and the inputs of the call as `input 0`, ..."""
 
 
 def _inputs(trial: Trial) -> Held:
-    """The tensors among the arguments, in memory of their own; a gradient is wanted of the floating ones."""
+    """The tensors among the arguments and behind them those of attributes, in memory of their own.
+
+    A gradient is wanted of the floating ones.
+    """
     given = [leaf for leaf in flatten((trial.args, trial.kwargs))[0] if isinstance(leaf, Tensor)]
-    return {f"input {i}": t.clone().requires_grad_(t.is_floating_point()) for i, t in enumerate(given)}
+    modules = dict(trial.model.named_modules())
+    given += [found_at(modules, path) for path in trial.analysis.captured.input_at]
+    found = {f"input {i}": t.detach().clone() for i, t in enumerate(given)}
+    return {name: t.requires_grad_() if t.is_floating_point() else t for name, t in found.items()}
 
 
 def _rank(trial: Trial, rank: int) -> Held:
@@ -180,14 +198,52 @@ def _placed(graph: fx.Graph, held: Held, trial: Trial) -> list[Tensor]:
     return row
 
 
-def _returned(model: nn.Module, trial: Trial, inputs: Held) -> list[Tensor]:
-    """The tensors that one device returns, and those that its arguments' states hold afterwards."""
+def _returned(model: nn.Module, trial: Trial, inputs: Held) -> tuple[dict[int, Tensor], list[Difference]]:
+    """The tensors that one device returns, and those that its arguments' states and its attributes hold afterwards.
+
+    Returns:
+        Position among a rank's outputs -> tensor; and the other attributes that a rank would set to something else.
+    """
     queue, (leaves, spec) = iter(inputs.values()), flatten((trial.args, trial.kwargs))
     given = [next(queue) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(given, spec)
-    changed = states((args, kwargs))
+    captured, modules = trial.analysis.captured, dict(model.named_modules())
+    for path in captured.input_at:
+        put_at(modules, path, next(queue).clone())  # What forward writes into is no leaf.
+    shapes = [t.shape for t in given if isinstance(t, Tensor)]
+    shapes += [x.shape if isinstance(x, Tensor) else (x,) for x in (found_at(modules, p) for p in captured.opened)]
+    before, changed = Before(model), states((args, kwargs))
     found, _ = outcome(model(*args, **kwargs), changed)
-    return [leaf for leaf in found if isinstance(leaf, Tensor)]
+    tensors = dict(enumerate(leaf for leaf in found if isinstance(leaf, Tensor)))
+    written = {change.at: found_at(modules, change.path) for change in captured.changes if isinstance(change, Write)}
+    set_to, others = _set_to(before, captured, shapes)
+    return {**set_to, **written, **tensors}, others
+
+
+def _set_to(
+    before: Before, captured: Captured, shapes: Sequence[Sequence[int]]
+) -> tuple[dict[int, Tensor], list[Difference]]:
+    """What one device's attributes were set to, beside what a rank's are: tensors by position, and what differs."""
+    expected = [change for change in captured.changes if isinstance(change, Change)]
+    found, different = dict[int, Tensor](), list[Difference]()
+    now = {
+        path: {k: v if v is GONE else opened(v, before.places)[0] for k, v in new.items()}
+        for path, new in before.changes()
+    }
+    for change in expected:
+        for key, value in change.values.items():
+            mine, its = value if value is GONE else value[0], now.get(change.path, {}).get(key, ())
+            for leaf, real in zip(mine, its, strict=False) if value is not GONE and its is not GONE else ():
+                if isinstance(leaf, Place) and isinstance(real, Tensor):
+                    found[leaf.at] = real
+                elif (leaf.expression(shapes) if isinstance(leaf, Size) else leaf) != real:
+                    different.append(Difference(str(change), float("inf")))
+            if (mine is GONE) != (its is GONE) or (mine is not GONE and len(mine) != len(its)):
+                different.append(Difference(str(change), float("inf")))
+    missing = {path: new for path, new in now.items() if path not in {change.path for change in expected}}
+    return found, different + [
+        Difference(spelled(path, next(iter(new))), float("inf")) for path, new in missing.items()
+    ]
 
 
 def _buffers(
@@ -208,9 +264,9 @@ def _same(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())
 
 
-def _backward(expected: Sequence[Tensor], found: Sequence[Sequence[Tensor]], analysis: Analysis) -> None:
+def _backward(expected: Mapping[int, Tensor], found: Sequence[Sequence[Tensor]], analysis: Analysis) -> None:
     """Gradients of one objective, on one device and on the ranks: of one that stays cut each rank has its part."""
-    kept = [i for i, value in enumerate(expected) if value.requires_grad]
+    kept = [i for i, value in expected.items() if value.requires_grad]
     if not kept:
         return
     weights = {i: _weights(expected[i]) for i in kept}
@@ -389,6 +445,14 @@ def verify(
         expect_size(tp)
         choices = Choices(outputs, experts, sequence_parallel, without)
         expect_choices(choices)
-        return compare(prepare(model, *find_inputs(model, example_inputs), tp, choices))
+        trial = prepare(model, *find_inputs(model, example_inputs), tp, choices)
+        found = compare(trial)
+        if not trial.analysis.captured.changes or not trial.graphs:
+            return found
+        with all_double():  # The second call reads what the first has left.
+            called, changed = copy.deepcopy(trial.model), copy.deepcopy((trial.args, trial.kwargs))
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                called(*changed[0], **changed[1])
+        return _joined(found, compare(prepare(called, trial.args, trial.kwargs, tp, choices)))
 
     return within(f"verify({type(model).__name__}, tp={tp})", run)

@@ -31,9 +31,9 @@ from autotp.files import Stored, stored
 from autotp.layout import Layout
 from autotp.lazy import Lazy
 from autotp.mesh import make_mesh
+from autotp.module import ParallelModule
 from autotp.parts import parallel_of
 from autotp.passes.recompute import Recompute
-from autotp.module import ParallelModule
 from autotp.settings import Settings
 from autotp.sources import Source, read
 from autotp.transform import Experts, Outputs
