@@ -270,6 +270,10 @@ class Before:
             found += [((path, TABLES), new)] if new else []
         return found
 
+    def at(self, path: Path) -> Any:
+        """The container at a place, as it is now; a set or table as what it holds."""
+        return self.modules[path[0]]._buffers if path[1:] == (TABLES,) else found_at(self.modules, path)
+
     def restore(self) -> None:
         """Gives everything what it held."""
         for _, value, content in self.was:

@@ -30,6 +30,7 @@ from autotp.passes.recompute import Recomputed
 from autotp.regions import Autocast, ambient
 from autotp.sharded import Sharded
 from autotp.structure import flatten, signature_of, states
+from autotp.surroundings import NOT_ASKED, Wanted, wanted_now
 from autotp.transform import analyse
 from autotp.tree import Tree, attribute_of, held_in, original_of, state_of
 
@@ -176,7 +177,8 @@ class Executable:
         for known, entry in self.entries:
             if known == key and entry.guard is not None and entry.guard.holds(self.tree.version):
                 captured = entry.analysis.captured
-                if captured.fits(self._given(captured, tensors)[1]):
+                asked = captured.wanted != NOT_ASKED and not captured.wanted.covers(self._wanted(tensors))
+                if not asked and captured.fits(self._given(captured, tensors)[1]):
                     return entry
         return None
 
@@ -209,20 +211,25 @@ class Executable:
         self._open_what_changes(called)
         mesh, settings = self.mesh, self.tree.settings
         given: dict[int | Path, Layout] = {i: t.held for i, t in enumerate(called.tensors) if isinstance(t, Sharded)}
-        opened = self.opened
+        opened, wanted = self.opened, self._wanted(called.tensors)
         given |= {at: x.held for at, x in everything(self.module) if isinstance(x, Sharded)}
 
         def make() -> Entry:
             args, kwargs = pytree.tree_unflatten(called.leaves, called.spec)
             skeleton = original_of(self.module, self._whole())
             analysis = analyse(
-                skeleton, args, kwargs, mesh.size, settings, self.layouts, called.autocast, given, opened
+                skeleton, args, kwargs, mesh.size, settings, self.layouts, called.autocast, given, opened, wanted
             )
             return prepare(analysis, mesh, settings)
 
         with alone():
             entry = agree_on_graph(mesh, make, lambda made: digest(made.analysis))
         return self.keep(self._key(called.leaves, called.spec, called.autocast, self.tensors()), entry)
+
+    def _wanted(self, tensors: Sequence[Tensor]) -> Wanted:
+        """Of what gradients are wanted in a call."""
+        held = self.tensors()
+        return wanted_now(tensors, [held[name] for name in self.layouts])
 
     def _open_what_changes(self, called: Called) -> None:
         """Notes which attributes with tensors changed since a graph was captured: they are inputs from now on."""
@@ -241,9 +248,14 @@ class Executable:
 
     def _whole(self) -> dict[str, Tensor]:
         """Each parameter and buffer as the original has it, in the dtype that is computed in now."""
-        used = dtypes(self.module, self.tensors())
-        whole = zip(self.whole.items(), used, strict=True)
-        return {name: tensor if tensor.dtype == dtype else _as(tensor, dtype) for (name, tensor), dtype in whole}
+        held = self.tensors()
+        found = {}
+        for (name, tensor), dtype in zip(held.items(), dtypes(self.module, held), strict=True):
+            whole = self.whole[name]
+            flag = (tensor if isinstance(tensor, nn.Parameter) else whole).requires_grad
+            same = whole.dtype == dtype and whole.requires_grad == flag
+            found[name] = whole if same else _as(whole, dtype, flag)
+        return found
 
     def first(self, entry: Entry) -> None:
         """Takes the graph that was made with the model."""
@@ -315,9 +327,9 @@ def _empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(tensor, dtype=dtype, device="meta", requires_grad=False)
 
 
-def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _as(tensor: Tensor, dtype: torch.dtype, requires_grad: bool) -> Tensor:
     new = _empty_like(tensor, dtype)
-    return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+    return nn.Parameter(new, requires_grad) if isinstance(tensor, nn.Parameter) else new
 
 
 def _kind(tensor: Tensor) -> Any:

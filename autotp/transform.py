@@ -22,7 +22,7 @@ from autotp.passes.axes import Axes
 from autotp.passes.biases import biased
 from autotp.passes.bundle import bundle
 from autotp.passes.canonicalize import canonicalize
-from autotp.passes.capture import NOTHING, OFF, Captured, Opened, capture
+from autotp.passes.capture import ALWAYS, NOTHING, OFF, Captured, Opened, capture
 from autotp.passes.check import check
 from autotp.passes.clean import clean
 from autotp.passes.columns import grouped
@@ -44,6 +44,7 @@ from autotp.passes.totals import totals
 from autotp.placement import Shard
 from autotp.prove import prove_node
 from autotp.regions import Autocast
+from autotp.surroundings import Wanted
 
 Outputs = Literal["auto", "full", "local"]
 Experts = Literal["width", "expert"]
@@ -127,6 +128,7 @@ def analyse(
     autocast: Autocast = OFF,
     given: Mapping[int | Path, Layout] | None = None,
     opened: Opened = NOTHING,
+    wanted: Wanted = ALWAYS,
 ) -> Analysis:
     """Captures `skeleton` on these arguments and decides what is cut on `tp` ranks.
 
@@ -137,9 +139,10 @@ def analyse(
         autocast: what is on around the model.
         given: how those tensors are held that come cut, by their place among the arguments', or below attributes.
         opened: what of the model's attributes changes from call to call.
+        wanted: of what gradients are wanted in the call, should the model ask.
     """
     with uncollected():
-        captured = capture(skeleton, args, kwargs, autocast, choices.optional("repeats"), opened)
+        captured = capture(skeleton, args, kwargs, autocast, choices.optional("repeats"), opened, wanted)
         return _analysed(captured, skeleton.training, tp, choices, layouts, autocast, given or {})
 
 

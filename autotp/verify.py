@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autotp.attributes import GONE, Before, Change, Write, found_at, opened, put_at, spelled
+from autotp.attributes import GONE, Before, Change, Write, content_of, found_at, opened, put_at, spelled
 from autotp.errors import within
 from autotp.grouped import grouped_mm
 from autotp.hf.models import without_checkpointing
@@ -27,6 +27,7 @@ from autotp.passes.capture import Captured, Place, Size, skeleton_of
 from autotp.report import Plan, report
 from autotp.settings import expect_choices
 from autotp.structure import flatten, outcome, states
+from autotp.surroundings import Wanted
 from autotp.transform import AS_USUAL, Analysis, Choices, Experts, Outputs, analyse, rank_graph
 
 TOLERANCE = 1e-9
@@ -106,7 +107,9 @@ def prepare(
     with all_double():
         whole = without_checkpointing(_moved(copy.deepcopy(model).cpu().double()))
         args, kwargs = pytree.tree_map_only(Tensor, _doubled, (args, kwargs))
-        analysis = analyse(skeleton_of(whole), args, kwargs, tp, choices)
+        tensors = [x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        wanted = Wanted(inputs=tuple(tensors), parameters=tuple(p.requires_grad for p in whole.parameters()))
+        analysis = analyse(skeleton_of(whole), args, kwargs, tp, choices, wanted=wanted)
         graphs = tuple(rank_graph(analysis, rank, "exact") for rank in range(tp))
         return Trial(whole, args, kwargs, analysis, graphs, report(analysis, name))
 
@@ -224,25 +227,25 @@ def _set_to(
     before: Before, captured: Captured, shapes: Sequence[Sequence[int]]
 ) -> tuple[dict[int, Tensor], list[Difference]]:
     """What one device's attributes were set to, beside what a rank's are: tensors by position, and what differs."""
-    expected = [change for change in captured.changes if isinstance(change, Change)]
     found, different = dict[int, Tensor](), list[Difference]()
-    now = {
-        path: {k: v if v is GONE else opened(v, before.places)[0] for k, v in new.items()}
-        for path, new in before.changes()
-    }
-    for change in expected:
+    real = dict(before.changes())
+    for change in captured.changes:
+        if not isinstance(change, Change):
+            continue
+        holder = dict(content_of(before.at(change.path)))
         for key, value in change.values.items():
-            mine, its = value if value is GONE else value[0], now.get(change.path, {}).get(key, ())
-            for leaf, real in zip(mine, its, strict=False) if value is not GONE and its is not GONE else ():
-                if isinstance(leaf, Place) and isinstance(real, Tensor):
-                    found[leaf.at] = real
-                elif (leaf.expression(shapes) if isinstance(leaf, Size) else leaf) != real:
-                    different.append(Difference(str(change), float("inf")))
-            if (mine is GONE) != (its is GONE) or (mine is not GONE and len(mine) != len(its)):
-                different.append(Difference(str(change), float("inf")))
-    missing = {path: new for path, new in now.items() if path not in {change.path for change in expected}}
+            mine, its = value, opened(holder[key], before.places) if key in holder else GONE
+            real.get(change.path, {}).pop(key, None)
+            if mine is GONE or its is GONE or mine[1] != its[1]:
+                different += [Difference(spelled(change.path, key), float("inf"))] * (mine is not its)
+                continue
+            for leaf, one in zip(mine[0], its[0], strict=True):
+                if isinstance(leaf, Place) and isinstance(one, Tensor):
+                    found[leaf.at] = one
+                elif (leaf.expression(shapes) if isinstance(leaf, Size) else leaf) != one:
+                    different.append(Difference(spelled(change.path, key), float("inf")))
     return found, different + [
-        Difference(spelled(path, next(iter(new))), float("inf")) for path, new in missing.items()
+        Difference(spelled(path, key), float("inf")) for path, new in real.items() for key in new
     ]
 
 

@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from types import MappingProxyType
 from typing import Any
@@ -57,6 +57,7 @@ from autotp.regions import Autocast
 from autotp.repeats import Repeats
 from autotp.source import user_line
 from autotp.structure import flatten, outcome, settled, states, within_states
+from autotp.surroundings import NOT_ASKED, Asked, Wanted, without_chance
 
 Shapes = Sequence[Sequence[int]]
 
@@ -114,6 +115,7 @@ class Captured:
         changes: what a call does to the model's attributes; leaves are `Place`s, `Size`s, or as they are.
         stays: positions of the outputs that attributes are set to and that the next call is given.
         results: how many of the outputs the model returns; those behind are what attributes are set to.
+        wanted: of what gradients were wanted, as far as the model asked: the graph is for no other calls.
     """
 
     graph: fx.Graph
@@ -136,6 +138,7 @@ class Captured:
     changes: tuple[Change | Write, ...]
     stays: frozenset[int]
     results: int
+    wanted: Wanted = NOT_ASKED
 
     @property
     def input_at(self) -> dict[Path, str]:
@@ -171,9 +174,11 @@ class _Flat(nn.Module):
         opened: where the values lie that come behind the arguments' tensors.
     """
 
-    def __init__(self, model: nn.Module, spec: Any, leaves: Sequence[Any], opened: Sequence[Path]) -> None:
+    def __init__(
+        self, model: nn.Module, spec: Any, leaves: Sequence[Any], opened: Sequence[Path], asked: Asked
+    ) -> None:
         super().__init__()
-        self.model, self.spec, self.leaves, self.opened = model, spec, leaves, opened
+        self.model, self.spec, self.leaves, self.opened, self.asked = model, spec, leaves, opened, asked
         self.returned = _Returned()  # An object: the exporter undoes what a forward sets on the module itself.
 
     def forward(self, *given: Any) -> tuple[Any, ...]:
@@ -187,7 +192,7 @@ class _Flat(nn.Module):
         versions = {path: x._version for path, x in given_at.items() if isinstance(x, Tensor)}
         before, buffers = Before(self.model), dict(self.model.named_buffers())
         try:
-            with nothing_lost(self.model), Decided():
+            with nothing_lost(self.model), Decided(), self.asked, self.asked.answering(), without_chance():
                 changed = states((args, kwargs))
                 result = self.model(*args, **kwargs)
                 found, self.returned.spec = outcome(result, changed)
@@ -299,6 +304,7 @@ class Size:
     expression: Any
 
 
+ALWAYS = Wanted()
 CAPTURING = threading.RLock()
 """torch.export, and what it is captured under, are for one thread at a time."""
 
@@ -310,6 +316,7 @@ def capture(
     autocast: Autocast = OFF,
     once: bool = True,
     opened: Opened = NOTHING,
+    wanted: Wanted = ALWAYS,
 ) -> Captured:
     """The graph of `skeleton(*args, **kwargs)`, with every input dimension symbolic where the model allows.
 
@@ -319,6 +326,7 @@ def capture(
         autocast: what is on around the model.
         once: whether blocks that are alike are captured once (`autotp/repeats.py`), which gives the same graph sooner.
         opened: attributes that change from call to call, besides those that the model itself writes.
+        wanted: of what gradients are wanted in the call, should the model ask.
 
     Raises:
         Error: the model branches on data, or fails on these inputs; names the source line.
@@ -326,7 +334,7 @@ def capture(
     leaves, spec = flatten((args, kwargs))
     with CAPTURING:
         while True:
-            found = _captured_once(skeleton, leaves, spec, autocast, once, opened)
+            found = _captured_once(skeleton, leaves, spec, autocast, once, opened, wanted)
             if isinstance(found, Captured):
                 return found
             if opened | found == opened:
@@ -336,30 +344,39 @@ def capture(
 
 
 def _captured_once(
-    skeleton: nn.Module, leaves: list[Any], spec: Any, autocast: Autocast, once: bool, opened: Opened
+    skeleton: nn.Module,
+    leaves: list[Any],
+    spec: Any,
+    autocast: Autocast,
+    once: bool,
+    opened: Opened,
+    wanted: Wanted,
 ) -> Captured | Opened:
     """The graph; or what has to be opened besides."""
     for with_objects in (True, False) if once else ():
         repeats = Repeats(with_objects)
         with suppress(Entangled, Error):  # What fails while its blocks are watched is to fail, or not, as it is.
-            return _capture(skeleton, leaves, spec, autocast, repeats, opened)
+            return _capture(skeleton, leaves, spec, autocast, repeats, opened, wanted)
         if not repeats.met_objects:
             break
-    return _capture(skeleton, leaves, spec, autocast, None, opened)
+    return _capture(skeleton, leaves, spec, autocast, None, opened, wanted)
 
 
 def _capture(
     skeleton: nn.Module, leaves: list[Any], spec: Any, autocast: Autocast, repeats: Repeats | None,
-    opened: Opened,
+    opened: Opened, wanted: Wanted,
 ) -> Captured | Opened:  # fmt: skip
     """As `capture`; the calls of its blocks go through `repeats`."""
     with alone(), autocast.on(), _quiet():
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             model = _copy_on(skeleton, autocast.device)
             held = values_at(model, opened.slots, opened.numbers - opened.fixed)
-            flat = _Flat(model, spec, leaves, list(held))
+            asked = Asked(wanted)
+            flat = _Flat(model, spec, leaves, list(held), asked)
             given = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + list(held.values())
             given = [_like(x, autocast.device) if isinstance(x, Tensor) else x for x in given]
+            for x, flag in zip(given, wanted.inputs, strict=False):
+                x.requires_grad_(flag)
         dynamic = tuple(_symbolic(x) for x in given)
         reads = Reads(flat.model)
         with reads.watched(), repeats.watched(flat.model) if repeats else nullcontext():
@@ -369,7 +386,8 @@ def _capture(
             raise _explained(program, plain) from plain or program  # The exporter's trace is a page long.
     if opened | flat.returned.before != opened:
         return flat.returned.before
-    return _captured(program, flat, given, autocast, reads.slots(repeats.same if repeats else ()), opened)
+    found = _captured(program, flat, given, autocast, reads.slots(repeats.same if repeats else ()), opened)
+    return replace(found, wanted=asked.relevant()) if isinstance(found, Captured) else found
 
 
 def _symbolic(x: Any) -> Any:
