@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.agree import CheckInputs, agree_on_call, agree_on_graph, digest
 from autotp.attributes import TABLES, Change, Path, Write, apply, everything, found_at, write_into
-from autotp.eager import alone
+from autotp.eager import alone, is_plain
 from autotp.entry import Entry, prepare
 from autotp.errors import Error, within
 from autotp.fsdp import dtypes, expect_whole
@@ -141,8 +141,12 @@ class Executable:
         for value, held in zip(found, entry.held, strict=False):
             mark(value, held)
         captured = entry.analysis.captured
-        for i in captured.kept | captured.stays:
-            found = [*found[:i], marked(found[i]), *found[i + 1 :]]
+        keeps = captured.kept | captured.stays
+        knows = self.tree.settings.outputs != "local"  # Who asked for parts gets plain tensors.
+        found = [
+            marked(x) if i in keeps or (knows and isinstance(x, Tensor) and is_plain(x)) else x
+            for i, x in enumerate(found)
+        ]
         if captured.changes:
             self._change(captured.changes, found, shapes)
         return captured.outputs(found, changed)

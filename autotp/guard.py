@@ -176,16 +176,25 @@ class Guard:
         seen: dict[int, Any] = {}
         self.contents = []
         for slot in sorted(self.slots - self.written - self.opened):
-            queue = [self._now(slot)]
+            now = self._now(slot)
+            if now is not MISSING and slot[1] not in vars(self.modules[slot[0]]):
+                self.contents.append(self._is_still(slot, now))  # A class has it, and nobody counts what is set there.
+            queue = [now]
             while queue:
                 for _, value in below(queue.pop(), slot, seen):
-                    if is_container(value):
+                    if is_container(value) or isinstance(value, Tensor):
                         self.contents.append(_unchanged(value))
                     queue += hidden(value)
 
+    def _is_still(self, slot: Slot, then: Any) -> Callable[[], bool]:
+        return lambda: self._now(slot) is then
+
 
 def _unchanged(value: Any) -> Callable[[], bool]:
-    """A function that is True as long as a container holds the same objects."""
+    """A function that is True as long as a container holds the same objects, a tensor the same numbers."""
+    if isinstance(value, Tensor):
+        version = value._version
+        return lambda: value._version == version
     if isinstance(value, (list, set, dict)):
         then = list(value.items() if isinstance(value, dict) else value)
     if isinstance(value, set):

@@ -33,6 +33,13 @@ HOOKS = (
 )  # fmt: skip
 
 
+SETTERS = (
+    "register_parameter", "register_buffer", "add_module", "append", "extend", "insert", "pop", "popitem", "clear",
+    "update", "setdefault", "__setitem__", "__delitem__",
+)  # fmt: skip
+"""Methods of modules and of containers of modules that change what they hold, and set no attribute."""
+
+
 class Part(nn.Module):
     """A module of a parallel model. See NOTE [The model stays the user's]."""
 
@@ -224,7 +231,16 @@ def _class_of(original: type[nn.Module], role: type[Part]) -> type[Part]:
             return original.forward(self, *args, **kwargs)
         return executable_of(self)(args, kwargs)
 
-    names = {
+    def counted(method: Any) -> Any:
+        @wraps(method)
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if (state := state_of(self)) is not None:
+                state.tree.version += 1
+            return method(self, *args, **kwargs)
+
+        return called
+
+    names = {name: counted(getattr(original, name)) for name in SETTERS if callable(getattr(original, name, None))} | {
         ORIGINAL: original, "forward": forward, "__module__": original.__module__, "__doc__": original.__doc__,
         "__qualname__": original.__qualname__,
     }  # fmt: skip
