@@ -11,7 +11,6 @@ either shows a change are values compared. What cannot be seen: a global of Pyth
 from __future__ import annotations
 
 import operator
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autotp import alike
 from autotp.alike import Frozen
 from autotp.attributes import (
     Path,
@@ -37,11 +35,10 @@ from autotp.attributes import (
 )
 from autotp.blocks import patched
 from autotp.sharded import Sharded
+from autotp.source import is_users
 
 MISSING: Any = object()
 """Stands for the value of an attribute that is not there."""
-OWN = (os.path.dirname(torch.__file__), os.path.dirname(alike.__file__))
-"""Whoever reads a module's `__dict__` there looks up one attribute, which is noted."""
 
 
 class Reads:
@@ -61,7 +58,7 @@ class Reads:
             table = get(module, "__dict__")
             if name != "__dict__":
                 note((id(table), name))
-            elif not sys._getframe(1).f_code.co_filename.startswith(OWN):
+            elif is_users(sys._getframe(1)):
                 for key in table:
                     note((id(table), key))
             return get(module, name)

@@ -10,7 +10,6 @@ A number from `random` or `numpy.random` would be the same in every later call: 
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from autotp.blocks import patched
 from autotp.errors import Error
+from autotp.source import is_users
 
-TORCHS_OWN = os.path.dirname(torch.__file__)
 ASKING = tuple(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
 MODES = ("is_grad_enabled", "is_inference_mode_enabled")
 
@@ -78,7 +77,7 @@ class Asked(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if func not in ASKING or _is_torchs(sys._getframe(1)):
+        if func not in ASKING or not is_users(sys._getframe(1)):
             return found
         self.flags = True
         if func == ASKING[0]:
@@ -101,16 +100,12 @@ class Asked(TorchFunctionMode):
         """NOTE [Whether gradients are wanted]"""
 
         def answer() -> bool:
-            if _is_torchs(sys._getframe(1)):
+            if not is_users(sys._getframe(1)):
                 return real()
             self.modes = True
             return bool(self.wanted.inference if real.__name__ == MODES[1] else real() and self.wanted.enabled)
 
         return answer
-
-
-def _is_torchs(frame: Any) -> bool:
-    return bool(frame.f_code.co_filename.startswith(TORCHS_OWN))
 
 
 # ---- chance
