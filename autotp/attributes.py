@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import functools
 import types
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +42,8 @@ INTERNAL = frozenset({*vars(nn.Module()), STATE})
 """What each module has of torch's and of autotp's own: the tables of what is in it, its hooks, its mode."""
 LARGEST, DEEPEST = 10_000, 50
 """So many values of a model's attributes are looked at, and those no deeper."""
+TABLES = "its tables"
+"""In a path: buffers and parameters of a module, which are no attributes."""
 WHOLE: Any = object()
 """Stands for the key of a container that is written whole."""
 GONE: Any = object()
@@ -129,7 +131,7 @@ def children(value: Any) -> list[tuple[Any, Any]]:
         return [(key, item) for key, item in vars(value).items() if not is_internal(key)]
     if isinstance(value, (list, tuple, deque)):
         return list(enumerate(value))
-    if isinstance(value, dict):
+    if isinstance(value, (dict, ChainMap)):
         return list(value.items())
     return list(vars(value).items()) if is_object(value) else []
 
@@ -184,7 +186,12 @@ def found_at(modules: Mapping[str, nn.Module], path: Path) -> Any:
     """
     value: Any = modules[path[0]]
     for key in path[1:]:
-        value = value[key] if isinstance(value, (list, tuple, dict, deque)) else vars(value)[key]
+        if key == TABLES:
+            value = ChainMap(value._buffers, value._parameters)
+        elif isinstance(value, (list, tuple, dict, deque, ChainMap)):
+            value = value[key]
+        elif key is not WHOLE:
+            value = vars(value)[key]
     return value
 
 
@@ -271,8 +278,8 @@ class Before:
         return found
 
     def at(self, path: Path) -> Any:
-        """The container at a place, as it is now; a set or table as what it holds."""
-        return self.modules[path[0]]._buffers if path[1:] == (TABLES,) else found_at(self.modules, path)
+        """What lies at a place now."""
+        return found_at(self.modules, path)
 
     def restore(self) -> None:
         """Gives everything what it held."""
@@ -301,10 +308,6 @@ class Before:
                 raise _refused(f"a {type(value).__name__} that {where} holds", self.restore)
 
 
-TABLES = "its tables"
-"""In a path: parameters and buffers, which are no attributes."""
-
-
 def _refused(what: str, restore: Callable[[], None]) -> Error:
     restore()
     return Error(
@@ -316,6 +319,11 @@ def _refused(what: str, restore: Callable[[], None]) -> Error:
 def content_of(value: Any) -> Any:
     """What a container or module holds: keys and values."""
     return frozenset(value) if isinstance(value, set) else tuple(children(value))
+
+
+def keyed(value: Any) -> dict[Any, Any]:
+    """What a container or module holds, by key; a set by WHOLE."""
+    return {WHOLE: set(value)} if isinstance(value, set) else dict(children(value))
 
 
 def same_content(now: Any, then: Any) -> bool:
@@ -396,6 +404,9 @@ def opened(value: Any, places: Mapping[int, Path]) -> tuple[list[Any], Any]:
         Error: an object that holds tensors and that torch cannot take apart.
     """
 
+    if isinstance(value, set) and any(isinstance(item, Tensor) for item in value):
+        raise Error("a set holds tensors", **{"try": "a list or a dict"})
+
     def closed(one: Any) -> Any:
         return At(places[id(one)]) if id(one) in places and type(one) not in PLAIN else one
 
@@ -412,8 +423,7 @@ def apply(changes: Sequence[Change], modules: Mapping[str, nn.Module], leaf: Cal
     """
     made: list[tuple[Any, Any, Any]] = []
     for change in changes:
-        table = change.path[1:] == (TABLES,)
-        holder = modules[change.path[0]]._buffers if table else found_at(modules, change.path)
+        holder = found_at(modules, change.path)
         for key, value in change.values.items():
             leaves = [] if value is GONE else [_then(x, modules, leaf) for x in value[0]]
             made.append((holder, key, GONE if value is GONE else pytree.tree_unflatten(leaves, value[1])))
@@ -435,9 +445,6 @@ def write_into(tensor: Tensor, value: Tensor) -> None:
 def _then(x: Any, modules: Mapping[str, nn.Module], leaf: Callable[[Any], Any]) -> Any:
     if not isinstance(x, At):
         return leaf(x)
-    if len(x.path) == 3 and x.path[1] == TABLES:
-        owner = modules[x.path[0]]
-        return owner._parameters.get(x.path[2], owner._buffers.get(x.path[2]))
     return found_at(modules, x.path)
 
 
@@ -447,12 +454,12 @@ def _write(holder: Any, key: Any, new: Any) -> None:
         holder.update(new)
     elif isinstance(holder, (list, deque)):
         _write_item(holder, key, new)
-    elif new is GONE:
-        (holder if isinstance(holder, dict) else vars(holder)).pop(key, None)
-    elif isinstance(holder, dict):
-        holder[key] = new
     else:
-        vars(holder)[key] = new
+        table = holder if isinstance(holder, (dict, ChainMap)) else vars(holder)
+        if new is GONE:
+            table.pop(key, None)
+        else:
+            table[key] = new
 
 
 def _write_item(holder: Any, key: int, new: Any) -> None:

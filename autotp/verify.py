@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autotp.attributes import GONE, Before, Change, Write, content_of, found_at, opened, put_at, spelled
+from autotp.attributes import GONE, Before, Change, Write, found_at, keyed, opened, put_at, spelled
 from autotp.errors import within
 from autotp.grouped import grouped_mm
 from autotp.hf.models import without_checkpointing
@@ -232,7 +232,7 @@ def _set_to(
     for change in captured.changes:
         if not isinstance(change, Change):
             continue
-        holder = dict(content_of(before.at(change.path)))
+        holder = keyed(before.at(change.path))
         for key, value in change.values.items():
             mine, its = value, opened(holder[key], before.places) if key in holder else GONE
             real.get(change.path, {}).pop(key, None)
@@ -256,7 +256,13 @@ def _buffers(
     names = [trial.analysis.captured.buffers[place] for place in trial.analysis.updated]
     returned = dict(zip(names, zip(*(row[len(row) - len(names) :] for row in found), strict=True), strict=True))
     rows = []
-    for name, whole in model.named_buffers():
+    made = {
+        f"{c.path[0]}.{key}".lstrip(".")
+        for c in trial.analysis.captured.changes
+        if isinstance(c, Change)
+        for key in c.values
+    }
+    for name, whole in ((name, b) for name, b in model.named_buffers() if name in ranks[0] and name not in made):
         parts = list(returned.get(name, [rank[name] for rank in ranks]))
         if name in returned or any(not _same(x, trial.model.get_buffer(name)) for x in (whole, *parts)):
             rows.append(Difference(name, _apart(whole, parts, Layout(tuple(whole.shape)), 1.0)))

@@ -10,7 +10,7 @@ import copy
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -187,6 +187,7 @@ class _Flat(nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         modules = dict(self.model.named_modules())
         given_at = {path: next(queue) for path in self.opened}
+        own = {path: found_at(modules, path) for path in self.opened}
         for path, value in given_at.items():
             put_at(modules, path, value)
         versions = {path: x._version for path, x in given_at.items() if isinstance(x, Tensor)}
@@ -202,6 +203,8 @@ class _Flat(nn.Module):
             assigned = _assigned(buffers, self.model)
         finally:
             before.restore()
+            for path, value in own.items():
+                put_at(modules, path, value)
         self.returned.before = _held_before(modules, written)
         inside = [*within_states(result, changed), *within_states(changed)]
         moved = {path: given_at[path] for path, then in versions.items() if given_at[path]._version != then}
@@ -477,13 +480,16 @@ def _captured(
     _expect_values(constants)
     if slots := _written_into(graph, constants, flat.model):
         return Opened(slots)
-    example = [_shape(node.meta["val"]) for node in graph.nodes if node.op == "placeholder" and node.name in inputs]
-    behind = len(inputs) - len(flat.opened)
-    if used := [path for name, path in zip(inputs[behind:], flat.opened, strict=True) if _is_read_number(graph, name)]:
+    shapes = {
+        node.name: _shape(node.meta["val"]) for node in graph.nodes if node.op == "placeholder" and node.name in inputs
+    }
+    own = dict(zip(inputs[len(inputs) - len(flat.opened) :], flat.opened, strict=True))
+    if used := [path for name, path in own.items() if _is_read_number(graph, name)]:
         return Opened(fixed=frozenset(used))
-    sizes = Sizes(example, _environment(graph), program)
-    tensors = [name for name, x in zip(inputs, given, strict=True) if isinstance(x, Tensor)]
-    opened_at = [name for name in tensors if name in inputs[behind:]]
+    unread = _drop_unread(graph, own)
+    known = {name: x for name, x in zip(inputs, given, strict=True) if name not in unread}
+    sizes = Sizes([shapes[name] for name in known], _environment(graph), program)
+    tensors = [name for name, x in known.items() if isinstance(x, Tensor)]
     places = {name: place for place, name in buffers.items()}
     inside = within_states(pytree.tree_unflatten(flat.leaves, flat.spec))
     of_tensors = [one for one, leaf in zip(inside, flat.leaves, strict=True) if isinstance(leaf, Tensor)]
@@ -496,15 +502,15 @@ def _captured(
         inputs=tensors,
         assigned=[places[name] for name in flat.returned.assigned],
         outputs=_rebuilding(flat.returned),
-        owned=owned | frozenset(opened_at),
+        owned=owned | frozenset(own),
         kept=frozenset(flat.returned.kept),
         fits=sizes.fits(),
-        example=tuple(tuple(x.shape) if isinstance(x, Tensor) else (x,) for x in given),
+        example=tuple(tuple(_shape(x)) for x in known.values()),
         leaves=tuple(_like(leaf, "meta") if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves),
         spec=flat.spec,
         autocast=autocast,
         reads=reads,
-        opened=tuple(flat.opened),
+        opened=tuple(path for name, path in own.items() if name not in unread),
         known=opened,
         changes=tuple(_computed(change, sizes) for change in flat.returned.changes),
         stays=frozenset(flat.returned.stays),
@@ -541,6 +547,14 @@ def _written_into(graph: fx.Graph, constants: Mapping[str, Tensor], model: nn.Mo
         if isinstance(root, fx.Node) and id(constants.get(root.name)) in slots:
             found.add(slots[id(constants[root.name])])
     return frozenset(found)
+
+
+def _drop_unread(graph: fx.Graph, names: Collection[str]) -> set[str]:
+    """Those of these tensors that nothing is computed from, which are inputs no more."""
+    found = [n for n in graph.nodes if n.op == "placeholder" and n.name in names and not n.users]
+    for node in [node for node in found if isinstance(node.meta["val"], Tensor)]:
+        graph.erase_node(node)
+    return {node.name for node in found if isinstance(node.meta["val"], Tensor)}
 
 
 def _is_read_number(graph: fx.Graph, name: str) -> bool:
