@@ -115,6 +115,11 @@ CLOSED = (
 """What has attributes, and is none the less no container."""
 
 
+def key_of(value: Any) -> int:
+    """What a value is known by: its `id`; of a module that of its attributes, as the exporter puts others in its place."""
+    return id(vars(value)) if isinstance(value, nn.Module) else id(value)
+
+
 def is_internal(key: str) -> bool:
     """True for what torch or autotp keeps on a module."""
     return key in INTERNAL or key.startswith("__")  # `fully_shard` keeps its own under such names.
@@ -158,9 +163,9 @@ def _is_filled(cell: Any) -> bool:
 
 def below(value: Any, path: Path, seen: dict[int, Any]) -> Iterator[tuple[Path, Any]]:
     """A value and all that lies below, each once, with where it lies; modules below are not entered."""
-    if id(value) in seen or type(value) in (*PLAIN, *SYMBOLIC) or len(seen) > LARGEST or len(path) > DEEPEST:
+    if key_of(value) in seen or type(value) in (*PLAIN, *SYMBOLIC) or len(seen) > LARGEST or len(path) > DEEPEST:
         return
-    seen[id(value)] = value
+    seen[key_of(value)] = value
     yield path, value
     for key, item in [] if isinstance(value, nn.Module) else children(value):
         yield from below(item, (*path, key), seen)
@@ -171,7 +176,7 @@ def everything(model: nn.Module) -> Iterator[tuple[Path, Any]]:
     seen: dict[int, Any] = {}
     modules = list(model.named_modules())
     for path, module in modules:
-        seen[id(module)] = module
+        seen[key_of(module)] = module
         yield (path,), module
     for path, module in modules:
         for key, item in children(module):
@@ -250,7 +255,7 @@ class Before:
         self.kept: list[Any] = []  # What is known by its `id` lives on.
         self.was: list[tuple[Path, Any, Any]] = []
         for path, value in everything(model):
-            self.places.setdefault(id(value), path)
+            self.places.setdefault(key_of(value), path)
             self.kept.append(value)
             if isinstance(value, nn.Module) or is_container(value):
                 self.was.append((path, value, content_of(value)))
@@ -301,7 +306,7 @@ class Before:
             parameters, _, parts = self.tables[path]
             for table, was in ((module._parameters, parameters), (module._modules, parts)):
                 if not same_content(tuple(table.items()), tuple(was.items())):
-                    names = [key for key in {**table, **was} if table.get(key) is not was.get(key)]
+                    names = [key for key in {**table, **was} if key_of(table.get(key)) != key_of(was.get(key))]
                     raise _refused(f"`{spelled((path,), names[0])}`, a parameter or module", self.restore)
         for where, value, content in self.aside:
             if not same_content(content_of(value), content):
@@ -330,7 +335,7 @@ def same_content(now: Any, then: Any) -> bool:
     """True if two contents have the same keys in the same order, each with the same object."""
     if isinstance(now, frozenset):
         return bool(now == then)
-    return len(now) == len(then) and all(a[0] == b[0] and a[1] is b[1] for a, b in zip(now, then, strict=True))
+    return len(now) == len(then) and all(a[0] == b[0] and key_of(a[1]) == key_of(b[1]) for a, b in zip(now, then, strict=True))
 
 
 def _difference(then: Any, now: Any) -> dict[Any, Any]:
@@ -339,7 +344,7 @@ def _difference(then: Any, now: Any) -> dict[Any, Any]:
         return {WHOLE: set(now)}
     before, after = dict(then), dict(now)
     return {
-        key: after.get(key, GONE) for key in {**before, **after} if after.get(key, GONE) is not before.get(key, GONE)
+        key: after.get(key, GONE) for key in {**before, **after} if key_of(after.get(key, GONE)) != key_of(before.get(key, GONE))
     }
 
 
@@ -408,9 +413,9 @@ def opened(value: Any, places: Mapping[int, Path]) -> tuple[list[Any], Any]:
         raise Error("a set holds tensors", **{"try": "a list or a dict"})
 
     def closed(one: Any) -> Any:
-        return At(places[id(one)]) if id(one) in places and type(one) not in PLAIN else one
+        return At(places[key_of(one)]) if key_of(one) in places and type(one) not in PLAIN else one
 
-    known = pytree.tree_map(closed, value, is_leaf=lambda one: id(one) in places)
+    known = pytree.tree_map(closed, value, is_leaf=lambda one: key_of(one) in places)
     leaves, spec = flatten(known)
     return leaves, spec
 

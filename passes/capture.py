@@ -450,7 +450,7 @@ def stand_ins(model: nn.Module, device: str, whole: Mapping[str, Tensor] = Mappi
         memo[id(tensor)] = _empty(whole.get(name, tensor), device)
     for _, value in everything(model):
         if isinstance(value, Tensor):
-            memo.setdefault(id(value), value if value.is_leaf else value.detach())
+            memo.setdefault(id(value), value if value.is_leaf else value.detach().requires_grad_(value.requires_grad))
     return memo
 
 
@@ -537,9 +537,9 @@ def _computed(change: Change | Write, sizes: Sizes) -> Change | Write:
 
 
 def _written_into(graph: fx.Graph, constants: Mapping[str, Tensor], model: nn.Module) -> frozenset[Slot]:
-    """The attributes whose tensors are written into, as they are no inputs yet."""
+    """The attributes whose tensors are written into or want a gradient, which have to be inputs."""
     slots = {id(value): slot_of(path) for path, value in everything(model) if isinstance(value, Tensor)}
-    found = set()
+    found = {slots[id(x)] for x in constants.values() if x.requires_grad and id(x) in slots}
     for node in filter(writes, graph.nodes):
         root: Any = node
         while isinstance(root, fx.Node) and root.op == "call_function" and root.args:
