@@ -116,7 +116,7 @@ CLOSED = (
 
 
 def key_of(value: Any) -> int:
-    """What a value is known by: its `id`; of a module that of its attributes, as the exporter puts others in its place."""
+    """What a value is known by: its `id`; of a module, for which the exporter puts others, that of its attributes."""
     return id(vars(value)) if isinstance(value, nn.Module) else id(value)
 
 
@@ -335,7 +335,9 @@ def same_content(now: Any, then: Any) -> bool:
     """True if two contents have the same keys in the same order, each with the same object."""
     if isinstance(now, frozenset):
         return bool(now == then)
-    return len(now) == len(then) and all(a[0] == b[0] and key_of(a[1]) == key_of(b[1]) for a, b in zip(now, then, strict=True))
+    return len(now) == len(then) and all(
+        a[0] == b[0] and key_of(a[1]) == key_of(b[1]) for a, b in zip(now, then, strict=True)
+    )
 
 
 def _difference(then: Any, now: Any) -> dict[Any, Any]:
@@ -344,7 +346,9 @@ def _difference(then: Any, now: Any) -> dict[Any, Any]:
         return {WHOLE: set(now)}
     before, after = dict(then), dict(now)
     return {
-        key: after.get(key, GONE) for key in {**before, **after} if key_of(after.get(key, GONE)) != key_of(before.get(key, GONE))
+        key: after.get(key, GONE)
+        for key in {**before, **after}
+        if key_of(after.get(key, GONE)) != key_of(before.get(key, GONE))
     }
 
 

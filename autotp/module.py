@@ -5,14 +5,16 @@ See NOTE [The model stays the user's] in `tree.py`. `copy.deepcopy` of a paralle
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cache, wraps
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import parametrize
 
 from autotp.attributes import STATE
@@ -53,6 +55,9 @@ class Part(nn.Module):
         state = self.__dict__.get(STATE)
         if state is None or name == STATE:
             return super().__setattr__(name, value)
+        if isinstance(value, nn.Parameter) and _is_sharding(sys._getframe(1)):
+            self._parameters[name] = value  # As on a module that has no `__setattr__` of its own.
+            return
         state.tree.version += 1
         if name == "forward":  # It is for the next capture: a call of this module runs a graph.
             state.own[name] = value
@@ -190,6 +195,11 @@ OURS: dict[str, Callable[[Executable], Any]] = {
 """What `model.plan` and its kin are, where the model itself has none of that name."""
 
 
+def _is_sharding(frame: FrameType) -> bool:
+    """True for `fully_shard`'s own code, which puts in what it gathered and takes it out again in each call."""
+    return str(frame.f_globals.get("__name__", "")).startswith("torch.distributed.fsdp.")
+
+
 def _has(module: nn.Module, name: str) -> bool:
     """True if the model itself has an attribute of this name."""
     tables = (module.__dict__, module._parameters, module._buffers, module._modules)
@@ -294,6 +304,7 @@ def renew(model: nn.Module, tree: Tree) -> None:
         Error: a parameter was replaced by what is neither whole nor this rank's part, or by no ordinary tensor; a
             module was parametrized.
     """
+    sharded = {part for unit in model.modules() if isinstance(unit, FSDPModule) for part in unit.modules()}
     for path, module in list(model.named_modules()):
         state, added = state_of(module), list[Tensor]()
         if state is not None:
@@ -304,7 +315,7 @@ def renew(model: nn.Module, tree: Tree) -> None:
             state.known, added = {}, [tensor for tensor in module._buffers.values() if tensor is not None]
         now = {key: p for key, p in module._parameters.items() if p is not None}
         for key, p in now.items():
-            if state.known.get(key) is not p and not isinstance(p, DTensor):
+            if state.known.get(key) is not p and (module not in sharded or key not in state.held):
                 name = f"{path}.{key}" if path else key
                 state.held[key] = _layout_now(name, p, state.held.get(key), tree.mesh)
                 added += [p] * (state.held[key].dim is None)

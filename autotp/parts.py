@@ -76,8 +76,8 @@ def parts_of(model: Any, call: str) -> Parts:
         return _of_trainer(inner)
     inner = parallel_of(model, call)
     it = executable_of(inner)
+    saved, here = _saved(inner)  # First: asked for its state, `fully_shard` frees what it had gathered.
     held, shapes = it.tensors(), {name: layout.shape for name, layout in it.layouts.items()}
-    saved, here = _saved(inner)
     return Parts(held, frozenset(held), saved, here | shapes, it.layouts, it.mesh, it.mesh)
 
 
