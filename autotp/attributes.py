@@ -147,6 +147,8 @@ def hidden(value: Any) -> list[Any]:
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
+    if isinstance(value, types.BuiltinFunctionType) and not isinstance(value.__self__, types.ModuleType | None):
+        return [value.__self__]
     if isinstance(value, types.FunctionType):
         cells = [cell for cell in value.__closure__ or () if _is_filled(cell)]
         return [*(cell.cell_contents for cell in cells), *(value.__defaults__ or ())]
@@ -181,6 +183,19 @@ def everything(model: nn.Module) -> Iterator[tuple[Path, Any]]:
     for path, module in modules:
         for key, item in children(module):
             yield from below(item, (path, key), seen)
+
+
+def reached(model: nn.Module) -> Iterator[tuple[Path, Any]]:
+    """As `everything`, and what functions among it hold of their surroundings."""
+    seen: set[int] = set()
+    for path, value in everything(model):
+        queue = [value]
+        while queue and len(seen) < LARGEST:
+            one = queue.pop()
+            if key_of(one) not in seen:
+                seen.add(key_of(one))
+                yield path, one
+                queue += hidden(one)
 
 
 def found_at(modules: Mapping[str, nn.Module], path: Path) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,12 +20,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autotp.attributes import reached, spelled
 from autotp.blocks import patched
 from autotp.errors import Error
-from autotp.source import is_users
+from autotp.source import is_users, user_line
 
 ASKING = tuple(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
 MODES = ("is_grad_enabled", "is_inference_mode_enabled")
@@ -76,6 +78,12 @@ class Asked(TorchFunctionMode):
         self.wanted, self.modes, self.flags = wanted, False, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (kwargs or {}).get("generator") is not None:
+            raise Error(
+                "the model draws from a torch.Generator of its own, of which a graph knows nothing",
+                at=user_line(traceback.extract_stack()),
+                **{"try": "the default one: no `generator=`"},
+            )
         found = func(*args, **(kwargs or {}))
         if func not in ASKING or not is_users(sys._getframe(1)):
             return found
@@ -110,26 +118,43 @@ class Asked(TorchFunctionMode):
 
 # ---- chance
 
+SOURCES = (random.Random, np.random.RandomState, np.random.Generator)
+
 
 @contextmanager
-def without_chance() -> Iterator[None]:
-    """A region in which the model runs; numbers that it draws from `random` or `numpy.random` are an Error.
+def without_chance(model: nn.Module) -> Iterator[None]:
+    """A region in which the model runs; numbers that it draws from a source of Python's are an Error.
 
     Raises:
-        Error: it drew one. Both are as they were before.
+        Error: it drew one, from `random`, `numpy.random`, or from a source that it holds. All are as they were before.
     """
-    before = random.getstate(), np.random.get_state()
+    held = {f"`{spelled(path)}`": x for path, x in reached(model) if isinstance(x, SOURCES)}
+    sources = {"Python's `random`": random, "Python's `numpy.random`": np.random, **held}
+    before = {name: _state(source) for name, source in sources.items()}
     yield
-    drawn = [random.getstate() != before[0], not _same(np.random.get_state(), before[1])]
-    if any(drawn):
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        name = "random" if drawn[0] else "numpy.random"
+    drawn = [name for name, source in sources.items() if repr(_state(source)) != repr(before[name])]
+    for name, source in ((name, source) for name, source in sources.items() if name in drawn):
+        _restore(source, before[name])
+    if drawn:
         raise Error(
-            f"forward draws a number from Python's `{name}`, which every later call would find unchanged",
+            f"forward draws a number from {drawn[0]}, which every later call would find unchanged",
             **{"try": "torch.rand(()), and torch.where on it; or draw it outside, as an argument of forward"},
         )
 
 
-def _same(now: Any, then: Any) -> bool:
-    return bool(now[2] == then[2] and now[3:] == then[3:] and np.array_equal(now[1], then[1]))
+def _state(source: Any) -> Any:
+    if isinstance(source, np.random.Generator):
+        return source.bit_generator.state
+    state = source.getstate() if hasattr(source, "getstate") else source.get_state(legacy=False)
+    return (
+        {**state, "state": {**state["state"], "key": state["state"]["key"].tolist()}} if type(state) is dict else state
+    )
+
+
+def _restore(source: Any, state: Any) -> None:
+    if isinstance(source, np.random.Generator):
+        source.bit_generator.state = state
+    elif hasattr(source, "setstate"):
+        source.setstate(state)
+    else:
+        source.set_state(state)

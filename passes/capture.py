@@ -193,7 +193,7 @@ class _Flat(nn.Module):
         versions = {path: x._version for path, x in given_at.items() if isinstance(x, Tensor)}
         before, buffers = Before(self.model), dict(self.model.named_buffers())
         try:
-            with nothing_lost(self.model), Decided(), self.asked, self.asked.answering(), without_chance():
+            with nothing_lost(self.model), Decided(), self.asked, self.asked.answering(), without_chance(self.model):
                 changed = states((args, kwargs))
                 result = self.model(*args, **kwargs)
                 found, self.returned.spec = outcome(result, changed)
@@ -449,7 +449,9 @@ def stand_ins(model: nn.Module, device: str, whole: Mapping[str, Tensor] = Mappi
     for name, tensor in model.named_buffers():
         memo[id(tensor)] = _empty(whole.get(name, tensor), device)
     for _, value in everything(model):
-        if isinstance(value, Tensor):
+        if isinstance(value, torch.Generator):
+            memo[id(value)] = value
+        elif isinstance(value, Tensor):
             memo.setdefault(id(value), value if value.is_leaf else value.detach().requires_grad_(value.requires_grad))
     return memo
 

@@ -200,8 +200,8 @@ def x(call: int = 0) -> Tensor:
     return torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(call))
 
 
-def twins(model: nn.Module, n: int) -> tuple[nn.Module, Any]:
-    return model.double(), autotp.parallelize(copy.deepcopy(model.double()), n, example_inputs=(x(),))
+def twins(model: nn.Module, n: int, **given: Any) -> tuple[nn.Module, Any]:
+    return model.double(), autotp.parallelize(copy.deepcopy(model.double()), n, example_inputs=(x(),), **given)
 
 
 def expect_same(whole: nn.Module, parallel: Any, context: object = "") -> None:
