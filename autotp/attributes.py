@@ -133,7 +133,9 @@ def is_container(value: Any) -> bool:
 def children(value: Any) -> list[tuple[Any, Any]]:
     """What lies in a module's attributes, a container or a tuple, by key."""
     if isinstance(value, nn.Module):
-        return [(key, item) for key, item in vars(value).items() if not is_internal(key)]
+        weights = isinstance(value, nn.RNNBase)  # Of which torch keeps lists, made anew where others are put in.
+        held = [(key, item) for key, item in vars(value).items() if not is_internal(key)]
+        return [pair for pair in held if not (weights and pair[0].startswith("_flat_weight"))]
     if isinstance(value, (list, tuple, deque)):
         return list(enumerate(value))
     if isinstance(value, (dict, ChainMap)):
@@ -320,8 +322,8 @@ class Before:
         for path, module in self.modules.items():
             parameters, _, parts = self.tables[path]
             for table, was in ((module._parameters, parameters), (module._modules, parts)):
-                if not same_content(tuple(table.items()), tuple(was.items())):
-                    names = [key for key in {**table, **was} if key_of(table.get(key)) != key_of(was.get(key))]
+                names = [key for key in {**table, **was} if key_of(table.get(key)) != key_of(was.get(key))]
+                if names:
                     raise _refused(f"`{spelled((path,), names[0])}`, a parameter or module", self.restore)
         for where, value, content in self.aside:
             if not same_content(content_of(value), content):
@@ -369,7 +371,7 @@ def _difference(then: Any, now: Any) -> dict[Any, Any]:
 
 def _fill(value: Any, content: Any) -> None:
     if isinstance(value, nn.Module):
-        for key in [key for key in vars(value) if not is_internal(key)]:
+        for key, _ in children(value):
             del vars(value)[key]
         vars(value).update(dict(content))
     elif isinstance(value, (list, deque)):

@@ -116,7 +116,7 @@ class Executable:
             _refuse_capture(self.name)
         assert entry is not None  # Refused above otherwise.
         tensors, shapes = self._given(entry.analysis.captured, tensors)
-        with called.autocast.off():
+        with called.autocast.off(), torch._C.DisableTorchFunctionSubclass():  # Inside, parts are as planned.
             found = entry.module(
                 *(expect_whole(x, held[x]) if isinstance(x, str) else x for x in entry.operands),
                 *(t.part if isinstance(t, Sharded) else t for t in tensors),

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import parametrize
 
 from autotp.attributes import STATE
+from autotp.cut_parameter import as_cut, is_ordinary
 from autotp.errors import Error
 from autotp.executable import Executable
 from autotp.hf.models import overrides
@@ -275,7 +276,7 @@ def adopt(
         mine = tensors[name]
         own = mine if isinstance(mine, nn.Parameter) else nn.Parameter(mine, p.requires_grad)
         own.__dict__.update({key: value for key, value in p.__dict__.items() if key != TAKEN})
-        parts[id(p)] = own, layouts[name]
+        parts[id(p)] = as_cut(own, name, layouts[name]), layouts[name]
     for module, kind in classes.items():
         held = {key: parts[id(p)][1] for key, p in module._parameters.items() if p is not None}
         for table in (module._parameters, module._buffers):
@@ -318,6 +319,7 @@ def renew(model: nn.Module, tree: Tree) -> None:
             if state.known.get(key) is not p and (module not in sharded or key not in state.held):
                 name = f"{path}.{key}" if path else key
                 state.held[key] = _layout_now(name, p, state.held.get(key), tree.mesh)
+                as_cut(p, name, state.held[key])
                 added += [p] * (state.held[key].dim is None)
         state.known, state.held = now, {key: layout for key, layout in state.held.items() if key in now}
         for tensor in added:
@@ -335,7 +337,7 @@ def _expect_unparametrized(path: str, module: nn.Module) -> None:
 
 def _layout_now(name: str, tensor: Tensor, before: Layout | None, mesh: Mesh) -> Layout:
     """How a parameter is held that somebody put into a parallel model."""
-    if type(tensor) is not nn.Parameter:
+    if not is_ordinary(tensor):
         raise Error(
             f"`{name}` was replaced by a {type(tensor).__name__} when its model was parallel already",
             **{"try": "quantize the original model, or do without"},

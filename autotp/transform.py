@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from autotp.attributes import Path
+from autotp.attributes import Change, Path, apply
 from autotp.axis import find
 from autotp.call import operand_nodes, returned
 from autotp.eager import uncollected
@@ -143,6 +143,10 @@ def analyse(
     """
     with uncollected():
         captured = capture(skeleton, args, kwargs, autocast, choices.optional("repeats"), opened, wanted)
+        if choices.summed and captured.changes and not captured.computes_changes:
+            # What a first call settles for good, as which kind of labels there are.
+            apply([c for c in captured.changes if isinstance(c, Change)], dict(skeleton.named_modules()), lambda x: x)
+            captured = capture(skeleton, args, kwargs, autocast, choices.optional("repeats"), opened, wanted)
         return _analysed(captured, skeleton.training, tp, choices, layouts, autocast, given or {})
 
 
@@ -206,7 +210,7 @@ def _summed(captured: Captured, graph: fx.Graph, updated: Sequence[str]) -> tupl
     if not captured.example or not captured.example[0]:
         raise Error("the model's first input has no rows, and so there is no batch", **{"try": "the batch first"})
     found = totals(graph, loss, batched(captured.inputs, captured.example))
-    return replace(captured, kept=frozenset()), found.graph, found.counts
+    return replace(captured, kept=frozenset(), stays=frozenset(), results=1), found.graph, found.counts
 
 
 def _flow(

@@ -147,6 +147,13 @@ class Captured:
         return dict(zip(paths, self.inputs[len(self.inputs) - len(paths) :], strict=True))
 
     @property
+    def computes_changes(self) -> bool:
+        """Whether a call sets attributes to what it computes, or to sizes."""
+        values = [v for c in self.changes if isinstance(c, Change) for v in c.values.values() if v is not GONE]
+        writes = any(isinstance(change, Write) for change in self.changes)
+        return writes or any(isinstance(leaf, Place | Size) for leaves, _ in values for leaf in leaves)
+
+    @property
     def written(self) -> frozenset[Slot]:
         """The attributes that a call sets, or below which it changes something."""
         own = [change for change in self.changes if isinstance(change, Change) and len(change.path) == 1]
