@@ -1,0 +1,13 @@
+"""What is watched as long as there is a parallel model: optimizers, clipping and scaling, wrappers."""
+
+from __future__ import annotations
+
+from autotp import torch_calls
+from autotp.alive import Model, watch
+
+INSTALLED = (torch_calls.install,)
+
+
+def guarded(model: Model) -> Model:
+    """The model itself, a parallel one: from now on what would make its ranks drift apart is right, or an Error."""
+    return watch(model, INSTALLED)
