@@ -91,7 +91,9 @@ def agree_on_graph(mesh: Mesh, make: Callable[[], T], text: Callable[[T], str]) 
         raise problem
     failed = [rank for rank, row in enumerate(rows) if row[0] == -1]
     if failed:
-        raise Error(f"{_ranks(mesh, failed)} could not build a graph", **{"try": "read the error there: here is none"})
+        raise Error(
+            f"{ranks_of(mesh, failed)} could not build a graph", **{"try": "read the error there: here is none"}
+        )
     _compare(
         rows, 0, mesh, "would run another graph than rank 0", "build the same model and call it alike on all ranks"
     )
@@ -113,13 +115,13 @@ def agree(mesh: Mesh, make: Callable[[], T]) -> T:
         Error: on every rank: where `make` failed its own, elsewhere that of the first rank where it did.
     """
     made, problem = _tried(make)
-    texts = _told("" if problem is None else json.dumps(_spelled(problem)), mesh)
+    texts = told("" if problem is None else json.dumps(_spelled(problem)), mesh)
     if problem is not None:
         raise problem
     failed = [rank for rank, text in enumerate(texts) if text]
     if failed:
         said, facts = json.loads(texts[failed[0]])
-        raise Error(said, **facts, on=_ranks(mesh, failed))
+        raise Error(said, **facts, on=ranks_of(mesh, failed))
     return made[0]
 
 
@@ -127,7 +129,7 @@ def _spelled(error: Exception) -> tuple[str, dict[str, str]]:
     return (error.problem, error.facts) if isinstance(error, Error) else (f"{type(error).__name__}: {error}", {})
 
 
-def _told(text: str, mesh: Mesh) -> list[str]:
+def told(text: str, mesh: Mesh) -> list[str]:
     """Every rank's `text`, by rank."""
     mine = text.encode()
     lengths = [row[0] for row in gather_ints([len(mine)], mesh)]
@@ -174,8 +176,8 @@ def _random_state(mesh: Mesh) -> int:
 def _compare(rows: Sequence[Sequence[int]], column: int, mesh: Mesh, what: str, remedy: str) -> None:
     other = [rank for rank, row in enumerate(rows) if row[column] != rows[0][column]]
     if other:
-        raise Error(f"{_ranks(mesh, other)} {what}", **{"try": remedy})
+        raise Error(f"{ranks_of(mesh, other)} {what}", **{"try": remedy})
 
 
-def _ranks(mesh: Mesh, ranks: Sequence[int]) -> str:
+def ranks_of(mesh: Mesh, ranks: Sequence[int]) -> str:
     return f"{mesh.axis} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from autotp import torch_calls
+from autotp import optimizer_guard, torch_calls
 from autotp.alive import Model, watch
 
-INSTALLED = (torch_calls.install,)
+INSTALLED = (optimizer_guard.install, torch_calls.install)
 
 
 def guarded(model: Model) -> Model:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +31,7 @@ class Mesh:
         group: the process group's name; None where one process needs none.
         device: where this process computes.
         runs: number of ranks -> the name of the group of so many neighbours that this process is in.
+        aside: the name of a second group of the same ranks, on the CPU; None where one process needs none.
     """
 
     axis: str = "tp"
@@ -39,11 +40,17 @@ class Mesh:
     group: str | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     runs: tuple[tuple[int, str], ...] = ()
+    aside: str | None = field(default=None, compare=False)
 
     @property
     def groups(self) -> dict[str, str | None]:
         """The names that graphs use -> the process groups: `tp`, and `tp/4` for runs of four of its ranks."""
         return {self.axis: self.group, **{f"{self.axis}/{n}": name for n, name in self.runs}}
+
+    @property
+    def beside(self) -> Mesh:
+        """The same processes in their second group: for what a rank may fail to come to, while others go on."""
+        return replace(self, group=self.aside, device=torch.device("cpu"))
 
     def __str__(self) -> str:
         return f"{self.axis}={self.size}, rank {self.rank} on {self.device}"
@@ -130,7 +137,8 @@ def _from_device_mesh(tp: int | None, mesh: DeviceMesh, device: torch.device | s
     if tp not in (None, group.size()):
         raise Error(f"tp={tp}, but the mesh has tp={group.size()}", **{"try": "leave tp out"})
     where = _mesh_device(mesh, device)
-    return Mesh("tp", group.size(), group.rank(), group.group_name, where, _runs(group, TIMEOUT))
+    runs, aside = _runs(group, TIMEOUT), _aside(group, where)
+    return Mesh("tp", group.size(), group.rank(), group.group_name, where, runs, aside)
 
 
 def start(timeout: timedelta = TIMEOUT, device: torch.device | None = None) -> torch.device:
@@ -162,7 +170,8 @@ def _over_the_world(device: torch.device, timeout: timedelta) -> Mesh:
     start(timeout, device)
     # A group of its own, so that it has this timeout and this name whoever made the default one.
     group = dist.new_group(timeout=timeout, group_desc="tp")
-    return Mesh("tp", dist.get_world_size(), dist.get_rank(), group.group_name, device, _runs(group, timeout))
+    runs, aside = _runs(group, timeout), _aside(group, device)
+    return Mesh("tp", dist.get_world_size(), dist.get_rank(), group.group_name, device, runs, aside)
 
 
 def _runs(group: Any, timeout: timedelta) -> tuple[tuple[int, str], ...]:
@@ -173,6 +182,16 @@ def _runs(group: Any, timeout: timedelta) -> tuple[tuple[int, str], ...]:
         run = dist.new_group(ranks[start : start + n], timeout, use_local_synchronization=True, group_desc=f"tp/{n}")
         found.append((n, run.group_name))
     return tuple(found)
+
+
+def _aside(group: Any, device: torch.device) -> str | None:
+    """The name of a second group of the same ranks, which waits as long."""
+    if group.size() == 1:
+        return None
+    timeout, ranks = group._get_backend(device).options._timeout, dist.get_process_group_ranks(group)
+    made = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True, group_desc="tp")
+    found: str = made.group_name
+    return found
 
 
 def _check_world(tp: int | None, world: int) -> None:
