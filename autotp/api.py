@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autotp.agree import CheckInputs, agree_on_graph, digest
 from autotp.entry import Entry, prepare
 from autotp.errors import Error, within
-from autotp.guards import guarded
+from autotp.torch_hooks import watched
 from autotp.hf.models import checkpoints
 from autotp.inputs import example_inputs as find_inputs
 from autotp.layout import Layout
@@ -114,7 +114,7 @@ def on_mesh(
     taken = take(model, layouts, place.rank, place, read(layouts) if read else {})
     adopt(model, classes, taken, Tree(place, settings), layouts)
     executable_of(model).first(first)
-    return guarded(cast(ParallelModule, model))
+    return watched(cast(ParallelModule, model))
 
 
 def explain(

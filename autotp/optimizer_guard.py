@@ -47,7 +47,7 @@ NOT_ELEMENTWISE = re.compile(
 
 @dataclass
 class Watched:
-    """An optimizer: how often it stepped, with how many parameters; if each step is compared, if a warning was given."""
+    """An optimizer: how often it stepped, with how many parameters; if each is compared, if a warning was given."""
 
     steps: int = 0
     size: int = -1

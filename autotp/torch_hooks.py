@@ -1,4 +1,4 @@
-"""What is watched as long as there is a parallel model: optimizers, clipping and scaling, wrappers."""
+"""What is installed in torch as long as there is a parallel model: for optimizers, clipping and scaling, wrappers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from autotp.alive import Model, watch
 INSTALLED = (optimizer_guard.install, torch_calls.install)
 
 
-def guarded(model: Model) -> Model:
+def watched(model: Model) -> Model:
     """The model itself, a parallel one: from now on what would make its ranks drift apart is right, or an Error."""
     return watch(model, INSTALLED)
