@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from autotp.agree import CheckInputs, agree_on_graph, digest
 from autotp.entry import Entry, prepare
 from autotp.errors import Error, within
-from autotp.torch_hooks import watched
 from autotp.hf.models import checkpoints
 from autotp.inputs import example_inputs as find_inputs
 from autotp.layout import Layout
@@ -26,6 +25,7 @@ from autotp.report import Plan, report
 from autotp.settings import Settings, expect_choices
 from autotp.structure import signature_of
 from autotp.take import TAKEN, take
+from autotp.torch_hooks import watched
 from autotp.transform import Choices, Experts, Outputs, analyse
 from autotp.tree import Tree, state_of
 
