@@ -115,7 +115,7 @@ def agree(mesh: Mesh, make: Callable[[], T]) -> T:
         Error: on every rank: where `make` failed its own, elsewhere that of the first rank where it did.
     """
     made, problem = _tried(make)
-    texts = told("" if problem is None else json.dumps(_spelled(problem)), mesh)
+    texts = _told("" if problem is None else json.dumps(_spelled(problem)), mesh)
     if problem is not None:
         raise problem
     failed = [rank for rank, text in enumerate(texts) if text]
@@ -129,7 +129,7 @@ def _spelled(error: Exception) -> tuple[str, dict[str, str]]:
     return (error.problem, error.facts) if isinstance(error, Error) else (f"{type(error).__name__}: {error}", {})
 
 
-def told(text: str, mesh: Mesh) -> list[str]:
+def _told(text: str, mesh: Mesh) -> list[str]:
     """Every rank's `text`, by rank."""
     mine = text.encode()
     lengths = [row[0] for row in gather_ints([len(mine)], mesh)]

@@ -4,8 +4,8 @@ Each rank steps its own parameters. That is one device's step if the optimizer w
 the ranks hold whole, its gradients and the optimizer's settings are the same on all of them.
 
 NOTE [When ranks are compared]
-Before the first steps of an optimizer and every `EVERY`-th after, one number of what must be the same is exchanged,
-over a group of its own: a rank that does not come to a step is waited for there, and pairs with no other exchange.
+Before the first steps of an optimizer and every `EVERY`-th after, ranks tell each other one number of what must be the
+same, through the store (`roll_call.py`): a rank that does not come to a step is waited for by name.
 Sums over replicas may be taken in another order on each rank (their buckets differ where parts do): a difference of
 round-off is not an Error. The first rank's numbers are everybody's then, and a warning says so once.
 """
@@ -27,13 +27,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autotp.agree import checksum, ranks_of, told
+from autotp.agree import checksum, ranks_of
 from autotp.alive import Undo, sorted_by_model
 from autotp.boxes import local_of
 from autotp.collectives import reduce
 from autotp.errors import Error, within
-from autotp.mesh import Mesh, broadcast_from_first, gather_ints
+from autotp.mesh import Mesh, broadcast_from_first
 from autotp.parts import Parts, parts_of
+from autotp.roll_call import roll_call
 
 CHECKED_STEPS, EVERY = 4, 64
 """How many first steps are compared, and which later ones."""
@@ -121,15 +122,14 @@ def _differing(optimizer: Optimizer, whole: Mapping[str, Tensor], place: Mesh, s
     }
     text = json.dumps(mine)
     try:
-        rows = gather_ints([zlib.crc32(text.encode())], place.beside)
+        if len(set(roll_call(str(zlib.crc32(text.encode())), place))) == 1:
+            return ""
+        every = [json.loads(one) for one in roll_call(text, place)]
     except Error as error:
         raise Error(
-            f"step {step} of this optimizer is not taken by all ranks of axis `{place.axis}`: {error.problem}",
+            f"step {step} is not taken by all ranks: {error.problem}",
             **{"try": "step on all ranks alike: whether to is decided by what is the same on all"},
         ) from error
-    if len({row[0] for row in rows}) == 1:
-        return ""
-    every = [json.loads(one) for one in told(text, place.beside)]
     _expect_same_calls(every, place)
     return _expect_close(whole, every, place)
 
