@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from functools import cache
 from typing import Any
 
 import pytest
@@ -32,11 +33,17 @@ class Normed(Plain):
         return ((self.norm(x + self.mlp(x)) - x.roll(1, -1)) ** 2).mean()
 
 
-def pair(n: int, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Any]:
-    """One device's model, and a rank of it."""
+@cache
+def _made(n: int, dtype: torch.dtype) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     whole = Normed().to(dtype)
     return whole, autotp.parallelize(copy.deepcopy(whole), n, example_inputs=X[dtype])
+
+
+def pair(n: int, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Any]:
+    """One device's model, and a rank of it."""
+    whole, parallel = _made(n, dtype)
+    return copy.deepcopy(whole), copy.deepcopy(parallel)
 
 
 def expect_equal_state(whole: nn.Module, parallel: Any, tolerance: float) -> None:
@@ -167,11 +174,12 @@ def _functions() -> list[Any]:
 @checks.on(2)
 def torchs_own_again(rank: int, n: int) -> None:
     """Its functions are replaced as long as there is a parallel model, and behave the same to everybody else's."""
+    _made.cache_clear()
     gc.collect()
     before = _functions()
     assert {fn.__module__ for fn in before} == {"torch.nn.utils.clip_grad", "torch.amp.grad_scaler"}
     assert not any(hasattr(fn, "__wrapped__") for fn in before)
-    _, parallel = pair(n)
+    parallel = autotp.parallelize(Normed(), n, example_inputs=X[torch.float32])
     second, now = copy.deepcopy(parallel), _functions()
     assert all(a is not b for a, b in zip(before, now, strict=True))
     other = nn.Linear(3, 3)
