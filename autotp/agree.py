@@ -91,7 +91,9 @@ def agree_on_graph(mesh: Mesh, make: Callable[[], T], text: Callable[[T], str]) 
         raise problem
     failed = [rank for rank, row in enumerate(rows) if row[0] == -1]
     if failed:
-        raise Error(f"{_ranks(mesh, failed)} could not build a graph", **{"try": "read the error there: here is none"})
+        raise Error(
+            f"{ranks_of(mesh, failed)} could not build a graph", **{"try": "read the error there: here is none"}
+        )
     _compare(
         rows, 0, mesh, "would run another graph than rank 0", "build the same model and call it alike on all ranks"
     )
@@ -119,7 +121,7 @@ def agree(mesh: Mesh, make: Callable[[], T]) -> T:
     failed = [rank for rank, text in enumerate(texts) if text]
     if failed:
         said, facts = json.loads(texts[failed[0]])
-        raise Error(said, **facts, on=_ranks(mesh, failed))
+        raise Error(said, **facts, on=ranks_of(mesh, failed))
     return made[0]
 
 
@@ -174,8 +176,8 @@ def _random_state(mesh: Mesh) -> int:
 def _compare(rows: Sequence[Sequence[int]], column: int, mesh: Mesh, what: str, remedy: str) -> None:
     other = [rank for rank, row in enumerate(rows) if row[column] != rows[0][column]]
     if other:
-        raise Error(f"{_ranks(mesh, other)} {what}", **{"try": remedy})
+        raise Error(f"{ranks_of(mesh, other)} {what}", **{"try": remedy})
 
 
-def _ranks(mesh: Mesh, ranks: Sequence[int]) -> str:
+def ranks_of(mesh: Mesh, ranks: Sequence[int]) -> str:
     return f"{mesh.axis} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -25,6 +25,7 @@ from autotp.report import Plan, report
 from autotp.settings import Settings, expect_choices
 from autotp.structure import signature_of
 from autotp.take import TAKEN, take
+from autotp.torch_hooks import watched
 from autotp.transform import Choices, Experts, Outputs, analyse
 from autotp.tree import Tree, state_of
 
@@ -113,7 +114,7 @@ def on_mesh(
     taken = take(model, layouts, place.rank, place, read(layouts) if read else {})
     adopt(model, classes, taken, Tree(place, settings), layouts)
     executable_of(model).first(first)
-    return cast(ParallelModule, model)
+    return watched(cast(ParallelModule, model))
 
 
 def explain(

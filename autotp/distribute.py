@@ -17,6 +17,7 @@ from autotp.mesh import TIMEOUT, start, world_size
 from autotp.passes.recompute import Recompute
 from autotp.pipeline import ENGINES, Schedule, Training
 from autotp.settings import expect_choices
+from autotp.torch_hooks import watched
 from autotp.trainer import Trainer
 
 DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -76,7 +77,7 @@ def distribute(
         for name, size in {**sizes, "microbatches": microbatches}.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise Error(f"{name}={size!r} is not a whole number of 1 or more", **{"try": f"{name}=2"})
-        return Trainer(model, _mesh(sizes, timeout), training, example_inputs, loss_scaler, timeout)
+        return watched(Trainer(model, _mesh(sizes, timeout), training, example_inputs, loss_scaler, timeout))
 
     return within(f"distribute({type(model).__name__}, tp={tp}, pp={pp}, dp={dp})", run)
 

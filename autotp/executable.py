@@ -24,6 +24,7 @@ from autotp.guard import Guard
 from autotp.layout import Layout
 from autotp.mesh import Mesh
 from autotp.outputs import mark, marked
+from autotp.own_ranks import expect_own_ranks
 from autotp.passes.capture import NOTHING, Captured, Opened, Place, Shapes, Size
 from autotp.passes.own import BlockCall, places, value_at, works
 from autotp.passes.recompute import Recomputed
@@ -111,6 +112,7 @@ class Executable:
         key = self._key(leaves, spec, called.autocast, held)
         entry = self._find(key, tensors)
         if not torch.compiler.is_compiling():
+            expect_own_ranks(self.module, self.mesh, held)
             entry = self._agreed(entry, called, key[3:])
         elif entry is None:
             _refuse_capture(self.name)

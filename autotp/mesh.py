@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.collectives import communicate, gather
 from autotp.errors import Error
+from autotp.launch import Launch, launch, store_of
 
 TIMEOUT = timedelta(minutes=10)
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Mesh:
         group: the process group's name; None where one process needs none.
         device: where this process computes.
         runs: number of ranks -> the name of the group of so many neighbours that this process is in.
+        number: drawn by the first process: no other mesh has it.
     """
 
     axis: str = "tp"
@@ -39,6 +41,7 @@ class Mesh:
     group: str | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     runs: tuple[tuple[int, str], ...] = ()
+    number: int = field(default=0, compare=False)
 
     @property
     def groups(self) -> dict[str, str | None]:
@@ -55,7 +58,7 @@ def make_mesh(
     device: torch.device | str | None = None,
     timeout: timedelta = TIMEOUT,
 ) -> Mesh:
-    """The tensor-parallel axis: of `mesh` if given, else over the whole world, as torchrun started it.
+    """The tensor-parallel axis: of `mesh` if given, else over the whole world, as torchrun, srun or mpirun started it.
 
     Without `mesh` it initialises torch.distributed where that is not done yet (NCCL where each process has a GPU of its
     own, else gloo) and makes a group with `timeout`. A caller's mesh keeps the timeouts it was made with.
@@ -66,14 +69,14 @@ def make_mesh(
         device: this process's device; None is the mesh's kind, else the GPU of LOCAL_RANK, else the CPU.
 
     Raises:
-        Error: not `tp` processes, not under torchrun, a mesh without "tp" or of another size, no GPU of its own.
+        Error: not `tp` processes, not started together, a mesh without "tp" or of another size, no GPU of its own.
     """
     if tp is not None:
         expect_size(tp)
     if mesh is not None:
         return _from_device_mesh(tp, mesh, device)
     _check_world(tp, world_size())
-    if not dist.is_initialized() and not _launched():
+    if not dist.is_initialized() and launch() is None:
         return Mesh(device=_own_device(device))
     return _over_the_world(_own_device(device), timeout)
 
@@ -130,39 +133,28 @@ def _from_device_mesh(tp: int | None, mesh: DeviceMesh, device: torch.device | s
     if tp not in (None, group.size()):
         raise Error(f"tp={tp}, but the mesh has tp={group.size()}", **{"try": "leave tp out"})
     where = _mesh_device(mesh, device)
-    return Mesh("tp", group.size(), group.rank(), group.group_name, where, _runs(group, TIMEOUT))
+    return _numbered(Mesh("tp", group.size(), group.rank(), group.group_name, where, _runs(group, TIMEOUT)))
 
 
 def start(timeout: timedelta = TIMEOUT, device: torch.device | None = None) -> torch.device:
-    """This process's device, once torch.distributed is initialised, as torchrun says or as a world of one."""
+    """This process's device, once torch.distributed is initialised, as its launcher says or as a world of one."""
     device = device or _own_device(None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         kind = "nccl" if device.type == "cuda" and _own_gpus() else "gloo"
-        store, rank, size = _met(timeout) if _launched() else (dist.HashStore(), 0, 1)
-        dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=timeout)
+        started = launch() or Launch("", 0, 1, 0, 1)
+        store = store_of(started, timeout) if started.by else dist.HashStore()
+        dist.init_process_group(kind, store=store, rank=started.rank, world_size=started.size, timeout=timeout)
     return device
-
-
-def _met(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Where torchrun's processes leave each other word, this one's rank and their number.
-
-    NOTE [Restarts] torchrun keeps its store when it starts processes anew, and a process may find there the address of
-    one that is gone (pytorch issue 135712). So each attempt has keys of its own. Over several nodes attempts are
-    counted on each, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is what helps.
-    """
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    store.set_timeout(timeout)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"autotp/{attempt}", store), rank, size
 
 
 def _over_the_world(device: torch.device, timeout: timedelta) -> Mesh:
     start(timeout, device)
     # A group of its own, so that it has this timeout and this name whoever made the default one.
     group = dist.new_group(timeout=timeout, group_desc="tp")
-    return Mesh("tp", dist.get_world_size(), dist.get_rank(), group.group_name, device, _runs(group, timeout))
+    size, rank, runs = dist.get_world_size(), dist.get_rank(), _runs(group, timeout)
+    return _numbered(Mesh("tp", size, rank, group.group_name, device, runs))
 
 
 def _runs(group: Any, timeout: timedelta) -> tuple[tuple[int, str], ...]:
@@ -175,10 +167,15 @@ def _runs(group: Any, timeout: timedelta) -> tuple[tuple[int, str], ...]:
     return tuple(found)
 
 
+def _numbered(mesh: Mesh) -> Mesh:
+    number = torch.tensor(secrets.randbits(62), device=mesh.device)  # Nobody's random state is asked.
+    return replace(mesh, number=int(broadcast_from_first(number, mesh)))
+
+
 def _check_world(tp: int | None, world: int) -> None:
     if tp is None or tp == world:
         return
-    if not dist.is_initialized() and not _launched():
+    if not dist.is_initialized() and launch() is None:
         raise Error(f"tp={tp} needs {tp} processes, and this is one", **{"try": _command(tp)})
     if world < tp:
         raise Error(f"tp={tp} needs {tp} processes, and the world has {world}", **{"try": _command(tp)})
@@ -199,24 +196,23 @@ def _command(tp: int) -> str:
     return f"torchrun --nproc-per-node {tp} {sys.argv[0] or 'train.py'}"
 
 
-def _launched() -> bool:
-    return all(name in os.environ for name in ENVIRONMENT)
-
-
 def world_size() -> int:
     """How many processes there are."""
     if dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ["WORLD_SIZE"]) if _launched() else 1
+    started = launch()
+    return started.size if started is not None else 1
 
 
 def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    started = launch()
+    return started.local_rank if started is not None else int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def _own_gpus() -> bool:
     """Whether each process of this machine has a GPU of its own."""
-    return torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    started = launch()
+    return torch.cuda.device_count() >= (started.local_size if started is not None else 1)
 
 
 def _own_device(device: torch.device | str | None) -> torch.device:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import parametrize
 
+from autotp.alive import watch
 from autotp.attributes import STATE
 from autotp.cut_parameter import as_cut, is_ordinary
 from autotp.errors import Error
@@ -166,6 +167,9 @@ class ParallelModule(Part):
         """Where this rank is, besides."""
         place = str(executable_of(self).mesh) if STATE in self.__dict__ else ""
         return ", ".join(text for text in (super().extra_repr(), place) if text)
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
+        return watch(super().__deepcopy__(memo))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As torch's, of this rank's parts: what `model.state_dict()` gave.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autotp.agree import CheckInputs
 from autotp.boxes import Box, boxes, local_of
 from autotp.errors import Error
 from autotp.layout import Layout
@@ -32,6 +33,7 @@ class Parts:
         everyone: all ranks that hold the model together.
         pipeline: the group of those that hold other stages; None where there are none.
         replica: which of the ranks that hold the same this is, from 0; what is sharded over them is no replica.
+        check: when ranks are compared.
     """
 
     held: Mapping[str, Tensor]
@@ -43,6 +45,7 @@ class Parts:
     everyone: Mesh
     pipeline: str | None = None
     replica: int = 0
+    check: CheckInputs = "first"
 
     def layout(self, name: str) -> Layout:
         """How a parameter or buffer is held; buffers are whole."""
@@ -78,7 +81,8 @@ def parts_of(model: Any, call: str) -> Parts:
     it = executable_of(inner)
     saved, here = _saved(inner)  # First: asked for its state, `fully_shard` frees what it had gathered.
     held, shapes = it.tensors(), {name: layout.shape for name, layout in it.layouts.items()}
-    return Parts(held, frozenset(held), saved, here | shapes, it.layouts, it.mesh, it.mesh)
+    check = it.tree.settings.check_inputs
+    return Parts(held, frozenset(held), saved, here | shapes, it.layouts, it.mesh, it.mesh, check=check)
 
 
 def parallel_of(model: Any, call: str) -> ParallelModule:

@@ -56,6 +56,8 @@ def clipped(layout: Any, more: Any) -> None:
         whole(**batch(0)).backward()
         trainer.step(**part(trainer, batch(0)))
         expected = nn.utils.clip_grad_norm_(whole.parameters(), 1e-3, order)
+        found = nn.utils.clip_grad_norm_(trainer.parameters(), float("inf"), order)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
         torch.testing.assert_close(autotp.clip_grad_norm_(trainer, 1e-3, order), expected, rtol=1e-5, atol=0)
         grads = {name: p.grad for name, p in whole.named_parameters()}
         for name, p in trainer.named_parameters():
@@ -88,7 +90,8 @@ def test_norm_and_state(layout: Any, more: dict[str, Any]) -> None:
 
 def in_half(rank: int, n: int, layout: Any, dtype: torch.dtype, more: Any) -> tuple[float, ...]:
     """Losses of a few steps; parameters and gradients are in float32, what is computed is not."""
-    scaler = ShardedGradScaler("cpu", init_scale=2.0**12) if dtype == torch.float16 else None
+    kind = torch.amp.GradScaler if layout[0] > 1 else ShardedGradScaler
+    scaler = kind("cpu", init_scale=2.0**12) if dtype == torch.float16 else None
     trainer, optimizer = started(layout, compute_dtype=dtype, loss_scaler=scaler, **more)
     losses = []
     for step in range(4):
@@ -136,9 +139,9 @@ def trained_alone() -> tuple[float, ...]:
     return (*losses, norm.item())
 
 
-def overflowing(rank: int, n: int) -> list[float]:
+def overflowing(rank: int, n: int, kind: type[torch.amp.GradScaler]) -> list[float]:
     """A scale that overflows in the first steps: they are skipped on every rank, and the scale falls."""
-    scaler = ShardedGradScaler("cpu", init_scale=2.0**40)
+    scaler = kind("cpu", init_scale=2.0**40)
     trainer, optimizer = started((1, 2, 1), compute_dtype=torch.float16, loss_scaler=scaler)
     before = [p.detach().clone() for p in trainer.parameters()]
     trainer.step(**batch(0))
@@ -153,8 +156,9 @@ def overflowing(rank: int, n: int) -> list[float]:
     return [scaler.get_scale()]
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
-    assert run_ranks(overflowing, 2, timeout=100) == [[2.0**39]] * 2
+@pytest.mark.parametrize("kind", [ShardedGradScaler, torch.amp.GradScaler])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(kind: type[torch.amp.GradScaler]) -> None:
+    assert run_ranks(overflowing, 2, kind, timeout=100) == [[2.0**39]] * 2
 
 
 # ---- refused

@@ -1,0 +1,138 @@
+"""Who started this process beside others, and as which of them: torchrun, mpirun or srun, by the variables they set.
+
+A process inside of a SLURM allocation that `srun` did not start has variables of the job, none of a step: it is alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tempfile
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from autotp.errors import Error
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One of several processes that were started together.
+
+    Attributes:
+        by: the program that started them.
+        rank, size: which of how many this is.
+        local_rank, local_size: the same among those of this machine.
+        job: what no other start on this machine is called; nothing where that is not known.
+    """
+
+    by: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    job: str = ""
+
+
+def launch() -> Launch | None:
+    """How this process was started beside others; None if it is alone. What was started last is asked first."""
+    if all(name in os.environ for name in TORCHRUN):
+        local = _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE", 1)
+        return Launch("torchrun", _number("RANK"), _number("WORLD_SIZE"), *local)
+    for found in (_open_mpi(), _srun(), _hydra()):
+        if found is not None and found.size > 1:
+            return found
+    return None
+
+
+def _open_mpi() -> Launch | None:
+    if "OMPI_COMM_WORLD_SIZE" not in os.environ:
+        return None
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    rank, size, local_rank, local_size = (_number(f"OMPI_COMM_WORLD_{name}") for name in names)
+    return Launch("mpirun", rank, size, local_rank, local_size, os.environ.get("PMIX_NAMESPACE", ""))
+
+
+def _srun() -> Launch | None:
+    """What srun set; nothing if a mpirun inside of its step (of Intel MPI, MPICH) started others of another number."""
+    size = _number("SLURM_STEP_NUM_TASKS", 1)
+    if "SLURM_PROCID" not in os.environ or _number("PMI_SIZE", size) != size:
+        return None
+    job = ".".join(os.environ.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
+    return Launch("srun", _number("SLURM_PROCID"), size, _number("SLURM_LOCALID"), _tasks_here(size), job)
+
+
+def _tasks_here(size: int) -> int:
+    """How many of a step's processes are on this node: `4(x2),3` are 4 on each of two, and 3 on the third."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", str(size))):
+        counts += [int(count)] * int(times or 1)
+    return counts[_number("SLURM_NODEID")]
+
+
+def _hydra() -> Launch | None:
+    """What mpirun of MPICH and of Intel MPI set."""
+    if not {"PMI_RANK", "PMI_SIZE"} <= os.environ.keys():
+        return None
+    size = _number("PMI_SIZE")
+    return Launch("mpirun", _number("PMI_RANK"), size, _number("MPI_LOCALRANKID"), _number("MPI_LOCALNRANKS", size))
+
+
+def _number(name: str, default: int = 0) -> int:
+    return int(os.environ.get(name, default))
+
+
+def store_of(started: Launch, timeout: timedelta) -> dist.Store:
+    """Where processes that were started together leave each other word: at MASTER_ADDR, or on their one machine.
+
+    NOTE [Restarts] torchrun keeps its store when it starts processes anew, and a process may find there the address of
+    one that is gone (pytorch issue 135712). So each attempt has keys of its own. Over several nodes attempts are
+    counted on each, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is what helps.
+
+    Raises:
+        Error: nothing says where they meet.
+    """
+    if started.by == "torchrun":
+        store: dist.Store = next(dist.rendezvous("env://", timeout=timeout))[0]
+    elif {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        url = f"tcp://{address}:{port}?rank={started.rank}&world_size={started.size}"
+        store = next(dist.rendezvous(url, timeout=timeout))[0]
+    else:
+        store = _on_one_machine(started, timeout)
+    store.set_timeout(timeout)
+    return dist.PrefixStore(f"autotp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _on_one_machine(started: Launch, timeout: timedelta) -> dist.Store:
+    """A store on a port that the first process finds free, and leaves in a file of the job's name."""
+    if started.local_size != started.size or not started.job:
+        given = "MASTER_ADDR=<the first node> MASTER_PORT=29500"
+        flags = {"srun": f"{given} srun", "mpirun": "mpirun " + given.replace("MASTER", "-x MASTER")}
+        raise Error(
+            f"{started.by} started {started.size} processes ({started.local_size} here), and none knows where to meet",
+            **{"try": f"{flags[started.by]} ... (or torchrun on each machine)"},
+        )
+    file = dist.FileStore(str(_folder() / re.sub(r"[^\w.-]", "_", started.job)), started.size)  # The last removes it.
+    file.set_timeout(timeout)
+    if started.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, started.size, True, timeout, wait_for_workers=False)
+        file.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(file.get("port")), started.size, False, timeout)
+    return store
+
+
+def _folder() -> Path:
+    """A folder that only this user can write to."""
+    folder = Path(tempfile.gettempdir(), f"autotp-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise Error(f"{folder} is not this user's alone", **{"try": "TMPDIR=<a folder of yours>"})
+    return folder
