@@ -17,14 +17,12 @@ from io import StringIO
 from types import MappingProxyType
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
-from torch.utils._sympy.printers import PythonPrinter
 
 from autotp.alike import position
 from autotp.asked import Entangled
@@ -52,14 +50,13 @@ from autotp.errors import Error
 from autotp.guard import Reads
 from autotp.lost import nothing_lost
 from autotp.passes.inline import inline
+from autotp.passes.sizes import Shapes, Sizes
 from autotp.passes.unfold import unfold
 from autotp.regions import Autocast
 from autotp.repeats import Repeats
 from autotp.source import user_line
 from autotp.structure import flatten, outcome, settled, states, within_states
 from autotp.surroundings import NOT_ASKED, Asked, Wanted, without_chance
-
-Shapes = Sequence[Sequence[int]]
 
 DEVICE = "cpu"
 """Where models are captured, on tensors without memory. Not `meta`: there a constant that the model makes has no value,
@@ -529,7 +526,7 @@ def _computed(change: Change | Write, sizes: Sizes) -> Change | Write:
         return change
 
     def computed(leaf: Any) -> Any:
-        return Size(sizes.function(_python(leaf.expression))) if isinstance(leaf, Size) else leaf
+        return Size(sizes.value(leaf.expression)) if isinstance(leaf, Size) else leaf
 
     return Change(
         change.path, {k: v if v is GONE else ([*map(computed, v[0])], v[1]) for k, v in change.values.items()}
@@ -625,47 +622,6 @@ def _environment(graph: fx.Graph) -> Any:
     values = (node.meta.get("val") for node in graph.nodes)
     modes = (getattr(value, "fake_mode", None) for value in values)
     return next((mode.shape_env for mode in modes if mode is not None), None)
-
-
-class Sizes:
-    """What the exporter assumed of the shapes of a call, as plain Python functions of them.
-
-    Every size must be the number or the symbol it was captured as, symbols stay in their ranges, and the
-    comparisons that the model made keep their outcome.
-    """
-
-    def __init__(self, example: Sequence[Sequence[Any]], environment: Any, program: ExportedProgram) -> None:
-        self.symbols: dict[str, str] = {}
-        self.tests: list[str] = []
-        for i, shape in enumerate(example):
-            for d, size in enumerate(shape):
-                expr = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
-                place = f"shapes[{i}][{d}]"
-                if expr.is_Symbol and str(expr) not in self.symbols:
-                    self.symbols[str(expr)] = place
-                else:
-                    self.tests.append(f"{place} == {_python(expr)}")
-        for symbol, bounds in program.range_constraints.items():
-            if str(symbol) in self.symbols:
-                self.tests += [f"{symbol} >= {bounds.lower}"] if bounds.lower.is_Integer else []
-                self.tests += [f"{symbol} <= {bounds.upper}"] if bounds.upper.is_Integer else []
-        known = [g.expr for g in environment.guards] if environment is not None else []
-        self.tests += [_python(expr) for expr in known if {str(s) for s in expr.free_symbols} <= set(self.symbols)]
-
-    def fits(self) -> Callable[[Shapes], bool]:
-        """True for shapes of which all that was assumed is true."""
-        return self.function(" and ".join(f"({test})" for test in self.tests) or "True")
-
-    def function(self, expression: str) -> Callable[[Shapes], Any]:
-        """An expression of symbols, as a function of shapes."""
-        head = "".join(f"    {name} = {place}\n" for name, place in self.symbols.items())
-        scope: dict[str, Any] = {"math": __import__("math")}
-        exec(f"def value(shapes):\n{head}    return {expression}\n", scope)
-        return scope["value"]
-
-
-def _python(expr: sympy.Basic) -> str:
-    return PythonPrinter().doprint(expr)
 
 
 def _plain(flat: _Flat, given: Sequence[Any], mode: FakeTensorMode) -> Exception | None:
