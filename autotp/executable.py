@@ -21,6 +21,7 @@ from autotp.entry import Entry, prepare
 from autotp.errors import Error, within
 from autotp.fsdp import dtypes, expect_whole
 from autotp.guard import Guard
+from autotp.keys import plain
 from autotp.layout import Layout
 from autotp.mesh import Mesh
 from autotp.outputs import mark, marked
@@ -339,11 +340,6 @@ def _as(tensor: Tensor, dtype: torch.dtype, requires_grad: bool) -> Tensor:
 def _kind(tensor: Tensor) -> Any:
     """What of a tensor a graph is made for, but its sizes."""
     return tensor.dim(), tensor.dtype, tensor.cut if isinstance(tensor, Sharded) else None
-
-
-def plain(leaf: Any) -> Any:
-    """A plain argument as part of a key, in which undefined numbers are the same, and 1, 1.0 and True are not."""
-    return type(leaf), "nan" if isinstance(leaf, float) and leaf != leaf else leaf
 
 
 def _refuse_capture(name: str) -> None:

@@ -17,6 +17,7 @@ from io import StringIO
 from types import MappingProxyType
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
@@ -332,6 +333,7 @@ def capture(
         Error: the model branches on data, or fails on these inputs; names the source line.
     """
     leaves, spec = flatten((args, kwargs))
+    leaves = [leaf.copy() if isinstance(leaf, numpy.ndarray) else leaf for leaf in leaves]  # Constants of the graph.
     with CAPTURING:
         while True:
             found = _captured_once(skeleton, leaves, spec, autocast, once, opened, wanted)

@@ -1,0 +1,172 @@
+"""Whole models of ordinary code: each is on two real ranks what it is on one device, and `verify` says so.
+
+Compared in float64: every output, the gradient of every parameter and input, what the call does to its arguments.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Checks
+from mlp import Plain
+from pairs import expect_gradients
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import autotp
+
+checks = Checks()
+Given = dict[str, Any]
+
+
+def ordinary(make: Callable[[], tuple[nn.Module, list[Given]]]) -> Callable[[int, int], None]:
+    """A check on two ranks of the model that `make` returns, called with each of these arguments."""
+
+    def check(rank: int, n: int) -> None:
+        expect_as_on_one_device(*make(), n)
+
+    check.__name__ = check.__qualname__ = make.__name__
+    return checks.on(2)(check)
+
+
+def expect_as_on_one_device(model: nn.Module, calls: list[Given], n: int) -> None:
+    whole = model.double().train()
+    assert (report := autotp.verify(whole, tp=n, example_inputs=copy.deepcopy(calls[0]))).ok, report
+    split = autotp.parallelize(copy.deepcopy(whole), n, randomness="exact", example_inputs=copy.deepcopy(calls[0]))
+    for step, given in enumerate(calls):
+        expected, found = (_done(one, copy.deepcopy(given), step) for one in (whole, split))
+        for a, b in zip(expected, found, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+        expect_gradients(whole, split)
+
+
+def _done(model: nn.Module, given: Given, step: int) -> list[Any]:
+    """What comes out of a call and its backward: outputs, arguments as they are now, their gradients, buffers."""
+    model.zero_grad()
+    torch.manual_seed(step)
+    tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
+    outputs = [x for x in pytree.tree_leaves(model(**given)) if isinstance(x, Tensor)]
+    _loss(outputs).backward()
+    gradients = [x.grad for x in tensors if x.requires_grad]
+    return [x.detach() for x in (*outputs, *tensors, *gradients, *model.buffers())]
+
+
+def _loss(outputs: list[Tensor]) -> Tensor:
+    floats = [x for x in outputs if x.is_floating_point()]
+    return sum(((x * torch.linspace(0.5, 1.5, x.numel()).view(x.shape)).sum() for x in floats), torch.zeros(()))
+
+
+def numbers(*shape: int, grad: bool = True) -> Tensor:
+    found = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64).cos().roll(sum(shape)).view(shape)
+    return found.requires_grad_(grad)
+
+
+class Attention(nn.Module):
+    """`x: [batch seq 8]`, four heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, 2)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+# ---- sizes
+
+
+class PartsOfSizes(nn.Module):
+    """Takes slices as long as a length's parts are, and divides by its root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Plain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, x = x.shape[1], self.mlp(x)
+        return x[:, : math.ceil(n * 0.7)].sum(1) + x[:, : math.floor(n / 2)].sum(1) / n**0.5
+
+
+@ordinary
+def parts_of_sizes() -> tuple[nn.Module, list[Given]]:
+    return PartsOfSizes(), [{"x": numbers(2, n, 8)} for n in (9, 16, 25)]
+
+
+class Patches(nn.Module):
+    """Reads places as a square (DiT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Plain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        side = torch.sym_int(x.shape[1] ** 0.5)
+        return self.mlp(x).unflatten(1, (side, side)).transpose(1, 2).flatten(1, 2)
+
+
+@ordinary
+def roots_of_sizes() -> tuple[nn.Module, list[Given]]:
+    return Patches(), [{"x": numbers(2, n, 8)} for n in (9, 16, 25)]
+
+
+# ---- arguments that are no tensors
+
+
+class Scaled(nn.Module):
+    """Is given numbers of numpy's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Plain()
+
+    def forward(self, x: Tensor, scale: Any, by: Any) -> Tensor:
+        return self.mlp(x) * torch.from_numpy(scale) * float(by)
+
+
+@ordinary
+def arguments_of_numpy() -> tuple[nn.Module, list[Given]]:
+    scale, x, two = numpy.linspace(0, 1, 8), numbers(2, 5, 8), numpy.float64(2)
+    return Scaled(), [{"x": x, "scale": scale + i, "by": two} for i in (0, 0, 1, 0)] + [
+        {"x": x, "scale": scale, "by": two + 1}
+    ]
+
+
+@checks.on(2)
+def an_array_that_changes_between_calls(rank: int, n: int) -> None:
+    x, scale = numbers(2, 5, 8), numpy.ones(8)
+    split = autotp.parallelize(Scaled().double(), n, example_inputs={"x": x, "scale": scale, "by": 1.0})
+    first = split(x, scale, 1.0)
+    scale += 1
+    torch.testing.assert_close(split(x, scale, 1.0), 2 * first)
+    torch.testing.assert_close(split(x, numpy.ones(8), 1.0), first)
+
+
+class Narrowed(nn.Module):
+    """Uses as much of its width as it is told, and weighs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32, bias=False), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor, n: int, weight: float) -> Tensor:
+        inner = F.gelu(F.linear(x, self.up.weight[:n]))
+        return F.linear(inner, self.down.weight[:, :n], self.down.bias) * weight
+
+
+@ordinary
+def an_int_that_slices_a_weight() -> tuple[nn.Module, list[Given]]:
+    return Narrowed(), [{"x": numbers(2, 5, 8), "n": n, "weight": n / 7} for n in (8, 20, 32, 8)]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
