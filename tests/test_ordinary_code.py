@@ -80,6 +80,35 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+# ---- modules
+
+
+class Listed(nn.Module):
+    """Each layer is a list of its parts (x-transformers, vit-pytorch), or a dictionary of them."""
+
+    def __init__(self, named: bool) -> None:
+        super().__init__()
+        parts = [{"attention": Attention(), "mlp": Plain()} for _ in range(3)]
+        self.layers = nn.ModuleList([nn.ModuleDict(p) if named else nn.ModuleList(p.values()) for p in parts])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            attention, mlp = layer.values() if isinstance(layer, nn.ModuleDict) else layer
+            x = x + attention(x)
+            x = x + mlp(x)
+        return x
+
+
+@ordinary
+def layers_that_are_lists() -> tuple[nn.Module, list[Given]]:
+    return Listed(named=False), [{"x": numbers(2, 5, 8)}, {"x": numbers(3, 7, 8)}]
+
+
+@ordinary
+def layers_that_are_dictionaries() -> tuple[nn.Module, list[Given]]:
+    return Listed(named=True), [{"x": numbers(2, 5, 8)}, {"x": numbers(3, 7, 8)}]
+
+
 # ---- sizes
 
 
