@@ -195,6 +195,29 @@ def an_int_that_slices_a_weight() -> tuple[nn.Module, list[Given]]:
     return Narrowed(), [{"x": numbers(2, 5, 8), "n": n, "weight": n / 7} for n in (8, 20, 32, 8)]
 
 
+# ---- what writes in place
+
+
+class Dropping(nn.Module):
+    """Leaves out branches row by row, as timm's DropPath and torchvision's StochasticDepth do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Plain(), Plain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for branch in (self.first, self.second):
+            kept = x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(0.6)
+            x = x + branch(x) * kept.div_(0.6)
+        noise = torch.empty(x.shape[-1], dtype=x.dtype).normal_(1.0, 0.1)
+        return x * noise * torch.empty_like(x).uniform_(0.5, 1.5)
+
+
+@ordinary
+def random_numbers_in_place() -> tuple[nn.Module, list[Given]]:
+    return Dropping(), [{"x": numbers(6, 5, 8)}, {"x": numbers(7, 3, 8)}]
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("n", "name"), checks.cases())
 def test_on_ranks(n: int, name: str) -> None:
