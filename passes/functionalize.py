@@ -103,7 +103,8 @@ class _Versions:
         self.current[node], self.base[node], self.seen[node] = self.current[written], written, self._version(written)
 
     def _functional(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        name = operator_name(node)
+        name, op = operator_name(node), node.target
+        assert isinstance(op, OpOverload)  # It writes.
         if name == "aten::zero_":
             return self.builder.call(aten.zeros_like.default, args[0])
         if name == "aten::copy_":
@@ -112,11 +113,11 @@ class _Versions:
             return self.builder.call(aten.expand.default, cast, _sizes(self.builder, args[0]))
         if name == "aten::fill_":
             ones = self.builder.call(aten.ones_like.default, args[0])
-            return self.builder.call(getattr(aten.mul, node.target._overloadname), ones, args[1])  # type: ignore[union-attr]
-        form = _form(node.target)  # type: ignore[arg-type]
+            return self.builder.call(getattr(aten.mul, op._overloadname), ones, args[1])
+        form = _form(op)
         if form is None:
-            raise _refused(node, f"{node.target} has no form that returns a new tensor")
-        new = self.builder.call(form, *args, *_defaults(node)[len(args) :], **kwargs)
+            raise _refused(node, f"{op} has no form that returns a new tensor")
+        new = self.builder.call(form, *args, *_defaults(op, form)[len(args) :], **kwargs)
         dtype = args[0].meta["val"].dtype
         return new if new.meta["val"].dtype == dtype else self.builder.call(aten.to.dtype, new, dtype)
 
@@ -165,9 +166,10 @@ def _types(op: OpOverload) -> list[tuple[str, bool]]:
     return [(str(arg.type), arg.kwarg_only) for arg in op._schema.arguments]
 
 
-def _defaults(node: fx.Node) -> list[Any]:
-    """The arguments by position that a call leaves out: a form that returns a tensor may have no defaults of them."""
-    return [arg.default_value for arg in node.target._schema.arguments if not arg.kwarg_only]  # type: ignore[union-attr]
+def _defaults(op: OpOverload, form: OpOverload) -> list[Any]:
+    """The arguments by position that must be given to the form, and their values where `op` may leave them out."""
+    needed = sum(not arg.has_default_value() and not arg.kwarg_only for arg in form._schema.arguments)
+    return [arg.default_value for arg in op._schema.arguments[:needed]]
 
 
 def _written(node: fx.Node) -> Any:
