@@ -55,6 +55,7 @@ from autotp.passes.sizes import Shapes, Sizes
 from autotp.passes.unfold import unfold
 from autotp.regions import Autocast
 from autotp.repeats import Repeats
+from autotp.slow_path import slow_path
 from autotp.source import user_line
 from autotp.structure import flatten, outcome, settled, states, within_states
 from autotp.surroundings import NOT_ASKED, Asked, Wanted, without_chance
@@ -369,7 +370,7 @@ def _capture(
     opened: Opened, wanted: Wanted,
 ) -> Captured | Opened:  # fmt: skip
     """As `capture`; the calls of its blocks go through `repeats`."""
-    with alone(), autocast.on(), _quiet():
+    with alone(), autocast.on(), slow_path(), _quiet():
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             model = _copy_on(skeleton, autocast.device)
             held = values_at(model, opened.slots, opened.numbers - opened.fixed)

@@ -54,7 +54,7 @@ def _done(model: nn.Module, given: Given, step: int) -> list[Any]:
     tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
     outputs = [x for x in pytree.tree_leaves(model(**given)) if isinstance(x, Tensor)]
     _loss(outputs).backward()
-    gradients = [x.grad for x in tensors if x.requires_grad]
+    gradients = [x.grad for x in tensors if x.grad is not None]
     return [x.detach() for x in (*outputs, *tensors, *gradients, *model.buffers())]
 
 
@@ -193,6 +193,63 @@ class Narrowed(nn.Module):
 @ordinary
 def an_int_that_slices_a_weight() -> tuple[nn.Module, list[Given]]:
     return Narrowed(), [{"x": numbers(2, 5, 8), "n": n, "weight": n / 7} for n in (8, 20, 32, 8)]
+
+
+# ---- torch's own layers
+
+
+def causal(length: int) -> Tensor:
+    return nn.Transformer.generate_square_subsequent_mask(length, dtype=torch.float64)
+
+
+def padding(batch: int, length: int) -> Tensor:
+    """The last place of all rows but the first is padding."""
+    found = torch.zeros(batch, length, dtype=torch.bool)
+    found[1:, -1] = True
+    return found
+
+
+@ordinary
+def a_transformer_with_masks() -> tuple[nn.Module, list[Given]]:
+    model = nn.Transformer(8, 4, 1, 1, 16, dropout=0.1, batch_first=True)
+    source, target, padded = numbers(2, 5, 8), numbers(2, 6, 8), {"src_key_padding_mask": padding(2, 5)}
+    padded |= {"memory_key_padding_mask": padding(2, 5), "tgt_key_padding_mask": padding(2, 6)}
+    masks: list[Given] = [
+        {"tgt_mask": causal(6), "tgt_is_causal": True},
+        {"src_mask": causal(5), "tgt_mask": causal(6), "memory_mask": numbers(6, 5, grad=False)},
+        {"src_mask": padding(5, 5), "tgt_mask": causal(6) < 0, **padded},
+    ]
+    return model, [{"src": source, "tgt": target, **more} for more in masks]
+
+
+@ordinary
+def a_frozen_encoder_in_evaluation() -> tuple[nn.Module, list[Given]]:
+    layer = nn.TransformerEncoderLayer(8, 4, 16, batch_first=True, norm_first=False)
+    model = Evaluated(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).requires_grad_(False))
+    x = numbers(2, 5, 8)
+    return model, [
+        {"x": x, "padding": padding(2, 5)},
+        {"x": x, "padding": None},
+        {"x": numbers(3, 7, 8), "padding": None},
+    ]
+
+
+class Evaluated(nn.Module):
+    """An encoder that is not trained, and a layer behind it that is."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.mlp = encoder, Plain()
+
+    def train(self, mode: bool = True) -> Evaluated:
+        super().train(mode)
+        self.encoder.eval()
+        return self
+
+    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        with torch.no_grad():
+            x = self.encoder(x, src_key_padding_mask=padding)
+        return self.mlp(x)
 
 
 # ---- what writes in place
