@@ -1,9 +1,9 @@
 """torch.nn's transformer layers as plain operators, while a model that has them is captured.
 
 NOTE [What nn.Transformer looks at]
-Unless it is told, it looks whether a mask's numbers are a causal mask's, to hand attention `is_causal` instead: a branch
-on values, which one graph cannot have, and which changes no number. Its fast path in evaluation is one operator that
-nothing is known of. With nested tensors, which are as long as a mask's values say, that path gives zeros at padded
+Unless it is told, it looks whether a mask's numbers are a causal mask's, to hand attention `is_causal` instead: a
+branch on values, which one graph cannot have, and which changes no number. Its fast path in evaluation is one operator
+that nothing is known of. With nested tensors, which are as long as a mask's values say, that path gives zeros at padded
 places; a graph, as torch.compile's, gives what the layers compute there, and whoever asks for it is told.
 """
 
@@ -43,8 +43,8 @@ def _told_of_padding(
 ) -> Any:
     if src_key_padding_mask is not None and mask is None and not self.training and self.use_nested_tensor:
         warnings.warn(
-            "nn.TransformerEncoder: in evaluation without gradients, torch's nested tensors give zeros at padded places; "
-            "here is what the layers compute there. To have that on one device too: enable_nested_tensor=False",
+            "nn.TransformerEncoder: in evaluation without gradients, torch's nested tensors give zeros at padded "
+            "places; here is what the layers compute there. To have that on one device too: enable_nested_tensor=False",
             stacklevel=2,
         )
     return ENCODER_FORWARD(self, src, mask, src_key_padding_mask, is_causal)

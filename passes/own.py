@@ -34,7 +34,7 @@ class BlockCall(nn.Module):
         self.owner = (owner,)  # In a tuple: it is no part of this.
 
     def forward(self, *given: Any) -> Any:
-        """What the block returns. Its module is called, and runs `run`; a list or a dict of modules cannot be called."""
+        """What the block returns. Its module is called, and runs `run`; a list of modules cannot be called."""
         owner = self.owner[0]
         return self.run(given) if type(owner).forward is CONTAINER else owner(self, *given)
 
