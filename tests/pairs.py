@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import autotp
-from autotp.module import executable_of
 from autotp.models.gpt import GPT, GPTConfig
+from autotp.module import executable_of
 
 VOCAB = 97
 
