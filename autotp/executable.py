@@ -117,12 +117,13 @@ class Executable:
             _refuse_capture(self.name)
         assert entry is not None  # Refused above otherwise.
         tensors, shapes = self._given(entry.analysis.captured, tensors)
+        mine = self._written_into(entry.analysis.captured, tensors)
         with called.autocast.off():
             found = entry.module(
                 *(expect_whole(x, held[x]) if isinstance(x, str) else x for x in entry.operands),
                 *(t.part if isinstance(t, Sharded) else t for t in tensors),
             )
-        return self._returned(entry, found, states((args, kwargs)), shapes)
+        return self._returned(entry, found, states((args, kwargs)), mine, shapes)
 
     def _given(self, captured: Captured, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Sequence[int]]]:
         """The tensors that a graph is given, those of attributes behind those of the arguments; and all shapes."""
@@ -130,7 +131,24 @@ class Executable:
         every = [*tensors, *opened]
         return [x for x in every if isinstance(x, Tensor)], [x.shape if isinstance(x, Tensor) else (x,) for x in every]
 
-    def _returned(self, entry: Entry, found: Sequence[Any], changed: Sequence[Any], shapes: Shapes) -> Any:
+    def _written_into(self, captured: Captured, tensors: list[Tensor]) -> dict[int, Tensor]:
+        """The caller's tensors that the model writes into, by position of what they are then.
+
+        Copies of them take their places in `tensors`: what backward keeps of them stays as it is.
+        """
+        mine = {at: tensors[i] for i, at in captured.into}
+        if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in mine.values()):
+            raise Error(
+                f"{self.name}.forward writes into an argument of which a gradient is wanted",
+                **{"try": "give it a clone()"},
+            )
+        for i, _ in captured.into:
+            tensors[i] = tensors[i].clone()
+        return mine
+
+    def _returned(
+        self, entry: Entry, found: Sequence[Any], changed: Sequence[Any], mine: Mapping[int, Tensor], shapes: Shapes
+    ) -> Any:
         """The outputs as the model returns them, each tensor with a note of how it is held.
 
         Buffers are updated, and so are the arguments that the model changes; what they have of a cut is `Sharded`.
@@ -148,6 +166,9 @@ class Executable:
             marked(x) if i in keeps or (knows and isinstance(x, Tensor) and is_plain(x)) else x
             for i, x in enumerate(found)
         ]
+        for at, tensor in mine.items():
+            write_into(tensor, found[at])
+            found[at] = tensor
         if captured.changes:
             self._change(captured.changes, found, shapes)
         return captured.outputs(found, changed)

@@ -102,7 +102,7 @@ class Captured:
         inputs: placeholder names of the tensor inputs, in the order of the flattened arguments.
         assigned: placeholder names of the buffers that the model sets anew; their values are the last outputs.
         outputs: rebuilds the model's output from the flat list of outputs, and gives the states what they hold now.
-        owned: those of `inputs` that belong to a state.
+        owned: those of `inputs` that may be written to: of a state, of attributes, those in `into`.
         kept: positions of the outputs that belong to a state.
         fits: True for shapes of the tensor inputs that the graph is right for.
         example: shapes of the inputs it was captured with.
@@ -114,6 +114,8 @@ class Captured:
         changes: what a call does to the model's attributes; leaves are `Place`s, `Size`s, or as they are.
         stays: positions of the outputs that attributes are set to and that the next call is given.
         results: how many of the outputs the model returns; those behind are what attributes are set to.
+        into: for each argument that the model writes into its place among the arguments' tensors, and the position of
+            the output that it is then.
         wanted: of what gradients were wanted, as far as the model asked: the graph is for no other calls.
     """
 
@@ -137,6 +139,7 @@ class Captured:
     changes: tuple[Change | Write, ...]
     stays: frozenset[int]
     results: int
+    into: tuple[tuple[int, int], ...] = ()
     wanted: Wanted = NOT_ASKED
 
     @property
@@ -163,6 +166,7 @@ class _Returned:
     changes: Sequence[Change | Write] = ()
     stays: Sequence[int] = ()
     results: int = 0
+    into: Sequence[tuple[int, int]] = ()
     before: Opened = NOTHING
 
 
@@ -190,6 +194,8 @@ class _Flat(nn.Module):
         for path, value in given_at.items():
             put_at(modules, path, value)
         versions = {path: x._version for path, x in given_at.items() if isinstance(x, Tensor)}
+        arguments = _of_the_caller(leaves, args, kwargs)
+        unwritten = {i: x._version for i, x in arguments.items()}
         before, buffers = Before(self.model), dict(self.model.named_buffers())
         try:
             with nothing_lost(self.model), Decided(), self.asked, self.asked.answering(), without_chance():
@@ -207,7 +213,8 @@ class _Flat(nn.Module):
         self.returned.before = _held_before(modules, written)
         inside = [*within_states(result, changed), *within_states(changed)]
         moved = {path: given_at[path] for path, then in versions.items() if given_at[path]._version != then}
-        return self._flattened(found, inside, written, moved, assigned)
+        into = {i: x for i, x in arguments.items() if x._version != unwritten[i]}
+        return self._flattened(found, inside, written, moved, into, assigned)
 
     def _flattened(
         self,
@@ -215,6 +222,7 @@ class _Flat(nn.Module):
         inside: Sequence[bool],
         written: Sequence[tuple[Path, dict[Any, Any]]],
         moved: Mapping[Path, Tensor],
+        into: Mapping[int, Tensor],
         assigned: Mapping[str, Tensor],
     ) -> tuple[Any, ...]:
         """What the graph returns: tensors and sizes of the result, then what attributes are set to, then buffers.
@@ -223,6 +231,7 @@ class _Flat(nn.Module):
             inside: of each leaf of the result, whether it belongs to a state.
             written: what attributes are set to.
             moved: tensors of attributes that were written into.
+            into: tensors among the arguments that were written into, by their place among the tensors.
             assigned: buffers that were set anew.
         """
         sizes = [leaf for leaf in found if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)]
@@ -232,7 +241,7 @@ class _Flat(nn.Module):
         values = [(slot_of((*path, k)), v[0]) for path, new in written for k, v in new.items() if v is not GONE]
         set_to = [(slot, x) for slot, leaves in values for x in leaves if isinstance(x, Tensor)]
         set_to += [(slot_of(path), x) for path, x in moved.items()]
-        for _, x in set_to:
+        for x in (*(x for _, x in set_to), *into.values()):
             computed += [x] * (position(x, computed) is None)
         places = {id(leaf): Place(i) for i, leaf in enumerate(computed)}
         self.returned.leaves = [places.get(id(leaf), leaf) for leaf in found]
@@ -242,8 +251,16 @@ class _Flat(nn.Module):
         self.returned.stays = [places[id(x)].at for slot, x in set_to if slot in kept_in]
         self.returned.changes = [Write(path, places[id(x)].at) for path, x in moved.items()]
         self.returned.changes += [_placed(path, new, places) for path, new in written]
+        self.returned.into = [(i, places[id(x)].at) for i, x in into.items()]
         self.returned.assigned = list(assigned)
         return (*computed, *assigned.values())
+
+
+def _of_the_caller(leaves: Sequence[Any], args: Any, kwargs: Any) -> dict[int, Tensor]:
+    """The tensors among arguments, but those of states, by their place among all tensors."""
+    inside = within_states((args, kwargs))
+    tensors = [(x, one) for x, one in zip(leaves, inside, strict=True) if isinstance(x, Tensor)]
+    return {i: x for i, (x, of_state) in enumerate(tensors) if not of_state}
 
 
 def _opened(path: Path, key: Any, value: Any, before: Before) -> Any:
@@ -378,8 +395,9 @@ def _capture(
             flat = _Flat(model, spec, leaves, list(held), asked)
             given = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + list(held.values())
             given = [_like(x, autocast.device) if isinstance(x, Tensor) else x for x in given]
-            for x, flag in zip(given, wanted.inputs, strict=False):
-                x.requires_grad_(flag)
+            flags = [*wanted.inputs, *[False] * len(given)]
+            # No leaves: the model may write into them.
+            given = [x.requires_grad_().clone() if flag else x for x, flag in zip(given, flags, strict=False)]
         dynamic = tuple(_symbolic(x) for x in given)
         reads = Reads(flat.model)
         with reads.watched(), repeats.watched(flat.model) if repeats else nullcontext():
@@ -502,7 +520,7 @@ def _captured(
         inputs=tensors,
         assigned=[places[name] for name in flat.returned.assigned],
         outputs=_rebuilding(flat.returned),
-        owned=owned | frozenset(own),
+        owned=owned | frozenset(own) | {inputs[i] for i, _ in flat.returned.into},
         kept=frozenset(flat.returned.kept),
         fits=sizes.fits(),
         example=tuple(tuple(_shape(x)) for x in known.values()),
@@ -515,6 +533,7 @@ def _captured(
         changes=tuple(_computed(change, sizes) for change in flat.returned.changes),
         stays=frozenset(flat.returned.stays),
         results=flat.returned.results,
+        into=tuple(flat.returned.into),
     )
 
 

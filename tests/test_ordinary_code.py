@@ -275,6 +275,51 @@ def random_numbers_in_place() -> tuple[nn.Module, list[Given]]:
     return Dropping(), [{"x": numbers(6, 5, 8)}, {"x": numbers(7, 3, 8)}]
 
 
+class Writing(nn.Module):
+    """Brings its inputs in order in place, and returns one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mlp = nn.Embedding(20, 8), Plain()
+
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        ids[ids < 0] = 0
+        ids[:, 0].add_(1)
+        x.clamp_(-0.5, 0.5)
+        y = self.mlp(x + self.words(ids))
+        x[:, 0] = y[:, 0]
+        return y, x
+
+
+def ids(batch: int, length: int) -> Tensor:
+    return torch.arange(batch * length).view(batch, length) % 13 - 3
+
+
+@ordinary
+def arguments_that_are_written_into() -> tuple[nn.Module, list[Given]]:
+    return Writing(), [{"x": numbers(2, n, 8, grad=False), "ids": ids(2, n)} for n in (5, 7)]
+
+
+@checks.on(2)
+def gradients_of_what_is_written_into(rank: int, n: int) -> None:
+    """A tensor that was computed before the call goes on as what the call made of it."""
+    whole = Writing().double()
+    split = autotp.parallelize(copy.deepcopy(whole), n, example_inputs={"x": numbers(2, 5, 8), "ids": ids(2, 5)})
+    found = []
+    for model in (whole, split):
+        start = numbers(2, 5, 8)
+        x = start * 2
+        y, same = model(x, ids(2, 5))
+        assert same is x
+        _loss([y, x * x]).backward()
+        found.append((y.detach(), x.detach(), start.grad))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+    expect_gradients(whole, split)
+    with pytest.raises(autotp.Error, match="writes into an argument of which a gradient is wanted"):
+        split(numbers(2, 5, 8), ids(2, 5))
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("n", "name"), checks.cases())
 def test_on_ranks(n: int, name: str) -> None:
