@@ -182,6 +182,7 @@ PARALLEL: dict[Operator, f.RuleFunction] = {
     parallel.embedding: f.fixed("v h, * -> * h", ((0,),)),
     parallel.gather: f.parallel_gather,
     parallel.apart: f.whole,
+    parallel.depthwise: p.depthwise,
     parallel.peak: f.parallel_peak,
     parallel.class_terms: f.parallel_class_terms,
     OPERATOR: p.grouped_mm,

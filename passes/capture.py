@@ -10,6 +10,7 @@ import copy
 import logging
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, replace
@@ -418,7 +419,9 @@ def _symbolic(x: Any) -> Any:
 
 def _exported(flat: _Flat, given: tuple[Any, ...], dynamic: Any) -> ExportedProgram | Exception:
     try:
-        return export(flat, given, dynamic_shapes=(dynamic,), strict=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # the exporter asks
+            return export(flat, given, dynamic_shapes=(dynamic,), strict=False)
     except (Entangled, Error):
         raise
     except Exception as error:
