@@ -13,10 +13,12 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
+import numpy
 import torch
 from torch import Tensor, fx
 
 from autotp.errors import Error
+from autotp.keys import plain
 from autotp.mesh import Mesh, gather_ints
 from autotp.sharded import Sharded
 from autotp.transform import Analysis
@@ -163,6 +165,8 @@ def _print(leaf: Any) -> Any:
         return tuple(leaf.shape), str(leaf.dtype)  # Each rank has another part.
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), str(leaf.dtype), checksum(leaf)
+    if isinstance(leaf, numpy.ndarray):
+        return plain(leaf)
     return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf).__qualname__
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from autotp.call import placeholders
 from autotp.errors import Error
-from autotp.executable import plain
+from autotp.keys import plain
 from autotp.passes.bind import bind
 from autotp.passes.capture import Captured
 from autotp.passes.own import place_of, value_at

@@ -21,6 +21,7 @@ from autotp.entry import Entry, prepare
 from autotp.errors import Error, within
 from autotp.fsdp import dtypes, expect_whole
 from autotp.guard import Guard
+from autotp.keys import plain
 from autotp.layout import Layout
 from autotp.mesh import Mesh
 from autotp.outputs import mark, marked
@@ -118,12 +119,13 @@ class Executable:
             _refuse_capture(self.name)
         assert entry is not None  # Refused above otherwise.
         tensors, shapes = self._given(entry.analysis.captured, tensors)
+        mine = self._written_into(entry.analysis.captured, tensors)
         with called.autocast.off(), torch._C.DisableTorchFunctionSubclass():  # Inside, parts are as planned.
             found = entry.module(
                 *(expect_whole(x, held[x]) if isinstance(x, str) else x for x in entry.operands),
                 *(t.part if isinstance(t, Sharded) else t for t in tensors),
             )
-        return self._returned(entry, found, states((args, kwargs)), shapes)
+        return self._returned(entry, found, states((args, kwargs)), mine, shapes)
 
     def _given(self, captured: Captured, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Sequence[int]]]:
         """The tensors that a graph is given, those of attributes behind those of the arguments; and all shapes."""
@@ -131,7 +133,24 @@ class Executable:
         every = [*tensors, *opened]
         return [x for x in every if isinstance(x, Tensor)], [x.shape if isinstance(x, Tensor) else (x,) for x in every]
 
-    def _returned(self, entry: Entry, found: Sequence[Any], changed: Sequence[Any], shapes: Shapes) -> Any:
+    def _written_into(self, captured: Captured, tensors: list[Tensor]) -> dict[int, Tensor]:
+        """The caller's tensors that the model writes into, by position of what they are then.
+
+        Copies of them take their places in `tensors`: what backward keeps of them stays as it is.
+        """
+        mine = {at: tensors[i] for i, at in captured.into}
+        if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in mine.values()):
+            raise Error(
+                f"{self.name}.forward writes into an argument of which a gradient is wanted",
+                **{"try": "give it a clone()"},
+            )
+        for i, _ in captured.into:
+            tensors[i] = tensors[i].clone()
+        return mine
+
+    def _returned(
+        self, entry: Entry, found: Sequence[Any], changed: Sequence[Any], mine: Mapping[int, Tensor], shapes: Shapes
+    ) -> Any:
         """The outputs as the model returns them, each tensor with a note of how it is held.
 
         Buffers are updated, and so are the arguments that the model changes; what they have of a cut is `Sharded`.
@@ -149,6 +168,9 @@ class Executable:
             marked(x) if i in keeps or (knows and isinstance(x, Tensor) and is_plain(x)) else x
             for i, x in enumerate(found)
         ]
+        for at, tensor in mine.items():
+            write_into(tensor, found[at])
+            found[at] = tensor
         if captured.changes:
             self._change(captured.changes, found, shapes)
         return captured.outputs(found, changed)
@@ -341,11 +363,6 @@ def _as(tensor: Tensor, dtype: torch.dtype, requires_grad: bool) -> Tensor:
 def _kind(tensor: Tensor) -> Any:
     """What of a tensor a graph is made for, but its sizes."""
     return tensor.dim(), tensor.dtype, tensor.cut if isinstance(tensor, Sharded) else None
-
-
-def plain(leaf: Any) -> Any:
-    """A plain argument as part of a key, in which undefined numbers are the same, and 1, 1.0 and True are not."""
-    return type(leaf), "nan" if isinstance(leaf, float) and leaf != leaf else leaf
 
 
 def _refuse_capture(name: str) -> None:

@@ -23,6 +23,8 @@ from autotp.passes.capture import skeleton_of
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 BATCH, SEQ = 2, 5
+SIDES = (64, 224, 32, 28)  # of images; what takes any is asked with few places
+IMAGE_SIZE = ("image_size", "img_size")  # what they are called: Hugging Face's, timm's
 LABELS = ("label", "labels", "target", "targets")  # ends of the names of what a loss compares with
 TOKENWISE = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "ForTokenClassification")
 
@@ -38,8 +40,8 @@ def example_inputs(model: nn.Module, given: Any = None) -> Inputs:
     """Arguments to call `model` with, positional and by keyword; real tensors on the CPU if not `given`.
 
     From `model.dummy_inputs` if its names are those of `forward`; else inferred: the first argument from the first
-    layer (ids for an embedding, features for a linear layer or a norm), nothing for those with a default. Then labels
-    are added, where a loss comes of it: NOTE [Which labels].
+    layer (ids for an embedding, features for a linear layer or a norm, images for a convolution), nothing for those
+    with a default. Then labels are added, where a loss comes of it: NOTE [Which labels].
 
     Args:
         given: keyword arguments (a dict), positional ones (a tuple or list) or one tensor, taken as they are.
@@ -83,34 +85,61 @@ def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
 
 def _inferred(model: nn.Module) -> Inputs:
     parameters = _parameters(model)
-    first, value = next(iter(parameters), None), _for_first_layer(model)
+    main = getattr(model, "main_input_name", None)  # Hugging Face's
+    first = main if main in parameters else next(iter(parameters), None)
+    value = _that_runs(model, first, _for_first_layer(model)) if first is not None else None
     needed = [n for n, p in parameters.items() if n == first or (p.default is p.empty and not _is_label(n))]
     if first is None or value is None or needed != [first]:
         raise _cannot_infer(model, [parameters[n] for n in needed], value)
     return ((value,), {}) if parameters[first].kind is inspect.Parameter.POSITIONAL_ONLY else ((), {first: value})
 
 
-def _for_first_layer(model: nn.Module) -> Tensor | None:
-    """Ids [batch seq] for an embedding, features [batch seq hidden] for a linear layer, a norm or attention."""
+def _that_runs(model: nn.Module, name: str, candidates: list[Tensor]) -> Tensor | None:
+    """The first of several values that the model takes, tried on meta; one alone is not tried."""
+    if len(candidates) < 2:
+        return next(iter(candidates), None)
+    skeleton = skeleton_of(model)
+    return next((x for x in candidates if _returns_loss(skeleton, (), {name: x}) is not None), None)
+
+
+def _for_first_layer(model: nn.Module) -> list[Tensor]:
+    """What the first layer may be given.
+
+    Ids [batch seq] for an embedding, features [batch seq hidden] for a linear layer, a norm or attention, images
+    [batch channel height width] for a convolution.
+    """
     for module in model.modules():
         match module:
             case nn.Embedding():
-                return torch.arange(BATCH * SEQ).view(BATCH, SEQ) % module.num_embeddings
+                return [torch.arange(BATCH * SEQ).view(BATCH, SEQ) % module.num_embeddings]
             case nn.Linear():
-                return _features(module.in_features, dtype=module.weight.dtype)
+                return [_features(BATCH, SEQ, module.in_features, dtype=module.weight.dtype)]
             case nn.LayerNorm() | nn.RMSNorm():
                 weight = next(module.parameters(), torch.empty(0))
-                return _features(*module.normalized_shape, dtype=weight.dtype)
+                return [_features(BATCH, SEQ, *module.normalized_shape, dtype=weight.dtype)]
             case nn.MultiheadAttention():
-                return _features(module.embed_dim, dtype=module.out_proj.weight.dtype)
+                return [_features(BATCH, SEQ, module.embed_dim, dtype=module.out_proj.weight.dtype)]
+            case nn.Conv2d():
+                dtype = module.weight.dtype
+                return [_features(BATCH, module.in_channels, *size, dtype=dtype) for size in _image_sizes(model)]
             case nn.modules.conv._ConvNd() | nn.RNNBase():
-                return None  # images, and sequences in either order
-    return None
+                return []  # sound, video, and sequences in either order
+    return []
 
 
-def _features(*sizes: int, dtype: torch.dtype) -> Tensor:
-    """Numbers between -1 and 1 [batch seq sizes...], none of them drawn: the random state is the user's."""
-    shape = (BATCH, SEQ, *sizes)
+def _image_sizes(model: nn.Module) -> list[tuple[int, int]]:
+    """Height and width of images: as the model or its configuration names them, else those to try."""
+    for holder in (getattr(model, "config", None), *model.modules()):
+        for size in (getattr(holder, name, None) for name in IMAGE_SIZE):
+            if isinstance(size, int):
+                return [(size, size)]
+            if isinstance(size, list | tuple) and len(size) == 2:
+                return [(size[0], size[1])]
+    return [(side, side) for side in SIDES]
+
+
+def _features(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Numbers between -1 and 1, none of them drawn: the random state is the user's."""
     return torch.linspace(-1, 1, math.prod(shape)).view(shape).to(dtype)
 
 

@@ -135,7 +135,8 @@ _TABLE: list[tuple[str, f.RuleFunction]] = [
     ("zeros_like ones_like empty_like full_like", f.pointwise()),
     ("arange linspace logspace eye tril_indices triu_indices histc", f.whole),
     (
-        "bernoulli multinomial normal poisson rand rand_like randint randint_like randn randn_like randperm",
+        "bernoulli cauchy exponential geometric log_normal multinomial normal normal_functional poisson rand rand_like "
+        "randint randint_like randn randn_like random randperm uniform",
         f.whole,
     ),
     # Lookups, updates and losses.
@@ -181,6 +182,7 @@ PARALLEL: dict[Operator, f.RuleFunction] = {
     parallel.embedding: f.fixed("v h, * -> * h", ((0,),)),
     parallel.gather: f.parallel_gather,
     parallel.apart: f.whole,
+    parallel.depthwise: p.depthwise,
     parallel.peak: f.parallel_peak,
     parallel.class_terms: f.parallel_class_terms,
     OPERATOR: p.grouped_mm,

@@ -76,6 +76,15 @@ def convolution(call: Call) -> Rule:
     return Rule.of(spell(ins, [[*front, "o^", *out]]), ((0, 2), (1, 2)) if bias else "each")
 
 
+def depthwise(call: Call) -> Rule:
+    """Each channel by itself: `x: [n c ...]`, `weight: [c 1 ...]`, `bias: [c]`."""
+    x, weight, *bias = present(call)
+    places, kernel, out = ([f"{name}{d}^" for d in range(weight.dim() - 2)] for name in "xky")
+    front = ["n"] if x.dim() == weight.dim() else []
+    ins = [[*front, "c", *places], ["c", "1", *kernel], *[["c"]] * len(bias)]
+    return Rule.of(spell(ins, [[*front, "c", *out]]), ((0, 2), (1, 2)) if bias else "each")
+
+
 def attention(call: Call) -> Rule | None:
     """Scaled dot-product attention: `query: [* h s d]`, `key: [* k t d]`, `value: [* k t e]`, `mask: [* h s t]`.
 

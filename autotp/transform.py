@@ -173,6 +173,8 @@ def _analysed(
     stay = _stay_cut(graph, captured, len(updated), training, choices.outputs)
     of_states = _makers(graph, captured.kept)
     candidates = match(graph, axes, captured.parameters, captured.inputs, tp, of_states)
+    if any(i in given for i, _ in captured.into):
+        raise Error("the model writes into an argument that comes in parts", **{"try": "autotp.gather it before"})
     local_inputs = _local_inputs(graph, captured, given)
     if layouts is None:
         total = sum(n.meta["val"].numel() for n in graph.nodes if n.name in captured.parameters)
@@ -198,6 +200,8 @@ def _analysed(
 
 def _summed(captured: Captured, graph: fx.Graph, updated: Sequence[str]) -> tuple[Captured, fx.Graph, fx.Graph]:
     """What was captured, with its loss alone, as a sum over the batch; and what it is divided by."""
+    if captured.into:
+        raise Error("the model writes into its inputs, of which each part of a batch has its own")
     if captured.changes:
         names = ", ".join(sorted({f"`{change}`" for change in captured.changes}))
         raise Error(f"the model sets {names} in forward, which parts of a batch cannot share")
@@ -320,6 +324,7 @@ def _stay_cut(graph: fx.Graph, captured: Captured, updated: int, training: bool,
     for i, node in list(enumerate(found))[captured.results :]:
         if isinstance(node, fx.Node) and not any(n.name in given for n in (node, *_ancestors([node]))):
             kept.add(i)
+    kept -= {at for _, at in captured.into}
     return [i for i in sorted(kept) if isinstance(found[i], fx.Node)]
 
 

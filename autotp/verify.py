@@ -209,16 +209,20 @@ def _returned(model: nn.Module, trial: Trial, inputs: Held) -> tuple[dict[int, T
     """
     queue, (leaves, spec) = iter(inputs.values()), flatten((trial.args, trial.kwargs))
     given = [next(queue) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    args, kwargs = pytree.tree_unflatten(given, spec)
     captured, modules = trial.analysis.captured, dict(model.named_modules())
+    tensors_at = [i for i, leaf in enumerate(given) if isinstance(leaf, Tensor)]
+    for i, _ in captured.into:
+        given[tensors_at[i]] = given[tensors_at[i]].clone()  # What forward writes into is no leaf.
+    args, kwargs = pytree.tree_unflatten(given, spec)
     for path in captured.input_at:
-        put_at(modules, path, next(queue).clone())  # What forward writes into is no leaf.
+        put_at(modules, path, next(queue).clone())
     shapes = [t.shape for t in given if isinstance(t, Tensor)]
     shapes += [x.shape if isinstance(x, Tensor) else (x,) for x in (found_at(modules, p) for p in captured.opened)]
     before, changed = Before(model), states((args, kwargs))
     found, _ = outcome(model(*args, **kwargs), changed)
     tensors = dict(enumerate(leaf for leaf in found if isinstance(leaf, Tensor)))
     written = {change.at: found_at(modules, change.path) for change in captured.changes if isinstance(change, Write)}
+    written |= {at: given[tensors_at[i]] for i, at in captured.into}
     set_to, others = _set_to(before, captured, shapes)
     return {**set_to, **written, **tensors}, others
 

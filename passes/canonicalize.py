@@ -6,6 +6,8 @@
     Before: view(x, [2, 8])            After: reshape(x, [2, 8])
     Before: type_as(x, y)              After: to(x, dtype of y)
     Before: repeat_interleave(x, 4, 1) After: flatten(expand(unsqueeze(x, 2), [-1, -1, 4]), 1, 2)
+    Before: conv1d(x, w, groups=c)     After: depthwise(x, w), where w has c channels of one
+    Before: _weight_norm(v, g, 0)      After: mul(v, div(g, sqrt(sum(mul(v, v), [1], True))))
     Before: new_zeros(x, [2, 8])       After: zeros([2, 8], dtype=..., device=...)
 
 NOTE [Why the bias leaves the linear]
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autotp import parallel
 from autotp.axis import Size
 from autotp.builder import Builder, fake_mode_of
 from autotp.call import bind
@@ -133,6 +136,27 @@ def _made(creation: Any, *values: str) -> Rewrite:
     return rewrite
 
 
+def _depthwise(builder: Builder, args: dict[str, Any]) -> Any:
+    """A convolution of as many groups as channels is told by the weight: how many a rank has is no argument."""
+    weight = args["weight"].meta["val"]
+    if not args["groups"] == weight.shape[0] or weight.shape[1] != 1 or args["groups"] == 1:
+        return None
+    names = ("input", "weight", "bias", "stride", "padding", "dilation")
+    return builder.call(parallel.depthwise, *(args[name] for name in names))
+
+
+def _weight_norm(builder: Builder, args: dict[str, Any]) -> Any:
+    """`v` in the length of `g`, by operators that are known; lengths of numbers of 16 bits are computed in 32."""
+    v, g, dim = args["v"], args["g"], args["dim"]
+    dtype, ndim = v.meta["val"].dtype, v.meta["val"].dim()
+    exact = builder.call(aten.to.dtype, v, torch.float32) if dtype.itemsize < 4 else v
+    dims = [d for d in range(ndim) if dim == -1 or d != dim % ndim]
+    squares = builder.call(aten.sum.dim_IntList, builder.call(aten.mul.Tensor, exact, exact), dims, dim != -1)
+    length = builder.call(aten.sqrt.default, squares)
+    scaled = builder.call(aten.mul.Tensor, exact, builder.call(aten.div.Tensor, g, length))
+    return builder.call(aten.to.dtype, scaled, dtype) if exact is not v else scaled
+
+
 def _numel(builder: Builder, args: dict[str, Any]) -> Any:
     """How many elements, as a product of sizes."""
     x: fx.Node = args["self"]
@@ -149,6 +173,13 @@ REWRITES: dict[Any, Rewrite] = {
     aten.addmm.default: _addmm(aten.mm.default, "mat1", "mat2"),
     aten.baddbmm.default: _addmm(aten.bmm.default, "batch1", "batch2"),
     aten.dropout.default: _dropout,
+    aten.conv1d.default: _depthwise,
+    aten.conv1d.padding: _depthwise,
+    aten.conv2d.default: _depthwise,
+    aten.conv2d.padding: _depthwise,
+    aten.conv3d.default: _depthwise,
+    aten.conv3d.padding: _depthwise,
+    aten._weight_norm.default: _weight_norm,
     aten.new_empty.default: _made(aten.empty.memory_format),
     aten.new_zeros.default: _made(aten.zeros.default),
     aten.new_ones.default: _made(aten.ones.default),

@@ -10,6 +10,7 @@ import copy
 import logging
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, replace
@@ -17,14 +18,13 @@ from io import StringIO
 from types import MappingProxyType
 from typing import Any
 
-import sympy
+import numpy
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
-from torch.utils._sympy.printers import PythonPrinter
 
 from autotp.alike import position
 from autotp.asked import Entangled
@@ -52,14 +52,14 @@ from autotp.errors import Error
 from autotp.guard import Reads
 from autotp.lost import nothing_lost
 from autotp.passes.inline import inline
+from autotp.passes.sizes import Shapes, Sizes
 from autotp.passes.unfold import unfold
 from autotp.regions import Autocast
 from autotp.repeats import Repeats
+from autotp.slow_path import slow_path
 from autotp.source import user_line
 from autotp.structure import flatten, outcome, settled, states, within_states
 from autotp.surroundings import NOT_ASKED, Asked, Wanted, without_chance
-
-Shapes = Sequence[Sequence[int]]
 
 DEVICE = "cpu"
 """Where models are captured, on tensors without memory. Not `meta`: there a constant that the model makes has no value,
@@ -103,7 +103,7 @@ class Captured:
         inputs: placeholder names of the tensor inputs, in the order of the flattened arguments.
         assigned: placeholder names of the buffers that the model sets anew; their values are the last outputs.
         outputs: rebuilds the model's output from the flat list of outputs, and gives the states what they hold now.
-        owned: those of `inputs` that belong to a state.
+        owned: those of `inputs` that may be written to: of a state, of attributes, those in `into`.
         kept: positions of the outputs that belong to a state.
         fits: True for shapes of the tensor inputs that the graph is right for.
         example: shapes of the inputs it was captured with.
@@ -115,6 +115,8 @@ class Captured:
         changes: what a call does to the model's attributes; leaves are `Place`s, `Size`s, or as they are.
         stays: positions of the outputs that attributes are set to and that the next call is given.
         results: how many of the outputs the model returns; those behind are what attributes are set to.
+        into: for each argument that the model writes into its place among the arguments' tensors, and the position of
+            the output that it is then.
         wanted: of what gradients were wanted, as far as the model asked: the graph is for no other calls.
     """
 
@@ -138,6 +140,7 @@ class Captured:
     changes: tuple[Change | Write, ...]
     stays: frozenset[int]
     results: int
+    into: tuple[tuple[int, int], ...] = ()
     wanted: Wanted = NOT_ASKED
 
     @property
@@ -171,6 +174,7 @@ class _Returned:
     changes: Sequence[Change | Write] = ()
     stays: Sequence[int] = ()
     results: int = 0
+    into: Sequence[tuple[int, int]] = ()
     before: Opened = NOTHING
 
 
@@ -198,6 +202,8 @@ class _Flat(nn.Module):
         for path, value in given_at.items():
             put_at(modules, path, value)
         versions = {path: x._version for path, x in given_at.items() if isinstance(x, Tensor)}
+        arguments = _of_the_caller(leaves, args, kwargs)
+        unwritten = {i: x._version for i, x in arguments.items()}
         before, buffers = Before(self.model), dict(self.model.named_buffers())
         try:
             with nothing_lost(self.model), Decided(), self.asked, self.asked.answering(), without_chance(self.model):
@@ -215,7 +221,8 @@ class _Flat(nn.Module):
         self.returned.before = _held_before(modules, written)
         inside = [*within_states(result, changed), *within_states(changed)]
         moved = {path: given_at[path] for path, then in versions.items() if given_at[path]._version != then}
-        return self._flattened(found, inside, written, moved, assigned)
+        into = {i: x for i, x in arguments.items() if x._version != unwritten[i]}
+        return self._flattened(found, inside, written, moved, into, assigned)
 
     def _flattened(
         self,
@@ -223,6 +230,7 @@ class _Flat(nn.Module):
         inside: Sequence[bool],
         written: Sequence[tuple[Path, dict[Any, Any]]],
         moved: Mapping[Path, Tensor],
+        into: Mapping[int, Tensor],
         assigned: Mapping[str, Tensor],
     ) -> tuple[Any, ...]:
         """What the graph returns: tensors and sizes of the result, then what attributes are set to, then buffers.
@@ -231,6 +239,7 @@ class _Flat(nn.Module):
             inside: of each leaf of the result, whether it belongs to a state.
             written: what attributes are set to.
             moved: tensors of attributes that were written into.
+            into: tensors among the arguments that were written into, by their place among the tensors.
             assigned: buffers that were set anew.
         """
         sizes = [leaf for leaf in found if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)]
@@ -240,7 +249,7 @@ class _Flat(nn.Module):
         values = [(slot_of((*path, k)), v[0]) for path, new in written for k, v in new.items() if v is not GONE]
         set_to = [(slot, x) for slot, leaves in values for x in leaves if isinstance(x, Tensor)]
         set_to += [(slot_of(path), x) for path, x in moved.items()]
-        for _, x in set_to:
+        for x in (*(x for _, x in set_to), *into.values()):
             computed += [x] * (position(x, computed) is None)
         places = {id(leaf): Place(i) for i, leaf in enumerate(computed)}
         self.returned.leaves = [places.get(id(leaf), leaf) for leaf in found]
@@ -250,8 +259,16 @@ class _Flat(nn.Module):
         self.returned.stays = [places[id(x)].at for slot, x in set_to if slot in kept_in]
         self.returned.changes = [Write(path, places[id(x)].at) for path, x in moved.items()]
         self.returned.changes += [_placed(path, new, places) for path, new in written]
+        self.returned.into = [(i, places[id(x)].at) for i, x in into.items()]
         self.returned.assigned = list(assigned)
         return (*computed, *assigned.values())
+
+
+def _of_the_caller(leaves: Sequence[Any], args: Any, kwargs: Any) -> dict[int, Tensor]:
+    """The tensors among arguments, but those of states, by their place among all tensors."""
+    inside = within_states((args, kwargs))
+    tensors = [(x, one) for x, one in zip(leaves, inside, strict=True) if isinstance(x, Tensor)]
+    return {i: x for i, (x, of_state) in enumerate(tensors) if not of_state}
 
 
 def _opened(path: Path, key: Any, value: Any, before: Before) -> Any:
@@ -342,6 +359,7 @@ def capture(
         Error: the model branches on data, or fails on these inputs; names the source line.
     """
     leaves, spec = flatten((args, kwargs))
+    leaves = [leaf.copy() if isinstance(leaf, numpy.ndarray) else leaf for leaf in leaves]  # Constants of the graph.
     with CAPTURING:
         while True:
             found = _captured_once(skeleton, leaves, spec, autocast, once, opened, wanted)
@@ -377,7 +395,7 @@ def _capture(
     opened: Opened, wanted: Wanted,
 ) -> Captured | Opened:  # fmt: skip
     """As `capture`; the calls of its blocks go through `repeats`."""
-    with alone(), autocast.on(), _quiet():
+    with alone(), autocast.on(), slow_path(), _quiet():
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             model = _copy_on(skeleton, autocast.device)
             held = values_at(model, opened.slots, opened.numbers - opened.fixed)
@@ -385,8 +403,9 @@ def _capture(
             flat = _Flat(model, spec, leaves, list(held), asked)
             given = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + list(held.values())
             given = [_like(x, autocast.device) if isinstance(x, Tensor) else x for x in given]
-            for x, flag in zip(given, wanted.inputs, strict=False):
-                x.requires_grad_(flag)
+            flags = [*wanted.inputs, *[False] * len(given)]
+            # No leaves: the model may write into them.
+            given = [x.requires_grad_().clone() if flag else x for x, flag in zip(given, flags, strict=False)]
         dynamic = tuple(_symbolic(x) for x in given)
         reads = Reads(flat.model)
         with reads.watched(), repeats.watched(flat.model) if repeats else nullcontext():
@@ -407,7 +426,9 @@ def _symbolic(x: Any) -> Any:
 
 def _exported(flat: _Flat, given: tuple[Any, ...], dynamic: Any) -> ExportedProgram | Exception:
     try:
-        return export(flat, given, dynamic_shapes=(dynamic,), strict=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # the exporter asks
+            return export(flat, given, dynamic_shapes=(dynamic,), strict=False)
     except (Entangled, Error):
         raise
     except Exception as error:
@@ -511,7 +532,7 @@ def _captured(
         inputs=tensors,
         assigned=[places[name] for name in flat.returned.assigned],
         outputs=_rebuilding(flat.returned),
-        owned=owned | frozenset(own),
+        owned=owned | frozenset(own) | {inputs[i] for i, _ in flat.returned.into},
         kept=frozenset(flat.returned.kept),
         fits=sizes.fits(),
         example=tuple(tuple(_shape(x)) for x in known.values()),
@@ -524,6 +545,7 @@ def _captured(
         changes=tuple(_computed(change, sizes) for change in flat.returned.changes),
         stays=frozenset(flat.returned.stays),
         results=flat.returned.results,
+        into=tuple(flat.returned.into),
     )
 
 
@@ -538,7 +560,7 @@ def _computed(change: Change | Write, sizes: Sizes) -> Change | Write:
         return change
 
     def computed(leaf: Any) -> Any:
-        return Size(sizes.function(_python(leaf.expression))) if isinstance(leaf, Size) else leaf
+        return Size(sizes.value(leaf.expression)) if isinstance(leaf, Size) else leaf
 
     return Change(
         change.path, {k: v if v is GONE else ([*map(computed, v[0])], v[1]) for k, v in change.values.items()}
@@ -634,47 +656,6 @@ def _environment(graph: fx.Graph) -> Any:
     values = (node.meta.get("val") for node in graph.nodes)
     modes = (getattr(value, "fake_mode", None) for value in values)
     return next((mode.shape_env for mode in modes if mode is not None), None)
-
-
-class Sizes:
-    """What the exporter assumed of the shapes of a call, as plain Python functions of them.
-
-    Every size must be the number or the symbol it was captured as, symbols stay in their ranges, and the
-    comparisons that the model made keep their outcome.
-    """
-
-    def __init__(self, example: Sequence[Sequence[Any]], environment: Any, program: ExportedProgram) -> None:
-        self.symbols: dict[str, str] = {}
-        self.tests: list[str] = []
-        for i, shape in enumerate(example):
-            for d, size in enumerate(shape):
-                expr = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
-                place = f"shapes[{i}][{d}]"
-                if expr.is_Symbol and str(expr) not in self.symbols:
-                    self.symbols[str(expr)] = place
-                else:
-                    self.tests.append(f"{place} == {_python(expr)}")
-        for symbol, bounds in program.range_constraints.items():
-            if str(symbol) in self.symbols:
-                self.tests += [f"{symbol} >= {bounds.lower}"] if bounds.lower.is_Integer else []
-                self.tests += [f"{symbol} <= {bounds.upper}"] if bounds.upper.is_Integer else []
-        known = [g.expr for g in environment.guards] if environment is not None else []
-        self.tests += [_python(expr) for expr in known if {str(s) for s in expr.free_symbols} <= set(self.symbols)]
-
-    def fits(self) -> Callable[[Shapes], bool]:
-        """True for shapes of which all that was assumed is true."""
-        return self.function(" and ".join(f"({test})" for test in self.tests) or "True")
-
-    def function(self, expression: str) -> Callable[[Shapes], Any]:
-        """An expression of symbols, as a function of shapes."""
-        head = "".join(f"    {name} = {place}\n" for name, place in self.symbols.items())
-        scope: dict[str, Any] = {"math": __import__("math")}
-        exec(f"def value(shapes):\n{head}    return {expression}\n", scope)
-        return scope["value"]
-
-
-def _python(expr: sympy.Basic) -> str:
-    return PythonPrinter().doprint(expr)
 
 
 def _plain(flat: _Flat, given: Sequence[Any], mode: FakeTensorMode) -> Exception | None:

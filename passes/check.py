@@ -19,7 +19,7 @@ and local sizes are checked against them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,10 +27,10 @@ import torch
 from torch import fx
 
 from autotp import collectives, parallel
-from autotp.axis import Axis, find, leaves
+from autotp.axis import Axis, find, leaves, touches
 from autotp.call import bind, outputs_of
 from autotp.errors import Error
-from autotp.grid import is_full
+from autotp.grid import is_full, same_cut
 from autotp.layout import Layout
 from autotp.passes.columns import separate
 from autotp.passes.erase import (
@@ -163,6 +163,8 @@ class _Checking(Proof):
         layout = self.held.get(node.name)
         leaf = self._held(node, model, layout) if layout is not None else None
         placement: Placement = Replicate() if leaf is None else stored(leaf, layout)
+        if leaf is not None and not any(same_cut(leaf, one) for one in self.cuts):
+            self.cuts.append(leaf)
         flows = node.name in self.trainable
         types = (Typed(v.dtype, self.axes.of(model), placement, flows and _is_floating(v)) for v in outputs_of(model))
         self.give(node, model, tuple(types))
@@ -265,13 +267,27 @@ class _Checking(Proof):
             return known
         if self._is_call(node, model.target, bind(model)):
             return None
-        for new in [leaf for axis in made for leaf in leaves(axis) if not leaf.size.symbols]:
-            leaf = extended(known.leaf if known else None, new, self.to.tp)
-            factor = cut_factor(bound, leaf) if leaf is not None else None
-            cut = Cut(leaf, factor) if leaf is not None and factor is not None else None
+        for leaf in [*self._cuts_of(made, known), *self._cuts_made(made, known)]:
+            factor = cut_factor(bound, leaf)
+            cut = Cut(leaf, factor) if factor is not None else None
             if cut is not None and self._is_call(node, *local_call(self.to, self.axes, node, model, cut)):
                 return cut
         return None
+
+    def _cuts_of(self, made: Sequence[Axis], known: Cut | None) -> list[Axis]:
+        """The cuts of parameters and inputs that go through an axis that is made.
+
+        They come first: local sizes are the same for several cuts of an axis of several leaves (8 heads on 4 ranks, as
+        `2 x 4` the 4, or both by 2), and readers want the one that their other operands have.
+        """
+        return [leaf for leaf in self.cuts if known is None and any(touches(axis, leaf) for axis in made)]
+
+    def _cuts_made(self, made: Sequence[Axis], known: Cut | None) -> Iterator[Axis]:
+        """The cuts of one leaf of an axis that is made, beside what is known to be cut."""
+        for new in [leaf for axis in made for leaf in leaves(axis) if not leaf.size.symbols]:
+            leaf = extended(known.leaf if known else None, new, self.to.tp)
+            if leaf is not None:
+                yield leaf
 
     def _typing(self, node: fx.Node, model: fx.Node, reads: Reads, cut: Cut | None) -> tuple[Typed, ...]:
         """The types that an operator gives, if it may read its operands in theirs."""

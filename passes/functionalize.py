@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
 from autotp.builder import Builder, evaluated, fake_mode_of
-from autotp.call import writes
+from autotp.call import operator_name, writes
 from autotp.errors import Error
 from autotp.source import line_of
 
@@ -102,20 +103,21 @@ class _Versions:
         self.current[node], self.base[node], self.seen[node] = self.current[written], written, self._version(written)
 
     def _functional(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        name, overload = node.target._schema.name.removesuffix("_"), node.target._overloadname  # type: ignore[union-attr]
-        packet = getattr(aten, name.split("::")[1], None)
-        if name == "aten::zero":
+        name, op = operator_name(node), node.target
+        assert isinstance(op, OpOverload)  # It writes.
+        if name == "aten::zero_":
             return self.builder.call(aten.zeros_like.default, args[0])
-        if name == "aten::copy":
+        if name == "aten::copy_":
             like = args[0].meta["val"]
             cast = self.builder.call(aten.to.dtype, args[1], like.dtype)
             return self.builder.call(aten.expand.default, cast, _sizes(self.builder, args[0]))
-        if name == "aten::fill":
+        if name == "aten::fill_":
             ones = self.builder.call(aten.ones_like.default, args[0])
-            return self.builder.call(getattr(aten.mul, overload), ones, args[1])
-        if packet is None or overload not in packet.overloads():
-            raise _refused(node, f"{node.target} has no form that returns a new tensor")
-        new = self.builder.call(getattr(packet, overload), *args, **kwargs)
+            return self.builder.call(getattr(aten.mul, op._overloadname), ones, args[1])
+        form = _form(op)
+        if form is None:
+            raise _refused(node, f"{op} has no form that returns a new tensor")
+        new = self.builder.call(form, *args, *_defaults(op, form)[len(args) :], **kwargs)
         dtype = args[0].meta["val"].dtype
         return new if new.meta["val"].dtype == dtype else self.builder.call(aten.to.dtype, new, dtype)
 
@@ -144,6 +146,30 @@ class _Versions:
 
     def _version(self, node: fx.Node) -> int:
         return self.version.get(self._root(node), 0)
+
+
+@cache
+def _form(op: OpOverload) -> OpOverload | None:
+    """The operator that returns what an in-place one writes: of its name, with arguments of the same types.
+
+    (`pow_.Scalar` raises a tensor to a number, `pow.Scalar` a number to a tensor.)
+    """
+    namespace, _, name = op._schema.name.removesuffix("_").partition("::")
+    library, wanted = getattr(torch.ops, namespace), _types(op)
+    packets = [getattr(library, n) for n in (name, f"{name}_functional") if hasattr(library, n)]
+    found = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    fitting = [one for one in found if not one._schema.is_mutable and _types(one) == wanted]
+    return min(fitting, key=lambda one: one._overloadname != op._overloadname, default=None)
+
+
+def _types(op: OpOverload) -> list[tuple[str, bool]]:
+    return [(str(arg.type), arg.kwarg_only) for arg in op._schema.arguments]
+
+
+def _defaults(op: OpOverload, form: OpOverload) -> list[Any]:
+    """The arguments by position that must be given to the form, and their values where `op` may leave them out."""
+    needed = sum(not arg.has_default_value() and not arg.kwarg_only for arg in form._schema.arguments)
+    return [arg.default_value for arg in op._schema.arguments[:needed]]
 
 
 def _written(node: fx.Node) -> Any:

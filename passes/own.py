@@ -17,6 +17,8 @@ from autotp.source import block_of, numbered
 Place = tuple[nn.Module, str]
 """A module, and the name there of a parameter or buffer."""
 Read = Callable[[Place], Tensor]
+CONTAINER = nn.ModuleList.forward
+"""The forward of a module that has none. (`fully_shard` refuses such a module: nothing is to happen at its call.)"""
 
 
 class BlockCall(nn.Module):
@@ -32,8 +34,9 @@ class BlockCall(nn.Module):
         self.owner = (owner,)  # In a tuple: it is no part of this.
 
     def forward(self, *given: Any) -> Any:
-        """What the block returns. Its module is called, and runs `run`."""
-        return self.owner[0](self, *given)
+        """What the block returns. Its module is called, and runs `run`; a list of modules cannot be called."""
+        owner = self.owner[0]
+        return self.run(given) if type(owner).forward is CONTAINER else owner(self, *given)
 
     def run(self, given: tuple[Any, ...]) -> Any:
         """What the block returns, on the parameters that its module holds now."""

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from autotp.axis import ONE, Size, find, touches
+from autotp.axis import ONE, Axis, Size, find, touches
 from autotp.call import outputs_of
 from autotp.errors import Error
 from autotp.partition import chunk_size
@@ -38,6 +38,7 @@ class Proof:
         self.whole: dict[fx.Node, fx.Node] = {}  # The node of the model's graph whose value, or part of it, this is.
         self.numbers: dict[fx.Node, Any] = {}
         self.bundles: dict[Any, Any] = {}  # What reads several parameters at once -> these.
+        self.cuts: list[Axis] = []  # What parameters and inputs are cut along, each once.
         self.opened: dict[fx.Node, fx.Node] = {}  # What puts a value together again -> what took it apart.
 
     def give(self, node: fx.Node, whole: fx.Node, types: tuple[Typed, ...]) -> None:

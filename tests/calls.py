@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from autotp.grouped import OPERATOR
+from autotp.parallel import depthwise
 
 aten = torch.ops.aten
 
@@ -95,6 +96,8 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "conv2d-bias": (aten.conv2d.default, r(2, 4, 6, 6), r(5, 4, 3, 3), r(5)),
     "conv1d-unbatched": (aten.conv1d.default, r(4, 9), r(5, 4, 3)),
     "conv1d-groups": (aten.conv1d.default, r(2, 4, 9), r(6, 2, 3), None, [1], [0], [1], 2),
+    "depthwise": (depthwise, r(2, 4, 9), r(4, 1, 3), r(4), [1], [2], [1]),
+    "depthwise-unbatched": (depthwise, r(4, 9, 7), r(4, 1, 3, 2), None, [2, 1], "valid", [1, 2]),
     "conv1d-same": (aten.conv1d.padding, r(4, 9), r(5, 4, 3), None, [1], "same"),
     # views and movement
     "view-minus-one": (aten.view.default, r(2, 3, 12), [2, -1, 4, 3]),

@@ -14,6 +14,10 @@ from autotp.passes.functionalize import functionalize
 aten = torch.ops.aten
 X = some(2, 1, 4)
 
+LIBRARY = torch.library.Library("autotp_tests", "FRAGMENT")  # of its own: its `add_` is not torch's
+LIBRARY.define("add_(Tensor(a!) x, Scalar by) -> Tensor(a!)")
+LIBRARY.impl("add_", lambda x, by: x.mul_(by), "CompositeExplicitAutograd")
+
 
 def written(*views: tuple[Any, ...], target: Any = aten.add_.Scalar, args: tuple[Any, ...] = (3.0,)) -> Any:
     """Writes through views of views of a value; the value, the views and what the operator returned are read."""
@@ -71,6 +75,35 @@ def test_views(make: Callable[..., Any]) -> None:
     graph = draft(make, x=X)
     found, _ = functionalize(graph, [])
     assert not any(kind.endswith("_") for kind in ops(found))
+    expect_same(graph, found, [X])
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (aten.pow_.Scalar, (2,)),
+        (aten.pow_.Tensor, ("itself",)),
+        (aten.float_power_.Scalar, (2,)),
+        (aten.clamp_.default, (-0.5, 0.5)),
+        (aten.lerp_.Scalar, (torch.ones(4, dtype=torch.float64), 0.3)),
+        (aten.bernoulli_.float, ()),
+        (aten.bernoulli_.float, (0.3,)),
+        (aten.bernoulli_.Tensor, (torch.full((4,), 0.3),)),
+        (aten.normal_.default, ()),
+        (aten.normal_.default, (1.0, 0.1)),
+        (aten.uniform_.default, (0.5, 1.5)),
+        (aten.exponential_.default, ()),
+        (aten.cauchy_.default, ()),
+        (aten.geometric_.default, (0.5,)),
+        (aten.log_normal_.default, ()),
+        (aten.random_.to, (5,)),
+    ],
+    ids=str,
+)
+def test_the_form_that_returns_a_tensor(target: Any, args: tuple[Any, ...]) -> None:
+    """Found by the types of its arguments: neither its name nor its defaults need be the same."""
+    graph = draft(written(target=target, args=args), x=X)
+    found, _ = functionalize(graph, [])
     expect_same(graph, found, [X])
 
 
@@ -193,8 +226,8 @@ def test_buffers() -> None:
             id="diagonal",
         ),
         pytest.param(
-            written(target=aten.normal_.default, args=()),
-            "aten.normal_.default has no form that returns a new tensor",
+            written(target=torch.ops.autotp_tests.add_.default, args=(2,)),
+            "autotp_tests.add_.default has no form that returns a new tensor",
             id="no-functional-form",
         ),
     ],

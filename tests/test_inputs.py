@@ -99,6 +99,35 @@ class OthersDummy(Dummy):
         return self.logits(x)
 
 
+class Image(nn.Module):
+    """It takes images of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 4, stride=4)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, pixels: Tensor | None = None, other: Tensor | None = None) -> Any:
+        return self.head(self.patches(pixels).flatten(2).mT)
+
+
+class Digits(Image):
+    """It takes images of 28 places by 28."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.head = nn.Conv2d(1, 2, 4, stride=4), nn.Linear(98, 2)
+
+    def forward(self, pixels: Tensor) -> Any:  # type: ignore[override]
+        return self.head(self.patches(pixels).flatten(1))
+
+
+class Named(Image):
+    """It says of what size its images are."""
+
+    img_size = (8, 12)
+
+
 FOUND: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "tokens": (Tokens, {"idx": IDS, "targets": LABELS}),
     "needs-labels": (NeedsLabels, {"idx": IDS, "labels": LABELS}),
@@ -114,6 +143,9 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "bfloat16": (lambda: nn.Linear(3, 4, dtype=torch.bfloat16), {"input": (torch.bfloat16, (2, 5, 3))}),
     "layer-norm": (lambda: nn.Sequential(nn.LayerNorm((3, 4))), {"input": (torch.float32, (2, 5, 3, 4))}),
     "rms-norm": (lambda: nn.RMSNorm(6, elementwise_affine=False), {"x": (torch.float32, (2, 5, 6))}),
+    "image": (Image, {"pixels": (torch.float32, (2, 3, 64, 64))}),
+    "digits": (Digits, {"pixels": (torch.float32, (2, 1, 28, 28))}),
+    "named-size": (Named, {"pixels": (torch.float32, (2, 3, 8, 12))}),
     "encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 16), {"src": (torch.float32, (2, 5, 8))}),
     "gpt": (
         lambda: GPT(GPTConfig(block_size=8, vocab_size=9, n_layer=1, n_head=1, n_embd=4)),
@@ -193,6 +225,23 @@ def test_hugging_face(name: str) -> None:
     assert int(kwargs["input_ids"].max()) == 5
 
 
+VISION: dict[str, dict[str, tuple[int, ...]]] = {
+    "ViTModel": {"pixel_values": (2, 3, 16, 16)},
+    "ViTForImageClassification": {"pixel_values": (2, 3, 16, 16), "labels": (2,)},
+    "Dinov2Model": {"pixel_values": (2, 3, 16, 16)},
+}
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_hugging_face_vision(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+    model = getattr(transformers, name)(getattr(transformers, name).config_class(**sizes)).eval()
+    _, kwargs = example_inputs(model)
+    assert {n: tuple(x.shape) for n, x in kwargs.items()} == VISION[name]
+    assert autotp.verify(model, tp=2).ok
+
+
 # ---- what it refuses
 
 
@@ -211,14 +260,13 @@ class Anything(Tokens):
         return self.logits(args[0])
 
 
-class Image(nn.Module):
+class Sound(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, 8, 4)
-        self.head = nn.Linear(8, 2)
+        self.frames = nn.Conv1d(1, 8, 4)
 
-    def forward(self, pixels: Tensor | None = None, labels: Tensor | None = None) -> Any:
-        return self.head(self.patches(pixels).flatten(2).mT)
+    def forward(self, wave: Tensor | None = None, labels: Tensor | None = None) -> Any:
+        return self.frames(wave)
 
 
 ERRORS: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
@@ -240,11 +288,11 @@ ERRORS: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
         """cannot infer what Anything.forward takes as *args
   try      example_inputs=(torch.randn(...),)""",
     ),
-    "image": (
-        Image,
+    "sound": (
+        Sound,
         None,
-        """cannot infer what Image.forward takes as `pixels`
-  try      example_inputs={"pixels": torch.randn(...)}""",
+        """cannot infer what Sound.forward takes as `wave`
+  try      example_inputs={"wave": torch.randn(...)}""",
     ),
     "no-layer": (
         nn.Identity,

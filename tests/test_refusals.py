@@ -54,7 +54,8 @@ class Opaque(Branching):
 
 class Writing(Branching):
     def forward(self, x: Tensor) -> Tensor:
-        x += 1  # into the caller's tensor
+        with torch.no_grad():
+            self.up.weight.clamp_(-1, 1)
         return self.up(x)
 
 
@@ -97,7 +98,7 @@ def models(rank: int, n: int) -> None:
         Opaque: "a Handle holds tensors, and torch does not know how to take one apart"
         "\n  try      torch.utils._pytree.register_pytree_node(Handle, ...), or a tuple or dict",
         Writing: "the model changes a tensor in place where autotp cannot follow: writes into an input or a parameter"
-        f" of the model\n  at       {line('x += 1')}\n  try      write the new value to a new tensor",
+        f" of the model\n  at       {line('self.up.weight.clamp_')}\n  try      write the new value to a new tensor",
         Shapeless: "the model calls an operator that does not say what shape it returns"
         f"\n  at       {line('return self.down(shapeless')}\n  try      torch.library.register_fake, on the operator",
     }

@@ -1,0 +1,108 @@
+"""sizes: what a graph assumes of the shapes of its inputs, as a plain Python function of them.
+
+Before: x [s0, 8] of a model that takes int(s0 ** 0.5) ** 2 for s0
+After:  fits([[9, 8]]) is True, fits([[10, 8]]) is False
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from sympy.printing.precedence import PRECEDENCE
+from torch.export import ExportedProgram
+from torch.utils._sympy.printers import PythonPrinter
+
+Shapes = Sequence[Sequence[int]]
+
+
+class Sizes:
+    """What the exporter assumed of the shapes of a call, as plain Python functions of them.
+
+    Every size must be the number or the symbol it was captured as, symbols stay in their ranges, and the
+    comparisons that the model made keep their outcome.
+    """
+
+    def __init__(self, example: Sequence[Sequence[Any]], environment: Any, program: ExportedProgram) -> None:
+        self.symbols: dict[str, str] = {}
+        self.tests: list[str] = []
+        self.printer = Printer()
+        for i, shape in enumerate(example):
+            for d, size in enumerate(shape):
+                expr = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+                place = f"shapes[{i}][{d}]"
+                if expr.is_Symbol and str(expr) not in self.symbols:
+                    self.symbols[str(expr)] = place
+                else:
+                    self.tests.append(f"{place} == {self.printer.doprint(expr)}")
+        for symbol, bounds in program.range_constraints.items():
+            if str(symbol) in self.symbols:
+                self.tests += [f"{symbol} >= {bounds.lower}"] if bounds.lower.is_Integer else []
+                self.tests += [f"{symbol} <= {bounds.upper}"] if bounds.upper.is_Integer else []
+        known = [g.expr for g in environment.guards] if environment is not None else []
+        known = [expr for expr in known if {str(s) for s in expr.free_symbols} <= set(self.symbols)]
+        self.tests += map(self.printer.doprint, known)
+
+    def fits(self) -> Callable[[Shapes], bool]:
+        """True for shapes of which all that was assumed is true.
+
+        A test that has no answer (a root of a negative number, a division by zero) is not met.
+        """
+        holds = self._function(" and ".join(f"({test})" for test in self.tests) or "True")
+
+        def fits(shapes: Shapes) -> bool:
+            try:
+                return bool(holds(shapes))
+            except (ArithmeticError, ValueError):
+                return False
+
+        return fits
+
+    def value(self, expression: sympy.Basic) -> Callable[[Shapes], Any]:
+        """An expression of symbols, as a function of shapes."""
+        return self._function(self.printer.doprint(expression))
+
+    def _function(self, text: str) -> Callable[[Shapes], Any]:
+        head = "".join(f"    {name} = {place}\n" for name, place in self.symbols.items())
+        scope = dict(self.printer.scope)
+        exec(f"def value(shapes):\n{head}    return {text}\n", scope)
+        return scope["value"]
+
+
+class Printer(PythonPrinter):
+    """Sizes, and comparisons of them, as Python.
+
+    A function that torch's printer cannot spell is called by its name: it evaluates itself on numbers.
+
+    Attributes:
+        scope: what the Python needs around it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scope: dict[str, Any] = {"math": math, "torch": torch}
+
+    def _print_Function(self, expr: Any) -> str:
+        name = type(expr).__name__
+        self.scope[name] = _on_numbers(expr.func)
+        return f"{name}({', '.join(map(self._print, expr.args))})"
+
+    _print_TruncToFloat = _print_Function
+
+    def _print_Pow(self, expr: Any) -> str:
+        return self.stringify(expr.args, " ** ", PRECEDENCE["Pow"])
+
+
+def _on_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of sympy's as one of Python's numbers."""
+
+    def evaluated(*numbers: Any) -> Any:
+        found = function(*map(sympy.sympify, numbers))
+        if found in (sympy.true, sympy.false):
+            return bool(found)
+        return int(found) if found.is_Integer else float(found)
+
+    return evaluated

@@ -1,0 +1,326 @@
+"""Whole models of ordinary code: each is on two real ranks what it is on one device, and `verify` says so.
+
+Compared in float64: every output, the gradient of every parameter and input, what the call does to its arguments.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Checks
+from mlp import Plain
+from pairs import expect_gradients
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import autotp
+
+checks = Checks()
+Given = dict[str, Any]
+
+
+def ordinary(make: Callable[[], tuple[nn.Module, list[Given]]]) -> Callable[[int, int], None]:
+    """A check on two ranks of the model that `make` returns, called with each of these arguments."""
+
+    def check(rank: int, n: int) -> None:
+        expect_as_on_one_device(*make(), n)
+
+    check.__name__ = check.__qualname__ = make.__name__
+    return checks.on(2)(check)
+
+
+def expect_as_on_one_device(model: nn.Module, calls: list[Given], n: int) -> None:
+    whole = model.double().train()
+    assert (report := autotp.verify(whole, tp=n, example_inputs=copy.deepcopy(calls[0]))).ok, report
+    split = autotp.parallelize(copy.deepcopy(whole), n, randomness="exact", example_inputs=copy.deepcopy(calls[0]))
+    for step, given in enumerate(calls):
+        expected, found = (_done(one, copy.deepcopy(given), step) for one in (whole, split))
+        for a, b in zip(expected, found, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+        expect_gradients(whole, split)
+
+
+def _done(model: nn.Module, given: Given, step: int) -> list[Any]:
+    """What comes out of a call and its backward: outputs, arguments as they are now, their gradients, buffers."""
+    model.zero_grad()
+    torch.manual_seed(step)
+    tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
+    outputs = [x for x in pytree.tree_leaves(model(**given)) if isinstance(x, Tensor)]
+    _loss(outputs).backward()
+    gradients = [x.grad for x in tensors if x.grad is not None]
+    return [x.detach() for x in (*outputs, *tensors, *gradients, *model.buffers())]
+
+
+def _loss(outputs: list[Tensor]) -> Tensor:
+    floats = [x for x in outputs if x.is_floating_point()]
+    return sum(((x * torch.linspace(0.5, 1.5, x.numel()).view(x.shape)).sum() for x in floats), torch.zeros(()))
+
+
+def numbers(*shape: int, grad: bool = True) -> Tensor:
+    found = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64).cos().roll(sum(shape)).view(shape)
+    return found.requires_grad_(grad)
+
+
+class Attention(nn.Module):
+    """`x: [batch seq 8]`, four heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, 2)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+# ---- modules
+
+
+class Listed(nn.Module):
+    """Each layer is a list of its parts (x-transformers, vit-pytorch), or a dictionary of them."""
+
+    def __init__(self, named: bool) -> None:
+        super().__init__()
+        parts = [{"attention": Attention(), "mlp": Plain()} for _ in range(3)]
+        self.layers = nn.ModuleList([nn.ModuleDict(p) if named else nn.ModuleList(p.values()) for p in parts])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            attention, mlp = layer.values() if isinstance(layer, nn.ModuleDict) else layer
+            x = x + attention(x)
+            x = x + mlp(x)
+        return x
+
+
+@ordinary
+def layers_that_are_lists() -> tuple[nn.Module, list[Given]]:
+    return Listed(named=False), [{"x": numbers(2, 5, 8)}, {"x": numbers(3, 7, 8)}]
+
+
+@ordinary
+def layers_that_are_dictionaries() -> tuple[nn.Module, list[Given]]:
+    return Listed(named=True), [{"x": numbers(2, 5, 8)}, {"x": numbers(3, 7, 8)}]
+
+
+# ---- sizes
+
+
+class PartsOfSizes(nn.Module):
+    """Takes slices as long as a length's parts are, and divides by its root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Plain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, x = x.shape[1], self.mlp(x)
+        return x[:, : math.ceil(n * 0.7)].sum(1) + x[:, : math.floor(n / 2)].sum(1) / n**0.5
+
+
+@ordinary
+def parts_of_sizes() -> tuple[nn.Module, list[Given]]:
+    return PartsOfSizes(), [{"x": numbers(2, n, 8)} for n in (9, 16, 25)]
+
+
+class Patches(nn.Module):
+    """Reads places as a square (DiT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Plain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        side = torch.sym_int(x.shape[1] ** 0.5)
+        return self.mlp(x).unflatten(1, (side, side)).transpose(1, 2).flatten(1, 2)
+
+
+@ordinary
+def roots_of_sizes() -> tuple[nn.Module, list[Given]]:
+    return Patches(), [{"x": numbers(2, n, 8)} for n in (9, 16, 25)]
+
+
+# ---- arguments that are no tensors
+
+
+class Scaled(nn.Module):
+    """Is given numbers of numpy's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Plain()
+
+    def forward(self, x: Tensor, scale: Any, by: Any) -> Tensor:
+        return self.mlp(x) * torch.from_numpy(scale) * float(by)
+
+
+@ordinary
+def arguments_of_numpy() -> tuple[nn.Module, list[Given]]:
+    scale, x, two = numpy.linspace(0, 1, 8), numbers(2, 5, 8), numpy.float64(2)
+    return Scaled(), [{"x": x, "scale": scale + i, "by": two} for i in (0, 0, 1, 0)] + [
+        {"x": x, "scale": scale, "by": two + 1}
+    ]
+
+
+@checks.on(2)
+def an_array_that_changes_between_calls(rank: int, n: int) -> None:
+    x, scale = numbers(2, 5, 8), numpy.ones(8)
+    split = autotp.parallelize(Scaled().double(), n, example_inputs={"x": x, "scale": scale, "by": 1.0})
+    first = split(x, scale, 1.0)
+    scale += 1
+    torch.testing.assert_close(split(x, scale, 1.0), 2 * first)
+    torch.testing.assert_close(split(x, numpy.ones(8), 1.0), first)
+
+
+class Narrowed(nn.Module):
+    """Uses as much of its width as it is told, and weighs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32, bias=False), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor, n: int, weight: float) -> Tensor:
+        inner = F.gelu(F.linear(x, self.up.weight[:n]))
+        return F.linear(inner, self.down.weight[:, :n], self.down.bias) * weight
+
+
+@ordinary
+def an_int_that_slices_a_weight() -> tuple[nn.Module, list[Given]]:
+    return Narrowed(), [{"x": numbers(2, 5, 8), "n": n, "weight": n / 7} for n in (8, 20, 32, 8)]
+
+
+# ---- torch's own layers
+
+
+def causal(length: int) -> Tensor:
+    return nn.Transformer.generate_square_subsequent_mask(length, dtype=torch.float64)
+
+
+def padding(batch: int, length: int) -> Tensor:
+    """The last place of all rows but the first is padding."""
+    found = torch.zeros(batch, length, dtype=torch.bool)
+    found[1:, -1] = True
+    return found
+
+
+@ordinary
+def a_transformer_with_masks() -> tuple[nn.Module, list[Given]]:
+    model = nn.Transformer(8, 4, 1, 1, 16, dropout=0.1, batch_first=True)
+    source, target, padded = numbers(2, 5, 8), numbers(2, 6, 8), {"src_key_padding_mask": padding(2, 5)}
+    padded |= {"memory_key_padding_mask": padding(2, 5), "tgt_key_padding_mask": padding(2, 6)}
+    masks: list[Given] = [
+        {"tgt_mask": causal(6), "tgt_is_causal": True},
+        {"src_mask": causal(5), "tgt_mask": causal(6), "memory_mask": numbers(6, 5, grad=False)},
+        {"src_mask": padding(5, 5), "tgt_mask": causal(6) < 0, **padded},
+    ]
+    return model, [{"src": source, "tgt": target, **more} for more in masks]
+
+
+@ordinary
+def a_frozen_encoder_in_evaluation() -> tuple[nn.Module, list[Given]]:
+    layer = nn.TransformerEncoderLayer(8, 4, 16, batch_first=True, norm_first=False)
+    model = Evaluated(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).requires_grad_(False))
+    x = numbers(2, 5, 8)
+    return model, [
+        {"x": x, "padding": padding(2, 5)},
+        {"x": x, "padding": None},
+        {"x": numbers(3, 7, 8), "padding": None},
+    ]
+
+
+class Evaluated(nn.Module):
+    """An encoder that is not trained, and a layer behind it that is."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.mlp = encoder, Plain()
+
+    def train(self, mode: bool = True) -> Evaluated:
+        super().train(mode)
+        self.encoder.eval()
+        return self
+
+    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        with torch.no_grad():
+            x = self.encoder(x, src_key_padding_mask=padding)
+        return self.mlp(x)
+
+
+# ---- what writes in place
+
+
+class Dropping(nn.Module):
+    """Leaves out branches row by row, as timm's DropPath and torchvision's StochasticDepth do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Plain(), Plain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for branch in (self.first, self.second):
+            kept = x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(0.6)
+            x = x + branch(x) * kept.div_(0.6)
+        noise = torch.empty(x.shape[-1], dtype=x.dtype).normal_(1.0, 0.1)
+        return x * noise * torch.empty_like(x).uniform_(0.5, 1.5)
+
+
+@ordinary
+def random_numbers_in_place() -> tuple[nn.Module, list[Given]]:
+    return Dropping(), [{"x": numbers(6, 5, 8)}, {"x": numbers(7, 3, 8)}]
+
+
+class Writing(nn.Module):
+    """Brings its inputs in order in place, and returns one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mlp = nn.Embedding(20, 8), Plain()
+
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        ids[ids < 0] = 0
+        ids[:, 0].add_(1)
+        x.clamp_(-0.5, 0.5)
+        y = self.mlp(x + self.words(ids))
+        x[:, 0] = y[:, 0]
+        return y, x
+
+
+def ids(batch: int, length: int) -> Tensor:
+    return torch.arange(batch * length).view(batch, length) % 13 - 3
+
+
+@ordinary
+def arguments_that_are_written_into() -> tuple[nn.Module, list[Given]]:
+    return Writing(), [{"x": numbers(2, n, 8, grad=False), "ids": ids(2, n)} for n in (5, 7)]
+
+
+@checks.on(2)
+def gradients_of_what_is_written_into(rank: int, n: int) -> None:
+    """A tensor that was computed before the call goes on as what the call made of it."""
+    whole = Writing().double()
+    split = autotp.parallelize(copy.deepcopy(whole), n, example_inputs={"x": numbers(2, 5, 8), "ids": ids(2, 5)})
+    found = []
+    for model in (whole, split):
+        start = numbers(2, 5, 8)
+        x = start * 2
+        y, same = model(x, ids(2, 5))
+        assert same is x
+        _loss([y, x * x]).backward()
+        found.append((y.detach(), x.detach(), start.grad))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+    expect_gradients(whole, split)
+    with pytest.raises(autotp.Error, match="writes into an argument of which a gradient is wanted"):
+        split(numbers(2, 5, 8), ids(2, 5))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
