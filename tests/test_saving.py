@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import autotp
-from autotp import saving
+from autotp import manifest
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.saving import saved_steps
 
@@ -176,7 +176,7 @@ def refusals(rank: int, n: int, folder: str) -> list[str]:
 
 
 def newer(rank: int, n: int, folder: str) -> None:
-    saving.FORMAT = 9
+    manifest.FORMAT = 9
     written(rank, n, folder, (2, 1, 1), 0.0, {})
 
 
