@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from autotp.plain import is_plain
 
@@ -26,14 +27,14 @@ def hyperparameters(model: nn.Module) -> dict[str, Any]:
     """The plain public attributes of a model's modules and of the configurations they hold, and the modules' classes.
 
     Numbers of modules are `*` in the names: one value where all have the same, else a list. What has no name that stays
-    the same (a lambda, a tensor) is left out.
+    the same (a lambda, a tensor) is left out, and so is dropout: a model that learns with another is the same model.
     """
     found: dict[str, list[Any]] = {}
     seen: set[int] = set()
     for name, module in model.named_modules():
         path = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
         found.setdefault(path, []).append(type(module).__name__)
-        for key, value in _within(vars(module), path, seen, 0):
+        for key, value in _within({} if isinstance(module, _DropoutNd) else vars(module), path, seen, 0):
             found.setdefault(key, []).append(value)
     return {key: values[0] if values.count(values[0]) == len(values) else values for key, values in found.items()}
 
@@ -48,7 +49,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], changed: Coll
 def _within(attributes: Mapping[Any, Any], path: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
     """The plain values of an object's attributes or a dict's items, and of those that these are."""
     for name, value in attributes.items():
-        if not isinstance(name, str) or name.startswith("_") or name in NOT_OF_THE_MODEL:
+        if not isinstance(name, str) or name.startswith("_") or name in NOT_OF_THE_MODEL or "drop" in name:
             continue
         key = f"{path}.{name}" if path else name
         if is_plain(value) or isinstance(value, list | tuple):

@@ -6,12 +6,12 @@ without it is no checkpoint.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from autotp.checksums import sealed, unsealed
@@ -40,6 +40,24 @@ class Manifest:
     about: Mapping[str, Any]
     tensors: Mapping[str, Pieces]
 
+    def pieces(self, key: str) -> Pieces:
+        """Those of a tensor.
+
+        Raises:
+            Error: there is none of this key.
+        """
+        if key not in self.tensors:
+            raise Error(f"{self.folder / MANIFEST} makes no sense: it has no {key}")
+        return self.tensors[key]
+
+    def whole(self, key: str) -> Tensor:
+        """All of a tensor.
+
+        Raises:
+            Error: there is none of this key, or it cannot be read.
+        """
+        return self.pieces(key).whole(self.folder, key)
+
     def value(self, encoded: Any) -> Any:
         """What plain data of the checkpoint stands for; tensors in it are read.
 
@@ -47,8 +65,10 @@ class Manifest:
             Error: it stands for nothing; a tensor cannot be read.
         """
         try:
-            return decode(encoded, lambda key: self.tensors[key].whole(self.folder, key))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            return decode(encoded, self.whole)
+        except Error:
+            raise
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
             raise _senseless(self.folder / MANIFEST, error) from error
 
 
@@ -92,14 +112,15 @@ def read_manifest(folder: Path) -> Manifest:
         content = unsealed(file)
         if content.get("format") != FORMAT:
             raise _other_format(folder, content.get("format"))
-        tensors = {key: _pieces(*rows) for key, rows in content["tensors"].items()}
-        for rank, size in enumerate(content["files"]):
+        files: list[int] = content["files"]
+        tensors = {key: _pieces(files, *rows) for key, rows in content["tensors"].items()}
+        for rank, size in enumerate(files):
             _expect_size(folder / file_of(rank), size)
         _expect_about(content["about"])
         return Manifest(folder, int(content["crc32"], 16), content["about"], tensors)
     except Error as error:
         raise Error(error.problem, **{"try": f"remove {folder}: an older one is used"} | error.facts) from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise _senseless(file, error) from error
 
 
@@ -112,9 +133,14 @@ def _expect_about(about: Mapping[str, Any]) -> None:
         raise ValueError(f"unexpected values of {', '.join(other) or 'groups'}")
 
 
-def _pieces(dtype: str, shape: Sequence[int], rows: Sequence[Sequence[Any]]) -> Pieces:
-    found: torch.dtype = dtype_of(dtype)
-    return Pieces(found, tuple(shape), tuple(map(Piece.of, rows)))
+def _pieces(files: Sequence[int], dtype: str, shape: Sequence[int], rows: Sequence[Sequence[Any]]) -> Pieces:
+    """The pieces of a tensor, all of which are within their files, and as large as the tensor together."""
+    found, pieces = dtype_of(dtype), tuple(map(Piece.of, rows))
+    within = all(piece.start + math.prod(piece.sizes) * found.itemsize <= files[piece.rank] for piece in pieces)
+    same = {len(shape)}.issuperset(len(n) for piece in pieces for n in (piece.at, piece.sizes))
+    if not (within and same and sum(math.prod(piece.sizes) for piece in pieces) == math.prod(shape)):
+        raise ValueError(f"the pieces of {list(shape)} are others")
+    return Pieces(found, tuple(shape), pieces)
 
 
 def _expect_size(file: Path, size: int) -> None:

@@ -59,7 +59,7 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
         tensor: of a key, the tensor that was kept under it.
 
     Raises:
-        ValueError, TypeError, KeyError, AttributeError: it is not what `encode` makes.
+        ValueError, TypeError, LookupError, AttributeError, RuntimeError: it is not what `encode` makes.
     """
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]

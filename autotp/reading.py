@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,8 +70,8 @@ def expect_same(
     names = names_of(optimizer, parts)
     _expect_model(manifest, parts)
     if trainer.everyone.rank == 0 and (found := differences(about["model"], trainer.hyperparameters, changed)):
-        name = found[0].split("`")[1].rpartition(".")[2]
-        remedy = f"the model that was saved; if it is meant, load_checkpoint(..., changed=[{name!r}])"
+        names = list(dict.fromkeys(line.split("`")[1].rpartition(".")[2] for line in found))
+        remedy = f"the model that was saved; if it is meant, load_checkpoint(..., changed={names})"
         raise Error(f"{path} is another model's: {listed(found)}", **{"try": remedy})
     _expect_state(manifest, list(names.values()))
 
@@ -110,8 +111,7 @@ def read(manifest: Manifest, trainer: Trainer, parts: Parts, optimizer: Optimize
     random = {}
     if manifest.about["sizes"] == sizes(trainer):
         for kind in random_states(trainer.place.device):
-            key = key_of("random", trainer.everyone.rank, kind)
-            random[kind] = manifest.tensors[key].whole(manifest.folder, key)
+            random[kind] = _random_state(manifest, key_of("random", trainer.everyone.rank, kind), kind)
     names = {name: parameter for parameter, name in names_of(optimizer, parts).items()}
     holds = {name: keys for _, held in manifest.about["groups"] for name, keys in held.items()}
     return Found(
@@ -123,9 +123,23 @@ def read(manifest: Manifest, trainer: Trainer, parts: Parts, optimizer: Optimize
     )
 
 
+def _random_state(manifest: Manifest, key: str, kind: str) -> Tensor:
+    """A random state.
+
+    Raises:
+        Error: torch does not accept it.
+    """
+    state = manifest.whole(key)
+    try:
+        torch.Generator(kind).set_state(state)
+    except (RuntimeError, TypeError) as error:
+        raise Error(f"{manifest.folder} has no random state in {key}: {error}") from error
+    return state
+
+
 def _part(manifest: Manifest, key: str, parts: Parts, name: str) -> Tensor:
     """What this rank holds of a tensor that lies as a parameter or buffer does."""
-    there = manifest.tensors[key]
+    there = manifest.pieces(key)
     found = torch.empty_like(parts.held[name].detach(), dtype=there.dtype)
     for box in parts.boxes(name, found, first=False):
         there.read(manifest.folder, key, box.whole, box.of(local_of(found)))
@@ -137,8 +151,10 @@ def _moment(manifest: Manifest, parts: Parts, name: str, key: str) -> Any:
     at = key_of("optimizer", name, key)
     if at in manifest.about["values"]:
         return manifest.value(manifest.about["values"][at])
-    there = manifest.tensors[at]
-    return _part(manifest, at, parts, name) if there.shape == parts.shapes[name] else there.whole(manifest.folder, at)
+    shape = manifest.pieces(at).shape
+    if shape not in (parts.shapes[name], ()):
+        raise Error(f"{manifest.folder} has {at} of {list(shape)}, and the parameter is {list(parts.shapes[name])}")
+    return _part(manifest, at, parts, name) if shape == parts.shapes[name] else manifest.whole(at)
 
 
 def _options(manifest: Manifest, parts: Parts, optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -175,7 +191,8 @@ def load_more(more: Mapping[str, Any], states: Mapping[str, Any], trainer: Train
         agree(trainer.everyone, load)
     except Exception:
         for name, thing in more.items():
-            thing.load_state_dict(before[name])
+            with suppress(Exception):  # It refuses even its own: what is told is the first problem.
+                thing.load_state_dict(before[name])
         raise
 
 

@@ -143,7 +143,7 @@ def _state(trainer: Trainer, parts: Parts, optimizer: Optimizer, step: int, more
 def _group(group: Mapping[str, Any], optimizer: Optimizer, parts: Parts, keep: Callable[[Tensor], str]) -> list[Any]:
     names = names_of(optimizer, parts)
     options = {key: value for key, value in group.items() if key != "params"}
-    holds = {names[p]: sorted(optimizer.state.get(p, {})) for p in group["params"]}
+    holds = {names[p]: list(optimizer.state.get(p, {})) for p in group["params"]}
     return [encode(options, "a group of the optimizer", keep), holds]
 
 
