@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
+import json
 import math
 import pickle
 import shutil
+import socket
 import sys
 import zlib
 from collections.abc import Callable
@@ -13,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from checkpoints import family
 from helpers import run_ranks
 from test_saving import started, trained
 
@@ -139,3 +144,63 @@ def refused(rank: int, n: int, folder: str) -> str:
     with pytest.raises(autotp.Error) as raised:
         autotp.load_checkpoint(folder, trainer, optimizer)
     return str(raised.value)
+
+
+# ---- checkpoints of transformers
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    family("llama")[0].save_pretrained(folder)
+    return folder
+
+
+KERNEL, BESIDE = "somebody/attention", "evil.EvilConfig"
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "code beside a known model": ({"auto_map": {"AutoConfig": BESIDE}}, "has code of its own (auto_map): it is not run"),
+    "code of an unknown model": (
+        {"model_type": "evil", "auto_map": {"AutoConfig": BESIDE, "AutoModelForCausalLM": "evil.Evil"}},
+        "has code of its own (auto_map): it is not run",
+    ),
+    "code in a hub": ({"auto_map": {"AutoConfig": f"somebody/model--{BESIDE}"}}, "has code of its own (auto_map)"),
+    "code of a part": ({"text_config": {"auto_map": {"AutoConfig": BESIDE}}}, "has code of its own (auto_map)"),
+    "an attention in a hub": ({"attn_implementation": KERNEL}, f"names code in a hub (attn_implementation: {KERNEL})"),
+    "another attention": ({"_attn_implementation": KERNEL}, f"names code in a hub (_attn_implementation: {KERNEL})"),
+    "no model": ({"architectures": ["Trainer"]}, "config.json names Trainer, which is no model that transformers has"),
+    "no class": ({"architectures": ["pipeline"]}, "config.json names pipeline, which is no model that transformers has"),
+    "a backbone": (
+        {
+            "model_type": "detr", "architectures": ["DetrModel"], "backbone": "microsoft/resnet-50",
+            "use_timm_backbone": False, "use_pretrained_backbone": True, "backbone_config": None,
+        },
+        "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_configurations_that_name_code(case: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One error; nobody is asked, nothing is run, no other machine is called."""
+    folder, (values, text) = Path(shutil.copytree(llama, tmp_path / "copy")), CONFIGS[case]
+    config = json.loads((folder / "config.json").read_text()) | values
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'it-ran')!r}).touch()")
+    calls: list[Any] = []
+    for owner, name in ((builtins, "input"), (socket.socket, "connect"), (socket, "getaddrinfo")):
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: calls.append(args) or (_ for _ in ()).throw(OSError()))
+    with pytest.raises(autotp.Error) as raised:
+        autotp.from_pretrained(folder)
+    assert text in str(raised.value).splitlines()[0]
+    assert not calls and not (tmp_path / "it-ran").exists()
+
+
+def test_the_class_of_transformers_instead_of_code(llama: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(llama, tmp_path / "copy"))
+    config = json.loads((folder / "config.json").read_text()) | {
+        "auto_map": {"AutoConfig": BESIDE, "AutoModel": BESIDE}
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    for kind in (None, transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM):
+        model = autotp.from_pretrained(folder, config={"auto_map": {}}, model_class=kind)
+        assert type(model._original) is transformers.LlamaForCausalLM

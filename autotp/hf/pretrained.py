@@ -8,6 +8,7 @@ this rank holds is read then. Saving goes the same way back.
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 import re
@@ -47,6 +48,7 @@ BESIDE = (
 """Files that make texts into tokens: what a checkpoint was loaded with it is saved with."""
 
 SHOWN = 4  # names in an error
+LOCAL = {"trust_remote_code": False}  # Unless it is said, transformers asks on the terminal whether to run code.
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ class StaysOnMeta(TorchFunctionMode):
 
 def _built(build: Any, config: Any, lazies: Mapping[str, Lazy], dtype: Any, how: Any) -> tuple[Any, dict[str, Any]]:
     """The model, and what transformers says about its names: all that it knows of them is done here, by itself."""
-    with _quiet() as said, how:
+    with _alone() as said, how:
         try:
             model, info = build.from_pretrained(
                 None, config=copy.deepcopy(config), state_dict=dict(lazies), dtype=dtype or "auto",
@@ -220,22 +222,48 @@ def _config(folder: Path, wanted: Wanted) -> Any:
     """The configuration of the folder.
 
     Raises:
-        Error: there is none that transformers knows, or it is of quantized tensors.
+        Error: there is none that transformers knows, it is of quantized tensors, or it names code.
     """
     file = folder / "config.json"
     if not file.is_file():
         raise Error("no checkpoint of transformers: config.json is not there", at=str(folder))
-    source = getattr(wanted.model_class, "config_class", None) or _transformers().AutoConfig
-    config = _read(file, source, **wanted.config)
+    _expect_no_code(file, wanted.config)
+    own = getattr(wanted.model_class, "config_class", None)
+    config = (
+        _read(file, own, **wanted.config) if own else _read(file, _transformers().AutoConfig, **wanted.config, **LOCAL)
+    )
     if getattr(config, "quantization_config", None) is not None:
         raise Error("the checkpoint is quantized", at=str(file), **{"try": "a checkpoint of floating tensors"})
     return config
 
 
+def _expect_no_code(file: Path, given: Mapping[str, Any]) -> None:
+    """Raises Error where a configuration names code to run: classes beside it, or kernels in a hub."""
+    try:
+        config = json.loads(file.read_text(encoding="utf-8")) | {key: given[key] for key in given if key == "auto_map"}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Error(f"the configuration cannot be read: {_first_line(error)}", at=str(file)) from error
+    for key, value in _entries(config):
+        if key == "auto_map" and value:
+            own = 'config={"auto_map": {}} for the class of transformers, if it has one of this model_type'
+            raise Error("the checkpoint has code of its own (auto_map): it is not run", at=str(file), **{"try": own})
+        if key.endswith("_implementation") and isinstance(value, str) and "/" in value and key not in given:
+            named = f"the checkpoint names code in a hub ({key}: {value}): it is not fetched"
+            raise Error(named, at=str(file), **{"try": f'config={{"{key}": "sdpa"}}'})
+
+
+def _entries(value: Any) -> Iterator[tuple[str, Any]]:
+    """All keys of what JSON has, with their values."""
+    if isinstance(value, dict):
+        yield from value.items()
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _entries(inner)
+
+
 def _read(file: Path, kind: Any, **given: Any) -> Any:
     """What a class of transformers makes of a file of a checkpoint."""
     try:
-        with _quiet():
+        with _alone():
             return kind.from_pretrained(file.parent, local_files_only=True, **given)
     except Exception as error:
         raise Error(f"the configuration cannot be read: {_first_line(error)}", at=str(file)) from error
@@ -246,16 +274,20 @@ def _class(config: Any, wanted: Wanted, folder: Path) -> Any:
     hf, given = _transformers(), wanted.model_class
     if given is None:
         found = [getattr(hf, name, None) for name in config.architectures or []]
-        if not found or not isinstance(found[0], type):
-            named = f"names {config.architectures[0]}, which transformers has not" if found else "names no class"
+        if not found or not (isinstance(found[0], type) and issubclass(found[0], hf.PreTrainedModel)):
+            named = (
+                f"names {config.architectures[0]}, which is no model that transformers has"
+                if found
+                else "names no class"
+            )
             remedy = "model_class=transformers.AutoModelForCausalLM, or the class itself"
             raise Error(f"config.json {named}", at=str(folder / "config.json"), **{"try": remedy})
         return found[0]
     if isinstance(given, type) and issubclass(given, hf.PreTrainedModel):
         return given
     try:
-        with _quiet(), torch.device("meta"):
-            return type(given.from_config(config))
+        with _alone(), torch.device("meta"):
+            return type(given.from_config(config, **LOCAL))
     except Exception as error:
         raise Error(f"model_class={given!r} makes no model of {type(config).__name__}: {_first_line(error)}") from error
 
@@ -362,11 +394,13 @@ def _transformers() -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[list[str]]:
-    """Within, transformers prints no bar and no warnings; they are in the list."""
+def _alone() -> Iterator[list[str]]:
+    """Within, transformers fetches nothing, and prints no bar and no warnings; they are in the list."""
+    from huggingface_hub import constants
     from transformers.utils import logging as theirs
 
     said: list[str] = []
+    offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
     library, shown = logging.getLogger("transformers"), theirs.is_progress_bar_enabled()
     handlers, spread = library.handlers[:], library.propagate
     listener = logging.Handler(logging.WARNING)
@@ -376,6 +410,7 @@ def _quiet() -> Iterator[list[str]]:
     try:
         yield said
     finally:
+        constants.HF_HUB_OFFLINE = offline
         library.handlers[:], library.propagate = handlers, spread
         if shown:
             theirs.enable_progress_bar()
