@@ -41,7 +41,7 @@ def replaced(folder: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
         if folder.exists():
             new.chmod(folder.stat().st_mode)
         yield new
-        for path in (*new.iterdir(), new):
+        for path in (*new.rglob("*"), new):
             sync(path)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)

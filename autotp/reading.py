@@ -70,8 +70,8 @@ def expect_same(
     names = names_of(optimizer, parts)
     _expect_model(manifest, parts)
     if trainer.everyone.rank == 0 and (found := differences(about["model"], trainer.hyperparameters, changed)):
-        names = list(dict.fromkeys(line.split("`")[1].rpartition(".")[2] for line in found))
-        remedy = f"the model that was saved; if it is meant, load_checkpoint(..., changed={names})"
+        other = list(dict.fromkeys(line.split("`")[1].rpartition(".")[2] for line in found))
+        remedy = f"the model that was saved; if it is meant, load_checkpoint(..., changed={other})"
         raise Error(f"{path} is another model's: {listed(found)}", **{"try": remedy})
     _expect_state(manifest, list(names.values()))
 

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from training import rank, say
 
 import autotp
+from autotp.saving import saved_steps
 
 HELD_OUT = 0.1  # The last tenth of the sequences.
 
@@ -146,8 +147,8 @@ class Run:
         """Writes a checkpoint, and removes the oldest of more than `--keep`."""
         autotp.save_checkpoint(self.folder, self.trainer, self.optimizer, step, **self.state)
         if rank() == 0:
-            for old in sorted(self.folder.glob("step-*"))[: -self.args.keep]:
-                shutil.rmtree(old)
+            for old in saved_steps(self.folder)[: -self.args.keep]:  # Of whole ones: what is not is no checkpoint.
+                shutil.rmtree(self.folder / f"step-{old:08d}")
 
     def update(self, batch: Batch) -> dict[str, float]:
         """One step of the optimizer, and what it measured."""

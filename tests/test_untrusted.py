@@ -158,17 +158,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 KERNEL, BESIDE = "somebody/attention", "evil.EvilConfig"
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "code beside a known model": ({"auto_map": {"AutoConfig": BESIDE}}, "has code of its own (auto_map): it is not run"),
+    "code beside a known model": ({"auto_map": {"AutoConfig": BESIDE}}, "has code of its own (auto_map)"),
     "code of an unknown model": (
         {"model_type": "evil", "auto_map": {"AutoConfig": BESIDE, "AutoModelForCausalLM": "evil.Evil"}},
-        "has code of its own (auto_map): it is not run",
+        "the checkpoint has code of its own (auto_map)",
     ),
     "code in a hub": ({"auto_map": {"AutoConfig": f"somebody/model--{BESIDE}"}}, "has code of its own (auto_map)"),
     "code of a part": ({"text_config": {"auto_map": {"AutoConfig": BESIDE}}}, "has code of its own (auto_map)"),
     "an attention in a hub": ({"attn_implementation": KERNEL}, f"names code in a hub (attn_implementation: {KERNEL})"),
     "another attention": ({"_attn_implementation": KERNEL}, f"names code in a hub (_attn_implementation: {KERNEL})"),
     "no model": ({"architectures": ["Trainer"]}, "config.json names Trainer, which is no model that transformers has"),
-    "no class": ({"architectures": ["pipeline"]}, "config.json names pipeline, which is no model that transformers has"),
+    "no class": ({"architectures": ["pipeline"]}, "config.json names pipeline, which is no model"),
     "a backbone": (
         {
             "model_type": "detr", "architectures": ["DetrModel"], "backbone": "microsoft/resnet-50",

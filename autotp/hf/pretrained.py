@@ -12,10 +12,10 @@ import json
 import logging
 import os
 import re
-import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,11 +27,13 @@ from torch.overrides import TorchFunctionMode
 from autotp.agree import CheckInputs, agree
 from autotp.api import on_mesh
 from autotp.checkpoint import parse_size, read_parts, write_checkpoint
+from autotp.checksums import SIDE_FILE, STALE, expect_unchanged, summed
 from autotp.errors import Error, within
 from autotp.files import Stored, stored
+from autotp.hf.beside import copy_beside
 from autotp.layout import Layout
 from autotp.lazy import Lazy
-from autotp.mesh import make_mesh
+from autotp.mesh import TIMEOUT, make_mesh
 from autotp.parts import parallel_of
 from autotp.passes.recompute import Recompute
 from autotp.run import ParallelModule
@@ -39,13 +41,6 @@ from autotp.settings import Settings
 from autotp.sources import Source, read
 from autotp.transform import Experts, Outputs
 from autotp.whole import Whole
-
-BESIDE = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
-    "preprocessor_config.json", "processor_config.json",
-)  # fmt: skip
-"""Files that make texts into tokens: what a checkpoint was loaded with it is saved with."""
 
 SHOWN = 4  # names in an error
 LOCAL = {"trust_remote_code": False}  # Unless it is said, transformers asks on the terminal whether to run code.
@@ -82,6 +77,7 @@ def from_pretrained(
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
     without: Collection[str] = (),
+    timeout: timedelta = TIMEOUT,
 ) -> ParallelModule:
     """This rank's part of the model in the folder `path`, in eval mode; each rank reads only what it holds.
 
@@ -97,9 +93,11 @@ def from_pretrained(
         unexpected: "ignore" leaves out tensors that the model has no place for.
         tp, mesh, device, example_inputs, outputs, randomness, strict, check_inputs, experts, sequence_parallel,
             recompute, without: as for `parallelize`.
+        timeout: how long a collective waits for other ranks; a mesh that is given keeps its own.
 
     Raises:
-        Error: the folder is no checkpoint, a file is cut short or corrupt, a tensor is missing, unexpected or of
+        Error: the folder is no checkpoint, or one with code of its own; a file is cut short, corrupt or, where
+            `save_pretrained` wrote it, not what was written; a tensor is missing, unexpected or of
             another shape (names the tensor and the file); on every rank, as all that `parallelize` refuses.
     """
     size = "" if tp is None else f", tp={tp}"
@@ -107,7 +105,8 @@ def from_pretrained(
     wanted = Wanted(dtype, model_class, config or {}, missing, unexpected)
 
     def run() -> ParallelModule:
-        place = make_mesh(tp, mesh, device)
+        place = make_mesh(tp, mesh, device, timeout)
+        agree(place, lambda: expect_unchanged(Path(path), place.rank, place.size))
         model, sources = agree(place, lambda: _emptied(_load(Path(path), wanted)))
 
         def read_all(layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
@@ -149,6 +148,7 @@ def _load(folder: Path, wanted: Wanted) -> nn.Module:
     """The model of a folder as transformers makes it, of lazy parameters and real buffers."""
     _expect_choices(wanted)
     files = stored(folder)
+    _expect_summed(folder, files)
     config = _config(folder, wanted)
     build = _class(config, wanted, folder)
     lazies = {name: Lazy(tensor) for name, tensor in files.items()}
@@ -160,6 +160,14 @@ def _load(folder: Path, wanted: Wanted) -> nn.Module:
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = _read(folder / "generation_config.json", type(model.generation_config))
     return model
+
+
+def _expect_summed(folder: Path, files: Mapping[str, Stored]) -> None:
+    """Raises Error where a file has no checksums and others have: it is not one that was written with them."""
+    known, used = summed(folder), sorted({tensor.file.name for tensor in files.values()})
+    other = [name for name in used if known and name not in known]
+    if other:
+        raise Error(f"{SIDE_FILE} has no checksums of {other[0]}", at=str(folder), **{"try": STALE.format(SIDE_FILE)})
 
 
 class StaysOnMeta(TorchFunctionMode):
@@ -229,9 +237,8 @@ def _config(folder: Path, wanted: Wanted) -> Any:
         raise Error("no checkpoint of transformers: config.json is not there", at=str(folder))
     _expect_no_code(file, wanted.config)
     own = getattr(wanted.model_class, "config_class", None)
-    config = (
-        _read(file, own, **wanted.config) if own else _read(file, _transformers().AutoConfig, **wanted.config, **LOCAL)
-    )
+    source, local = (own, {}) if own else (_transformers().AutoConfig, LOCAL)
+    config = _read(file, source, **wanted.config, **local)
     if getattr(config, "quantization_config", None) is not None:
         raise Error("the checkpoint is quantized", at=str(file), **{"try": "a checkpoint of floating tensors"})
     return config
@@ -275,11 +282,8 @@ def _class(config: Any, wanted: Wanted, folder: Path) -> Any:
     if given is None:
         found = [getattr(hf, name, None) for name in config.architectures or []]
         if not found or not (isinstance(found[0], type) and issubclass(found[0], hf.PreTrainedModel)):
-            named = (
-                f"names {config.architectures[0]}, which is no model that transformers has"
-                if found
-                else "names no class"
-            )
+            known = "which is no model that transformers has"
+            named = f"names {config.architectures[0]}, {known}" if found else "names no class"
             remedy = "model_class=transformers.AutoModelForCausalLM, or the class itself"
             raise Error(f"config.json {named}", at=str(folder / "config.json"), **{"try": remedy})
         return found[0]
@@ -371,10 +375,8 @@ def _write_beside(folder: Path, parallel: ParallelModule) -> None:
     config.save_pretrained(folder)
     if original.can_generate():
         original.generation_config.save_pretrained(folder)
-    source = Path(original.config.name_or_path or "")
-    for name in BESIDE if original.config.name_or_path else ():
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    if original.config.name_or_path:
+        copy_beside(Path(original.config.name_or_path), folder)
 
 
 # ---- transformers
