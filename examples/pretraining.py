@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import corpus
@@ -147,8 +148,7 @@ class Run:
         """Writes a checkpoint, and removes the oldest of more than `--keep`."""
         autotp.save_checkpoint(self.folder, self.trainer, self.optimizer, step, **self.state)
         if rank() == 0:
-            for old in saved_steps(self.folder)[: -self.args.keep]:  # Of whole ones: what is not is no checkpoint.
-                shutil.rmtree(self.folder / f"step-{old:08d}")
+            keep(self.folder, self.args.keep)
 
     def update(self, batch: Batch) -> dict[str, float]:
         """One step of the optimizer, and what it measured."""
@@ -162,6 +162,12 @@ class Run:
         self.scheduler.step()
         speed = self.args.batch * self.args.block / (time.perf_counter() - start)
         return {"loss": loss, "rate": rate, "norm": norm, "tokens_per_second": speed}
+
+
+def keep(folder: Path, count: int) -> None:
+    """Removes the oldest of more than `count` whole checkpoints. What is not whole is none, and stays."""
+    for step in saved_steps(folder)[:-count]:
+        shutil.rmtree(folder / f"step-{step:08d}")
 
 
 def scheduled(optimizer: torch.optim.Optimizer, args: Namespace) -> LRScheduler:

@@ -29,7 +29,7 @@ def names_of_tokenizers() -> set[str]:
     kinds = {kind for pair in pairs for kind in (pair if isinstance(pair, tuple) else [pair]) if kind}
     found: set[str] = set()
     for kind in kinds:
-        with suppress(ImportError):  # Some want libraries that are not here.
+        with suppress(ImportError, AttributeError):  # It wants a library that is not here, or has no files.
             found |= set(map(str, getattr(transformers, kind).vocab_files_names.values()))
     return found
 
