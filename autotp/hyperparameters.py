@@ -17,7 +17,10 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from autotp.plain import is_plain
 
-NOT_OF_THE_MODEL = ("training", "name_or_path", "transformers_version", "architectures")
+NOT_OF_THE_MODEL = (
+    "training", "name_or_path", "transformers_version", "architectures", "generation_config", "gradient_checkpointing",
+    "use_cache", "return_dict", "output_attentions", "output_hidden_states",
+)  # fmt: skip
 """Attributes that may be others although the model is the same."""
 LONGEST = 200  # characters of a value; of a longer one a checksum is kept
 DEEPEST = 4  # objects within objects

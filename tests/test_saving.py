@@ -36,7 +36,7 @@ def started(
     layout: Layout, dropout: float = 0.0, layers: int = 2, model: Any = None, **more: Any
 ) -> tuple[autotp.Trainer, AdamW]:
     tp, pp, dp = layout
-    example = {name: x[: 4 // (2 * dp)] for name, x in batch(0).items()}
+    example = {name: x[: max(1, 4 // (2 * dp))] for name, x in batch(0).items()}
     trainer = autotp.distribute(
         model or gpt(dropout, layers), tp=tp, pp=pp, dp=dp, microbatches=2, example_inputs=example, **more
     )

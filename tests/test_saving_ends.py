@@ -248,7 +248,6 @@ def test_a_save_that_fails_at_the_end_is_told(tmp_path: Path) -> None:
     assert saved_steps(tmp_path / "job" / "saved") == [1]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("times", [1, pytest.param(20, marks=[pytest.mark.rare, pytest.mark.timeout(1800)])])
 def test_a_rank_is_killed_while_it_saves(times: int, tmp_path: Path) -> None:
     """The job ends with an error; the next one goes on at the checkpoint before, and saves."""
