@@ -16,11 +16,11 @@ from autotp.data import Sampler, weight_decay_groups  # noqa: E402
 from autotp.distribute import distribute  # noqa: E402
 from autotp.errors import Error  # noqa: E402
 from autotp.hf.pretrained import from_pretrained, save_pretrained  # noqa: E402
+from autotp.module import ParallelModule  # noqa: E402
 from autotp.norms import clip_grad_norm_  # noqa: E402
 from autotp.operators import rule  # noqa: E402
 from autotp.outputs import gather  # noqa: E402
 from autotp.report import Plan  # noqa: E402
-from autotp.run import ParallelModule  # noqa: E402
 from autotp.saving import load_checkpoint, save_checkpoint  # noqa: E402
 from autotp.state import full_state_dict, load_full_state_dict  # noqa: E402
 from autotp.trainer import Trainer  # noqa: E402

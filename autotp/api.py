@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,16 @@ from autotp.hf.models import checkpoints
 from autotp.inputs import example_inputs as find_inputs
 from autotp.layout import Layout
 from autotp.mesh import Mesh, expect_size, make_mesh
+from autotp.module import ParallelModule, Part, adopt, classes_of, executable_of
 from autotp.passes.capture import skeleton_of
 from autotp.passes.recompute import Recompute
 from autotp.regions import ambient
 from autotp.report import Plan, report
-from autotp.run import ParallelModule
 from autotp.settings import Settings, expect_choices
 from autotp.structure import signature_of
 from autotp.take import TAKEN, take
 from autotp.transform import Choices, Experts, Outputs, analyse
+from autotp.tree import Tree, state_of
 
 Read = Callable[[Mapping[str, Layout]], Mapping[str, Tensor]]
 
@@ -97,20 +98,22 @@ def on_mesh(
     if settings.recompute == "none" and checkpoints(model):
         settings = replace(settings, recompute="full")
 
-    def make() -> Entry:
+    def make() -> tuple[Entry, Mapping[nn.Module, type[Part]]]:
         expect_ordinary(model)
         expect_choices(settings)
         args, kwargs = signature_of(model).by_name(*find_inputs(model, given))
         analysis = analyse(skeleton_of(model), args, kwargs, place.size, settings, autocast=ambient(place.device))
         if strict:
             _expect_cut(report(analysis, _name(model)))
-        return prepare(analysis, place, settings)
+        return prepare(analysis, place, settings), classes_of(model)
 
     # Whatever can fail is behind us when the first parameter is touched, on every rank.
-    first = agree_on_graph(place, make, lambda made: f"{digest(made.analysis)} {settings} {_flags(model)}")
+    first, classes = agree_on_graph(place, make, lambda made: f"{digest(made[0].analysis)} {settings} {_flags(model)}")
     layouts = first.analysis.layouts
     taken = take(model, layouts, place.rank, place, read(layouts) if read else {})
-    return ParallelModule(model, first, taken, place, settings)
+    adopt(model, classes, taken, Tree(place, settings), layouts)
+    executable_of(model).first(first)
+    return cast(ParallelModule, model)
 
 
 def explain(
@@ -150,10 +153,10 @@ def _name(model: Any) -> str:
 
 def expect_ordinary(model: Any) -> None:
     """Raises Error where a model is none, or was cut already."""
-    if isinstance(model, ParallelModule):
-        raise Error("the model is parallel already", **{"try": "parallelize the original model once"})
     if not isinstance(model, nn.Module):
         raise Error(f"a {_name(model)} is no torch.nn.Module", **{"try": "pass the model itself"})
+    if any(state_of(module) is not None for module in model.modules()):
+        raise Error("the model is parallel already", **{"try": "parallelize the original model once"})
     if any(hasattr(tensor, TAKEN) for tensor in model.parameters()):
         raise Error(
             "the model was parallelized before, which took its parameters over",

@@ -11,12 +11,12 @@ from torch import Tensor, fx, nn
 
 from autotp.call import placeholders
 from autotp.errors import Error
+from autotp.executable import plain
 from autotp.passes.bind import bind
 from autotp.passes.capture import Captured
 from autotp.passes.own import place_of, value_at
 from autotp.passes.rows import batched
 from autotp.passes.totals import TOTAL
-from autotp.run import plain
 from autotp.structure import flatten
 from autotp.transform import Analysis
 

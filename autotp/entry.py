@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, fx, nn
 
 from autotp.call import draws, returned
+from autotp.guard import Guard
 from autotp.mesh import Mesh
 from autotp.outputs import Held
 from autotp.passes.bind import bind
@@ -31,6 +32,7 @@ class Entry:
         module: the graph for one model, whose blocks read their parameters themselves.
         operands: what that is called with before the inputs, as `sources`.
         calls: how many there were.
+        guard: the attributes of the model that it was captured with.
     """
 
     analysis: Analysis
@@ -42,6 +44,7 @@ class Entry:
     module: fx.GraphModule = field(default_factory=lambda: fx.GraphModule(nn.Module(), fx.Graph()))
     operands: Sequence[str | Tensor] = ()
     calls: int = 0
+    guard: Guard | None = None
 
     def on(self, places: Mapping[str, Place], owner_of: Callable[[str], nn.Module | None]) -> Entry:
         """The graph for a model whose parameters lie at these places: its blocks read theirs themselves."""

@@ -13,9 +13,8 @@ from autotp.boxes import Box, boxes, local_of
 from autotp.errors import Error
 from autotp.layout import Layout
 from autotp.mesh import Mesh
-from autotp.passes.own import value_at
-from autotp.run import ParallelModule
-from autotp.shells import places
+from autotp.module import ParallelModule, executable_of
+from autotp.passes.own import places
 from autotp.trainer import Trainer
 
 
@@ -76,8 +75,10 @@ def parts_of(model: Any, call: str) -> Parts:
     if isinstance(inner, Trainer):
         return _of_trainer(inner)
     inner = parallel_of(model, call)
-    held = {name: value_at(place) for name, place in places(inner)[1].items()}
-    return Parts(held, frozenset(held), *_saved(inner._original), inner.layouts, inner.mesh, inner.mesh)
+    it = executable_of(inner)
+    saved, here = _saved(inner)  # First: asked for its state, `fully_shard` frees what it had gathered.
+    held, shapes = it.tensors(), {name: layout.shape for name, layout in it.layouts.items()}
+    return Parts(held, frozenset(held), saved, here | shapes, it.layouts, it.mesh, it.mesh)
 
 
 def parallel_of(model: Any, call: str) -> ParallelModule:
@@ -109,8 +110,8 @@ def _of_trainer(trainer: Trainer) -> Parts:
     )  # fmt: skip
 
 
-def _saved(original: nn.Module) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+def _saved(model: nn.Module) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
     """The names in a model's state dict, each with its first; and all shapes by first names."""
-    first = places(original)[0]
-    tensors = [*original.named_parameters(), *original.named_buffers()]
-    return {name: first[name] for name in original.state_dict()}, {name: tuple(x.shape) for name, x in tensors}
+    first = places(model)[0]
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: first[name] for name in model.state_dict()}, {name: tuple(x.shape) for name, x in tensors}

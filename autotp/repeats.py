@@ -48,6 +48,7 @@ class Repeats:
         with_objects: whether a block that is given objects may be captured once.
 
     Attributes:
+        same: a block that was captured, and a later one that did the same.
         open: the call that is being captured.
         is_asking: whether an object's own code runs, for the call that is open.
         met_objects: whether any block was given one.
@@ -60,6 +61,7 @@ class Repeats:
         self.parts: dict[int, list[int]] = {}
         self.numbers: set[tuple[int, str, str]] = set()
         self.calls: list[Call] = []
+        self.same: list[tuple[nn.Module, nn.Module]] = []
         self.open: Call | None = None
         self.is_asking = self.met_objects = self.failed = False
         self.patches, self.patched = ExitStack(), set[type]()
@@ -103,6 +105,7 @@ class Repeats:
             key = kind, spec, [_kind(x, given, objects, frozen) for x in leaves], modes()
             known = next((call for call in self.calls if call.usable and call.key == key and call.is_like(block)), None)
         if known is not None:
+            self.same.append((known.block, block))
             return self._repeated(known, block, given, objects)
         call = Call(len(self.calls), block, key, paths, frozen, objects)
         self.calls.append(call)
@@ -244,15 +247,12 @@ def _kind(leaf: Any, given: Sequence[Tensor], objects: Sequence[Any], frozen: Fr
 
 def _watching(repeats: Repeats) -> dict[str, Any]:
     """What all modules' attributes are read and set by, under our eyes."""
+    before_get, before_set, before_delete = nn.Module.__getattribute__, nn.Module.__setattr__, nn.Module.__delattr__
 
     def get(self: nn.Module, name: str) -> Any:
-        if repeats.open is not None:
-            number = repeats.read(self, name)
-            if number is not None:
-                return number
-        return object.__getattribute__(self, name)
-
-    before_set, before_delete = nn.Module.__setattr__, nn.Module.__delattr__
+        number = repeats.read(self, name) if repeats.open is not None else None
+        value = before_get(self, name)
+        return value if number is None else number
 
     def put(self: nn.Module, name: str, value: Any) -> None:
         if not name.startswith("__"):

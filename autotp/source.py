@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from traceback import FrameSummary
+from types import FrameType
 
 import torch
 from torch import fx
@@ -21,6 +22,12 @@ def user_line(frames: Sequence[FrameSummary]) -> str:
                 continue
             return f"{os.path.basename(frame.filename)}:{frame.lineno}  {frame.line or ''}".rstrip()
     return "?"
+
+
+def is_users(frame: FrameType) -> bool:
+    """True for a frame of neither torch's nor autotp's own code."""
+    name = str(frame.f_globals.get("__name__", ""))
+    return name.split(".")[0] not in ("torch", "autotp") or name.startswith("autotp.models.")
 
 
 def line_of(node: fx.Node) -> str:

@@ -28,6 +28,7 @@ from autotp.boxes import local_of
 from autotp.call import placeholders, returned
 from autotp.collectives import peer_error
 from autotp.errors import Error, within
+from autotp.executable import CHECKED_CALLS
 from autotp.finite import refuse
 from autotp.fsdp import pace, shard
 from autotp.hyperparameters import hyperparameters
@@ -53,7 +54,6 @@ from autotp.pipeline import (
     reader,
     stages_of,
 )
-from autotp.run import CHECKED_CALLS
 from autotp.source import numbered
 from autotp.structure import signature_of
 from autotp.take import take

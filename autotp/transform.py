@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
+from autotp.attributes import Path
 from autotp.axis import find
 from autotp.call import operand_nodes, returned
 from autotp.eager import uncollected
@@ -21,7 +22,7 @@ from autotp.passes.axes import Axes
 from autotp.passes.biases import biased
 from autotp.passes.bundle import bundle
 from autotp.passes.canonicalize import canonicalize
-from autotp.passes.capture import OFF, Captured, capture
+from autotp.passes.capture import ALWAYS, NOTHING, OFF, Captured, Opened, capture
 from autotp.passes.check import check
 from autotp.passes.clean import clean
 from autotp.passes.columns import grouped
@@ -43,6 +44,7 @@ from autotp.passes.totals import totals
 from autotp.placement import Shard
 from autotp.prove import prove_node
 from autotp.regions import Autocast
+from autotp.surroundings import Wanted
 
 Outputs = Literal["auto", "full", "local"]
 Experts = Literal["width", "expert"]
@@ -124,7 +126,9 @@ def analyse(
     choices: Choices = AS_USUAL,
     layouts: Mapping[str, Layout] | None = None,
     autocast: Autocast = OFF,
-    given: Mapping[int, Layout] | None = None,
+    given: Mapping[int | Path, Layout] | None = None,
+    opened: Opened = NOTHING,
+    wanted: Wanted = ALWAYS,
 ) -> Analysis:
     """Captures `skeleton` on these arguments and decides what is cut on `tp` ranks.
 
@@ -133,10 +137,12 @@ def analyse(
         choices: what the user chose.
         layouts: how the parameters are held already, for a further graph of a parallel model.
         autocast: what is on around the model.
-        given: how those tensors among the arguments are held that come cut, by their place among the tensors.
+        given: how those tensors are held that come cut, by their place among the arguments', or below attributes.
+        opened: what of the model's attributes changes from call to call.
+        wanted: of what gradients are wanted in the call, should the model ask.
     """
     with uncollected():
-        captured = capture(skeleton, args, kwargs, autocast, choices.optional("repeats"))
+        captured = capture(skeleton, args, kwargs, autocast, choices.optional("repeats"), opened, wanted)
         return _analysed(captured, skeleton.training, tp, choices, layouts, autocast, given or {})
 
 
@@ -147,7 +153,7 @@ def _analysed(
     choices: Choices,
     layouts: Mapping[str, Layout] | None,
     autocast: Autocast,
-    given: Mapping[int, Layout],
+    given: Mapping[int | Path, Layout],
 ) -> Analysis:
     graph, updated = functionalize(cast(captured.graph, autocast), captured.buffers, captured.owned)
     updated = [*captured.assigned, *updated]
@@ -188,6 +194,9 @@ def _analysed(
 
 def _summed(captured: Captured, graph: fx.Graph, updated: Sequence[str]) -> tuple[Captured, fx.Graph, fx.Graph]:
     """What was captured, with its loss alone, as a sum over the batch; and what it is divided by."""
+    if captured.changes:
+        names = ", ".join(sorted({f"`{change}`" for change in captured.changes}))
+        raise Error(f"the model sets {names} in forward, which parts of a batch cannot share")
     if updated:
         names = ", ".join(captured.buffers[place] for place in updated)
         raise Error(f"the model changes its buffers ({names}), which parts of a batch cannot share")
@@ -264,10 +273,11 @@ def _sources(graph: fx.Graph, captured: Captured) -> frozenset[fx.Node]:
     return frozenset(n for n in graph.nodes if n.op == "placeholder" and n.name in names)
 
 
-def _local_inputs(graph: fx.Graph, captured: Captured, given: Mapping[int, Layout]) -> dict[str, Layout]:
+def _local_inputs(graph: fx.Graph, captured: Captured, given: Mapping[int | Path, Layout]) -> dict[str, Layout]:
     """Placeholder name -> how it is held, with the sizes that it has in this graph."""
     places = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    names = {captured.inputs[i]: layout for i, layout in given.items()}
+    known: dict[int | Path, str] = {**dict(enumerate(captured.inputs)), **captured.input_at}
+    names = {known[i]: layout for i, layout in given.items() if i in known}
     return {n: replace(how, shape=tuple(places[n].meta["val"].shape)) for n, how in names.items() if n in places}
 
 
@@ -284,18 +294,39 @@ def _layouts(graph: fx.Graph, axes: Axes, decision: Decision, captured: Captured
 
 
 def _stay_cut(graph: fx.Graph, captured: Captured, updated: int, training: bool, outputs: Outputs) -> list[int]:
-    """Positions of the outputs that stay cut if they are: all for "local", none for "full".
+    """Positions of the outputs that stay cut if they are: all that the model returns for "local", none for "full".
 
-    For "auto", all beside a loss in training, else those that belong to a state, which is given back some day.
+    For "auto" what is given back some day (of a state, of attributes that the next call reads) and what was made of
+    parameters alone; in training also what a loss is computed from that is returned beside it.
 
     Args:
         updated: how many of what is returned are no outputs, but the new values of buffers.
     """
     found = returned(graph)[: len(returned(graph)) - updated]
-    scalar_loss = any(isinstance(n, fx.Node) and _is_loss(n) for n in found)
-    everything = outputs == "local" or (outputs == "auto" and training and scalar_loss)
-    kept = range(len(found)) if everything else sorted(captured.kept) if outputs == "auto" else []
-    return [i for i in kept if isinstance(found[i], fx.Node)]
+    if outputs == "full":
+        return []
+    kept = set(captured.kept | captured.stays)
+    if outputs == "local":
+        kept |= set(range(captured.results))
+    elif training:
+        losses = [n for n in found[: captured.results] if isinstance(n, fx.Node) and _is_loss(n)]
+        before = _ancestors(losses)
+        kept |= {i for i, n in enumerate(found[: captured.results]) if isinstance(n, fx.Node) and maker(n) in before}
+    given = set(captured.inputs)
+    for i, node in list(enumerate(found))[captured.results :]:
+        if isinstance(node, fx.Node) and not any(n.name in given for n in (node, *_ancestors([node]))):
+            kept.add(i)
+    return [i for i in sorted(kept) if isinstance(found[i], fx.Node)]
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """All that some nodes are computed from."""
+    found, queue = set[fx.Node](), list(nodes)
+    while queue:
+        new = set(queue.pop().all_input_nodes) - found
+        found |= new
+        queue += new
+    return found
 
 
 def _makers(graph: fx.Graph, positions: Iterable[int]) -> set[fx.Node]:

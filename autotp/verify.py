@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from autotp.attributes import GONE, Before, Change, Write, found_at, keyed, opened, put_at, spelled
 from autotp.errors import within
 from autotp.grouped import grouped_mm
 from autotp.hf.models import without_checkpointing
@@ -22,10 +23,11 @@ from autotp.layout import Layout
 from autotp.lockstep import run_lockstep
 from autotp.mesh import expect_size
 from autotp.passes.bind import bind
-from autotp.passes.capture import skeleton_of
+from autotp.passes.capture import Captured, Place, Size, skeleton_of
 from autotp.report import Plan, report
 from autotp.settings import expect_choices
 from autotp.structure import flatten, outcome, states
+from autotp.surroundings import Wanted
 from autotp.transform import AS_USUAL, Analysis, Choices, Experts, Outputs, analyse, rank_graph
 
 TOLERANCE = 1e-9
@@ -105,7 +107,9 @@ def prepare(
     with all_double():
         whole = without_checkpointing(_moved(copy.deepcopy(model).cpu().double()))
         args, kwargs = pytree.tree_map_only(Tensor, _doubled, (args, kwargs))
-        analysis = analyse(skeleton_of(whole), args, kwargs, tp, choices)
+        tensors = [x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        wanted = Wanted(inputs=tuple(tensors), parameters=tuple(p.requires_grad for p in whole.parameters()))
+        analysis = analyse(skeleton_of(whole), args, kwargs, tp, choices, wanted=wanted)
         graphs = tuple(rank_graph(analysis, rank, "exact") for rank in range(tp))
         return Trial(whole, args, kwargs, analysis, graphs, report(analysis, name))
 
@@ -122,11 +126,11 @@ def _moved(model: nn.Module) -> nn.Module:
     return model
 
 
-Change = Callable[[fx.Graph, int], fx.Graph]
+Edit = Callable[[fx.Graph, int], fx.Graph]
 """What a test does to a rank's graph before it runs: (graph, rank) -> graph."""
 
 
-def compare(trial: Trial, change: Change = lambda graph, rank: graph) -> Report:
+def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
     """The differences between a model and its ranks in lockstep, both drawing the same numbers."""
     if not trial.graphs:
         return Report(trial.plan, (), (), ())
@@ -139,8 +143,8 @@ def compare(trial: Trial, change: Change = lambda graph, rank: graph) -> Report:
         bound = [bind(g, cpu, {}, reuse=analysis.choices.optional("reuse")) for g in trial.graphs]
         found = run_lockstep([change(g, rank) for rank, g in enumerate(bound)], placed)
         torch.manual_seed(0)
-        expected = _returned(model, trial, inputs)
-        outputs = [_output(i, value, [row[i] for row in found], analysis) for i, value in enumerate(expected)]
+        expected, others = _returned(model, trial, inputs)
+        outputs = [_output(i, value, [row[i] for row in found], analysis) for i, value in expected.items()] + others
         outputs += _buffers(model, found, ranks, trial)
         _backward(expected, found, analysis)
         whole = dict(model.named_parameters()) | inputs
@@ -148,14 +152,31 @@ def compare(trial: Trial, change: Change = lambda graph, rank: graph) -> Report:
     return Report(trial.plan, *[tuple(sorted(row, key=_descending)) for row in rows])  # type: ignore[arg-type]
 
 
+def _joined(first: Report, second: Report) -> Report:
+    """What was found of two calls, one after the other."""
+
+    def both(mine: Sequence[Difference], its: Sequence[Difference]) -> tuple[Difference, ...]:
+        later = [Difference(f"{one.name} of a second call", one.error) for one in its]
+        return tuple(sorted((*mine, *later), key=_descending))
+
+    rows = (first.outputs, second.outputs), (first.gradients, second.gradients), (first.steps, second.steps)
+    return Report(first.plan, *(both(*row) for row in rows))
+
+
 Held = dict[str, Tensor]
 """What a rank, or one device, holds: parameters and buffers by name, and the inputs of the call as `input 0`, ..."""
 
 
 def _inputs(trial: Trial) -> Held:
-    """The tensors among the arguments, in memory of their own; a gradient is wanted of the floating ones."""
+    """The tensors among the arguments and behind them those of attributes, in memory of their own.
+
+    A gradient is wanted of the floating ones.
+    """
     given = [leaf for leaf in flatten((trial.args, trial.kwargs))[0] if isinstance(leaf, Tensor)]
-    return {f"input {i}": t.clone().requires_grad_(t.is_floating_point()) for i, t in enumerate(given)}
+    modules = dict(trial.model.named_modules())
+    given += [found_at(modules, path) for path in trial.analysis.captured.input_at]
+    found = {f"input {i}": t.detach().clone() for i, t in enumerate(given)}
+    return {name: t.requires_grad_() if t.is_floating_point() else t for name, t in found.items()}
 
 
 def _rank(trial: Trial, rank: int) -> Held:
@@ -180,14 +201,52 @@ def _placed(graph: fx.Graph, held: Held, trial: Trial) -> list[Tensor]:
     return row
 
 
-def _returned(model: nn.Module, trial: Trial, inputs: Held) -> list[Tensor]:
-    """The tensors that one device returns, and those that its arguments' states hold afterwards."""
+def _returned(model: nn.Module, trial: Trial, inputs: Held) -> tuple[dict[int, Tensor], list[Difference]]:
+    """The tensors that one device returns, and those that its arguments' states and its attributes hold afterwards.
+
+    Returns:
+        Position among a rank's outputs -> tensor; and the other attributes that a rank would set to something else.
+    """
     queue, (leaves, spec) = iter(inputs.values()), flatten((trial.args, trial.kwargs))
     given = [next(queue) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(given, spec)
-    changed = states((args, kwargs))
+    captured, modules = trial.analysis.captured, dict(model.named_modules())
+    for path in captured.input_at:
+        put_at(modules, path, next(queue).clone())  # What forward writes into is no leaf.
+    shapes = [t.shape for t in given if isinstance(t, Tensor)]
+    shapes += [x.shape if isinstance(x, Tensor) else (x,) for x in (found_at(modules, p) for p in captured.opened)]
+    before, changed = Before(model), states((args, kwargs))
     found, _ = outcome(model(*args, **kwargs), changed)
-    return [leaf for leaf in found if isinstance(leaf, Tensor)]
+    tensors = dict(enumerate(leaf for leaf in found if isinstance(leaf, Tensor)))
+    written = {change.at: found_at(modules, change.path) for change in captured.changes if isinstance(change, Write)}
+    set_to, others = _set_to(before, captured, shapes)
+    return {**set_to, **written, **tensors}, others
+
+
+def _set_to(
+    before: Before, captured: Captured, shapes: Sequence[Sequence[int]]
+) -> tuple[dict[int, Tensor], list[Difference]]:
+    """What one device's attributes were set to, beside what a rank's are: tensors by position, and what differs."""
+    found, different = dict[int, Tensor](), list[Difference]()
+    real = dict(before.changes())
+    for change in captured.changes:
+        if not isinstance(change, Change):
+            continue
+        holder = keyed(before.at(change.path))
+        for key, value in change.values.items():
+            mine, its = value, opened(holder[key], before.places) if key in holder else GONE
+            real.get(change.path, {}).pop(key, None)
+            if mine is GONE or its is GONE or mine[1] != its[1]:
+                different += [Difference(spelled(change.path, key), float("inf"))] * (mine is not its)
+                continue
+            for leaf, one in zip(mine[0], its[0], strict=True):
+                if isinstance(leaf, Place) and isinstance(one, Tensor):
+                    found[leaf.at] = one
+                elif (leaf.expression(shapes) if isinstance(leaf, Size) else leaf) != one:
+                    different.append(Difference(spelled(change.path, key), float("inf")))
+    return found, different + [
+        Difference(spelled(path, key), float("inf")) for path, new in real.items() for key in new
+    ]
 
 
 def _buffers(
@@ -197,7 +256,13 @@ def _buffers(
     names = [trial.analysis.captured.buffers[place] for place in trial.analysis.updated]
     returned = dict(zip(names, zip(*(row[len(row) - len(names) :] for row in found), strict=True), strict=True))
     rows = []
-    for name, whole in model.named_buffers():
+    made = {
+        f"{c.path[0]}.{key}".lstrip(".")
+        for c in trial.analysis.captured.changes
+        if isinstance(c, Change)
+        for key in c.values
+    }
+    for name, whole in ((name, b) for name, b in model.named_buffers() if name in ranks[0] and name not in made):
         parts = list(returned.get(name, [rank[name] for rank in ranks]))
         if name in returned or any(not _same(x, trial.model.get_buffer(name)) for x in (whole, *parts)):
             rows.append(Difference(name, _apart(whole, parts, Layout(tuple(whole.shape)), 1.0)))
@@ -208,9 +273,9 @@ def _same(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())
 
 
-def _backward(expected: Sequence[Tensor], found: Sequence[Sequence[Tensor]], analysis: Analysis) -> None:
+def _backward(expected: Mapping[int, Tensor], found: Sequence[Sequence[Tensor]], analysis: Analysis) -> None:
     """Gradients of one objective, on one device and on the ranks: of one that stays cut each rank has its part."""
-    kept = [i for i, value in enumerate(expected) if value.requires_grad]
+    kept = [i for i, value in expected.items() if value.requires_grad]
     if not kept:
         return
     weights = {i: _weights(expected[i]) for i in kept}
@@ -389,6 +454,14 @@ def verify(
         expect_size(tp)
         choices = Choices(outputs, experts, sequence_parallel, without)
         expect_choices(choices)
-        return compare(prepare(model, *find_inputs(model, example_inputs), tp, choices))
+        trial = prepare(model, *find_inputs(model, example_inputs), tp, choices)
+        found = compare(trial)
+        if not trial.analysis.captured.changes or not trial.graphs:
+            return found
+        with all_double():  # The second call reads what the first has left.
+            called, changed = copy.deepcopy(trial.model), copy.deepcopy((trial.args, trial.kwargs))
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                called(*changed[0], **changed[1])
+        return _joined(found, compare(prepare(called, trial.args, trial.kwargs, tp, choices)))
 
     return within(f"verify({type(model).__name__}, tp={tp})", run)

@@ -10,25 +10,46 @@ import copy
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
+from types import MappingProxyType
 from typing import Any
 
 import sympy
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
+from autotp.alike import position
 from autotp.asked import Entangled
+from autotp.attributes import (
+    GONE,
+    Before,
+    Change,
+    Path,
+    Slot,
+    Write,
+    below,
+    everything,
+    found_at,
+    is_new,
+    opened,
+    put_at,
+    slot_of,
+    spelled,
+    values_at,
+)
+from autotp.call import writes
 from autotp.decided import Decided
 from autotp.eager import alone
 from autotp.errors import Error
+from autotp.guard import Reads
 from autotp.lost import nothing_lost
 from autotp.passes.inline import inline
 from autotp.passes.unfold import unfold
@@ -36,6 +57,7 @@ from autotp.regions import Autocast
 from autotp.repeats import Repeats
 from autotp.source import user_line
 from autotp.structure import flatten, outcome, settled, states, within_states
+from autotp.surroundings import NOT_ASKED, Asked, Wanted, without_chance
 
 Shapes = Sequence[Sequence[int]]
 
@@ -44,6 +66,27 @@ DEVICE = "cpu"
 and autocast does nothing. (Under autocast it is the kind of device that this is for.)"""
 
 OFF = Autocast(DEVICE)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What of a model's attributes is an input of a graph.
+
+    Attributes:
+        slots: attributes of which all tensors below are.
+        numbers: where whole numbers lie that are, unless they are `fixed`.
+        fixed: where whole numbers lie that operators are given: a graph is for one value.
+    """
+
+    slots: frozenset[Slot] = frozenset()
+    numbers: frozenset[Path] = frozenset()
+    fixed: frozenset[Path] = frozenset()
+
+    def __or__(self, other: Opened) -> Opened:
+        return Opened(self.slots | other.slots, self.numbers | other.numbers, self.fixed | other.fixed)
+
+
+NOTHING = Opened()
 
 
 @dataclass(frozen=True)
@@ -66,6 +109,13 @@ class Captured:
         example: shapes of the inputs it was captured with.
         leaves, spec: the flattened arguments, tensors on meta, and their structure.
         autocast: what was on around the model; its `device` is the one that the graph names.
+        reads: the attributes that were read.
+        opened: where the tensors and numbers lie, below attributes, that come behind the arguments' tensors.
+        known: what is known to change from call to call.
+        changes: what a call does to the model's attributes; leaves are `Place`s, `Size`s, or as they are.
+        stays: positions of the outputs that attributes are set to and that the next call is given.
+        results: how many of the outputs the model returns; those behind are what attributes are set to.
+        wanted: of what gradients were wanted, as far as the model asked: the graph is for no other calls.
     """
 
     graph: fx.Graph
@@ -82,6 +132,26 @@ class Captured:
     leaves: tuple[Any, ...]
     spec: Any
     autocast: Autocast
+    reads: frozenset[Slot]
+    opened: tuple[Path, ...]
+    known: Opened
+    changes: tuple[Change | Write, ...]
+    stays: frozenset[int]
+    results: int
+    wanted: Wanted = NOT_ASKED
+
+    @property
+    def input_at(self) -> dict[Path, str]:
+        """Where a tensor lies that is an input -> its placeholder's name."""
+        paths = [path for path in self.opened if path not in self.known.numbers]
+        return dict(zip(paths, self.inputs[len(self.inputs) - len(paths) :], strict=True))
+
+    @property
+    def written(self) -> frozenset[Slot]:
+        """The attributes that a call sets, or below which it changes something."""
+        own = [change for change in self.changes if isinstance(change, Change) and len(change.path) == 1]
+        named = {(change.path[0], key) for change in own for key in change.values}
+        return frozenset(named | {slot_of(change.path) for change in self.changes if len(change.path) > 1})
 
 
 class _Returned:
@@ -91,63 +161,165 @@ class _Returned:
     spec: Any = None
     kept: Sequence[int] = ()
     assigned: Sequence[str] = ()
+    changes: Sequence[Change | Write] = ()
+    stays: Sequence[int] = ()
+    results: int = 0
+    before: Opened = NOTHING
 
 
 class _Flat(nn.Module):
-    """The model as a function of its tensor inputs alone; what is no tensor is closed over."""
+    """The model as a function of its tensor inputs alone; what is no tensor is closed over.
 
-    def __init__(self, model: nn.Module, spec: Any, leaves: Sequence[Any]) -> None:
+    Args:
+        opened: where the values lie that come behind the arguments' tensors.
+    """
+
+    def __init__(
+        self, model: nn.Module, spec: Any, leaves: Sequence[Any], opened: Sequence[Path], asked: Asked
+    ) -> None:
         super().__init__()
-        self.model, self.spec, self.leaves = model, spec, leaves
+        self.model, self.spec, self.leaves, self.opened, self.asked = model, spec, leaves, opened, asked
         self.returned = _Returned()  # An object: the exporter undoes what a forward sets on the module itself.
 
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        queue = iter(tensors)
-        leaves = [next(queue) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+    def forward(self, *given: Any) -> tuple[Any, ...]:
+        queue = iter(given)
+        leaves = [next(queue) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        before = dict(self.model.named_buffers())
-        with nothing_lost(self.model), Decided():
-            changed = states((args, kwargs))
-            result = self.model(*args, **kwargs)
-            found, self.returned.spec = outcome(result, changed)
-        assigned = _assigned(before, self.model)
-        sizes = [leaf for leaf in found if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)]
-        computed: list[Any] = [leaf for leaf in found if isinstance(leaf, torch.Tensor)] + sizes
-        places = {id(leaf): _Place(i) for i, leaf in enumerate(computed)}
-        self.returned.leaves = [places.get(id(leaf), leaf) for leaf in found]
+        modules = dict(self.model.named_modules())
+        given_at = {path: next(queue) for path in self.opened}
+        own = {path: found_at(modules, path) for path in self.opened}
+        for path, value in given_at.items():
+            put_at(modules, path, value)
+        versions = {path: x._version for path, x in given_at.items() if isinstance(x, Tensor)}
+        before, buffers = Before(self.model), dict(self.model.named_buffers())
+        try:
+            with nothing_lost(self.model), Decided(), self.asked, self.asked.answering(), without_chance(self.model):
+                changed = states((args, kwargs))
+                result = self.model(*args, **kwargs)
+                found, self.returned.spec = outcome(result, changed)
+            written = [
+                (path, {k: _opened(path, k, v, before) for k, v in new.items()}) for path, new in before.changes()
+            ]
+            assigned = _assigned(buffers, self.model)
+        finally:
+            before.restore()
+            for path, value in own.items():
+                put_at(modules, path, value)
+        self.returned.before = _held_before(modules, written)
         inside = [*within_states(result, changed), *within_states(changed)]
+        moved = {path: given_at[path] for path, then in versions.items() if given_at[path]._version != then}
+        return self._flattened(found, inside, written, moved, assigned)
+
+    def _flattened(
+        self,
+        found: Sequence[Any],
+        inside: Sequence[bool],
+        written: Sequence[tuple[Path, dict[Any, Any]]],
+        moved: Mapping[Path, Tensor],
+        assigned: Mapping[str, Tensor],
+    ) -> tuple[Any, ...]:
+        """What the graph returns: tensors and sizes of the result, then what attributes are set to, then buffers.
+
+        Args:
+            inside: of each leaf of the result, whether it belongs to a state.
+            written: what attributes are set to.
+            moved: tensors of attributes that were written into.
+            assigned: buffers that were set anew.
+        """
+        sizes = [leaf for leaf in found if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)]
+        computed: list[Any] = [leaf for leaf in found if isinstance(leaf, Tensor)] + sizes
+        self.returned.results = len(computed)
+        kept_in = {(path[0], path[1]) for path in self.opened}
+        values = [(slot_of((*path, k)), v[0]) for path, new in written for k, v in new.items() if v is not GONE]
+        set_to = [(slot, x) for slot, leaves in values for x in leaves if isinstance(x, Tensor)]
+        set_to += [(slot_of(path), x) for path, x in moved.items()]
+        for _, x in set_to:
+            computed += [x] * (position(x, computed) is None)
+        places = {id(leaf): Place(i) for i, leaf in enumerate(computed)}
+        self.returned.leaves = [places.get(id(leaf), leaf) for leaf in found]
         self.returned.kept = [
             places[id(leaf)].at for leaf, one in zip(found, inside, strict=True) if one and id(leaf) in places
         ]
+        self.returned.stays = [places[id(x)].at for slot, x in set_to if slot in kept_in]
+        self.returned.changes = [Write(path, places[id(x)].at) for path, x in moved.items()]
+        self.returned.changes += [_placed(path, new, places) for path, new in written]
         self.returned.assigned = list(assigned)
         return (*computed, *assigned.values())
 
 
-def _assigned(before: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that a forward has set anew (`self.mean = ...`), which the exporter does not see."""
-    found = {name: now for name, now in model.named_buffers() if now is not before.get(name)}
-    for name, now in found.items():
-        if name not in before or now.shape != before[name].shape:
-            raise Error(
-                f"the model gives its buffer `{name}` another shape, {list(now.shape)}",
-                **{"try": "a buffer as long as it may become, of which forward takes a slice"},
-            )
-    return found
+def _opened(path: Path, key: Any, value: Any, before: Before) -> Any:
+    """What an attribute is set to, as leaves and their structure."""
+    try:
+        return GONE if value is GONE else opened(value, before.places)
+    except Error as error:
+        raise Error(
+            f"forward sets `{spelled(path, key)}`, which no later call could do: {error.problem}", **error.facts
+        ) from error
+
+
+def _placed(path: Path, new: Mapping[Any, Any], places: Mapping[int, Place]) -> Change:
+    """A change whose leaves say where in the outputs they are, and how sizes are computed."""
+
+    def placed(leaf: Any) -> Any:
+        if isinstance(leaf, torch.SymInt):
+            return Size(leaf.node.expr)
+        return places.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf
+
+    return Change(path, {k: v if v is GONE else ([placed(x) for x in v[0]], v[1]) for k, v in new.items()})
+
+
+def _held_before(modules: Mapping[str, nn.Module], written: Sequence[tuple[Path, dict[Any, Any]]]) -> Opened:
+    """Of what a call sets, the attributes below which there were tensors, and where there were whole numbers."""
+    slots, numbers = set[Slot](), set[Path]()
+    for path, new in written:
+        for key in new:
+            try:
+                was = found_at(modules, (*path, key))
+            except LookupError:
+                continue
+            if type(was) in (int, torch.SymInt):
+                numbers.add((*path, key))
+            elif any(isinstance(x, Tensor) for _, x in below(was, path, {})):
+                slots.add(slot_of((*path, key)))
+    return Opened(frozenset(slots), frozenset(numbers))
+
+
+def _assigned(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a forward has set anew (`self.mean = ...`), which the exporter does not see.
+
+    One of another shape or dtype is a change of the model's attributes (`autotp/attributes.py`).
+    """
+    found = {name: now for name, now in model.named_buffers() if name in before and now is not before[name]}
+    return {name: now for name, now in found.items() if not is_new(now, before[name])}
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Stands for the output of the graph at this position."""
 
     at: int
 
 
+@dataclass(frozen=True)
+class Size:
+    """Stands for a whole number that is computed from sizes and numbers that a call is given."""
+
+    expression: Any
+
+
+ALWAYS = Wanted()
 CAPTURING = threading.RLock()
 """torch.export, and what it is captured under, are for one thread at a time."""
 
 
 def capture(
-    skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: Autocast = OFF, once: bool = True
+    skeleton: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    autocast: Autocast = OFF,
+    once: bool = True,
+    opened: Opened = NOTHING,
+    wanted: Wanted = ALWAYS,
 ) -> Captured:
     """The graph of `skeleton(*args, **kwargs)`, with every input dimension symbolic where the model allows.
 
@@ -156,41 +328,79 @@ def capture(
         args, kwargs: example arguments; of tensors only shapes and dtypes are read.
         autocast: what is on around the model.
         once: whether blocks that are alike are captured once (`autotp/repeats.py`), which gives the same graph sooner.
+        opened: attributes that change from call to call, besides those that the model itself writes.
+        wanted: of what gradients are wanted in the call, should the model ask.
 
     Raises:
         Error: the model branches on data, or fails on these inputs; names the source line.
     """
     leaves, spec = flatten((args, kwargs))
     with CAPTURING:
-        for with_objects in (True, False) if once else ():
-            repeats = Repeats(with_objects)
-            with suppress(Entangled, Error):  # What fails while its blocks are watched is to fail, or not, as it is.
-                return _capture(skeleton, leaves, spec, autocast, repeats.watched)
-            if not repeats.met_objects:
-                break
-        return _capture(skeleton, leaves, spec, autocast, nullcontext)
+        while True:
+            found = _captured_once(skeleton, leaves, spec, autocast, once, opened, wanted)
+            if isinstance(found, Captured):
+                return found
+            if opened | found == opened:
+                names = ", ".join(f"`{spelled(slot)}`" for slot in sorted(found.slots))
+                raise Error(f"forward writes into {names} in a way that a graph cannot", **{"try": "a buffer"})
+            opened |= found
+
+
+def _captured_once(
+    skeleton: nn.Module,
+    leaves: list[Any],
+    spec: Any,
+    autocast: Autocast,
+    once: bool,
+    opened: Opened,
+    wanted: Wanted,
+) -> Captured | Opened:
+    """The graph; or what has to be opened besides."""
+    for with_objects in (True, False) if once else ():
+        repeats = Repeats(with_objects)
+        with suppress(Entangled, Error):  # What fails while its blocks are watched is to fail, or not, as it is.
+            return _capture(skeleton, leaves, spec, autocast, repeats, opened, wanted)
+        if not repeats.met_objects:
+            break
+    return _capture(skeleton, leaves, spec, autocast, None, opened, wanted)
 
 
 def _capture(
-    skeleton: nn.Module, leaves: list[Any], spec: Any, autocast: Autocast, region: Callable[[nn.Module], Any]
-) -> Captured:
-    """As `capture`; the model runs in the region that `region(model)` opens."""
+    skeleton: nn.Module, leaves: list[Any], spec: Any, autocast: Autocast, repeats: Repeats | None,
+    opened: Opened, wanted: Wanted,
+) -> Captured | Opened:  # fmt: skip
+    """As `capture`; the calls of its blocks go through `repeats`."""
     with alone(), autocast.on(), _quiet():
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            flat = _Flat(_copy_on(skeleton, autocast.device), spec, leaves)
-            tensors = tuple(_like(leaf, autocast.device) for leaf in leaves if isinstance(leaf, torch.Tensor))
-        dynamic = tuple({d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in tensors)
-        with region(flat.model):
-            program = _exported(flat, tensors, dynamic)
+            model = _copy_on(skeleton, autocast.device)
+            held = values_at(model, opened.slots, opened.numbers - opened.fixed)
+            asked = Asked(wanted)
+            flat = _Flat(model, spec, leaves, list(held), asked)
+            given = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + list(held.values())
+            given = [_like(x, autocast.device) if isinstance(x, Tensor) else x for x in given]
+            for x, flag in zip(given, wanted.inputs, strict=False):
+                x.requires_grad_(flag)
+        dynamic = tuple(_symbolic(x) for x in given)
+        reads = Reads(flat.model)
+        with reads.watched(), repeats.watched(flat.model) if repeats else nullcontext():
+            program = _exported(flat, tuple(given), dynamic)
         if isinstance(program, Exception):
-            plain = _plain(flat, tensors, mode)
+            plain = _plain(flat, given, mode)
             raise _explained(program, plain) from plain or program  # The exporter's trace is a page long.
-    return _captured(program, flat, tensors, autocast)
+    if opened | flat.returned.before != opened:
+        return flat.returned.before
+    found = _captured(program, flat, given, autocast, reads.slots(repeats.same if repeats else ()), opened)
+    return replace(found, wanted=asked.relevant()) if isinstance(found, Captured) else found
 
 
-def _exported(flat: _Flat, tensors: tuple[torch.Tensor, ...], dynamic: Any) -> ExportedProgram | Exception:
+def _symbolic(x: Any) -> Any:
+    """Which dimensions of a tensor may have other sizes, and that a number may be another."""
+    return {d: Dim.AUTO for d, n in enumerate(x.shape) if n > 1} if isinstance(x, Tensor) else Dim.AUTO
+
+
+def _exported(flat: _Flat, given: tuple[Any, ...], dynamic: Any) -> ExportedProgram | Exception:
     try:
-        return export(flat, tensors, dynamic_shapes=(dynamic,), strict=False)
+        return export(flat, given, dynamic_shapes=(dynamic,), strict=False)
     except (Entangled, Error):
         raise
     except Exception as error:
@@ -215,14 +425,8 @@ def skeleton_of(model: nn.Module) -> nn.Module:
 
 
 def _copy_on(model: nn.Module, device: str) -> nn.Module:
-    memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        empty = torch.empty_like(tensor, device=device, requires_grad=False)
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    plain = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
-    memo.update({id(tensor): tensor for tensor in plain if tensor.is_leaf})  # constants of the graph
     try:
-        return copy.deepcopy(model, memo)
+        return copy.deepcopy(model, stand_ins(model, device))
     except Exception as error:
         first = str(error).strip().splitlines()[0]
         raise Error(
@@ -231,33 +435,145 @@ def _copy_on(model: nn.Module, device: str) -> nn.Module:
         ) from error
 
 
+def stand_ins(model: nn.Module, device: str, whole: Mapping[str, Tensor] = MappingProxyType({})) -> dict[Any, Any]:
+    """What a deep copy of a model has in the place of its tensors, by `id`.
+
+    Args:
+        device: where parameters and buffers are, without values. Other tensors are constants of the graph, as they are.
+        whole: first name -> what stands for a parameter or buffer of which `model` has another form.
+    """
+    memo: dict[Any, Any] = {}
+    for name, tensor in model.named_parameters():
+        like = whole.get(name, tensor)
+        memo[id(tensor)] = nn.Parameter(_empty(like, device), like.requires_grad)
+    for name, tensor in model.named_buffers():
+        memo[id(tensor)] = _empty(whole.get(name, tensor), device)
+    for _, value in everything(model):
+        if isinstance(value, torch.Generator):
+            memo[id(value)] = value
+        elif isinstance(value, Tensor):
+            memo.setdefault(id(value), value if value.is_leaf else value.detach().requires_grad_(value.requires_grad))
+    return memo
+
+
+def _empty(like: Tensor, device: str) -> Tensor:
+    return torch.empty_like(like, device=device, requires_grad=False)
+
+
 def _like(leaf: torch.Tensor, device: str) -> torch.Tensor:
     return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device=device)
 
 
-def _captured(program: ExportedProgram, flat: _Flat, tensors: Sequence[torch.Tensor], autocast: Autocast) -> Captured:
+def _captured(
+    program: ExportedProgram,
+    flat: _Flat,
+    given: Sequence[Any],
+    autocast: Autocast,
+    reads: frozenset[Slot],
+    opened: Opened,
+) -> Captured | Opened:
     graph, names = unfold(inline(program.graph_module.graph)), _targets(program)
     parameters = _first_names(names.get(InputKind.PARAMETER, {}), dict(flat.named_parameters(remove_duplicate=False)))
     buffers = _first_names(names.get(InputKind.BUFFER, {}), dict(flat.named_buffers(remove_duplicate=False)))
     _merge_tied(graph, parameters)
     _merge_tied(graph, buffers)
     inputs = list(names.get(InputKind.USER_INPUT, {}))
-    example = [node.meta["val"] for node in graph.nodes if node.op == "placeholder" and node.name in inputs]
     constants = {name: program.constants[target] for name, target in names.get(InputKind.CONSTANT_TENSOR, {}).items()}
     _expect_values(constants)
+    if slots := _written_into(graph, constants, flat.model):
+        return Opened(slots)
+    shapes = {
+        node.name: _shape(node.meta["val"]) for node in graph.nodes if node.op == "placeholder" and node.name in inputs
+    }
+    own = dict(zip(inputs[len(inputs) - len(flat.opened) :], flat.opened, strict=True))
+    if used := [path for name, path in own.items() if _is_read_number(graph, name)]:
+        return Opened(fixed=frozenset(used))
+    unread = _drop_unread(graph, own)
+    known = {name: x for name, x in zip(inputs, given, strict=True) if name not in unread}
+    sizes = Sizes([shapes[name] for name in known], _environment(graph), program)
+    tensors = [name for name, x in known.items() if isinstance(x, Tensor)]
     places = {name: place for place, name in buffers.items()}
-    assigned = [places[name] for name in flat.returned.assigned]
-    shapes = tuple(tuple(t.shape) for t in tensors)
     inside = within_states(pytree.tree_unflatten(flat.leaves, flat.spec))
-    of_tensors = [one for one, leaf in zip(inside, flat.leaves, strict=True) if isinstance(leaf, torch.Tensor)]
-    owned = frozenset(name for name, one in zip(inputs, of_tensors, strict=True) if one)
-    rebuild, kept = _rebuilding(flat.returned), frozenset(flat.returned.kept)
-    leaves = tuple(_like(leaf, "meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves)
-    fits = guard(example, program)
+    of_tensors = [one for one, leaf in zip(inside, flat.leaves, strict=True) if isinstance(leaf, Tensor)]
+    owned = frozenset(name for name, one in zip(inputs, of_tensors, strict=False) if one)
     return Captured(
-        graph, parameters, buffers, constants, inputs, assigned, rebuild, owned, kept, fits, shapes, leaves, flat.spec,
-        autocast,
-    )  # fmt: skip
+        graph=graph,
+        parameters=parameters,
+        buffers=buffers,
+        constants=constants,
+        inputs=tensors,
+        assigned=[places[name] for name in flat.returned.assigned],
+        outputs=_rebuilding(flat.returned),
+        owned=owned | frozenset(own),
+        kept=frozenset(flat.returned.kept),
+        fits=sizes.fits(),
+        example=tuple(tuple(_shape(x)) for x in known.values()),
+        leaves=tuple(_like(leaf, "meta") if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves),
+        spec=flat.spec,
+        autocast=autocast,
+        reads=reads,
+        opened=tuple(path for name, path in own.items() if name not in unread),
+        known=opened,
+        changes=tuple(_computed(change, sizes) for change in flat.returned.changes),
+        stays=frozenset(flat.returned.stays),
+        results=flat.returned.results,
+    )
+
+
+def _shape(value: Any) -> Sequence[Any]:
+    """A tensor's sizes; a number as the size of one dimension."""
+    return tuple(value.shape) if isinstance(value, Tensor) else (value,)
+
+
+def _computed(change: Change | Write, sizes: Sizes) -> Change | Write:
+    """A change whose sizes are functions of the shapes of a call."""
+    if isinstance(change, Write):
+        return change
+
+    def computed(leaf: Any) -> Any:
+        return Size(sizes.function(_python(leaf.expression))) if isinstance(leaf, Size) else leaf
+
+    return Change(
+        change.path, {k: v if v is GONE else ([*map(computed, v[0])], v[1]) for k, v in change.values.items()}
+    )
+
+
+def _written_into(graph: fx.Graph, constants: Mapping[str, Tensor], model: nn.Module) -> frozenset[Slot]:
+    """The attributes whose tensors are written into or want a gradient, which have to be inputs."""
+    slots = {id(value): slot_of(path) for path, value in everything(model) if isinstance(value, Tensor)}
+    found = {slots[id(x)] for x in constants.values() if x.requires_grad and id(x) in slots}
+    for node in filter(writes, graph.nodes):
+        root: Any = node
+        while isinstance(root, fx.Node) and root.op == "call_function" and root.args:
+            root = root.args[0]
+        if isinstance(root, fx.Node) and id(constants.get(root.name)) in slots:
+            found.add(slots[id(constants[root.name])])
+    return frozenset(found)
+
+
+def _drop_unread(graph: fx.Graph, names: Collection[str]) -> set[str]:
+    """Those of these tensors that nothing is computed from, which are inputs no more."""
+    found = [n for n in graph.nodes if n.op == "placeholder" and n.name in names and not n.users]
+    for node in [node for node in found if isinstance(node.meta["val"], Tensor)]:
+        graph.erase_node(node)
+    return {node.name for node in found if isinstance(node.meta["val"], Tensor)}
+
+
+def _is_read_number(graph: fx.Graph, name: str) -> bool:
+    """True for a number that operators are given; its placeholder goes where only other numbers are computed of it."""
+    node = next((n for n in graph.nodes if n.op == "placeholder" and n.name == name), None)
+    if node is None or isinstance(node.meta.get("val"), Tensor):
+        return False
+    queue, order = [node], []
+    while queue:
+        one = queue.pop()
+        if isinstance(one.meta.get("val"), Tensor) or one.op == "output":
+            return True
+        order.append(one)
+        queue += one.users
+    for one in sorted(set(order), key=list(graph.nodes).index, reverse=True):
+        graph.erase_node(one)
+    return False
 
 
 def _expect_values(constants: dict[str, torch.Tensor]) -> None:
@@ -301,53 +617,64 @@ def _rebuilding(returned: _Returned) -> Callable[[Sequence[Any], Sequence[Any]],
     leaves, spec = returned.leaves, returned.spec
 
     def rebuild(found: Sequence[Any], mine: Sequence[Any]) -> Any:
-        return settled([found[leaf.at] if isinstance(leaf, _Place) else leaf for leaf in leaves], spec, mine)
+        return settled([found[leaf.at] if isinstance(leaf, Place) else leaf for leaf in leaves], spec, mine)
 
     return rebuild
 
 
-def guard(example: Sequence[torch.Tensor], program: ExportedProgram) -> Callable[[Shapes], bool]:
-    """What the exporter assumed of the input shapes, as a plain Python function of them.
+def _environment(graph: fx.Graph) -> Any:
+    """Where the exporter keeps what it assumed of sizes."""
+    values = (node.meta.get("val") for node in graph.nodes)
+    modes = (getattr(value, "fake_mode", None) for value in values)
+    return next((mode.shape_env for mode in modes if mode is not None), None)
+
+
+class Sizes:
+    """What the exporter assumed of the shapes of a call, as plain Python functions of them.
 
     Every size must be the number or the symbol it was captured as, symbols stay in their ranges, and the
     comparisons that the model made keep their outcome.
     """
-    symbols: dict[str, str] = {}
-    tests: list[str] = []
-    for i, tensor in enumerate(example):
-        for d, size in enumerate(tensor.shape):
-            expr = sympy.Integer(size) if isinstance(size, int) else size.node.expr
-            place = f"shapes[{i}][{d}]"
-            if expr.is_Symbol and str(expr) not in symbols:
-                symbols[str(expr)] = place
-            else:
-                tests.append(f"{place} == {_python(expr)}")
-    for symbol, bounds in program.range_constraints.items():
-        if str(symbol) in symbols:
-            tests += [f"{symbol} >= {bounds.lower}"] if bounds.lower.is_Integer else []
-            tests += [f"{symbol} <= {bounds.upper}"] if bounds.upper.is_Integer else []
-    environment = example[0].fake_mode.shape_env if example else None  # type: ignore[attr-defined]
-    tests += (
-        [_python(g.expr) for g in environment.guards if {str(s) for s in g.expr.free_symbols} <= set(symbols)]
-        if environment
-        else []
-    )
-    head = "".join(f"    {name} = {place}\n" for name, place in symbols.items())
-    source = f"def fits(shapes):\n{head}    return {' and '.join(f'({test})' for test in tests) or 'True'}\n"
-    scope: dict[str, Any] = {"math": __import__("math")}
-    exec(source, scope)
-    return scope["fits"]
+
+    def __init__(self, example: Sequence[Sequence[Any]], environment: Any, program: ExportedProgram) -> None:
+        self.symbols: dict[str, str] = {}
+        self.tests: list[str] = []
+        for i, shape in enumerate(example):
+            for d, size in enumerate(shape):
+                expr = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+                place = f"shapes[{i}][{d}]"
+                if expr.is_Symbol and str(expr) not in self.symbols:
+                    self.symbols[str(expr)] = place
+                else:
+                    self.tests.append(f"{place} == {_python(expr)}")
+        for symbol, bounds in program.range_constraints.items():
+            if str(symbol) in self.symbols:
+                self.tests += [f"{symbol} >= {bounds.lower}"] if bounds.lower.is_Integer else []
+                self.tests += [f"{symbol} <= {bounds.upper}"] if bounds.upper.is_Integer else []
+        known = [g.expr for g in environment.guards] if environment is not None else []
+        self.tests += [_python(expr) for expr in known if {str(s) for s in expr.free_symbols} <= set(self.symbols)]
+
+    def fits(self) -> Callable[[Shapes], bool]:
+        """True for shapes of which all that was assumed is true."""
+        return self.function(" and ".join(f"({test})" for test in self.tests) or "True")
+
+    def function(self, expression: str) -> Callable[[Shapes], Any]:
+        """An expression of symbols, as a function of shapes."""
+        head = "".join(f"    {name} = {place}\n" for name, place in self.symbols.items())
+        scope: dict[str, Any] = {"math": __import__("math")}
+        exec(f"def value(shapes):\n{head}    return {expression}\n", scope)
+        return scope["value"]
 
 
 def _python(expr: sympy.Basic) -> str:
     return PythonPrinter().doprint(expr)
 
 
-def _plain(flat: _Flat, tensors: Sequence[torch.Tensor], mode: FakeTensorMode) -> Exception | None:
+def _plain(flat: _Flat, given: Sequence[Any], mode: FakeTensorMode) -> Exception | None:
     """What the model raises on inputs of exactly these sizes, if anything: there no symbols stand for sizes."""
     try:
         with mode:
-            flat(*tensors)
+            flat(*given)
     except Exception as error:
         return error
     return None

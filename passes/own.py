@@ -56,6 +56,20 @@ def value_at(place: Place) -> Tensor:
     return found
 
 
+def places(root: nn.Module) -> tuple[dict[str, str], dict[str, Place]]:
+    """For every name of a parameter or buffer the first name it has, and for every first name where it lies."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    found: dict[str, Place] = {}
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        for key, tensor in {**module._parameters, **module._buffers}.items():
+            if tensor is not None:
+                name = f"{prefix}.{key}" if prefix else key
+                names[name] = first.setdefault(id(tensor), name)
+                found.setdefault(names[name], (module, key))
+    return names, found
+
+
 def place_of(root: nn.Module, name: str) -> Place:
     """Where the parameter or buffer of this name lies."""
     path, _, key = name.rpartition(".")

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.models.gpt import GPT, GPTConfig
+from autotp.module import executable_of
 
 VOCAB = 97
 
@@ -28,7 +29,7 @@ def both(n: int, whole: nn.Module, **settings: Any) -> tuple[nn.Module, autotp.P
 
 def graphs(parallel: autotp.ParallelModule) -> int:
     """How many signatures it has met."""
-    return len(parallel._entries)
+    return len(executable_of(parallel).entries)
 
 
 def expect_gradients(whole: nn.Module, parallel: autotp.ParallelModule, tolerance: float = 1e-12) -> None:

@@ -61,8 +61,10 @@ class Leveled(Block):
 
 
 def test_what_the_class_has_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Leveled, "level", 1)
+
     def call(model: Any, i: int, block: Any, x: Tensor) -> Any:
-        monkeypatch.setattr(Leveled, "level", i // 2)
+        Leveled.level = i // 2
         return block(x)
 
     assert runs(Stack(*(Leveled() for _ in range(4)), call=call), X) == 2
@@ -94,7 +96,8 @@ def test_an_object_that_changes_between_calls() -> None:
     def does(block: Any, x: Tensor, y: Tensor) -> Tensor:
         return y * (block.index.step + 1)
 
-    assert runs(Stack(*(Block(does, index=config) for _ in range(4)), call=call), X) == 2
+    captures = 2  # What forward sets is an input of the second.
+    assert runs(Stack(*(Block(does, index=config) for _ in range(4)), call=call), X) == 2 * captures
 
 
 def test_what_is_too_deep_to_look_through() -> None:
@@ -188,6 +191,7 @@ def test_attributes_read_otherwise(read: Any) -> None:
 
 def test_what_a_function_has_closed_over() -> None:
     noted = Noted()
+    noted.seen = 1  # type: ignore[attr-defined]  # As at the end.
 
     def scale(y: Tensor) -> Tensor:
         return y * noted.seen  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from pairs import VOCAB, both, expect_gradients, gpt, graphs, tokens
 from torch import Tensor, nn
 
 import autotp
+from autotp.sharded import Sharded
 
 checks = Checks()
 
@@ -167,7 +168,8 @@ def outputs(rank: int, n: int) -> None:
             parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs={"x": x, "y": y}, outputs=setting)
             cut = setting == "local" or (setting == "auto" and whole.training)
             logits = parallel(x, y)["logits"]
-            assert (logits.shape[-1] < VOCAB) == cut
+            assert (logits.shape[-1] < VOCAB) == (setting == "local")
+            assert isinstance(logits, Sharded) == (cut and setting == "auto")
             everything = autotp.gather(parallel(x, y))
             expected = whole(x, y)
             torch.testing.assert_close(everything, expected)

@@ -159,8 +159,10 @@ def what_a_rank_shows_and_takes(rank: int, n: int) -> None:
     full = copy.deepcopy(whole.state_dict())
     cut = autotp.parallelize(whole, n, example_inputs=tokens())
     shown = str(cut).splitlines()
-    assert shown[:3] == ["GPT(", f"  tp=2, rank {rank} on cpu", "  (wte): Embedding(weight [97@tp, 56])"]
-    assert "(c_attn): Linear(weight [168@tp, 56], bias [168@tp])" in str(cut)
+    assert shown[:3] == ["GPT(", f"  tp=2, rank {rank} on cpu", "  (wte): Embedding(97, 56, weight [97@tp, 56])"]
+    assert "(c_attn): Linear(in_features=56, out_features=168, bias=True, weight [168@tp, 56], bias [168@tp])" in str(
+        cut
+    )
     before = cut.state_dict()
     assert message(lambda: cut.load_state_dict(full)) == (
         "load_state_dict: these are not the parts that this rank holds\n"

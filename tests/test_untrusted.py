@@ -203,4 +203,4 @@ def test_the_class_of_transformers_instead_of_code(llama: Path, tmp_path: Path) 
     (folder / "config.json").write_text(json.dumps(config))
     for kind in (None, transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM):
         model = autotp.from_pretrained(folder, config={"auto_map": {}}, model_class=kind)
-        assert type(model._original) is transformers.LlamaForCausalLM
+        assert isinstance(model, transformers.LlamaForCausalLM)

@@ -6,10 +6,12 @@ Nothing here imports transformers before the user has.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -60,6 +62,23 @@ def read_attribute(name: str, value: Any, among: Sequence[Any]) -> Any:
 # ---- generate
 
 
+LOGITS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""Models that generate -> whether a token is chosen from "whole" logits, or from those that are "cut"."""
+
+
+@contextmanager
+def _decoding(model: Any, logits: str) -> Iterator[None]:
+    """A region in which a model generates."""
+    before = LOGITS.get(model)
+    LOGITS[model] = logits
+    try:
+        yield
+    finally:
+        LOGITS.pop(model)
+        if before is not None:
+            LOGITS[model] = before
+
+
 class Generates:
     """Decoding with a parallel model: transformers' own loops, on scores that stay cut by vocabulary.
 
@@ -67,26 +86,29 @@ class Generates:
     After:  argmax of Scores, which exchanges a pair for each row
     """
 
+    mesh: Mesh
+    outputs_stay_cut: Callable[[], AbstractContextManager[None]]
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """What `generate` of the original model returns: the same tokens on every rank.
 
         Raises:
             Error: an option that a parallel model does not have.
         """
-        vars(self)["_logits"] = "whole"  # A view of its own for each time that a method is asked for.
         inherited = super().generate  # type: ignore[misc]
-        return within(f"{type(self).__name__}.generate", lambda: inherited(*args, **kwargs))
+        with _decoding(self, "whole"):
+            return within(f"{type(self).__name__}.generate", lambda: inherited(*args, **kwargs))
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Raises Error."""
         raise Error("continuous batching of a parallel model is not here yet", **{"try": "model.generate(**inputs)"})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        logits, shell = vars(self).get("_logits"), vars(self)["_shell"]
+        logits = LOGITS.get(self)
         if logits is None:
-            return shell(*args, **kwargs)
-        with shell.outputs_stay_cut():
-            found = shell(*args, **kwargs)
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        with self.outputs_stay_cut():
+            found = super().__call__(*args, **kwargs)  # type: ignore[misc]
         for name, value in list(found.items()):
             if not is_state(value):
                 found[name] = marked(value) if name == "logits" and logits == "cut" else gather_all(value)
@@ -97,7 +119,7 @@ class Generates:
     ) -> Any:
         whole = generation_config.output_scores or generation_config.output_logits
         if not whole and not any(hasattr(one, "model") for one in logits_processor):
-            vars(self)["_logits"] = "cut"
+            LOGITS[self] = "cut"
         processors = partial(processed, logits_processor)
         return self._decoded("_sample", input_ids, processors, stopping_criteria, generation_config, kwargs)
 
@@ -119,7 +141,7 @@ class Generates:
         self, name: str, ids: Tensor, processors: Any, criteria: Any, config: Any, rest: dict[str, Any]
     ) -> Any:
         """What transformers' loop of this name returns, where the first rank's chance and clock decide for all."""
-        mesh = vars(self)["_shell"].mesh
+        mesh = self.mesh
         if config.do_sample:
             follow_first_random_state(mesh)
         criteria[:] = [one if type(one).__name__ in ALIKE else _FirstRanks(one, mesh) for one in criteria]

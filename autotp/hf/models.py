@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from torch import nn
 
@@ -16,7 +16,7 @@ from autotp.hf.generation import Generates
 
 
 def overrides(original: type) -> tuple[type, ...]:
-    """The classes that the view of a parallel model of class `original` has before it."""
+    """The classes that come before `original` in the class of a parallel model."""
     places = (
         ("transformers.generation.utils", "GenerationMixin", Generates),
         ("transformers.modeling_utils", "PreTrainedModel", Saves),
@@ -43,6 +43,8 @@ def without_checkpointing(model: nn.Module) -> nn.Module:
 class Saves:
     """A model of transformers: of a shard of it no checkpoint is written."""
 
+    recompute: str
+
     def save_pretrained(self, save_directory: str | os.PathLike[str], **given: Any) -> None:
         """As `autotp.save_pretrained`: the whole model, by all ranks together.
 
@@ -55,20 +57,20 @@ class Saves:
         if others:
             names = ", ".join(sorted(others))
             raise Error(f"a parallel model is not saved with {names}", **{"try": "autotp.save_pretrained(model, path)"})
-        save_pretrained(vars(self)["_shell"], save_directory, **given)
+        save_pretrained(cast(nn.Module, self), save_directory, **given)
 
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
         """As `parallelize(..., recompute="full")`: what a block computes is computed again in backward."""
-        vars(self)["_shell"].recompute = "full"
+        self.recompute = "full"
 
     def gradient_checkpointing_disable(self) -> None:
         """As `recompute="none"`."""
-        vars(self)["_shell"].recompute = "none"
+        self.recompute = "none"
 
     @property
     def is_gradient_checkpointing(self) -> bool:
         """True where blocks are computed again."""
-        return bool(vars(self)["_shell"].recompute == "full")
+        return bool(self.recompute == "full")
 
     def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
         """Raises Error."""

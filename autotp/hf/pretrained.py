@@ -34,9 +34,9 @@ from autotp.hf.beside import copy_beside
 from autotp.layout import Layout
 from autotp.lazy import Lazy
 from autotp.mesh import TIMEOUT, make_mesh
+from autotp.module import ParallelModule
 from autotp.parts import parallel_of
 from autotp.passes.recompute import Recompute
-from autotp.run import ParallelModule
 from autotp.settings import Settings
 from autotp.sources import Source, read
 from autotp.transform import Experts, Outputs
@@ -138,7 +138,7 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], *, max_shard
         tensors = {name: lazy.source for name, lazy in _as_saved(parallel).items()}
         write_checkpoint(folder, tensors, parallel.mesh, largest, lambda new: _write_beside(new, parallel))
 
-    within(f"save_pretrained({type(parallel._original).__name__}, {folder})", run)
+    within(f"save_pretrained({type(parallel).__name__}, {folder})", run)
 
 
 # ---- loading
@@ -348,35 +348,34 @@ def _as_saved(parallel: ParallelModule) -> dict[str, Lazy]:
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    original = parallel._original
-    if not isinstance(original, _transformers().PreTrainedModel):
+    if not isinstance(parallel, _transformers().PreTrainedModel):
         raise Error(
-            f"a {type(original).__name__} is no model of transformers",
+            f"a {type(parallel).__name__} is no model of transformers",
             **{"try": "autotp.full_state_dict(model), and torch.save on the first rank"},
         )
     held = parallel.state_dict(keep_vars=True)
-    names = remove_tied_weights_from_state_dict(dict(original.state_dict()), original)
-    left_out = set(original._keys_to_ignore_on_save or ())
+    names = remove_tied_weights_from_state_dict(dict(held), parallel)
+    left_out = set(parallel._keys_to_ignore_on_save or ())
     whole = {
         name: Lazy(Whole(held[name], parallel.layout_of(name) or Layout(tuple(held[name].shape)), parallel.mesh))
         for name in names
         if name not in left_out
     }
     with torch.no_grad():
-        return revert_weight_conversion(original, whole)  # type: ignore[arg-type]
+        return revert_weight_conversion(parallel, whole)  # type: ignore[arg-type]
 
 
 def _write_beside(folder: Path, parallel: ParallelModule) -> None:
     """The configurations, and the tokenizer's files of the folder that the model was read from."""
-    original: Any = parallel._original
-    config = copy.deepcopy(original.config)
-    config.architectures = [type(original).__name__]
+    model: Any = parallel
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
     config.dtype = next(p.dtype for p in parallel.parameters() if p.is_floating_point())
     config.save_pretrained(folder)
-    if original.can_generate():
-        original.generation_config.save_pretrained(folder)
-    if original.config.name_or_path:
-        copy_beside(Path(original.config.name_or_path), folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    if model.config.name_or_path:
+        copy_beside(Path(model.config.name_or_path), folder)
 
 
 # ---- transformers

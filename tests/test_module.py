@@ -111,23 +111,6 @@ def what_was_made_before(rank: int, n: int) -> None:
     torch.testing.assert_close(parallel(*tokens()), whole(*tokens()), rtol=1e-12, atol=0)
 
 
-@checks.on(2)
-def attributes_that_are_in_the_graph(rank: int, n: int) -> None:
-    parallel = autotp.parallelize(gpt(dropout=0.1).train(), n)
-    with pytest.raises(autotp.Error) as raised:
-        parallel.h[0].attn.n_head = 4
-    assert str(raised.value) == (
-        "`n_head` is 3 in the graphs of the parallel model, and setting it would change nothing\n"
-        "  try      set it on the original model before autotp.parallelize"
-    )
-    with pytest.raises(autotp.Error, match="`n_head` is 3 in the graphs"):
-        parallel.h[0].attn.n_head = torch.ones(3)
-    parallel.h[0].attn.n_head = 3
-    parallel.note = "my own"
-    parallel.training = False
-    assert parallel.note == "my own"
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("n", "name"), checks.cases())
 def test_on_ranks(n: int, name: str) -> None:

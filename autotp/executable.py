@@ -1,0 +1,357 @@
+"""A call of a module of a parallel model: it finds its graph, or captures one, and runs it.
+
+A module has one graph for each kind of call that it has met. A call hands its graph the parameters and the tensors
+among the arguments, and puts the outputs back into the structure that the model returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autotp.agree import CheckInputs, agree_on_call, agree_on_graph, digest
+from autotp.attributes import TABLES, Change, Path, Write, apply, everything, found_at, write_into
+from autotp.eager import alone, is_plain
+from autotp.entry import Entry, prepare
+from autotp.errors import Error, within
+from autotp.fsdp import dtypes, expect_whole
+from autotp.guard import Guard
+from autotp.layout import Layout
+from autotp.mesh import Mesh
+from autotp.outputs import mark, marked
+from autotp.passes.capture import NOTHING, Captured, Opened, Place, Shapes, Size
+from autotp.passes.own import BlockCall, places, value_at, works
+from autotp.passes.recompute import Recomputed
+from autotp.regions import Autocast, ambient
+from autotp.sharded import Sharded
+from autotp.structure import flatten, signature_of, states
+from autotp.surroundings import NOT_ASKED, Wanted, wanted_now
+from autotp.transform import analyse
+from autotp.tree import Tree, attribute_of, held_in, original_of, state_of
+
+CHECKED_CALLS = 2
+"""How many calls of each graph `check_inputs="first"` compares."""
+
+Key = tuple[Any, ...]
+
+
+class Called(NamedTuple):
+    """One call: its arguments flattened, the tensors among them, and what autocast is around it."""
+
+    leaves: list[Any]
+    spec: Any
+    tensors: list[Tensor]
+    autocast: Autocast
+
+
+class Executable:
+    """The graphs of one module of a parallel model, and a call of it.
+
+    Attributes:
+        module: what is called.
+        tree: what it shares with the other modules of its model.
+        entries: each graph with the key of its calls.
+        opened: what is known to change from call to call, which graphs take as inputs.
+        seen: the tree's version when the module was looked at last; what follows is of then.
+        signature: of the module's forward.
+        first_names, places: of its parameters and buffers.
+        modules: by path.
+        layouts: first parameter name -> how it is held.
+        whole: parameters and buffers as the original has them, on meta.
+        structure: which modules there are and how parameters are held: graphs are for one structure.
+    """
+
+    def __init__(self, module: nn.Module, tree: Tree) -> None:
+        self.module, self.tree = module, tree
+        self.entries: list[tuple[Key, Entry]] = []
+        self.opened = NOTHING
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Looks what the module consists of now."""
+        self.seen = self.tree.version
+        self.signature = signature_of(self.module)
+        self.first_names, self.places = places(self.module)
+        self.modules = dict(self.module.named_modules())
+        self.modes = tuple(module.training for module in self.modules.values())
+        held = {name: held_in(module).get(key) for name, (module, key) in self.places.items()}
+        self.layouts = {name: layout for name, layout in held.items() if layout is not None}
+        self.whole = {name: self._on_meta(name, tensor) for name, tensor in self.tensors().items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.whole.items()}
+        every = [(path, id(module)) for path, module in self.module.named_modules(remove_duplicate=False)]
+        now = every, self.first_names, shapes, self.layouts
+        if now != getattr(self, "structure", None):  # Else the same object, which is compared in no time.
+            self.structure = now
+
+    @property
+    def name(self) -> str:
+        """The class of the module."""
+        return type(self.module).__name__
+
+    @property
+    def mesh(self) -> Mesh:
+        """The tensor-parallel axis and this rank's place on it."""
+        return self.tree.mesh
+
+    # ---- a call
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module returns for these arguments, which must be the same on all ranks of the axis."""
+        args, kwargs = self.signature.by_name(args, kwargs)
+        leaves, spec = flatten((args, kwargs))
+        leaves = [marked(leaf) for leaf in leaves]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        called = Called(leaves, spec, tensors, ambient(self.mesh.device))
+        held = self.tensors()
+        key = self._key(leaves, spec, called.autocast, held)
+        entry = self._find(key, tensors)
+        if not torch.compiler.is_compiling():
+            entry = self._agreed(entry, called, key[3:])
+        elif entry is None:
+            _refuse_capture(self.name)
+        assert entry is not None  # Refused above otherwise.
+        tensors, shapes = self._given(entry.analysis.captured, tensors)
+        with called.autocast.off():
+            found = entry.module(
+                *(expect_whole(x, held[x]) if isinstance(x, str) else x for x in entry.operands),
+                *(t.part if isinstance(t, Sharded) else t for t in tensors),
+            )
+        return self._returned(entry, found, states((args, kwargs)), shapes)
+
+    def _given(self, captured: Captured, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Sequence[int]]]:
+        """The tensors that a graph is given, those of attributes behind those of the arguments; and all shapes."""
+        opened = [found_at(self.modules, path) for path in captured.opened]
+        every = [*tensors, *opened]
+        return [x for x in every if isinstance(x, Tensor)], [x.shape if isinstance(x, Tensor) else (x,) for x in every]
+
+    def _returned(self, entry: Entry, found: Sequence[Any], changed: Sequence[Any], shapes: Shapes) -> Any:
+        """The outputs as the model returns them, each tensor with a note of how it is held.
+
+        Buffers are updated, and so are the arguments that the model changes; what they have of a cut is `Sharded`.
+        """
+        with torch.no_grad():
+            # Backwards: a buffer that was written to and then set anew comes twice, what it was set to first.
+            for name, value in reversed(list(zip(entry.updated, found[len(entry.held) :], strict=True))):
+                value_at(self.places[name]).copy_(value)
+        for value, held in zip(found, entry.held, strict=False):
+            mark(value, held)
+        captured = entry.analysis.captured
+        keeps = captured.kept | captured.stays
+        knows = self.tree.settings.outputs != "local"  # Who asked for parts gets plain tensors.
+        found = [
+            marked(x) if i in keeps or (knows and isinstance(x, Tensor) and is_plain(x)) else x
+            for i, x in enumerate(found)
+        ]
+        if captured.changes:
+            self._change(captured.changes, found, shapes)
+        return captured.outputs(found, changed)
+
+    def _change(self, changes: Sequence[Change], found: Sequence[Any], shapes: Shapes) -> None:
+        """Does to the model's attributes what the original's forward does."""
+
+        def leaf(x: Any) -> Any:
+            if isinstance(x, Place):
+                return found[x.at]
+            return x.expression(shapes) if isinstance(x, Size) else x
+
+        for change in changes:
+            if isinstance(change, Write):
+                write_into(found_at(self.modules, change.path), found[change.at])
+        apply([change for change in changes if isinstance(change, Change)], self.modules, leaf)
+        if any(change.path[1:] == (TABLES,) for change in changes):
+            self.tree.version += 1  # A buffer of another shape.
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers as they are now."""
+        return {name: value_at(place) for name, place in self.places.items()}
+
+    def _key(self, leaves: Sequence[Any], spec: Any, autocast: Autocast, held: Mapping[str, Tensor]) -> Key:
+        """Everything about a call but its tensors' sizes and values."""
+        kinds = tuple(_kind(leaf) if isinstance(leaf, Tensor) else plain(leaf) for leaf in leaves)
+        settings = self.tree.settings
+        used = dtypes(self.module, held)
+        return spec, kinds, self.structure, self.modes, used, autocast.dtype, settings.outputs, settings.recompute
+
+    def _find(self, key: Key, tensors: Sequence[Tensor]) -> Entry | None:
+        for known, entry in self.entries:
+            if known == key and entry.guard is not None and entry.guard.holds(self.tree.version):
+                captured = entry.analysis.captured
+                asked = captured.wanted != NOT_ASKED and not captured.wanted.covers(self._wanted(tensors))
+                if not asked and captured.fits(self._given(captured, tensors)[1]):
+                    return entry
+        return None
+
+    def _agreed(self, entry: Entry | None, called: Called, mode: Key) -> Entry:
+        """The graph for a call, captured now if there is none, once the ranks agree on it.
+
+        Args:
+            mode: what of its key is not about the arguments.
+
+        Raises:
+            Error: the ranks were called differently, or the model cannot be captured; on every rank.
+        """
+        check = self.tree.settings.check_inputs
+        if entry is not None and (check == "never" or (check == "first" and entry.calls >= CHECKED_CALLS)):
+            return entry
+        return within(f"{self.name}.forward", lambda: self._checked(entry, called, mode, check))
+
+    def _checked(self, entry: Entry | None, called: Called, mode: Key, check: CheckInputs) -> Entry:
+        if entry is None:
+            if check != "never":
+                agree_on_call(self.mesh, called.leaves, mode, False)
+            entry = self._capture(called)
+        if check != "never":
+            agree_on_call(self.mesh, called.leaves, mode, entry.random)
+        entry.calls += 1
+        return entry
+
+    def _capture(self, called: Called) -> Entry:
+        """A further graph, for a signature not met before, on the parameters as they are held."""
+        self._open_what_changes(called)
+        mesh, settings = self.mesh, self.tree.settings
+        given: dict[int | Path, Layout] = {i: t.held for i, t in enumerate(called.tensors) if isinstance(t, Sharded)}
+        opened, wanted = self.opened, self._wanted(called.tensors)
+        given |= {at: x.held for at, x in everything(self.module) if isinstance(x, Sharded)}
+
+        def make() -> Entry:
+            args, kwargs = pytree.tree_unflatten(called.leaves, called.spec)
+            skeleton = original_of(self.module, self._whole())
+            analysis = analyse(
+                skeleton, args, kwargs, mesh.size, settings, self.layouts, called.autocast, given, opened, wanted
+            )
+            return prepare(analysis, mesh, settings)
+
+        with alone():
+            entry = agree_on_graph(mesh, make, lambda made: digest(made.analysis))
+        return self.keep(self._key(called.leaves, called.spec, called.autocast, self.tensors()), entry)
+
+    def _wanted(self, tensors: Sequence[Tensor]) -> Wanted:
+        """Of what gradients are wanted in a call."""
+        held = self.tensors()
+        return wanted_now(tensors, [held[name] for name in self.layouts])
+
+    def _open_what_changes(self, called: Called) -> None:
+        """Notes which attributes with tensors changed since a graph was captured: they are inputs from now on."""
+        key = self._key(called.leaves, called.spec, called.autocast, self.tensors())
+        for known, entry in self.entries:
+            if known == key and entry.guard is not None:
+                changed = [slot for slot in entry.guard.changed() if entry.guard.holds_tensors(slot)]
+                self.opened |= Opened(frozenset(changed))
+
+    def _on_meta(self, name: str, tensor: Tensor) -> Tensor:
+        """A parameter or buffer as the original has it."""
+        shape = self.layouts[name].shape if name in self.layouts else tensor.shape
+        same = tuple(shape) == tuple(tensor.shape) and not isinstance(tensor, DTensor)
+        empty = _empty_like(tensor) if same else torch.empty(shape, dtype=tensor.dtype, device="meta")
+        return nn.Parameter(empty, tensor.requires_grad) if name in self.layouts else empty
+
+    def _whole(self) -> dict[str, Tensor]:
+        """Each parameter and buffer as the original has it, in the dtype that is computed in now."""
+        held = self.tensors()
+        found = {}
+        for (name, tensor), dtype in zip(held.items(), dtypes(self.module, held), strict=True):
+            whole = self.whole[name]
+            flag = (tensor if isinstance(tensor, nn.Parameter) else whole).requires_grad
+            same = whole.dtype == dtype and whole.requires_grad == flag
+            found[name] = whole if same else _as(whole, dtype, flag)
+        return found
+
+    def first(self, entry: Entry) -> None:
+        """Takes the graph that was made with the model."""
+        captured = entry.analysis.captured
+        self.keep(self._key(captured.leaves, captured.spec, captured.autocast, self.tensors()), entry)
+
+    def keep(self, key: Key, made: Entry) -> Entry:
+        """A graph for calls to come, whose blocks read their parameters in this model."""
+        parts = dict(self.module.named_modules(remove_duplicate=False))
+        entry = made.on(self.places, lambda block: parts.get(block) if block else None)
+        captured, known = entry.analysis.captured, entry.analysis.captured.known
+        self.opened |= known
+        entry.guard = Guard(
+            captured.reads,
+            known.slots,
+            known.numbers - known.fixed,
+            captured.written,
+            self.modules,
+            attribute_of,
+            self.tree.version,
+        )
+        for part in entry.module.children():
+            if isinstance(part, BlockCall) and (state := state_of(part.owner[0])) is not None:
+                state.is_block = True
+        if self.tree.compiles is not None:
+            _compile_blocks(entry.module, self.tree.compiles)
+        self.entries.append((key, entry))
+        return entry
+
+    # ---- what a user reads
+
+    @property
+    def code(self) -> str:
+        """What this rank computes in a call as the first was, as Python: each block once, however deep the model."""
+        first = self.entries[0][1].module
+        parts = [
+            (f"{name}.{path}".rstrip("."), part)
+            for name, work in works(first).items()
+            for path, part in work.named_modules()
+        ]
+        graphs = [("", first), *((name, part) for name, part in parts if isinstance(part, fx.GraphModule))]
+        return "\n".join(f"# {name}\n{part.code}" for name, part in graphs)
+
+    def compile_blocks(self, **options: Any) -> None:
+        """Compiles what a block computes, once for all blocks that compute alike, in the graphs there are and to come.
+
+        `torch.compile(model)` takes longer the deeper a model is, this does not.
+
+        Args:
+            options: as for `torch.compile`.
+        """
+        if not self.tree.settings.optional("outline"):
+            raise Error("compile_blocks: without=('outline',) left no blocks", **{"try": "torch.compile(model)"})
+        self.tree.compiles = options
+        for _, entry in self.entries:
+            _compile_blocks(entry.module, options)
+
+    def layout_of(self, name: str) -> Layout | None:
+        """How the parameter of this name is held, under any of its names; None for a buffer."""
+        return self.layouts.get(self.first_names.get(name, name))
+
+
+def _compile_blocks(module: fx.GraphModule, options: Mapping[str, Any]) -> None:
+    for part in works(module).values():  # What is computed again is the compiled part: each has code of its own.
+        (part.inner if isinstance(part, Recomputed) else part).compile(**options)
+
+
+def _empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty_like(tensor, dtype=dtype, device="meta", requires_grad=False)
+
+
+def _as(tensor: Tensor, dtype: torch.dtype, requires_grad: bool) -> Tensor:
+    new = _empty_like(tensor, dtype)
+    return nn.Parameter(new, requires_grad) if isinstance(tensor, nn.Parameter) else new
+
+
+def _kind(tensor: Tensor) -> Any:
+    """What of a tensor a graph is made for, but its sizes."""
+    return tensor.dim(), tensor.dtype, tensor.cut if isinstance(tensor, Sharded) else None
+
+
+def plain(leaf: Any) -> Any:
+    """A plain argument as part of a key, in which undefined numbers are the same, and 1, 1.0 and True are not."""
+    return type(leaf), "nan" if isinstance(leaf, float) and leaf != leaf else leaf
+
+
+def _refuse_capture(name: str) -> None:
+    raise Error(
+        f"{name}.forward: the first call of its kind is inside torch.compile, where autotp cannot capture a graph",
+        **{"try": "make one such call (same arguments, mode and dtypes) before the compiled one"},
+    )
+
+
+# Dynamo runs it while it traces, so that the user sees this error and not one of Dynamo's.
+_refuse_capture.__dict__.update(_dynamo_marked_constant=True)

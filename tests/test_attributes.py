@@ -1,0 +1,391 @@
+"""What forward does to a model's attributes: on two ranks as on one device, call after call; and in `verify`."""
+
+import copy
+import functools
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import Checks
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import autotp
+from autotp.module import executable_of
+
+checks = Checks()
+CALLS = 5
+
+
+class Mlp(nn.Module):
+    """What the others remember something of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 30), nn.Linear(30, 8)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.relu(self.up(x))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(self.inner(x))
+
+
+class Previous(Mlp):
+    """The last output, a tensor from the second call on."""
+
+    prev: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x) if self.prev is None else self.mlp(x) + self.prev
+        self.prev = y.detach()
+        return y
+
+
+class WithGradient(Mlp):
+    """The state's gradient reaches the call that made it, as in truncated backpropagation through time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = torch.zeros(3, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = torch.tanh(self.mlp(x) + self.state)
+        return self.state * 2
+
+
+class Memory(Mlp):
+    """Transformer-XL's: a list of what each layer computed, longer at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mems: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(torch.cat([*self.mems, x])).sum(0) + x
+        self.mems = [*self.mems, y.detach()][-2:]
+        return y
+
+
+class Counter(Mlp):
+    """A number that is read and set, and decides now and then."""
+
+    n = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        return self.mlp(x) * 2 if self.n % 3 == 0 else self.mlp(x)
+
+
+class Multiplied(Mlp):
+    """A number that operators are given: a graph for each."""
+
+    n = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        return self.mlp(x) * self.n
+
+
+class Cut(Mlp):
+    """A state that is cut by the width, and stays so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = torch.zeros(3, 30, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inside = self.inner(x).detach() + self.inside
+        return self.down(self.inside) + self.mlp(x)
+
+
+class InPlace(Mlp):
+    """A plain tensor that forward writes into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average, self.rows = torch.zeros(8, dtype=torch.float64), torch.zeros(4, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x) + self.average
+        self.average.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        self.rows[1:] = y.detach()
+        return y + self.rows.sum(0)
+
+
+class Places(Mlp):
+    """All kinds of places: a dict, an object, a deque, a set, a tuple, a submodule; deleted ones, sizes and texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memo: dict[str, Any] = {"h": None, "calls": 0}
+        self.note, self.last, self.seen = SimpleNamespace(h=None), deque[Tensor](maxlen=2), set[str]()
+        self.pair: Any = (None, "nothing")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        for h in (self.memo["h"], self.note.h, *self.last, self.pair[0]):
+            y = y if h is None else y + h
+        self.memo["h"], self.note.h, self.pair = y.detach(), y.detach() / 2, (y.detach() * 2, "pair")
+        self.memo["calls"] += 1
+        self.memo["rows"] = x.shape[0]
+        self.last.append(y.detach().mean(0))
+        self.seen.add("called")
+        self.up.stats = y.detach().mean()
+        self.__dict__.pop("gone", None)
+        return y
+
+
+class Buffers(Mlp):
+    """A buffer that is set to another shape, and one that is none at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(1, 8))
+        self.register_buffer("late", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cache.shape[0] < x.shape[0]:
+            self.cache = torch.arange(x.shape[0], dtype=x.dtype)[:, None].expand(-1, 8) * 1.0
+        self.late = x.detach().mean(0)
+        return self.mlp(x) + self.cache[: x.shape[0]] + self.late
+
+
+class Weight(Mlp):
+    """An attribute that is set to a weight that is computed, which stays cut, and one to what was there."""
+
+    prev: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.doubled, self.before = self.up.weight * 2, self.prev
+        self.prev = x.detach() + 1
+        return self.mlp(x)
+
+
+STATES = (
+    Previous, WithGradient, Memory, Counter, Multiplied, Cut, InPlace, Places, Buffers, Weight,
+)  # fmt: skip
+
+
+class Collected(Mlp):
+    """A loss that the training loop collects: as an attribute, and in a list that two modules share."""
+
+    def __init__(self, bag: list[Tensor]) -> None:
+        super().__init__()
+        self.losses, self.aux = bag, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        self.aux = h.square().mean()
+        self.losses.append(h.mean() * 0.1)
+        return self.down(h)
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag: list[Tensor] = []
+        self.layers = nn.ModuleList(Collected(self.bag) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def x(call: int = 0) -> Tensor:
+    return torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(call))
+
+
+def twins(model: nn.Module, n: int, **given: Any) -> tuple[nn.Module, Any]:
+    return model.double(), autotp.parallelize(copy.deepcopy(model.double()), n, example_inputs=(x(),), **given)
+
+
+def expect_same(whole: nn.Module, parallel: Any, context: object = "") -> None:
+    for (name, mine), p in zip(whole.named_parameters(), parallel.parameters(), strict=True):
+        layout = parallel.layout_of(name)
+        expected = layout.take(mine.grad, parallel.mesh.rank)
+        torch.testing.assert_close(
+            p.grad, expected, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{context} {n}: {m}"
+        )
+
+
+def as_gathered(value: Any) -> Any:
+    return autotp.gather(value) if type(value).__name__ == "Sharded" else value
+
+
+def expect_attributes(whole: nn.Module, parallel: nn.Module) -> None:
+    own = {*vars(nn.Module()), "_autotp"}
+    for module, mine in zip(whole.modules(), parallel.modules(), strict=True):
+        names = [name for name in vars(module) if name not in own]
+        assert names == [name for name in vars(mine) if name not in own]
+        for name in names:
+            theirs, ours = vars(module)[name], as_gathered(vars(mine)[name])
+            if isinstance(theirs, SimpleNamespace):
+                theirs, ours = vars(theirs), vars(ours)
+            if isinstance(theirs, Tensor) and theirs is not whole.get_parameter("up.weight"):
+                torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+            elif isinstance(theirs, dict | list | deque | tuple):
+                leaves = [
+                    pytree.tree_leaves(as_gathered(list(v) if isinstance(v, deque) else v)) for v in (ours, theirs)
+                ]
+                for our, other in zip(*leaves, strict=True):
+                    assert type(our) is type(other) and (isinstance(our, Tensor) or our == other)
+                    if isinstance(our, Tensor):
+                        torch.testing.assert_close(our, other, rtol=1e-10, atol=1e-12)
+
+
+@checks.on(2)
+def states(rank: int, n: int) -> None:
+    for kind in STATES:
+        torch.manual_seed(0)
+        whole, parallel = twins(kind(), n)
+        for call in range(CALLS):
+            found = []
+            for model in (whole, parallel):
+                model.zero_grad()
+                if kind is WithGradient:
+                    model.state = model.state.detach()
+                out = model(x(call))
+                out.square().sum().backward()
+                found.append(out)
+            torch.testing.assert_close(*found[::-1], rtol=1e-10, atol=1e-12, msg=lambda m, k=kind: f"{k.__name__}: {m}")
+            expect_same(whole, parallel, kind.__name__)
+        if kind not in (Weight, Multiplied):
+            expect_attributes(whole, parallel)
+        if kind not in (Memory, Multiplied, Buffers):
+            assert len(executable_of(parallel).entries) <= 3, kind
+    assert autotp.gather(parallel.doubled).shape == (30, 8)
+    assert (parallel.before.shape, parallel.prev.shape) == ((3, 8), (3, 8))
+
+
+@checks.on(2)
+def gradients_through_two_calls(rank: int, n: int) -> None:
+    whole, parallel = twins(WithGradient(), n)
+    for model in (whole, parallel):
+        model(x(0))
+        model(x(1)).sum().backward()
+    expect_same(whole, parallel)
+
+
+@checks.on(2)
+def losses_that_a_loop_collects(rank: int, n: int) -> None:
+    """With the gradient, whether the loop empties the list or puts another in its place."""
+    torch.manual_seed(0)
+    whole, parallel = twins(Both(), n)
+    for call in range(CALLS):
+        losses = []
+        for model in (whole, parallel):
+            model.zero_grad()
+            if call == 2:
+                model.bag = []
+                for layer in model.layers:
+                    layer.losses = model.bag
+            else:
+                model.bag.clear()
+            out = model(x(call)).sum()
+            assert len(model.bag) == 3
+            loss = out + sum(model.bag) + sum(layer.aux for layer in model.layers)
+            loss.backward()
+            losses.append(loss)
+        torch.testing.assert_close(*losses[::-1], rtol=1e-10, atol=0)
+        expect_same(whole, parallel)
+    assert len(executable_of(parallel).entries) <= 2
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
+
+
+# ---- one process
+
+
+@pytest.mark.parametrize("kind", [*STATES, Both], ids=lambda kind: kind.__name__)
+def test_verify_sees_two_calls(kind: Callable[[], nn.Module]) -> None:
+    report = autotp.verify(kind().double(), 2, example_inputs=(x(),))
+    assert report.ok, report
+    assert any("second call" in row.name for row in report.outputs)
+
+
+class Hidden(Mlp):
+    """A list that nothing but a function holds."""
+
+    def __init__(self, how: str, seen: list[Tensor]) -> None:
+        super().__init__()
+        if how == "hook":
+            self.up.register_forward_hook(lambda module, args, output: seen.append(output))
+        else:
+            self.note = {"function": lambda y: seen.append(y), "partial": functools.partial(noted, seen)}[how]
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        if self.how != "hook":
+            self.note(y)
+        return y
+
+
+def noted(seen: list[Tensor], y: Tensor) -> None:
+    seen.append(y)
+
+
+@pytest.mark.parametrize(
+    ("how", "where"), [("hook", "a hook on `up`"), ("function", "`note`"), ("partial", "`note`")], ids=str
+)
+def test_what_a_function_holds_is_refused(how: str, where: str) -> None:
+    seen: list[Tensor] = []
+    model = Hidden(how, seen)
+    with pytest.raises(autotp.Error) as raised:
+        autotp.parallelize(model, 1, example_inputs=(x().float(),))
+    assert str(raised.value) == (
+        f"parallelize(Hidden, tp=1): forward changes a list that {where} holds, which a graph cannot do\n"
+        "  try      set an attribute of the module (`self.name = value`), which is put back after each call"
+    )
+    assert seen == [] and not isinstance(model, autotp.ParallelModule)
+
+
+class Lazily(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "late"):
+            self.late = nn.Linear(8, 8)
+        return self.late(self.mlp(x))
+
+
+class Holder:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Opaque(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        self.holder = Holder(y)
+        return y
+
+
+def test_what_cannot_be_put_back_is_refused() -> None:
+    with pytest.raises(autotp.Error, match=r"forward changes `late`, a parameter or module, which a graph cannot do"):
+        autotp.parallelize(Lazily(), 1, example_inputs=(x().float(),))
+    with pytest.raises(
+        autotp.Error, match=r"forward sets `holder`, which no later call could do: a Holder holds tensors"
+    ):
+        autotp.parallelize(Opaque(), 1, example_inputs=(x().float(),))
+    for model in (Lazily(), Opaque()):
+        with pytest.raises(autotp.Error):
+            autotp.verify(model, 2, example_inputs=(x().float(),))
+
+
+def test_a_pipeline_refuses_what_forward_sets() -> None:
+    with pytest.raises(autotp.Error, match="the model sets `prev` in forward, which parts of a batch cannot share"):
+        autotp.distribute(WithLoss(), tp=1, example_inputs=(x().float(), x(1).float()))
+
+
+class WithLoss(Mlp):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.prev = self.mlp(x)
+        return (self.prev - y).square().mean()
