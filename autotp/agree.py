@@ -116,8 +116,18 @@ def agree(mesh: Mesh, make: Callable[[], T]) -> T:
     Raises:
         Error: on every rank: where `make` failed its own, elsewhere that of the first rank where it did.
     """
+    made, problem, text = tried(make)
+    return settled(mesh, made, problem, _told(text, mesh))
+
+
+def tried(make: Callable[[], T]) -> tuple[list[T], Exception | None, str]:
+    """What `make()` returns, in a list, or what it raises; and what other ranks are told, nothing if all is well."""
     made, problem = _tried(make)
-    texts = _told("" if problem is None else json.dumps(_spelled(problem)), mesh)
+    return made, problem, "" if problem is None else json.dumps(_spelled(problem))
+
+
+def settled(mesh: Mesh, made: Sequence[T], problem: Exception | None, texts: Sequence[str]) -> T:
+    """What `make()` returned, if it did on every rank. texts: what each was told, by rank"""
     if problem is not None:
         raise problem
     failed = [rank for rank, text in enumerate(texts) if text]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autotp.agree import agree
+from autotp.checksums import SIDE_FILE, Summed, side_file, write_whole
 from autotp.errors import Error
 from autotp.files import INDEX, ONE_FILE, Shard, header_of, index_of, nbytes, shards_of, write
 from autotp.folder import replaced
@@ -20,7 +21,8 @@ from autotp.layout import Layout
 from autotp.mesh import Mesh
 from autotp.sources import Source, blocks, fill, sliceable, whole
 
-WEIGHTS = re.compile(rf"{re.escape(ONE_FILE)}|{re.escape(INDEX)}|model-\d{{5}}-of-\d{{5}}\.safetensors")
+NAMED = "|".join(map(re.escape, (ONE_FILE, INDEX, SIDE_FILE)))
+WEIGHTS = re.compile(rf"{NAMED}|model-\d{{5}}-of-\d{{5}}\.safetensors")
 """The files of an earlier checkpoint that a new one takes the place of."""
 
 
@@ -67,21 +69,21 @@ def write_checkpoint(
     with ExitStack() as stack:
         new = on_first(lambda: stack.enter_context(replaced(folder, lambda name: bool(WEIGHTS.fullmatch(name)))))
         with bar("writing", sum(map(nbytes, tensors.values())), mesh) as count:
-            for shard in shards:
-                _write_shard(new, shard, tensors, mesh, count)
-        on_first(lambda: _write_rest(new, shards, tensors, beside))
+            files = [_write_shard(new, shard, tensors, mesh, count) for shard in shards]
+        on_first(lambda: _write_rest(new, shards, tensors, files, beside))
         on_first(stack.pop_all().close)
 
 
 def _write_shard(
     new: Path | None, shard: Shard, tensors: Mapping[str, Source], mesh: Mesh, count: Callable[[int], None]
-) -> None:
+) -> Summed | None:
+    """The file, on the first rank."""
     with ExitStack() as stack:
 
-        def begin() -> BinaryIO | None:
+        def begin() -> Summed | None:
             if new is None:
                 return None
-            file = stack.enter_context((new / shard.file).open("wb"))
+            file = Summed(stack.enter_context((new / shard.file).open("wb")))
             file.write(header_of(tensors, shard.names))
             return file
 
@@ -90,9 +92,10 @@ def _write_shard(
             agree(mesh, lambda name=name: _stream(file, tensors[name]))  # type: ignore[misc]
             count(nbytes(tensors[name]))
         agree(mesh, lambda: _written(new, stack.close))
+    return file
 
 
-def _stream(file: BinaryIO | None, source: Source) -> None:
+def _stream(file: Summed | None, source: Source) -> None:
     """Writes a tensor block by block; `file` is None but on the first rank. The others send, so a failure waits."""
     box = whole(source.shape)
     problem: Exception | None = None
@@ -107,9 +110,19 @@ def _stream(file: BinaryIO | None, source: Source) -> None:
         raise _failed(problem, Path(file.name if file else ""))
 
 
-def _write_rest(new: Path, shards: list[Shard], tensors: Mapping[str, Source], beside: Callable[[Path], None]) -> None:
+def _write_rest(
+    new: Path,
+    shards: Sequence[Shard],
+    tensors: Mapping[str, Source],
+    files: Sequence[Summed | None],
+    beside: Callable[[Path], None],
+) -> None:
+    written = [file for file in files if file is not None]
     if len(shards) > 1:
-        (new / INDEX).write_text(index_of(shards, sum(map(nbytes, tensors.values()))), encoding="utf-8")
+        with (new / INDEX).open("wb") as opened:
+            written.append(Summed(opened))
+            written[-1].write(index_of(shards, sum(map(nbytes, tensors.values()))).encode())
+    write_whole(new / SIDE_FILE, side_file({Path(file.name).name: (file.size, file.sums) for file in written}))
     beside(new)
 
 

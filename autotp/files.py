@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from autotp.checksums import Summed, bytes_of
 from autotp.errors import Error
 from autotp.sources import BLOCK, Box, Shape
 
@@ -242,10 +243,9 @@ def header_of(tensors: Mapping[str, Any], names: Sequence[str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write(file: BinaryIO, tensor: Tensor) -> None:
+def write(file: BinaryIO | Summed, tensor: Tensor) -> None:
     """Appends the bytes of a tensor."""
-    if tensor.numel():
-        file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    file.write(bytes_of(tensor))
 
 
 def index_of(shards: Iterable[Shard], size: int) -> str:

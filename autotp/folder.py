@@ -41,8 +41,8 @@ def replaced(folder: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
         if folder.exists():
             new.chmod(folder.stat().st_mode)
         yield new
-        for path in (*new.iterdir(), new):
-            _sync(path)
+        for path in (*new.rglob("*"), new):
+            sync(path)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
@@ -51,7 +51,7 @@ def replaced(folder: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
         _clear(new, folder, ours)
     else:
         new.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
 
 
 def _clear(old: Path, folder: Path, ours: Callable[[str], bool]) -> None:
@@ -62,7 +62,8 @@ def _clear(old: Path, folder: Path, ours: Callable[[str], bool]) -> None:
     shutil.rmtree(old)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """What was written, in a file or as a folder's names, is on the disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)

@@ -31,6 +31,7 @@ from autotp.errors import Error, within
 from autotp.executable import CHECKED_CALLS
 from autotp.finite import refuse
 from autotp.fsdp import pace, shard
+from autotp.hyperparameters import hyperparameters
 from autotp.inputs import example_inputs as find_inputs
 from autotp.layout import Layout
 from autotp.mesh import Mesh, broadcast_from_first, make_mesh
@@ -96,6 +97,7 @@ class Trainer(nn.Module):
         everyone: all ranks.
         shared: parameter that other pipeline ranks hold, too -> these ranks, and their group.
         skeleton: the model on meta.
+        hyperparameters: what the model was built with.
         files: the group that agrees on checkpoints, also while another thread trains.
         saving: the checkpoint that is being written.
     """
@@ -108,6 +110,7 @@ class Trainer(nn.Module):
     everyone: Mesh
     shared: dict[str, tuple[list[int], Any]]
     skeleton: nn.Module
+    hyperparameters: dict[str, Any]
     files: Any
     saving: Future[None] | None
 
@@ -122,6 +125,7 @@ class Trainer(nn.Module):
         self._replica = groups.replica(mesh, self.place, timeout)
         self._replicas = make_mesh(None, mesh["dp"])
         self._signature = signature_of(model)
+        self.hyperparameters = hyperparameters(model)  # Before forward has run, and changed attributes.
         self.__dict__["skeleton"] = skeleton_of(model)  # No part of it: it is on meta.
         for tensor in self.skeleton.parameters() if training.compute_dtype else ():
             if tensor.is_floating_point():

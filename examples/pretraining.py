@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import corpus
@@ -30,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from training import rank, say
 
 import autotp
+from autotp.saving import saved_steps
 
 HELD_OUT = 0.1  # The last tenth of the sequences.
 
@@ -146,8 +148,7 @@ class Run:
         """Writes a checkpoint, and removes the oldest of more than `--keep`."""
         autotp.save_checkpoint(self.folder, self.trainer, self.optimizer, step, **self.state)
         if rank() == 0:
-            for old in sorted(self.folder.glob("step-*"))[: -self.args.keep]:
-                shutil.rmtree(old)
+            keep(self.folder, self.args.keep)
 
     def update(self, batch: Batch) -> dict[str, float]:
         """One step of the optimizer, and what it measured."""
@@ -161,6 +162,12 @@ class Run:
         self.scheduler.step()
         speed = self.args.batch * self.args.block / (time.perf_counter() - start)
         return {"loss": loss, "rate": rate, "norm": norm, "tokens_per_second": speed}
+
+
+def keep(folder: Path, count: int) -> None:
+    """Removes the oldest of more than `count` whole checkpoints. What is not whole is none, and stays."""
+    for step in saved_steps(folder)[:-count]:
+        shutil.rmtree(folder / f"step-{step:08d}")
 
 
 def scheduled(optimizer: torch.optim.Optimizer, args: Namespace) -> LRScheduler:

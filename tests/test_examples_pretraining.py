@@ -52,6 +52,15 @@ def test_held_out_batches_are_spread_evenly():
     assert pretraining.evenly(5, 2, 3) == [range(2), range(2, 4)]
 
 
+def test_what_is_unfinished_is_no_checkpoint_to_keep(tmp_path):
+    for step in (1, 2, 4, 5):
+        (tmp_path / f"step-{step:08d}").mkdir()
+    for step in (1, 2):
+        (tmp_path / f"step-{step:08d}" / "manifest.json").touch()
+    pretraining.keep(tmp_path, 1)
+    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["2", "4", "5"]
+
+
 def test_too_little_is_held_out():
     with pytest.raises(ValueError) as error:
         pretraining.evenly(3, 4, 8)
@@ -192,7 +201,7 @@ def test_gpt_goes_on_as_if_it_had_not_stopped(tmp_path):
     assert whole == parted
     states = [torch.load(tmp_path / name / "model.pt") for name in ("whole", "parted")]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    assert sorted(path.name[-1] for path in (tmp_path / "parted" / "checkpoints").iterdir()) == ["5", "6"]
+    assert sorted(path.name[-1] for path in (tmp_path / "parted" / "checkpoints").glob("step-*")) == ["5", "6"]
     names = {path.name.partition(".")[0] for path in (tmp_path / "whole").iterdir()}
     assert names >= {"model", "config", "tokenizer", "loss", "log", "events"}
     expected = held_out_by_hand(tmp_path)

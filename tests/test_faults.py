@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,14 +23,14 @@ HERE = Path(__file__).resolve().parent
 
 
 @contextmanager
-def job(folder: Path, steps: int, restarts: int) -> Iterator[subprocess.Popen[str]]:
-    """torchrun with two processes; ended, with its own processes, in any case."""
+def job(folder: Path, script: str, given: Sequence[str], restarts: int) -> Iterator[subprocess.Popen[str]]:
+    """torchrun with two processes of a script here; ended, with its own processes, in any case."""
     folder.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--monitor-interval", "0.1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}"}
     process = subprocess.Popen(
-        [*command, *where, str(HERE / "resuming.py"), str(folder), str(steps)],
+        [*command, *where, str(HERE / script), str(folder), *given],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -81,7 +81,7 @@ def _over(process: subprocess.Popen[str], seconds: float) -> bool:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("jobs") / "undisturbed"
-    with job(folder, STEPS, 0) as process:
+    with job(folder, "resuming.py", [str(STEPS)], 0) as process:
         output = process.communicate(timeout=100)[0]
     assert process.returncode == 0, output
     return folder
@@ -92,7 +92,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_killed_goes_on(times: int, undisturbed: Path, tmp_path: Path) -> None:
     """No step is lost beyond the last checkpoint, and none is done twice: the result is one run's, bit for bit."""
     folder = tmp_path / "job"
-    with job(folder, STEPS, times + 1) as process:
+    with job(folder, "resuming.py", [str(STEPS)], times + 1) as process:
         kills = killed(folder, process, times, random.Random(0))
         output = process.communicate(timeout=600)[0]
     assert process.returncode == 0, output
@@ -116,7 +116,7 @@ def test_what_is_killed_goes_on(times: int, undisturbed: Path, tmp_path: Path) -
 @pytest.mark.timeout(300)
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "job"
-    with job(folder, 100_000, 0) as process:
+    with job(folder, "resuming.py", ["100000"], 0) as process:
         assert killed(folder, process, 1, random.Random(1)) == 1
         began = time.monotonic()
         output = process.communicate(timeout=100)[0]

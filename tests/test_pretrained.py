@@ -214,6 +214,7 @@ def what_stands_beside(rank: int, n: int) -> None:
     folder = saved(model, shared(rank) / "a", rank)
     if rank == 0:
         (folder / "tokenizer.json").write_text("{}")
+        (folder / "spm.model").write_bytes(b"pieces")
         (folder / "notes.txt").write_text("mine")
     dist.barrier()
     parallel = autotp.from_pretrained(folder, n, **given | {"config": {"resid_pdrop": 0.25}})
@@ -222,7 +223,8 @@ def what_stands_beside(rank: int, n: int) -> None:
     for place in (folder.parent / "b", folder):
         autotp.save_pretrained(parallel, place)
         if rank == 0:
-            kept = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+            kept = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "spm.model"}
+            kept.add("autotp.checksums.json")
             assert {file.name for file in place.iterdir()} == kept | ({"notes.txt"} if place == folder else set())
             config = type(model).from_pretrained(place).config
             assert config.resid_pdrop == 0.25 and config.dtype == torch.float32

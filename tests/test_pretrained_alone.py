@@ -67,7 +67,7 @@ def test_configurations_that_make_no_model(copied: Path) -> None:
     )
     edit(copied, architectures=["MyLlama"])
     assert message(lambda: autotp.from_pretrained(copied)) == (
-        f"{call}: config.json names MyLlama, which transformers has not\n  at       {file}\n{remedy}"
+        f"{call}: config.json names MyLlama, which is no model that transformers has\n  at       {file}\n{remedy}"
     )
     edit(copied, quantization_config={"quant_method": "gptq", "bits": 4})
     assert message(lambda: autotp.from_pretrained(copied)) == (

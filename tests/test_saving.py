@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import autotp
-from autotp import saving
+from autotp import manifest
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.saving import saved_steps
 
@@ -36,7 +36,7 @@ def started(
     layout: Layout, dropout: float = 0.0, layers: int = 2, model: Any = None, **more: Any
 ) -> tuple[autotp.Trainer, AdamW]:
     tp, pp, dp = layout
-    example = {name: x[: 4 // (2 * dp)] for name, x in batch(0).items()}
+    example = {name: x[: max(1, 4 // (2 * dp))] for name, x in batch(0).items()}
     trainer = autotp.distribute(
         model or gpt(dropout, layers), tp=tp, pp=pp, dp=dp, microbatches=2, example_inputs=example, **more
     )
@@ -144,73 +144,123 @@ def test_any_layout_reads_what_any_wrote(layouts: tuple[Layout, ...], more: dict
 
 def refusals(rank: int, n: int, folder: str) -> list[str]:
     """Every kind of bad checkpoint, one after another; after each the trainer is what it was."""
+    other, others = started((2, 1, 1), layers=3)
     trainer, optimizer = started((2, 1, 1))
     trained(trainer, optimizer, range(1))
     good, path = Path(folder) / "good", Path(folder) / "good" / "step-00000003"
-    before = {name: p.detach().clone() for name, p in trainer.named_parameters()}
+    before = fingerprint(trainer, optimizer)
     found = []
 
-    def tried(where: Path, trainer: nn.Module = trainer, optimizer: Any = optimizer, **more: Any) -> None:
+    def tried(where: str, trainer: nn.Module = trainer, optimizer: Any = optimizer, **more: Any) -> None:
         with pytest.raises(autotp.Error) as raised:
-            autotp.load_checkpoint(where, trainer, optimizer, **more)
+            autotp.load_checkpoint(Path(folder) / where, trainer, optimizer, **more)
         found.append(str(raised.value).splitlines()[0].replace(folder, ""))
 
-    tried(Path(folder) / "truncated")
-    tried(Path(folder) / "missing")
-    tried(Path(folder) / "garbled")
-    tried(Path(folder) / "newer")
-    tried(good, optimizer=torch.optim.SGD(trainer.parameters(), lr=0.1))
-    tried(good, optimizer=AdamW([nn.Parameter(torch.zeros(2))]))
-    tried(good, sampler=optimizer)
-    other, others = started((2, 1, 1), layers=3)
-    tried(good, other, others)
-    for name, p in trainer.named_parameters():
-        assert torch.equal(p, before[name])
+    for where in ("truncated", "missing", "garbled", "newer", "older", "renamed"):
+        tried(where)
+    tried("good", optimizer=torch.optim.SGD(trainer.parameters(), lr=0.1))
+    tried("good", optimizer=AdamW([nn.Parameter(torch.zeros(2))]))
+    tried("good", sampler=optimizer)
+    tried("good", other, others)
+    tried("some", optimizer=optimizer)
+    assert fingerprint(trainer, optimizer) == before
     assert autotp.load_checkpoint(Path(folder) / "nothing", trainer, optimizer) == 0
-    with pytest.raises(autotp.Error) as raised:
-        autotp.save_checkpoint(good, trainer, optimizer, 3)
-    found.append(str(raised.value).splitlines()[0].replace(folder, ""))
+    for step in (3, -1, True, 2.0):
+        with pytest.raises(autotp.Error) as raised:
+            autotp.save_checkpoint(good, trainer, optimizer, step)  # type: ignore[arg-type]
+        found.append(str(raised.value).splitlines()[0].replace(folder, ""))
     assert path.exists()
     assert autotp.load_checkpoint(good, trainer, optimizer) == 3
     return found
 
 
+def fingerprint(trainer: autotp.Trainer, optimizer: AdamW) -> str:
+    """All that a checkpoint may change, as text."""
+    state = [p.tolist() for p in trainer.parameters()], optimizer.state_dict(), torch.get_rng_state().tolist()
+    return repr((state, trainer.steps))
+
+
 def newer(rank: int, n: int, folder: str) -> None:
-    saving.FORMAT = 9
+    manifest.FORMAT = 9
     written(rank, n, folder, (2, 1, 1), 0.0, {})
+
+
+def of_some_parameters(rank: int, n: int, folder: str) -> None:
+    """A checkpoint whose optimizer has one parameter less than the trainer."""
+    trainer, _ = started((2, 1, 1))
+    optimizer = AdamW([p for name, p in trainer.named_parameters() if name != "h.1.ln_2.weight"], lr=0.01)
+    trained(trainer, optimizer, range(1))
+    autotp.save_checkpoint(folder, trainer, optimizer, 1)
 
 
 def test_refused_on_every_rank(tmp_path: Path) -> None:
     good = tmp_path / "good"
     run_ranks(written, 2, str(good), (2, 1, 1), 0.0, {}, timeout=100)
     run_ranks(newer, 2, str(tmp_path / "newer"), timeout=100)
-    for name in ("truncated", "missing", "garbled"):
+    run_ranks(of_some_parameters, 2, str(tmp_path / "some"), timeout=100)
+    for name in ("truncated", "missing", "garbled", "renamed"):
         shutil.copytree(good, tmp_path / name)
-    file = next((tmp_path / "truncated" / "step-00000003").glob("__1_*.distcp"))
+    file = tmp_path / "truncated" / "step-00000003" / "rank-00001.tensors"
     file.write_bytes(file.read_bytes()[:-100])
-    next((tmp_path / "missing" / "step-00000003").glob("__1_*.distcp")).unlink()
-    (tmp_path / "garbled" / "step-00000003" / ".metadata").write_bytes(b"no")
+    (tmp_path / "missing" / "step-00000003" / "rank-00001.tensors").unlink()
+    (tmp_path / "garbled" / "step-00000003" / "manifest.json").write_bytes(b"no")
+    (tmp_path / "renamed" / "step-00000003").rename(tmp_path / "renamed" / "step-00000005")
+    (tmp_path / "older" / "step-00000003").mkdir(parents=True)
+    (tmp_path / "older" / "step-00000003" / ".metadata").touch()
     for found in run_ranks(refusals, 2, str(tmp_path), timeout=100):
-        assert re.sub(r"has [\d,]+ bytes", "has few bytes", found[0]) == (
-            "load_checkpoint: /truncated/step-00000003/__1_0.distcp has few bytes, too few"
+        assert re.sub(r"[\d,]+ bytes|had [\d,]+", "few bytes", found[0]) == (
+            "load_checkpoint: /truncated/step-00000003/rank-00001.tensors has few bytes, and few bytes "
+            "when it was written"
         )
         assert found[1:] == [
-            "load_checkpoint: /missing/step-00000003/__1_0.distcp is missing",
-            "load_checkpoint: /garbled/step-00000003/.metadata cannot be read: invalid load key, 'n'.",
-            "load_checkpoint: /newer/step-00000003 is of format 9, and this autotp knows 1",
+            "load_checkpoint: /missing/step-00000003/rank-00001.tensors is missing",
+            "load_checkpoint: /garbled/step-00000003/manifest.json is damaged: its checksum is another",
+            "load_checkpoint: /newer/step-00000003 is of format 9, and this autotp reads 2",
+            "load_checkpoint: /older/step-00000003 is of format 1, and this autotp reads 2",
+            "load_checkpoint: /renamed/step-00000005 is of step 3",
             "load_checkpoint: /good/step-00000003 has the state of AdamW, and this is SGD",
             "load_checkpoint: the optimizer has parameters that the trainer has not",
             "load_checkpoint: /good/step-00000003 has no sampler",
             "load_checkpoint: /good/step-00000003 is another model's; missing: h.2.attn.c_attn.bias, "
             "h.2.attn.c_attn.weight, h.2.attn.c_proj.bias and 9 more",
+            "load_checkpoint: /some/step-00000001 has no state of the optimizer for h.1.ln_2.weight",
             "save_checkpoint: /good/step-00000003 is there already",
+            "save_checkpoint: step=-1 is no number of steps",
+            "save_checkpoint: step=True is no number of steps",
+            "save_checkpoint: step=2.0 is no number of steps",
         ]
 
 
+# ---- what is the same in shape and not in kind
+
+
+def with_other_heads(rank: int, n: int, folder: str) -> str:
+    """The same tensors are another model's where the heads are fewer; where it is meant, they are loaded."""
+    config = GPTConfig(block_size=8, vocab_size=49, n_layer=2, n_head=2, n_embd=16, dropout=0.0)
+    trainer, optimizer = started((1, 1, 1), model=GPT(config))
+    with pytest.raises(autotp.Error) as raised:
+        autotp.load_checkpoint(folder, trainer, optimizer)
+    assert autotp.load_checkpoint(folder, trainer, optimizer, changed=("n_head",)) == 3
+    return str(raised.value).replace(folder, "")
+
+
+def test_other_heads(tmp_path: Path) -> None:
+    run_ranks(written, 1, str(tmp_path), (1, 1, 1), 0.3, {}, timeout=100)
+    (found,) = run_ranks(with_other_heads, 1, str(tmp_path), timeout=100)
+    assert found == (
+        "load_checkpoint: /step-00000003 is another model's: `config.n_head` is 4 there, and 2 here, "
+        "`h.*.attn.n_head` is 4 there, and 2 here\n"
+        "  try      the model that was saved; if it is meant, load_checkpoint(..., changed=['n_head'])"
+    )
+
+
 def test_only_whole_checkpoints_count(tmp_path: Path) -> None:
-    for name, whole in (("step-00000002", True), ("step-00000010", True), ("step-00000011", False), ("other", True)):
+    names = ("step-00000002", "step-00000010", "step-00000011", "other", "step-3", ".step-00000012.0f.new")
+    for name in names:
         (tmp_path / name).mkdir()
-        if whole:
-            (tmp_path / name / ".metadata").touch()
-    assert saved_steps(tmp_path) == [2, 10]
+        if name != "step-00000011":
+            (tmp_path / name / "manifest.json").touch()
+    (tmp_path / "step-00000004").mkdir()
+    (tmp_path / "step-00000004" / ".metadata").touch()  # Of format 1: not passed over, but refused.
+    assert saved_steps(tmp_path) == [2, 4, 10]
     assert saved_steps(tmp_path / "nothing") == []

@@ -8,13 +8,14 @@ this rank holds is read then. Saving goes the same way back.
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 import re
-import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,11 +27,13 @@ from torch.overrides import TorchFunctionMode
 from autotp.agree import CheckInputs, agree
 from autotp.api import on_mesh
 from autotp.checkpoint import parse_size, read_parts, write_checkpoint
+from autotp.checksums import SIDE_FILE, STALE, expect_unchanged, summed
 from autotp.errors import Error, within
 from autotp.files import Stored, stored
+from autotp.hf.beside import copy_beside
 from autotp.layout import Layout
 from autotp.lazy import Lazy
-from autotp.mesh import make_mesh
+from autotp.mesh import TIMEOUT, make_mesh
 from autotp.module import ParallelModule
 from autotp.parts import parallel_of
 from autotp.passes.recompute import Recompute
@@ -39,14 +42,8 @@ from autotp.sources import Source, read
 from autotp.transform import Experts, Outputs
 from autotp.whole import Whole
 
-BESIDE = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
-    "preprocessor_config.json", "processor_config.json",
-)  # fmt: skip
-"""Files that make texts into tokens: what a checkpoint was loaded with it is saved with."""
-
 SHOWN = 4  # names in an error
+LOCAL = {"trust_remote_code": False}  # Unless it is said, transformers asks on the terminal whether to run code.
 
 
 @dataclass(frozen=True)
@@ -80,6 +77,7 @@ def from_pretrained(
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
     without: Collection[str] = (),
+    timeout: timedelta = TIMEOUT,
 ) -> ParallelModule:
     """This rank's part of the model in the folder `path`, in eval mode; each rank reads only what it holds.
 
@@ -95,9 +93,11 @@ def from_pretrained(
         unexpected: "ignore" leaves out tensors that the model has no place for.
         tp, mesh, device, example_inputs, outputs, randomness, strict, check_inputs, experts, sequence_parallel,
             recompute, without: as for `parallelize`.
+        timeout: how long a collective waits for other ranks; a mesh that is given keeps its own.
 
     Raises:
-        Error: the folder is no checkpoint, a file is cut short or corrupt, a tensor is missing, unexpected or of
+        Error: the folder is no checkpoint, or one with code of its own; a file is cut short, corrupt or, where
+            `save_pretrained` wrote it, not what was written; a tensor is missing, unexpected or of
             another shape (names the tensor and the file); on every rank, as all that `parallelize` refuses.
     """
     size = "" if tp is None else f", tp={tp}"
@@ -105,7 +105,8 @@ def from_pretrained(
     wanted = Wanted(dtype, model_class, config or {}, missing, unexpected)
 
     def run() -> ParallelModule:
-        place = make_mesh(tp, mesh, device)
+        place = make_mesh(tp, mesh, device, timeout)
+        agree(place, lambda: expect_unchanged(Path(path), place.rank, place.size))
         model, sources = agree(place, lambda: _emptied(_load(Path(path), wanted)))
 
         def read_all(layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
@@ -147,6 +148,7 @@ def _load(folder: Path, wanted: Wanted) -> nn.Module:
     """The model of a folder as transformers makes it, of lazy parameters and real buffers."""
     _expect_choices(wanted)
     files = stored(folder)
+    _expect_summed(folder, files)
     config = _config(folder, wanted)
     build = _class(config, wanted, folder)
     lazies = {name: Lazy(tensor) for name, tensor in files.items()}
@@ -158,6 +160,14 @@ def _load(folder: Path, wanted: Wanted) -> nn.Module:
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = _read(folder / "generation_config.json", type(model.generation_config))
     return model
+
+
+def _expect_summed(folder: Path, files: Mapping[str, Stored]) -> None:
+    """Raises Error where a file has no checksums and others have: it is not one that was written with them."""
+    known, used = summed(folder), sorted({tensor.file.name for tensor in files.values()})
+    other = [name for name in used if known and name not in known]
+    if other:
+        raise Error(f"{SIDE_FILE} has no checksums of {other[0]}", at=str(folder), **{"try": STALE.format(SIDE_FILE)})
 
 
 class StaysOnMeta(TorchFunctionMode):
@@ -184,7 +194,7 @@ class StaysOnMeta(TorchFunctionMode):
 
 def _built(build: Any, config: Any, lazies: Mapping[str, Lazy], dtype: Any, how: Any) -> tuple[Any, dict[str, Any]]:
     """The model, and what transformers says about its names: all that it knows of them is done here, by itself."""
-    with _quiet() as said, how:
+    with _alone() as said, how:
         try:
             model, info = build.from_pretrained(
                 None, config=copy.deepcopy(config), state_dict=dict(lazies), dtype=dtype or "auto",
@@ -220,22 +230,47 @@ def _config(folder: Path, wanted: Wanted) -> Any:
     """The configuration of the folder.
 
     Raises:
-        Error: there is none that transformers knows, or it is of quantized tensors.
+        Error: there is none that transformers knows, it is of quantized tensors, or it names code.
     """
     file = folder / "config.json"
     if not file.is_file():
         raise Error("no checkpoint of transformers: config.json is not there", at=str(folder))
-    source = getattr(wanted.model_class, "config_class", None) or _transformers().AutoConfig
-    config = _read(file, source, **wanted.config)
+    _expect_no_code(file, wanted.config)
+    own = getattr(wanted.model_class, "config_class", None)
+    source, local = (own, {}) if own else (_transformers().AutoConfig, LOCAL)
+    config = _read(file, source, **wanted.config, **local)
     if getattr(config, "quantization_config", None) is not None:
         raise Error("the checkpoint is quantized", at=str(file), **{"try": "a checkpoint of floating tensors"})
     return config
 
 
+def _expect_no_code(file: Path, given: Mapping[str, Any]) -> None:
+    """Raises Error where a configuration names code to run: classes beside it, or kernels in a hub."""
+    try:
+        config = json.loads(file.read_text(encoding="utf-8")) | {key: given[key] for key in given if key == "auto_map"}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Error(f"the configuration cannot be read: {_first_line(error)}", at=str(file)) from error
+    for key, value in _entries(config):
+        if key == "auto_map" and value:
+            own = 'config={"auto_map": {}} for the class of transformers, if it has one of this model_type'
+            raise Error("the checkpoint has code of its own (auto_map): it is not run", at=str(file), **{"try": own})
+        if key.endswith("_implementation") and isinstance(value, str) and "/" in value and key not in given:
+            named = f"the checkpoint names code in a hub ({key}: {value}): it is not fetched"
+            raise Error(named, at=str(file), **{"try": f'config={{"{key}": "sdpa"}}'})
+
+
+def _entries(value: Any) -> Iterator[tuple[str, Any]]:
+    """All keys of what JSON has, with their values."""
+    if isinstance(value, dict):
+        yield from value.items()
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _entries(inner)
+
+
 def _read(file: Path, kind: Any, **given: Any) -> Any:
     """What a class of transformers makes of a file of a checkpoint."""
     try:
-        with _quiet():
+        with _alone():
             return kind.from_pretrained(file.parent, local_files_only=True, **given)
     except Exception as error:
         raise Error(f"the configuration cannot be read: {_first_line(error)}", at=str(file)) from error
@@ -246,16 +281,17 @@ def _class(config: Any, wanted: Wanted, folder: Path) -> Any:
     hf, given = _transformers(), wanted.model_class
     if given is None:
         found = [getattr(hf, name, None) for name in config.architectures or []]
-        if not found or not isinstance(found[0], type):
-            named = f"names {config.architectures[0]}, which transformers has not" if found else "names no class"
+        if not found or not (isinstance(found[0], type) and issubclass(found[0], hf.PreTrainedModel)):
+            known = "which is no model that transformers has"
+            named = f"names {config.architectures[0]}, {known}" if found else "names no class"
             remedy = "model_class=transformers.AutoModelForCausalLM, or the class itself"
             raise Error(f"config.json {named}", at=str(folder / "config.json"), **{"try": remedy})
         return found[0]
     if isinstance(given, type) and issubclass(given, hf.PreTrainedModel):
         return given
     try:
-        with _quiet(), torch.device("meta"):
-            return type(given.from_config(config))
+        with _alone(), torch.device("meta"):
+            return type(given.from_config(config, **LOCAL))
     except Exception as error:
         raise Error(f"model_class={given!r} makes no model of {type(config).__name__}: {_first_line(error)}") from error
 
@@ -338,10 +374,8 @@ def _write_beside(folder: Path, parallel: ParallelModule) -> None:
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-    source = Path(model.config.name_or_path or "")
-    for name in BESIDE if model.config.name_or_path else ():
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    if model.config.name_or_path:
+        copy_beside(Path(model.config.name_or_path), folder)
 
 
 # ---- transformers
@@ -361,11 +395,13 @@ def _transformers() -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[list[str]]:
-    """Within, transformers prints no bar and no warnings; they are in the list."""
+def _alone() -> Iterator[list[str]]:
+    """Within, transformers fetches nothing, and prints no bar and no warnings; they are in the list."""
+    from huggingface_hub import constants
     from transformers.utils import logging as theirs
 
     said: list[str] = []
+    offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
     library, shown = logging.getLogger("transformers"), theirs.is_progress_bar_enabled()
     handlers, spread = library.handlers[:], library.propagate
     listener = logging.Handler(logging.WARNING)
@@ -375,6 +411,7 @@ def _quiet() -> Iterator[list[str]]:
     try:
         yield said
     finally:
+        constants.HF_HUB_OFFLINE = offline
         library.handlers[:], library.propagate = handlers, spread
         if shown:
             theirs.enable_progress_bar()

@@ -1,0 +1,136 @@
+"""Plain data as JSON, and back: what a schedule, a scaler or an optimizer's options are made of.
+
+Reading it can make nothing but these values, whatever a file says: no class is looked up by a name, no code is run.
+A JSON object with the key "" stands for what JSON has not: {"": "tuple", "of": [0.9, 0.95]}.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from autotp.errors import Error
+
+KIND = ""
+SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque, "size": torch.Size}
+MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+NAMES = {kind: name for name, kind in {**SEQUENCES, **MAPPINGS}.items()}
+
+
+def encode(value: Any, at: str, keep: Callable[[Tensor], str]) -> Any:
+    """The value as JSON has it.
+
+    Args:
+        at: what it is, for the error.
+        keep: takes a tensor that is in it; what it returns, a key, is written in its place.
+
+    Raises:
+        Error: there is something else in it; says where.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is list:
+        return [encode(item, f"{at}[{i}]", keep) for i, item in enumerate(value)]
+    if kind in NAMES:
+        return {KIND: NAMES[kind], "of": _items(value, at, keep)} if not _is_object(value) else _object(value, at, keep)
+    if kind in (Tensor, nn.Parameter) and value.layout == torch.strided and not value.is_quantized:
+        return {KIND: "tensor", "of": keep(value.detach())}
+    if isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufc":
+        return {KIND: "array", "of": keep(torch.from_numpy(numpy.array(value))), "scalar": kind is not numpy.ndarray}
+    if (text := _text(value)) is not None:
+        return {KIND: text[0], "of": text[1]}
+    raise Error(
+        f"{at} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint does not hold",
+        **{"try": "a state_dict() of tensors, numbers, texts, and lists, tuples, sets and dicts of these"},
+    )
+
+
+def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """The value that JSON stands for.
+
+    Args:
+        tensor: of a key, the tensor that was kept under it.
+
+    Raises:
+        ValueError, TypeError, LookupError, AttributeError, RuntimeError: it is not what `encode` makes.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if KIND not in value:
+        return {key: decode(item, tensor) for key, item in value.items()}
+    kind, of = value[KIND], value["of"]
+    if kind in SEQUENCES:
+        return SEQUENCES[kind](decode(of, tensor))
+    if kind in MAPPINGS:
+        return MAPPINGS[kind]({decode(key, tensor): decode(item, tensor) for key, item in of})
+    if kind == "array":
+        found = tensor(of).numpy()
+        return found[()] if value["scalar"] else found
+    return tensor(of) if kind == "tensor" else READERS[kind](of)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text, or nothing."""
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether JSON has such a dict."""
+    return type(value) is dict and all(type(key) is str and key != KIND for key in value)
+
+
+def _object(value: Mapping[str, Any], at: str, keep: Callable[[Tensor], str]) -> dict[str, Any]:
+    return {key: encode(item, f"{at}[{key!r}]", keep) for key, item in value.items()}
+
+
+def _items(value: Any, at: str, keep: Callable[[Tensor], str]) -> list[Any]:
+    if isinstance(value, Mapping):
+        return [[encode(key, f"a key of {at}", keep), encode(x, f"{at}[{key!r}]", keep)] for key, x in value.items()]
+    # Sets have no order of their own: the same one on all ranks.
+    items: Iterable[Any] = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+    return [encode(item, f"{at}[{i}]", keep) for i, item in enumerate(items)]
+
+
+def _text(value: Any) -> tuple[str, Any] | None:
+    """What else a value may be, and how it is written."""
+    if type(value) is bytes:
+        return "bytes", base64.b64encode(value).decode()
+    if type(value) is complex:
+        return "complex", [value.real, value.imag]
+    if type(value) is torch.dtype:
+        return "dtype", name_of(value)
+    return ("device", str(value)) if type(value) is torch.device else None
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of a name.
+
+    Raises:
+        ValueError: torch has no such dtype.
+    """
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"no dtype {name!r}")
+    return found
+
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "bytes": lambda text: base64.b64decode(text, validate=True),
+    "complex": lambda parts: complex(*parts),
+    "dtype": dtype_of,
+    "device": torch.device,
+}

@@ -1,0 +1,237 @@
+"""What each rank writes of a training, and how a checkpoint comes to have its name."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from autotp.boxes import local_of
+from autotp.checkpoint_keys import key_of, names_held, names_of, path_of, random_states, sizes
+from autotp.checksums import bytes_of, write_whole
+from autotp.claim import claim
+from autotp.errors import Error
+from autotp.folder import sync
+from autotp.manifest import MANIFEST, OF_FORMAT_1, Item, written
+from autotp.mesh import gather_ints
+from autotp.parts import Parts, parts_of
+from autotp.peers import Peers
+from autotp.pieces import file_of, write_pieces
+from autotp.plain import encode
+from autotp.trainer import Trainer
+
+T = TypeVar("T")
+UNFINISHED = ".new"
+
+
+@dataclass(frozen=True)
+class State:
+    """What a rank writes.
+
+    Attributes:
+        about: plain data, of which the first rank's is written.
+        more: what is the same on all ranks, and is compared.
+        groups: of each group of the optimizer its options, and its parameters, each with the names of its state.
+        values: what of the optimizer's state is no tensor, by key.
+        items: tensors; copies, so that training may go on.
+    """
+
+    about: dict[str, Any]
+    more: dict[str, Any]
+    groups: list[Any]
+    values: dict[str, Any]
+    items: list[Item]
+
+
+def begun(folder: Path, trainer: Trainer, optimizer: Optimizer, step: int, more: Mapping[str, Any]) -> State:
+    """What this rank writes; the folder is ready for it.
+
+    Raises:
+        Error: as `save_checkpoint`.
+    """
+    if not isinstance(optimizer, Optimizer):
+        problem = f"{type(optimizer).__name__} is no optimizer"
+        raise Error(problem, **{"try": "autotp.full_state_dict(trainer) for the parameters alone"})
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise Error(f"step={step!r} is no number of steps", **{"try": "trainer.steps"})
+    path = path_of(folder, step)
+    if path.exists():
+        whole = any((path / name).exists() for name in (MANIFEST, OF_FORMAT_1))
+        remedy = "another folder, or another step" if whole else "remove it: it is not whole"
+        raise Error(f"{path} is there already", **{"try": remedy})
+    if trainer.everyone.rank == 0:
+        _filed(folder, lambda: _claim(folder))
+    return _state(trainer, parts_of(trainer, "save_checkpoint"), optimizer, step, more)
+
+
+def _claim(folder: Path) -> None:
+    """Keeps other jobs from saving here, and removes what those that were killed left."""
+    if claim(folder):
+        for left in folder.glob(f".step-*{UNFINISHED}"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _filed(at: Path, run: Callable[[], T]) -> T:
+    """What `run` returns; a failure of the file system is an Error."""
+    try:
+        return run()
+    except OSError as error:
+        raise Error(f"{at} cannot be written: {error}") from error
+
+
+def same_on_all(trainer: Trainer, mark: int, more: int) -> list[int]:
+    """The first rank's numbers.
+
+    Raises:
+        Error: `more` is another on some rank.
+    """
+    rows = gather_ints([mark, more], trainer.everyone)
+    other = [rank for rank, row in enumerate(rows) if row[1] != rows[0][1]]
+    if other:
+        problem = f"what is saved by name is not the same on rank {other[0]} as on rank 0"
+        raise Error(problem, **{"try": "save a state that all ranks share; the trainer's own differs as it must"})
+    return rows[0]
+
+
+def _state(trainer: Trainer, parts: Parts, optimizer: Optimizer, step: int, more: Mapping[str, Any]) -> State:
+    rank, items = trainer.everyone.rank, list[Item]()
+
+    def keeper(at: str) -> Callable[[Tensor], str]:
+        def keep(tensor: Tensor) -> str:
+            key = key_of(at, len(items))
+            copied = tensor.cpu().clone()
+            items.append(Item(key, (0,) * copied.dim(), tuple(copied.shape), copied))
+            return key
+
+        return keep
+
+    about = {
+        "step": step,
+        "sizes": sizes(trainer),
+        "optimizer": type(optimizer).__name__,
+        "model": trainer.hyperparameters,
+    }
+    shared = {
+        name: encode(thing.state_dict(), f"the state of `{name}`", keeper("more")) for name, thing in more.items()
+    }
+    prints = {item.key: zlib.crc32(bytes_of(item.tensor)) for item in items}
+    groups = [_group(group, optimizer, parts, keeper(f"group|{rank}")) for group in optimizer.param_groups]
+    for name, tensor in random_states(trainer.place.device).items():
+        items.append(Item(key_of("random", rank, name), (0,), tuple(tensor.shape), tensor))
+    for name in names_held(parts):
+        items += _boxed(key_of("model", name), parts, name, parts.held[name])
+    values = {}
+    for name, key, value in _moments(optimizer, parts):
+        at = key_of("optimizer", name, key)
+        if not isinstance(value, Tensor):
+            values[at] = encode(value, f"`{key}` of `{name}` in the optimizer", keeper(at))
+        elif value.dim() == 0 and value.shape != parts.held[name].shape:
+            items.append(Item(at, (), (), value.detach().cpu().clone()))
+        else:
+            items += _boxed(at, parts, name, _as_parameter(value, name, key, parts, optimizer))
+    return State(about, {"more": shared, "tensors": prints}, groups, values, items)
+
+
+def _group(group: Mapping[str, Any], optimizer: Optimizer, parts: Parts, keep: Callable[[Tensor], str]) -> list[Any]:
+    names = names_of(optimizer, parts)
+    options = {key: value for key, value in group.items() if key != "params"}
+    holds = {names[p]: list(optimizer.state.get(p, {})) for p in group["params"]}
+    return [encode(options, "a group of the optimizer", keep), holds]
+
+
+def _boxed(key: str, parts: Parts, name: str, tensor: Tensor) -> Iterator[Item]:
+    """What this rank has of a parameter, or of what lies as it does, and no rank before this one on the axis."""
+    local = local_of(tensor.detach())
+    if not math.prod(parts.shapes[name]):
+        yield Item(key, (0,) * local.dim(), parts.shapes[name], local.cpu())
+    for box in parts.boxes(name, tensor):
+        yield Item(key, box.whole, parts.shapes[name], box.of(local).to("cpu", copy=True))
+
+
+def _as_parameter(value: Tensor, name: str, key: str, parts: Parts, optimizer: Optimizer) -> Tensor:
+    """`value`, which lies as its parameter does.
+
+    Raises:
+        Error: it does not.
+    """
+    if value.shape == parts.held[name].shape:
+        return value
+    raise Error(
+        f"`{key}` of `{name}` is {list(value.shape)} in {type(optimizer).__name__}, and the parameter "
+        f"{list(parts.held[name].shape)}: where it lies in the whole is not known",
+        **{"try": "an optimizer whose state is shaped as the parameters are, such as AdamW"},
+    )
+
+
+def _moments(optimizer: Optimizer, parts: Parts) -> Iterator[tuple[str, str, Any]]:
+    for parameter, name in names_of(optimizer, parts).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            yield name, key, value
+
+
+# ---- writing it, in a thread
+
+
+def write(state: State, path: Path, new: Path, peers: Peers) -> None:
+    """Writes a checkpoint into the folder `new`, which is `path` in the end.
+
+    Raises:
+        Error: on every rank; nothing is left then.
+    """
+    try:
+        rank = peers.mesh.rank
+        items = [state.items[i] for i in _chosen(peers.tell([item.choice() for item in state.items]), rank)]
+        rows = peers.agree(lambda: _filed(new, lambda: _write_items(new, rank, items)))
+        every = peers.tell([rows, state.groups, state.values])
+        peers.agree(lambda: _filed(path, lambda: _name(state, every, path, new)) if rank == 0 else None)
+    except BaseException:
+        if peers.mesh.rank == 0:
+            shutil.rmtree(new, ignore_errors=True)
+        raise
+
+
+def _chosen(every: Sequence[Sequence[Any]], rank: int) -> list[int]:
+    """Which of its items a rank writes: of those that several have, the one that has least to write does."""
+    holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+    for other, rows in enumerate(every):
+        for i, (key, at, size) in enumerate(rows):
+            holders.setdefault((key, *at, size), []).append((other, i))
+    load, chosen = [0] * len(every), list[int]()
+    for (*_, size), places in sorted(holders.items(), key=lambda pair: len(pair[1])):
+        other, i = min(places, key=lambda place: load[place[0]])
+        load[other] += size
+        if other == rank:
+            chosen.append(i)
+    return sorted(chosen)
+
+
+def _write_items(new: Path, rank: int, items: Sequence[Item]) -> list[Any]:
+    """The bytes of this rank's file, and of each item its row and its piece's."""
+    new.mkdir(parents=True, exist_ok=True)
+    pieces = write_pieces(new, rank, ((item.at, item.tensor) for item in items))
+    rows = [[item.row(), piece.row()] for item, piece in zip(items, pieces, strict=True)]
+    return [(new / file_of(rank)).stat().st_size, rows]
+
+
+def _name(state: State, every: Sequence[Any], path: Path, new: Path) -> None:
+    """Writes the manifest, and gives the folder its name."""
+    ranks, groups, values = zip(*every, strict=True)
+    told = {json.dumps(group): group for some in groups for group in some}
+    about = {
+        **state.about,
+        "more": state.more["more"],
+        "groups": list(told.values()),
+        "values": {key: value for some in values for key, value in some.items()},
+    }
+    write_whole(new / MANIFEST, written(about, ranks))
+    sync(new)
+    new.rename(path)
+    sync(path.parent)

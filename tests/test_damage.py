@@ -1,0 +1,110 @@
+"""Files of a checkpoint that are not what was written: an error that names the file, and nothing is changed."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from helpers import run_ranks
+from test_saving import fingerprint, started, trained
+from torch.optim.lr_scheduler import StepLR
+
+import autotp
+
+
+@contextmanager
+def changed(file: Path, rank: int, content: bytes | None) -> Iterator[None]:
+    """Within, a file has another content, or is gone."""
+    before = file.read_bytes()
+    dist.barrier()
+    if rank == 0:
+        file.unlink()
+        if content is not None:
+            file.write_bytes(content)
+    dist.barrier()
+    yield
+    dist.barrier()
+    if rank == 0:
+        file.write_bytes(before)
+    dist.barrier()
+
+
+def bit_flips(file: Path, draw: random.Random, count: int) -> Iterator[bytes]:
+    """The content of a file with one bit changed, so many times."""
+    before = file.read_bytes()
+    for _ in range(count):
+        at = draw.randrange(len(before))
+        yield before[:at] + bytes([before[at] ^ 1 << draw.randrange(8)]) + before[at + 1 :]
+
+
+def torn(file: Path, draw: random.Random, count: int) -> Iterator[bytes | None]:
+    """The content of a file that ends too early, is longer, has a page of zeros or of another place, or is gone."""
+    before = file.read_bytes()
+    yield None
+    yield b""
+    yield before + b"\0"
+    for _ in range(count):
+        at, size = draw.randrange(len(before)), draw.randrange(1, 4096)
+        yield before[:at]
+        yield before[:at] + b"\xff" * len(before[at : at + size]) + before[at + size :]
+
+
+def damaged(rank: int, n: int, folder: str, count: int) -> None:
+    """Tries every kind of damage on every file."""
+    trainer, optimizer = started((2, 1, 1), dropout=0.1)
+    schedule = StepLR(optimizer, 1)
+    trained(trainer, optimizer, range(2))
+    autotp.save_checkpoint(folder, trainer, optimizer, 2, schedule=schedule)
+    trained(trainer, optimizer, range(2, 3))
+    before, draw = fingerprint(trainer, optimizer), random.Random(0)
+    files = sorted(Path(folder, "step-00000002").iterdir())
+    assert [file.name for file in files] == ["manifest.json", "rank-00000.tensors", "rank-00001.tensors"]
+    for file in files:
+        for content in [*bit_flips(file, draw, count), *torn(file, draw, count // 5)]:
+            if content == file.read_bytes():
+                continue
+            with changed(file, rank, content):
+                if content is None and file.name == "manifest.json":
+                    assert autotp.load_checkpoint(folder, trainer, optimizer, schedule=schedule) == 0
+                    continue
+                with pytest.raises(autotp.Error) as raised:
+                    autotp.load_checkpoint(folder, trainer, optimizer, schedule=schedule)
+                assert str(file) in str(raised.value)
+        assert fingerprint(trainer, optimizer) == before
+    assert autotp.load_checkpoint(folder, trainer, optimizer, schedule=schedule) == 2
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("count", [15, pytest.param(300, marks=pytest.mark.rare)])
+def test_damage_is_seen(count: int, tmp_path: Path) -> None:
+    run_ranks(damaged, 2, str(tmp_path), count, timeout=500)
+
+
+def mixed(rank: int, n: int, folder: str) -> str:
+    """A file of an older step stands in the place of a newer one's."""
+    trainer, optimizer = started((2, 1, 1))
+    for step in (1, 2):
+        trained(trainer, optimizer, range(step - 1, step))
+        autotp.save_checkpoint(folder, trainer, optimizer, step)
+    if rank == 0:
+        shutil.copy(*(Path(folder) / f"step-0000000{step}" / "rank-00001.tensors" for step in (1, 2)))
+    dist.barrier()
+    before = fingerprint(trainer, optimizer)
+    with pytest.raises(autotp.Error) as raised:
+        autotp.load_checkpoint(folder, trainer, optimizer)
+    assert fingerprint(trainer, optimizer) == before
+    return str(raised.value).replace(folder, "")
+
+
+def test_a_file_of_an_older_step(tmp_path: Path) -> None:
+    for rank, text in enumerate(run_ranks(mixed, 2, str(tmp_path), timeout=100)):
+        assert re.sub("`.*?`", "NAME", text).splitlines()[:2] == [
+            "load_checkpoint: /step-00000002/rank-00001.tensors is damaged: NAME is not what was written",
+            "  try      remove /step-00000002",
+        ], rank

@@ -1,0 +1,63 @@
+"""hyperparameters: what of a model its tensors do not show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autotp.hyperparameters import differences, hyperparameters
+
+
+@dataclass(frozen=True)
+class Config:
+    heads: int = 4
+    dropout: float = 0.1
+    inner: Any = None
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        self.config, self.layer, self.act, self.scale = config, layer, F.gelu, lambda x: x
+        self.norm, self.drop, self.table = nn.LayerNorm(2, eps=1e-3), nn.Dropout(0.3), torch.ones(2)
+
+
+class Model(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(config, i) for i in range(2))
+        self.words, self._own, self.sizes = ["w"] * 99, 3, {"a": (1, 2.5)}
+
+
+def test_what_there_is() -> None:
+    config = Config(inner=SimpleNamespace(theta=10000.0, itself=None))
+    config.inner.itself = config.inner
+    found = hyperparameters(Model(config).eval())
+    assert found.pop("words").startswith("495 characters, crc32 ")
+    assert found == {
+        "": "Model",
+        "sizes.a": (1, 2.5),
+        "blocks": "ModuleList",
+        "blocks.*": "Block",
+        "blocks.*.act": "gelu",
+        "blocks.*.config.heads": 4,
+        "blocks.*.config.inner.theta": 10000.0,
+        "blocks.*.layer": [0, 1],
+        "blocks.*.norm": "LayerNorm",
+        "blocks.*.norm.elementwise_affine": True,
+        "blocks.*.norm.eps": 0.001,
+        "blocks.*.norm.normalized_shape": (2,),
+        "blocks.*.drop": "Dropout",
+    }
+
+
+def test_differences() -> None:
+    there, here = {"a.n": 1, "b.n": [1, 2], "old": 3, "t": (1,)}, {"a.n": 2, "b.n": [1, 3], "new": 3, "t": [1]}
+    assert differences(there, here, ()) == ["`a.n` is 1 there, and 2 here", "`b.n` is [1, 2] there, and [1, 3] here"]
+    assert differences(there, here, ["b.n"]) == ["`a.n` is 1 there, and 2 here"]
+    assert differences(there, here, ["n"]) == []

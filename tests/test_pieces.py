@@ -1,0 +1,83 @@
+"""pieces: every dtype and shape, written by several ranks, comes back bit for bit in any box."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import autotp
+from autotp.checksums import bytes_of, sealed, unsealed
+from autotp.pieces import Piece, Pieces, read_piece, write_pieces
+
+DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
+PLAIN = [x for x in DTYPES if not str(x).startswith(("torch.q", "torch.bits", "torch.int1", "torch.uint1"))]
+
+
+def bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Random bytes as a tensor; of bools, zeros and ones."""
+    size = torch.empty(shape, dtype=dtype).nbytes
+    data = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8)
+    return data.view(dtype).view(shape)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", PLAIN, ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (5, 4)], ids=str)
+def test_every_dtype(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) -> None:
+    tensor = bits(shape, dtype)
+    (piece,) = write_pieces(tmp_path, 0, [((0,) * len(shape), tensor)])
+    piece = Piece.of(json.loads(json.dumps(piece.row())))
+    found = read_piece(tmp_path, "x", piece, dtype)
+    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+    assert bytes(bytes_of(found)) == bytes(bytes_of(tensor))
+
+
+def test_any_box_of_any_pieces(tmp_path: Path) -> None:
+    """Cut at random into boxes over two files, and read in other boxes."""
+    draw, whole = random.Random(0), torch.arange(12 * 10).view(12, 10)
+    cuts = [0, 5, 8, 12], [0, 3, 10]
+    boxes = [((a, c), (b, d)) for a, b in pairwise(cuts[0]) for c, d in pairwise(cuts[1])]
+    pieces: list[Piece] = []
+    for rank in (0, 1):
+        mine = [(low, whole[low[0] : high[0], low[1] : high[1]]) for low, high in boxes[rank::2]]
+        pieces += write_pieces(tmp_path, rank, mine)
+    tensor = Pieces(whole.dtype, (12, 10), tuple(pieces))
+    assert torch.equal(tensor.whole(tmp_path, "x"), whole)
+    for _ in range(50):
+        a, c = draw.randrange(12), draw.randrange(10)
+        b, d = draw.randrange(a, 12) + 1, draw.randrange(c, 10) + 1
+        into = torch.zeros(b - a, d - c, dtype=whole.dtype)
+        tensor.read(tmp_path, "x", (a, c), into)
+        assert torch.equal(into, whole[a:b, c:d])
+    with pytest.raises(autotp.Error, match="has not all of `x`"):
+        Pieces(whole.dtype, (12, 10), tuple(pieces[1:])).whole(tmp_path, "x")
+
+
+def test_tensors_that_do_not_lie_in_a_row(tmp_path: Path) -> None:
+    strange = [torch.randn(4, 3).t(), torch.randn(3, dtype=torch.complex64).conj(), torch.ones(2, 2).expand(3, 2, 2)]
+    strange.append(torch.randn(3, dtype=torch.complex64).conj().imag)  # Negated lazily.
+    pieces = write_pieces(tmp_path, 0, [((0,) * x.dim(), x) for x in strange])
+    for piece, x in zip(pieces, strange, strict=True):
+        assert torch.equal(read_piece(tmp_path, "x", piece, x.dtype), x)
+
+
+def test_every_bit_of_a_sealed_file(tmp_path: Path) -> None:
+    file, text = tmp_path / "x", sealed({"a": [1, "\ud800", float("inf")], "b": {}})
+    file.write_bytes(text)
+    assert unsealed(file)["a"] == [1, "\ud800", float("inf")]
+    for at in range(len(text) * 8):
+        data = bytearray(text)
+        data[at // 8] ^= 1 << at % 8
+        file.write_bytes(data)
+        with pytest.raises(autotp.Error, match="is damaged: its checksum is another"):
+            unsealed(file)
+    for length in range(len(text)):
+        file.write_bytes(text[:length])
+        with pytest.raises(autotp.Error, match="is damaged"):
+            unsealed(file)
