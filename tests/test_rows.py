@@ -109,11 +109,6 @@ def test_rows_by_themselves(does: Callable[[Tensor], Tensor]) -> None:
         pytest.param(
             lambda x: x + x[ROWS(x).to(torch.bfloat16).to(torch.int64), 0].unsqueeze(1), "aten.index", id="rounded"
         ),
-        pytest.param(
-            lambda x: x + x[ROWS(x)[:, None].expand(-1, 5).reshape(5, x.shape[0])[0], 0].unsqueeze(1),
-            "aten",
-            id="moved",
-        ),
         pytest.param(lambda x: x + torch.ones(x.shape[0]).cumsum(0).view(-1, 1, 1), "aten.cumsum", id="counted"),
         pytest.param(lambda x: x + torch.eye(x.shape[0])[:, :1, None], "aten.eye", id="one-row-alone"),
         pytest.param(lambda x: x[torch.randperm(x.shape[0])], "aten", id="shuffled"),
