@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -31,6 +32,7 @@ class Mesh:
         group: the process group's name; None where one process needs none.
         device: where this process computes.
         runs: number of ranks -> the name of the group of so many neighbours that this process is in.
+        names: what errors call the ranks, where these lie along several axes.
     """
 
     axis: str = "tp"
@@ -39,11 +41,18 @@ class Mesh:
     group: str | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     runs: tuple[tuple[int, str], ...] = ()
+    names: tuple[str, ...] = ()
 
     @property
     def groups(self) -> dict[str, str | None]:
         """The names that graphs use -> the process groups: `tp`, and `tp/4` for runs of four of its ranks."""
         return {self.axis: self.group, **{f"{self.axis}/{n}": name for n, name in self.runs}}
+
+    def named(self, ranks: Sequence[int]) -> str:
+        """These ranks, as errors call them."""
+        if self.names:
+            return "; ".join(self.names[rank] for rank in ranks)
+        return f"{self.axis} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
     def __str__(self) -> str:
         return f"{self.axis}={self.size}, rank {self.rank} on {self.device}"

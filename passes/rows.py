@@ -71,7 +71,10 @@ def expect_rows(graph: fx.Graph, axes: Axes, inputs: Collection[str]) -> None:
     Args:
         inputs: names of the placeholders of what is a batch.
     """
-    proof = _Proof(axes, [node for node in graph.nodes if node.op == "placeholder" and node.name in inputs])
+    given = [node for node in graph.nodes if node.op == "placeholder" and node.name in inputs]
+    if given[0].meta["val"].shape[0] == 1:  # Of a single row nothing shows it: `pipeline.analysed` looks at two.
+        return
+    proof = _Proof(axes, given)
     for node in graph.nodes:
         if node.op == "call_function" and outputs_of(node):
             proof.visit(node)
