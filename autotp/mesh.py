@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.collectives import communicate, gather
 from autotp.errors import Error
+from autotp.heartbeat import begin
 
 TIMEOUT = timedelta(minutes=10)
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
@@ -139,6 +140,7 @@ def _from_device_mesh(tp: int | None, mesh: DeviceMesh, device: torch.device | s
     if tp not in (None, group.size()):
         raise Error(f"tp={tp}, but the mesh has tp={group.size()}", **{"try": "leave tp out"})
     where = _mesh_device(mesh, device)
+    begin()
     return Mesh("tp", group.size(), group.rank(), group.group_name, where, _runs(group, TIMEOUT))
 
 
@@ -171,6 +173,7 @@ def _over_the_world(device: torch.device, timeout: timedelta) -> Mesh:
     start(timeout, device)
     # A group of its own, so that it has this timeout and this name whoever made the default one.
     group = dist.new_group(timeout=timeout, group_desc="tp")
+    begin()
     return Mesh("tp", dist.get_world_size(), dist.get_rank(), group.group_name, device, _runs(group, timeout))
 
 

@@ -278,7 +278,7 @@ class Trainer(nn.Module):
             if grad is not None:
                 parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
         self.steps += 1
-        loss = self._sum(pipeline, losses)
+        loss = self._together("Trainer.step", lambda: self._sum(pipeline, losses))
         if self._scaler is None and not torch.isfinite(loss):
             within("Trainer.step", lambda: refuse(float(loss), self.steps, self, self.everyone))
         return loss
@@ -298,7 +298,7 @@ class Trainer(nn.Module):
         for module in (module for work in self._works.values() for module in work.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return self._sum(pipeline, losses)
+        return self._together("Trainer.evaluate", lambda: self._sum(pipeline, losses))
 
     def _together(self, what: str, run: Callable[[], T]) -> T:
         """What `run` returns; where a rank is lost meanwhile, an Error that says so."""
@@ -307,12 +307,12 @@ class Trainer(nn.Module):
         except Error:
             raise
         except RuntimeError as error:
-            raise peer_error(what, str(self.everyone.group), error) or error from error
+            raise peer_error(what, str(self.everyone.group), error, self._ranks) or error from error
 
     def _begin(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
         """The graphs for a batch, ready to run, and its tensors by name."""
         call = f"Trainer.{'step' if training else 'evaluate'}"
-        return within(call, lambda: self._ready(training, args, kwargs))
+        return within(call, lambda: self._together(call, lambda: self._ready(training, args, kwargs)))
 
     def _ready(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
         pipeline, tensors = self._fitting(training, args, kwargs)
