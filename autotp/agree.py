@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
@@ -40,7 +39,7 @@ def agree_on_call(mesh: Mesh, leaves: Sequence[Any], mode: Any, random: bool) ->
     if mesh.size == 1 or torch._C._functorch.peek_interpreter_stack() is not None:
         return
     called = _printed(leaves)
-    state = _random_state(mesh) if random else 0
+    state = random_state(mesh) if random else 0
     rows = gather_ints([called, zlib.crc32(repr(mode).encode()), state], mesh)
     _compare(rows, 0, mesh, "got other inputs than rank 0", "give every rank of the axis the same batch")
     alike = "model.train(), model.eval(), .to(dtype) and autocast on all ranks alike"
@@ -54,7 +53,7 @@ def agree_on_random(mesh: Mesh, states: Sequence[int] | None = None) -> None:
     Args:
         states: what stands for each rank's random state, if that is known already.
     """
-    rows = [[state] for state in states] if states is not None else gather_ints([_random_state(mesh)], mesh)
+    rows = [[state] for state in states] if states is not None else gather_ints([random_state(mesh)], mesh)
     _compare(
         rows,
         0,
@@ -62,16 +61,6 @@ def agree_on_random(mesh: Mesh, states: Sequence[int] | None = None) -> None:
         "would draw other random numbers than rank 0",
         "torch.manual_seed(seed) with one seed on all ranks",
     )
-
-
-def warn_of_equal(mesh: Mesh, leaves: Sequence[Any]) -> None:
-    """Warns if all ranks, which are to have other data each, were given the same."""
-    if mesh.size > 1 and len({row[0] for row in gather_ints([_printed(leaves)], mesh)}) == 1:
-        warnings.warn(
-            f"all {mesh.size} replicas were given the same rows, and each learns from them: give each its part, "
-            "as `autotp.Sampler` does",
-            stacklevel=2,
-        )
 
 
 def _printed(leaves: Sequence[Any]) -> int:
@@ -87,23 +76,21 @@ def agree_on_graph(mesh: Mesh, make: Callable[[], T], text: Callable[[T], str]) 
     Raises:
         Error: on every rank; where `make` failed its own, elsewhere that it failed there; on all that they differ.
     """
-    made, problem = _tried(make)
+    made, problem = tried(make)
     rows = gather_ints([zlib.crc32(text(made[0]).encode()) if made else -1], mesh)
     if problem is not None:
         raise problem
     failed = [rank for rank, row in enumerate(rows) if row[0] == -1]
     if failed:
-        raise Error(
-            f"{ranks_of(mesh, failed)} could not build a graph", **{"try": "read the error there: here is none"}
-        )
+        raise Error(f"{mesh.named(failed)} could not build a graph", **{"try": "read the error there: here is none"})
     _compare(
         rows, 0, mesh, "would run another graph than rank 0", "build the same model and call it alike on all ranks"
     )
     return made[0]
 
 
-def _tried(make: Callable[[], T]) -> tuple[list[T], Exception | None]:
-    """What `make()` returns, in a list, or what it raises: the other ranks are told before it goes on."""
+def tried(make: Callable[[], T]) -> tuple[list[T], Exception | None]:
+    """What `make()` returns, in a list, or what it raises: the other ranks are told before this one goes on."""
     try:
         return [make()], None
     except Exception as error:
@@ -116,14 +103,18 @@ def agree(mesh: Mesh, make: Callable[[], T]) -> T:
     Raises:
         Error: on every rank: where `make` failed its own, elsewhere that of the first rank where it did.
     """
-    made, problem, text = tried(make)
-    return settled(mesh, made, problem, _told(text, mesh))
+    made, problem = tried(make)
+    return settled(mesh, made, problem, _told(spelled(problem), mesh))
 
 
-def tried(make: Callable[[], T]) -> tuple[list[T], Exception | None, str]:
-    """What `make()` returns, in a list, or what it raises; and what other ranks are told, nothing if all is well."""
-    made, problem = _tried(make)
-    return made, problem, "" if problem is None else json.dumps(_spelled(problem))
+def agreed(problem: Exception | None, mesh: Mesh) -> None:
+    """Raises, on every rank, what some have: there their own, elsewhere an Error that says what the first has."""
+    settled(mesh, [None], problem, _told(spelled(problem), mesh))
+
+
+def spelled(problem: Exception | None) -> str:
+    """What other ranks are told of a problem; nothing if all is well."""
+    return "" if problem is None else json.dumps(_spelled(problem))
 
 
 def settled(mesh: Mesh, made: Sequence[T], problem: Exception | None, texts: Sequence[str]) -> T:
@@ -133,7 +124,7 @@ def settled(mesh: Mesh, made: Sequence[T], problem: Exception | None, texts: Seq
     failed = [rank for rank, text in enumerate(texts) if text]
     if failed:
         said, facts = json.loads(texts[failed[0]])
-        raise Error(said, **facts, on=ranks_of(mesh, failed))
+        raise Error(said, **facts, on=mesh.named(failed))
     return made[0]
 
 
@@ -169,18 +160,22 @@ def checksum(tensor: Tensor) -> int:
     return zlib.crc32(data.view(torch.uint8).numpy().tobytes()) if data.numel() else 0
 
 
-def _print(leaf: Any) -> Any:
-    """What is compared of an argument: a tensor's shape, dtype and values; a plain value; of an object its class."""
-    if isinstance(leaf, Sharded):
-        return tuple(leaf.shape), str(leaf.dtype)  # Each rank has another part.
+def shown(leaf: Any) -> Any:
+    """What is compared of an argument but a tensor's values: its shape and dtype; a plain value; an object's class."""
     if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), str(leaf.dtype), checksum(leaf)
+        return tuple(leaf.shape), str(leaf.dtype)
     if isinstance(leaf, numpy.ndarray):
         return plain(leaf)
     return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf).__qualname__
 
 
-def _random_state(mesh: Mesh) -> int:
+def _print(leaf: Any) -> Any:
+    """The same with values; of a `Sharded` each rank has other ones."""
+    return (*shown(leaf), checksum(leaf)) if isinstance(leaf, Tensor) and not isinstance(leaf, Sharded) else shown(leaf)
+
+
+def random_state(mesh: Mesh) -> int:
+    """A number that two ranks share if they would draw the same numbers."""
     states = [torch.get_rng_state()]
     if mesh.device.type == "cuda":
         states.append(torch.cuda.get_rng_state(mesh.device))
@@ -190,8 +185,13 @@ def _random_state(mesh: Mesh) -> int:
 def _compare(rows: Sequence[Sequence[int]], column: int, mesh: Mesh, what: str, remedy: str) -> None:
     other = [rank for rank, row in enumerate(rows) if row[column] != rows[0][column]]
     if other:
-        raise Error(f"{ranks_of(mesh, other)} {what}", **{"try": remedy})
+        raise Error(f"{mesh.named(other)} {what}", **{"try": remedy})
 
 
-def ranks_of(mesh: Mesh, ranks: Sequence[int]) -> str:
-    return f"{mesh.axis} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+def compared(
+    rows: Sequence[Sequence[int]], column: int, mesh: Mesh, ranks: Sequence[int], what: str, remedy: str
+) -> None:
+    """Raises Error if some of these ranks said other than the first of them."""
+    other = [rank for rank in ranks if rows[rank][column] != rows[ranks[0]][column]]
+    if other:
+        raise Error(f"{mesh.named(other)} {what} than {mesh.named(ranks[:1])}", **{"try": remedy})

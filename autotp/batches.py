@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,25 @@ from autotp.passes.rows import batched
 from autotp.passes.totals import TOTAL
 from autotp.structure import flatten
 from autotp.transform import Analysis
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a replica was given.
+
+    Attributes:
+        arguments: args and kwargs.
+        micro: those of the first microbatch.
+        tensors: the tensors among the arguments.
+        key: the mode, and all about them but sizes and values.
+        shapes: of a microbatch's tensors.
+    """
+
+    arguments: tuple[Any, Any]
+    micro: Any
+    tensors: list[Tensor]
+    key: Any
+    shapes: list[Any]
 
 
 def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:

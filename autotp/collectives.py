@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 
 from autotp.eager import is_plain
 from autotp.errors import Error
+from autotp.heartbeat import lost_ranks
 from autotp.partition import chunk_bounds, chunk_length, chunk_sizes
 from autotp.strides import inverse, memory_order
 
@@ -278,8 +279,12 @@ def communicate_all(xs: Sequence[Tensor], group: str) -> list[Tensor]:
         raise peer_error("all_reduce_coalesced", group, error) or error from error
 
 
-def peer_error(what: str, group: str, error: RuntimeError) -> Error | None:
-    """The error that says which axis and rank lost a peer, or None where `error` is about something else."""
+def peer_error(what: str, group: str, error: RuntimeError, mesh: Any = None) -> Error | None:
+    """The error that says which axis lost which peer, or None where `error` is about something else.
+
+    Args:
+        mesh: what knows names of ranks (`named`), where there are better ones than numbers.
+    """
     text = str(error).lower()
     if "timed out" in text or "timeout" in text:
         reason = "a peer did not answer within the group's timeout"
@@ -287,6 +292,9 @@ def peer_error(what: str, group: str, error: RuntimeError) -> Error | None:
         reason = "a peer closed its connection"
     else:
         return None
+    if lost := lost_ranks():
+        names = ", ".join(_called(rank, group) if mesh is None else mesh.named([rank]) for rank in lost)
+        reason = f"{names} {'is' if len(lost) == 1 else 'are'} lost, ended or stopped"
     rank, size = _seat(group)
     return Error(
         f"{what} over axis `{_axis(group)}` failed on rank {rank} of {size} (global rank {dist.get_rank()}): {reason}",
@@ -295,6 +303,12 @@ def peer_error(what: str, group: str, error: RuntimeError) -> Error | None:
             "or": "if it was only slow: call init_process_group(timeout=...) first and pass mesh=init_device_mesh(...)",
         },
     )
+
+
+def _called(rank: int, group: str) -> str:
+    """A global rank, by its place in the group if it is there."""
+    ranks = dist.get_process_group_ranks(_process_group(group))
+    return f"{_axis(group)} rank {ranks.index(rank)} (global rank {rank})" if rank in ranks else f"global rank {rank}"
 
 
 def _axis(group: str) -> str:

@@ -34,12 +34,6 @@ def world(place: Mesh) -> Mesh:
     return replace(place, axis="global", size=every.size(), rank=every.rank(), group=every.group_name)
 
 
-def replica(mesh: DeviceMesh, place: Mesh, timeout: timedelta) -> Mesh:
-    """The ranks that are given the same batch."""
-    mine = group(mesh.mesh.transpose(0, 1).flatten(1), timeout)
-    return replace(place, axis="replica", size=mine.size(), rank=mine.rank(), group=mine.group_name)
-
-
 def shared(
     stages: Sequence[Stage],
     names: Mapping[str, str],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.collectives import communicate, gather
 from autotp.errors import Error
+from autotp.heartbeat import begin
 from autotp.launch import Launch, launch, store_of
 
 TIMEOUT = timedelta(minutes=10)
@@ -32,6 +34,7 @@ class Mesh:
         group: the process group's name; None where one process needs none.
         device: where this process computes.
         runs: number of ranks -> the name of the group of so many neighbours that this process is in.
+        names: what errors call the ranks, where these lie along several axes.
         number: drawn by the first process: no other mesh has it.
     """
 
@@ -42,11 +45,18 @@ class Mesh:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     runs: tuple[tuple[int, str], ...] = ()
     number: int = field(default=0, compare=False)
+    names: tuple[str, ...] = ()
 
     @property
     def groups(self) -> dict[str, str | None]:
         """The names that graphs use -> the process groups: `tp`, and `tp/4` for runs of four of its ranks."""
         return {self.axis: self.group, **{f"{self.axis}/{n}": name for n, name in self.runs}}
+
+    def named(self, ranks: Sequence[int]) -> str:
+        """These ranks, as errors call them."""
+        if self.names:
+            return "; ".join(self.names[rank] for rank in ranks)
+        return f"{self.axis} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
     def __str__(self) -> str:
         return f"{self.axis}={self.size}, rank {self.rank} on {self.device}"
@@ -133,6 +143,7 @@ def _from_device_mesh(tp: int | None, mesh: DeviceMesh, device: torch.device | s
     if tp not in (None, group.size()):
         raise Error(f"tp={tp}, but the mesh has tp={group.size()}", **{"try": "leave tp out"})
     where = _mesh_device(mesh, device)
+    begin()
     return _numbered(Mesh("tp", group.size(), group.rank(), group.group_name, where, _runs(group, TIMEOUT)))
 
 
@@ -153,6 +164,7 @@ def _over_the_world(device: torch.device, timeout: timedelta) -> Mesh:
     start(timeout, device)
     # A group of its own, so that it has this timeout and this name whoever made the default one.
     group = dist.new_group(timeout=timeout, group_desc="tp")
+    begin()
     size, rank, runs = dist.get_world_size(), dist.get_rank(), _runs(group, timeout)
     return _numbered(Mesh("tp", size, rank, group.group_name, device, runs))
 

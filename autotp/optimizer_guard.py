@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autotp.agree import checksum, ranks_of
+from autotp.agree import checksum
 from autotp.alive import Undo, sorted_by_model
 from autotp.boxes import local_of
 from autotp.collectives import reduce
@@ -165,8 +165,8 @@ def _expect_same_calls(every: list[dict[str, Any]], place: Mesh) -> None:
 def _same(values: list[Any], place: Mesh, problem: str, facts: dict[str, str]) -> None:
     other = [rank for rank, value in enumerate(values) if value != values[0]]
     if other:
-        expected = {"expected": f"{values[0]}, as on {ranks_of(place, [0])}"}
-        raise Error(problem, **expected, got=f"{values[other[0]]} on {ranks_of(place, other)}", **facts)
+        expected = {"expected": f"{values[0]}, as on {place.named([0])}"}
+        raise Error(problem, **expected, got=f"{values[other[0]]} on {place.named(other)}", **facts)
 
 
 def _expect_close(whole: Mapping[str, Tensor], every: list[dict[str, Any]], place: Mesh) -> str:

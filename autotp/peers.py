@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from autotp.agree import settled, tried
+from autotp.agree import settled, spelled, tried
 from autotp.errors import Error
 from autotp.mesh import Mesh
 
@@ -53,8 +53,8 @@ class Peers:
         Raises:
             Error: on every rank, as `agree` of `agree.py`.
         """
-        made, problem, text = tried(make)
-        return settled(self.mesh, made, problem, self.tell(text))
+        made, problem = tried(make)
+        return settled(self.mesh, made, problem, self.tell(spelled(problem)))
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
         found = [torch.empty_like(mine) for _ in range(self.mesh.size)]

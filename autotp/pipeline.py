@@ -129,6 +129,22 @@ class StageGraph:
     constants: Mapping[str, Tensor]
 
 
+class Dense(torch.autograd.Function):
+    """The identity, whose gradient is contiguous: torch sends it as it lies in memory, and a group sends no other."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()
+
+
 class Work(nn.Module):
     """One stage of a pipeline, on the modules that hold its parameters.
 
@@ -151,16 +167,17 @@ class Work(nn.Module):
 
     def forward(self, *received: Tensor, **given: Tensor) -> Any:
         """What the stage sends, or the loss as a tensor of one element: the engine joins those of the microbatches."""
+        arrived = [Dense.apply(x) for x in received]
         known = {
             **self.graph.constants,
             **self.totals,
             **given,
-            **dict(zip(self.graph.received, received, strict=True)),
+            **dict(zip(self.graph.received, arrived, strict=True)),
         }
         for at, (name, place) in self.graph.places.items():
             known[at] = expect_whole(name, self.read(place))
         found = self.graph.module(*(known[name] for name in placeholders(self.graph.module.graph)))
-        found = tuple(torch.stack([value]) if value.dim() == 0 else value for value in found)
+        found = tuple(torch.stack([value]) if value.dim() == 0 else value.contiguous() for value in found)
         return found[0] if len(found) == 1 else found
 
 

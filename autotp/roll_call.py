@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 
-from autotp.agree import ranks_of
 from autotp.errors import Error
 from autotp.mesh import Mesh
 
@@ -47,4 +46,4 @@ def _missing(names: list[str], store: dist.Store, place: Mesh) -> Error:
         absent = [rank for rank, name in enumerate(names) if not store.check([name])]
     except RuntimeError:  # The process that has the store is gone.
         return Error("the store in which the processes met is gone", **{"try": "read the other ranks' logs"})
-    return Error(f"{ranks_of(place, absent)} did not come within the group's timeout")
+    return Error(f"{place.named(absent)} did not come within the group's timeout")

@@ -7,6 +7,7 @@ replica; the loss is a sum over all of them (`passes/totals.py`), so gradients a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -22,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autotp import groups
-from autotp.agree import agree, agree_on_call, agree_on_graph, agree_on_random, digest, warn_of_equal
-from autotp.batches import key_of, of_rows, rows_of, tensors_of, totals_of
+from autotp.agree import agree, agree_on_graph, digest, tried
+from autotp.batches import Batch, key_of, of_rows, rows_of, tensors_of, totals_of
 from autotp.boxes import local_of
 from autotp.call import placeholders, returned
 from autotp.collectives import peer_error
@@ -55,11 +56,15 @@ from autotp.pipeline import (
     stages_of,
 )
 from autotp.source import numbered
+from autotp.steps import agree_on_step, equal_replicas, over, said
 from autotp.structure import signature_of
 from autotp.take import take
 from autotp.transform import Analysis, rank_graph
 
 T = TypeVar("T")
+SAME_ROWS = (
+    "all {} replicas were given the same rows, and each learns from them: give each its part, as `autotp.Sampler` does"
+)
 
 
 @dataclass(frozen=True)
@@ -122,8 +127,7 @@ class Trainer(nn.Module):
         self.place = make_mesh(None, mesh["tp"])
         self.everyone = groups.world(self.place)
         self.files, self.saving = dist.new_group(backend="gloo", timeout=timeout), None
-        self._replica = groups.replica(mesh, self.place, timeout)
-        self._replicas = make_mesh(None, mesh["dp"])
+        self._ranks = over(self.everyone, mesh)
         self._signature = signature_of(model)
         self.hyperparameters = hyperparameters(model)  # Before forward has run, and changed attributes.
         self.__dict__["skeleton"] = skeleton_of(model)  # No part of it: it is on meta.
@@ -278,7 +282,7 @@ class Trainer(nn.Module):
             if grad is not None:
                 parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
         self.steps += 1
-        loss = self._sum(pipeline, losses)
+        loss = self._together("Trainer.step", lambda: self._sum(pipeline, losses))
         if self._scaler is None and not torch.isfinite(loss):
             within("Trainer.step", lambda: refuse(float(loss), self.steps, self, self.everyone))
         return loss
@@ -298,7 +302,7 @@ class Trainer(nn.Module):
         for module in (module for work in self._works.values() for module in work.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return self._sum(pipeline, losses)
+        return self._together("Trainer.evaluate", lambda: self._sum(pipeline, losses))
 
     def _together(self, what: str, run: Callable[[], T]) -> T:
         """What `run` returns; where a rank is lost meanwhile, an Error that says so."""
@@ -307,50 +311,67 @@ class Trainer(nn.Module):
         except Error:
             raise
         except RuntimeError as error:
-            raise peer_error(what, str(self.everyone.group), error) or error from error
+            raise peer_error(what, str(self.everyone.group), error, self._ranks) or error from error
 
     def _begin(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
         """The graphs for a batch, ready to run, and its tensors by name."""
-        args, kwargs = self._signature.by_name(args, kwargs)
-        args, kwargs = cast((args, kwargs), self._training.compute_dtype)
-        return within(f"Trainer.{'step' if training else 'evaluate'}", lambda: self._ready(training, args, kwargs))
+        call = f"Trainer.{'step' if training else 'evaluate'}"
+        return within(call, lambda: self._together(call, lambda: self._ready(training, args, kwargs)))
 
     def _ready(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
-        pipeline = agree(self._replicas, lambda: self._fitting(training, args, kwargs))
-        tensors = tensors_of(args, kwargs)
-        if self._calls <= CHECKED_CALLS:
-            warn_of_equal(self._replicas, tensors)
+        pipeline, tensors = self._fitting(training, args, kwargs)
         given = dict(zip(pipeline.analysis.captured.inputs, tensors, strict=True))
         totals = totals_of(pipeline.analysis, given, self, self.mesh.get_group("dp"))
         for i, work in self._works.items():
             work.use(pipeline.stages[i], totals)
         return pipeline, given
 
-    def _fitting(self, training: bool, args: Any, kwargs: Any) -> Pipeline:
-        """The graphs for microbatches like these, captured now if there are none.
+    def _fitting(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, list[Tensor]]:
+        """The graphs for a batch, captured now if there are none, and its tensors, once all ranks have both.
 
         Raises:
-            Error: the batch does not divide, or the ranks of the replica were given others.
+            Error: on every rank, where one cannot take its batch, or has another than its replica, or no graph.
         """
-        tensors, parts, key = tensors_of(args, kwargs), self._training.microbatches, key_of(training, args, kwargs)
+        taken, problem = tried(lambda: self._taken(training, args, kwargs))
         self._calls += 1
-        if self._calls <= CHECKED_CALLS:
-            agree_on_call(self._replica, tensors, str(key), False)
-            agree_on_random(self.place)
-        known = [pipeline for pipeline in self._pipelines if pipeline.key == key]
-        size = rows_of(tensors, parts, [pipeline.analysis.captured for pipeline in known])
-        args, kwargs = pytree.tree_map(lambda x: of_rows(x, size, lambda rows: rows[: size // parts]), (args, kwargs))
-        shapes = [x.shape for x in tensors_of(args, kwargs)]
-        fit = [pipeline for pipeline in known if pipeline.analysis.captured.fits(shapes)]
-        same = [pipeline for pipeline in fit if pipeline.engine is None or list(pipeline.shapes) == shapes]
-        if same:
-            return same[0]
-        if fit:
-            new = replace(fit[0], shapes=shapes, engine=self._engine(fit[0].analysis, self._works))
+        values = self._calls <= CHECKED_CALLS
+        mine = said(training, taken[0].arguments if taken else None, self.place, values)
+        found = self._fitted(taken[0]) if taken else None
+        rows = agree_on_step(self._ranks, self.mesh, mine._replace(captures=found is None), problem)
+        if values and equal_replicas(rows, self.mesh):
+            warnings.warn(SAME_ROWS.format(self.mesh["dp"].size()), stacklevel=5)
+        (batch,) = taken
+        if any(row.captures for row in rows):
+            found = agree(self._ranks, lambda: found or self._captured(training, batch))
+        assert found is not None  # Captured above otherwise.
+        return found, batch.tensors
+
+    def _taken(self, training: bool, args: Any, kwargs: Any) -> Batch:
+        """A batch as the graphs take it. Raises Error if it does not divide."""
+        args, kwargs = cast(self._signature.by_name(args, kwargs), self._training.compute_dtype)
+        tensors, parts, key = tensors_of(args, kwargs), self._training.microbatches, key_of(training, args, kwargs)
+        known = [pipeline.analysis.captured for pipeline in self._pipelines if pipeline.key == key]
+        size = rows_of(tensors, parts, known)
+        micro = pytree.tree_map(lambda x: of_rows(x, size, lambda rows: rows[: size // parts]), (args, kwargs))
+        return Batch((args, kwargs), micro, tensors, key, [x.shape for x in tensors_of(*micro)])
+
+    def _fitted(self, batch: Batch, of_size: bool = True) -> Pipeline | None:
+        """The graphs for a batch, if there are some; with `of_size` their engine is for microbatches as large."""
+        for it in self._pipelines:
+            same = it.engine is None or list(it.shapes) == batch.shapes or not of_size
+            if it.key == batch.key and same and it.analysis.captured.fits(batch.shapes):
+                return it
+        return None
+
+    def _captured(self, training: bool, batch: Batch) -> Pipeline:
+        """The graphs for microbatches that none fits, or an engine for those of another size."""
+        fit = self._fitted(batch, of_size=False)
+        if fit is not None:
+            new = replace(fit, shapes=batch.shapes, engine=self._engine(fit.analysis, self._works))
         else:
-            analysis = self._analysed(training, args, kwargs)
+            analysis = self._analysed(training, *batch.micro)
             lowered = rank_graph(analysis, self.place.rank, self._training.randomness)
-            new = self._pipeline(key, shapes, analysis, self._cut(analysis, lowered))
+            new = self._pipeline(batch.key, batch.shapes, analysis, self._cut(analysis, lowered))
         self._pipelines.append(new)
         return new
 

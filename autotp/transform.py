@@ -37,7 +37,7 @@ from autotp.passes.lower import lower
 from autotp.passes.match import maker, match
 from autotp.passes.pick import pick
 from autotp.passes.plan import Decision, decide, decide_as
-from autotp.passes.rows import batched, expect_rows
+from autotp.passes.rows import batched, expect_rows, one_batch
 from autotp.passes.sequence import sequence
 from autotp.passes.share import share
 from autotp.passes.totals import totals
@@ -213,6 +213,7 @@ def _summed(captured: Captured, graph: fx.Graph, updated: Sequence[str]) -> tupl
         raise Error("the model returns no loss, a tensor of no dimension", **{"try": "labels among the inputs"})
     if not captured.example or not captured.example[0]:
         raise Error("the model's first input has no rows, and so there is no batch", **{"try": "the batch first"})
+    one_batch(graph, batched(captured.inputs, captured.example))
     found = totals(graph, loss, batched(captured.inputs, captured.example))
     return replace(captured, kept=frozenset(), stays=frozenset(), results=1), found.graph, found.counts
 

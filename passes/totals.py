@@ -13,11 +13,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from autotp.builder import Builder, fake_mode_of
-from autotp.call import bind
+from autotp.call import bind, outputs_of
 from autotp.errors import Error
 from autotp.source import line_of
 
@@ -29,12 +30,10 @@ TOTAL = "total"
 OF_CLASSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
 SUMS = (aten.add.Tensor, aten.sub.Tensor)
 PRODUCTS = (aten.mul.Tensor, aten.div.Tensor)
-OF_NUMBERS = {
-    overload
-    for packet in (aten.mul, aten.div, aten.add, aten.sub, aten.rsub, aten.pow, aten.full, aten.full_like)
-    for overload in (getattr(packet, name) for name in packet.overloads())
-} | {aten.scalar_tensor.default}
-"""What computes with a number that may be a size."""
+NUMBERS = (*range(2, 34), 48, 63, 64, 65, 100, 127, 128, 129, 255, 256, 257, 512, 1000, 1024, 4096)
+"""Numbers of rows for which a comparison that the model makes is tried."""
+LENGTHS = ("size", "sizes", "shape", "repeats", "dims")
+"""The names of arguments that list how long a result is."""
 PASSED_ON = (aten.neg.default, aten.to.dtype, aten._to_copy.default, aten.view.default, aten.squeeze.default)
 
 
@@ -74,7 +73,7 @@ def totals(graph: fx.Graph, loss: fx.Node, inputs: Sequence[str]) -> Totals:
     Raises:
         Error: the loss is not made of means over the batch, by adding and scaling.
     """
-    _expect_no_sizes(graph, inputs)
+    _expect_any_number(graph, inputs)
     kinds = Kinds(_made_of(graph, ()), _made_of(graph, inputs), _made_of(graph, _places(graph) - set(inputs), True))
     divided = _divided(loss, kinds)
     builder, counts, given = Builder(fake_mode_of(graph)), list[fx.Node](), dict[fx.Node, fx.Node]()
@@ -169,26 +168,56 @@ def _divided(node: fx.Node, kinds: Kinds) -> dict[fx.Node, bool]:
     return found
 
 
-def _expect_no_sizes(graph: fx.Graph, inputs: Sequence[str]) -> None:
-    """Raises Error where values are made of how many rows there are: parts of a batch have fewer."""
-    rows = {symbol for n in graph.nodes if n.name in inputs for symbol in symbols(n.meta["val"].shape[0])}
+def _expect_any_number(graph: fx.Graph, inputs: Sequence[str]) -> None:
+    """Raises Error where a graph depends on how many rows there are: parts of a batch have fewer."""
+    lengths = [node.meta["val"].shape[0] for node in graph.nodes if node.name in inputs]
+    rows = {symbol for length in lengths for symbol in symbols(length)}
+    if not rows and lengths[0] > 1:  # A single row is no batch: `pipeline.analysed` looks at two.
+        raise Error(
+            f"the model can be traced for batches of {lengths[0]} rows only, and parts of a batch have fewer",
+            **{"try": "in the model, x.shape[0] as it is, without int(); or autotp.parallelize, for whole batches"},
+        )
     for node in graph.nodes:
-        sizes = [n for n in node.args if isinstance(n, fx.Node) and symbols(n.meta.get("val")) & rows]
-        counted = node.target in OF_NUMBERS or _is_as_long_as(node, rows)
-        if sizes and isinstance(node.meta.get("val"), torch.Tensor) and counted:
+        if node.op == "call_function" and outputs_of(node) and not _only_lengths(node, rows):
             raise Error(
                 f"`{node.target}` computes with the number of rows, which is another in each part of a batch",
                 at=line_of(node),
                 **{"try": "a mean, which is one over the whole batch"},
             )
+    _expect_no_branches(graph, rows)
 
 
-def _is_as_long_as(node: fx.Node, rows: Collection[Any]) -> bool:
-    """True for so many rows of what has others, as `table[:batch]`."""
-    if node.target is not aten.slice.Tensor:
-        return False
-    x, dim, *_ = (*node.args, 0)
-    return not symbols(x.meta["val"].shape[dim]) & set(rows)  # type: ignore[union-attr]
+def _expect_no_branches(graph: fx.Graph, rows: Collection[Any]) -> None:
+    """Raises Error where the model did one thing for so many rows, and would do another for others."""
+    environment: Any = getattr(fake_mode_of(graph), "shape_env", None)
+    for made in environment.guards if environment is not None else ():
+        guard, known = environment.replace(made.expr), environment.backed_var_to_val
+        if not guard.free_symbols & set(rows):
+            continue
+        others = {symbol: known[symbol] for symbol in guard.free_symbols - set(rows) if symbol in known}
+        if not all(guard.xreplace({**others, **dict.fromkeys(rows, sympy.Integer(n))}) for n in NUMBERS):
+            raise Error(
+                "the model branches on the number of rows, which is another in each part of a batch",
+                at=str(made.sloc),
+                **{"try": "a branch on other sizes, or on settings"},
+            )
+
+
+def _only_lengths(node: fx.Node, rows: Collection[Any]) -> bool:
+    """True if the number of rows says nothing but how long a result is, or a slice of what has as many rows."""
+    if node.target is aten.slice.Tensor:
+        x, dim, *_ = (*node.args, 0)
+        if symbols(x.meta["val"].shape[dim]) & set(rows):  # type: ignore[union-attr]
+            return True
+    if node.target in (aten.arange.default, aten.arange.start, aten.arange.start_step):  # `rows.py` looks at these.
+        return True
+    for name, value in bind(node).items():
+        sizes = list[fx.Node]()
+        fx.map_arg(value, sizes.append)
+        listed = isinstance(value, list | tuple) and name in LENGTHS
+        if not listed and any(symbols(n.meta.get("val")) & set(rows) for n in sizes):
+            return False
+    return True
 
 
 def symbols(size: Any) -> set[Any]:

@@ -57,7 +57,7 @@ def run_ranks(
     """
     payload = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory() as folder, _started(payload, n, folder, timeout) as ranks:
-        replies = _replies(ranks, time.monotonic() + timeout)
+        replies = _replies(ranks, time.monotonic() + timeout, may_die)
     errors = {rank: reply.error for rank, reply in replies.items() if reply.error is not None}
     failed = [rank for rank, error in errors.items() if not (isinstance(error, Died) and rank in may_die)]
     if failed:  # a death counts before what it made the others raise
@@ -94,8 +94,8 @@ def _end(process: BaseProcess, pipe: Connection) -> None:
     process.join()
 
 
-def _replies(ranks: list[tuple[BaseProcess, Connection]], deadline: float) -> dict[int, Reply]:
-    """What has come by `deadline`, or soon after the first failure, in order of arrival."""
+def _replies(ranks: list[tuple[BaseProcess, Connection]], deadline: float, may_die: Sequence[int]) -> dict[int, Reply]:
+    """What has come by `deadline`, or soon after the first failure that was not expected, in order of arrival."""
     silent = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
     replies: dict[int, Reply] = {}
     while silent and (left := deadline - time.monotonic()) > 0:
@@ -107,7 +107,7 @@ def _replies(ranks: list[tuple[BaseProcess, Connection]], deadline: float) -> di
             except (EOFError, ConnectionError):
                 ranks[rank][0].join(LAST_WORDS)
                 replies[rank] = Reply(error=Died(f"rank {rank} of {len(ranks)}, exit code {ranks[rank][0].exitcode}"))
-            if replies[rank].error is not None:
+            if replies[rank].error is not None and rank not in may_die:
                 deadline = min(deadline, time.monotonic() + LAST_WORDS)
     return replies
 

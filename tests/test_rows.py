@@ -19,7 +19,17 @@ X, Y = torch.randn(6, 5, 8), torch.zeros(6, 5, dtype=torch.int64)
 Does = Callable[[Tensor], Tensor]
 
 
-TABLE = torch.randn(9, 8)
+TABLE, PLACES = torch.randn(9, 8), torch.arange(5)
+
+
+def ROWS(x: Tensor) -> Tensor:
+    """The numbers of rows."""
+    return torch.arange(x.shape[0])
+
+
+def of_row(x: Tensor) -> Tensor:
+    """A mask: [batch seq]"""
+    return x[..., 0] > 0
 
 
 class Model(nn.Module):
@@ -50,6 +60,19 @@ def analysed(model: nn.Module) -> None:
         pytest.param(lambda x: x.transpose(0, 1).cumsum(0).transpose(0, 1), id="cumsum"),
         pytest.param(lambda x: x * torch.arange(5).unsqueeze(-1), id="positions"),
         pytest.param(lambda x: x + x[torch.arange(x.shape[0]), x[..., 0].argmax(1)].unsqueeze(1), id="one-of-each-row"),
+        pytest.param(lambda x: x * of_row(x)[ROWS(x)[:, None], PLACES[None]].unsqueeze(-1), id="a-mask-by-its-number"),
+        pytest.param(
+            lambda x: x * of_row(x)[ROWS(x).view(-1, 1, 1), PLACES.view(1, 1, -1)].transpose(1, 2),
+            id="a-mask-unsqueezed",
+        ),
+        pytest.param(
+            lambda x: x + x.flatten(0, 1)[torch.arange(x.shape[0] * 5)].view(x.shape), id="each-its-own-place"
+        ),
+        pytest.param(lambda x: x.index_put((ROWS(x), x[..., 0].argmax(1)), x[:, 0]), id="one-of-each-row-written"),
+        pytest.param(lambda x: x * (torch.rand(x.shape[0], 1, 1) > 0.1), id="drawn-for-each-row"),
+        pytest.param(lambda x: torch.cat([x.new_zeros(x.shape[0], 1, 8), x], 1)[:, 1:], id="zeros-for-each-row"),
+        pytest.param(lambda x: torch.cat([TABLE[:1].expand(x.shape[0], 1, 8), x], 1)[:, 1:], id="a-token-for-each-row"),
+        pytest.param(lambda x: torch.cat([TABLE[:1][None].repeat(x.shape[0], 1, 1), x], 1)[:, 1:], id="repeated"),
         pytest.param(lambda x: F.dropout(x, 0.1), id="dropout"),
         pytest.param(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), id="dropped-weights"),
     ],
@@ -75,13 +98,34 @@ def test_rows_by_themselves(does: Callable[[Tensor], Tensor]) -> None:
         ),
         pytest.param(lambda x: x * torch.arange(x.shape[0]).view(-1, 1, 1), "aten.mul.Tensor", id="times-its-number"),
         pytest.param(lambda x: x + TABLE[torch.arange(x.shape[0]), None], "aten.index", id="by-its-number"),
+        pytest.param(
+            lambda x: x[ROWS(x)[:, None], of_row(x).int().argmax(1)[None]].sum(1, True) + x, "aten.index", id="across"
+        ),
+        pytest.param(
+            lambda x: x.index_put((ROWS(x)[:, None], of_row(x).int().argmax(1)[None]), x[:, 0]),
+            "aten.index_put",
+            id="written-across",
+        ),
+        pytest.param(
+            lambda x: x + x[ROWS(x).to(torch.bfloat16).to(torch.int64), 0].unsqueeze(1), "aten.index", id="rounded"
+        ),
+        pytest.param(lambda x: x + torch.ones(x.shape[0]).cumsum(0).view(-1, 1, 1), "aten.cumsum", id="counted"),
+        pytest.param(lambda x: x + torch.eye(x.shape[0])[:, :1, None], "aten.eye", id="one-row-alone"),
+        pytest.param(lambda x: x[torch.randperm(x.shape[0])], "aten", id="shuffled"),
+        pytest.param(lambda x: x[:, x[:, 0].argmax(-1) % 5].sum(1, True) + x, "aten.index", id="places-of-others"),
+        pytest.param(lambda x: x + TABLE[x.shape[0] - 1], "aten.select", id="by-how-many"),
+        pytest.param(lambda x: x * (x < x.shape[0]), "aten.lt", id="compared-to-how-many"),
+        pytest.param(lambda x: x.masked_fill(x > 0, x.shape[0]), "aten.masked_fill", id="filled-with-how-many"),
+        pytest.param(lambda x: x.roll(x.shape[0], 1), "aten.roll", id="moved-by-how-many"),
     ],
 )
 def test_rows_that_depend_on_others(does: Callable[[Tensor], Tensor], named: str) -> None:
     with pytest.raises(Error) as raised:
         analysed(Model(does))
     text = str(raised.value)
-    assert text.startswith(f"`{named}") and "cannot be computed in parts" in text and "test_rows.py" in text
+    first = text.splitlines()[0]
+    assert first.startswith(f"`{named}") and first.endswith(("cannot be computed in parts", "in each part of a batch"))
+    assert "test_rows.py" in text
 
 
 def test_batch_norm() -> None:
@@ -100,3 +144,18 @@ def test_a_loss_of_the_whole_batch() -> None:
 def test_a_table_as_long_as_the_batch() -> None:
     with pytest.raises(Error, match=r"`aten.slice.Tensor` computes with the number of rows"):
         analysed(Model(lambda x: x + TABLE[: x.shape[0]].unsqueeze(1)))
+
+
+def test_another_number_of_rows() -> None:
+    with pytest.raises(Error, match="branches on the number of rows") as raised:
+        analysed(Model(lambda x: x * 2 if x.shape[0] > 4 else x))
+    assert "test_rows.py" in raised.value.facts["at"]
+    with pytest.raises(Error, match="can be traced for batches of 6 rows only"):
+        analysed(Model(lambda x: x + torch.linspace(0, 1, x.shape[0])[:, None, None]))
+    analysed(Model(lambda x: x * 2 if x.shape[0] * x.shape[1] > x.shape[0] else x))
+
+
+def test_an_input_with_the_batch_twice() -> None:
+    """Batch and sequence of one length: nothing says that they are one."""
+    model, x, y = Model(lambda x: x.softmax(1)), torch.randn(5, 5, 8), torch.zeros(5, 5, dtype=torch.int64)
+    analyse(skeleton_of(model), (x, y), {}, 2, Choices(summed=True))

@@ -216,8 +216,61 @@ def otherwise(rank: int, n: int) -> str:
 
 
 def test_ranks_of_a_replica_with_other_batches() -> None:
-    expected = "Trainer.step: replica rank 1 got other inputs than rank 0"
+    expected = "Trainer.step: tp rank 1 got other inputs than tp rank 0"
     assert run_ranks(otherwise, 2, timeout=100) == [expected] * 2
+
+
+BAD = {
+    "another length": (lambda rows: {name: x[:, :-1] for name, x in rows.items()}, "got other inputs than"),
+    "another dtype": (lambda rows: {name: x.int() for name, x in rows.items()}, "got other inputs than"),
+    "rows that do not divide": (
+        lambda rows: {name: x[:1] for name, x in rows.items()}, "a batch of 1 does not divide into 2 microbatches",
+    ),
+    "of unequal rows": (lambda rows: {**rows, "labels": rows["labels"][:1]}, "and a batch has as many of all"),
+    "no tensor": (lambda rows: {}, "the first tensor of a batch has no rows"),
+    "an argument too many": (lambda rows: {**rows, "unknown": 1}, "got other inputs than"),
+}  # fmt: skip
+"""What one rank alone makes of its batch, and what all are told."""
+
+
+def bad_on_one(rank: int, n: int, layout: tuple[int, int, int], bad: int) -> list[Any]:
+    """Long after values were compared: an error on every rank, and the next step is right."""
+    trainer, optimizer = started(layout)
+    trained(trainer, optimizer, range(3))
+    trainer.evaluate(**part(trainer, batch(3)))
+    found: list[Any] = []
+    for change, _ in BAD.values():
+        for call in (trainer.step, trainer.evaluate):
+            given = part(trainer, batch(3))
+            with pytest.raises(Exception) as raised:
+                call(**(change(given) if rank == bad else given))
+            found.append(str(raised.value))
+    trainer.zero_grad()
+    found.append(trainer.step(**part(trainer, batch(3))).item())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "bad", "named"),
+    [
+        ((2, 1, 1), 1, "tp rank 1 got other inputs than tp rank 0"),
+        ((1, 2, 1), 1, "pp rank 1 got other inputs than pp rank 0"),
+        pytest.param((2, 2, 1), 2, "pp rank 1, tp rank 0 got", marks=pytest.mark.rare),
+        pytest.param(
+            (2, 1, 2), 3, "dp rank 1, tp rank 1 got other inputs than dp rank 1, tp rank 0", marks=pytest.mark.rare
+        ),
+    ],
+    ids=lambda it: "tp{}-pp{}-dp{}".format(*it) if isinstance(it, tuple) else str(it)[:9],
+)
+def test_a_bad_batch_on_one_rank_is_an_error_on_all(layout: tuple[int, int, int], bad: int, named: str) -> None:
+    expected = [text for _, text in BAD.values() for _ in range(2)]
+    ranks = run_ranks(bad_on_one, layout[0] * layout[1] * layout[2], layout, bad, timeout=100)
+    for rank, found in enumerate(ranks):
+        assert found[-1] == ranks[0][-1]
+        for text, error in zip(expected, found, strict=False):
+            assert text in error and (text != "got other inputs than" or named in error), (rank, error)
+            alone = text != "got other inputs than" and rank != bad
+            assert not alone or error.splitlines()[-1] == f"  on       {named.partition(' got')[0]}"
 
 
 # ---- data
