@@ -70,12 +70,14 @@ class Asked(TorchFunctionMode):
 
     Attributes:
         wanted: what is wanted in the call.
+        inputs: the tensors that the model is given, which want a gradient or not in any mode.
         modes, flags: whether it was asked for the mode, or whether a tensor wants a gradient.
     """
 
     def __init__(self, wanted: Wanted) -> None:
         super().__init__()
         self.wanted, self.modes, self.flags = wanted, False, False
+        self.inputs: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (kwargs or {}).get("generator") is not None:
@@ -89,7 +91,8 @@ class Asked(TorchFunctionMode):
             return found
         self.flags = True
         if func == ASKING[0]:
-            return found and (self.wanted.enabled or args[0].is_leaf)
+            own = args[0].is_leaf or any(args[0] is x for x in self.inputs)
+            return found and (self.wanted.enabled or own)
         return found
 
     @contextmanager

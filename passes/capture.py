@@ -204,6 +204,7 @@ class _Flat(nn.Module):
         versions = {path: x._version for path, x in given_at.items() if isinstance(x, Tensor)}
         arguments = _of_the_caller(leaves, args, kwargs)
         unwritten = {i: x._version for i, x in arguments.items()}
+        self.asked.inputs = [x for x in leaves if isinstance(x, Tensor)]
         before, buffers = Before(self.model), dict(self.model.named_buffers())
         try:
             with nothing_lost(self.model), Decided(), self.asked, self.asked.answering(), without_chance(self.model):
