@@ -6,6 +6,7 @@ among the arguments, and puts the outputs back into the structure that the model
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from autotp.eager import alone, is_plain
 from autotp.entry import Entry, prepare
 from autotp.errors import Error, within
 from autotp.fsdp import dtypes, expect_whole
-from autotp.guard import Guard
+from autotp.guard import Guard, explained
 from autotp.keys import plain
 from autotp.layout import Layout
 from autotp.mesh import Mesh
@@ -39,6 +40,8 @@ from autotp.tree import Tree, attribute_of, held_in, original_of, state_of
 CHECKED_CALLS = 2
 """How many calls of each graph `check_inputs="first"` compares."""
 
+FEW, MOST = 8, 64
+"""So many captures for one kind of call are warned of, and so many graphs are kept besides the first."""
 Key = tuple[Any, ...]
 
 
@@ -262,10 +265,15 @@ class Executable:
     def _open_what_changes(self, called: Called) -> None:
         """Notes which attributes with tensors changed since a graph was captured: they are inputs from now on."""
         key = self._key(called.leaves, called.spec, called.autocast, self.tensors())
-        for known, entry in self.entries:
-            if known == key and entry.guard is not None:
-                changed = [slot for slot in entry.guard.changed() if entry.guard.holds_tensors(slot)]
-                self.opened |= Opened(frozenset(changed))
+        guards = [entry.guard for known, entry in self.entries if known == key and entry.guard is not None]
+        for guard in guards:
+            self.opened |= Opened(frozenset(slot for slot in guard.changed() if guard.holds_tensors(slot)))
+        if len(guards) >= FEW and len(guards).bit_count() == 1 and (changed := guards[-1].changed()):
+            warnings.warn(
+                f"{self.name}.forward is captured for the {len(guards) + 1}th time, since {explained(changed)} had "
+                "another value each time. A tensor (a buffer, or a plain attribute) may change without that",
+                stacklevel=2,
+            )
 
     def _on_meta(self, name: str, tensor: Tensor) -> Tensor:
         """A parameter or buffer as the original has it."""
@@ -311,6 +319,7 @@ class Executable:
         if self.tree.compiles is not None:
             _compile_blocks(entry.module, self.tree.compiles)
         self.entries.append((key, entry))
+        del self.entries[1 : len(self.entries) - MOST]
         return entry
 
     # ---- what a user reads

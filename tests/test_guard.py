@@ -288,3 +288,11 @@ def test_a_copy_captures_for_itself() -> None:
     other.cfg.tau = 3.0
     torch.testing.assert_close(other(x()) - other.head.bias, 3 * (parallel(x()) - parallel.head.bias))
     assert (parallel.cfg.tau, len(executable_of(parallel).entries)) == (1.0, 1)
+
+
+def test_many_captures_are_warned_of() -> None:
+    parallel = autotp.parallelize(Told().double(), 1, example_inputs=(x(),))
+    with pytest.warns(UserWarning, match=r"Told.forward is captured for the 9th time, since `cfg` had another value"):
+        for call in range(10):
+            parallel.cfg.tau = call + 0.5
+            parallel(x(call))
