@@ -209,7 +209,7 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize(("name", "draw"), SOURCES.items(), ids=str)
+@pytest.mark.parametrize(("name", "draw"), SOURCES.items(), ids=list(SOURCES))
 def test_chance_of_python_is_refused(name: str, draw: Callable[[], Any]) -> None:
     for call in (autotp.parallelize, autotp.explain, autotp.verify):
         states = random.getstate(), np.random.get_state()[1].tolist()
