@@ -55,6 +55,11 @@ class CutParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> CutParameter:
+        new: CutParameter = super().__deepcopy__(memo)
+        new.autotp_part = self.autotp_part
+        return new
+
 
 def as_cut(parameter: nn.Parameter, name: str, layout: Layout) -> nn.Parameter:
     """The parameter itself, which knows from here on that it is a part, if it is."""

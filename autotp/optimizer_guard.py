@@ -39,11 +39,12 @@ from autotp.roll_call import roll_call
 CHECKED_STEPS, EVERY = 4, 64
 """How many first steps are compared, and which later ones."""
 
-NOT_ELEMENTWISE = re.compile(
+OF_A_MATRIX = re.compile(
     "muon|scion|dion|shampoo|soap|kron|kfac|galore|apollo|fira|adafactor|adalomo|adammini|came$|sm3|lamb(?!da)|lars"
-    "|novograd|stableadam|adamp$|sgdp$|ranger|dadapt|prodigy|lbfgs"
+    "|novograd|stableadam|adamp$|sgdp$|ranger"
 )
-"""Names of optimizers that look at a whole matrix, at its norm, or at all gradients."""
+OF_ALL = re.compile("lbfgs|dadapt|prodigy")
+"""Names of optimizers that look at a whole matrix or at its norm, and of those that look at all gradients at once."""
 
 
 @dataclass
@@ -75,9 +76,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     held, _ = sorted_by_model(p for group in optimizer.param_groups for p in group["params"])
     for model, parameters in held.items():
         parts = parts_of(model, "step")
-        if parts.place.size > 1:
+        if parts.everyone.size > 1:
             watched.always |= parts.check == "always"
-            compared = due and parts.check != "never"
+            compared = due and parts.check != "never" and parts.place.size > 1
             apart = within(
                 f"{type(optimizer).__name__}.step", partial(_checked, optimizer, parts, parameters, step, compared)
             )
@@ -88,8 +89,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _checked(optimizer: Optimizer, parts: Parts, parameters: Mapping[str, Tensor], step: int, compared: bool) -> str:
     """What is to be warned of before a step. Raises Error if it would be another than one device's."""
-    cut = [name for name in parameters if parts.layout(name).dim is not None]
-    if cut and _is_matrixwise(optimizer):
+    cut = [name for name in parameters if parts.layout(name).dim is not None and parts.place.size > 1]
+    if parts.pipeline is not None and _is(OF_ALL, optimizer):
+        raise Error(
+            "a rank of the pipeline has some of the parameters, and this optimizer goes by the gradients of all",
+            **{"try": "AdamW, SGD, Lion or their like; or pp=1"},
+        )
+    if cut and (_is(OF_A_MATRIX, optimizer) or _is(OF_ALL, optimizer)):
         raise Error(
             f"each rank has a part of `{cut[0]}`, and this optimizer does not work element by element",
             **{"try": "AdamW, SGD, Lion or their like for parameters that are cut (`model.layouts` tells which)"},
@@ -100,9 +106,9 @@ def _checked(optimizer: Optimizer, parts: Parts, parameters: Mapping[str, Tensor
     return _differing(optimizer, whole, parts.place, step)
 
 
-def _is_matrixwise(optimizer: Optimizer) -> bool:
-    names = (kind.__name__.lower().replace("_", "") for kind in type(optimizer).__mro__)
-    return any(NOT_ELEMENTWISE.search(name) for name in names)
+def _is(kind: re.Pattern[str], optimizer: Optimizer) -> bool:
+    names = (each.__name__.lower().replace("_", "") for each in type(optimizer).__mro__)
+    return any(kind.search(name) for name in names)
 
 
 # ---- NOTE [When ranks are compared]

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import Checks, run_ranks
+from test_saving import batch, started
 from test_torch_calls import STEPS, Normed, X, expect_equal_state, pair
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -160,15 +161,35 @@ def a_group_that_is_added_later(rank: int, n: int) -> None:
     assert "each rank has a part of `up.weight`" in message(lambda: stepped(parallel, optimizer))
 
 
+def known(name: str) -> bool:
+    name = name.lower().replace("_", "")
+    return any(kind.search(name) for kind in (optimizer_guard.OF_A_MATRIX, optimizer_guard.OF_ALL))
+
+
 def test_names() -> None:
-    """Of torch's optimizers those that are no sum over elements, and no other."""
+    """Of torch's optimizers those that do not work element by element, and no other."""
     kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)]
-    found = {kind.__name__ for kind in kinds if optimizer_guard.NOT_ELEMENTWISE.search(kind.__name__.lower())}
-    assert found == {"Muon", "Adafactor", "LBFGS"}
+    assert {kind.__name__ for kind in kinds if known(kind.__name__)} == {"Muon", "Adafactor", "LBFGS"}
     names = "LAMB FusedLAMB DistributedShampoo SOAP GaLoreAdamW Adam_mini LARS CAME SingleDeviceMuonWithAuxAdam Kron"
-    assert all(optimizer_guard.NOT_ELEMENTWISE.search(name.lower().replace("_", "")) for name in names.split())
+    assert all(map(known, names.split()))
     names = "AdamW8bit Lion Adan AdEMAMix AdamWScheduleFree Sophia LambdaSGD FusedAdam DeepSpeedCPUAdam Yogi StepSGD"
-    assert not any(optimizer_guard.NOT_ELEMENTWISE.search(name.lower().replace("_", "")) for name in names.split())
+    assert not any(map(known, names.split()))
+
+
+def over_a_pipeline(rank: int, n: int) -> str:
+    trainer, _ = started((1, 2, 1))
+    trainer.step(**batch(0))
+    torch.optim.SGD(trainer.parameters(), lr=0.1).step()
+    return message(lambda: torch.optim.LBFGS(trainer.parameters()).step(lambda: None))
+
+
+def test_over_a_pipeline() -> None:
+    """What goes by all gradients is refused where a rank has some layers only."""
+    for found in run_ranks(over_a_pipeline, 2):
+        assert found == (
+            "LBFGS.step: a rank of the pipeline has some of the parameters, and this optimizer goes by the gradients "
+            "of all\n  try      AdamW, SGD, Lion or their like; or pp=1"
+        )
 
 
 # ---- ranks that drift apart
