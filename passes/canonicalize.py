@@ -139,7 +139,7 @@ def _made(creation: Any, *values: str) -> Rewrite:
 def _depthwise(builder: Builder, args: dict[str, Any]) -> Any:
     """A convolution of as many groups as channels is told by the weight: how many a rank has is no argument."""
     weight = args["weight"].meta["val"]
-    if not args["groups"] == weight.shape[0] or weight.shape[1] != 1 or args["groups"] == 1:
+    if args["groups"] != weight.shape[0] or weight.shape[1] != 1 or args["groups"] == 1:
         return None
     names = ("input", "weight", "bias", "stride", "padding", "dilation")
     return builder.call(parallel.depthwise, *(args[name] for name in names))

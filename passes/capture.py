@@ -674,6 +674,12 @@ def _explained(error: Exception, plain: Exception | None) -> Error:
             at=user_line(traceback.extract_tb(shown.__traceback__)),
             **{"try": "torch.library.register_fake, on the operator"},
         )
+    if "HigherOrderOp" in type(shown).__name__:
+        return Error(
+            "the model calls an operator of torch's that takes functions (cond, while_loop, scan), which is no graph's",
+            at=user_line(traceback.extract_tb(shown.__traceback__)),
+            **{"try": "torch.where of what both branches compute, or a loop of Python as long as shapes say"},
+        )
     kind, text = type(shown).__name__, str(shown).strip()
     at = user_line(traceback.extract_tb(shown.__traceback__))
     return Error(
