@@ -282,6 +282,18 @@ def weight_norm() -> tuple[nn.Module, list[Given]]:
     return weight_normed(), [{"x": numbers(2, 5, 8)}, {"x": numbers(3, 7, 8)}]
 
 
+def spectral_normed(normed: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, list[Given]]:
+    """It writes the vectors of its power iteration into buffers, and those of `normalize` into `out=`."""
+    model = Plain()
+    normed(model.up)
+    return model, [{"x": numbers(2, 5, 8)}, {"x": numbers(3, 7, 8)}]
+
+
+@ordinary
+def spectral_norm() -> tuple[nn.Module, list[Given]]:
+    return spectral_normed(nn.utils.parametrizations.spectral_norm)
+
+
 @pytest.mark.parametrize(
     ("make", "tp"),
     [
