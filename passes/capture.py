@@ -396,7 +396,7 @@ def _capture(
             flat = _Flat(model, spec, leaves, list(held), asked)
             given = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + list(held.values())
             given = [_like(x, autocast.device) if isinstance(x, Tensor) else x for x in given]
-            flags = [*wanted.inputs, *[False] * len(given)]
+            flags = [*(wanted.inputs or ()), *[False] * len(given)]
             # No leaves: the model may write into them.
             given = [x.requires_grad_().clone() if flag else x for x, flag in zip(given, flags, strict=False)]
         dynamic = tuple(_symbolic(x) for x in given)
