@@ -404,7 +404,7 @@ def _capture(
             flat = _Flat(model, spec, leaves, list(held), asked)
             given = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + list(held.values())
             given = [_like(x, autocast.device) if isinstance(x, Tensor) else x for x in given]
-            flags = [*wanted.inputs, *[False] * len(given)]
+            flags = [*(wanted.inputs or ()), *[False] * len(given)]
             # No leaves: the model may write into them.
             given = [x.requires_grad_().clone() if flag else x for x, flag in zip(given, flags, strict=False)]
         dynamic = tuple(_symbolic(x) for x in given)
@@ -683,6 +683,12 @@ def _explained(error: Exception, plain: Exception | None) -> Error:
             "the model calls an operator that does not say what shape it returns",
             at=user_line(traceback.extract_tb(shown.__traceback__)),
             **{"try": "torch.library.register_fake, on the operator"},
+        )
+    if "HigherOrderOp" in type(shown).__name__:
+        return Error(
+            "the model calls an operator of torch's that takes functions (cond, while_loop, scan), which is no graph's",
+            at=user_line(traceback.extract_tb(shown.__traceback__)),
+            **{"try": "torch.where of what both branches compute, or a loop of Python as long as shapes say"},
         )
     kind, text = type(shown).__name__, str(shown).strip()
     at = user_line(traceback.extract_tb(shown.__traceback__))

@@ -117,8 +117,9 @@ class _Versions:
         form = _form(op)
         if form is None:
             raise _refused(node, f"{op} has no form that returns a new tensor")
+        kwargs = {name: value for name, value in kwargs.items() if name != "out"}
         new = self.builder.call(form, *args, *_defaults(op, form)[len(args) :], **kwargs)
-        dtype = args[0].meta["val"].dtype
+        dtype = _written(node).meta["val"].dtype
         return new if new.meta["val"].dtype == dtype else self.builder.call(aten.to.dtype, new, dtype)
 
     def _write(self, node: fx.Node, new: fx.Node) -> None:
@@ -163,7 +164,7 @@ def _form(op: OpOverload) -> OpOverload | None:
 
 
 def _types(op: OpOverload) -> list[tuple[str, bool]]:
-    return [(str(arg.type), arg.kwarg_only) for arg in op._schema.arguments]
+    return [(str(arg.type), arg.kwarg_only) for arg in op._schema.arguments if not arg.is_out]
 
 
 def _defaults(op: OpOverload, form: OpOverload) -> list[Any]:
@@ -173,12 +174,14 @@ def _defaults(op: OpOverload, form: OpOverload) -> list[Any]:
 
 
 def _written(node: fx.Node) -> Any:
-    """The value that an in-place operator writes into: its first operand, and no other."""
+    """The value that an in-place operator writes into: its first operand, or what is given as `out`, and no other."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     places = [i for i, arg in enumerate(schema) if arg.alias_info is not None and arg.alias_info.is_write]
-    if places != [0] or not isinstance(node.args[0], fx.Node):
+    found = node.kwargs.get("out") if len(places) == 1 and schema[places[0]].is_out else None
+    found = node.args[0] if places == [0] else found
+    if not isinstance(found, fx.Node):
         raise _refused(node, f"{node.target} writes into `{schema[places[-1]].name}`")
-    return node.args[0]
+    return found
 
 
 def _viewed(node: fx.Node, mode: FakeTensorMode) -> fx.Node | None:

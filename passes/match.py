@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -270,15 +271,23 @@ def _partners(candidate: Candidate, axes: Axes) -> set[Axis]:
 
 
 def root(node: fx.Node) -> fx.Node:
-    """The placeholder a value is a view of, or rows of (an expert's weights, by its number); or the value itself."""
+    """The placeholder a value is a view of, rows of (an expert's, by its number), or scales; or the value itself."""
     while node.op != "placeholder":
         if node.target in ROWS:
             node = node.args[0]  # type: ignore[assignment]
+        elif node.target is aten.mul.Tensor and _scaled(node) is not None:
+            node = _scaled(node)  # type: ignore[assignment]
         elif len(node.all_input_nodes) == 1:
             node = node.all_input_nodes[0]
         else:
             break
     return node
+
+
+def _scaled(node: fx.Node) -> fx.Node | None:
+    """The parameter that a product of elements scales (weight norm's direction); None if it is none, or a value."""
+    first: Any = node.args[0]
+    return first if isinstance(first, fx.Node) and first.op == "placeholder" else None
 
 
 def _from_input(candidate: Candidate, inputs: Collection[str]) -> bool:

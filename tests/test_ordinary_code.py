@@ -252,6 +252,64 @@ class Evaluated(nn.Module):
         return self.mlp(x)
 
 
+class Depthwise(nn.Module):
+    """Each channel of the width is convolved by itself (Mamba)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 64), nn.Linear(32, 8)
+        self.conv = nn.Conv1d(32, 32, 4, groups=32, padding=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner, gate = self.up(x).mT.chunk(2, 1)
+        return self.down((F.silu(self.conv(inner)[..., : x.shape[1]]) * F.silu(gate)).mT)
+
+
+@ordinary
+def depthwise_convolutions() -> tuple[nn.Module, list[Given]]:
+    return Depthwise(), [{"x": numbers(2, 5, 8)}, {"x": numbers(3, 7, 8)}]
+
+
+def weight_normed(dim: int | None = 0) -> nn.Module:
+    model = Plain()
+    nn.utils.parametrizations.weight_norm(model.up)
+    nn.utils.parametrizations.weight_norm(model.down, dim=dim)
+    return model
+
+
+@ordinary
+def weight_norm() -> tuple[nn.Module, list[Given]]:
+    return weight_normed(), [{"x": numbers(2, 5, 8)}, {"x": numbers(3, 7, 8)}]
+
+
+def spectral_normed(normed: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, list[Given]]:
+    """It writes the vectors of its power iteration into buffers, and those of `normalize` into `out=`."""
+    model = Plain()
+    normed(model.up)
+    return model, [{"x": numbers(2, 5, 8)}, {"x": numbers(3, 7, 8)}]
+
+
+@ordinary
+def spectral_norm() -> tuple[nn.Module, list[Given]]:
+    return spectral_normed(nn.utils.parametrizations.spectral_norm)
+
+
+@pytest.mark.parametrize(
+    ("make", "tp"),
+    [
+        pytest.param(Depthwise, 2, id="depthwise"),
+        pytest.param(Depthwise, 5, id="depthwise-on-5"),
+        pytest.param(weight_normed, 2, id="weight-norm"),
+        pytest.param(lambda: weight_normed(1), 3, id="weight-norm-of-columns"),
+        pytest.param(lambda: weight_normed(None), 2, id="weight-norm-of-all"),
+    ],
+)
+def test_what_is_elementwise_is_cut(make: Callable[[], nn.Module], tp: int) -> None:
+    report = autotp.verify(make(), tp, example_inputs=numbers(2, 5, 8))
+    assert report.ok, report
+    assert report.plan.bytes_rank < (1 / tp + 0.1) * report.plan.bytes_total
+
+
 # ---- what writes in place
 
 
