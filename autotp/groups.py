@@ -18,13 +18,15 @@ from autotp.passes.stages import Stage
 def mesh_of(sizes: Mapping[str, int], device: torch.device, timeout: timedelta) -> DeviceMesh:
     """The processes by axis, the last one the innermost; each group of them waits no longer than `timeout`."""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
-    groups = [group(ranks.movedim(dim, -1).reshape(-1, size), timeout) for dim, size in enumerate(ranks.shape)]
+    groups = [
+        group(ranks.movedim(dim, -1).reshape(-1, size), timeout, axis) for dim, (axis, size) in enumerate(sizes.items())
+    ]
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=tuple(sizes))
 
 
-def group(rows: torch.Tensor, timeout: timedelta) -> Any:
-    """This rank's group of those that each row makes; None if it is in no row."""
-    made = {tuple(row): dist.new_group(row, timeout=timeout) for row in rows.tolist()}
+def group(rows: torch.Tensor, timeout: timedelta, axis: str | None = None) -> Any:
+    """This rank's group of those that each row makes; None if it is in no row. Errors name its axis."""
+    made = {tuple(row): dist.new_group(row, timeout=timeout, group_desc=axis) for row in rows.tolist()}
     return next((group for row, group in made.items() if dist.get_rank() in row), None)
 
 

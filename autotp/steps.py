@@ -10,8 +10,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -55,14 +57,15 @@ def said(training: bool, batch: Any, place: Mesh, values: bool) -> Said:
     return Said(False, False, training, structure, printed, random_state(place) if values else 0)
 
 
-def over(everyone: Mesh, grid: DeviceMesh) -> Mesh:
-    """All ranks, each called by its place on the axes that have more than one."""
+def over(everyone: Mesh, grid: DeviceMesh, timeout: timedelta) -> Mesh:
+    """All ranks, each called by its place on the axes that have more than one; they wait no longer than `timeout`."""
     names = [""] * everyone.size
     axes = [(dim, axis) for dim, axis in enumerate(grid.mesh_dim_names or ()) if grid.mesh.shape[dim] > 1]
     for rank in range(everyone.size):
         place = (grid.mesh == rank).nonzero()[0].tolist()
         names[rank] = ", ".join(f"{axis} rank {place[dim]}" for dim, axis in axes)
-    return replace(everyone, names=tuple(names))
+    group = dist.new_group(timeout=timeout, group_desc="world")
+    return replace(everyone, group=group.group_name, names=tuple(names))
 
 
 def agree_on_step(mesh: Mesh, grid: DeviceMesh, mine: Said, problem: Exception | None) -> list[Said]:

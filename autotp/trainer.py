@@ -127,7 +127,7 @@ class Trainer(nn.Module):
         self.place = make_mesh(None, mesh["tp"])
         self.everyone = groups.world(self.place)
         self.files, self.saving = dist.new_group(backend="gloo", timeout=timeout), None
-        self._ranks = over(self.everyone, mesh)
+        self._ranks = over(self.everyone, mesh, timeout)
         self._signature = signature_of(model)
         self.hyperparameters = hyperparameters(model)  # Before forward has run, and changed attributes.
         self.__dict__["skeleton"] = skeleton_of(model)  # No part of it: it is on meta.
@@ -311,7 +311,7 @@ class Trainer(nn.Module):
         except Error:
             raise
         except RuntimeError as error:
-            raise peer_error(what, str(self.everyone.group), error, self._ranks) or error from error
+            raise peer_error(what, str(self._ranks.group), error, self._ranks) or error from error
 
     def _begin(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
         """The graphs for a batch, ready to run, and its tensors by name."""
