@@ -71,6 +71,7 @@ def damaged(rank: int, n: int, count: int) -> None:
     """Any bit of any file of weights: an error on every rank that names it."""
     root, draw = shared(rank), random.Random(0)
     model, inputs, _ = family("llama")
+    kind = type(model)
     folder = root / "a"
     autotp.save_pretrained(autotp.parallelize(model, n, example_inputs=inputs), folder, max_shard_size="80KB")
     files = sorted([*folder.glob("*.safetensors*"), folder / SIDE_FILE])
@@ -82,7 +83,7 @@ def damaged(rank: int, n: int, count: int) -> None:
             with changed(file, rank, content):
                 text = message(lambda: autotp.from_pretrained(folder, n, example_inputs=inputs))
                 assert str(file) in text or file.name in text.splitlines()[0], text
-    whole = type(model).from_pretrained(folder)
+    whole = kind.from_pretrained(folder)
     parallel = autotp.from_pretrained(folder, n, example_inputs=inputs)
     assert all(
         torch.equal(parallel.layouts[k].take(p, rank), parallel.get_parameter(k)) for k, p in whole.named_parameters()
@@ -94,12 +95,13 @@ def other_programs(rank: int, n: int) -> None:
     """Without the file nothing is compared; where another program wrote over our weights, the error says what to do."""
     root = shared(rank)
     model, inputs, _ = family("llama")
+    kind = type(model)
     parallel = autotp.parallelize(model, n, example_inputs=inputs)
     for name in ("a", "b"):
         autotp.save_pretrained(parallel, root / name)
     (root / "a" / SIDE_FILE).unlink()
     given: dict[str, Any] = {"example_inputs": inputs}
-    alone = type(model).from_pretrained(root / "a")
+    alone = kind.from_pretrained(root / "a")
     with torch.no_grad():
         alone.model.norm.weight.add_(1)
     autotp.from_pretrained(root / "a", n, **given)
