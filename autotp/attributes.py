@@ -313,7 +313,7 @@ class Before:
                 (module._parameters, module._buffers, module._modules), self.tables[path], strict=True
             ):
                 table.clear()
-                table.update(was)  # type: ignore[arg-type]
+                table.update(was)
         for _, value, content in self.aside:
             if not same_content(content_of(value), content):
                 _fill(value, content)

@@ -178,7 +178,7 @@ class Executable:
             self._change(captured.changes, found, shapes)
         return captured.outputs(found, changed)
 
-    def _change(self, changes: Sequence[Change], found: Sequence[Any], shapes: Shapes) -> None:
+    def _change(self, changes: Sequence[Change | Write], found: Sequence[Any], shapes: Shapes) -> None:
         """Does to the model's attributes what the original's forward does."""
 
         def leaf(x: Any) -> Any:

@@ -237,13 +237,11 @@ def classes_of(model: nn.Module) -> dict[nn.Module, type[Part]]:
 
 
 @cache
-def _class_of(original: type[nn.Module], role: type[Part]) -> type[Part]:
+def _class_of(original: Any, role: Any) -> type[Part]:
     @wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], BlockCall):
             return args[0].run(args[1:])
-        if STATE not in self.__dict__:  # Made by the module's own code, as by a slice of a ModuleList.
-            return original.forward(self, *args, **kwargs)
         return executable_of(self)(args, kwargs)
 
     def counted(method: Any) -> Any:
@@ -255,8 +253,16 @@ def _class_of(original: type[nn.Module], role: type[Part]) -> type[Part]:
 
         return called
 
-    names = {name: counted(getattr(original, name)) for name in SETTERS if callable(getattr(original, name, None))} | {
-        ORIGINAL: original, "forward": forward, "__module__": original.__module__, "__doc__": original.__doc__,
+    def new(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(
+            *args, **kwargs
+        )  # Whoever calls a model's class, as a slice of a ModuleList, wants another one.
+
+    names: dict[str, Any] = {
+        name: counted(getattr(original, name)) for name in SETTERS if callable(getattr(original, name, None))
+    }  # fmt: skip
+    names |= {
+        ORIGINAL: original, "__new__": new, "forward": forward, "__module__": original.__module__, "__doc__": original.__doc__,
         "__qualname__": original.__qualname__,
     }  # fmt: skip
     made: type[Part] = type(original)(original.__name__, (*overrides(original), role, original), names)

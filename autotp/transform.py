@@ -285,7 +285,8 @@ def _sources(graph: fx.Graph, captured: Captured) -> frozenset[fx.Node]:
 def _local_inputs(graph: fx.Graph, captured: Captured, given: Mapping[int | Path, Layout]) -> dict[str, Layout]:
     """Placeholder name -> how it is held, with the sizes that it has in this graph."""
     places = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    known: dict[int | Path, str] = {**dict(enumerate(captured.inputs)), **captured.input_at}
+    known: dict[int | Path, str] = dict(enumerate(captured.inputs))
+    known.update(captured.input_at)
     names = {known[i]: layout for i, layout in given.items() if i in known}
     return {n: replace(how, shape=tuple(places[n].meta["val"].shape)) for n, how in names.items() if n in places}
 

@@ -110,7 +110,7 @@ def original_of(model: nn.Module, whole: Mapping[str, Tensor]) -> nn.Module:
     """
     memo = stand_ins(model, "meta", whole)
     kinds = {m: original_class(type(m)) for m in model.modules()}
-    new = {module: kind.__new__(kind) for module, kind in kinds.items()}
+    new = {module: object.__new__(kind) for module, kind in kinds.items()}
     memo |= {id(module): copied for module, copied in new.items()}  # First: modules know each other.
     for module, kind in kinds.items():
         attributes, state = {key: value for key, value in vars(module).items() if not _is_torchs(key)}, state_of(module)
@@ -129,7 +129,7 @@ def _is_torchs(key: str) -> bool:
 def copied(module: nn.Module, kind: type[nn.Module], attributes: Mapping[str, Any], memo: dict[Any, Any]) -> nn.Module:
     """A deep copy of a module with these attributes, as an instance of `kind`."""
     if id(module) not in memo:
-        memo[id(module)] = kind.__new__(kind)
+        memo[id(module)] = object.__new__(kind)
     new: nn.Module = memo[id(module)]
     new.__setstate__(copy.deepcopy(dict(attributes), memo))
     return new

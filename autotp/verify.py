@@ -159,8 +159,8 @@ def _joined(first: Report, second: Report) -> Report:
         later = [Difference(f"{one.name} of a second call", one.error) for one in its]
         return tuple(sorted((*mine, *later), key=_descending))
 
-    rows = (first.outputs, second.outputs), (first.gradients, second.gradients), (first.steps, second.steps)
-    return Report(first.plan, *(both(*row) for row in rows))
+    gradients = both(first.gradients, second.gradients)
+    return Report(first.plan, both(first.outputs, second.outputs), gradients, both(first.steps, second.steps))
 
 
 Held = dict[str, Tensor]
@@ -216,7 +216,7 @@ def _returned(model: nn.Module, trial: Trial, inputs: Held) -> tuple[dict[int, T
     args, kwargs = pytree.tree_unflatten(given, spec)
     for path in captured.input_at:
         put_at(modules, path, next(queue).clone())
-    shapes = [t.shape for t in given if isinstance(t, Tensor)]
+    shapes: list[Sequence[int]] = [t.shape for t in given if isinstance(t, Tensor)]
     shapes += [x.shape if isinstance(x, Tensor) else (x,) for x in (found_at(modules, p) for p in captured.opened)]
     before, changed = Before(model), states((args, kwargs))
     found, _ = outcome(model(*args, **kwargs), changed)

@@ -473,7 +473,7 @@ def stand_ins(model: nn.Module, device: str, whole: Mapping[str, Tensor] = Mappi
     """
     memo: dict[Any, Any] = {}
     for name, tensor in model.named_parameters():
-        like = whole.get(name, tensor)
+        like: Tensor = whole.get(name, tensor)
         memo[id(tensor)] = nn.Parameter(_empty(like, device), like.requires_grad)
     for name, tensor in model.named_buffers():
         memo[id(tensor)] = _empty(whole.get(name, tensor), device)
