@@ -35,6 +35,7 @@ from autotp.passes.hoist import hoisted
 from autotp.passes.local import Target
 from autotp.passes.lower import lower
 from autotp.passes.match import maker, match
+from autotp.passes.order import ordered
 from autotp.passes.pick import pick
 from autotp.passes.plan import Decision, decide, decide_as
 from autotp.passes.rows import batched, expect_rows
@@ -153,6 +154,7 @@ def _analysed(
     graph, updated = functionalize(cast(captured.graph, autocast), captured.buffers, captured.owned)
     updated = [*captured.assigned, *updated]
     graph, counts = marked(canonicalize(pick(graph, captured.constants))), None
+    graph = ordered(graph, captured.constants)
     if choices.summed:
         captured, graph, counts = _summed(captured, graph, updated)
     graph, axes = apart(share(graph) if choices.optional("share") else graph, captured.parameters)
