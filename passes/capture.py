@@ -36,6 +36,7 @@ from autotp.regions import Autocast
 from autotp.repeats import Repeats
 from autotp.source import user_line
 from autotp.structure import flatten, outcome, settled, states, within_states
+from autotp.values import reads_values, refused
 
 Shapes = Sequence[Sequence[int]]
 
@@ -184,7 +185,7 @@ def _capture(
             program = _exported(flat, tensors, dynamic)
         if isinstance(program, Exception):
             plain = _plain(flat, tensors, mode)
-            raise _explained(program, plain) from plain or program  # The exporter's trace is a page long.
+            raise _explained(program, plain, flat.model) from plain or program  # The exporter's trace is a page long.
     return _captured(program, flat, tensors, autocast)
 
 
@@ -353,14 +354,10 @@ def _plain(flat: _Flat, tensors: Sequence[torch.Tensor], mode: FakeTensorMode) -
     return None
 
 
-def _explained(error: Exception, plain: Exception | None) -> Error:
+def _explained(error: Exception, plain: Exception | None, model: nn.Module) -> Error:
     """The exporter's complaint, with the user's line and what to change."""
-    if "DataDependent" in type(error).__name__ or "data-dependent" in str(error):
-        return Error(
-            "the model branches on the values of a tensor, which one graph cannot do",
-            at=user_line(traceback.extract_tb(error.__traceback__)),
-            **{"try": "choose with torch.where, or branch on shapes and configuration only"},
-        )
+    if reads_values(error):
+        return refused(error, model)
     shown = plain or error
     if "fake impl" in str(shown) or "UnsupportedOperator" in type(shown).__name__:
         return Error(

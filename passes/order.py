@@ -10,12 +10,14 @@ did stays together; what draws random numbers stays in its order.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from autotp.builder import Builder, fake_mode_of
 from autotp.call import draws, returned
@@ -38,7 +40,7 @@ class Part:
 
 
 def ordered(graph: fx.Graph, constants: Collection[str]) -> fx.Graph:
-    """The same function, its live operators and its constants in the order of the function.
+    """The same function, its operators and its constants in the order of the function.
 
     Args:
         constants: placeholder names of the tensors that the model made.
@@ -46,14 +48,14 @@ def ordered(graph: fx.Graph, constants: Collection[str]) -> fx.Graph:
     work = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     if any(node.op != "call_function" or _acts(node) for node in work):
         return graph
-    last = [node for node in work if draws(node)]
-    number = {node: i for i, node in enumerate(_visited([*last, *_outputs(graph)], lambda n: n.all_input_nodes))}
-    parts = _parts([node for node in work if node in number])
+    roots = [*filter(draws, work), *_outputs(graph), *_unread(graph, constants)]
+    number = {node: i for i, node in enumerate(_visited(roots, lambda n: n.all_input_nodes))}
+    parts = _parts(work)
     home = {node: part for part in parts for node in part.nodes}
     _chain(parts)
     for part in parts:
         part.nodes = _inside(part, home, number)
-    every = _visited([home[n] for n in [*last, *_outputs(graph)] if n in home], lambda part: _reads(part, home))
+    every = _visited([home[n] for n in roots if n in home], lambda part: _reads(part, home))
     return _rebuilt(graph, [node for part in every for node in part.nodes], constants)
 
 
@@ -64,6 +66,20 @@ def _acts(node: fx.Node) -> bool:
 
 def _outputs(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in returned(graph) if isinstance(node, fx.Node)]
+
+
+def _unread(graph: fx.Graph, constants: Collection[str]) -> list[fx.Node]:
+    """What nobody reads, which tells what axes there are, in the order of what it computes."""
+    left = [node for node in graph.nodes if node.op == "call_function" and not node.users]
+    text: dict[fx.Node, str] = {}
+    for node in graph.nodes if left else ():
+        called = fx.map_arg((node.args, node.kwargs), text.__getitem__)
+        if node.op == "placeholder":
+            target: Any = "constant" if node.name in constants else node.name
+        else:
+            target = node.target if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", node.op)
+        text[node] = hashlib.sha256(f"{target} {called}".encode()).hexdigest()
+    return sorted(left, key=text.__getitem__)
 
 
 def _visited(roots: Iterable[T], reads: Callable[[T], Iterable[T]]) -> list[T]:
@@ -114,7 +130,7 @@ def _chain(parts: Sequence[Part]) -> None:
 
 def _inside(part: Part, home: dict[fx.Node, Part], number: dict[fx.Node, int]) -> list[fx.Node]:
     """A part's operators: what draws, in its order, then what others read; each behind what it reads."""
-    seen = [node for node in part.nodes if any(home.get(user) is not part for user in node.users)]
+    seen = [node for node in part.nodes if not node.users or any(home.get(user) is not part for user in node.users)]
     roots = [*filter(draws, part.nodes), *sorted(seen, key=number.__getitem__)]
     return _visited(roots, lambda node: [n for n in node.all_input_nodes if home.get(n) is part])
 

@@ -65,6 +65,20 @@ def test_the_order_of_random_draws_counts() -> None:
     assert _text(Draws(0)) != _text(Draws(1))
 
 
+class Unread(Tables):
+    """Computes what nobody reads, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for kind in self.order:
+            self.up(x * len(kind)).exp()
+        return super().forward(x)
+
+
+def test_what_nobody_reads_has_an_order() -> None:
+    assert _text(Unread(("short", "long one"))) == _text(Unread(("long one", "short")))
+    assert _text(Unread(("short", "long one"))) != _text(Tables(("short", "long one")))  # It tells axes: it stays.
+
+
 def test_an_operator_counts() -> None:
     other = Tables(("short", "long one"))
     other.down = nn.Linear(32, 8, bias=False)
