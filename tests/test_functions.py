@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from helpers import Checks
 from mlp import Negated
-from own_backwards import MODELS, Inside, Twice
+from own_backwards import MODELS, Clamped, Inside, Layer, Stack, Twice
 from refused import line_of, message
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
@@ -243,6 +244,33 @@ def no_second_derivative(rank: int, n: int) -> None:
             f"the backward of the torch.autograd.Function `Tanh` would be differentiated {how}\n"
             "  try      first derivatives in backward mode: loss.backward(), torch.func.grad, torch.func.vjp"
         )
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return ((self.model(x) - y) ** 2).mean()
+
+
+@checks.on(2)
+def distributed(rank: int, n: int) -> None:
+    """In two microbatches, on tensor ranks or pipeline stages; a gradient that sums rows itself is refused."""
+    batch = LONG[:8], LONG[2:] * 20
+    for grid in ({"tp": 2}, {"pp": 2}):
+        torch.manual_seed(0)
+        one = WithLoss(Stack(Clamped)).double()
+        mine = autotp.distribute(copy.deepcopy(one), microbatches=2, example_inputs=batch, **grid)
+        one(*batch).backward()
+        mine.step(*batch)
+        for model in (one, mine):
+            torch.optim.SGD(model.parameters(), lr=1.0).step()
+        for name, tensor in autotp.full_state_dict(mine).items():
+            torch.testing.assert_close(tensor, one.state_dict()[name], rtol=1e-11, atol=1e-12)
+    text = message(lambda: autotp.distribute(WithLoss(Layer()).double(), tp=2, microbatches=2, example_inputs=batch))
+    assert "`aten.matmul.default` mixes the rows of the batch, which cannot be computed in parts" in text
 
 
 def _bloom(dtype: torch.dtype) -> nn.Module:
