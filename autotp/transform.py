@@ -154,7 +154,7 @@ def _analysed(
     graph, updated = functionalize(cast(captured.graph, autocast), captured.buffers, captured.owned)
     updated = [*captured.assigned, *updated]
     graph, counts = marked(canonicalize(pick(graph, captured.constants))), None
-    graph = ordered(graph, captured.constants)
+    graph = ordered(graph, captured.constants, captured.inputs)
     if choices.summed:
         captured, graph, counts = _summed(captured, graph, updated)
     graph, axes = apart(share(graph) if choices.optional("share") else graph, captured.parameters)

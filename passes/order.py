@@ -39,11 +39,12 @@ class Part:
     before: Part | None = None
 
 
-def ordered(graph: fx.Graph, constants: Collection[str]) -> fx.Graph:
+def ordered(graph: fx.Graph, constants: Collection[str], inputs: Collection[str]) -> fx.Graph:
     """The same function, its operators and its constants in the order of the function.
 
     Args:
         constants: placeholder names of the tensors that the model made.
+        inputs: placeholder names of the inputs.
     """
     work = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     if any(node.op != "call_function" or _acts(node) for node in work):
@@ -55,7 +56,9 @@ def ordered(graph: fx.Graph, constants: Collection[str]) -> fx.Graph:
     _chain(parts)
     for part in parts:
         part.nodes = _inside(part, home, number)
-    every = _visited([home[n] for n in roots if n in home], lambda part: _reads(part, home))
+    last = [home[n] for n in roots if n in home]
+    early = _before_blocks(_visited(last, lambda part: _reads(part, home)), home, inputs)
+    every = _visited([*early, *last], lambda part: _reads(part, home))
     return _rebuilt(graph, [node for part in every for node in part.nodes], constants)
 
 
@@ -140,6 +143,19 @@ def _reads(part: Part, home: dict[fx.Node, Part]) -> list[Part]:
     operands = (n for node in part.nodes for n in node.all_input_nodes)
     found = dict.fromkeys(home[n] for n in operands if n in home and home[n] is not part)
     return [*([part.before] if part.before is not None else []), *found]
+
+
+def _before_blocks(parts: Sequence[Part], home: dict[fx.Node, Part], inputs: Collection[str]) -> list[Part]:
+    """What inputs alone, and no block, have a part in: masks, embeddings. It stands before the blocks."""
+    behind, given = set[Part](), set[Part]()
+    for part in parts:
+        reads = _reads(part, home)
+        if any(block_of(node) for node in part.nodes) or any(one in behind for one in reads):
+            behind.add(part)
+        operands = [n for node in part.nodes for n in node.all_input_nodes]
+        if any(n.name in inputs for n in operands) or any(one in given for one in reads):
+            given.add(part)
+    return [part for part in parts if part in given and part not in behind]
 
 
 def _rebuilt(graph: fx.Graph, work: Sequence[fx.Node], constants: Collection[str]) -> fx.Graph:
