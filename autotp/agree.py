@@ -15,15 +15,23 @@ from typing import Any, Literal, TypeVar
 import numpy
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
+from autotp.call import outputs_of
 from autotp.errors import Error
 from autotp.keys import plain
 from autotp.mesh import Mesh, gather_ints
+from autotp.passes.capture import Captured
 from autotp.sharded import Sharded
+from autotp.source import line_of
 from autotp.transform import Analysis
 
 CheckInputs = Literal["always", "first", "never"]
 T = TypeVar("T")
+SHOWN = 60
+"""Characters that are shown of a list of settings."""
+SOURCE = "\t"
+"""Stands in a line before what is for readers: two ranks may have it from different lines of source."""
 
 
 def agree_on_call(mesh: Mesh, leaves: Sequence[Any], mode: Any, random: bool) -> None:
@@ -71,22 +79,48 @@ def agree_on_graph(mesh: Mesh, make: Callable[[], T], text: Callable[[T], str]) 
     """What `make()` returns, made on every rank before any goes on.
 
     Args:
-        text: what must be the same on all ranks.
+        text: what must be the same on all ranks, but what stands behind SOURCE in a line.
 
     Raises:
         Error: on every rank; where `make` failed its own, elsewhere that it failed there; on all that they differ.
     """
     made, problem = tried(make)
-    rows = gather_ints([zlib.crc32(text(made[0]).encode()) if made else -1], mesh)
+    lines = text(made[0]).split("\n") if made else []
+    rows = gather_ints([zlib.crc32("\n".join(map(_compared, lines)).encode()) if made else -1], mesh)
     if problem is not None:
         raise problem
     failed = [rank for rank, row in enumerate(rows) if row[0] == -1]
     if failed:
         raise Error(f"{mesh.named(failed)} could not build a graph", **{"try": "read the error there: here is none"})
-    _compare(
-        rows, 0, mesh, "would run another graph than rank 0", "build the same model and call it alike on all ranks"
-    )
+    other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
+    found = {} if other is None else _first_difference(lines, other, mesh)
+    alike = "build the same model and call it alike on all ranks"
+    _compare(rows, 0, mesh, "would run another graph than rank 0", alike, **found)
     return made[0]
+
+
+def _compared(line: str) -> str:
+    return line.partition(SOURCE)[0]
+
+
+def _first_difference(lines: Sequence[str], other: int, mesh: Mesh) -> dict[str, str]:
+    """The first line that differs between the first rank and another, as both have it."""
+    longest = max(row[0] for row in gather_ints([len(lines)], mesh))
+    mine = [zlib.crc32(_compared(line).encode()) for line in lines]
+    rows = gather_ints([*mine, *[-1] * (longest - len(mine))], mesh)
+    at = next(i for i, pair in enumerate(zip(rows[0], rows[other], strict=True)) if pair[0] != pair[1])
+    told = _told(lines[at] if at < len(lines) else "nothing more", mesh)
+    pair = told[0], told[other]
+    if not any(line.startswith("%") for line in pair):  # No operators, but a list of settings.
+        pair = _around(*pair)
+    return {f"rank {rank}": line.replace(SOURCE, "  at ") for rank, line in zip((0, other), pair, strict=True)}
+
+
+def _around(one: str, other: str) -> tuple[str, str]:
+    """Two lines from the last word on that they have in common."""
+    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+    start = one.rfind(" ", 0, max(one.rfind(" ", 0, same), 0)) + 1
+    return tuple(f"... {line[start : start + SHOWN]} ..." for line in (one, other))  # type: ignore[return-value]
 
 
 def tried(make: Callable[[], T]) -> tuple[list[T], Exception | None]:
@@ -143,15 +177,41 @@ def _told(text: str, mesh: Mesh) -> list[str]:
 
 
 def digest(analysis: Analysis) -> str:
-    """The graph, its constants and the layouts as text, the same on ranks that agree."""
-    nodes = [f"{n.op} {_called(n)} {n.args} {n.kwargs}" for n in analysis.graph.nodes]
+    """The graph, its constants and the layouts as text, the same on ranks that agree: names of nodes are not in it."""
+    number = {node: f"%{i}" for i, node in enumerate(analysis.graph.nodes)}
+    nodes = [_line(node, number, analysis.captured) for node in analysis.graph.nodes]
     text = re.sub(r"cuda:\d+", "cuda", "\n".join(nodes))  # Each rank names its own device.
-    constants = [checksum(tensor) for tensor in analysis.captured.constants.values()]
-    return "\n".join([text, str(constants), *(f"{name} {layout}" for name, layout in analysis.layouts.items())])
+    return "\n".join([text, *(f"{name} {layout}" for name, layout in analysis.layouts.items())])
+
+
+def _line(node: fx.Node, number: dict[fx.Node, str], captured: Captured) -> str:
+    """A node as `%2 = aten.add.Tensor(%0, %1)  float32[2, 3]`, and where it is from."""
+    if node.op == "placeholder":
+        return f"{number[node]} = {_placed(node, captured)}  {_shaped(node)}"
+    given = fx.map_arg((node.args, node.kwargs), number.__getitem__)
+    parts = [*map(str, given[0]), *(f"{name}={value}" for name, value in given[1].items())]
+    called = re.sub(r"'(%\d+)'", r"\1", f"{_called(node)}({', '.join(parts)})")
+    line = f"{number[node]} = {called}  {_shaped(node)}".rstrip()
+    return line if (at := line_of(node)) == "?" else f"{line}{SOURCE}{at}"
+
+
+def _placed(node: fx.Node, captured: Captured) -> str:
+    """What a placeholder is."""
+    for kind, names in (("parameter", captured.parameters), ("buffer", captured.buffers)):
+        if node.name in names:
+            return f"{kind} `{names[node.name]}`"
+    if node.name in captured.constants:
+        return f"a tensor made in forward, with checksum {checksum(captured.constants[node.name]):08x}"
+    return f"input {captured.inputs.index(node.name)}" if node.name in captured.inputs else node.name
+
+
+def _shaped(node: fx.Node) -> str:
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in outputs_of(node))
 
 
 def _called(node: fx.Node) -> str:
-    return getattr(node.target, "__qualname__", None) or str(node.target)
+    target: Any = node.target
+    return str(target) if isinstance(target, OpOverload | str) else target.__name__
 
 
 def checksum(tensor: Tensor) -> int:
@@ -182,10 +242,10 @@ def random_state(mesh: Mesh) -> int:
     return zlib.crc32(b"".join(state.numpy().tobytes() for state in states))
 
 
-def _compare(rows: Sequence[Sequence[int]], column: int, mesh: Mesh, what: str, remedy: str) -> None:
+def _compare(rows: Sequence[Sequence[int]], column: int, mesh: Mesh, what: str, remedy: str, **facts: str) -> None:
     other = [rank for rank, row in enumerate(rows) if row[column] != rows[0][column]]
     if other:
-        raise Error(f"{mesh.named(other)} {what}", **{"try": remedy})
+        raise Error(f"{mesh.named(other)} {what}", **facts, **{"try": remedy})
 
 
 def compared(

@@ -7,6 +7,7 @@ Products are in `products.py`, movement of elements in `movement.py`, lookups an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -62,6 +63,11 @@ def fixed(text: str, linear: Linear = ()) -> RuleFunction:
         return Rule.of(",".join(terms[i] for i in at) + "->" + outs, groups)
 
     return of
+
+
+def exact(text: str) -> RuleFunction:
+    """The same factor string for every call of what has gradients among its operands or outputs."""
+    return lambda call: replace(Rule.of(text), exact=True)
 
 
 def either(argument: str, there: RuleFunction, absent: RuleFunction) -> RuleFunction:

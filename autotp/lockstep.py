@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autotp import collectives
+from autotp import collectives, custom_vjp
 from autotp.columns import columns, products
+from autotp.custom_vjp import Vjp
 from autotp.partition import chunk_sizes
 from autotp.strides import inverse, memory_order
 from autotp.together import together
@@ -40,6 +41,9 @@ def run_lockstep(graphs: Sequence[fx.Graph], inputs: Sequence[Sequence[Any]]) ->
             arguments = [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)]
             several = kind in (_share, _together, _columns)
             values = kind(arguments) if several else kind(*(a[0] for a in arguments), rest=arguments[0][2:])
+        elif isinstance(nodes[0].target, Vjp):
+            arguments = [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)]
+            values = custom_vjp.run_lockstep([node.target for node in nodes], arguments, run_lockstep)
         else:
             values = _each(nodes, envs)
         for node, env, value in zip(nodes, envs, values, strict=True):

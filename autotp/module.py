@@ -233,11 +233,16 @@ def executable_of(module: nn.Module) -> Executable:
 
 def classes_of(model: nn.Module) -> dict[nn.Module, type[Part]]:
     """The class that each module gets."""
-    return {m: _class_of(type(m), ParallelModule if m is model else Submodule) for m in model.modules()}
+    return {m: _class_of(m, ParallelModule if m is model else Submodule) for m in model.modules()}
+
+
+def _class_of(module: Any, role: Any) -> type[Part]:
+    """The class of a part, of the same name as the module's own: one for all modules of a class."""
+    return _made(type(module), role)
 
 
 @cache
-def _class_of(original: Any, role: Any) -> type[Part]:
+def _made(original: Any, role: Any) -> type[Part]:
     @wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], BlockCall):
@@ -262,8 +267,8 @@ def _class_of(original: Any, role: Any) -> type[Part]:
         name: counted(getattr(original, name)) for name in SETTERS if callable(getattr(original, name, None))
     }  # fmt: skip
     names |= {
-        ORIGINAL: original, "__new__": new, "forward": forward, "__module__": original.__module__, "__doc__": original.__doc__,
-        "__qualname__": original.__qualname__,
+        ORIGINAL: original, "__new__": new, "forward": forward, "__doc__": original.__doc__,
+        "__module__": original.__module__, "__qualname__": original.__qualname__,
     }  # fmt: skip
     made: type[Part] = type(original)(original.__name__, (*overrides(original), role, original), names)
     return made
@@ -321,7 +326,7 @@ def renew(model: nn.Module, tree: Tree) -> None:
         if state is not None:
             _expect_unparametrized(path, module)
         else:
-            _give(module, _class_of(type(module), Submodule), tree, {})
+            _give(module, _class_of(module, Submodule), tree, {})
             state = module.__dict__[STATE]
             state.known, added = {}, [tensor for tensor in module._buffers.values() if tensor is not None]
         now = {key: p for key, p in module._parameters.items() if p is not None}

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
+from autotp import custom_vjp, parallel, routing
 from autotp import families as f
 from autotp import indexing as i
 from autotp import movement as m
-from autotp import parallel, routing
 from autotp import products as p
 from autotp.call import Call
 from autotp.errors import Error
@@ -190,6 +190,10 @@ PARALLEL: dict[Operator, f.RuleFunction] = {
     routing.counts: f.fixed("s^ -> e!"),
     routing.spread: f.fixed("e *, e, (e n) -> (e n) *", ((0,),)),
     routing.grouped_mm: f.fixed("(e n) i, e i o, e -> (e n) o", ((0,), (1,))),
+    custom_vjp.output: f.exact("* -> *, *"),
+    custom_vjp.kept: f.pointwise(),
+    custom_vjp.sent: f.exact("*, * -> *"),
+    custom_vjp.result: f.pointwise(),
     routing.combine: f.fixed("r *, r, s^ -> s^ *", ((0,),)),
 }
 """The rules of our own operators: parallel forms, which lowered graphs call, and those on rows that chose experts."""

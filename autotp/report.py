@@ -18,11 +18,12 @@ from autotp.call import outputs_of
 from autotp.columns import columns
 from autotp.layout import Layout
 from autotp.passes.columns import separate
+from autotp.passes.custom_vjp import backward_of
 from autotp.passes.flow import needs_grad
 from autotp.passes.match import LOOKUPS, contracts
 from autotp.source import layer_of, line_of, numbered
 from autotp.together import together
-from autotp.transform import Analysis, rank_graph
+from autotp.transform import Analysis, flat_graph
 
 WIDTH = 100
 
@@ -149,7 +150,7 @@ def report(analysis: Analysis, model: str) -> Plan:
     whole = [_whole(name, nodes[name], analysis) for name, layout in layouts if layout.dim is None]
     total = sum(_count(layout.shape) * dtypes[name] for name, layout in layouts)
     ranks = [sum(_count(lay.local_shape(r)) * dtypes[n] for n, lay in layouts) for r in range(analysis.tp)]
-    count = traffic(rank_graph(analysis, 0, "fast"), analysis)
+    count = traffic(flat_graph(analysis, 0, "fast"), analysis)
     outputs = tuple(layout for _, layout in sorted(analysis.local_outputs.items()))
     everything = (*whole, *_unknown(analysis))
     return Plan(model, analysis.tp, cuts, everything, total, max(ranks), count, _along_sequence(analysis), outputs)
@@ -173,15 +174,16 @@ def traffic(graph: fx.Graph, analysis: Analysis) -> Traffic:
     again = _gathered_again(graph, analysis)
     graph, sends = separate(graph), []
     learnt, graded = _learning(graph, analysis)
+    own = backward_of(graph)
     for node in graph.nodes:
         name = getattr(node.target, "__name__", "")
         if node.target is not together and getattr(collectives, name, None) is not node.target:
             continue
         for side, table in enumerate((FORWARD, BACKWARD if node in graded else {})):
             if name in table:
-                read = node.all_input_nodes
+                read, back = node.all_input_nodes, bool(side) or node in own
                 size = max(sum(map(_bytes, outputs_of(n))) for n in ((node,) if len(read) > 1 else (node, *read)))
-                sends.append(Sent(table[name], layer_of(node), size, bool(side), all(n in learnt for n in read)))
+                sends.append(Sent(table[name], layer_of(node), size, back, all(n in learnt for n in read)))
     return Traffic((*sends, *again), analysis.captured.example)
 
 

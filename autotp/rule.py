@@ -65,6 +65,7 @@ class Rule:
         linear: groups of operand positions; where all of a group are Partial (and the other operands
             Copied) the output is Partial.
         reducer: how reduced factors are reduced.
+        exact: operands and outputs are never Copied, nor the same on several ranks of a cut: gradients are among them.
     """
 
     ins: tuple[Term, ...]
@@ -72,6 +73,7 @@ class Rule:
     sizes: Mapping[str, Size] = field(default_factory=dict)
     linear: tuple[frozenset[int], ...] = ()
     reducer: Literal["sum", "max"] = "sum"
+    exact: bool = False
 
     @staticmethod
     def of(

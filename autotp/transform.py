@@ -26,6 +26,7 @@ from autotp.passes.capture import ALWAYS, NOTHING, OFF, Captured, Opened, captur
 from autotp.passes.check import check
 from autotp.passes.clean import clean
 from autotp.passes.columns import grouped
+from autotp.passes.custom_vjp import fused, marked
 from autotp.passes.defer import defer
 from autotp.passes.expand import expand
 from autotp.passes.experts import experts as route
@@ -35,6 +36,7 @@ from autotp.passes.hoist import hoisted
 from autotp.passes.local import Target
 from autotp.passes.lower import lower
 from autotp.passes.match import maker, match
+from autotp.passes.order import ordered
 from autotp.passes.pick import pick
 from autotp.passes.plan import Decision, decide, decide_as
 from autotp.passes.rows import batched, expect_rows, one_batch
@@ -161,7 +163,8 @@ def _analysed(
 ) -> Analysis:
     graph, updated = functionalize(cast(captured.graph, autocast), captured.buffers, captured.owned)
     updated = [*captured.assigned, *updated]
-    graph, counts = canonicalize(pick(graph, captured.constants)), None
+    graph, counts = marked(canonicalize(pick(graph, captured.constants))), None
+    graph = ordered(graph, captured.constants, captured.inputs)
     if choices.summed:
         captured, graph, counts = _summed(captured, graph, updated)
     graph, axes = apart(share(graph) if choices.optional("share") else graph, captured.parameters)
@@ -228,6 +231,15 @@ def _flow(
 
 def rank_graph(analysis: Analysis, rank: int, randomness: Literal["exact", "fast"], axis: str = "tp") -> fx.Graph:
     """The lowered graph of one rank, checked: a graph whose types do not add up is refused.
+
+    Raises:
+        Error: names the value, and the pass that got it wrong.
+    """
+    return fused(flat_graph(analysis, rank, randomness, axis))
+
+
+def flat_graph(analysis: Analysis, rank: int, randomness: Literal["exact", "fast"], axis: str = "tp") -> fx.Graph:
+    """The lowered graph of one rank, checked, with the operators of own backwards among the others.
 
     Raises:
         Error: names the value, and the pass that got it wrong.

@@ -75,7 +75,7 @@ class Bound:
         """
         found = [factor for factor in self.factors if touches(factor.axis, leaf)]
         if find(leaf).kind == "grid":
-            return self._on_grid(found, find(leaf))
+            return None if self.rule.exact else self._on_grid(found, find(leaf))
         if not found or any(factor.mark == "^" or not holds(factor.axis, leaf) for factor in found):
             return None
         factor = found[0] if len(found) == 1 else self._siblings(found, leaf)

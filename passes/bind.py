@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import fx
 
+from autotp.custom_vjp import Vjp
 from autotp.lockstep import COLLECTIVES
 from autotp.passes.capture import DEVICE
 from autotp.passes.reuse import WRITES, fresh, written
@@ -37,6 +38,8 @@ def bind(
         env[node] = new
         new.args = fx.node.map_aggregate(new.args, lambda a: device if a == CAPTURED else a)
         new.kwargs = fx.node.map_aggregate(new.kwargs, lambda a: device if a == CAPTURED else a)
+        if isinstance(node.target, Vjp):
+            new.target = node.target.on(bind(node.target.graph, device, groups, reuse=False))
         if node.target in COLLECTIVES and node.args[1] in groups:
             new.args = (new.args[0], groups[str(node.args[1])], *new.args[2:])
         if node in into_input:

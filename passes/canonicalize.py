@@ -8,6 +8,7 @@
     Before: repeat_interleave(x, 4, 1) After: flatten(expand(unsqueeze(x, 2), [-1, -1, 4]), 1, 2)
     Before: conv1d(x, w, groups=c)     After: depthwise(x, w), where w has c channels of one
     Before: _weight_norm(v, g, 0)      After: mul(v, div(g, sqrt(sum(mul(v, v), [1], True))))
+    Before: index_put(x, [m], v)       After: where(m, v, x)                        m of bool, v one number
     Before: new_zeros(x, [2, 8])       After: zeros([2, 8], dtype=..., device=...)
 
 NOTE [Why the bias leaves the linear]
@@ -97,6 +98,17 @@ def _type_as(builder: Builder, args: dict[str, Any]) -> Any:
     """Of the other tensor nothing but the dtype is read."""
     wanted = args["other"].meta["val"].dtype
     return _cast(builder, {**args, "dtype": wanted}) or builder.call(aten.to.dtype, args["self"], wanted)
+
+
+def _masked(builder: Builder, args: dict[str, Any]) -> Any:
+    """One number put wherever a mask is true."""
+    x, places, value = args["self"], args["indices"], args["values"]
+    mask = places[0] if len(places) == 1 else None
+    if mask is None or mask.meta["val"].dtype != torch.bool or args["accumulate"] or value.meta["val"].dim():
+        return None
+    for _ in range(x.meta["val"].dim() - mask.meta["val"].dim()):
+        mask = builder.call(aten.unsqueeze.default, mask, -1)
+    return builder.call(aten.where.self, mask, value, x)
 
 
 def _whole(builder: Builder, args: dict[str, Any]) -> Any:
@@ -190,6 +202,7 @@ REWRITES: dict[Any, Rewrite] = {
     aten.type_as.default: _type_as,
     aten.repeat_interleave.self_int: _repeat_interleave,
     aten.to.device: _cast,
+    aten.index_put.default: _masked,
     aten.slice.Tensor: _whole,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,

@@ -60,6 +60,7 @@ from autotp.slow_path import slow_path
 from autotp.source import user_line
 from autotp.structure import flatten, outcome, settled, states, within_states
 from autotp.surroundings import NOT_ASKED, Asked, Wanted, without_chance
+from autotp.values import reads_values, refused
 
 DEVICE = "cpu"
 """Where models are captured, on tensors without memory. Not `meta`: there a constant that the model makes has no value,
@@ -413,7 +414,7 @@ def _capture(
             program = _exported(flat, tuple(given), dynamic)
         if isinstance(program, Exception):
             plain = _plain(flat, given, mode)
-            raise _explained(program, plain) from plain or program  # The exporter's trace is a page long.
+            raise _explained(program, plain, flat.model) from plain or program  # The exporter's trace is a page long.
     if opened | flat.returned.before != opened:
         return flat.returned.before
     found = _captured(program, flat, given, autocast, reads.slots(repeats.same if repeats else ()), opened)
@@ -475,8 +476,8 @@ def stand_ins(model: nn.Module, device: str, whole: Mapping[str, Tensor] = Mappi
     for name, tensor in model.named_parameters():
         like: Tensor = whole.get(name, tensor)
         memo[id(tensor)] = nn.Parameter(_empty(like, device), like.requires_grad)
-    for name, tensor in model.named_buffers():
-        memo[id(tensor)] = _empty(whole.get(name, tensor), device)
+    for name, buffer in model.named_buffers():
+        memo[id(buffer)] = _empty(whole.get(name, buffer), device)
     for _, value in everything(model):
         if isinstance(value, torch.Generator):
             memo[id(value)] = value
@@ -669,14 +670,10 @@ def _plain(flat: _Flat, given: Sequence[Any], mode: FakeTensorMode) -> Exception
     return None
 
 
-def _explained(error: Exception, plain: Exception | None) -> Error:
+def _explained(error: Exception, plain: Exception | None, model: nn.Module) -> Error:
     """The exporter's complaint, with the user's line and what to change."""
-    if "DataDependent" in type(error).__name__ or "data-dependent" in str(error):
-        return Error(
-            "the model branches on the values of a tensor, which one graph cannot do",
-            at=user_line(traceback.extract_tb(error.__traceback__)),
-            **{"try": "choose with torch.where, or branch on shapes and configuration only"},
-        )
+    if reads_values(error):
+        return refused(error, model)
     shown = plain or error
     if "fake impl" in str(shown) or "UnsupportedOperator" in type(shown).__name__:
         return Error(

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp import collectives, parallel
+from autotp import collectives, custom_vjp, parallel
 from autotp.axis import Axis, find, leaves, touches
 from autotp.call import bind, outputs_of
 from autotp.errors import Error
@@ -58,7 +58,7 @@ from autotp.together import together
 
 aten = torch.ops.aten
 
-NO_GRADIENT = (aten.detach.default, parallel.peak)
+NO_GRADIENT = (aten.detach.default, parallel.peak, custom_vjp.kept)
 """Operators that no gradient passes."""
 
 
@@ -299,6 +299,8 @@ class _Checking(Proof):
         flows = model.target not in NO_GRADIENT and any(typed.flows for _, typed in reads)
         values = zip(outputs_of(model), self.axes.dims[model], gives, strict=True)
         types = tuple(Typed(v.dtype, dims, placement, flows and _is_floating(v)) for v, dims, placement in values)
+        if model.target is custom_vjp.output:  # A value that is differentiated, and its gradient, which is not.
+            types = replace(types[0], flows=True), replace(types[1], flows=False)
         for typed in types:
             if typed.flows and typed.placement == Partial("max"):
                 self.refuse(node, "loses its gradient where it is reduced", rule=bound.rule, got=typed)

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autotp.axis import ONE, Axis, Size, find, holds, touches
+from autotp.custom_vjp import is_gradient, kept, output
 from autotp.parallel import peak
 from autotp.passes.axes import Axes, Bound, is_getitem
 from autotp.passes.sums import is_sum, outermost, terms
@@ -55,8 +56,8 @@ def needs(node: fx.Node, axes: Axes, leaf: Axis | None, have: Have, hoisted: Col
     if group is not None:
         ins = tuple(Partial() if i in group else Copied() for i in range(len(bound.operands)))
         return Needs(ins, (Partial(),) * n_outs)
-    copied = node in hoisted or any(
-        have[n] == (Copied(),) for n in bound.operands
+    copied = not bound.rule.exact and (
+        node in hoisted or any(have[n] == (Copied(),) for n in bound.operands)
     )  # Read whole, its gradient would be summed here.
     kind: Placement = Copied() if copied else Replicate()
     return Needs((kind,) * len(bound.operands), (kind,) * n_outs)
@@ -111,7 +112,7 @@ def _count(value: torch.Tensor) -> Size:
     return total
 
 
-STOPS = (torch.ops.aten.detach.default, peak)
+STOPS = (torch.ops.aten.detach.default, peak, kept)
 """Operators that no gradient passes."""
 
 
@@ -158,7 +159,8 @@ def needs_grad(graph: fx.Graph, trainable: frozenset[fx.Node]) -> set[fx.Node]:
         value = node.meta.get("val")
         values = value if isinstance(value, list | tuple) else [value]
         floating = any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
-        flows = node.target not in STOPS and any(n in found for n in node.all_input_nodes)
-        if floating and (node in trainable or flows):
+        stops = node.target in STOPS or is_gradient(node)
+        flows = node.target is output or any(n in found for n in node.all_input_nodes)
+        if floating and (node in trainable or (flows and not stops)):
             found.add(node)
     return found

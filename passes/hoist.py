@@ -49,6 +49,7 @@ def _wanted(
     found, last = set(), _returned(graph, axes, cuts)
     for node in reversed(graph.nodes):
         alike = node in differentiable and node in axes.bound and have[node] == (Replicate(),) and node not in cuts
+        alike = alike and not axes.bound[node].rule.exact
         if alike and isinstance(node.meta.get("val"), torch.Tensor) and not draws(node):
             users = [user for user in node.users if user not in last and user.target is not aten.sym_size.int]
             if users and all(user in found or _in_copy(node, user, axes, cuts) for user in users):

@@ -15,6 +15,7 @@ from torch import fx
 
 from autotp.builder import Builder, fake_mode_of
 from autotp.call import draws, outputs_of
+from autotp.custom_vjp import output
 from autotp.regions import enter_autocast, exit_autocast
 
 aten = torch.ops.aten
@@ -30,6 +31,7 @@ def share(graph: fx.Graph) -> fx.Graph:
             done.clear()  # The same operator computes something else there.
         pure = node.op == "call_function" and not draws(node) and (outputs_of(node) or "val" in node.meta)
         pure = pure and node.target not in FILLED  # Shared, it would make one axis of what is two layers' own.
+        pure = pure and node.target is not output  # Of two calls each has a gradient of its own.
         key = (node.target, _typed(builder.map(node.args)), _typed(builder.map(node.kwargs))) if pure else None
         if key is not None and key in done:
             builder.env[node] = done[key]

@@ -88,7 +88,7 @@ def placements(bound: Bound, types: list[Typed], cut: Cut | None) -> tuple[list[
     partial = frozenset(i for i, typed in enumerate(types) if typed.placement == Partial())
     if partial in bound.rule.linear:
         return [Partial() if i in partial else Copied() for i in range(len(types))], [Partial()] * n_outs
-    copied = any(typed.flows and typed.placement == Copied() for typed in types)
+    copied = not bound.rule.exact and any(typed.flows and typed.placement == Copied() for typed in types)
     kind: Placement = Copied() if copied else Replicate()
     return [kind] * len(types), [kind] * n_outs
 

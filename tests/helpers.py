@@ -40,7 +40,12 @@ class Reply:
 
 
 def run_ranks(
-    fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60, may_die: Sequence[int] = ()
+    fn: Callable[..., Any],
+    n: int,
+    *args: Any,
+    timeout: float = 60,
+    may_die: Sequence[int] = (),
+    fresh: bool = False,
 ) -> list[Any]:
     """What `fn(rank, n, *args)` returned on each of `n` real processes, by rank; None for one of `may_die` that died.
 
@@ -49,6 +54,8 @@ def run_ranks(
 
     Args:
         timeout: in seconds, for the whole run and for each collective.
+        fresh: each rank is an interpreter of its own, as torchrun's are, with a hash seed of its own: sets of strings
+            have another order on each. (Forked from one server, all have its seed.) A start costs seconds more.
 
     Raises:
         Exception: what a rank raised first, with its traceback there as the cause.
@@ -56,7 +63,7 @@ def run_ranks(
         TimeoutError: a rank was not done in time.
     """
     payload = pickle.dumps((fn, args))
-    with tempfile.TemporaryDirectory() as folder, _started(payload, n, folder, timeout) as ranks:
+    with tempfile.TemporaryDirectory() as folder, _started(payload, n, folder, timeout, fresh) as ranks:
         replies = _replies(ranks, time.monotonic() + timeout, may_die)
     errors = {rank: reply.error for rank, reply in replies.items() if reply.error is not None}
     failed = [rank for rank, error in errors.items() if not (isinstance(error, Died) and rank in may_die)]
@@ -70,22 +77,40 @@ def run_ranks(
 
 
 @contextmanager
-def _started(payload: bytes, n: int, folder: str, timeout: float) -> Iterator[list[tuple[BaseProcess, Connection]]]:
+def _started(
+    payload: bytes, n: int, folder: str, timeout: float, fresh: bool
+) -> Iterator[list[tuple[BaseProcess, Connection]]]:
     """The running ranks; these, and nothing else, are killed in the end."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
+    if not fresh:
+        context.set_forkserver_preload(PRELOADED)
     ranks: list[tuple[BaseProcess, Connection]] = []
     try:
         for rank in range(n):
             here, there = context.Pipe()
             process = context.Process(target=_rank, args=(payload, rank, n, folder, timeout, there), daemon=True)
-            process.start()
+            with _hash_seed(2 * rank + 1 if fresh else None):
+                process.start()
             there.close()  # so that reading ends when the rank does
             ranks.append((process, here))
         yield ranks
     finally:
         for rank_and_pipe in ranks:
             _end(*rank_and_pipe)
+
+
+@contextmanager
+def _hash_seed(seed: int | None) -> Iterator[None]:
+    """A region in which interpreters that are started have this hash seed."""
+    before = os.environ.get("PYTHONHASHSEED")
+    if seed is not None:
+        os.environ["PYTHONHASHSEED"] = str(seed)
+    try:
+        yield
+    finally:
+        os.environ.pop("PYTHONHASHSEED", None)
+        if before is not None:
+            os.environ["PYTHONHASHSEED"] = before
 
 
 def _end(process: BaseProcess, pipe: Connection) -> None:
@@ -148,8 +173,8 @@ class Checks:
     A file registers its functions with `@checks.on(2, 4)` and ends in one test over `checks.cases()`.
     """
 
-    def __init__(self, timeout: float = 240) -> None:
-        self.timeout = timeout
+    def __init__(self, timeout: float = 240, fresh: bool = False) -> None:
+        self.timeout, self.fresh = timeout, fresh
         self.functions: dict[tuple[int, bool], list[Callable[[int, int], None]]] = {}
         self.outcomes: dict[tuple[int, bool], list[dict[str, str]] | BaseException] = {}
 
@@ -173,7 +198,7 @@ class Checks:
         key = next(key for key, functions in self.functions.items() if key[0] == n and name in map(_name, functions))
         if key not in self.outcomes:
             try:
-                self.outcomes[key] = run_ranks(_in_turn, n, self.functions[key], timeout=self.timeout)
+                self.outcomes[key] = run_ranks(_in_turn, n, self.functions[key], timeout=self.timeout, fresh=self.fresh)
             except Exception as error:
                 self.outcomes[key] = error
         outcome = self.outcomes[key]

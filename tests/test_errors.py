@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import Checks, run_ranks
-from refused import gpt, message, refusal, tokens
+from refused import gpt, line_of, message, refusal, tokens
 from test_refusals import BRANCHES, TRY_WHERE, Branching, Odd, line
 from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
+from autotp.models.gpt import __file__ as gpt_file
 
 checks = Checks()
 
@@ -30,18 +31,30 @@ SAME_SEED = "\n  try      torch.manual_seed(seed) with one seed on all ranks"
 def different_models(rank: int, n: int) -> None:
     """Of another depth, with other heads, in another mode, frozen elsewhere, or asked for otherwise."""
     last = rank == n - 1
-    other = f"parallelize(GPT, tp={n}): tp rank {n - 1} would run another graph than rank 0{SAME_MODEL}"
-    models = gpt(n_layer=1 + last), gpt(n_head=3 + 3 * last), gpt(dropout=0.1).train(not last)
-    for model in models:
-        assert refusal(model, n) == other
-    frozen = gpt().requires_grad_(not last)
-    settings = (
-        ({}, frozen),
-        ({"outputs": "full" if last else "local"}, gpt()),
-        ({"randomness": "exact" if last else "fast"}, gpt()),
-    )
-    for given, model in settings:
-        assert refusal(model, n, **given) == other
+    heads, dropped = line_of(gpt_file, "q = q.view(B"), line_of(gpt_file, "x = self.drop(")
+    rows = [
+        ({}, gpt(n_layer=1 + last), "%14 = parameter `ln_f.weight`  float32[48]",
+         "%14 = parameter `h.1.ln_1.weight`  float32[48]"),
+        ({}, gpt(n_head=3 + 3 * last),
+         f"%30 = aten.reshape.default(%29, [%23, %19, 3, 16])  float32[s95, s85, 3, 16]  at {heads}",
+         f"%30 = aten.reshape.default(%29, [%23, %19, 6, 8])  float32[s95, s85, 6, 8]  at {heads}"),
+        ({}, gpt(dropout=0.1).train(not last),
+         f"%23 = aten.dropout.default(%22, 0.1, True)  float32[s95, s85, 48]  at {dropped}",
+         "%23 = aten.sym_size.int(%16, 0)"),
+        ({}, gpt().requires_grad_(not last), "... recompute='none') [True, True, True, True, True, True, True, ...",
+         "... recompute='none') [False, False, False, False, False, False, ..."),
+        ({"outputs": "full" if last else "local"}, gpt(),
+         "... [48] Settings(outputs='local', experts='width', sequence_par ...",
+         "... [48] Settings(outputs='full', experts='width', sequence_para ..."),
+        ({"randomness": "exact" if last else "fast"}, gpt(),
+         "... summed=False, randomness='fast', check_inputs='first', recom ...",
+         "... summed=False, randomness='exact', check_inputs='first', reco ..."),
+    ]  # fmt: skip
+    for given, model, one, other in rows:
+        assert refusal(model, n, **given) == (
+            f"parallelize(GPT, tp={n}): tp rank {n - 1} would run another graph than rank 0\n"
+            f"  rank 0   {one}\n  rank {n - 1}   {other}{SAME_MODEL}"
+        )
 
 
 @checks.on(3)

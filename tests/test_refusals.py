@@ -8,6 +8,7 @@ import torch
 from helpers import Checks
 from mlp import Plain
 from refused import gpt, line_of, message, refusal, tokens
+from test_values import LOOPS, ROUNDS
 from torch import Tensor, nn
 
 import autotp
@@ -97,7 +98,7 @@ TRY_WHERE = "\n  try      choose with torch.where, or branch on shapes and confi
 def models(rank: int, n: int) -> None:
     expected = {
         Branching: f"{BRANCHES}\n  at       {line('if x.sum() > 0:')}{TRY_WHERE}",
-        Looping: f"{BRANCHES}\n  at       {line('for _ in range(int(')}{TRY_WHERE}",
+        Looping: f"{LOOPS}\n  at       {line('for _ in range(int(')}\n  try      {ROUNDS}",
         Misfit: f"{UNFIT}: RuntimeError: a and b must have same reduction dim, but got [4, 64] X [16, 64]."
         f"\n  at       {line('return self.up(self.up(x))')}{TRY_INPUTS}",
         Opaque: "a Handle holds tensors, and torch does not know how to take one apart"

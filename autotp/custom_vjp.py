@@ -1,0 +1,262 @@
+"""A gradient that the model computes its own way, in a graph: four marks around its operators, then one operator.
+
+    While passes work:   y, dy = output(f(detach(x)), name); dx = g(kept(x), dy); s = sent(x, dx); z = result(y, ...)
+    At run time:         y, = vjp(f(detach(x)), x)         whose backward is g(x, dy)
+
+The operators of `g` stand in the graph as those of `f` do: they have rules, are planned, cut and checked like others,
+and what they exchange between ranks is found as it is for forward work. `passes/custom_vjp.py` writes both forms.
+
+NOTE [Why these marks are Replicate or Shard]
+`output` gives a value and its gradient in one placement, `sent` reads a value and its gradient in one. That is true of
+Replicate and of Shard, whose gradients are of the same kind; the gradient of a Copied value is Partial, and no operator
+of `g` but a linear one could read that. So the rules of both say `exact`, and a Copied value is made Replicate before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx, nn
+
+from autotp.errors import Error
+
+torch.library.define("autotp::vjp_output", "(Tensor y, str name) -> (Tensor, Tensor)")
+torch.library.define("autotp::vjp_kept", "(Tensor x) -> Tensor")
+torch.library.define("autotp::vjp_sent", "(Tensor x, Tensor grad) -> Tensor")
+torch.library.define("autotp::vjp_result", "(Tensor y, Tensor[] sent) -> Tensor")
+RECORDED = {name: getattr(torch.ops.autotp, f"vjp_{name}").default for name in ("output", "kept", "sent", "result")}
+"""The marks as the exporter records them: `output(f(x))`, `kept(x)`, `sent(x, dx)`, `result(y, sent)`."""
+
+
+@torch.library.register_fake("autotp::vjp_output")
+def _(y: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    return _like(y), _like(y)
+
+
+@torch.library.register_fake("autotp::vjp_kept")
+def _(x: Tensor) -> Tensor:
+    return _like(x)
+
+
+@torch.library.register_fake("autotp::vjp_sent")
+def _(x: Tensor, grad: Tensor) -> Tensor:
+    return _like(x)
+
+
+@torch.library.register_fake("autotp::vjp_result")
+def _(y: Tensor, sent: Sequence[Tensor]) -> Tensor:
+    return _like(y)
+
+
+def _like(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+
+
+# ---- the marks, as passes see them
+
+
+def output(y: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """What the Function of this name returns, and the gradient of it that backward is given. y: [...]"""
+    _never_run()
+
+
+def kept(x: Tensor) -> Tensor:
+    """A value of forward as backward reads it. x: [...]"""
+    _never_run()
+
+
+def sent(x: Tensor, grad: Tensor) -> tuple[Tensor]:
+    """An operand and the gradient that backward sends it; stands for that it was sent. x, grad: [...]"""
+    _never_run()
+
+
+def result(y: Tensor, made: tuple[Any, ...]) -> Tensor:
+    """`y`, which depends on its `output` and on all that is `sent`, the members of `made`. y: [...]"""
+    _never_run()
+
+
+MARKS = (output, kept, sent, result)
+
+
+def _never_run() -> NoReturn:
+    raise AssertionError("passes/custom_vjp.py makes one operator of these")
+
+
+def is_gradient(node: fx.Node) -> bool:
+    """True for the gradient that a backward is given: it is a value, no part of what is differentiated."""
+    source: Any = node.args[0] if node.args else None
+    return isinstance(source, fx.Node) and source.target is output and bool(node.args[1] == 1)
+
+
+# ---- at run time
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which of the tensors that a `Vjp` is called with are what.
+
+    Attributes:
+        outputs: what it returns.
+        operands: what gradients are sent to.
+        saved: what backward reads.
+    """
+
+    outputs: tuple[int, ...]
+    operands: tuple[int, ...]
+    saved: tuple[int, ...]
+
+
+class Vjp:
+    """A function of a graph: the `outputs` among what it is given, their gradients sent to `operands` its own way.
+
+    Attributes:
+        graph: placeholders of the outputs' gradients, then of what is saved; returns the operands' gradients.
+        places: which of what it is given is what.
+        name: what the user called the Function.
+    """
+
+    def __init__(self, graph: fx.Graph, places: Places, name: str) -> None:
+        self.graph, self.places, self.name = graph, places, name
+        self.__name__ = self.__qualname__ = "vjp"
+        self._parts: dict[tuple[bool, ...], tuple[nn.Module, tuple[int, ...]]] = {}
+
+    def __str__(self) -> str:
+        number = {node: f"%{i}" for i, node in enumerate(self.graph.nodes)}
+        rows = [(n.op, str(n.target) * (n.op != "placeholder"), n.args, n.kwargs) for n in self.graph.nodes]
+        return "\n".join([self.name, *(str(fx.map_arg(row, number.__getitem__)) for row in rows)])
+
+    def __call__(self, *given: Any) -> tuple[Tensor, ...]:
+        kind = CustomVjp if torch.compiler.is_compiling() else NotForward
+        found: tuple[Tensor, ...] = kind.apply(self, *given)
+        return found
+
+    def on(self, graph: fx.Graph) -> Vjp:
+        """The same with another graph."""
+        return Vjp(graph, self.places, self.name)
+
+    def part(self, wanted: tuple[bool, ...]) -> tuple[nn.Module, tuple[int, ...]]:
+        """What computes the wanted gradients alone, and the positions of what is saved that it reads."""
+        if wanted not in self._parts:
+            self._parts[wanted] = _part(self.graph, wanted)
+        return self._parts[wanted]
+
+
+def _part(graph: fx.Graph, wanted: Sequence[bool]) -> tuple[nn.Module, tuple[int, ...]]:
+    found: Any = graph.output_node().args[0]
+    new, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    needed = {node for node, one in zip(found, wanted, strict=True) if one}
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    for node in graph.nodes:
+        if node.op == "placeholder" or node in needed:
+            env[node] = new.node_copy(node, lambda old: env[old])
+    new.output(tuple(env[node] if one else None for node, one in zip(found, wanted, strict=True)))
+    places = [node for node in graph.nodes if node.op == "placeholder"]
+    return fx.GraphModule(nn.Module(), new), tuple(i for i, node in enumerate(places) if node in needed)
+
+
+class CustomVjp(torch.autograd.Function):
+    """Returns `outputs`; backward runs the graph of `vjp`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(vjp: Vjp, *given: Any) -> tuple[Tensor, ...]:
+        return tuple(given[i].view_as(given[i]) for i in vjp.places.outputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
+        vjp, *given = inputs
+        ctx.vjp, ctx.count = vjp, len(given)
+        ctx.work, read = vjp.part(tuple(ctx.needs_input_grad[1 + i] for i in vjp.places.operands))
+        outs = len(vjp.places.outputs)
+        wanted = [given[i] if outs + k in read else None for k, i in enumerate(vjp.places.saved)]
+        ctx.numbers = [None if isinstance(x, Tensor) else x for x in wanted]
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in wanted))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        saved = [number if x is None else x for x, number in zip(ctx.saved_tensors, ctx.numbers, strict=True)]
+        found = ctx.work(*grads, *saved)
+        if torch.is_grad_enabled():
+            found = _once(ctx.vjp.name, found, (*grads, *saved))
+        return (None, *_placed(found, ctx.vjp.places.operands, ctx.count))
+
+
+def _placed(found: Sequence[Tensor | None], operands: Sequence[int], count: int) -> list[Tensor | None]:
+    """The gradients of all that a `Vjp` is given."""
+    row: list[Tensor | None] = [None] * count
+    for i, grad in zip(operands, found, strict=True):
+        before = row[i]
+        row[i] = grad if before is None else before if grad is None else before + grad
+    return row
+
+
+def _once(name: str, found: Sequence[Tensor | None], of: Sequence[Any]) -> list[Tensor | None]:
+    """Gradients that cannot be differentiated again by what they were made of."""
+    there = [x for x in found if x is not None]
+    made = iter(Once.apply(name, len(there), *there, *(x for x in of if isinstance(x, Tensor))))
+    return [None if x is None else next(made) for x in found]
+
+
+class NotForward(CustomVjp):
+    """The same, and in forward mode an error that says so. (Dynamo refuses whatever has a `jvp`.)"""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise _no_derivative(ctx.vjp.name, "in forward mode")
+
+
+class Once(torch.autograd.Function):
+    """Gradients that are not differentiated again: they stand for all that they were made of."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(name: str, count: int, *given: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in given[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
+        ctx.name = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise _no_derivative(ctx.name, "a second time")
+
+
+def _no_derivative(name: str, how: str) -> Error:
+    return Error(
+        f"the backward of the torch.autograd.Function `{name}` would be differentiated {how}",
+        **{"try": "first derivatives in backward mode: loss.backward(), torch.func.grad, torch.func.vjp"},
+    )
+
+
+def run_lockstep(vjps: Sequence[Vjp], given: Sequence[Sequence[Any]], run: Any) -> Sequence[tuple[Tensor, ...]]:
+    """What `vjp(*given)` returns on every rank of a simulation; backward runs all ranks' graphs with `run`."""
+    found = iter(_Lockstep.apply(vjps, run, len(given[0]), *(x for row in given for x in row)))
+    return [tuple(next(found) for _ in vjp.places.outputs) for vjp in vjps]
+
+
+class _Lockstep(torch.autograd.Function):
+    """`CustomVjp` on all ranks' tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, vjps: Sequence[Vjp], run: Any, count: int, *given: Any) -> tuple[Tensor, ...]:
+        ctx.vjps, ctx.run, ctx.count = vjps, run, count
+        ctx.given = [given[i * count : (i + 1) * count] for i in range(len(vjps))]
+        found = [row[i] for vjp, row in zip(vjps, ctx.given, strict=True) for i in vjp.places.outputs]
+        return tuple(y.view_as(y) for y in found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        queue, rows = iter(grads), []
+        for vjp, given in zip(ctx.vjps, ctx.given, strict=True):
+            rows.append([*(next(queue) for _ in vjp.places.outputs), *(given[i] for i in vjp.places.saved)])
+        found = ctx.run([vjp.graph for vjp in ctx.vjps], rows)
+        pairs = zip(found, ctx.vjps, strict=True)
+        return (None, None, None, *(x for row, vjp in pairs for x in _placed(row, vjp.places.operands, ctx.count)))
