@@ -238,7 +238,8 @@ def classes_of(model: nn.Module) -> dict[nn.Module, type[Part]]:
 
 def _class_of(module: Any, role: Any) -> type[Part]:
     """The class of a part, of the same name as the module's own: one for all modules of a class."""
-    return _made(type(module), role)
+    kind: Any = type(module)
+    return _made(kind, role)
 
 
 @cache
