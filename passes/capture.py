@@ -193,8 +193,8 @@ class _Flat(nn.Module):
         self.model, self.spec, self.leaves, self.opened, self.asked = model, spec, leaves, opened, asked
         self.returned = _Returned()  # An object: the exporter undoes what a forward sets on the module itself.
 
-    def forward(self, *given: Any) -> tuple[Any, ...]:
-        queue = iter(given)
+    def forward(self, *tensors: Any) -> tuple[Any, ...]:
+        queue = iter(tensors)
         leaves = [next(queue) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         modules = dict(self.model.named_modules())

@@ -100,7 +100,7 @@ def sized(rank: int, n: int, folder: str) -> None:
     groups = [{"params": [p], "lr": rates.get(name, 0.5)} for name, p in trainer.named_parameters()]
     optimizer = torch.optim.AdamW(groups)
     optimizer.step()
-    averaged = nn.Linear(1, 1)
+    averaged = nn.Linear(1, 1, bias=False)  # Ranks draw numbers of their own.
     before = nn.init.constant_(averaged.weight, 2.0).item()
     saving = autotp.save_checkpoint(folder, trainer, optimizer, 3, wait=False, averaged=averaged)
     nn.init.zeros_(averaged.weight)
