@@ -58,7 +58,7 @@ def shard(
         ignored: parameters that stay as they are.
     """
     # Nothing writes into what a block returns: passes/reuse.py.
-    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP(Owner|Work)\) returned a view")
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP\w+\) returned a view")
     policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
     for module in (*blocks, root):
         unit = fully_shard(

@@ -59,6 +59,7 @@ from autotp.source import numbered
 from autotp.steps import agree_on_step, equal_replicas, over, said
 from autotp.structure import signature_of
 from autotp.take import take
+from autotp.trainer_module import as_module_of
 from autotp.transform import Analysis, rank_graph
 
 T = TypeVar("T")
@@ -195,6 +196,9 @@ class Trainer(nn.Module):
                 module._parameters[key] = held
             else:
                 module._buffers[key] = tensor
+        originals = dict(self.skeleton.named_modules(remove_duplicate=False))
+        for path, module in [(path, module) for path, module in self.named_modules() if path]:
+            as_module_of(module, originals[path])
 
     def _readers(self, stages: Sequence[Stage], analysis: Analysis) -> dict[nn.Module, set[int]]:
         """The modules that hold what this rank's stages read, a block or what is in none, each with its stages."""
