@@ -1,7 +1,7 @@
 """The modules of a trainer: instances of the model's classes, which hold parameters and are not called.
 
-What is decided by a module's class (freezing, groups for weight decay) works on a trainer as on the model. What a trainer
-computes was captured before: plain attributes are the model's, and setting one is an error.
+What is decided by a module's class (freezing, groups for weight decay) works on a trainer as on the model. What a
+trainer computes was captured before: plain attributes are the model's, and setting one is an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def as_module_of(module: nn.Module, original: nn.Module) -> None:
     """Makes a module that holds parameters an instance of the original's class, with its plain attributes."""
     vars(module).update({name: value for name, value in vars(original).items() if not is_internal(name)})
     kind: Any = type(original)
-    module.__class__ = _made(kind, type(module))
+    role: Any = type(module)
+    module.__class__ = _made(kind, role)
     module.training = original.training
 
 
