@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from autotp.attributes import reached, spelled
@@ -29,6 +30,8 @@ from autotp.errors import Error
 from autotp.source import is_users, user_line
 
 ASKING = tuple(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
+OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+IN_PLACE = tuple(f"__i{name}__" for name in OPERATORS)
 MODES = ("is_grad_enabled", "is_inference_mode_enabled")
 
 
@@ -71,6 +74,7 @@ class Asked(TorchFunctionMode):
     Attributes:
         wanted: what is wanted in the call.
         inputs: the tensors that the model is given, which want a gradient or not in any mode.
+        written: constants that were written into, by themselves or through views (`roots`: a view -> its constant).
         modes, flags: whether it was asked for the mode, or whether a tensor wants a gradient.
     """
 
@@ -78,6 +82,8 @@ class Asked(TorchFunctionMode):
         super().__init__()
         self.wanted, self.modes, self.flags = wanted, False, False
         self.inputs: list[Tensor] = []
+        self.written: list[Tensor] = []
+        self.roots: dict[int, tuple[Tensor, Any]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (kwargs or {}).get("generator") is not None:
@@ -87,6 +93,8 @@ class Asked(TorchFunctionMode):
                 **{"try": "the default one: no `generator=`"},
             )
         found = func(*args, **(kwargs or {}))
+        if args and isinstance(args[0], Tensor):
+            self._follow(func, args[0], found)
         if func not in ASKING or not is_users(sys._getframe(1)):
             return found
         self.flags = True
@@ -94,6 +102,18 @@ class Asked(TorchFunctionMode):
             own = args[0].is_leaf or any(args[0] is x for x in self.inputs)
             return found and (self.wanted.enabled or own)
         return found
+
+    def _follow(self, func: Any, x: Tensor, found: Any) -> None:
+        """Notes views of constants, and what is written into one. While a model is captured, others are fakes."""
+        root = x if not isinstance(x, FakeTensor) else self.roots.get(id(x), (None,))[0]
+        name = getattr(func, "__name__", "")
+        if root is None:
+            return
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE:
+            self.written.append(root)
+        for view in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(view, FakeTensor) and (view._is_view() or view is x):
+                self.roots[id(view)] = root, view
 
     @contextmanager
     def answering(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ import numpy
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
@@ -177,6 +178,7 @@ class _Returned:
     results: int = 0
     into: Sequence[tuple[int, int]] = ()
     before: Opened = NOTHING
+    moved: frozenset[Path] = frozenset()
 
 
 class _Flat(nn.Module):
@@ -198,7 +200,8 @@ class _Flat(nn.Module):
         leaves = [next(queue) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         modules = dict(self.model.named_modules())
-        given_at = {path: next(queue) for path in self.opened}
+        # Copies: a second run, which the exporter may make, finds them as the first did.
+        given_at = {path: x.clone() if isinstance(x := next(queue), Tensor) else x for path in self.opened}
         own = {path: found_at(modules, path) for path in self.opened}
         for path, value in given_at.items():
             put_at(modules, path, value)
@@ -220,9 +223,10 @@ class _Flat(nn.Module):
             before.restore()
             for path, value in own.items():
                 put_at(modules, path, value)
-        self.returned.before = _held_before(modules, written)
+        self.returned.before |= _held_before(modules, written) | Opened(_places_of(self.model, self.asked.written))
         inside = [*within_states(result, changed), *within_states(changed)]
         moved = {path: given_at[path] for path, then in versions.items() if given_at[path]._version != then}
+        self.returned.moved = frozenset(moved)
         into = {i: x for i, x in arguments.items() if x._version != unwritten[i]}
         return self._flattened(found, inside, written, moved, into, assigned)
 
@@ -412,11 +416,11 @@ def _capture(
         reads = Reads(flat.model)
         with reads.watched(), repeats.watched(flat.model) if repeats else nullcontext():
             program = _exported(flat, tuple(given), dynamic)
+        if opened | flat.returned.before != opened:
+            return flat.returned.before
         if isinstance(program, Exception):
             plain = _plain(flat, given, mode)
             raise _explained(program, plain, flat.model) from plain or program  # The exporter's trace is a page long.
-    if opened | flat.returned.before != opened:
-        return flat.returned.before
     found = _captured(program, flat, given, autocast, reads.slots(repeats.same if repeats else ()), opened)
     return replace(found, wanted=asked.relevant()) if isinstance(found, Captured) else found
 
@@ -482,7 +486,9 @@ def stand_ins(model: nn.Module, device: str, whole: Mapping[str, Tensor] = Mappi
         if isinstance(value, torch.Generator):
             memo[id(value)] = value
         elif isinstance(value, Tensor):
-            memo.setdefault(id(value), value if value.is_leaf else value.detach().requires_grad_(value.requires_grad))
+            # An alias: while it is captured, autograd would note on the tensor itself what is written into it.
+            with unset_fake_temporarily():
+                memo.setdefault(id(value), value.detach().requires_grad_(value.requires_grad))
     return memo
 
 
@@ -518,6 +524,7 @@ def _captured(
     own = dict(zip(inputs[len(inputs) - len(flat.opened) :], flat.opened, strict=True))
     if used := [path for name, path in own.items() if _is_read_number(graph, name)]:
         return Opened(fixed=frozenset(used))
+    _drop_copies(graph, {name for name, path in own.items() if path not in flat.returned.moved})
     unread = _drop_unread(graph, own)
     known = {name: x for name, x in zip(inputs, given, strict=True) if name not in unread}
     sizes = Sizes([shapes[name] for name in known], _environment(graph), program)
@@ -569,6 +576,12 @@ def _computed(change: Change | Write, sizes: Sizes) -> Change | Write:
     )
 
 
+def _places_of(model: nn.Module, tensors: Sequence[Tensor]) -> frozenset[Slot]:
+    """The attributes that hold some tensors."""
+    ids = {id(x) for x in tensors}
+    return frozenset(slot_of(path) for path, x in everything(model) if id(x) in ids and isinstance(x, Tensor))
+
+
 def _written_into(graph: fx.Graph, constants: Mapping[str, Tensor], model: nn.Module) -> frozenset[Slot]:
     """The attributes whose tensors are written into or want a gradient, which have to be inputs."""
     slots = {id(value): slot_of(path) for path, value in everything(model) if isinstance(value, Tensor)}
@@ -580,6 +593,14 @@ def _written_into(graph: fx.Graph, constants: Mapping[str, Tensor], model: nn.Mo
         if isinstance(root, fx.Node) and id(constants.get(root.name)) in slots:
             found.add(slots[id(constants[root.name])])
     return frozenset(found)
+
+
+def _drop_copies(graph: fx.Graph, names: Collection[str]) -> None:
+    """Has what reads the copy of one of these tensors, which nobody writes into, read the tensor."""
+    for node in [n for n in graph.nodes if n.op == "placeholder" and n.name in names]:
+        copied = next(iter(node.users))  # Ours: the first.
+        copied.replace_all_uses_with(node)
+        graph.erase_node(copied)
 
 
 def _drop_unread(graph: fx.Graph, names: Collection[str]) -> set[str]:

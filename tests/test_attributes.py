@@ -296,6 +296,39 @@ def losses_that_a_loop_collects(rank: int, n: int) -> None:
     assert len(executable_of(parallel).entries) <= 2
 
 
+class Cached(nn.Module):
+    """Attention whose keys and values lie in plain tensors, written in place from a position on, as Meta's Llama does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.keys, self.values = (torch.zeros(2, 8, 4, 4, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: Tensor, start: int) -> Tensor:
+        rows, length, _ = x.shape
+        q, k, v = (part(x).view(rows, length, 4, 4) for part in (self.q, self.k, self.v))
+        self.keys, self.values = self.keys.to(q), self.values.to(q)
+        self.keys[:rows, start : start + length] = k
+        self.values[:rows, start : start + length] = v
+        scores = torch.einsum("bthd,bshd->bhts", q, self.keys[:rows, : start + length])
+        found = torch.einsum("bhts,bshd->bthd", scores.softmax(-1), self.values[:rows, : start + length])
+        return self.o(found.reshape(rows, length, 16))
+
+
+@checks.on(2)
+def a_cache_in_plain_tensors(rank: int, n: int) -> None:
+    whole = Cached().double().eval()
+    tokens = torch.linspace(-1, 1, 2 * 6 * 16, dtype=torch.float64).view(2, 6, 16)
+    parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=(tokens[:, :4], 0))
+    with torch.no_grad():
+        for start, stop in ((0, 4), (4, 5), (5, 6)):
+            found, expected = (model(tokens[:, start:stop], start) for model in (parallel, whole))
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(as_gathered(parallel.keys), whole.keys)
+    other = copy.deepcopy(parallel)
+    assert not parallel.keys.requires_grad and other.keys is not parallel.keys
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("n", "name"), checks.cases())
 def test_on_ranks(n: int, name: str) -> None:
