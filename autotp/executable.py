@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autotp.agree import CheckInputs, agree_on_call, agree_on_graph, digest
-from autotp.attributes import TABLES, Change, Path, Write, apply, everything, found_at, write_into
+from autotp.attributes import TABLES, Change, Path, Write, apply, everything, found_at, put_at, write_into
 from autotp.eager import alone, is_plain
 from autotp.entry import Entry, prepare
 from autotp.errors import Error, within
@@ -188,10 +188,20 @@ class Executable:
 
         for change in changes:
             if isinstance(change, Write):
-                write_into(found_at(self.modules, change.path), found[change.at])
+                self._write(change, found[change.at])
         apply([change for change in changes if isinstance(change, Change)], self.modules, leaf)
         if any(change.path[1:] == (TABLES,) for change in changes):
             self.tree.version += 1  # A buffer of another shape.
+
+    def _write(self, change: Write, value: Tensor) -> None:
+        """Writes into a tensor of an attribute; what is in parts from now on takes its place."""
+        before = found_at(self.modules, change.path)
+        if isinstance(value, Sharded) and isinstance(before, Sharded):
+            write_into(before.part, value.part)
+        elif isinstance(value, Sharded) or isinstance(before, Sharded):
+            put_at(self.modules, change.path, value)
+        else:
+            write_into(before, value)
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers as they are now."""

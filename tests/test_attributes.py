@@ -297,7 +297,7 @@ def losses_that_a_loop_collects(rank: int, n: int) -> None:
 
 
 class Cached(nn.Module):
-    """Attention whose keys and values lie in plain tensors, written in place from a position on, as Meta's Llama does."""
+    """Attention whose keys and values lie in plain tensors, written in place from a position on, as in Meta's Llama."""
 
     def __init__(self) -> None:
         super().__init__()
