@@ -83,7 +83,7 @@ class Executable:
         self.signature = signature_of(self.module)
         self.first_names, self.places = places(self.module)
         self.modules = dict(self.module.named_modules())
-        self.modes = tuple(module.training for module in self.modules.values())
+        self.look_at_modes()
         held = {name: held_in(module).get(key) for name, (module, key) in self.places.items()}
         self.layouts = {name: layout for name, layout in held.items() if layout is not None}
         self.whole = {name: self._on_meta(name, tensor) for name, tensor in self.tensors().items()}
@@ -92,6 +92,11 @@ class Executable:
         now = every, self.first_names, shapes, self.layouts
         if now != getattr(self, "structure", None):  # Else the same object, which is compared in no time.
             self.structure = now
+
+    def look_at_modes(self) -> None:
+        """Looks which modules are in training now."""
+        self.seen_modes = self.tree.modes
+        self.modes = tuple(module.training for module in self.modules.values())
 
     @property
     def name(self) -> str:
@@ -119,7 +124,7 @@ class Executable:
             expect_own_ranks(self.module, self.mesh, held)
             entry = self._agreed(entry, called, key[3:])
         elif entry is None:
-            _refuse_capture(self.name)
+            refuse_capture(self.name)
         assert entry is not None  # Refused above otherwise.
         tensors, shapes = self._given(entry.analysis.captured, tensors)
         mine = self._written_into(entry.analysis.captured, tensors)
@@ -384,12 +389,13 @@ def _kind(tensor: Tensor) -> Any:
     return tensor.dim(), tensor.dtype, tensor.cut if isinstance(tensor, Sharded) else None
 
 
-def _refuse_capture(name: str) -> None:
+def refuse_capture(name: str) -> None:
+    """Raises Error: a call that no graph is known for is being compiled."""
     raise Error(
         f"{name}.forward: the first call of its kind is inside torch.compile, where autotp cannot capture a graph",
-        **{"try": "make one such call (same arguments, mode and dtypes) before the compiled one"},
+        **{"try": "make one such call (same arguments, mode, dtypes and settings) before the compiled one"},
     )
 
 
 # Dynamo runs it while it traces, so that the user sees this error and not one of Dynamo's.
-_refuse_capture.__dict__.update(_dynamo_marked_constant=True)
+refuse_capture.__dict__.update(_dynamo_marked_constant=True)

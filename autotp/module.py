@@ -13,6 +13,7 @@ from functools import cache, wraps
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import parametrize
@@ -21,7 +22,7 @@ from autotp.alive import watch
 from autotp.attributes import STATE
 from autotp.cut_parameter import as_cut, is_ordinary
 from autotp.errors import Error
-from autotp.executable import Executable
+from autotp.executable import Executable, refuse_capture
 from autotp.hf.models import overrides
 from autotp.layout import Layout
 from autotp.mesh import Mesh, broadcast_from_first
@@ -60,6 +61,9 @@ class Part(nn.Module):
         if isinstance(value, nn.Parameter) and _is_sharding(sys._getframe(1)):
             self._parameters[name] = value  # As on a module that has no `__setattr__` of its own.
             return
+        if name == "training":
+            state.tree.modes += 1
+            return super().__setattr__(name, value)
         state.tree.version += 1
         if name == "forward":  # It is for the next capture: a call of this module runs a graph.
             state.own[name] = value
@@ -223,8 +227,12 @@ def executable_of(module: nn.Module) -> Executable:
         state.executable = Executable(module, state.tree)
     found: Executable = state.executable
     if found.seen != state.tree.version:
+        if torch.compiler.is_compiling():
+            refuse_capture(found.name)
         renew(module, state.tree)
         found.look_again()
+    if found.seen_modes != state.tree.modes:
+        found.look_at_modes()
     return found
 
 

@@ -34,13 +34,15 @@ class Tree:
     Attributes:
         mesh: the tensor-parallel axis and this rank's place on it.
         settings: what the user chose.
-        version: counts what is set on the modules.
+        version: counts what is set on the modules, but for their modes.
+        modes: counts how often a module was put into training or evaluation.
         compiles: options of torch.compile for what blocks compute, once they are compiled.
     """
 
     mesh: Mesh
     settings: Settings
     version: int = 0
+    modes: int = 0
     compiles: Mapping[str, Any] | None = None
 
     def set_recompute(self, how: Recompute) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Checks
+from helpers import Checks, run_ranks
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -413,9 +413,13 @@ def test_what_cannot_be_put_back_is_refused() -> None:
             autotp.verify(model, 2, example_inputs=(x().float(),))
 
 
-def test_a_pipeline_refuses_what_forward_sets() -> None:
+def refused(rank: int, n: int) -> None:
     with pytest.raises(autotp.Error, match="the model sets `prev` in forward, which parts of a batch cannot share"):
         autotp.distribute(WithLoss(), tp=1, example_inputs=(x().float(), x(1).float()))
+
+
+def test_a_trainer_refuses_what_forward_sets() -> None:
+    run_ranks(refused, 1, timeout=60)
 
 
 class WithLoss(Mlp):

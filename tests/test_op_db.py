@@ -99,6 +99,6 @@ def test_rule(name: str, recorded: Recorded) -> None:
 
 def test_coverage(recorded: Recorded) -> None:
     """Every operator of the table is tried: what no sample calls, on a call made by hand."""
-    by_hand = {op._schema.name.split("::")[1] for op, *_ in CALLS.values()}
+    by_hand = {op._schema.name.split("::")[1] for op, *_ in CALLS.values() if isinstance(op, OpOverload)}
     assert set(PACKETS) - set(recorded) <= by_hand
     assert len(set(PACKETS) & set(recorded)) > 370
