@@ -38,7 +38,7 @@ Path = tuple[Any, ...]
 
 STATE = "_autotp"
 """The one attribute that each module of a parallel model has besides its own."""
-INTERNAL = frozenset({*vars(nn.Module()), STATE})
+INTERNAL = frozenset({*vars(nn.Module()), STATE, "_is_torch_compile"})
 """What each module has of torch's and of autotp's own: the tables of what is in it, its hooks, its mode."""
 LARGEST, DEEPEST = 10_000, 50
 """So many values of a model's attributes are looked at, and those no deeper."""

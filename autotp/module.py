@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import parametrize
 
 from autotp.alive import watch
-from autotp.attributes import STATE
+from autotp.attributes import STATE, is_internal
 from autotp.cut_parameter import as_cut, is_ordinary
 from autotp.errors import Error
 from autotp.executable import Executable, refuse_capture
@@ -56,7 +56,7 @@ class Part(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         state = self.__dict__.get(STATE)
-        if state is None or name == STATE:
+        if state is None or (is_internal(name) and name != "training"):
             return super().__setattr__(name, value)
         if isinstance(value, nn.Parameter) and _is_sharding(sys._getframe(1)):
             self._parameters[name] = value  # As on a module that has no `__setattr__` of its own.

@@ -186,6 +186,13 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "arange": (aten.arange.default, 5),
     "randn": (aten.randn.default, [4, 5]),
     "rand-like": (aten.rand_like.default, r(4, 5)),
+    "uniform": (aten.uniform.default, r(4, 5)),
+    "geometric": (aten.geometric.default, r(4, 5), 0.5),
+    "log-normal": (aten.log_normal.default, r(4, 5)),
+    "random": (aten.random.default, r(4, 5)),
+    "exponential": (aten.exponential.default, r(4, 5)),
+    "cauchy": (aten.cauchy.default, r(4, 5)),
+    "normal-functional": (aten.normal_functional.default, r(4, 5)),
     "randperm": (aten.randperm.default, 5),
     "poisson": (aten.poisson.default, r(4).abs()),
     # lookups, updates and losses
