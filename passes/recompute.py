@@ -40,7 +40,11 @@ class Recomputed(nn.Module):
         plain = all(is_plain(x) for x in args if isinstance(x, Tensor)) or torch.compiler.is_compiling()
         if not plain or not torch.is_grad_enabled():
             return self.inner(*args)
-        return checkpoint(self.inner, *args, use_reentrant=False, preserve_rng_state=self.draws)
+        return checkpoint(self._run, *args, use_reentrant=False, preserve_rng_state=self.draws)
+
+    def _run(self, *args: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():  # As in forward: backward comes here by itself.
+            return self.inner(*args)
 
 
 def outline(graph: fx.Graph, how: Recompute, updated: Collection[str] = ()) -> fx.GraphModule:
