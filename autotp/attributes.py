@@ -18,16 +18,18 @@ from __future__ import annotations
 import enum
 import functools
 import types
+import warnings
 from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autotp.alike import PLAIN, SYMBOLIC
+from autotp.alike import PLAIN, SYMBOLIC, Frozen
 from autotp.errors import Error
 from autotp.structure import flatten
 
@@ -143,6 +145,32 @@ def children(value: Any) -> list[tuple[Any, Any]]:
     return list(vars(value).items()) if is_object(value) else []
 
 
+def is_opaque(value: Any) -> bool:
+    """True for an object whose state lies not open: an array, an iterator, an object with `__slots__`."""
+    plain = (
+        *CLOSED,
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        tuple,
+        torch.dtype,
+        torch.device,
+        torch.Generator,
+    )
+    return not (is_container(value) or isinstance(value, plain))
+
+
+def state_of_opaque(value: Any) -> Any:
+    """The state of such an object, as something to compare."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python will not pickle iterators for ever.
+        return repr(Frozen({})(value)) if not isinstance(value, np.ndarray) else (value.shape, value.tobytes())
+
+
 def hidden(value: Any) -> list[Any]:
     """What a function holds of its surroundings."""
     if isinstance(value, functools.partial):
@@ -153,7 +181,9 @@ def hidden(value: Any) -> list[Any]:
         return [value.__self__]
     if isinstance(value, types.FunctionType):
         cells = [cell for cell in value.__closure__ or () if _is_filled(cell)]
-        return [*(cell.cell_contents for cell in cells), *(value.__defaults__ or ())]
+        named = [value.__globals__.get(name) for name in value.__code__.co_names]
+        containers = [one for one in named if isinstance(one, (list, dict, set, deque))]
+        return [*(cell.cell_contents for cell in cells), *(value.__defaults__ or ()), *containers]
     return []
 
 
@@ -271,11 +301,14 @@ class Before:
         self.places: dict[int, Path] = {}
         self.kept: list[Any] = []  # What is known by its `id` lives on.
         self.was: list[tuple[Path, Any, Any]] = []
+        self.opaque: list[tuple[Path, Any, Any]] = []
         for path, value in everything(model):
             self.places.setdefault(key_of(value), path)
             self.kept.append(value)
             if isinstance(value, nn.Module) or is_container(value):
                 self.was.append((path, value, content_of(value)))
+            elif is_opaque(value):
+                self.opaque.append((path, value, state_of_opaque(value)))
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             owner, _, key = name.rpartition(".")
             self.places[id(tensor)] = owner, TABLES, key
@@ -314,8 +347,9 @@ class Before:
             ):
                 table.clear()
                 table.update(was)
-        for _, value, content in self.aside:
-            if not same_content(content_of(value), content):
+        for where, value, content in self.aside:
+            loose = where.startswith(OF_FORWARD) and not any(isinstance(x, Tensor) for _, x in children(value))
+            if not loose and not same_content(content_of(value), content):
                 _fill(value, content)
 
     def _expect_open(self) -> None:
@@ -325,9 +359,17 @@ class Before:
                 names = [key for key in {**table, **was} if key_of(table.get(key)) != key_of(was.get(key))]
                 if names:
                     raise _refused(f"`{spelled((path,), names[0])}`, a parameter or module", self.restore)
+        for path, value, state in self.opaque:
+            if state_of_opaque(value) != state:
+                raise _refused(f"`{spelled(path)}`, a {type(value).__name__}", self.restore)
         for where, value, content in self.aside:
-            if not same_content(content_of(value), content):
+            loose = where.startswith(OF_FORWARD) and not any(isinstance(x, Tensor) for _, x in children(value))
+            if not loose and not same_content(content_of(value), content):
                 raise _refused(f"a {type(value).__name__} that {where} holds", self.restore)
+
+
+OF_FORWARD = "the module of"
+"""Of a global of Python: what is no tensor may be written there, once, as a line may be printed."""
 
 
 def _refused(what: str, restore: Callable[[], None]) -> Error:
@@ -406,6 +448,7 @@ def _aside(model: nn.Module, known: set[int]) -> Iterator[tuple[str, Any, Any]]:
             where = f"a hook on `{path or 'the model'}`" if key in INTERNAL else f"`{spelled((path,), key)}`"
             for one in functions:
                 yield from _held(one, where, seen)
+        yield from _held(type(module).forward, f"{OF_FORWARD} `{type(module).__name__}.forward`", seen)
 
 
 def _held(value: Any, where: str, seen: set[int]) -> Iterator[tuple[str, Any, Any]]:

@@ -29,14 +29,17 @@ from autotp.attributes import (
     hidden,
     is_container,
     is_internal,
+    is_opaque,
     same_content,
     spelled,
+    state_of_opaque,
     without_numbers,
 )
 from autotp.blocks import patched
 from autotp.sharded import Sharded
 from autotp.source import is_users
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 MISSING: Any = object()
 """Stands for the value of an attribute that is not there."""
 
@@ -76,7 +79,8 @@ class Reads:
             start, to = self.paths[id(vars(first))], self.paths[id(vars(later))]
             inside = [(path, name) for path, name in found if path == start or path.startswith(f"{start}.")]
             found |= {(to + path[len(start) :], name) for path, name in inside}
-        return frozenset(found | {(path, "forward") for path in self.paths.values()})
+        hooks = {(path, name) for path, module in self.model.named_modules() for name in HOOKS if vars(module)[name]}
+        return frozenset(found | hooks | {(path, "forward") for path in self.paths.values()})
 
 
 Look = Callable[[nn.Module, str], Any]
@@ -104,8 +108,28 @@ class _Values(Frozen):
             cut = value.cut if isinstance(value, Sharded) else None
             return "tensor", value.dim(), value.dtype, cut, value.layout
         if isinstance(value, Tensor):
-            return *self._itself(value), value._version
+            return *self._itself(value), version_of(value)
         return super()._object(value)
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, type) and is_users_class(value) and id(value) not in self.seen:
+            self.seen[id(value)] = "around"
+            held = [(name, self(one)) for name, one in vars(value).items() if not hasattr(type(one), "__get__")]
+            self.seen[id(value)] = id(value), [pair for pair in held if not pair[0].startswith("__")]
+            self.kept.append(value)
+        if isinstance(value, type) and id(value) in self.seen:
+            return self.seen[id(value)]
+        return super().__call__(value)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written into; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def is_users_class(kind: type) -> bool:
+    """True for a class whose attributes may be settings."""
+    return kind.__module__.split(".")[0] not in ("builtins", "torch", "numpy", "typing", "collections", "transformers")
 
 
 @dataclass
@@ -174,12 +198,16 @@ class Guard:
         self.contents = []
         for slot in sorted(self.slots - self.written - self.opened):
             now = self._now(slot)
-            if now is not MISSING and slot[1] not in vars(self.modules[slot[0]]):
+            known = slot[1] == "forward" and id(now) in seen
+            if now is not MISSING and slot[1] not in vars(self.modules[slot[0]]) and not known:
                 self.contents.append(self._is_still(slot, now))  # A class has it, and nobody counts what is set there.
+            if slot[1] == "forward":
+                seen[id(now)] = now  # Once for each class.
+                continue
             queue = [now]
             while queue:
                 for _, value in below(queue.pop(), slot, seen):
-                    if is_container(value) or isinstance(value, Tensor):
+                    if is_container(value) or isinstance(value, Tensor) or is_opaque(value) or _is_setting(value):
                         self.contents.append(_unchanged(value))
                     queue += hidden(value)
 
@@ -187,11 +215,21 @@ class Guard:
         return lambda: self._now(slot) is then
 
 
+def _is_setting(value: Any) -> bool:
+    return isinstance(value, type) and is_users_class(value)
+
+
 def _unchanged(value: Any) -> Callable[[], bool]:
     """A function that is True as long as a container holds the same objects, a tensor the same numbers."""
     if isinstance(value, Tensor):
-        version = value._version
-        return lambda: value._version == version
+        version = version_of(value)
+        return lambda: version_of(value) == version
+    if is_opaque(value):
+        state = state_of_opaque(value)
+        return lambda: bool(state_of_opaque(value) == state)
+    if isinstance(value, type):
+        names = dict(vars(value))
+        return lambda: dict(vars(value)) == names
     if isinstance(value, (list, set, dict)):
         then = list(value.items() if isinstance(value, dict) else value)
     if isinstance(value, set):

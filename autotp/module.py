@@ -256,6 +256,8 @@ def _made(original: Any, role: Any) -> type[Part]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], BlockCall):
             return args[0].run(args[1:])
+        if STATE not in self.__dict__:  # Of a copy that is captured: somebody kept `model.forward`.
+            return original.forward(self, *args, **kwargs)
         return executable_of(self)(args, kwargs)
 
     def counted(method: Any) -> Any:

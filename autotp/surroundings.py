@@ -98,10 +98,9 @@ class Asked(TorchFunctionMode):
         if func not in ASKING or not is_users(sys._getframe(1)):
             return found
         self.flags = True
-        if func == ASKING[0]:
-            own = args[0].is_leaf or any(args[0] is x for x in self.inputs)
-            return found and (self.wanted.enabled or own)
-        return found
+        if self.wanted.enabled or args[0].is_leaf or any(args[0] is x for x in self.inputs):
+            return found
+        return {ASKING[0]: False, ASKING[1]: None, ASKING[2]: True}[func]  # A value, where nothing wants gradients.
 
     def _follow(self, func: Any, x: Tensor, found: Any) -> None:
         """Notes views of constants, and what is written into one. While a model is captured, others are fakes."""

@@ -22,7 +22,7 @@ from autotp.attributes import STATE
 from autotp.guard import looked_up
 from autotp.layout import Layout
 from autotp.mesh import Mesh
-from autotp.passes.capture import stand_ins
+from autotp.passes.capture import close_over, stand_ins
 from autotp.passes.recompute import Recompute
 from autotp.settings import Settings, expect_choices
 
@@ -114,6 +114,9 @@ def original_of(model: nn.Module, whole: Mapping[str, Tensor]) -> nn.Module:
     kinds = {m: original_class(type(m)) for m in model.modules()}
     new = {module: object.__new__(kind) for module, kind in kinds.items()}
     memo |= {id(module): copied for module, copied in new.items()}  # First: modules know each other.
+    states = [state for module in model.modules() if (state := state_of(module)) is not None]
+    own = [value for state in states for value in state.own.values()]
+    close_over(memo, model, [one for value in own for one in (value.values() if isinstance(value, dict) else [value])])
     for module, kind in kinds.items():
         attributes, state = {key: value for key, value in vars(module).items() if not _is_torchs(key)}, state_of(module)
         if state is not None:
@@ -144,6 +147,8 @@ def held_in(module: nn.Module) -> Mapping[str, Layout]:
 
 
 def attribute_of(module: nn.Module, name: str) -> Any:
-    """An attribute as the model's forward reads it: a `forward` that was set lies aside."""
+    """An attribute as the model's forward reads it: hooks, and a `forward` that was set, lie aside."""
     state = state_of(module)
-    return state.own.get(name) if name == "forward" and state is not None else looked_up(module, name)
+    if state is not None and name in state.own:
+        return state.own[name]
+    return original_class(type(module)).forward if name == "forward" else looked_up(module, name)

@@ -10,7 +10,9 @@ import copy
 import logging
 import threading
 import traceback
+import types
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, replace
@@ -21,7 +23,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind
@@ -37,11 +39,15 @@ from autotp.attributes import (
     Slot,
     Write,
     below,
+    children,
     everything,
     found_at,
+    hidden,
     is_new,
+    key_of,
     opened,
     put_at,
+    reached,
     slot_of,
     spelled,
     values_at,
@@ -50,7 +56,7 @@ from autotp.call import writes
 from autotp.decided import Decided
 from autotp.eager import alone
 from autotp.errors import Error
-from autotp.guard import Reads
+from autotp.guard import HOOKS, Reads
 from autotp.lost import nothing_lost
 from autotp.passes.inline import inline
 from autotp.passes.sizes import Shapes, Sizes
@@ -460,7 +466,9 @@ def skeleton_of(model: nn.Module) -> nn.Module:
 
 def _copy_on(model: nn.Module, device: str) -> nn.Module:
     try:
-        return copy.deepcopy(model, stand_ins(model, device))
+        memo = stand_ins(model, device)
+        close_over(memo, model)
+        return copy.deepcopy(model, memo)
     except Exception as error:
         first = str(error).strip().splitlines()[0]
         raise Error(
@@ -492,6 +500,47 @@ def stand_ins(model: nn.Module, device: str, whole: Mapping[str, Tensor] = Mappi
     return memo
 
 
+def close_over(memo: dict[Any, Any], model: nn.Module, aside: Sequence[Any] = ()) -> None:
+    """Has functions that hold something of the model hold the same of its copy: a deep copy leaves functions alone.
+
+    Args:
+        memo: of the deep copy, with all that is not to be copied.
+        aside: what lies not among the model's attributes.
+    """
+    own = {key_of(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
+    for path, x in reached(model):
+        if isinstance(x, weakref.ref) and key_of(x()) in own:
+            raise Error(
+                f"`{spelled(path)}` is a weak reference to the model, which a copy of it would not follow",
+                **{"try": "the module itself, in a list if it is not to be a submodule: `self.parent = [parent]`"},
+            )
+    hooks = [hook for module in model.modules() for name in HOOKS for hook in vars(module)[name].values()]
+    every = [x for _, x in reached(model)] + [x for one in (*hooks, *aside) for x in (one, *hidden(one))]
+    functions = {id(x): x for x in every if isinstance(x, types.FunctionType) and x.__closure__}
+    found = [function for function in functions.values() if _holds(function, own, set())]
+    for function in found:
+        cells = tuple(types.CellType() for _ in function.__closure__ or ())
+        new = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+        )
+        new.__kwdefaults__ = function.__kwdefaults__
+        new.__dict__.update(function.__dict__)
+        memo[id(function)] = new
+    for function in found:
+        for cell, was in zip(memo[id(function)].__closure__, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # An empty one.
+                cell.cell_contents = copy.deepcopy(was.cell_contents, memo)
+
+
+def _holds(value: Any, own: set[int], seen: set[int]) -> bool:
+    """True if something of the model is reached from a function's surroundings."""
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    inside = [*hidden(value), *([] if isinstance(value, nn.Module) else [item for _, item in children(value)])]
+    return any(key_of(one) in own or _holds(one, own, seen) for one in inside)
+
+
 def _empty(like: Tensor, device: str) -> Tensor:
     return torch.empty_like(like, device=device, requires_grad=False)
 
@@ -515,6 +564,12 @@ def _captured(
     _merge_tied(graph, buffers)
     inputs = list(names.get(InputKind.USER_INPUT, {}))
     constants = {name: program.constants[target] for name, target in names.get(InputKind.CONSTANT_TENSOR, {}).items()}
+    held = {p.untyped_storage()._cdata: name for name, p in flat.named_parameters()}
+    fakes = [name for name, constant in constants.items() if isinstance(constant, FakeTensor)]
+    for name in [name for name in fakes if constants[name].untyped_storage()._cdata in held]:
+        storage = constants.pop(name).untyped_storage()._cdata  # A parameter in a plain list, or in a function.
+        parameters[name] = held[storage].removeprefix("model.")
+    _merge_tied(graph, parameters)
     _expect_values(constants)
     if slots := _written_into(graph, constants, flat.model):
         return Opened(slots)
@@ -630,7 +685,7 @@ def _is_read_number(graph: fx.Graph, name: str) -> bool:
 
 def _expect_values(constants: dict[str, torch.Tensor]) -> None:
     for name, constant in constants.items():
-        if constant.is_meta:
+        if constant.is_meta or isinstance(constant, FakeTensor):
             raise Error(
                 f"a tensor of the model, no parameter and no buffer, has no values: {name} {list(constant.shape)}",
                 **{"try": "make it in forward, or register it as a buffer with an initialiser"},

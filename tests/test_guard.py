@@ -1,8 +1,10 @@
 """What forward reads: settings that change between calls, gradients that are wanted or not, Python's own chance."""
 
 import copy
+import itertools
 import random
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -191,6 +193,56 @@ class Dice(Mlp):
         return self.mlp(x) * (2 if drawn < 0.5 else 1)
 
 
+# ---- what functions hold
+
+
+class Closed(Mlp):
+    """A function that holds the model, one that holds a weight, and a hook that reads a setting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k = 1.0
+        weight = self.up.weight
+        self.scaled, self.again = lambda y: y * self.k, lambda y: nn.functional.linear(y, weight)
+        self.handle = self.down.register_forward_hook(lambda module, args, y: y + self.k)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(self.mlp(x)) + self.down(torch.relu(self.again(x)))
+
+
+def wrapped(model: Any) -> None:
+    inner = model.forward
+    model.forward = lambda *args, **given: inner(*args, **given) * 2
+
+
+FUNCTIONS: dict[str, Callable[[Any], object]] = {
+    "nothing": lambda m: None,
+    "a setting": lambda m: setattr(m, "k", 0.5),
+    "forward around forward": wrapped,
+    "a hook that goes": lambda m: m.handle.remove(),
+}
+
+
+@checks.on(2)
+def what_functions_hold(rank: int, n: int) -> None:
+    torch.manual_seed(0)
+    whole, parallel = Closed().double(), autotp.parallelize(_closed(), n, example_inputs=(x(),))
+    for name, change in FUNCTIONS.items():
+        losses = []
+        for model in (whole, parallel):
+            change(model)
+            model.zero_grad()
+            losses.append(model(x()).square().sum())
+            losses[-1].backward()
+        torch.testing.assert_close(*losses[::-1], rtol=1e-10, atol=0, msg=lambda m, name=name: f"{name}: {m}")
+        expect_same(whole, parallel, name)
+
+
+def _closed() -> nn.Module:
+    torch.manual_seed(0)
+    return Closed().double()
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("n", "name"), checks.cases())
 def test_on_ranks(n: int, name: str) -> None:
@@ -296,3 +348,87 @@ def test_many_captures_are_warned_of() -> None:
         for call in range(10):
             parallel.cfg.tau = call + 0.5
             parallel(x(call))
+
+
+class Weakly(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down.parent = weakref.ref(self)
+        self.k = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x) * self.down.parent().k
+
+
+class Slotted:
+    __slots__ = ("n",)
+
+    def __init__(self) -> None:
+        self.n = 1
+
+
+class Opaque(Mlp):
+    def __init__(self, what: Any, change: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.what, self.change = what, change
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self.what)
+        return self.mlp(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (Weakly(), "`down.parent` is a weak reference to the model, which a copy of it would not follow"),
+        (Opaque(Slotted(), lambda what: setattr(what, "n", what.n + 1)), "forward changes `what`, a Slotted, which"),
+        (Opaque(itertools.count(), next), "forward changes `what`, a count, which a graph cannot do"),
+        (Opaque(np.zeros(2), lambda what: what.fill(1)), "forward changes `what`, a ndarray, which a graph cannot do"),
+    ],
+    ids=["weakref", "slots", "iterator", "array"],
+)
+def test_state_that_cannot_be_followed_is_refused(model: nn.Module, text: str) -> None:
+    with pytest.raises(autotp.Error) as raised:
+        autotp.parallelize(model, 1, example_inputs=(x().float(),))
+    assert text in str(raised.value)
+
+
+GLOBAL: list[Tensor] = []
+
+
+class Leaking(Mlp2):
+    def forward(self, x: Tensor) -> Tensor:
+        GLOBAL.append(self.mlp(x))
+        return GLOBAL[-1]
+
+
+def test_a_tensor_in_a_global_is_refused() -> None:
+    with pytest.raises(autotp.Error, match=r"forward changes a list that the module of `Leaking.forward` holds"):
+        autotp.parallelize(Leaking(), 1, example_inputs=(x(),))
+    assert GLOBAL == []
+
+
+def test_a_state_in_inference_mode() -> None:
+    class Kept(Mlp2):
+        def forward(self, x: Tensor) -> Tensor:
+            self.mem = self.mlp(x) + getattr(self, "mem", 0)
+            return self.mem
+
+    whole = Kept()
+    parallel = autotp.parallelize(copy.deepcopy(whole), 1, example_inputs=(x(),))
+    for call in range(3):
+        with torch.inference_mode():
+            torch.testing.assert_close(parallel(x(call)), whole(x(call)))
+
+
+def test_parameters_in_a_plain_list() -> None:
+    class Listed(Mlp2):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = [self.up.weight, self.down.weight]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(x @ self.weights[0].T) @ self.weights[1].T
+
+    whole = Listed()
+    assert autotp.verify(whole, 2, example_inputs=(x(),)).ok
