@@ -144,7 +144,7 @@ def _from_device_mesh(tp: int | None, mesh: DeviceMesh, device: torch.device | s
         raise Error(f"tp={tp}, but the mesh has tp={group.size()}", **{"try": "leave tp out"})
     where = _mesh_device(mesh, device)
     begin()
-    return _numbered(Mesh("tp", group.size(), group.rank(), group.group_name, where, _runs(group, TIMEOUT)))
+    return numbered(Mesh("tp", group.size(), group.rank(), group.group_name, where, _runs(group, TIMEOUT)))
 
 
 def start(timeout: timedelta = TIMEOUT, device: torch.device | None = None) -> torch.device:
@@ -166,7 +166,7 @@ def _over_the_world(device: torch.device, timeout: timedelta) -> Mesh:
     group = dist.new_group(timeout=timeout, group_desc="tp")
     begin()
     size, rank, runs = dist.get_world_size(), dist.get_rank(), _runs(group, timeout)
-    return _numbered(Mesh("tp", size, rank, group.group_name, device, runs))
+    return numbered(Mesh("tp", size, rank, group.group_name, device, runs))
 
 
 def _runs(group: Any, timeout: timedelta) -> tuple[tuple[int, str], ...]:
@@ -179,7 +179,8 @@ def _runs(group: Any, timeout: timedelta) -> tuple[tuple[int, str], ...]:
     return tuple(found)
 
 
-def _numbered(mesh: Mesh) -> Mesh:
+def numbered(mesh: Mesh) -> Mesh:
+    """The mesh with a number that its first process draws."""
     number = torch.tensor(secrets.randbits(62), device=mesh.device)  # Nobody's random state is asked.
     return replace(mesh, number=int(broadcast_from_first(number, mesh)))
 

@@ -101,7 +101,9 @@ class Trainer(nn.Module):
         plan: which blocks each stage of the pipeline has, and what it costs.
         place: this rank on the tensor-parallel axis.
         everyone: all ranks.
+        replicas: this rank among those that hold the same stage, each of another replica.
         shared: parameter that other pipeline ranks hold, too -> these ranks, and their group.
+        tied: the same parameters -> this rank among these.
         skeleton: the model on meta.
         hyperparameters: what the model was built with.
         files: the group that agrees on checkpoints, also while another thread trains.
@@ -114,7 +116,9 @@ class Trainer(nn.Module):
     plan: Division
     place: Mesh
     everyone: Mesh
+    replicas: Mesh
     shared: dict[str, tuple[list[int], Any]]
+    tied: dict[str, Mesh]
     skeleton: nn.Module
     hyperparameters: dict[str, Any]
     files: Any
@@ -129,6 +133,7 @@ class Trainer(nn.Module):
         self.everyone = groups.world(self.place)
         self.files, self.saving = dist.new_group(backend="gloo", timeout=timeout), None
         self._ranks = over(self.everyone, mesh, timeout)
+        self.replicas = groups.along(self.place, mesh.get_group("dp"), "dp")
         self._signature = signature_of(model)
         self.hyperparameters = hyperparameters(model)  # Before forward has run, and changed attributes.
         self.__dict__["skeleton"] = skeleton_of(model)  # No part of it: it is on meta.
@@ -148,6 +153,7 @@ class Trainer(nn.Module):
         self._engine(analysis, {i: nn.Identity() for i in self._mine})  # What cannot be is known before we take over.
         self._hold(model, analysis, stages)
         self.__dict__["shared"] = groups.shared(stages, analysis.captured.parameters, mesh, self._mine_of, timeout)
+        self.__dict__["tied"] = self._tied()
         readers, read = self._readers(stages, analysis), reader(training.compute_dtype)
         self._works = {i: Work([m for m, some in readers.items() if i in some], read) for i in self._mine}
         shapes = [x.shape for x in tensors_of(args, kwargs)]
@@ -199,6 +205,11 @@ class Trainer(nn.Module):
         originals = dict(self.skeleton.named_modules(remove_duplicate=False))
         for path, module in [(path, module) for path, module in self.named_modules() if path]:
             as_module_of(module, originals[path])
+
+    def _tied(self) -> dict[str, Mesh]:
+        """For each parameter that other pipeline ranks hold, too, this rank among these."""
+        of = {group: groups.along(self.place, group, "pp") for group in dict.fromkeys(g for _, g in self.shared.values())}
+        return {name: of[group] for name, (_, group) in self.shared.items()}
 
     def _readers(self, stages: Sequence[Stage], analysis: Analysis) -> dict[nn.Module, set[int]]:
         """The modules that hold what this rank's stages read, a block or what is in none, each with its stages."""
@@ -339,7 +350,8 @@ class Trainer(nn.Module):
         taken, problem = tried(lambda: self._taken(training, args, kwargs))
         self._calls += 1
         values = self._calls <= CHECKED_CALLS
-        mine = said(training, taken[0].arguments if taken else None, self.place, values)
+        frozen = str([name for name, parameter in self.named_parameters() if not parameter.requires_grad])
+        mine = said(training, frozen, taken[0].arguments if taken else None, self.place, values)
         found = self._fitted(taken[0]) if taken else None
         rows = agree_on_step(self._ranks, self.mesh, mine._replace(captures=found is None), problem)
         if values and equal_replicas(rows, self.mesh):
