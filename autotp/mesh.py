@@ -66,7 +66,7 @@ def make_mesh(
     tp: int | None = None,
     mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
-    timeout: timedelta = TIMEOUT,
+    timeout: timedelta | None = None,
 ) -> Mesh:
     """The tensor-parallel axis: of `mesh` if given, else over the whole world, as torchrun, srun or mpirun started it.
 
@@ -77,6 +77,7 @@ def make_mesh(
         tp: the size; None is the whole world, or the mesh's.
         mesh: one-dimensional, or with a dimension named "tp".
         device: this process's device; None is the mesh's kind, else the GPU of LOCAL_RANK, else the CPU.
+        timeout: None is the default group's, or ten minutes where there is none yet.
 
     Raises:
         Error: not `tp` processes, not started together, a mesh without "tp" or of another size, no GPU of its own.
@@ -88,7 +89,15 @@ def make_mesh(
     _check_world(tp, world_size())
     if not dist.is_initialized() and launch() is None:
         return Mesh(device=_own_device(device))
+    if timeout is None:
+        timeout = timeout_of(dist.group.WORLD) if dist.is_initialized() else TIMEOUT
     return _over_the_world(_own_device(device), timeout)
+
+
+def timeout_of(group: Any) -> timedelta:
+    """How long the collectives of a group wait for other ranks."""
+    found: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return found
 
 
 def expect_size(tp: Any) -> None:
@@ -144,7 +153,7 @@ def _from_device_mesh(tp: int | None, mesh: DeviceMesh, device: torch.device | s
         raise Error(f"tp={tp}, but the mesh has tp={group.size()}", **{"try": "leave tp out"})
     where = _mesh_device(mesh, device)
     begin()
-    return numbered(Mesh("tp", group.size(), group.rank(), group.group_name, where, _runs(group, TIMEOUT)))
+    return numbered(Mesh("tp", group.size(), group.rank(), group.group_name, where, _runs(group, timeout_of(group))))
 
 
 def start(timeout: timedelta = TIMEOUT, device: torch.device | None = None) -> torch.device:
