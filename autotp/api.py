@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, Literal, cast
 
 import torch
@@ -47,6 +48,7 @@ def parallelize(
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
     without: Collection[str] = (),
+    timeout: timedelta | None = None,
 ) -> ParallelModule:
     """This rank's part of `model`, which computes the same outputs, loss and gradients as `model` did.
 
@@ -74,6 +76,8 @@ def parallelize(
             "selective" all but the scores of attentions that are not fused; "none" everything.
         without: passes that are left out, to find the one that a difference or a slow step comes from. None changes
             what is computed; docs/performance.md has their names.
+        timeout: how long a collective waits for other ranks; None is what the default process group was started with,
+            or ten minutes where there is none yet. A mesh that is given keeps its own.
 
     Raises:
         Error: bad input of any kind; nothing of `model` is changed then.
@@ -82,7 +86,7 @@ def parallelize(
     settings = Settings(outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute)
 
     def run() -> ParallelModule:
-        return on_mesh(model, make_mesh(tp, mesh, device), example_inputs, settings, strict)
+        return on_mesh(model, make_mesh(tp, mesh, device, timeout), example_inputs, settings, strict)
 
     return within(f"parallelize({_name(model)}{size})", run)
 

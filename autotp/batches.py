@@ -49,6 +49,14 @@ def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
+def expect_values(tensors: Sequence[Tensor]) -> None:
+    """Raises Error if some tensor of a batch is none to compute with."""
+    for tensor in tensors:
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            what = "has no values: it is on meta" if tensor.is_meta else f"is not dense: {tensor.layout}"
+            raise Error(f"a tensor of the batch {what}", **{"try": "a dense tensor on the CPU or on the rank's device"})
+
+
 def key_of(training: bool, args: Any, kwargs: Any) -> Any:
     """All about a call's arguments but sizes and values of tensors."""
     leaves, spec = flatten((args, kwargs))

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 
 from autotp.eager import is_plain
 from autotp.errors import Error
-from autotp.heartbeat import lost_ranks
+from autotp.heartbeat import lost_ranks, notes
 from autotp.partition import chunk_bounds, chunk_length, chunk_sizes
 from autotp.strides import inverse, memory_order
 
@@ -292,8 +292,14 @@ def peer_error(what: str, group: str, error: RuntimeError, mesh: Any = None) -> 
         reason = "a peer closed its connection"
     else:
         return None
-    if lost := lost_ranks():
-        names = ", ".join(_called(rank, group) if mesh is None else mesh.named([rank]) for rank in lost)
+
+    def named(rank: int) -> str:
+        return _called(rank, group) if mesh is None else mesh.named([rank])
+
+    if said := notes():
+        reason = "; ".join(f"{named(rank)} raised {text}" for rank, text in said.items())
+    elif lost := lost_ranks():
+        names = ", ".join(map(named, lost))
         reason = f"{names} {'is' if len(lost) == 1 else 'are'} lost, ended or stopped"
     rank, size = _seat(group)
     return Error(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.mesh import Mesh
+from autotp.mesh import Mesh, numbered
 from autotp.passes.stages import Stage
 
 
@@ -34,6 +34,12 @@ def world(place: Mesh) -> Mesh:
     """All ranks."""
     every: Any = dist.group.WORLD
     return replace(place, axis="global", size=every.size(), rank=every.rank(), group=every.group_name)
+
+
+def along(place: Mesh, group: Any, axis: str) -> Mesh:
+    """This rank's place in a group along another axis than `place` is of."""
+    size, rank = group.size(), group.rank()
+    return numbered(replace(place, axis=axis, size=size, rank=rank, group=group.group_name, runs=()))
 
 
 def shared(

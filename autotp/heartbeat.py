@@ -25,6 +25,8 @@ INTERVAL = 1.0
 SILENCE = 4 * INTERVAL
 """Seconds without a beat after which a process is lost."""
 VERDICT = "lost"
+NOTE = "failed"
+"""Before the number of a rank: what it raised while the others went on."""
 
 _hearts: weakref.WeakKeyDictionary[Any, Heart] = weakref.WeakKeyDictionary()
 
@@ -33,7 +35,7 @@ class Heart:
     """Counts seconds in a store, until it is stopped or the store is gone."""
 
     def __init__(self, store: Any, rank: int) -> None:  # A dist.Store, whose `clone` torch's types do not have.
-        self.store, self.rank, self.stopped = store, rank, Event()
+        self.store, self.rank, self.stopped, self.noted = store, rank, Event(), False
         self.store.clone().set(str(rank), "0")
         self.thread = Thread(target=self._beat, args=(store.clone(),), name="autotp-heartbeat", daemon=True)
         self.thread.start()
@@ -64,9 +66,47 @@ def begin() -> None:
     weakref.finalize(world, heart.stop)
 
 
+def leave_note(error: BaseException) -> None:
+    """Leaves for the other ranks what this one raises, alone: their collectives will wait for it."""
+    _note(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
+
+
+def take_note_back() -> None:
+    """Says that the ranks are together again, whatever was left."""
+    heart = _heart()
+    if heart is not None and heart.noted:
+        _note("")
+
+
+def _note(text: str) -> None:
+    heart = _heart()
+    if heart is not None:
+        with suppress(Exception):  # The store may be gone, too.
+            heart.store.clone().set(f"{NOTE}/{heart.rank}", text)
+            heart.noted = bool(text)
+
+
+def notes() -> dict[int, str]:
+    """What other ranks raised alone, by global rank."""
+    heart, found = _heart(), dict[int, str]()
+    if heart is None:
+        return found
+    with suppress(Exception):  # The store may be gone, too.
+        store = heart.store.clone()
+        for rank in (rank for rank in range(dist.get_world_size()) if rank != heart.rank):
+            if store.check([f"{NOTE}/{rank}"]) and (said := store.get(f"{NOTE}/{rank}")):
+                found[rank] = said.decode()
+    return found
+
+
+def _heart() -> Heart | None:
+    world: Any = dist.group.WORLD if dist.is_initialized() else None
+    return None if world is None else _hearts.get(world)
+
+
 def lost_ranks() -> list[int]:
     """The global ranks that are lost, as the first process to ask found; none where nothing is known."""
-    heart = _hearts.get(dist.group.WORLD)
+    heart = _heart()
     if heart is None:
         return []
     with suppress(Exception):  # The store may be gone, too.

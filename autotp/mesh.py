@@ -66,7 +66,7 @@ def make_mesh(
     tp: int | None = None,
     mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
-    timeout: timedelta = TIMEOUT,
+    timeout: timedelta | None = None,
 ) -> Mesh:
     """The tensor-parallel axis: of `mesh` if given, else over the whole world, as torchrun, srun or mpirun started it.
 
@@ -77,6 +77,7 @@ def make_mesh(
         tp: the size; None is the whole world, or the mesh's.
         mesh: one-dimensional, or with a dimension named "tp".
         device: this process's device; None is the mesh's kind, else the GPU of LOCAL_RANK, else the CPU.
+        timeout: None is the default group's, or ten minutes where there is none yet.
 
     Raises:
         Error: not `tp` processes, not started together, a mesh without "tp" or of another size, no GPU of its own.
@@ -88,7 +89,15 @@ def make_mesh(
     _check_world(tp, world_size())
     if not dist.is_initialized() and launch() is None:
         return Mesh(device=_own_device(device))
+    if timeout is None:
+        timeout = timeout_of(dist.group.WORLD) if dist.is_initialized() else TIMEOUT
     return _over_the_world(_own_device(device), timeout)
+
+
+def timeout_of(group: Any) -> timedelta:
+    """How long the collectives of a group wait for other ranks."""
+    found: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return found
 
 
 def expect_size(tp: Any) -> None:
@@ -144,7 +153,7 @@ def _from_device_mesh(tp: int | None, mesh: DeviceMesh, device: torch.device | s
         raise Error(f"tp={tp}, but the mesh has tp={group.size()}", **{"try": "leave tp out"})
     where = _mesh_device(mesh, device)
     begin()
-    return _numbered(Mesh("tp", group.size(), group.rank(), group.group_name, where, _runs(group, TIMEOUT)))
+    return numbered(Mesh("tp", group.size(), group.rank(), group.group_name, where, _runs(group, timeout_of(group))))
 
 
 def start(timeout: timedelta = TIMEOUT, device: torch.device | None = None) -> torch.device:
@@ -166,7 +175,7 @@ def _over_the_world(device: torch.device, timeout: timedelta) -> Mesh:
     group = dist.new_group(timeout=timeout, group_desc="tp")
     begin()
     size, rank, runs = dist.get_world_size(), dist.get_rank(), _runs(group, timeout)
-    return _numbered(Mesh("tp", size, rank, group.group_name, device, runs))
+    return numbered(Mesh("tp", size, rank, group.group_name, device, runs))
 
 
 def _runs(group: Any, timeout: timedelta) -> tuple[tuple[int, str], ...]:
@@ -179,7 +188,8 @@ def _runs(group: Any, timeout: timedelta) -> tuple[tuple[int, str], ...]:
     return tuple(found)
 
 
-def _numbered(mesh: Mesh) -> Mesh:
+def numbered(mesh: Mesh) -> Mesh:
+    """The mesh with a number that its first process draws."""
     number = torch.tensor(secrets.randbits(62), device=mesh.device)  # Nobody's random state is asked.
     return replace(mesh, number=int(broadcast_from_first(number, mesh)))
 

@@ -1,7 +1,9 @@
 """Optimizers of parallel models: refused where they would compute something else, or where ranks drift apart.
 
 Each rank steps its own parameters. That is one device's step if the optimizer works element by element, and if what
-the ranks hold whole, its gradients and the optimizer's settings are the same on all of them.
+several ranks hold alike, its gradients and the optimizer's settings are the same on all of them: what tensor-parallel
+ranks hold whole, all that replicas hold, and what several ranks of a pipeline read. What replicas shard is each one's
+own, and compared by its settings.
 
 NOTE [When ranks are compared]
 Before the first steps of an optimizer and every `EVERY`-th after, ranks tell each other one number of what must be the
@@ -24,6 +26,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -78,7 +81,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         parts = parts_of(model, "step")
         if parts.everyone.size > 1:
             watched.always |= parts.check == "always"
-            compared = due and parts.check != "never" and parts.place.size > 1
+            compared = due and parts.check != "never"
             apart = within(
                 f"{type(optimizer).__name__}.step", partial(_checked, optimizer, parts, parameters, step, compared)
             )
@@ -102,8 +105,12 @@ def _checked(optimizer: Optimizer, parts: Parts, parameters: Mapping[str, Tensor
         )
     if not compared:
         return ""
-    whole = {name: p for name, p in parameters.items() if name not in cut and not p.is_meta}
-    return _differing(optimizer, whole, parts.place, step)
+    apart = ""
+    for place, names in parts.alike:
+        same = {name: p for name, p in parameters.items() if name in names and not p.is_meta}
+        if place.size > 1 and (same or place is parts.place):
+            apart = apart or _differing(optimizer, same, place, step)
+    return apart
 
 
 def _is(kind: re.Pattern[str], optimizer: Optimizer) -> bool:
@@ -114,17 +121,20 @@ def _is(kind: re.Pattern[str], optimizer: Optimizer) -> bool:
 # ---- NOTE [When ranks are compared]
 
 
-def _differing(optimizer: Optimizer, whole: Mapping[str, Tensor], place: Mesh, step: int) -> str:
+def _differing(optimizer: Optimizer, same: Mapping[str, Tensor], place: Mesh, step: int) -> str:
     """What differed by round-off between ranks, and does no more; nothing, if all was the same.
 
     Raises:
         Error: on every rank: what these hold whole, or the optimizer, is not the same on all.
     """
+    sharded = {name for name, p in same.items() if _is_sharded(p, place)}
     mine = {
         "step": step,
-        "settings": [_settings(group) for group in optimizer.param_groups],
-        "values": {name: _number(p) for name, p in whole.items()},
-        "gradients": {name: None if p.grad is None else _number(p.grad) for name, p in whole.items()},
+        "settings": _settings_of(optimizer, same),
+        "values": {name: 0 if name in sharded else _number(p) for name, p in same.items()},
+        "gradients": {
+            name: None if p.grad is None else 0 if name in sharded else _number(p.grad) for name, p in same.items()
+        },
     }
     text = json.dumps(mine)
     try:
@@ -137,7 +147,14 @@ def _differing(optimizer: Optimizer, whole: Mapping[str, Tensor], place: Mesh, s
             **{"try": "step on all ranks alike: whether to is decided by what is the same on all"},
         ) from error
     _expect_same_calls(every, place)
-    return _expect_close(whole, every, place)
+    return _expect_close(same, every, place)
+
+
+def _is_sharded(tensor: Tensor, place: Mesh) -> bool:
+    """Whether ranks of this axis have each a part of what `fully_shard` has sharded."""
+    if not isinstance(tensor, DTensor):
+        return False
+    return place.group in {tensor.device_mesh.get_group(dim).group_name for dim in range(tensor.device_mesh.ndim)}
 
 
 def _number(tensor: Tensor) -> int:
@@ -145,6 +162,13 @@ def _number(tensor: Tensor) -> int:
     if local.layout is torch.strided:
         return checksum(local)
     return checksum(local.to_dense())
+
+
+def _settings_of(optimizer: Optimizer, same: Mapping[str, Tensor]) -> list[str]:
+    """The settings of the groups that these are in; one that has none counts where it may hold what was left out."""
+    wanted = {id(p) for p in same.values()}
+    groups = [group for group in optimizer.param_groups if any(id(p) in wanted for p in group["params"])]
+    return [_settings(group) for group in groups or optimizer.param_groups]
 
 
 def _settings(group: Mapping[str, Any]) -> str:
@@ -175,12 +199,12 @@ def _same(values: list[Any], place: Mesh, problem: str, facts: dict[str, str]) -
         raise Error(problem, **expected, got=f"{values[other[0]]} on {place.named(other)}", **facts)
 
 
-def _expect_close(whole: Mapping[str, Tensor], every: list[dict[str, Any]], place: Mesh) -> str:
+def _expect_close(same: Mapping[str, Tensor], every: list[dict[str, Any]], place: Mesh) -> str:
     """Gives all ranks the first one's values and gradients where they differ by round-off; Raises Error else."""
     found = []
     for kind, what in (("values", ""), ("gradients", "the gradient of ")):
-        for name in (name for name in whole if len({one[kind][name] for one in every}) > 1):
-            tensor = whole[name] if kind == "values" else whole[name].grad
+        for name in (name for name in same if len({one[kind][name] for one in every}) > 1):
+            tensor = same[name] if kind == "values" else same[name].grad
             assert tensor is not None
             off, first = _off(local_of(tensor.detach()), place)
             if not off <= torch.finfo(tensor.dtype).eps ** 0.5:

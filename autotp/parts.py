@@ -34,6 +34,7 @@ class Parts:
         pipeline: the group of those that hold other stages; None where there are none.
         replica: which of the ranks that hold the same this is, from 0; what is sharded over them is no replica.
         check: when ranks are compared.
+        alike: this rank among ranks that hold the same -> what of it. Of what is sharded over them each has its own.
     """
 
     held: Mapping[str, Tensor]
@@ -46,6 +47,7 @@ class Parts:
     pipeline: str | None = None
     replica: int = 0
     check: CheckInputs = "first"
+    alike: tuple[tuple[Mesh, frozenset[str]], ...] = ()
 
     def layout(self, name: str) -> Layout:
         """How a parameter or buffer is held; buffers are whole."""
@@ -82,7 +84,8 @@ def parts_of(model: Any, call: str) -> Parts:
     saved, here = _saved(inner)  # First: asked for its state, `fully_shard` frees what it had gathered.
     held, shapes = it.tensors(), {name: layout.shape for name, layout in it.layouts.items()}
     check = it.tree.settings.check_inputs
-    return Parts(held, frozenset(held), saved, here | shapes, it.layouts, it.mesh, it.mesh, check=check)
+    alike = ((it.mesh, _whole(held, it.layouts)),)
+    return Parts(held, frozenset(held), saved, here | shapes, it.layouts, it.mesh, it.mesh, check=check, alike=alike)
 
 
 def parallel_of(model: Any, call: str) -> ParallelModule:
@@ -108,10 +111,18 @@ def _of_trainer(trainer: Trainer) -> Parts:
     later = {name for name, (holders, _) in trainer.shared.items() if holders[0] != rank}
     group = trainer.mesh.get_group("pp").group_name if ranks > 1 else None
     replica = trainer.mesh["dp"].get_local_rank()
+    alike = [(trainer.place, _whole(held, trainer.layouts)), (trainer.replicas, frozenset(held))]
+    for mesh in dict.fromkeys(trainer.tied.values()):
+        alike.append((mesh, frozenset(name for name, its in trainer.tied.items() if its is mesh)))
     return Parts(
         held, frozenset(held) - later, *_saved(trainer.skeleton), trainer.layouts, trainer.place, trainer.everyone,
-        group, replica,
+        group, replica, alike=tuple(alike),
     )  # fmt: skip
+
+
+def _whole(held: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> frozenset[str]:
+    """What the tensor-parallel ranks do not cut."""
+    return frozenset(name for name in held if name not in layouts or layouts[name].dim is None)
 
 
 def _saved(model: nn.Module) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 
 from autotp.errors import Error
+from autotp.heartbeat import notes
 from autotp.mesh import Mesh
 
 _calls: dict[int, int] = {}
@@ -46,4 +47,5 @@ def _missing(names: list[str], store: dist.Store, place: Mesh) -> Error:
         absent = [rank for rank, name in enumerate(names) if not store.check([name])]
     except RuntimeError:  # The process that has the store is gone.
         return Error("the store in which the processes met is gone", **{"try": "read the other ranks' logs"})
-    return Error(f"{place.named(absent)} did not come within the group's timeout")
+    said = {f"global rank {rank} raised": text for rank, text in notes().items()}
+    return Error(f"{place.named(absent)} did not come within the group's timeout", **said)

@@ -29,6 +29,7 @@ class Said(NamedTuple):
         failed: whether it cannot take its batch.
         captures: whether it has no graph for it yet.
         mode: training or evaluation.
+        frozen: what stands for which parameters want no gradient.
         structure: what stands for its arguments, without tensors' values.
         values: what stands for these; 0 where they are not compared.
         random: what stands for its random numbers; 0 where they are not compared.
@@ -37,24 +38,27 @@ class Said(NamedTuple):
     failed: bool
     captures: bool
     mode: bool
+    frozen: int
     structure: int
     values: int
     random: int
 
 
-def said(training: bool, batch: Any, place: Mesh, values: bool) -> Said:
+def said(training: bool, frozen: str, batch: Any, place: Mesh, values: bool) -> Said:
     """What this rank says of its batch.
 
     Args:
+        frozen: the parameters that want no gradient, as text.
         batch: arguments; None for what it cannot take.
         values: whether values and random numbers are compared.
     """
     if batch is None:
-        return Said(True, False, training, 0, 0, 0)
+        return Said(True, False, training, 0, 0, 0, 0)
     leaves, spec = flatten(batch)
     structure = zlib.crc32(repr([str(spec), *(shown(leaf) for leaf in leaves)]).encode())
     printed = zlib.crc32(repr([checksum(x) for x in leaves if isinstance(x, Tensor)]).encode()) if values else 0
-    return Said(False, False, training, structure, printed, random_state(place) if values else 0)
+    kept = zlib.crc32(frozen.encode())
+    return Said(False, False, training, kept, structure, printed, random_state(place) if values else 0)
 
 
 def over(everyone: Mesh, grid: DeviceMesh, timeout: timedelta) -> Mesh:
@@ -82,9 +86,13 @@ def agree_on_step(mesh: Mesh, grid: DeviceMesh, mine: Said, problem: Exception |
     rows = [Said._make(row) for row in gather_ints([int(value) for value in mine], mesh)]
     if any(row.failed for row in rows):
         agreed(problem, mesh)
+    alike = "step or evaluate on all ranks alike"
+    compared(rows, Said._fields.index("mode"), mesh, range(mesh.size), "was called in another mode", alike)
+    for stage in grid.mesh.flatten(1).tolist():
+        remedy = "requires_grad_ on all ranks alike"
+        compared(rows, Said._fields.index("frozen"), mesh, stage, "has other parameters frozen", remedy)
     for replica in grid.mesh.transpose(0, 1).flatten(1).tolist():
         for column, what, remedy in (
-            (Said._fields.index("mode"), "was called in another mode", "step or evaluate on all ranks alike"),
             (Said._fields.index("structure"), "got other inputs", ALIKE),
             (Said._fields.index("values"), "got other inputs", ALIKE),
         ):

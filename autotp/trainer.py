@@ -24,14 +24,15 @@ from torch.utils import _pytree as pytree
 
 from autotp import groups
 from autotp.agree import agree, agree_on_graph, digest, tried
-from autotp.batches import Batch, key_of, of_rows, rows_of, tensors_of, totals_of
+from autotp.batches import Batch, expect_values, key_of, of_rows, rows_of, tensors_of, totals_of
 from autotp.boxes import local_of
 from autotp.call import placeholders, returned
-from autotp.collectives import peer_error
+from autotp.collectives import peer_error, reduce
 from autotp.errors import Error, within
 from autotp.executable import CHECKED_CALLS
 from autotp.finite import refuse
 from autotp.fsdp import pace, shard
+from autotp.heartbeat import leave_note, take_note_back
 from autotp.hyperparameters import hyperparameters
 from autotp.inputs import example_inputs as find_inputs
 from autotp.layout import Layout
@@ -101,7 +102,9 @@ class Trainer(nn.Module):
         plan: which blocks each stage of the pipeline has, and what it costs.
         place: this rank on the tensor-parallel axis.
         everyone: all ranks.
+        replicas: this rank among those that hold the same stage, each of another replica.
         shared: parameter that other pipeline ranks hold, too -> these ranks, and their group.
+        tied: the same parameters -> this rank among these.
         skeleton: the model on meta.
         hyperparameters: what the model was built with.
         files: the group that agrees on checkpoints, also while another thread trains.
@@ -114,7 +117,9 @@ class Trainer(nn.Module):
     plan: Division
     place: Mesh
     everyone: Mesh
+    replicas: Mesh
     shared: dict[str, tuple[list[int], Any]]
+    tied: dict[str, Mesh]
     skeleton: nn.Module
     hyperparameters: dict[str, Any]
     files: Any
@@ -129,6 +134,7 @@ class Trainer(nn.Module):
         self.everyone = groups.world(self.place)
         self.files, self.saving = dist.new_group(backend="gloo", timeout=timeout), None
         self._ranks = over(self.everyone, mesh, timeout)
+        self.replicas = groups.along(self.place, mesh.get_group("dp"), "dp")
         self._signature = signature_of(model)
         self.hyperparameters = hyperparameters(model)  # Before forward has run, and changed attributes.
         self.__dict__["skeleton"] = skeleton_of(model)  # No part of it: it is on meta.
@@ -148,6 +154,7 @@ class Trainer(nn.Module):
         self._engine(analysis, {i: nn.Identity() for i in self._mine})  # What cannot be is known before we take over.
         self._hold(model, analysis, stages)
         self.__dict__["shared"] = groups.shared(stages, analysis.captured.parameters, mesh, self._mine_of, timeout)
+        self.__dict__["tied"] = self._tied()
         readers, read = self._readers(stages, analysis), reader(training.compute_dtype)
         self._works = {i: Work([m for m, some in readers.items() if i in some], read) for i in self._mine}
         shapes = [x.shape for x in tensors_of(args, kwargs)]
@@ -199,6 +206,12 @@ class Trainer(nn.Module):
         originals = dict(self.skeleton.named_modules(remove_duplicate=False))
         for path, module in [(path, module) for path, module in self.named_modules() if path]:
             as_module_of(module, originals[path])
+
+    def _tied(self) -> dict[str, Mesh]:
+        """For each parameter that other pipeline ranks hold, too, this rank among these."""
+        every = dict.fromkeys(group for _, group in self.shared.values())
+        of = {group: groups.along(self.place, group, "pp") for group in every}
+        return {name: of[group] for name, (_, group) in self.shared.items()}
 
     def _readers(self, stages: Sequence[Stage], analysis: Analysis) -> dict[nn.Module, set[int]]:
         """The modules that hold what this rank's stages read, a block or what is in none, each with its stages."""
@@ -314,8 +327,13 @@ class Trainer(nn.Module):
             return run()
         except Error:
             raise
-        except RuntimeError as error:
-            raise peer_error(what, str(self._ranks.group), error, self._ranks) or error from error
+        except Exception as error:
+            group, lost = str(self._ranks.group), None
+            if isinstance(error, RuntimeError):
+                lost = peer_error(what, group, error, self._ranks)
+            if lost is None:
+                leave_note(error)
+            raise lost or error from error
 
     def _begin(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
         """The graphs for a batch, ready to run, and its tensors by name."""
@@ -339,9 +357,11 @@ class Trainer(nn.Module):
         taken, problem = tried(lambda: self._taken(training, args, kwargs))
         self._calls += 1
         values = self._calls <= CHECKED_CALLS
-        mine = said(training, taken[0].arguments if taken else None, self.place, values)
+        frozen = str([name for name, parameter in self.named_parameters() if not parameter.requires_grad])
+        mine = said(training, frozen, taken[0].arguments if taken else None, self.place, values)
         found = self._fitted(taken[0]) if taken else None
         rows = agree_on_step(self._ranks, self.mesh, mine._replace(captures=found is None), problem)
+        take_note_back()
         if values and equal_replicas(rows, self.mesh):
             warnings.warn(SAME_ROWS.format(self.mesh["dp"].size()), stacklevel=5)
         (batch,) = taken
@@ -353,6 +373,7 @@ class Trainer(nn.Module):
     def _taken(self, training: bool, args: Any, kwargs: Any) -> Batch:
         """A batch as the graphs take it. Raises Error if it does not divide."""
         args, kwargs = cast(self._signature.by_name(args, kwargs), self._training.compute_dtype)
+        expect_values(tensors_of(args, kwargs))
         tensors, parts, key = tensors_of(args, kwargs), self._training.microbatches, key_of(training, args, kwargs)
         known = [pipeline.analysis.captured for pipeline in self._pipelines if pipeline.key == key]
         size = rows_of(tensors, parts, known)
@@ -406,8 +427,9 @@ class Trainer(nn.Module):
         """The whole batch's loss, on every rank."""
         dtype = returned(pipeline.analysis.graph)[0].meta["val"].dtype
         loss = sum((loss.detach() for loss in losses), torch.zeros((), dtype=dtype, device=self.place.device))
-        for axis in ("pp", "dp"):
-            dist.all_reduce(loss, group=self.mesh.get_group(axis))
+        if self.place.rank:  # Its loss is the first one's; where it alone is not finite, all ranks are told.
+            loss = torch.where(torch.isfinite(loss), 0.0, loss)
+        loss = reduce(loss, self._ranks.group)
         return loss if self._scaler is None else loss / self._scaler.get_scale()
 
     def _add_up(self) -> None:

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import TCPStore, _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autotp
-from autotp.mesh import Mesh, broadcast_from_first, gather_ints, make_mesh
+from autotp.mesh import Mesh, broadcast_from_first, gather_ints, make_mesh, timeout_of
 
 SCRIPT = "train.py"
 
@@ -205,3 +205,15 @@ def test_errors_in_a_world_of_four() -> None:
             )
         else:
             assert (found["outside"].size, found["outside"].rank) == (2, rank)
+
+
+def waits(rank: int, n: int) -> list[timedelta]:
+    x, models = torch.ones(1, 4), [torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(2)]
+    first = autotp.parallelize(models[0], example_inputs=x)
+    other = autotp.parallelize(models[1], example_inputs=x, timeout=timedelta(seconds=7))
+    return [timeout_of(_resolve_process_group(model.mesh.group)) for model in (first, other)]
+
+
+def test_timeouts() -> None:
+    """A model's group waits as long as the default one, or as it is told."""
+    assert run_ranks(waits, 2, timeout=41) == [[timedelta(seconds=41), timedelta(seconds=7)]] * 2

@@ -403,6 +403,89 @@ def test_a_rank_that_does_not_step() -> None:
     assert "failed on rank 1 of 2" in other
 
 
+# ---- replicas of a trainer, and tied weights
+
+
+def stepping(layout: tuple[int, int, int], change: Callable[[Any, Optimizer, int], Any], **more: Any) -> str:
+    """The error of five steps, on every rank the same; `change` happens behind each backward."""
+    trainer, _ = started(layout, **more)
+    optimizer = torch.optim.SGD(trainer.parameters(), lr=0.1)
+    replicas, rank = trainer.mesh["dp"].size(), trainer.mesh["dp"].get_local_rank()
+
+    def run() -> None:
+        for step in range(5):
+            trainer.step(**{name: x.chunk(replicas)[rank] for name, x in batch(step).items()})
+            change(trainer, optimizer, step)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return message(run)
+
+
+def other_lr(trainer: Any, optimizer: Optimizer, step: int) -> None:
+    optimizer.param_groups[0]["lr"] = 0.1 + dist.get_rank()
+
+
+def own_scale(trainer: Any, optimizer: Optimizer, step: int) -> None:
+    for p in trainer.parameters():
+        p.grad *= 1 + dist.get_rank()
+
+
+def own_noise(trainer: Any, optimizer: Optimizer, step: int) -> None:
+    with torch.no_grad():
+        for p in trainer.parameters():
+            p += dist.get_rank() * 0.1
+
+
+def frozen(trainer: Any, optimizer: Optimizer, step: int) -> None:
+    """Another one of two parameters that are as large."""
+    names = ("h.0.ln_1.weight", "h.0.ln_2.weight")
+    trainer.get_parameter(names[dist.get_rank()]).requires_grad_(False)
+
+
+def replicas_drift(rank: int, n: int) -> None:
+    dp = (1, 1, 2)
+    assert stepping(dp, other_lr).startswith("SGD.step: the settings differ\n  expected ")
+    assert stepping(dp, other_lr, zero=1).startswith("SGD.step: the settings differ\n  expected ")
+    found = stepping(dp, own_scale)
+    assert found.startswith("SGD.step: the gradient of `") and " differs between ranks by " in found
+    found = stepping(dp, own_noise)
+    assert found.startswith("SGD.step: `") and " differs between ranks by " in found
+    found = stepping(dp, frozen)
+    assert found.startswith("Trainer.step: dp rank 1 has other parameters frozen than dp rank 0\n"), found
+
+
+def tied_weights_drift(rank: int, n: int) -> None:
+    found = stepping((1, 2, 1), other_lr)
+    assert found.startswith("SGD.step: the settings differ\n  expected ") and "on pp rank 1" in found
+
+
+def test_replicas_that_drift_apart() -> None:
+    run_ranks(replicas_drift, 2)
+
+
+def test_tied_weights_that_drift_apart() -> None:
+    run_ranks(tied_weights_drift, 2)
+
+
+def replica_skips(rank: int, n: int) -> str:
+    trainer, optimizer = started((1, 1, 2), timeout=timedelta(seconds=3))
+    rows = [{name: x.chunk(2)[rank] for name, x in batch(step).items()} for step in range(3)]
+    with pytest.raises(autotp.Error) as raised:
+        for step in range(3):
+            trainer.step(**rows[step])
+            if (rank, step) != (1, 1):
+                optimizer.step()
+            optimizer.zero_grad()
+    return str(raised.value)
+
+
+def test_a_replica_that_does_not_step() -> None:
+    first, other = run_ranks(replica_skips, 2)
+    assert first.startswith("AdamW.step: step 1 is not taken by all ranks: dp rank 1 did not come within the group's ")
+    assert "Trainer.step" in other
+
+
 # ---- beside replicas
 
 

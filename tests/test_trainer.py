@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -218,6 +219,48 @@ def otherwise(rank: int, n: int) -> str:
 def test_ranks_of_a_replica_with_other_batches() -> None:
     expected = "Trainer.step: tp rank 1 got other inputs than tp rank 0"
     assert run_ranks(otherwise, 2, timeout=100) == [expected] * 2
+
+
+def in_two_modes(rank: int, n: int) -> str:
+    trainer, optimizer = started((1, 1, 2))
+    trained(trainer, optimizer, range(3))
+    with pytest.raises(autotp.Error) as raised:
+        (trainer.evaluate if rank else trainer.step)(**part(trainer, batch(3)))
+    return str(raised.value).splitlines()[0].partition(": ")[2]
+
+
+def test_replicas_in_two_modes() -> None:
+    """A step of one replica while another evaluates."""
+    assert run_ranks(in_two_modes, 2) == ["dp rank 1 was called in another mode than dp rank 0"] * 2
+
+
+def alone(rank: int, n: int, change: str) -> str:
+    """What each rank raises where one rank's batch has other values, long after these were compared."""
+    trainer, optimizer = started((2, 1, 1), timeout=timedelta(seconds=3))
+    trained(trainer, optimizer, range(3))
+    rows = part(trainer, batch(3))
+    if rank and change == "ignored":
+        rows["labels"] = torch.full_like(rows["labels"], -100)
+    if rank and change == "range":
+        rows["tokens"] = rows["tokens"] + 1000
+    if rank and change == "meta":
+        rows["tokens"] = rows["tokens"].to("meta")
+    if rank and change == "sparse":
+        rows["tokens"] = rows["tokens"].to_sparse()
+    with pytest.raises(Exception) as raised:
+        trainer.step(**rows)
+    return str(raised.value)
+
+
+def test_a_batch_whose_values_fail_on_one_rank() -> None:
+    for found in run_ranks(alone, 2, "ignored"):
+        assert found.startswith("Trainer.step: the loss of step 4 is nan"), found
+    first, other = run_ranks(alone, 2, "range")
+    assert "tp rank 1 (global rank 1) raised RuntimeError: an index is out of range" in first
+    assert other.startswith("an index is out of range")
+    for change, what in (("meta", "has no values: it is on meta"), ("sparse", "is not dense: torch.sparse_coo")):
+        for found in run_ranks(alone, 2, change):
+            assert found.startswith(f"Trainer.step: a tensor of the batch {what}\n"), found
 
 
 BAD = {

@@ -33,7 +33,7 @@ from autotp.files import Stored, stored
 from autotp.hf.beside import copy_beside
 from autotp.layout import Layout
 from autotp.lazy import Lazy
-from autotp.mesh import TIMEOUT, make_mesh
+from autotp.mesh import make_mesh
 from autotp.module import ParallelModule
 from autotp.parts import parallel_of
 from autotp.passes.recompute import Recompute
@@ -77,7 +77,7 @@ def from_pretrained(
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
     without: Collection[str] = (),
-    timeout: timedelta = TIMEOUT,
+    timeout: timedelta | None = None,
 ) -> ParallelModule:
     """This rank's part of the model in the folder `path`, in eval mode; each rank reads only what it holds.
 
@@ -93,7 +93,7 @@ def from_pretrained(
         unexpected: "ignore" leaves out tensors that the model has no place for.
         tp, mesh, device, example_inputs, outputs, randomness, strict, check_inputs, experts, sequence_parallel,
             recompute, without: as for `parallelize`.
-        timeout: how long a collective waits for other ranks; a mesh that is given keeps its own.
+        timeout: as for `parallelize`.
 
     Raises:
         Error: the folder is no checkpoint, or one with code of its own; a file is cut short, corrupt or, where
