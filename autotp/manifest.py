@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autotp.checksums import sealed, unsealed
 from autotp.errors import Error
-from autotp.pieces import Piece, Pieces, Shape, file_of
+from autotp.pieces import Piece, Pieces, Shape, file_of, tiled
 from autotp.plain import decode, dtype_of, name_of
 
 FORMAT = 2
@@ -86,8 +86,8 @@ class Item:
         return [self.key, name_of(self.tensor.dtype), self.shape]
 
     def choice(self) -> list[Any]:
-        """By what ranks see that several have it; bytes."""
-        return [self.key, self.at, self.tensor.nbytes]
+        """By what ranks see that several have it; bytes; the whole, which is the same on all that have some of it."""
+        return [self.key, self.at, self.tensor.nbytes, self.row()[1:]]
 
 
 def written(about: Mapping[str, Any], ranks: Sequence[Sequence[Any]]) -> bytes:
@@ -137,8 +137,7 @@ def _pieces(files: Sequence[int], dtype: str, shape: Sequence[int], rows: Sequen
     """The pieces of a tensor, all of which are within their files, and as large as the tensor together."""
     found, pieces = dtype_of(dtype), tuple(map(Piece.of, rows))
     within = all(piece.start + math.prod(piece.sizes) * found.itemsize <= files[piece.rank] for piece in pieces)
-    same = {len(shape)}.issuperset(len(n) for piece in pieces for n in (piece.at, piece.sizes))
-    if not (within and same and sum(math.prod(piece.sizes) for piece in pieces) == math.prod(shape)):
+    if not (within and all(type(n) is int and n >= 0 for n in shape) and tiled(shape, pieces)):
         raise ValueError(f"the pieces of {list(shape)} are others")
     return Pieces(found, tuple(shape), pieces)
 

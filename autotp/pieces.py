@@ -10,6 +10,7 @@ import math
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,27 @@ class Pieces:
         found = torch.empty(self.shape, dtype=self.dtype)
         self.read(folder, name, (0,) * len(self.shape), found)
         return found
+
+
+def tiled(shape: Sequence[int], pieces: Sequence[Piece]) -> bool:
+    """Whether pieces have each element of a tensor of this shape once."""
+    if any(len(n) != len(shape) for piece in pieces for n in (piece.at, piece.sizes)):
+        return False
+    ends = [(piece.at, [a + n for a, n in zip(piece.at, piece.sizes, strict=True)]) for piece in pieces]
+    inside = all(b <= n for _, high in ends for b, n in zip(high, shape, strict=True))
+    if not inside or sum(math.prod(piece.sizes) for piece in pieces) != math.prod(shape):
+        return False
+    boxes = [box for box, piece in zip(ends, pieces, strict=True) if math.prod(piece.sizes)]
+    # Along the dimension with most cuts a box meets few others.
+    dim = max(range(len(shape)), key=lambda d: len({low[d] for low, _ in boxes}), default=-1)
+    boxes.sort(key=lambda box: box[0][dim:][:1])
+    for i, (low, high) in enumerate(boxes):
+        for other, end in islice(boxes, i + 1, None):
+            if dim >= 0 and other[dim] >= high[dim]:
+                break
+            if all(a < d and c < b for a, b, c, d in zip(low, high, other, end, strict=True)):
+                return False
+    return True
 
 
 def file_of(rank: int) -> str:
