@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autotp.checksums import sealed, unsealed
+from autotp.checksums import SENSELESS, sealed, senseless, unsealed
 from autotp.errors import Error
 from autotp.pieces import Piece, Pieces, Shape, file_of, tiled
 from autotp.plain import decode, dtype_of, name_of
@@ -68,8 +68,8 @@ class Manifest:
             return decode(encoded, self.whole)
         except Error:
             raise
-        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
-            raise _senseless(self.folder / MANIFEST, error) from error
+        except SENSELESS as error:
+            raise senseless(self.folder / MANIFEST, error) from error
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(folder, int(content["crc32"], 16), content["about"], tensors)
     except Error as error:
         raise Error(error.problem, **{"try": f"remove {folder}: an older one is used"} | error.facts) from error
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise _senseless(file, error) from error
+    except SENSELESS as error:
+        raise senseless(file, error) from error
 
 
 def _expect_about(about: Mapping[str, Any]) -> None:
@@ -145,6 +145,8 @@ def _pieces(files: Sequence[int], dtype: str, shape: Sequence[int], rows: Sequen
 def _expect_size(file: Path, size: int) -> None:
     if not file.exists():
         raise Error(f"{file} is missing")
+    if not file.is_file():
+        raise Error(f"{file} is no regular file")
     if (found := file.stat().st_size) != size:
         raise Error(f"{file} has {found:,} bytes, and had {size:,} when it was written")
 
@@ -154,7 +156,3 @@ def _other_format(folder: Path, number: Any) -> Error:
         remedy = "the autotp that wrote it, and full_state_dict there: reading this format can run code"
         return Error(f"{folder} is of format 1, and this autotp reads {FORMAT}", **{"try": remedy})
     return Error(f"{folder} is of format {number}, and this autotp reads {FORMAT}", **{"try": "a newer autotp"})
-
-
-def _senseless(file: Path, error: Exception) -> Error:
-    return Error(f"{file} makes no sense: {type(error).__name__}: {error}")

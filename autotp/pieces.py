@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp.checksums import bytes_of, sync
+from autotp.checksums import bytes_of, opened, sync
 from autotp.errors import Error
 
 Shape = tuple[int, ...]
@@ -120,13 +120,13 @@ def write_pieces(folder: Path, rank: int, tensors: Iterable[tuple[Shape, Tensor]
         OSError: as the file system says.
     """
     found, start = list[Piece](), 0
-    with (folder / file_of(rank)).open("xb") as opened:
+    with (folder / file_of(rank)).open("xb") as target:
         for at, tensor in tensors:
             data = bytes_of(tensor)
-            opened.write(data)
+            target.write(data)
             found.append(Piece(at, tuple(tensor.shape), rank, start, zlib.crc32(data)))
             start += len(data)
-        sync(opened)
+        sync(target)
     return found
 
 
@@ -139,9 +139,9 @@ def read_piece(folder: Path, name: str, piece: Piece, dtype: torch.dtype) -> Ten
     file = folder / file_of(piece.rank)
     data = torch.empty(math.prod(piece.sizes) * dtype.itemsize, dtype=torch.uint8)
     try:
-        with file.open("rb") as opened:
-            opened.seek(piece.start)
-            count = opened.readinto(data.numpy().data) if data.numel() else 0
+        with opened(file) as source:
+            source.seek(piece.start)
+            count = source.readinto(data.numpy().data) if data.numel() else 0  # type: ignore[attr-defined]
     except OSError as error:
         raise Error(f"{file} cannot be read: {error.strerror}") from error
     if count != data.numel() or zlib.crc32(data.numpy().data) != piece.crc32:

@@ -7,7 +7,6 @@ What reads them takes from each file the boxes that it needs. All that is read i
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import re
@@ -17,6 +16,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -163,7 +163,8 @@ class Saving(Future[None]):
 
     def __init__(self, run: Callable[[], None]) -> None:
         super().__init__()
-        atexit.register(self._expect_told)
+        # Python's atexit calls nothing in a process that multiprocessing forked; this does, and in all others.
+        self._at_end = Finalize(None, self._expect_told, exitpriority=0)
         threading.Thread(target=self._run, args=(run,), name="autotp.save_checkpoint").start()
 
     def result(self, timeout: float | None = None) -> None:
@@ -172,7 +173,7 @@ class Saving(Future[None]):
             super().result(timeout)
         finally:
             if self.done():
-                atexit.unregister(self._expect_told)
+                self._at_end.cancel()
 
     def _run(self, run: Callable[[], None]) -> None:
         try:
@@ -180,7 +181,7 @@ class Saving(Future[None]):
         except BaseException as error:
             self.set_exception(error)
         else:
-            atexit.unregister(self._expect_told)
+            self._at_end.cancel()
             self.set_result(None)
 
     def _expect_told(self) -> None:
