@@ -17,6 +17,12 @@ from autotp.trainer import Trainer
 SEPARATOR = "|"
 """Between what a key is of: `optimizer|h.0.ln_1.weight|exp_avg`."""
 
+STEPS = 2**63
+"""More than any number of steps: ranks tell each other int64."""
+
+NAMES = ("params", "param_names")
+"""What of an optimizer's group stands for its parameters: a checkpoint has them under their names in the model."""
+
 NOTHING: Any = SimpleNamespace(param_groups=[], state={})
 """Stands for no optimizer."""
 

@@ -7,9 +7,11 @@ checksum.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import stat
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +21,9 @@ import torch
 from torch import Tensor
 
 from autotp.errors import Error
+
+SENSELESS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError, RuntimeError)
+"""What comes of taking for granted what somebody else wrote: of lists in lists, of numbers without end, too."""
 
 SEAL = re.compile(rb'(.*,\n"crc32": )"([0-9a-f]{8})"\}\n', re.DOTALL)
 
@@ -35,22 +40,41 @@ def sealed(content: dict[str, Any]) -> bytes:
     return text + f'"{zlib.crc32(text):08x}"}}\n'.encode()
 
 
+def opened(file: Path) -> BinaryIO:
+    """A file to read, which is a regular one: one would wait for a pipe, and a device has no end.
+
+    Raises:
+        OSError: it is not, or as the file system says.
+    """
+    number = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return os.fdopen(number, "rb")
+
+
 def unsealed(file: Path) -> dict[str, Any]:
     """What `sealed` made a file of.
 
     Raises:
-        Error: the file is not there, cut short or changed; names it.
+        Error: the file is not there, cut short or changed, or no JSON object; names it.
     """
     try:
-        found = SEAL.fullmatch(file.read_bytes())
-        if found is not None and int(found[2], 16) == zlib.crc32(found[1]):
-            content: dict[str, Any] = json.loads(found[0])
-            return content
+        with opened(file) as source:
+            found = SEAL.fullmatch(source.read())
     except OSError as error:
         raise Error(f"{file} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError):
-        pass
-    raise Error(f"{file} is damaged: its checksum is another")
+    if found is None or int(found[2], 16) != zlib.crc32(found[1]):
+        raise Error(f"{file} is damaged: its checksum is another")
+    try:
+        return dict(json.loads(found[0]).items())
+    except SENSELESS as error:
+        raise senseless(file, error) from error
+
+
+def senseless(file: Path, error: BaseException) -> Error:
+    """What is said of a file that is whole and says nothing that we know."""
+    return Error(f"{file} makes no sense: {type(error).__name__}: {error}")
 
 
 def write_whole(file: Path, content: bytes) -> None:
@@ -70,6 +94,7 @@ def sync(opened: BinaryIO) -> None:
 
 SIDE_FILE = "autotp.checksums.json"
 SUMMED = 2**20  # bytes of which there is one checksum
+LARGEST = 2**30  # bytes of a block that we read
 STALE = "copy it anew; if another program wrote it, remove {}: nothing is compared then"
 
 
@@ -110,7 +135,7 @@ def expect_unchanged(folder: Path, rank: int, ranks: int) -> None:
     for name, (size, sums, block) in summed(folder).items():
         file = folder / name
         try:
-            same = file.stat().st_size == size and _same_blocks(file, sums, block, rank, ranks)
+            same = _same_blocks(file, size, sums, block, rank, ranks)
         except OSError as error:
             raise Error(f"{file} cannot be read: {error.strerror}") from error
         if not same:
@@ -129,16 +154,23 @@ def summed(folder: Path) -> dict[str, tuple[int, list[int], int]]:
         return {}
     content = unsealed(beside)
     try:
-        block, files = int(content["block"]), dict(content["files"])
-        return {Path(name).name: (int(size), list(sums), block) for name, (size, sums) in files.items()}
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise Error(f"{beside} makes no sense: {type(error).__name__}: {error}") from error
+        block, files = content["block"], {Path(name).name: row for name, row in content["files"].items()}
+        for name, (size, sums) in files.items():
+            if "\0" in name or not type(block) is type(size) is int or not 0 < block <= LARGEST:
+                raise ValueError(f"the blocks of {name!r} are {size} bytes in {block}")
+            if len(sums) != -(-size // block):
+                raise ValueError(f"{len(sums)} checksums of {name}")
+        return {name: (size, list(sums), block) for name, (size, sums) in files.items()}
+    except SENSELESS as error:
+        raise senseless(beside, error) from error
 
 
-def _same_blocks(file: Path, sums: Sequence[int], block: int, rank: int, ranks: int) -> bool:
-    with file.open("rb", buffering=0) as opened:
+def _same_blocks(file: Path, size: int, sums: Sequence[int], block: int, rank: int, ranks: int) -> bool:
+    with opened(file) as source:
+        if os.fstat(source.fileno()).st_size != size:
+            return False
         for i in range(rank, len(sums), ranks):
-            opened.seek(i * block)
-            if zlib.crc32(opened.read(block)) != sums[i]:
+            source.seek(i * block)
+            if zlib.crc32(source.read(block)) != sums[i]:
                 return False
     return True

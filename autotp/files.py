@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from autotp.checksums import Summed, bytes_of
+from autotp.checksums import SENSELESS, Summed, bytes_of
 from autotp.errors import Error
 from autotp.sources import BLOCK, Box, Shape
 
@@ -105,9 +106,11 @@ def stored(folder: Path) -> dict[str, Stored]:
         if not (folder / file).is_file():
             name = next(name for name, where in places.items() if where == file)
             raise Error(f"`{name}` is listed in {file}, which is not there", **{"at": str(index)})
-        found |= {
-            name: tensor for name, tensor in _opened(folder / file, reader).items() if places.get(name, file) == file
-        }
+        here = _opened(folder / file, reader)
+        if twice := [name for name in here if name in found and name not in places]:
+            files = f"{found[twice[0]].file.name} and in {file}"
+            raise Error(f"`{twice[0]}` is in {files}, and the index does not say which", **{"at": str(index)})
+        found |= {name: tensor for name, tensor in here.items() if places.get(name, file) == file}
     for name, file in places.items():
         if name not in found:
             raise Error(f"`{name}` is listed in {file}, which has no such tensor", **{"at": str(index)})
@@ -129,11 +132,16 @@ def _index(file: Path) -> dict[str, str]:
     """Tensor name -> the name of its file."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-        if all(isinstance(where, str) and Path(where).name == where for where in found.values()):
+        if all(isinstance(where, str) and Path(where).name == where and _fits(where) for where in found.values()):
             return dict(found)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except SENSELESS:
         pass
     raise Error("the index is corrupt", expected='JSON with a "weight_map": tensor name -> file name', at=str(file))
+
+
+def _fits(name: str) -> bool:
+    """Whether a file can have such a name."""
+    return "\0" not in name and len(os.fsencode(name)) <= 255
 
 
 def _opened(file: Path, reader: Reader) -> dict[str, Stored]:

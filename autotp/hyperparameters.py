@@ -71,7 +71,7 @@ def _told(value: Any) -> Any:
     """A value as it is kept; None for a list in which not all is plain."""
     try:
         text = json.dumps(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return None
     return value if len(text) <= LONGEST else f"{len(text)} characters, crc32 {zlib.crc32(text.encode()):08x}"
 

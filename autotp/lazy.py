@@ -59,6 +59,8 @@ def _same(x: Lazy, *_: Any, **__: Any) -> Source:
 
 
 def _cast(x: Lazy, dtype: torch.dtype | None = None, **_: Any) -> Source:
+    if dtype is not None and dtype.is_floating_point != x.dtype.is_floating_point:
+        raise Error(f"{told(x.source)} is {x.dtype}, and {dtype} in the model: its header is another tensor's")
     return x.source if dtype in (None, x.dtype) else Cast(x.source, dtype)
 
 
@@ -70,17 +72,17 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Source | None:
     lengths = [(*x.shape[:dim], *x.shape[dim + 1 :]) for x in tensors]
     other = next((i for i, n in enumerate(lengths) if n != lengths[0]), None)
     if other is not None:
-        raise Error(f"{_told(sources[0])} and {_told(sources[other])} cannot be joined")
+        raise Error(f"{told(sources[0])} and {told(sources[other])} cannot be joined")
     return Joined(sources, dim)
 
 
-def _told(source: Source) -> str:
+def told(source: Source) -> str:
     """The first tensor that it is made of, and its shape."""
     match source:
         case Joined(parts=(first, *_)):
-            return _told(first)
+            return told(first)
         case Narrowed(of=of) | Permuted(of=of) | Squeezed(of=of) | Cast(of=of):
-            return _told(of)
+            return told(of)
     return f"{source} of {list(source.shape)}"
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from autotp.checksums import sealed, unsealed
+from autotp.checksums import SENSELESS, sealed, senseless, unsealed
 from autotp.errors import Error
-from autotp.pieces import Piece, Pieces, Shape, file_of
+from autotp.pieces import Piece, Pieces, Shape, file_of, tiled
 from autotp.plain import decode, dtype_of, name_of
 
 FORMAT = 2
@@ -68,8 +68,8 @@ class Manifest:
             return decode(encoded, self.whole)
         except Error:
             raise
-        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
-            raise _senseless(self.folder / MANIFEST, error) from error
+        except SENSELESS as error:
+            raise senseless(self.folder / MANIFEST, error) from error
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Item:
         return [self.key, name_of(self.tensor.dtype), self.shape]
 
     def choice(self) -> list[Any]:
-        """By what ranks see that several have it; bytes."""
-        return [self.key, self.at, self.tensor.nbytes]
+        """By what ranks see that several have it; bytes; the whole, which is the same on all that have some of it."""
+        return [self.key, self.at, self.tensor.nbytes, self.row()[1:]]
 
 
 def written(about: Mapping[str, Any], ranks: Sequence[Sequence[Any]]) -> bytes:
@@ -120,8 +120,8 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(folder, int(content["crc32"], 16), content["about"], tensors)
     except Error as error:
         raise Error(error.problem, **{"try": f"remove {folder}: an older one is used"} | error.facts) from error
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise _senseless(file, error) from error
+    except SENSELESS as error:
+        raise senseless(file, error) from error
 
 
 def _expect_about(about: Mapping[str, Any]) -> None:
@@ -137,8 +137,7 @@ def _pieces(files: Sequence[int], dtype: str, shape: Sequence[int], rows: Sequen
     """The pieces of a tensor, all of which are within their files, and as large as the tensor together."""
     found, pieces = dtype_of(dtype), tuple(map(Piece.of, rows))
     within = all(piece.start + math.prod(piece.sizes) * found.itemsize <= files[piece.rank] for piece in pieces)
-    same = {len(shape)}.issuperset(len(n) for piece in pieces for n in (piece.at, piece.sizes))
-    if not (within and same and sum(math.prod(piece.sizes) for piece in pieces) == math.prod(shape)):
+    if not (within and all(type(n) is int and n >= 0 for n in shape) and tiled(shape, pieces)):
         raise ValueError(f"the pieces of {list(shape)} are others")
     return Pieces(found, tuple(shape), pieces)
 
@@ -146,6 +145,8 @@ def _pieces(files: Sequence[int], dtype: str, shape: Sequence[int], rows: Sequen
 def _expect_size(file: Path, size: int) -> None:
     if not file.exists():
         raise Error(f"{file} is missing")
+    if not file.is_file():
+        raise Error(f"{file} is no regular file")
     if (found := file.stat().st_size) != size:
         raise Error(f"{file} has {found:,} bytes, and had {size:,} when it was written")
 
@@ -155,7 +156,3 @@ def _other_format(folder: Path, number: Any) -> Error:
         remedy = "the autotp that wrote it, and full_state_dict there: reading this format can run code"
         return Error(f"{folder} is of format 1, and this autotp reads {FORMAT}", **{"try": remedy})
     return Error(f"{folder} is of format {number}, and this autotp reads {FORMAT}", **{"try": "a newer autotp"})
-
-
-def _senseless(file: Path, error: Exception) -> Error:
-    return Error(f"{file} makes no sense: {type(error).__name__}: {error}")

@@ -10,13 +10,14 @@ import math
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autotp.checksums import bytes_of, sync
+from autotp.checksums import bytes_of, opened, sync
 from autotp.errors import Error
 
 Shape = tuple[int, ...]
@@ -86,6 +87,27 @@ class Pieces:
         return found
 
 
+def tiled(shape: Sequence[int], pieces: Sequence[Piece]) -> bool:
+    """Whether pieces have each element of a tensor of this shape once."""
+    if any(len(n) != len(shape) for piece in pieces for n in (piece.at, piece.sizes)):
+        return False
+    ends = [(piece.at, [a + n for a, n in zip(piece.at, piece.sizes, strict=True)]) for piece in pieces]
+    inside = all(b <= n for _, high in ends for b, n in zip(high, shape, strict=True))
+    if not inside or sum(math.prod(piece.sizes) for piece in pieces) != math.prod(shape):
+        return False
+    boxes = [box for box, piece in zip(ends, pieces, strict=True) if math.prod(piece.sizes)]
+    # Along the dimension with most cuts a box meets few others.
+    dim = max(range(len(shape)), key=lambda d: len({low[d] for low, _ in boxes}), default=-1)
+    boxes.sort(key=lambda box: box[0][dim:][:1])
+    for i, (low, high) in enumerate(boxes):
+        for other, end in islice(boxes, i + 1, None):
+            if dim >= 0 and other[dim] >= high[dim]:
+                break
+            if all(a < d and c < b for a, b, c, d in zip(low, high, other, end, strict=True)):
+                return False
+    return True
+
+
 def file_of(rank: int) -> str:
     """The name of a rank's file."""
     return f"rank-{rank:05d}.tensors"
@@ -98,13 +120,13 @@ def write_pieces(folder: Path, rank: int, tensors: Iterable[tuple[Shape, Tensor]
         OSError: as the file system says.
     """
     found, start = list[Piece](), 0
-    with (folder / file_of(rank)).open("xb") as opened:
+    with (folder / file_of(rank)).open("xb") as target:
         for at, tensor in tensors:
             data = bytes_of(tensor)
-            opened.write(data)
+            target.write(data)
             found.append(Piece(at, tuple(tensor.shape), rank, start, zlib.crc32(data)))
             start += len(data)
-        sync(opened)
+        sync(target)
     return found
 
 
@@ -117,9 +139,9 @@ def read_piece(folder: Path, name: str, piece: Piece, dtype: torch.dtype) -> Ten
     file = folder / file_of(piece.rank)
     data = torch.empty(math.prod(piece.sizes) * dtype.itemsize, dtype=torch.uint8)
     try:
-        with file.open("rb") as opened:
-            opened.seek(piece.start)
-            count = opened.readinto(data.numpy().data) if data.numel() else 0
+        with opened(file) as source:
+            source.seek(piece.start)
+            count = source.readinto(data.numpy().data) if data.numel() else 0  # type: ignore[attr-defined]
     except OSError as error:
         raise Error(f"{file} cannot be read: {error.strerror}") from error
     if count != data.numel() or zlib.crc32(data.numpy().data) != piece.crc32:

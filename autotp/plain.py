@@ -20,10 +20,16 @@ from autotp.errors import Error
 KIND = ""
 SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque, "size": torch.Size}
 MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+PLAIN = "a state_dict() of tensors, numbers, texts, and lists, tuples, sets and dicts of these"
+SHOWN = 60  # characters of where a value is
 NAMES = {kind: name for name, kind in {**SEQUENCES, **MAPPINGS}.items()}
 
 
-def encode(value: Any, at: str, keep: Callable[[Tensor], str]) -> Any:
+DEEPEST = 100  # values within values; what reads JSON has an end, too
+LONGEST = 4000  # digits: Python reads no number of more than 4,300 from a text
+
+
+def encode(value: Any, at: str, keep: Callable[[Tensor], str], depth: int = 0) -> Any:
     """The value as JSON has it.
 
     Args:
@@ -34,21 +40,29 @@ def encode(value: Any, at: str, keep: Callable[[Tensor], str]) -> Any:
         Error: there is something else in it; says where.
     """
     kind = type(value)
+    if depth > DEEPEST:
+        raise Error(f"{at[:SHOWN]}... is nested more than {DEEPEST} deep, or holds itself", **{"try": PLAIN})
+    if kind is int and abs(value) >= 10**LONGEST:
+        raise Error(f"{at} is a number of more than {LONGEST:,} digits", **{"try": "its str()"})
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is list:
-        return [encode(item, f"{at}[{i}]", keep) for i, item in enumerate(value)]
+        return [encode(item, f"{at}[{i}]", keep, depth + 1) for i, item in enumerate(value)]
+    if kind in NAMES and _is_object(value):
+        return {key: encode(item, f"{at}[{key!r}]", keep, depth + 1) for key, item in value.items()}
     if kind in NAMES:
-        return {KIND: NAMES[kind], "of": _items(value, at, keep)} if not _is_object(value) else _object(value, at, keep)
-    if kind in (Tensor, nn.Parameter) and value.layout == torch.strided and not value.is_quantized:
-        return {KIND: "tensor", "of": keep(value.detach())}
-    if isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufc":
-        return {KIND: "array", "of": keep(torch.from_numpy(numpy.array(value))), "scalar": kind is not numpy.ndarray}
+        more = {"longest": value.maxlen} if kind is deque else {}
+        return {KIND: NAMES[kind], "of": _items(value, at, keep, depth + 1), **more}
+    if kind in (Tensor, nn.Parameter) and _has_elements(value):
+        learns = {"learns": value.requires_grad} if kind is nn.Parameter else {}
+        return {KIND: "parameter" if learns else "tensor", "of": keep(value.detach()), **learns}
+    if (array := _array(value)) is not None:
+        return {KIND: "array", "of": keep(array), "scalar": kind is not numpy.ndarray}
     if (text := _text(value)) is not None:
         return {KIND: text[0], "of": text[1]}
     raise Error(
         f"{at} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint does not hold",
-        **{"try": "a state_dict() of tensors, numbers, texts, and lists, tuples, sets and dicts of these"},
+        **{"try": PLAIN},
     )
 
 
@@ -68,6 +82,10 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
     if KIND not in value:
         return {key: decode(item, tensor) for key, item in value.items()}
     kind, of = value[KIND], value["of"]
+    if kind == "deque":
+        return deque(decode(of, tensor), value.get("longest"))
+    if kind == "parameter":
+        return nn.Parameter(tensor(of), value["learns"])
     if kind in SEQUENCES:
         return SEQUENCES[kind](decode(of, tensor))
     if kind in MAPPINGS:
@@ -88,16 +106,34 @@ def _is_object(value: Any) -> bool:
     return type(value) is dict and all(type(key) is str and key != KIND for key in value)
 
 
-def _object(value: Mapping[str, Any], at: str, keep: Callable[[Tensor], str]) -> dict[str, Any]:
-    return {key: encode(item, f"{at}[{key!r}]", keep) for key, item in value.items()}
+def _has_elements(tensor: Tensor) -> bool:
+    """Whether a tensor's elements lie in memory one by one, as a file has them."""
+    plain = tensor.layout == torch.strided and not tensor.is_quantized
+    return plain and not tensor.is_nested and not tensor.is_meta
 
 
-def _items(value: Any, at: str, keep: Callable[[Tensor], str]) -> list[Any]:
+def _array(value: Any) -> Tensor | None:
+    """The elements of an array or number of numpy; None of what would come back as something else."""
+    kind = type(value)
+    if kind is not numpy.ndarray and not (isinstance(value, numpy.generic) and value.dtype.type is kind):
+        return None
+    if value.dtype.kind not in "biufc" or not value.dtype.isnative:
+        return None
+    try:
+        return torch.from_numpy(numpy.array(value, order="C"))
+    except TypeError:  # torch has no such dtype.
+        return None
+
+
+def _items(value: Any, at: str, keep: Callable[[Tensor], str], depth: int) -> list[Any]:
     if isinstance(value, Mapping):
-        return [[encode(key, f"a key of {at}", keep), encode(x, f"{at}[{key!r}]", keep)] for key, x in value.items()]
+        pairs = value.items()
+        return [
+            [encode(key, f"a key of {at}", keep, depth), encode(x, f"{at}[{key!r}]", keep, depth)] for key, x in pairs
+        ]
     # Sets have no order of their own: the same one on all ranks.
     items: Iterable[Any] = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-    return [encode(item, f"{at}[{i}]", keep) for i, item in enumerate(items)]
+    return [encode(item, f"{at}[{i}]", keep, depth) for i, item in enumerate(items)]
 
 
 def _text(value: Any) -> tuple[str, Any] | None:

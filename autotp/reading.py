@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from autotp.agree import agree
 from autotp.boxes import local_of
 from autotp.checkpoint_keys import (
+    NAMES,
     NOTHING,
     SEPARATOR,
     key_of,
@@ -167,6 +169,14 @@ def _moment(manifest: Manifest, parts: Parts, name: str, key: str) -> Any:
     return _part(manifest, at, parts, name) if shape == parts.shapes[name] else manifest.whole(at)
 
 
+def _own(manifest: Manifest, encoded: Any) -> dict[str, Any]:
+    """The options that a checkpoint says, without what stands for parameters."""
+    options = manifest.value(encoded)
+    if not isinstance(options, dict):
+        raise Error(f"{manifest.folder / MANIFEST} makes no sense: options of the optimizer are {options!r}")
+    return {key: value for key, value in options.items() if key not in NAMES}
+
+
 def _options(manifest: Manifest, parts: Parts, optimizer: Optimizer) -> list[dict[str, Any]]:
     """The saved options of each group here: those that its parameters had.
 
@@ -176,13 +186,39 @@ def _options(manifest: Manifest, parts: Parts, optimizer: Optimizer) -> list[dic
     had = {name: options for options, held in manifest.about["groups"] for name in held}
     names, found = names_of(optimizer, parts), list[dict[str, Any]]()
     for i, group in enumerate(optimizer.param_groups):
-        mine = [manifest.value(had[names[p]]) for p in group["params"]]
+        mine = [_own(manifest, had[names[p]]) for p in group["params"]]
         if any(options != mine[0] for options in mine):
             raise Error(
                 f"{manifest.folder} has the parameters of group {i} in several groups", **{"try": "the groups of then"}
             )
-        found.append({key: value for key, value in mine[0].items() if key != "params"} if mine else {})
+        if mine:
+            _expect_options(manifest, mine[0], group, optimizer.defaults)
+        found.append(mine[0] if mine else {})
     return found
+
+
+def _expect_options(
+    manifest: Manifest, there: Mapping[str, Any], here: Mapping[str, Any], needed: Collection[str]
+) -> None:
+    """Raises Error where options lack one of an optimizer of this class, or have one of another kind."""
+    wrong = [f"`{key}` is missing" for key in needed if key not in there]
+    wrong += [f"`{key}` is {there[key]!r}" for key in there if key in here and not _like(there[key], here[key])]
+    if wrong:
+        file = manifest.folder / MANIFEST
+        raise Error(f"{file} makes no sense: of the optimizer's options {listed(wrong)}", **{"try": "an older one"})
+
+
+def _like(value: Any, own: Any) -> bool:
+    """Whether an option can be in the place of another: a number of a number, as many of several, yes or no."""
+    if isinstance(own, bool):
+        return value is None or isinstance(value, bool)
+    if isinstance(own, list | tuple):
+        given = isinstance(value, list | tuple) and len(value) == len(own)
+        return given and all(map(_like, value, own))
+    if isinstance(own, int | float) or (isinstance(own, Tensor) and own.numel() == 1):
+        number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+        return number and not math.isnan(float(value))
+    return own is None or isinstance(value, type(own))
 
 
 def load_more(more: Mapping[str, Any], states: Mapping[str, Any], trainer: Trainer) -> None:

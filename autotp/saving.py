@@ -7,7 +7,6 @@ What reads them takes from each file the boxes that it needs. All that is read i
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import re
@@ -17,6 +16,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -24,8 +24,8 @@ from uuid import uuid4
 from torch.optim import Optimizer
 
 from autotp.agree import agree
-from autotp.checkpoint_keys import NOTHING, path_of
-from autotp.errors import within
+from autotp.checkpoint_keys import NOTHING, STEPS, path_of
+from autotp.errors import Error, within
 from autotp.manifest import MANIFEST, OF_FORMAT_1, read_manifest
 from autotp.mesh import gather_ints
 from autotp.parts import parts_of
@@ -52,7 +52,8 @@ def save_checkpoint(
 
     Raises:
         Error: on every rank: the step is there already; another process saves into the folder, or it cannot be written;
-            the optimizer holds other parameters, or state that is not shaped as they are; `more` differs between ranks.
+            the optimizer holds other parameters, state that is not shaped as they are, or state beside theirs; `more`
+            differs between ranks, or what several of them hold of one tensor.
     """
 
     def run() -> Saving:
@@ -89,7 +90,8 @@ def load_checkpoint(
         more: what was saved under these names; each has a `load_state_dict`, and a `state_dict` to go back to.
 
     Raises:
-        Error: on every rank, and nothing is changed: another model's, damaged, or of another format.
+        Error: on every rank, and nothing is changed: another model's, damaged, of another format; the folder cannot be
+            read.
     """
     learning: Any = NOTHING if optimizer is None else optimizer
 
@@ -115,10 +117,39 @@ def load_checkpoint(
 
 
 def saved_steps(folder: str | Path) -> list[int]:
-    """The steps of the whole checkpoints in a folder, in order."""
-    names = [path.parent.name for whole in (MANIFEST, OF_FORMAT_1) for path in Path(folder).glob(f"step-*/{whole}")]
-    found = (re.fullmatch(r"step-(\d{8,})", name) for name in dict.fromkeys(names))
-    return sorted(int(match.group(1)) for match in found if match)
+    """The steps of the whole checkpoints in a folder, in order; none where it does not exist.
+
+    Raises:
+        Error: it cannot be read.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise _unreadable(Path(folder), error) from error
+    digits = (name.removeprefix("step-") for name in names if re.fullmatch(r"step-[0-9]{8,19}", name))
+    steps = sorted({int(text) for text in digits if int(text) < STEPS})
+    # With more zeros than we write it is the name of something else.
+    return [step for step in steps if path_of(Path(), step).name in names and _is_whole(path_of(Path(folder), step))]
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether there is a manifest. That it can be read is seen when it is."""
+    for name in (MANIFEST, OF_FORMAT_1):
+        try:
+            os.lstat(path / name)
+            return True
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise _unreadable(path, error) from error
+    return False
+
+
+def _unreadable(path: Path, error: OSError) -> Error:
+    return Error(f"{path} cannot be read: {error.strerror}", **{"try": "the folder that was saved into"})
 
 
 # ---- a save that is under way
@@ -132,7 +163,8 @@ class Saving(Future[None]):
 
     def __init__(self, run: Callable[[], None]) -> None:
         super().__init__()
-        atexit.register(self._expect_told)
+        # Python's atexit calls nothing in a process that multiprocessing forked; this does, and in all others.
+        self._at_end = Finalize(None, self._expect_told, exitpriority=0)
         threading.Thread(target=self._run, args=(run,), name="autotp.save_checkpoint").start()
 
     def result(self, timeout: float | None = None) -> None:
@@ -141,7 +173,7 @@ class Saving(Future[None]):
             super().result(timeout)
         finally:
             if self.done():
-                atexit.unregister(self._expect_told)
+                self._at_end.cancel()
 
     def _run(self, run: Callable[[], None]) -> None:
         try:
@@ -149,7 +181,7 @@ class Saving(Future[None]):
         except BaseException as error:
             self.set_exception(error)
         else:
-            atexit.unregister(self._expect_told)
+            self._at_end.cancel()
             self.set_result(None)
 
     def _expect_told(self) -> None:

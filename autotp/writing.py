@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autotp.boxes import local_of
-from autotp.checkpoint_keys import key_of, names_held, names_of, path_of, random_states, sizes
+from autotp.checkpoint_keys import NAMES, SEPARATOR, STEPS, key_of, names_held, names_of, path_of, random_states, sizes
 from autotp.checksums import bytes_of, write_whole
 from autotp.claim import claim
 from autotp.errors import Error
@@ -29,6 +30,8 @@ from autotp.plain import encode
 from autotp.trainer import Trainer
 
 T = TypeVar("T")
+Holders = dict[tuple[Any, ...], list[tuple[int, int]]]
+"""What tells an item apart -> the ranks that have it, each with its number there."""
 UNFINISHED = ".new"
 
 
@@ -60,7 +63,7 @@ def begun(folder: Path, trainer: Trainer, optimizer: Optimizer, step: int, more:
     if not isinstance(optimizer, Optimizer):
         problem = f"{type(optimizer).__name__} is no optimizer"
         raise Error(problem, **{"try": "autotp.full_state_dict(trainer) for the parameters alone"})
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEPS:
         raise Error(f"step={step!r} is no number of steps", **{"try": "trainer.steps"})
     path = path_of(folder, step)
     if path.exists():
@@ -69,7 +72,20 @@ def begun(folder: Path, trainer: Trainer, optimizer: Optimizer, step: int, more:
         raise Error(f"{path} is there already", **{"try": remedy})
     if trainer.everyone.rank == 0:
         _filed(folder, lambda: _claim(folder))
+    _expect_nothing_beside(optimizer)
     return _state(trainer, parts_of(trainer, "save_checkpoint"), optimizer, step, more)
+
+
+def _expect_nothing_beside(optimizer: Optimizer) -> None:
+    """Raises Error where an optimizer keeps more than options and its parameters' state."""
+    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    beside = [key for key in optimizer.state if id(key) not in parameters]
+    beside += [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+    if beside:
+        key = f"a tensor of {list(beside[0].shape)}" if isinstance(beside[0], Tensor) else f"`{beside[0]}`"
+        told = f"{type(optimizer).__name__} keeps {key} beside the state of its parameters"
+        remedy = "an option of a group, or save_checkpoint(..., name=thing) with a state_dict() of its own"
+        raise Error(f"{told}, which a checkpoint does not hold", **{"try": remedy})
 
 
 def _claim(folder: Path) -> None:
@@ -105,8 +121,10 @@ def _state(trainer: Trainer, parts: Parts, optimizer: Optimizer, step: int, more
     rank, items = trainer.everyone.rank, list[Item]()
 
     def keeper(at: str) -> Callable[[Tensor], str]:
+        count = itertools.count()  # Of what is kept there: the keys are the same on all ranks that hold it.
+
         def keep(tensor: Tensor) -> str:
-            key = key_of(at, len(items))
+            key = key_of(at, next(count))
             copied = tensor.cpu().clone()
             items.append(Item(key, (0,) * copied.dim(), tuple(copied.shape), copied))
             return key
@@ -119,11 +137,11 @@ def _state(trainer: Trainer, parts: Parts, optimizer: Optimizer, step: int, more
         "optimizer": type(optimizer).__name__,
         "model": trainer.hyperparameters,
     }
-    shared = {
-        name: encode(thing.state_dict(), f"the state of `{name}`", keeper("more")) for name, thing in more.items()
-    }
+    keep = keeper("more")
+    shared = {name: encode(thing.state_dict(), f"the state of `{name}`", keep) for name, thing in more.items()}
     prints = {item.key: zlib.crc32(bytes_of(item.tensor)) for item in items}
-    groups = [_group(group, optimizer, parts, keeper(f"group|{rank}")) for group in optimizer.param_groups]
+    keep = keeper(key_of("group", rank))
+    groups = [_group(group, optimizer, parts, keep) for group in optimizer.param_groups]
     for name, tensor in random_states(trainer.place.device).items():
         items.append(Item(key_of("random", rank, name), (0,), tuple(tensor.shape), tensor))
     for name in names_held(parts):
@@ -142,7 +160,7 @@ def _state(trainer: Trainer, parts: Parts, optimizer: Optimizer, step: int, more
 
 def _group(group: Mapping[str, Any], optimizer: Optimizer, parts: Parts, keep: Callable[[Tensor], str]) -> list[Any]:
     names = names_of(optimizer, parts)
-    options = {key: value for key, value in group.items() if key != "params"}
+    options = {key: value for key, value in group.items() if key not in NAMES}
     holds = {names[p]: list(optimizer.state.get(p, {})) for p in group["params"]}
     return [encode(options, "a group of the optimizer", keep), holds]
 
@@ -188,7 +206,10 @@ def write(state: State, path: Path, new: Path, peers: Peers) -> None:
     """
     try:
         rank = peers.mesh.rank
-        items = [state.items[i] for i in _chosen(peers.tell([item.choice() for item in state.items]), rank)]
+        choices = peers.tell([item.choice() for item in state.items])
+        holders = _holders(choices)
+        _expect_alike(peers, state, choices, holders)
+        items = [state.items[i] for i in _chosen(holders, peers.mesh.size, rank)]
         rows = peers.agree(lambda: _filed(new, lambda: _write_items(new, rank, items)))
         every = peers.tell([rows, state.groups, state.values])
         peers.agree(lambda: _filed(path, lambda: _name(state, every, path, new)) if rank == 0 else None)
@@ -198,13 +219,48 @@ def write(state: State, path: Path, new: Path, peers: Peers) -> None:
         raise
 
 
-def _chosen(every: Sequence[Sequence[Any]], rank: int) -> list[int]:
+def _holders(every: Sequence[Sequence[Any]]) -> Holders:
+    """Who has each item. every: of each rank's items what tells them apart"""
+    found: Holders = {}
+    for rank, rows in enumerate(every):
+        for i, (key, at, size, _) in enumerate(rows):
+            found.setdefault((key, *at, size), []).append((rank, i))
+    return found
+
+
+def _expect_alike(peers: Peers, state: State, choices: Sequence[Sequence[Any]], holders: Holders) -> None:
+    """Raises Error, on every rank, where ranks hold the same of a tensor, or a number, and it is not the same."""
+    rank, several = peers.mesh.rank, [(key[0], places) for key, places in holders.items() if len(places) > 1]
+    mine = [
+        zlib.crc32(bytes_of(state.items[i].tensor)) for _, places in several for other, i in places if other == rank
+    ]
+    every = [(iter(sums), values) for sums, values in peers.tell([mine, state.values])]
+    found: dict[str, dict[int, Any]] = {}
+    for at, (key, places) in enumerate(several):
+        for other, _ in places:
+            found.setdefault(f"{at}{SEPARATOR}{key}", {})[other] = next(every[other][0])
+    for other, (_, values) in enumerate(every):
+        told = [*values.items(), *((key, whole) for key, _, _, whole in choices[other])]
+        for key, value in told:
+            found.setdefault(f"{SEPARATOR}{key}", {})[other] = json.dumps(value)
+    for key, by_rank in found.items():
+        (first, value), *others = by_rank.items()
+        differ = [other for other, theirs in others if theirs != value]
+        if differ:
+            problem = f"{_called(key.partition(SEPARATOR)[2])} is another on rank {differ[0]} than on rank {first}"
+            remedy = "the same steps on all ranks; of a cut parameter, state that is shaped as it is"
+            raise Error(problem, **{"try": remedy})
+
+
+def _called(key: str) -> str:
+    """What an error calls what is kept under a key."""
+    kind, name, *rest = key.split(SEPARATOR)
+    return f"`{rest[0]}` of `{name}` in the optimizer" if kind == "optimizer" and rest else f"`{name}`"
+
+
+def _chosen(holders: Holders, ranks: int, rank: int) -> list[int]:
     """Which of its items a rank writes: of those that several have, the one that has least to write does."""
-    holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
-    for other, rows in enumerate(every):
-        for i, (key, at, size) in enumerate(rows):
-            holders.setdefault((key, *at, size), []).append((other, i))
-    load, chosen = [0] * len(every), list[int]()
+    load, chosen = [0] * ranks, list[int]()
     for (*_, size), places in sorted(holders.items(), key=lambda pair: len(pair[1])):
         other, i = min(places, key=lambda place: load[place[0]])
         load[other] += size

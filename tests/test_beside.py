@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 import transformers
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
@@ -50,3 +51,23 @@ def test_what_goes_along(tmp_path: Path) -> None:
 def test_a_source_that_is_gone(tmp_path: Path) -> None:
     copy_beside(tmp_path / "gone", tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_links(tmp_path: Path) -> None:
+    """Into the folder itself, or the hub's cache of this model; what else is linked is not handed on."""
+    cache, folder = tmp_path / "models--a--b", tmp_path / "folder"
+    source, blobs, other = cache / "snapshots" / "x", cache / "blobs", tmp_path / "models--c--d" / "blobs"
+    for path in (source, blobs, other, source / "additional_chat_templates", folder):
+        path.mkdir(parents=True)
+    (tmp_path / "secret").write_text("secret")
+    (blobs / "1").write_text("mine")
+    (other / "1").write_text("another's")
+    (source / "tokenizer.json").symlink_to(Path("..", "..", "blobs", "1"))
+    (source / "vocab.json").symlink_to("tokenizer.json")
+    (source / "merges.txt").symlink_to(other / "1")
+    (source / "added_tokens.json").symlink_to(tmp_path / "secret")
+    (source / "additional_chat_templates" / "x.jinja").symlink_to(tmp_path / "secret")
+    with pytest.warns(UserWarning, match="is a link to "):
+        copy_beside(source, folder)
+    assert {path.name for path in folder.rglob("*.*")} == {"tokenizer.json", "vocab.json"}
+    assert (folder / "vocab.json").read_text() == "mine"

@@ -161,3 +161,27 @@ def test_a_file_that_is_gone_when_it_is_read(tmp_path: Path) -> None:
     gone = Stored(tmp_path / "x.safetensors", "a", (2,), torch.float32)
     assert message(lambda: gone.read(((0, 1),))).startswith("`a` cannot be read: ")
     assert message(lambda: gone.read(((0, 1),))).endswith(f"\n  at       {gone.file}")
+
+
+def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+    """The index says which; where it does not, nobody knows."""
+    index = tmp_path / "model.safetensors.index.json"
+    for name in "ab":
+        save_file({"x": torch.ones(2), name: torch.ones(1)}, tmp_path / name)
+    index.write_text(json.dumps({"weight_map": {"a": "a", "b": "b", "x": "a"}}))
+    assert stored(tmp_path)["x"].file.name == "a"
+    index.write_text(json.dumps({"weight_map": {"a": "a", "b": "b"}}))
+    assert message(lambda: stored(tmp_path)) == (
+        f"`x` is in a and in b, and the index does not say which\n  at       {index}"
+    )
+
+
+def test_an_index_without_sense(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    for text in (
+        '{"weight_map":' + "[" * 100000,
+        '{"weight_map": {"a": "a\\u0000"}}',
+        json.dumps({"weight_map": {"a": "a" * 999}}),
+    ):
+        index.write_text(text)
+        assert message(lambda: stored(tmp_path)).startswith("the index is corrupt")

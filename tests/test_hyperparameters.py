@@ -24,6 +24,11 @@ class Block(nn.Module):
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
         self.config, self.layer, self.act, self.scale = config, layer, F.gelu, lambda x: x
+        self.past: list[Any] = []
+        self.past.append(self.past)  # Of no use to a checkpoint, and no reason to fail.
+        self.tower: list[Any] = []
+        for _ in range(5000):
+            self.tower = [self.tower]
         self.norm, self.drop, self.table = nn.LayerNorm(2, eps=1e-3), nn.Dropout(0.3), torch.ones(2)
 
 

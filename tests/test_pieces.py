@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import zlib
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import autotp
-from autotp.checksums import bytes_of, sealed, unsealed
-from autotp.pieces import Piece, Pieces, read_piece, write_pieces
+from autotp.checksums import SIDE_FILE, bytes_of, expect_unchanged, sealed, unsealed
+from autotp.manifest import read_manifest
+from autotp.pieces import Piece, Pieces, read_piece, tiled, write_pieces
 
 DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
 PLAIN = [x for x in DTYPES if not str(x).startswith(("torch.q", "torch.bits", "torch.int1", "torch.uint1"))]
@@ -59,6 +63,22 @@ def test_any_box_of_any_pieces(tmp_path: Path) -> None:
         Pieces(whole.dtype, (12, 10), tuple(pieces[1:])).whole(tmp_path, "x")
 
 
+def test_boxes_that_do_not_tile() -> None:
+    """As many elements as there are, and yet one twice, or one outside."""
+    boxes = {
+        True: [[((0,), (4,)), ((4,), (4,))], [((0, 0), (2, 3)), ((0, 3), (2, 1)), ((2, 0), (1, 4))], [((), ())]],
+        False: [
+            [((0,), (4,)), ((0,), (4,))], [((0,), (4,)), ((2,), (4,))], [((1,), (8,))], [((0,), (4,))], [],
+            [((0, 0), (2, 3)), ((0, 2), (2, 1)), ((2, 0), (1, 4))], [((), ()), ((), ())],
+        ],
+    }  # fmt: skip
+    shapes = {1: (8,), 2: (3, 4), 0: ()}
+    for same, cases in boxes.items():
+        for case in cases:
+            pieces = [Piece(at, sizes, 0, 0, 0) for at, sizes in case]
+            assert tiled(shapes[len(case[0][0]) if case else 1], pieces) == same, case
+
+
 def test_tensors_that_do_not_lie_in_a_row(tmp_path: Path) -> None:
     strange = [torch.randn(4, 3).t(), torch.randn(3, dtype=torch.complex64).conj(), torch.ones(2, 2).expand(3, 2, 2)]
     strange.append(torch.randn(3, dtype=torch.complex64).conj().imag)  # Negated lazily.
@@ -81,3 +101,34 @@ def test_every_bit_of_a_sealed_file(tmp_path: Path) -> None:
         file.write_bytes(text[:length])
         with pytest.raises(autotp.Error, match="is damaged"):
             unsealed(file)
+
+
+@pytest.mark.timeout(20)
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    """Nobody waits for a pipe or reads a device."""
+    os.mkfifo(tmp_path / "manifest.json")
+    (tmp_path / "rank-00000.tensors").symlink_to("/dev/zero")
+    with pytest.raises(autotp.Error, match=r"manifest\.json cannot be read: it is no regular file"):
+        read_manifest(tmp_path)
+    with pytest.raises(autotp.Error, match="cannot be read: it is no regular file"):
+        read_piece(tmp_path, "x", Piece((0,), (4,), 0, 0, zlib.crc32(bytes(4))), torch.uint8)
+    (tmp_path / SIDE_FILE).write_bytes(sealed({"block": 1, "files": {"manifest.json": [0, []]}}))
+    with pytest.raises(autotp.Error, match=r"manifest\.json cannot be read: it is no regular file"):
+        expect_unchanged(tmp_path, 0, 1)
+
+
+@pytest.mark.parametrize("block", [10**18, 10**30, -5, 0, float("inf"), float("nan"), "a"])
+def test_blocks_that_are_none(block: Any, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"abc")
+    (tmp_path / SIDE_FILE).write_bytes(sealed({"block": block, "files": {"x": [3, [1]]}}))
+    with pytest.raises(autotp.Error, match="makes no sense"):
+        expect_unchanged(tmp_path, 0, 1)
+
+
+def test_a_sealed_file_without_sense(tmp_path: Path) -> None:
+    """Lists in lists without end, in a file whose checksum is right."""
+    for inner in (b"[" * 100000 + b"]" * 100000, b"1" * 5000):
+        text = b'{"a":' + inner + b',\n"crc32": '
+        (tmp_path / "manifest.json").write_bytes(text + f'"{zlib.crc32(text):08x}"}}\n'.encode())
+        with pytest.raises(autotp.Error, match=r"manifest\.json makes no sense"):
+            read_manifest(tmp_path)

@@ -36,7 +36,9 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
-        return torch.equal(a, b) and a.dtype == b.dtype
+        return torch.equal(a, b) and a.dtype == b.dtype and (a.requires_grad == b.requires_grad)
+    if isinstance(a, deque) and a.maxlen != b.maxlen:
+        return False
     if isinstance(a, numpy.ndarray):
         return bool((a == b).all()) and a.dtype == b.dtype
     if isinstance(a, dict):
@@ -69,6 +71,11 @@ def test_values_of_other_types() -> None:
         "counter": Counter({3: 1, 7: 2}),
         "ordered": OrderedDict(a=1),
         "deque": deque([1.5]),
+        "ring": deque([1, 2], maxlen=3),
+        "parameter": nn.Parameter(torch.ones(2)),
+        "frozen": nn.Parameter(torch.ones(2), requires_grad=False),
+        "deep": eval("[" * 90 + "]" * 90),
+        "long": 10**3999,
         "set": {3, 1},
         "size": torch.Size([2, 3]),
         "dtype": torch.bfloat16,
@@ -123,9 +130,32 @@ def test_every_schedule_of_torch() -> None:
             schedule.load_state_dict(there_and_back(state))
 
 
+def nested() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
 @pytest.mark.parametrize(
     "value",
-    [lambda: 0, object(), Path("x"), int, numpy.array([object()]), torch.ones(2).to_sparse(), type("N", (int,), {})(3)],
+    [
+        lambda: 0,
+        object(),
+        Path("x"),
+        int,
+        numpy.array([object()]),
+        torch.ones(2).to_sparse(),
+        type("N", (int,), {})(3),
+        numpy.ma.array([1, 2], mask=[0, 1]),
+        numpy.ones(2).view(type("A", (numpy.ndarray,), {})),
+        numpy.array([1.0], dtype=">f4"),
+        numpy.array([1.0], dtype=numpy.longdouble),
+        numpy.longdouble(1),
+        torch.empty(3, device="meta"),
+        nested(),
+        type("D", (deque,), {})([1]),
+    ],
+    ids=lambda value: type(value).__name__,
 )
 def test_what_is_not_plain(value: Any) -> None:
     with pytest.raises(autotp.Error) as raised:
@@ -134,3 +164,26 @@ def test_what_is_not_plain(value: Any) -> None:
     assert str(raised.value).splitlines()[0] == (
         f"it['a'][1] is a {kind.__module__}.{kind.__qualname__}, which a checkpoint does not hold"
     )
+
+
+def cyclic() -> list[Any]:
+    value: list[Any] = [1]
+    value.append({"a": (value,)})
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (cyclic(), "is nested more than 100 deep, or holds itself"),
+        (eval("[" * 90 + "(" * 90 + ")" + ",)" * 89 + "]" * 90), "is nested more than 100 deep, or holds itself"),
+        (10**5000, "is a number of more than 4,000 digits"),
+        (-(10**5000), "is a number of more than 4,000 digits"),
+    ],
+    ids=["cyclic", "deep", "long", "long, negative"],
+)
+def test_what_json_cannot_have(value: Any, told: str) -> None:
+    with pytest.raises(autotp.Error) as raised:
+        there_and_back({"a": value})
+    assert str(raised.value).splitlines()[0].endswith(told)
+    assert len(str(raised.value).splitlines()[0]) < 200

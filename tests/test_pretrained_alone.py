@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from checkpoints import expect_same, family, files_of, message
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.utils import logging as theirs
 
@@ -85,6 +86,24 @@ def test_configurations_that_make_no_model(copied: Path) -> None:
     assert message(lambda: autotp.from_pretrained(copied)) == (
         f"{call}: no checkpoint of transformers: config.json is not there\n  at       {copied}"
     )
+
+
+def test_tensors_of_another_kind(copied: Path) -> None:
+    """The header says whole numbers where the model has floating ones: as many bytes, that mean another thing."""
+    file = copied / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float().view(torch.int32)
+    save_file(tensors, file, {"format": "pt"})
+    for given in ({}, {"dtype": torch.float32}):
+        text = message(lambda given=given: autotp.from_pretrained(copied, **given))  # type: ignore[misc]
+        assert "`model.norm.weight` in model.safetensors" in text and " is torch.int32" in text
+
+
+def test_an_adapter(copied: Path) -> None:
+    (copied / "adapter_config.json").write_text("{}")
+    first, *facts = message(lambda: autotp.from_pretrained(copied)).splitlines()
+    assert first == f"from_pretrained({copied}): an adapter is beside the model: adapter_config.json"
+    assert "peft" in facts[-1]
 
 
 def test_experts_of_different_sizes(tmp_path: Path) -> None:

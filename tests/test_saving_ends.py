@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
 import subprocess
@@ -268,3 +269,19 @@ def goes_on(rank: int, n: int, folder: str) -> None:
     assert saved_steps(folder)[-1] == step + 1
     dist.barrier()
     assert not [name for name in os.listdir(folder) if name.endswith(".new")]
+
+
+def fails(how: str) -> None:
+    future = saving.Saving(lambda: (_ for _ in ()).throw(OSError("the disk is full")))
+    if how == "told":
+        with pytest.raises(OSError, match="full"):
+            future.result()
+
+
+@pytest.mark.parametrize("how", ["untold", "told"])
+def test_a_forked_process_ends_in_1(how: str) -> None:
+    """Where nobody asked for the result of a save that failed; multiprocessing ends its processes in its own way."""
+    process = multiprocessing.get_context("fork").Process(target=fails, args=(how,))
+    process.start()
+    process.join(30)
+    assert process.exitcode == (1 if how == "untold" else 0)

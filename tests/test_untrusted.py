@@ -167,6 +167,17 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "code of a part": ({"text_config": {"auto_map": {"AutoConfig": BESIDE}}}, "has code of its own (auto_map)"),
     "an attention in a hub": ({"attn_implementation": KERNEL}, f"names code in a hub (attn_implementation: {KERNEL})"),
     "another attention": ({"_attn_implementation": KERNEL}, f"names code in a hub (_attn_implementation: {KERNEL})"),
+    "an attention of a part in a hub": (
+        {"attn_implementation": {"": KERNEL}}, f"names code in a hub (attn_implementation: {KERNEL})",
+    ),
+    "an attention inside": (
+        {"_attn_implementation_internal": KERNEL}, f"names code in a hub (_attn_implementation_internal: {KERNEL})",
+    ),
+    "no number": ({"rms_norm_eps": float("nan")}, "the configuration cannot be read: NaN is no number"),
+    "a number without end": ({"rms_norm_eps": float("inf")}, "the configuration cannot be read: Infinity is no number"),
+    "no number, as transformers writes it": (
+        {"rms_norm_eps": {"__float__": "NaN"}}, "the configuration cannot be read: NaN is no number",
+    ),
     "no model": ({"architectures": ["Trainer"]}, "config.json names Trainer, which is no model that transformers has"),
     "no class": ({"architectures": ["pipeline"]}, "config.json names pipeline, which is no model"),
     "a backbone": (

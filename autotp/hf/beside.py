@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import warnings
 from pathlib import Path
 
 from autotp.checksums import SIDE_FILE
@@ -31,6 +32,20 @@ def belongs(file: Path) -> bool:
     return file.suffix in TABLES or bool(TEXTS.fullmatch(name))
 
 
+def is_of(file: Path, source: Path) -> bool:
+    """Whether a file lies in the folder, or where the hub's cache keeps the files of this model; else a warning.
+
+    The cache has `snapshots/x/tokenizer.json -> ../../blobs/...`. Any other link may lead to what is not to be copied.
+    """
+    home = source.resolve()
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    found = file.resolve()
+    if any(found.is_relative_to(home) for home in homes):
+        return True
+    warnings.warn(f"{file} is a link to {found}, out of its folder: it is not copied", stacklevel=2)
+    return False
+
+
 def copy_beside(source: Path, folder: Path) -> None:
     """Copies what goes along with the weights.
 
@@ -38,9 +53,11 @@ def copy_beside(source: Path, folder: Path) -> None:
         OSError: as the file system says.
     """
     for file in sorted(source.iterdir()) if source.is_dir() else ():
-        if belongs(file):
+        if belongs(file) and is_of(file, source):
             shutil.copyfile(file, folder / file.name)
     templates = sorted((source / TEMPLATES).glob("*.jinja"))
     for file in templates:
+        if not (file.is_file() and is_of(file, source)):
+            continue
         (folder / TEMPLATES).mkdir(exist_ok=True)
         shutil.copyfile(file, folder / TEMPLATES / file.name)

@@ -27,12 +27,12 @@ from torch.overrides import TorchFunctionMode
 from autotp.agree import CheckInputs, agree
 from autotp.api import on_mesh
 from autotp.checkpoint import parse_size, read_parts, write_checkpoint
-from autotp.checksums import SIDE_FILE, STALE, expect_unchanged, summed
+from autotp.checksums import SENSELESS, SIDE_FILE, STALE, expect_unchanged, opened, summed
 from autotp.errors import Error, within
 from autotp.files import Stored, stored
 from autotp.hf.beside import copy_beside
 from autotp.layout import Layout
-from autotp.lazy import Lazy
+from autotp.lazy import Lazy, told
 from autotp.mesh import make_mesh
 from autotp.module import ParallelModule
 from autotp.parts import parallel_of
@@ -42,6 +42,7 @@ from autotp.sources import Source, read
 from autotp.transform import Experts, Outputs
 from autotp.whole import Whole
 
+ADAPTER = "adapter_config.json"
 SHOWN = 4  # names in an error
 LOCAL = {"trust_remote_code": False}  # Unless it is said, transformers asks on the terminal whether to run code.
 
@@ -216,6 +217,8 @@ def _emptied(model: nn.Module) -> tuple[nn.Module, dict[str, Source]]:
     for prefix, module in model.named_modules():
         for table in (module._parameters, module._buffers):
             for key, tensor in [(k, t) for k, t in table.items() if isinstance(t, Lazy)]:
+                if isinstance(tensor, nn.Parameter) and not (tensor.is_floating_point() or tensor.is_complex()):
+                    raise Error(f"{told(tensor.source)} is {tensor.dtype}, and a parameter is of floating numbers")
                 if tensor not in empty and isinstance(tensor, nn.Parameter):
                     sources[f"{prefix}.{key}" if prefix else key] = tensor.source
                     on_meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -235,6 +238,9 @@ def _config(folder: Path, wanted: Wanted) -> Any:
     file = folder / "config.json"
     if not file.is_file():
         raise Error("no checkpoint of transformers: config.json is not there", at=str(folder))
+    if (folder / ADAPTER).is_file():
+        remedy = "load both with peft, and autotp.parallelize what it returns; or merge_and_unload() and save that"
+        raise Error(f"an adapter is beside the model: {ADAPTER}", at=str(folder), **{"try": remedy})
     _expect_no_code(file, wanted.config)
     own = getattr(wanted.model_class, "config_class", None)
     source, local = (own, {}) if own else (_transformers().AutoConfig, LOCAL)
@@ -247,16 +253,32 @@ def _config(folder: Path, wanted: Wanted) -> Any:
 def _expect_no_code(file: Path, given: Mapping[str, Any]) -> None:
     """Raises Error where a configuration names code to run: classes beside it, or kernels in a hub."""
     try:
-        config = json.loads(file.read_text(encoding="utf-8")) | {key: given[key] for key in given if key == "auto_map"}
-    except (ValueError, TypeError, RecursionError) as error:
+        with opened(file) as source:
+            config = json.loads(source.read(), parse_constant=_no_number)
+        config |= {key: given[key] for key in given if key == "auto_map"}
+        entries = list(_entries(config))
+        if any(key == "__float__" and value == "NaN" for key, value in entries):
+            _no_number("NaN")
+    except (*SENSELESS, OSError) as error:
         raise Error(f"the configuration cannot be read: {_first_line(error)}", at=str(file)) from error
-    for key, value in _entries(config):
+    for key, value in entries:
         if key == "auto_map" and value:
             own = 'config={"auto_map": {}} for the class of transformers, if it has one of this model_type'
             raise Error("the checkpoint has code of its own (auto_map): it is not run", at=str(file), **{"try": own})
-        if key.endswith("_implementation") and isinstance(value, str) and "/" in value and key not in given:
-            named = f"the checkpoint names code in a hub ({key}: {value}): it is not fetched"
+        hubs = [text for text in _texts(value) if "/" in text] if "_implementation" in key and key not in given else []
+        if hubs:
+            named = f"the checkpoint names code in a hub ({key}: {hubs[0]}): it is not fetched"
             raise Error(named, at=str(file), **{"try": f'config={{"{key}": "sdpa"}}'})
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number")
+
+
+def _texts(value: Any) -> list[str]:
+    """All texts in what JSON has."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [value] if isinstance(value, str) else [text for item in inner for text in _texts(item)]
 
 
 def _entries(value: Any) -> Iterator[tuple[str, Any]]:
