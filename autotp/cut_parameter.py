@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ def as_cut(parameter: nn.Parameter, name: str, layout: Layout) -> nn.Parameter:
     """The parameter itself, which knows from here on that it is a part, if it is."""
     if layout.dim is not None and type(parameter) is nn.Parameter:
         parameter.__class__ = CutParameter
+        _spare_dynamo()
     if isinstance(parameter, CutParameter):
         parameter.autotp_part = name, layout
     return parameter
@@ -115,3 +117,11 @@ def _warn(part: CutParameter, func: Any, depth: int) -> None:
 def is_ordinary(tensor: Tensor) -> bool:
     """True for a parameter that is torch's own, or cut."""
     return type(tensor) in (nn.Parameter, CutParameter)
+
+
+@cache
+def _spare_dynamo() -> None:
+    """Has Dynamo leave the wrapper alone: its own operators come there, and it would compile it without end."""
+    from torch._dynamo.eval_frame import skip_code  # It takes a second, and export has it by now.
+
+    skip_code(CutParameter.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]
