@@ -152,8 +152,8 @@ def _differing(optimizer: Optimizer, same: Mapping[str, Tensor], place: Mesh, st
 
 def _is_sharded(tensor: Tensor, place: Mesh) -> bool:
     """Whether ranks of this axis have each a part of what `fully_shard` has sharded."""
-    if not isinstance(tensor, DTensor):
-        return False
+    if not isinstance(tensor, DTensor) or place.axis != "tp":
+        return isinstance(tensor, DTensor)
     return place.group in {tensor.device_mesh.get_group(dim).group_name for dim in range(tensor.device_mesh.ndim)}
 
 

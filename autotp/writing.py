@@ -79,7 +79,7 @@ def begun(folder: Path, trainer: Trainer, optimizer: Optimizer, step: int, more:
 def _expect_nothing_beside(optimizer: Optimizer) -> None:
     """Raises Error where an optimizer keeps more than options and its parameters' state."""
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    beside = [key for key in optimizer.state if id(key) not in parameters]
+    beside: list[Any] = [key for key in optimizer.state if id(key) not in parameters]
     beside += [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
     if beside:
         key = f"a tensor of {list(beside[0].shape)}" if isinstance(beside[0], Tensor) else f"`{beside[0]}`"
