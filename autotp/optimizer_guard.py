@@ -25,7 +25,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -152,9 +154,12 @@ def _differing(optimizer: Optimizer, same: Mapping[str, Tensor], place: Mesh, st
 
 def _is_sharded(tensor: Tensor, place: Mesh) -> bool:
     """Whether ranks of this axis have each a part of what `fully_shard` has sharded."""
-    if not isinstance(tensor, DTensor) or place.axis != "tp":
-        return isinstance(tensor, DTensor)
-    return place.group in {tensor.device_mesh.get_group(dim).group_name for dim in range(tensor.device_mesh.ndim)}
+    if not isinstance(tensor, DTensor) or place.group is None:
+        return False
+    # By ranks: torch takes meshes of the same ranks for one, so a group may have the name it had in an earlier one.
+    mine = dist.get_process_group_ranks(_resolve_process_group(place.group))  # type: ignore[arg-type]
+    mesh = tensor.device_mesh
+    return any(dist.get_process_group_ranks(mesh.get_group(dim)) == mine for dim in range(mesh.ndim))
 
 
 def _number(tensor: Tensor) -> int:
