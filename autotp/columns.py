@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autotp.collectives import _seat, all_gather, copy, reduce, reduce_scatter, start_gather, start_sum
-from autotp.eager import is_plain
+from autotp.eager import apply, is_plain
 
 Gathered = tuple[int, Any, int] | None
 """Dimension, global length and block of an input that is a part, as `all_gather` has them; None for one to `copy`."""
@@ -41,7 +41,7 @@ def columns(
     if alone or not torch.is_grad_enabled() or not all(map(is_plain, (x, *weights))):
         whole = copy(x, group) if gathered is None else all_gather(x, group, *gathered)
         return products(whole, flattened, weights, biases, turned)
-    found: tuple[Tensor, ...] = Columns.apply(group, gathered, flattened, tuple(turned), x, *weights, *biases)
+    found: tuple[Tensor, ...] = apply(Columns, group, gathered, flattened, tuple(turned), x, *weights, *biases)
     return found
 
 
