@@ -18,10 +18,10 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from autotp.call import outputs_of
+from autotp.captured import Captured
 from autotp.errors import Error
 from autotp.keys import plain
 from autotp.mesh import Mesh, gather_ints
-from autotp.passes.capture import Captured
 from autotp.sharded import Sharded
 from autotp.source import line_of
 from autotp.transform import Analysis

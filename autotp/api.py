@@ -19,11 +19,11 @@ from autotp.inputs import example_inputs as find_inputs
 from autotp.layout import Layout
 from autotp.mesh import Mesh, expect_size, make_mesh
 from autotp.module import ParallelModule, Part, adopt, classes_of, executable_of
-from autotp.passes.capture import skeleton_of
 from autotp.passes.recompute import Recompute
 from autotp.regions import ambient
 from autotp.report import Plan, report
 from autotp.settings import Settings, expect_choices
+from autotp.skeleton import skeleton_of
 from autotp.structure import signature_of
 from autotp.take import TAKEN, take
 from autotp.torch_hooks import watched

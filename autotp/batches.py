@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from autotp.call import placeholders
+from autotp.captured import Captured
 from autotp.errors import Error
 from autotp.keys import plain
 from autotp.passes.bind import bind
-from autotp.passes.capture import Captured
 from autotp.passes.own import place_of, value_at
 from autotp.passes.rows import batched
 from autotp.passes.totals import TOTAL

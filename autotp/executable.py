@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.agree import CheckInputs, agree_on_call, agree_on_graph, digest
 from autotp.attributes import TABLES, Change, Path, Write, apply, everything, found_at, put_at, write_into
+from autotp.captured import NOTHING, Captured, Opened, Place, Size
 from autotp.eager import alone, is_plain
 from autotp.entry import Entry, prepare
 from autotp.errors import Error, within
@@ -27,9 +28,9 @@ from autotp.layout import Layout
 from autotp.mesh import Mesh
 from autotp.outputs import mark, marked
 from autotp.own_ranks import expect_own_ranks
-from autotp.passes.capture import NOTHING, Captured, Opened, Place, Shapes, Size
 from autotp.passes.own import BlockCall, places, value_at, works
 from autotp.passes.recompute import Recomputed
+from autotp.passes.sizes import Shapes
 from autotp.regions import Autocast, ambient
 from autotp.sharded import Sharded
 from autotp.structure import flatten, signature_of, states

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
-from autotp.passes.capture import skeleton_of
+from autotp.skeleton import skeleton_of
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 

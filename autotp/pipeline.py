@@ -12,10 +12,10 @@ from torch.utils import _pytree as pytree
 
 from autotp.batches import of_rows, tensors_of, twice
 from autotp.call import placeholders
+from autotp.captured import Captured
 from autotp.errors import Error
 from autotp.fsdp import expect_whole
 from autotp.layout import Layout
-from autotp.passes.capture import Captured
 from autotp.passes.cost import block_costs
 from autotp.passes.match import SDPA, contracts
 from autotp.passes.own import Place, Read, value_at

@@ -38,7 +38,6 @@ from autotp.inputs import example_inputs as find_inputs
 from autotp.layout import Layout
 from autotp.mesh import Mesh, broadcast_from_first, make_mesh
 from autotp.passes.bind import bind
-from autotp.passes.capture import skeleton_of
 from autotp.passes.own import Owner, module_at, own, place_of, value_at
 from autotp.passes.recompute import outline
 from autotp.passes.rows import batched
@@ -56,6 +55,7 @@ from autotp.pipeline import (
     reader,
     stages_of,
 )
+from autotp.skeleton import skeleton_of
 from autotp.source import numbered
 from autotp.steps import agree_on_step, equal_replicas, over, said
 from autotp.structure import signature_of

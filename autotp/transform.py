@@ -12,6 +12,7 @@ from torch import fx, nn
 from autotp.attributes import Change, Path, apply
 from autotp.axis import find
 from autotp.call import operand_nodes, returned
+from autotp.captured import NOTHING, Captured, Opened
 from autotp.eager import uncollected
 from autotp.errors import Error
 from autotp.layout import Layout, layout_of
@@ -22,7 +23,7 @@ from autotp.passes.axes import Axes
 from autotp.passes.biases import biased
 from autotp.passes.bundle import bundle
 from autotp.passes.canonicalize import canonicalize
-from autotp.passes.capture import ALWAYS, NOTHING, OFF, Captured, Opened, capture
+from autotp.passes.capture import ALWAYS, OFF, capture
 from autotp.passes.check import check
 from autotp.passes.clean import clean
 from autotp.passes.columns import grouped

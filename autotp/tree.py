@@ -22,9 +22,9 @@ from autotp.attributes import STATE
 from autotp.guard import looked_up
 from autotp.layout import Layout
 from autotp.mesh import Mesh
-from autotp.passes.capture import close_over, stand_ins
 from autotp.passes.recompute import Recompute
 from autotp.settings import Settings, expect_choices
+from autotp.skeleton import close_over, stand_ins
 
 
 @dataclass

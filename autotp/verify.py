@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autotp.attributes import GONE, Before, Change, Write, found_at, keyed, opened, put_at, spelled
+from autotp.captured import Captured, Place, Size
 from autotp.errors import within
 from autotp.grouped import grouped_mm
 from autotp.hf.models import without_checkpointing
@@ -23,9 +24,9 @@ from autotp.layout import Layout
 from autotp.lockstep import run_lockstep
 from autotp.mesh import expect_size
 from autotp.passes.bind import bind
-from autotp.passes.capture import Captured, Place, Size, skeleton_of
 from autotp.report import Plan, report
 from autotp.settings import expect_choices
+from autotp.skeleton import skeleton_of
 from autotp.structure import flatten, outcome, states
 from autotp.surroundings import Wanted
 from autotp.transform import AS_USUAL, Analysis, Choices, Experts, Outputs, analyse, rank_graph

@@ -31,7 +31,7 @@ from autotp import transform
 from autotp.inputs import example_inputs
 from autotp.models.configs import GPT_SIZES
 from autotp.models.gpt import GPT, GPTConfig
-from autotp.passes.capture import skeleton_of
+from autotp.skeleton import skeleton_of
 
 STAGES = {
     "capture": ["capture"],

@@ -39,7 +39,7 @@ import autotp
 from autotp.inputs import example_inputs
 from autotp.models.configs import GPT_SIZES
 from autotp.models.gpt import GPT
-from autotp.passes.capture import skeleton_of
+from autotp.skeleton import skeleton_of
 from autotp.transform import Choices, analyse, rank_graph
 
 TOLERANCE = 1e-4

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from autotp.layout import Layout
 from autotp.partition import chunk_bounds
-from autotp.passes.capture import skeleton_of
 from autotp.passes.local import Target
+from autotp.skeleton import skeleton_of
 from autotp.transform import OPTIONAL, Analysis, Choices, analyse
 
 # ---- models

@@ -10,12 +10,14 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
 from autotp.builder import Builder
+from autotp.captured import Captured
 from autotp.lockstep import COLLECTIVES
 from autotp.passes.canonicalize import canonicalize
-from autotp.passes.capture import Captured, capture, skeleton_of
+from autotp.passes.capture import capture
 from autotp.passes.functionalize import functionalize
 from autotp.passes.share import share
 from autotp.regions import enter_autocast, exit_autocast
+from autotp.skeleton import skeleton_of
 
 
 def draft(make: Callable[..., Any], **inputs: Tensor) -> fx.Graph:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from autotp.call import draws, writes
-from autotp.passes.capture import capture, skeleton_of
+from autotp.passes.capture import capture
 from autotp.passes.clean import live
 from autotp.passes.share import share
+from autotp.skeleton import skeleton_of
 from autotp.source import layer_of
 
 RAN: list[str] = []

@@ -12,7 +12,8 @@ from stacks import RAN, Block, X, runs, told
 from torch import Tensor, nn
 
 from autotp.asked import Number, is_object, plain
-from autotp.passes.capture import capture, skeleton_of
+from autotp.passes.capture import capture
+from autotp.skeleton import skeleton_of
 
 
 class Part:

@@ -12,7 +12,9 @@ import torch
 from stacks import RAN, runs
 from torch import Tensor, fx, nn
 
-from autotp.passes.capture import Captured, capture, skeleton_of
+from autotp.captured import Captured
+from autotp.passes.capture import capture
+from autotp.skeleton import skeleton_of
 from autotp.structure import flatten, states
 
 transformers = pytest.importorskip("transformers")

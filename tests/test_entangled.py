@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from autotp.asked import Number
 from autotp.blocks import patched
-from autotp.passes.capture import capture, skeleton_of
+from autotp.passes.capture import capture
+from autotp.skeleton import skeleton_of
 
 
 class Adapters:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.agree import digest
-from autotp.passes.capture import skeleton_of
+from autotp.skeleton import skeleton_of
 from autotp.transform import AS_USUAL, analyse, flat_graph
 
 X = torch.linspace(-1, 1, 24).view(3, 8)

@@ -15,8 +15,8 @@ from autotp import collectives, parallel
 from autotp.columns import columns
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.passes.bind import bind
-from autotp.passes.capture import skeleton_of
 from autotp.passes.recompute import outline
+from autotp.skeleton import skeleton_of
 from autotp.together import together
 from autotp.transform import OPTIONAL, Choices, analyse, rank_graph
 

@@ -14,10 +14,10 @@ import autotp
 from autotp.errors import Error
 from autotp.layout import Layout
 from autotp.passes.axes import infer_axes
-from autotp.passes.capture import skeleton_of
 from autotp.passes.flow import needs_grad
 from autotp.passes.match import match
 from autotp.passes.plan import Decision, decide, decide_as, elements
+from autotp.skeleton import skeleton_of
 from autotp.transform import Choices, Outputs, analyse
 
 X = some(2, 3, 12)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autotp.errors import Error
-from autotp.passes.capture import skeleton_of
+from autotp.skeleton import skeleton_of
 from autotp.transform import Choices, analyse
 
 X, Y = torch.randn(6, 5, 8), torch.zeros(6, 5, dtype=torch.int64)

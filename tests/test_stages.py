@@ -14,12 +14,13 @@ from torch import Tensor, fx, nn
 
 from autotp.errors import Error
 from autotp.models.gpt import GPT, GPTConfig
-from autotp.passes.capture import capture, skeleton_of
+from autotp.passes.capture import capture
 from autotp.passes.cost import Cost, block_costs, multiplications
 from autotp.passes.match import SDPA
 from autotp.passes.plan import NOMINAL, elements
 from autotp.passes.stages import balanced, blocks_in_order, divided, staged
 from autotp.pipeline import ENGINES, Training, expect_splits
+from autotp.skeleton import skeleton_of
 from autotp.transform import analyse
 
 

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from autotp.call import returned
 from autotp.errors import Error
 from autotp.passes.canonicalize import canonicalize
-from autotp.passes.capture import capture, skeleton_of
+from autotp.passes.capture import capture
 from autotp.passes.totals import TOTAL, totals
+from autotp.skeleton import skeleton_of
 
 X, Y = torch.randn(6, 5, 7, generator=torch.Generator().manual_seed(0)), torch.arange(30).view(6, 5) % 7
 SOME = Y.masked_fill(torch.arange(30).view(6, 5) % 11 < 6, -100)

@@ -1,0 +1,79 @@
+"""What surrounds a model while it is captured: modes that watch it, and what of torch is another meanwhile.
+
+NOTE [What is patched during capture]
+A graph has operators only, so whatever else a model does has to be seen while it runs. What torch gives no other
+way to see is replaced, in these two regions and nowhere else, and put back at their end, whatever happened:
+
+- `nn.Module.__getattribute__`: attributes that are read are noted (`guard.py`).
+- the same, `__setattr__` and `__delattr__`, `forward` of blocks' classes, all methods of the classes of objects that
+  blocks are given: blocks that are alike are captured once (`repeats.py`, `asked.py`).
+- `torch.autograd.Function.apply`: own backwards come into the graph (`lost.py`).
+- `torch.is_grad_enabled`, `torch.is_inference_mode_enabled`: they answer for the call, not for the exporter
+  (`surroundings.py`).
+- `nn.TransformerEncoder.forward`, and torch's look whether a mask is causal (`slow_path.py`).
+- logging and stderr: the exporter prints a page about each error.
+
+Captures are for one thread at a time (`CAPTURING`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from io import StringIO
+
+from torch import nn
+
+from autotp.decided import Decided
+from autotp.eager import alone
+from autotp.guard import Reads
+from autotp.lost import nothing_lost
+from autotp.regions import Autocast
+from autotp.repeats import Repeats
+from autotp.slow_path import slow_path
+from autotp.surroundings import Asked, without_chance
+
+CAPTURING = threading.RLock()
+"""torch.export, and what it is captured under, are for one thread at a time."""
+
+
+@contextmanager
+def around_capture(autocast: Autocast) -> Iterator[None]:
+    """A region for a whole capture. NOTE [What is patched during capture]"""
+    with alone(), autocast.on(), slow_path(), _quiet():
+        yield
+
+
+@contextmanager
+def around_export(model: nn.Module, repeats: Repeats | None) -> Iterator[Reads]:
+    """A region in which the exporter runs: what `model` reads of its attributes is noted.
+
+    Args:
+        repeats: through which the calls of its blocks go.
+    """
+    reads = Reads(model)
+    with reads.watched(), ExitStack() as stack:
+        if repeats is not None:
+            stack.enter_context(repeats.watched(model))
+        yield reads
+
+
+@contextmanager
+def around_forward(model: nn.Module, asked: Asked) -> Iterator[None]:
+    """A region for one run of the model: what a graph would lose is seen or refused."""
+    with nothing_lost(model), Decided(), asked, asked.answering(), without_chance(model):
+        yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter logs and prints a page about what an Error says in three lines."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stderr(StringIO()):
+            yield
+    finally:
+        logging.disable(before)
