@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.attributes import GONE, Change, Path, Slot, Write, slot_of
+from autotp.attributes import Path, Slot, slot_of
+from autotp.changes import GONE, Change, Write
 from autotp.passes.sizes import Shapes
 from autotp.regions import Autocast
 from autotp.surroundings import NOT_ASKED, Wanted

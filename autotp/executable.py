@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autotp.agree import CheckInputs, agree_on_call, agree_on_graph, digest
-from autotp.attributes import TABLES, Change, Path, Write, apply, everything, found_at, put_at, write_into
+from autotp.attributes import TABLES, Path, everything, found_at, put_at
 from autotp.captured import NOTHING, Captured, Opened, Place, Size
+from autotp.changes import Change, Write, apply, write_into
 from autotp.eager import alone, is_plain
 from autotp.entry import Entry, prepare
 from autotp.errors import Error, within

@@ -25,17 +25,16 @@ from autotp.attributes import (
     Path,
     Slot,
     below,
-    content_of,
     hidden,
     is_container,
     is_internal,
     is_opaque,
-    same_content,
     spelled,
     state_of_opaque,
     without_numbers,
 )
 from autotp.blocks import patched
+from autotp.changes import content_of, same_content
 from autotp.sharded import Sharded
 from autotp.source import is_users
 

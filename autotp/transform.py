@@ -9,10 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from autotp.attributes import Change, Path, apply
+from autotp.attributes import Path
 from autotp.axis import find
 from autotp.call import operand_nodes, returned
 from autotp.captured import NOTHING, Captured, Opened
+from autotp.changes import Change, apply
 from autotp.eager import uncollected
 from autotp.errors import Error
 from autotp.layout import Layout, layout_of

@@ -14,8 +14,9 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autotp.attributes import GONE, Before, Change, Write, found_at, keyed, opened, put_at, spelled
+from autotp.attributes import found_at, put_at, spelled
 from autotp.captured import Captured, Place, Size
+from autotp.changes import GONE, Before, Change, Write, keyed, opened
 from autotp.errors import within
 from autotp.grouped import grouped_mm
 from autotp.hf.models import without_checkpointing

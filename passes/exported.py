@@ -17,9 +17,10 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from autotp.attributes import GONE, Change, Slot, Write, everything, slot_of
+from autotp.attributes import Slot, everything, slot_of
 from autotp.call import writes
 from autotp.captured import Captured, Opened, Place, Size
+from autotp.changes import GONE, Change, Write
 from autotp.errors import Error
 from autotp.passes.flat import Flat, Returned
 from autotp.passes.inline import inline

@@ -12,23 +12,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autotp.alike import position
-from autotp.attributes import (
-    GONE,
-    Before,
-    Change,
-    Path,
-    Slot,
-    Write,
-    below,
-    everything,
-    found_at,
-    is_new,
-    opened,
-    put_at,
-    slot_of,
-    spelled,
-)
+from autotp.attributes import Path, Slot, below, everything, found_at, put_at, slot_of, spelled
 from autotp.captured import NOTHING, Opened, Place, Size
+from autotp.changes import GONE, Before, Change, Write, is_new, opened
 from autotp.errors import Error
 from autotp.patches import around_forward
 from autotp.structure import outcome, states, within_states
@@ -217,7 +203,7 @@ def _held_before(modules: Mapping[str, nn.Module], written: Sequence[tuple[Path,
 def _assigned(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """The buffers that a forward has set anew (`self.mean = ...`), which the exporter does not see.
 
-    One of another shape or dtype is a change of the model's attributes (`autotp/attributes.py`).
+    One of another shape or dtype is a change of the model's attributes (`autotp/changes.py`).
     """
     found = {name: now for name, now in model.named_buffers() if name in before and now is not before[name]}
     return {name: now for name, now in found.items() if not is_new(now, before[name])}
