@@ -10,8 +10,10 @@ import enum
 import functools
 import types
 import warnings
+import weakref
 from collections import ChainMap, deque
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,26 @@ CLOSED = (
 """What has attributes, and is none the less no container."""
 
 
+MIXED = (list, dict, set, deque, tuple)
+"""What holds items, and, of a class of the user's own, attributes besides."""
+VIEWS = (types.MappingProxyType,)
+"""What shows the items of a dict, which others may change."""
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A key: the attribute of this name, of what holds items besides."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Tables(ChainMap[str, Any]):
+    """Buffers and parameters of a module."""
+
+
 def key_of(value: Any) -> int:
     """What a value is known by: its `id`; of a module, for which the exporter puts others, that of its attributes."""
     return id(vars(value)) if isinstance(value, nn.Module) else id(value)
@@ -84,11 +106,14 @@ def children(value: Any) -> list[tuple[Any, Any]]:
         weights = isinstance(value, nn.RNNBase)  # Of which torch keeps lists, made anew where others are put in.
         held = [(key, item) for key, item in vars(value).items() if not is_internal(key)]
         return [pair for pair in held if not (weights and pair[0].startswith("_flat_weight"))]
+    items: list[tuple[Any, Any]] = []
     if isinstance(value, (list, tuple, deque)):
-        return list(enumerate(value))
-    if isinstance(value, (dict, ChainMap)):
-        return list(value.items())
-    return list(vars(value).items()) if is_object(value) else []
+        items = list(enumerate(value))
+    elif isinstance(value, (dict, Tables, *VIEWS)):
+        items = list(value.items())
+    if isinstance(value, MIXED) and type(value) not in MIXED:  # The user's own kind of list: it may hold both.
+        return [*items, *((Attribute(key), item) for key, item in getattr(value, "__dict__", {}).items())]
+    return items or (list(vars(value).items()) if is_object(value) else [])
 
 
 def is_opaque(value: Any) -> bool:
@@ -107,7 +132,7 @@ def is_opaque(value: Any) -> bool:
         torch.device,
         torch.Generator,
     )
-    return not (is_container(value) or isinstance(value, plain))
+    return not (is_container(value) or isinstance(value, (*plain, *VIEWS)))
 
 
 def state_of_opaque(value: Any) -> Any:
@@ -117,8 +142,10 @@ def state_of_opaque(value: Any) -> Any:
         return repr(Frozen({})(value)) if not isinstance(value, np.ndarray) else (value.shape, value.tobytes())
 
 
-def hidden(value: Any) -> list[Any]:
-    """What a function holds of its surroundings."""
+def hidden(value: Any, globals_too: bool = True) -> list[Any]:
+    """What a function holds of its surroundings, or what a weak reference refers to."""
+    if isinstance(value, weakref.ref):
+        return [value()]
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, types.MethodType):
@@ -127,9 +154,10 @@ def hidden(value: Any) -> list[Any]:
         return [value.__self__]
     if isinstance(value, types.FunctionType):
         cells = [cell for cell in value.__closure__ or () if _is_filled(cell)]
-        named = [value.__globals__.get(name) for name in value.__code__.co_names]
+        named = [value.__globals__.get(name) for name in value.__code__.co_names] if globals_too else []
         containers = [one for one in named if isinstance(one, (list, dict, set, deque))]
-        return [*(cell.cell_contents for cell in cells), *(value.__defaults__ or ()), *containers]
+        given = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return [*(cell.cell_contents for cell in cells), *given, *containers]
     return []
 
 
@@ -185,8 +213,10 @@ def found_at(modules: Mapping[str, nn.Module], path: Path) -> Any:
     value: Any = modules[path[0]]
     for key in path[1:]:
         if key == TABLES:
-            value = ChainMap(value._buffers, value._parameters)
-        elif isinstance(value, (list, tuple, dict, deque, ChainMap)):
+            value = Tables(value._buffers, value._parameters)
+        elif isinstance(key, Attribute):
+            value = vars(value)[key.name]
+        elif isinstance(value, (list, tuple, dict, deque, Tables, *VIEWS)):
             value = value[key]
         elif key is not WHOLE:
             value = vars(value)[key]
@@ -197,7 +227,9 @@ def put_at(modules: Mapping[str, nn.Module], path: Path, value: Any) -> None:
     """Puts a value at a place; a tuple on the way is made anew."""
     *way, key = path
     holder: Any = found_at(modules, tuple(way))
-    if isinstance(holder, tuple):
+    if isinstance(key, Attribute):
+        vars(holder)[key.name] = value
+    elif isinstance(holder, tuple):
         items = [value if i == key else item for i, item in enumerate(holder)]
         put_at(modules, tuple(way), type(holder)(*items) if hasattr(holder, "_fields") else tuple(items))
     elif isinstance(holder, (list, dict, deque)):

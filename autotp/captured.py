@@ -11,6 +11,7 @@ from torch import fx
 
 from autotp.attributes import Path, Slot, slot_of
 from autotp.changes import GONE, Change, Write
+from autotp.named import Name
 from autotp.passes.sizes import Shapes
 from autotp.regions import Autocast
 from autotp.surroundings import NOT_ASKED, Wanted
@@ -79,6 +80,7 @@ class Captured:
         results: how many of the outputs the model returns; those behind are what attributes are set to.
         into: for each argument that the model writes into its place among the arguments' tensors, and the position of
             the output that it is then.
+        sets: what a call sets attributes of classes and globals to, plain values.
         wanted: of what gradients were wanted, as far as the model asked: the graph is for no other calls.
     """
 
@@ -103,6 +105,7 @@ class Captured:
     stays: frozenset[int]
     results: int
     into: tuple[tuple[int, int], ...] = ()
+    sets: tuple[tuple[Name, Any], ...] = ()
     wanted: Wanted = NOT_ASKED
 
     @property

@@ -12,7 +12,7 @@ path that leads to it; it is changed in place, as the model does.
 from __future__ import annotations
 
 import types
-from collections import ChainMap, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +25,12 @@ from autotp.alike import PLAIN
 from autotp.attributes import (
     INTERNAL,
     LARGEST,
+    MIXED,
     TABLES,
     WHOLE,
+    Attribute,
     Path,
+    Tables,
     children,
     everything,
     found_at,
@@ -131,7 +134,7 @@ class Before:
         """Gives everything what it held."""
         for _, value, content in self.was:
             if not same_content(content_of(value), content):
-                _fill(value, content)
+                fill(value, content)
         for path, module in self.modules.items():
             for table, was in zip(
                 (module._parameters, module._buffers, module._modules), self.tables[path], strict=True
@@ -141,7 +144,7 @@ class Before:
         for where, value, content in self.aside:
             loose = where.startswith(OF_FORWARD) and not any(isinstance(x, Tensor) for _, x in children(value))
             if not loose and not same_content(content_of(value), content):
-                _fill(value, content)
+                fill(value, content)
 
     def _expect_open(self) -> None:
         for path, module in self.modules.items():
@@ -173,7 +176,7 @@ def _refused(what: str, restore: Callable[[], None]) -> Error:
 
 def content_of(value: Any) -> Any:
     """What a container or module holds: keys and values."""
-    return frozenset(value) if isinstance(value, set) else tuple(children(value))
+    return frozenset(value) if type(value) is set else tuple(children(value))
 
 
 def keyed(value: Any) -> dict[Any, Any]:
@@ -202,21 +205,28 @@ def _difference(then: Any, now: Any) -> dict[Any, Any]:
     }
 
 
-def _fill(value: Any, content: Any) -> None:
+def fill(value: Any, content: Any) -> None:
+    """Gives a container or module what it held."""
     if isinstance(value, nn.Module):
         for key, _ in children(value):
             del vars(value)[key]
         vars(value).update(dict(content))
-    elif isinstance(value, (list, deque)):
+    elif isinstance(value, MIXED):
+        items = list(content) if type(value) is set else [pair for pair in content if type(pair[0]) is not Attribute]
         value.clear()
-        value.extend(item for _, item in content)
-    elif isinstance(value, set):
-        value.clear()
-        value.update(content)
+        if isinstance(value, (list, deque)):
+            value.extend(item for _, item in items)
+        else:
+            value.update(dict(items) if isinstance(value, dict) else items)
+        if hasattr(value, "__dict__"):
+            _refill(vars(value), {key.name: item for key, item in content if type(key) is Attribute})
     else:
-        mine = value if isinstance(value, dict) else vars(value)
-        mine.clear()
-        mine.update(dict(content))
+        _refill(vars(value), dict(content))
+
+
+def _refill(table: dict[str, Any], content: Mapping[str, Any]) -> None:
+    table.clear()
+    table.update(content)
 
 
 def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -309,17 +319,22 @@ def _then(x: Any, modules: Mapping[str, nn.Module], leaf: Callable[[Any], Any]) 
 
 
 def _write(holder: Any, key: Any, new: Any) -> None:
-    if isinstance(holder, set):
+    if isinstance(key, Attribute):
+        _write_into_table(vars(holder), key.name, new)
+    elif isinstance(holder, set):
         holder.clear()
         holder.update(new)
     elif isinstance(holder, (list, deque)):
         _write_item(holder, key, new)
     else:
-        table = holder if isinstance(holder, (dict, ChainMap)) else vars(holder)
-        if new is GONE:
-            table.pop(key, None)
-        else:
-            table[key] = new
+        _write_into_table(holder if isinstance(holder, (dict, Tables)) else vars(holder), key, new)
+
+
+def _write_into_table(table: Any, key: Any, new: Any) -> None:
+    if new is GONE:
+        table.pop(key, None)
+    else:
+        table[key] = new
 
 
 def _write_item(holder: Any, key: int, new: Any) -> None:

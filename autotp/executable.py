@@ -27,6 +27,7 @@ from autotp.guard import Guard, explained
 from autotp.keys import plain
 from autotp.layout import Layout
 from autotp.mesh import Mesh
+from autotp.named import Name, named
 from autotp.outputs import mark, marked
 from autotp.own_ranks import expect_own_ranks
 from autotp.passes.own import BlockCall, places, value_at, works
@@ -37,7 +38,7 @@ from autotp.sharded import Sharded
 from autotp.structure import flatten, signature_of, states
 from autotp.surroundings import NOT_ASKED, Wanted, wanted_now
 from autotp.transform import analyse
-from autotp.tree import Tree, attribute_of, held_in, original_of, state_of
+from autotp.tree import Tree, attribute_of, held_in, original_class, original_of, state_of, table_of
 
 CHECKED_CALLS = 2
 """How many calls of each graph `check_inputs="first"` compares."""
@@ -183,6 +184,8 @@ class Executable:
             found[at] = tensor
         if captured.changes:
             self._change(captured.changes, found, shapes)
+        for name, value in captured.sets:
+            name.scope.put(name.name, value)
         return captured.outputs(found, changed)
 
     def _change(self, changes: Sequence[Change | Write], found: Sequence[Any], shapes: Shapes) -> None:
@@ -219,7 +222,8 @@ class Executable:
         kinds = tuple(_kind(leaf) if isinstance(leaf, Tensor) else plain(leaf) for leaf in leaves)
         settings = self.tree.settings
         used = dtypes(self.module, held)
-        return spec, kinds, self.structure, self.modes, used, autocast.dtype, settings.outputs, settings.recompute
+        asked = autocast.dtype, torch.get_default_dtype(), settings.outputs, settings.recompute
+        return spec, kinds, self.structure, self.modes, used, *asked
 
     def _find(self, key: Key, tensors: Sequence[Tensor]) -> Entry | None:
         for known, entry in self.entries:
@@ -284,7 +288,8 @@ class Executable:
         key = self._key(called.leaves, called.spec, called.autocast, self.tensors())
         guards = [entry.guard for known, entry in self.entries if known == key and entry.guard is not None]
         for guard in guards:
-            self.opened |= Opened(frozenset(slot for slot in guard.changed() if guard.holds_tensors(slot)))
+            slots = [place for place in guard.changed() if not isinstance(place, Name)]
+            self.opened |= Opened(frozenset(slot for slot in slots if guard.holds_tensors(slot)))
         if len(guards) >= FEW and len(guards).bit_count() == 1 and (changed := guards[-1].changed()):
             warnings.warn(
                 f"{self.name}.forward is captured for the {len(guards) + 1}th time, since {explained(changed)} had "
@@ -328,6 +333,8 @@ class Executable:
             captured.written,
             self.modules,
             attribute_of,
+            table_of,
+            named(self.module, {name for _, name in captured.reads}, lambda module: original_class(type(module))),
             self.tree.version,
         )
         for part in entry.module.children():

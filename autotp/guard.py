@@ -4,17 +4,23 @@ NOTE [When a graph is still right]
 A forward that reads `self.drop.p` or `self.config.tau` has decided by it what the graph computes. So each attribute
 that it reads is noted, with its value: plain values, containers and objects by what they hold, functions with their
 closures, tensors by their identity (of an attribute that is opened, `attributes.py`, by their kind: they are inputs).
-What is set on a module is counted (`Tree.version`), and what lies in containers is looked at in each call: only where
-either shows a change are values compared. What cannot be seen: a global of Python, state behind a class of C.
+So are attributes of classes and globals of Python that its code names (`named.py`). In each call it is asked whether
+all these are the very objects that they were, and hold the very objects: only where one is not, values are compared.
+What cannot be seen: state behind a class of C.
+
+NOTE [Compiled calls]
+Dynamo would trace each of these comparisons. It sees what is set on modules (`Tree.version`), and nothing else.
 """
 
 from __future__ import annotations
 
 import operator
 import sys
+import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -22,6 +28,8 @@ from torch import Tensor, nn
 
 from autotp.alike import Frozen
 from autotp.attributes import (
+    MIXED,
+    VIEWS,
     Path,
     Slot,
     below,
@@ -35,6 +43,7 @@ from autotp.attributes import (
 )
 from autotp.blocks import patched
 from autotp.changes import content_of, same_content
+from autotp.named import Name, Named, settings_in
 from autotp.sharded import Sharded
 from autotp.source import is_users
 
@@ -108,6 +117,10 @@ class _Values(Frozen):
             return "tensor", value.dim(), value.dtype, cut, value.layout
         if isinstance(value, Tensor):
             return *self._itself(value), version_of(value)
+        if isinstance(value, weakref.ref):
+            return "weak", self(value())
+        if isinstance(value, types.MappingProxyType):
+            return "proxy", [(self(key), self(item)) for key, item in value.items()]
         return super()._object(value)
 
     def __call__(self, value: Any) -> Any:
@@ -131,87 +144,118 @@ def is_users_class(kind: type) -> bool:
     return kind.__module__.split(".")[0] not in ("builtins", "torch", "numpy", "typing", "collections", "transformers")
 
 
-@dataclass
-class Guard:
-    """The values of attributes that a graph was captured with.
+Place = Slot | Name
 
-    Attributes:
+
+class Guard:
+    """The values of attributes, and of what code names, that a graph was captured with.
+
+    Args:
         slots: the attributes that were read.
         opened: those of which the tensors are inputs.
         numbers: where whole numbers lie that are inputs.
-        look: finds the value of an attribute.
-        values: of each what it was, as something to compare.
         written: those that calls write, which are compared each time.
-        contents: containers below the others, with what they hold.
-        version: of the tree, when all was compared last.
+        modules: by path.
+        look: finds the value of an attribute.
+        table: finds where a module keeps an attribute of this name.
+        named: what the model's code names.
+        version: of the tree.
     """
 
-    slots: frozenset[Slot]
-    opened: frozenset[Slot]
-    numbers: frozenset[Path]
-    written: frozenset[Slot]
-    modules: Mapping[str, nn.Module]
-    look: Look
-    version: int
-    kept: list[Any] = field(default_factory=list)
-    values: dict[Slot, Any] = field(default_factory=dict)
-    contents: list[Callable[[], bool]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.values = {slot: self._value(slot, keep=True) for slot in sorted(self.slots)}
-        self._remember()
+    def __init__(
+        self,
+        slots: frozenset[Slot],
+        opened: frozenset[Slot],
+        numbers: frozenset[Path],
+        written: frozenset[Slot],
+        modules: Mapping[str, nn.Module],
+        look: Look,
+        table: Look,
+        named: Named,
+        version: int,
+    ) -> None:
+        self.opened, self.written, self.modules, self.look = opened, written & slots, modules, look
+        self.named, self.version = named, version
+        self.numbers: dict[Slot, set[Path]] = {}
+        for path in numbers:
+            self.numbers.setdefault((path[0], path[1]), set()).add(path[2:])
+        self.kept: list[Any] = []
+        self.values: dict[Place, Any] = {slot: self._value(slot, keep=True) for slot in sorted(slots)}
+        self.values |= {name: self._value(name, keep=True) for name in named}
+        # In each call the objects of all slots are compared in three loops of C.
+        self.slots = [slot for slot in sorted(slots - self.written) if self._may_lie(slot)]
+        self.tables = [table(modules[path], name) for path, name in self.slots]
+        self.names = [name for _, name in self.slots]
+        self.objects, self.of_names = self._objects(), named.values()
+        self.contents = self._contents()
 
     def holds(self, version: int) -> bool:
-        """True if all attributes are what they were."""
-        if any(self._value(slot) != self.values[slot] for slot in self.written & self.slots):
+        """True if all are what they were."""
+        if torch.compiler.is_compiling():  # NOTE [Compiled calls]
+            return version == self.version
+        if any(self._value(slot) != self.values[slot] for slot in self.written):
             return False
-        if version == self.version and (torch.compiler.is_compiling() or all(same() for same in self.contents)):
-            return True
-        if self.changed():
-            return False
+        same = all(map(operator.is_, map(dict.get, self.tables, self.names, repeat(MISSING)), self.objects))
+        same = same and self.named.are(self.of_names)
+        if not same or not all(is_same() for is_same in self.contents):
+            if any(self._value(place) != self.values[place] for place in self._others()) or self.changed():
+                return False
+            self.objects, self.of_names, self.contents = self._objects(), self.named.values(), self._contents()
         self.version = version
-        self._remember()
         return True
 
-    def changed(self) -> list[Slot]:
-        """The attributes that are another now."""
-        return [slot for slot in sorted(self.slots) if self._value(slot) != self.values[slot]]
+    def _others(self) -> list[Place]:
+        """The places where another object lies now, which most often has another value."""
+        slots = zip(self.slots, self.objects, self._objects(), strict=True)
+        now = zip(self.named, chain(*self.of_names), chain(*self.named.values()), strict=True)
+        return [place for place, then, now in (*slots, *now) if now is not then]
+
+    def changed(self) -> list[Place]:
+        """What is another now."""
+        return [place for place in self.values if self._value(place) != self.values[place]]
 
     def holds_tensors(self, slot: Slot) -> bool:
         """True if there are tensors below an attribute now."""
         return any(isinstance(value, Tensor) for _, value in below(self._now(slot), slot, {}))
 
-    def _now(self, slot: Slot) -> Any:
-        module = self.modules.get(slot[0])
-        return MISSING if module is None else self.look(module, slot[1])
+    def _now(self, place: Place) -> Any:
+        if isinstance(place, Name):
+            return place.value
+        module = self.modules.get(place[0])
+        return MISSING if module is None else self.look(module, place[1])
 
-    def _value(self, slot: Slot, keep: bool = False) -> Any:
-        now = without_numbers(self._now(slot), {path[2:] for path in self.numbers if path[:2] == slot})
-        values = _Values(self.modules, slot in self.opened)
+    def _value(self, place: Place, keep: bool = False) -> Any:
+        now = self._now(place)
+        if place in self.numbers:
+            now = without_numbers(now, self.numbers[place])  # type: ignore[index]
+        values = _Values(self.modules, place in self.opened)
         if keep:
             self.kept.append(values)  # What is compared by its `id` lives on.
         return values(now)
 
-    def _remember(self) -> None:
-        seen: dict[int, Any] = {}
-        self.contents = []
-        for slot in sorted(self.slots - self.written - self.opened):
-            now = self._now(slot)
-            known = slot[1] == "forward" and id(now) in seen
-            if now is not MISSING and slot[1] not in vars(self.modules[slot[0]]) and not known:
-                self.contents.append(self._is_still(slot, now))  # A class has it, and nobody counts what is set there.
-            if slot[1] == "forward":
-                seen[id(now)] = now  # Once for each class.
-                continue
-            queue = [now]
-            while queue:
-                for _, value in below(queue.pop(), slot, seen):
-                    if is_container(value) or isinstance(value, Tensor) or is_opaque(value) or _is_setting(value):
-                        self.contents.append(_unchanged(value))
-                    queue += hidden(value)
+    def _may_lie(self, slot: Slot) -> bool:
+        """True for an attribute that is no parameter, buffer or module: which these are is compared by itself."""
+        module = self.modules.get(slot[0])
+        tables = () if module is None else (module._parameters, module._buffers, module._modules)
+        return module is not None and not any(slot[1] in table for table in tables)
 
-    def _is_still(self, slot: Slot, then: Any) -> Callable[[], bool]:
-        return lambda: self._now(slot) is then
+    def _objects(self) -> list[Any]:
+        return list(map(dict.get, self.tables, self.names, repeat(MISSING)))
+
+    def _contents(self) -> list[Callable[[], bool]]:
+        """Of each container below these values, once, a function that is True as long as it holds the same objects."""
+        seen: dict[int, Any] = {}
+        found = []
+        values = [self._now(slot) for slot in self.slots if slot not in self.opened]
+        values += [name.value for name in settings_in(self.named)]
+        for value in values:
+            queue = [value]
+            while queue:
+                for _, one in below(queue.pop(), ("", ""), seen):
+                    if is_container(one) or isinstance(one, (Tensor, *VIEWS)) or is_opaque(one) or _is_setting(one):
+                        found.append(_unchanged(one))
+                    queue += hidden(one, globals_too=False)  # Those are in `named`.
+        return found
 
 
 def _is_setting(value: Any) -> bool:
@@ -223,20 +267,23 @@ def _unchanged(value: Any) -> Callable[[], bool]:
     if isinstance(value, Tensor):
         version = version_of(value)
         return lambda: version_of(value) == version
+    if isinstance(value, weakref.ref):
+        there = value()
+        return lambda: value() is there
     if is_opaque(value):
         state = state_of_opaque(value)
         return lambda: bool(state_of_opaque(value) == state)
     if isinstance(value, type):
         names = dict(vars(value))
         return lambda: dict(vars(value)) == names
-    if isinstance(value, (list, set, dict)):
-        then = list(value.items() if isinstance(value, dict) else value)
-    if isinstance(value, set):
-        return lambda: value == set(then)
-    if isinstance(value, list):
+    if type(value) is set:
+        held = frozenset(value)
+        return lambda: bool(value == held)
+    if type(value) is list:
+        then = list(value)
         return lambda: len(value) == len(then) and all(map(operator.is_, value, then))
-    table = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-    if table is None:
+    table = value if type(value) is dict else getattr(value, "__dict__", None)
+    if table is None or isinstance(value, (*VIEWS, *MIXED)):
         content = content_of(value)
         return lambda: same_content(content_of(value), content)
     keys, values = list(table), list(table.values())
@@ -245,6 +292,6 @@ def _unchanged(value: Any) -> Callable[[], bool]:
     )  # fmt: skip
 
 
-def explained(slots: Sequence[Slot]) -> str:
-    """Attributes, as the user writes them."""
-    return ", ".join(f"`{spelled((path,), name)}`" for path, name in slots)
+def explained(places: Sequence[Place]) -> str:
+    """Attributes and names, as the user writes them."""
+    return ", ".join(f"`{place if isinstance(place, Name) else spelled((place[0],), place[1])}`" for place in places)

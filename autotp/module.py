@@ -281,8 +281,30 @@ def _made(original: Any, role: Any) -> type[Part]:
         ORIGINAL: original, "__new__": new, "forward": forward, "__doc__": original.__doc__,
         "__module__": original.__module__, "__qualname__": original.__qualname__,
     }  # fmt: skip
-    made: type[Part] = type(original)(original.__name__, (*overrides(original), role, original), names)
+    made: type[Part] = _kind_of(type(original))(original.__name__, (*overrides(original), role, original), names)
     return made
+
+
+@cache
+def _kind_of(meta: Any) -> Any:
+    """The class of the classes of parts: what is set on one (`type(model.attn).helper = f`) is set on the original."""
+
+    class Kind(meta):  # type: ignore[misc]
+        def __setattr__(cls, name: str, value: Any) -> None:
+            original = getattr(cls, ORIGINAL, None)
+            if original is None or name.startswith("__") or name == "_abc_impl":
+                super().__setattr__(name, value)
+            else:
+                setattr(original, name, value)
+
+        def __delattr__(cls, name: str) -> None:
+            original = getattr(cls, ORIGINAL, None)
+            if original is None or name.startswith("__") or name in vars(cls):
+                super().__delattr__(name)
+            else:
+                delattr(original, name)
+
+    return Kind
 
 
 def adopt(

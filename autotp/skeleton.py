@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import types
 import weakref
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,8 @@ def copy_on(model: nn.Module, device: str) -> nn.Module:
         memo = stand_ins(model, device)
         close_over(memo, model)
         return copy.deepcopy(model, memo)
+    except Error:
+        raise
     except Exception as error:
         first = str(error).strip().splitlines()[0]
         raise Error(
@@ -44,7 +47,9 @@ def stand_ins(model: nn.Module, device: str, whole: Mapping[str, Tensor] = Mappi
         device: where parameters and buffers are, without values. Other tensors are constants of the graph, as they are.
         whole: first name -> what stands for a parameter or buffer of which `model` has another form.
     """
+    _expect_no_views(model)
     memo: dict[Any, Any] = {}
+    shown: list[Any] = []
     for name, tensor in model.named_parameters():
         like: Tensor = whole.get(name, tensor)
         memo[id(tensor)] = nn.Parameter(empty_on(like, device), like.requires_grad)
@@ -53,11 +58,35 @@ def stand_ins(model: nn.Module, device: str, whole: Mapping[str, Tensor] = Mappi
     for _, value in everything(model):
         if isinstance(value, torch.Generator):
             memo[id(value)] = value
+        elif isinstance(value, types.MappingProxyType):
+            shown.append(value)
         elif isinstance(value, Tensor):
             # An alias: while it is captured, autograd would note on the tensor itself what is written into it.
             with unset_fake_temporarily():
                 memo.setdefault(id(value), value.detach().requires_grad_(value.requires_grad))
+    for proxy in shown:  # At the end: the dict that it shows may hold any of these.
+        memo[id(proxy)] = types.MappingProxyType(copy.deepcopy(gc.get_referents(proxy)[0], memo))
     return memo
+
+
+def _expect_no_views(model: nn.Module) -> None:
+    """Raises Error where a plain tensor shares memory with a parameter or buffer: those of a parallel model are others."""
+    own = {id(tensor): (name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    held = {storage_of(tensor): name for name, tensor in own.values()}
+    for path, value in reached(model):
+        storage = storage_of(value) if isinstance(value, Tensor) and id(value) not in own else None
+        if storage is not None and storage in held:
+            raise Error(
+                f"`{spelled(path)}` is a view of `{held[storage]}`, and would be none of the parallel model's",
+                **{"try": "make it in forward"},
+            )
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """What a tensor's memory is known by; None if it has none of its own."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return None
+    return tensor.untyped_storage()._cdata
 
 
 def close_over(memo: dict[Any, Any], model: nn.Module, aside: Sequence[Any] = ()) -> None:

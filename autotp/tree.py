@@ -146,6 +146,12 @@ def held_in(module: nn.Module) -> Mapping[str, Layout]:
     return state.held if state is not None else {}
 
 
+def table_of(module: nn.Module, name: str) -> dict[str, Any]:
+    """Where a module keeps an attribute of this name, if it has one of its own."""
+    state = state_of(module)
+    return state.own if state is not None and (name == "forward" or name in state.own) else vars(module)
+
+
 def attribute_of(module: nn.Module, name: str) -> Any:
     """An attribute as the model's forward reads it: hooks, and a `forward` that was set, lie aside."""
     state = state_of(module)

@@ -17,16 +17,18 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from autotp.attributes import Slot, everything, slot_of
+from autotp.attributes import Slot, everything, found_at, key_of, reached, slot_of, spelled
 from autotp.call import writes
 from autotp.captured import Captured, Opened, Place, Size
 from autotp.changes import GONE, Change, Write
 from autotp.errors import Error
+from autotp.named import named
 from autotp.passes.flat import Flat, Returned
 from autotp.passes.inline import inline
 from autotp.passes.sizes import Sizes
 from autotp.passes.unfold import unfold
 from autotp.regions import Autocast
+from autotp.skeleton import storage_of
 from autotp.structure import settled, within_states
 
 
@@ -49,6 +51,8 @@ def captured(
     held = _held(program, graph, flat)
     if slots := _written_into(graph, held.constants, flat.model):
         return Opened(slots)
+    _expect_no_gradients(held.constants)
+    _expect_unshared(flat)
     own = dict(zip(held.inputs[len(held.inputs) - len(flat.opened) :], flat.opened, strict=True))
     sizes_of = {n.name: _shape(n.meta["val"]) for n in graph.nodes if n.op == "placeholder" and n.name in held.inputs}
     if used := [path for name, path in own.items() if _is_read_number(graph, name)]:
@@ -80,6 +84,7 @@ def captured(
         stays=frozenset(it.stays),
         results=it.results,
         into=tuple(it.into),
+        sets=tuple(it.sets),
     )
 
 
@@ -107,6 +112,7 @@ def _held(program: ExportedProgram, graph: fx.Graph, flat: Flat) -> _Held:
     constants = {name: program.constants[target] for name, target in names.get(InputKind.CONSTANT_TENSOR, {}).items()}
     parameters |= _taken_from(constants, flat)
     _merge_tied(graph, parameters)
+    _expect_own(constants, flat.model)
     _expect_values(constants)
     return _Held(parameters, buffers, constants, list(names.get(InputKind.USER_INPUT, {})))
 
@@ -188,6 +194,44 @@ def _is_read_number(graph: fx.Graph, name: str) -> bool:
     for one in sorted(set(order), key=list(graph.nodes).index, reverse=True):
         graph.erase_node(one)
     return False
+
+
+def _expect_unshared(flat: Flat) -> None:
+    """Raises Error where forward writes into a plain tensor that another shares memory with, and would show it."""
+    modules = dict(flat.model.named_modules())
+    for path in flat.returned.moved:
+        mine = found_at(modules, path)
+        for other, value in everything(flat.model):
+            shared = isinstance(value, Tensor) and value is not mine and storage_of(value) == storage_of(mine)
+            if shared and storage_of(mine) is not None:
+                raise Error(
+                    f"forward writes into `{spelled(path)}`, with which `{spelled(other)}` shares memory",
+                    **{"try": "make the view in forward"},
+                )
+
+
+def _expect_own(constants: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Raises Error where a tensor of a module is used that is none of the model's, and would never change again."""
+    own, held = {key_of(module) for module in model.modules()}, {storage_of(x) for x in constants.values()} - {None}
+    around = [(f"`{spelled(path)}`", value) for path, value in reached(model)]
+    around += [(f"`{name}`", name.value) for name in named(model, ())]
+    for where, value in around:
+        if not isinstance(value, nn.Module) or key_of(value) in own:
+            continue
+        if any(storage_of(x) in held or isinstance(x, FakeTensor) for x in (*value.parameters(), *value.buffers())):
+            raise Error(
+                f"{where} leads to a {type(value).__name__} that is no submodule: what it learns would be lost",
+                **{"try": "self.name = module, nn.ModuleList or nn.ModuleDict, before autotp.parallelize"},
+            )
+
+
+def _expect_no_gradients(constants: Mapping[str, Tensor]) -> None:
+    wanted = [x for x in constants.values() if x.requires_grad or isinstance(x, nn.Parameter)]
+    if wanted:
+        raise Error(
+            f"forward uses a tensor {list(wanted[0].shape)} that wants a gradient, and which no module holds",
+            **{"try": "self.name = nn.Parameter(...)"},
+        )
 
 
 def _expect_values(constants: dict[str, torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ from autotp.attributes import Path, Slot, below, everything, found_at, put_at, s
 from autotp.captured import NOTHING, Opened, Place, Size
 from autotp.changes import GONE, Before, Change, Write, is_new, opened
 from autotp.errors import Error
+from autotp.named import Name, NamedBefore
 from autotp.patches import around_forward
 from autotp.structure import outcome, states, within_states
 from autotp.surroundings import Asked
@@ -34,6 +35,7 @@ class Returned:
     into: Sequence[tuple[int, int]] = ()
     before: Opened = NOTHING
     moved: frozenset[Path] = frozenset()
+    sets: Sequence[tuple[Name, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ class Flat(nn.Module):
         """Runs the model: what it returned, and what it set; its attributes are as before then."""
         modules = dict(self.model.named_modules())
         before, buffers = Before(self.model), dict(self.model.named_buffers())
+        of_names = NamedBefore(self.model)
         try:
             with around_forward(self.model, self.asked):
                 changed = states((args, kwargs))
@@ -119,8 +122,10 @@ class Flat(nn.Module):
                 (path, {k: _opened(path, k, v, before) for k, v in new.items()}) for path, new in before.changes()
             ]
             assigned = _assigned(buffers, self.model)
+            self.returned.sets = of_names.changes()
         finally:
             before.restore()
+            of_names.restore()
         self.returned.before |= _held_before(modules, written)
         return found, [*within_states(result, changed), *within_states(changed)], written, assigned
 
@@ -211,5 +216,5 @@ def _assigned(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tenso
 
 def _places_of(model: nn.Module, tensors: Sequence[Tensor]) -> frozenset[Slot]:
     """The attributes that hold some tensors."""
-    ids = {id(x) for x in tensors}
+    ids = {id(x) for x in tensors} - {id(x) for x in (*model.parameters(), *model.buffers())}
     return frozenset(slot_of(path) for path, x in everything(model) if id(x) in ids and isinstance(x, Tensor))
