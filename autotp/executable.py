@@ -290,12 +290,19 @@ class Executable:
         for guard in guards:
             slots = [place for place in guard.changed() if not isinstance(place, Name)]
             self.opened |= Opened(frozenset(slot for slot in slots if guard.holds_tensors(slot)))
-        if len(guards) >= FEW and len(guards).bit_count() == 1 and (changed := guards[-1].changed()):
-            warnings.warn(
-                f"{self.name}.forward is captured for the {len(guards) + 1}th time, since {explained(changed)} had "
-                "another value each time. A tensor (a buffer, or a plain attribute) may change without that",
-                stacklevel=2,
-            )
+        if is_many(len(guards)) and (changed := guards[-1].changed()):
+            self._warn(len(guards), explained(changed), "a buffer, or a plain attribute")
+        others = [numbers for known, _ in self.entries if (numbers := _other_numbers(known, key))]
+        if is_many(len(others)):
+            names = ", ".join(f"`{_argument(called.spec, i)}`" for i in others[-1])
+            self._warn(len(others), names, "of no dimension, as `torch.tensor(3)`")
+
+    def _warn(self, count: int, names: str, tensor: str) -> None:
+        warnings.warn(
+            f"{self.name}.forward is captured for the {count + 1}th time, since {names} had another value each time. "
+            f"A tensor ({tensor}) may change without that",
+            stacklevel=2,
+        )
 
     def _on_meta(self, name: str, tensor: Tensor) -> Tensor:
         """A parameter or buffer as the original has it."""
@@ -325,6 +332,7 @@ class Executable:
         parts = dict(self.module.named_modules(remove_duplicate=False))
         entry = made.on(self.places, lambda block: parts.get(block) if block else None)
         captured, known = entry.analysis.captured, entry.analysis.captured.known
+        self.tree.read |= {name for _, name in captured.reads}
         self.opened |= known
         entry.guard = Guard(
             captured.reads,
@@ -391,6 +399,25 @@ def _empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def _as(tensor: Tensor, dtype: torch.dtype, requires_grad: bool) -> Tensor:
     new = _empty_like(tensor, dtype)
     return nn.Parameter(new, requires_grad) if isinstance(tensor, nn.Parameter) else new
+
+
+def is_many(count: int) -> bool:
+    """True for the numbers of captures that are warned of: 8, 16, 32, ..."""
+    return count >= FEW and count.bit_count() == 1
+
+
+def _other_numbers(known: Key, key: Key) -> list[int]:
+    """Where numbers among the arguments are others than in a key that is the same but for these; else nowhere."""
+    if known[0] != key[0] or known[2:] != key[2:]:
+        return []
+    other = [i for i, (one, two) in enumerate(zip(known[1], key[1], strict=True)) if one != two]
+    return other if all(known[1][i][0] in (int, float) and key[1][i][0] is known[1][i][0] for i in other) else []
+
+
+def _argument(spec: Any, at: int) -> str:
+    """How a leaf of the arguments is called."""
+    paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in paths[at][0][1:])
 
 
 def _kind(tensor: Tensor) -> Any:

@@ -30,7 +30,7 @@ from autotp.passes.own import BlockCall
 from autotp.passes.recompute import Recompute
 from autotp.report import Plan, report
 from autotp.take import TAKEN
-from autotp.tree import ORIGINAL, State, Tree, copied, state_of
+from autotp.tree import ORIGINAL, State, Tree, copied, original_class, state_of
 
 HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -64,11 +64,19 @@ class Part(nn.Module):
         if name == "training":
             state.tree.modes += 1
             return super().__setattr__(name, value)
-        state.tree.version += 1
+        state.tree.version += self._is_known(name, value, state.tree)
         if name == "forward":  # It is for the next capture: a call of this module runs a graph.
             state.own[name] = value
         else:
             super().__setattr__(name, value)
+
+    def _is_known(self, name: str, value: Any, tree: Tree) -> bool:
+        """True if setting an attribute may change what a graph was made for: not one that none reads."""
+        kind = original_class(type(self))
+        tables = (self._parameters, self._buffers, self._modules)
+        held = isinstance(value, (nn.Module, nn.Parameter)) or any(name in table for table in tables)
+        own = kind.__setattr__ is not nn.Module.__setattr__ or hasattr(getattr(kind, name, None), "__set__")
+        return held or own or name == "forward" or name in tree.read
 
     def __delattr__(self, name: str) -> None:
         state = self.__dict__.get(STATE)

@@ -70,7 +70,7 @@ def stand_ins(model: nn.Module, device: str, whole: Mapping[str, Tensor] = Mappi
 
 
 def _expect_no_views(model: nn.Module) -> None:
-    """Raises Error where a plain tensor shares memory with a parameter or buffer: those of a parallel model are others."""
+    """Raises Error where a plain tensor is a view of a parameter or buffer: those of a parallel model are others."""
     own = {id(tensor): (name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     held = {storage_of(tensor): name for name, tensor in own.values()}
     for path, value in reached(model):

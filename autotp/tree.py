@@ -13,7 +13,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,7 +34,8 @@ class Tree:
     Attributes:
         mesh: the tensor-parallel axis and this rank's place on it.
         settings: what the user chose.
-        version: counts what is set on the modules, but for their modes.
+        version: counts what is set on the modules and may change a graph, but for their modes.
+        read: the names of all attributes that a graph was captured with.
         modes: counts how often a module was put into training or evaluation.
         compiles: options of torch.compile for what blocks compute, once they are compiled.
     """
@@ -42,6 +43,7 @@ class Tree:
     mesh: Mesh
     settings: Settings
     version: int = 0
+    read: set[str] = field(default_factory=set)
     modes: int = 0
     compiles: Mapping[str, Any] | None = None
 
@@ -62,7 +64,9 @@ class Tree:
             self.settings = before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tree:
-        memo[id(self)] = new = replace(self)  # Mesh and settings are values; the process group is the same.
+        memo[id(self)] = new = replace(
+            self, read=set(self.read)
+        )  # Mesh and settings are values; the process group is the same.
         return new
 
 
