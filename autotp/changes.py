@@ -176,7 +176,7 @@ def _refused(what: str, restore: Callable[[], None]) -> Error:
 
 def content_of(value: Any) -> Any:
     """What a container or module holds: keys and values."""
-    return frozenset(value) if type(value) is set else tuple(children(value))
+    return frozenset(value) if isinstance(value, set) else tuple(children(value))
 
 
 def keyed(value: Any) -> dict[Any, Any]:
@@ -212,16 +212,26 @@ def fill(value: Any, content: Any) -> None:
             del vars(value)[key]
         vars(value).update(dict(content))
     elif isinstance(value, MIXED):
-        items = list(content) if type(value) is set else [pair for pair in content if type(pair[0]) is not Attribute]
-        value.clear()
-        if isinstance(value, (list, deque)):
-            value.extend(item for _, item in items)
-        else:
-            value.update(dict(items) if isinstance(value, dict) else items)
-        if hasattr(value, "__dict__"):
+        _fill_items(value, content)
+        if hasattr(value, "__dict__") and not isinstance(value, set):
             _refill(vars(value), {key.name: item for key, item in content if type(key) is Attribute})
     else:
         _refill(vars(value), dict(content))
+
+
+def _fill_items(value: Any, content: Any) -> None:
+    """Gives what holds items those that it held; a tuple has them for good."""
+    if isinstance(value, set):
+        value.clear()
+        value.update(content)
+        return
+    items = [pair for pair in content if type(pair[0]) is not Attribute]
+    if isinstance(value, dict):
+        value.clear()
+        value.update(dict(items))
+    elif isinstance(value, (list, deque)):
+        value.clear()
+        value.extend(item for _, item in items)
 
 
 def _refill(table: dict[str, Any], content: Mapping[str, Any]) -> None:

@@ -207,8 +207,9 @@ class Guard:
     def _others(self) -> list[Place]:
         """The places where another object lies now, which most often has another value."""
         slots = zip(self.slots, self.objects, self._objects(), strict=True)
-        now = zip(self.named, chain(*self.of_names), chain(*self.named.values()), strict=True)
-        return [place for place, then, now in (*slots, *now) if now is not then]
+        names = zip(self.named, chain(*self.of_names), chain(*self.named.values()), strict=True)
+        found: list[Place] = [slot for slot, then, now in slots if now is not then]
+        return found + [name for name, then, now in names if now is not then]
 
     def changed(self) -> list[Place]:
         """What is another now."""
@@ -227,7 +228,7 @@ class Guard:
     def _value(self, place: Place, keep: bool = False) -> Any:
         now = self._now(place)
         if place in self.numbers:
-            now = without_numbers(now, self.numbers[place])  # type: ignore[index]
+            now = without_numbers(now, self.numbers[place])
         values = _Values(self.modules, place in self.opened)
         if keep:
             self.kept.append(values)  # What is compared by its `id` lives on.
@@ -276,7 +277,7 @@ def _unchanged(value: Any) -> Callable[[], bool]:
     if isinstance(value, type):
         names = dict(vars(value))
         return lambda: dict(vars(value)) == names
-    if type(value) is set:
+    if isinstance(value, set):
         held = frozenset(value)
         return lambda: bool(value == held)
     if type(value) is list:

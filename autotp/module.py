@@ -289,7 +289,8 @@ def _made(original: Any, role: Any) -> type[Part]:
         ORIGINAL: original, "__new__": new, "forward": forward, "__doc__": original.__doc__,
         "__module__": original.__module__, "__qualname__": original.__qualname__,
     }  # fmt: skip
-    made: type[Part] = _kind_of(type(original))(original.__name__, (*overrides(original), role, original), names)
+    meta: Any = type(original)
+    made: type[Part] = _kind_of(meta)(original.__name__, (*overrides(original), role, original), names)
     return made
 
 
@@ -297,7 +298,7 @@ def _made(original: Any, role: Any) -> type[Part]:
 def _kind_of(meta: Any) -> Any:
     """The class of the classes of parts: what is set on one (`type(model.attn).helper = f`) is set on the original."""
 
-    class Kind(meta):  # type: ignore[misc]
+    class Kind(meta):
         def __setattr__(cls, name: str, value: Any) -> None:
             original = getattr(cls, ORIGINAL, None)
             if original is None or name.startswith("__") or name == "_abc_impl":
