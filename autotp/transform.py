@@ -147,9 +147,11 @@ def analyse(
     """
     with uncollected():
         captured = capture(skeleton, args, kwargs, autocast, choices.optional("repeats"), opened, wanted)
-        if choices.summed and captured.changes and not captured.computes_changes:
+        if choices.summed and (captured.changes or captured.sets) and not captured.computes_changes:
             # What a first call settles for good, as which kind of labels there are.
             apply([c for c in captured.changes if isinstance(c, Change)], dict(skeleton.named_modules()), lambda x: x)
+            for name, value in captured.sets:
+                name.scope.put(name.name, value)
             captured = capture(skeleton, args, kwargs, autocast, choices.optional("repeats"), opened, wanted)
         return _analysed(captured, skeleton.training, tp, choices, layouts, autocast, given or {})
 
@@ -207,8 +209,8 @@ def _summed(captured: Captured, graph: fx.Graph, updated: Sequence[str]) -> tupl
     """What was captured, with its loss alone, as a sum over the batch; and what it is divided by."""
     if captured.into:
         raise Error("the model writes into its inputs, of which each part of a batch has its own")
-    if captured.changes:
-        names = ", ".join(sorted({f"`{change}`" for change in captured.changes}))
+    if written := [*captured.changes, *(name for name, _ in captured.sets)]:
+        names = ", ".join(sorted({f"`{one}`" for one in written}))
         raise Error(f"the model sets {names} in forward, which parts of a batch cannot share")
     if updated:
         names = ", ".join(captured.buffers[place] for place in updated)

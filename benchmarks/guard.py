@@ -1,0 +1,61 @@
+"""What a call costs outside its graph: is the model what it was captured as?
+
+    OMP_NUM_THREADS=1 python benchmarks/guard.py
+
+GPT of 48 units and 12 or 96 layers, one process. "outside" is all that Python does before the graph runs, "guard" the
+comparison of attributes, classes and globals in it; in microseconds, the first quartile of 30 calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+import autotp
+from autotp.models.gpt import GPT, GPTConfig
+from autotp.module import executable_of
+from autotp.regions import ambient
+from autotp.structure import flatten
+
+CALLS = 30
+
+
+def quartile(run: Callable[[], object]) -> float:
+    """The first quartile of what some calls take, in microseconds."""
+    found = []
+    for _ in range(CALLS):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return sorted(found)[CALLS // 4] * 1e6
+
+
+def measure(depth: int) -> str:
+    """One line: what a call of a model of so many layers takes."""
+    model = GPT(GPTConfig(n_layer=depth, n_head=3, n_embd=48, vocab_size=97, block_size=32)).eval()
+    tokens = torch.randint(0, 97, (2, 16))
+    parallel = autotp.parallelize(model, 1, example_inputs=(tokens,))
+
+    def outside() -> None:
+        it = executable_of(parallel)
+        args, kwargs = it.signature.by_name((tokens,), {})
+        leaves, spec = flatten((args, kwargs))
+        assert it._find(it._key(leaves, spec, ambient(it.mesh.device), it.tensors()), [tokens]) is not None
+
+    parallel(tokens)
+    it = executable_of(parallel)
+    guard = it.entries[0][1].guard
+    assert guard is not None
+    call, around, compared = quartile(lambda: parallel(tokens)), quartile(outside), quartile(lambda: guard.holds(0))
+    modules = len(list(parallel.modules()))
+    return (
+        f"{depth} layers, {modules} modules: call {call:.0f}, outside {around:.0f} ({around / depth:.1f} a layer), "
+        f"guard {compared:.0f} ({compared / depth:.1f} a layer, {compared / modules:.2f} a module)"
+    )
+
+
+if __name__ == "__main__":
+    for depth in (12, 96):
+        print(measure(depth), flush=True)
