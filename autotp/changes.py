@@ -199,7 +199,7 @@ def _difference(then: Any, now: Any) -> dict[Any, Any]:
         return {WHOLE: set(now)}
     before, after = dict(then), dict(now)
     return {
-        key: after.get(key, GONE)
+        int(key) if isinstance(key, torch.SymInt) else key: after.get(key, GONE)
         for key in {**before, **after}
         if key_of(after.get(key, GONE)) != key_of(before.get(key, GONE))
     }

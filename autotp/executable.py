@@ -91,7 +91,8 @@ class Executable:
         self.layouts = {name: layout for name, layout in held.items() if layout is not None}
         self.whole = {name: self._on_meta(name, tensor) for name, tensor in self.tensors().items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in self.whole.items()}
-        every = [(path, id(module)) for path, module in self.module.named_modules(remove_duplicate=False)]
+        modules = self.module.named_modules(remove_duplicate=False)
+        every = [(path, id(module), original_class(type(module))) for path, module in modules]
         now = every, self.first_names, shapes, self.layouts
         if now != getattr(self, "structure", None):  # Else the same object, which is compared in no time.
             self.structure = now

@@ -56,6 +56,9 @@ class Part(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         state = self.__dict__.get(STATE)
+        if name == "__class__" and state is not None and not issubclass(value, Part):
+            state.tree.version += 1
+            value = _made(value, ParallelModule if isinstance(self, ParallelModule) else Submodule)
         if state is None or (is_internal(name) and name != "training"):
             return super().__setattr__(name, value)
         if isinstance(value, nn.Parameter) and _is_sharding(sys._getframe(1)):

@@ -10,8 +10,8 @@
 NOTE [What code names]
 Nothing tells that a class or a global was set, so these are compared in each call. Which are worth it is read in the
 code: from the attributes that forward reads on, methods are followed through the names that occur in them. A name that
-is put together at run time (`getattr(type(self), f"act_{kind}")`) is not seen, nor what torch's own code names. Of
-transformers only what its modules' methods name themselves is compared.
+is put together at run time (`getattr(type(self), f"act_{kind}")`) is not seen, nor what torch's own code names
+(`torch.relu` in the user's own is). Of transformers only what its modules' methods name themselves is compared.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class _Following:
                 if is_followed(kind):
                     for name in scope.table.keys() & self.names:
                         self._add_code(scope.table[name])
-            for module in list(self.modules.values()):
+            for module in [module for module in self.modules.values() if is_users(module.title)]:
                 for name in module.table.keys() & self.names:
                     self._add_value(module.table[name])
             while self.todo:
@@ -245,7 +245,7 @@ class _Following:
             self.add_function(value)
         elif isinstance(value, type) and is_users(value.__module__):
             self.add_class(value)
-        elif isinstance(value, types.ModuleType) and is_users(value.__name__):
+        elif isinstance(value, types.ModuleType):
             self.modules.setdefault(id(value), Scope(value.__name__, vars(value)))
         elif not isinstance(value, (type, types.ModuleType)) and is_users(type(value).__module__):
             self.add_class(type(value))

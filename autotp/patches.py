@@ -11,6 +11,7 @@ way to see is replaced, in these two regions and nowhere else, and put back at t
 - `torch.is_grad_enabled`, `torch.is_inference_mode_enabled`: they answer for the call, not for the exporter
   (`surroundings.py`).
 - `nn.TransformerEncoder.forward`, and torch's look whether a mask is causal (`slow_path.py`).
+- `torch.SymInt`'s text and hash: a size that is a text or a key is a number (`known_sizes.py`).
 - logging and stderr: the exporter prints a page about each error.
 
 Captures are for one thread at a time (`CAPTURING`).
@@ -29,6 +30,7 @@ from torch import nn
 from autotp.decided import Decided
 from autotp.eager import alone
 from autotp.guard import Reads
+from autotp.known_sizes import known_sizes
 from autotp.lost import nothing_lost
 from autotp.regions import Autocast
 from autotp.repeats import Repeats
@@ -42,7 +44,7 @@ CAPTURING = threading.RLock()
 @contextmanager
 def around_capture(autocast: Autocast) -> Iterator[None]:
     """A region for a whole capture. NOTE [What is patched during capture]"""
-    with alone(), autocast.on(), slow_path(), _quiet():
+    with alone(), autocast.on(), slow_path(), known_sizes(), _quiet():
         yield
 
 

@@ -350,3 +350,46 @@ def test_which_names_are_found() -> None:
     }  # fmt: skip
     assert expected <= found
     assert not {"Doubled.unread", "test_named.CHANGES", "test_named.SEEN"} & found
+
+
+class Twice(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class Texts(Mlp):
+    """Sizes that are a text, and a key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.tables = collections.Counter[str](), dict[int, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        self.calls[f"{rows} rows"] += 1
+        if rows not in self.tables:
+            self.tables[rows] = torch.arange(rows, dtype=x.dtype)[:, None]
+        return self.mlp(x) + self.tables[rows]
+
+
+def test_sizes_that_are_texts_or_keys() -> None:
+    whole, parallel = pair(Texts, 1)
+    for call in range(6):
+        given = x(call)[: 1 + call % 3]
+        torch.testing.assert_close(parallel(given), whole(given))
+    assert parallel.calls == whole.calls == {"1 rows": 2, "2 rows": 2, "3 rows": 2}
+    assert sorted(parallel.tables) == sorted(whole.tables) == [1, 2, 3]
+
+
+def test_another_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a module, and a function of torch's that is another."""
+    whole, parallel = pair(Doubled, 1)
+    expected = whole(x())
+    torch.testing.assert_close(parallel(x()), expected)
+    for model in (whole, parallel):
+        model.up.__class__ = Twice  # type: ignore[union-attr]
+    assert isinstance(parallel.up, Twice) and type(parallel.up).__name__ == "Twice"
+    torch.testing.assert_close(parallel(x()), whole(x()))
+    assert not torch.equal(whole(x()), expected)
+    monkeypatch.setattr(torch, "relu", torch.sigmoid)
+    torch.testing.assert_close(parallel(x()), whole(x()))
