@@ -21,7 +21,7 @@ from test_faults import job
 from test_saving import fingerprint, started, trained
 
 import autotp
-from autotp import saving, writing
+from autotp import heartbeat, saving, writing
 from autotp.saving import saved_steps
 
 HERE = Path(__file__).resolve().parent
@@ -48,6 +48,7 @@ def small_files(bytes: int) -> Iterator[None]:
 
 
 def full_disk(rank: int, n: int, folder: str) -> list[str]:
+    heartbeat.INTERVAL = 0.01  # The disk is full for it, too: the ranks met in a file.
     trainer, optimizer = started((2, 1, 1))
     trained(trainer, optimizer, range(1))
     autotp.save_checkpoint(folder, trainer, optimizer, 1)

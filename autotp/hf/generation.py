@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error, within
-from autotp.mesh import Mesh, broadcast_from_first, follow_first_random_state
+from autotp.mesh import Mesh, broadcast_from_first, follow_first_random_state, waiting
 from autotp.outputs import gather_all, marked
 from autotp.scores import NOTHING, Cut, Few
 from autotp.sharded import Sharded
@@ -89,15 +90,22 @@ class Generates:
     mesh: Mesh
     outputs_stay_cut: Callable[[], AbstractContextManager[None]]
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: Any, timeout: timedelta | None = None, **kwargs: Any) -> Any:
         """What `generate` of the original model returns: the same tokens on every rank.
 
+        Args:
+            timeout: how long a collective waits for other ranks meanwhile; None is what the model was made with.
+
         Raises:
-            Error: an option that a parallel model does not have.
+            Error: an option that a parallel model does not have; a rank is lost.
         """
         inherited = super().generate  # type: ignore[misc]
-        with _decoding(self, "whole"):
-            return within(f"{type(self).__name__}.generate", lambda: inherited(*args, **kwargs))
+
+        def run() -> Any:
+            with _decoding(self, "whole"), waiting(self.mesh, timeout):
+                return inherited(*args, **kwargs)
+
+        return within(f"{type(self).__name__}.generate", run)
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Raises Error."""
