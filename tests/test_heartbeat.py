@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import random
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -239,6 +241,61 @@ def expect_named(found: list[str], lost: int, layout: Layout) -> None:
         if rank != lost:
             named = f"{axis} rank {lost} is lost", f"global rank {lost} is lost", f"(global rank {lost}) is lost"
             assert any(name in text for name in named), text
+
+
+def training(layout: Layout, folder: Path) -> Iterator[Callable[[], Any]]:
+    """What a training does, for ever."""
+    it, optimizer = stepped(layout)
+    for i in itertools.count(1):
+        yield lambda: it.step(**rows(it))
+        yield lambda: autotp.clip_grad_norm_(it, 1.0)
+        yield optimizer.step
+        yield lambda: it.evaluate(**rows(it))
+        yield lambda i=i: autotp.save_checkpoint(folder / "saved", it, optimizer, i, wait=i % 3 == 0)
+        yield lambda: autotp.load_checkpoint(folder / "saved", it, optimizer)
+        yield lambda: autotp.load_full_state_dict(it, autotp.full_state_dict(it))
+
+
+def generating(layout: Layout, folder: Path) -> Iterator[Callable[[], Any]]:
+    """What is done with a model of transformers, for ever."""
+    model, x = autotp.parallelize(built("gpt2").train(), layout[0], timeout=TIMEOUT), prompt()["input_ids"]
+    for i in itertools.count():
+        yield lambda: autotp.save_pretrained(model, folder / "out")
+        yield lambda: autotp.from_pretrained(folder / "out", tp=layout[0], timeout=TIMEOUT)
+        yield lambda: model(x, labels=x).loss.backward()
+        yield lambda i=i: model.generate(**prompt(), max_new_tokens=5, do_sample=i % 2 == 1, timeout=TIMEOUT)
+
+
+def losing_any_time(rank: int, n: int, layout: Layout, lost: int, how: int, seconds: float, folder: str) -> str:
+    """What the others are told, once the lost rank ended at any moment after some seconds."""
+    Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
+    phases = (training if seconds % 1 < 0.7 or layout[0] == 1 else generating)(layout, Path(folder))
+    for _ in range(7):
+        next(phases)()
+    dist.barrier()
+    if rank == lost:
+        threading.Timer(seconds, os.kill, (os.getpid(), how)).start()
+    try:
+        for phase in phases:
+            phase()
+    except autotp.Error as error:
+        return str(error).splitlines()[0]
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(int(Path(folder, f"pid-{lost}").read_text()), signal.SIGKILL)  # One that was stopped.
+    return "no error"
+
+
+@pytest.mark.rare
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("seed", range(50))
+def test_a_random_moment(seed: int, tmp_path: Path) -> None:
+    """Real processes, each with a hash seed of its own; a rank ends wherever it is, a save beside it, too."""
+    draw = random.Random(seed)
+    layout = draw.choice([(2, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)])
+    lost, how, seconds = draw.randrange(2), draw.choice((KILL, STOP)), draw.uniform(0, 3)
+    given = layout, lost, how, seconds, str(tmp_path)
+    expect_named(run_ranks(losing_any_time, 2, *given, timeout=120, may_die=[lost], fresh=True), lost, layout)
 
 
 @pytest.mark.timeout(120)
