@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -168,6 +169,14 @@ def gather_ints(values: list[int], mesh: Mesh) -> list[list[int]]:
     """Every rank's `values`, by rank, in one exchange: as many on each rank, each within 64 bits, signed."""
     mine = torch.tensor([values], dtype=torch.int64, device=mesh.device)
     return gather(mine, mesh.group, 0, mesh.size).tolist()
+
+
+def expect_alike(said: Any, mesh: Mesh, what: str, remedy: str) -> None:
+    """Raises Error, on every rank, where `said`, which prints alike where it is the same, is another on some rank."""
+    rows = gather_ints([zlib.crc32(repr(said).encode())], mesh)
+    other = [rank for rank, row in enumerate(rows) if row != rows[0]]
+    if other:
+        raise Error(f"{mesh.named(other)} {what} than rank 0", **{"try": f"{remedy} on all ranks"})
 
 
 def _from_device_mesh(

@@ -61,7 +61,7 @@ def save_checkpoint(
     def run() -> Saving:
         _finish(trainer)
         state = agree(trainer.everyone, lambda: begun(Path(folder), trainer, optimizer, step, more))
-        mark, _ = same_on_all(trainer, uuid4().int >> 66, zlib.crc32(json.dumps(state.more).encode()))
+        mark = same_on_all(trainer, uuid4().int >> 66, step, zlib.crc32(json.dumps(state.more).encode()))
         path = path_of(Path(folder), step)
         new = path.with_name(f".{path.name}.{mark:016x}{UNFINISHED}")
         trainer.saving = Saving(lambda: write(state, path, new, Peers(trainer.everyone, trainer.files)))

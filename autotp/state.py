@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from autotp.agree import agree
 from autotp.collectives import naming_lost
-from autotp.errors import Error
-from autotp.mesh import broadcast_from_first, group_of
+from autotp.errors import Error, within
+from autotp.mesh import broadcast_from_first, expect_alike, group_of
 from autotp.parts import Parts, parts_of
 
 
@@ -25,10 +25,15 @@ def full_state_dict(model: nn.Module, wanted: Callable[[str], bool] = lambda nam
 
     Args:
         wanted: of a name, whether it is gathered; alike on all ranks. Of a LoRA model, `lambda name: "lora_" in name`.
+
+    Raises:
+        Error: on every rank: they want other names.
     """
     parts = parts_of(model, "full_state_dict")
     whole: dict[str, Tensor | None] = {}
-    for name in dict.fromkeys(first for saved, first in parts.saved.items() if wanted(saved)):
+    names = list(dict.fromkeys(first for saved, first in parts.saved.items() if wanted(saved)))
+    within("full_state_dict", lambda: expect_alike(names, parts.everyone, "wants other names", "the same `wanted`"))
+    for name in names:
         whole[name] = _gathered(parts, name)
     if parts.everyone.rank:
         return {}

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error, within
-from autotp.mesh import Mesh, broadcast_from_first, follow_first_random_state, waiting
+from autotp.mesh import Mesh, broadcast_from_first, expect_alike, follow_first_random_state, waiting
 from autotp.outputs import gather_all, marked
 from autotp.scores import NOTHING, Cut, Few
 from autotp.sharded import Sharded
@@ -150,6 +150,7 @@ class Generates:
     ) -> Any:
         """What transformers' loop of this name returns, where the first rank's chance and clock decide for all."""
         mesh = self.mesh
+        expect_alike((name, _asked(config)), mesh, "generates with other settings", "the same arguments of generate")
         if config.do_sample:
             follow_first_random_state(mesh)
         criteria[:] = [one if type(one).__name__ in ALIKE else _FirstRanks(one, mesh) for one in criteria]
@@ -159,6 +160,12 @@ class Generates:
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         """False: a graph is captured already."""
         return False
+
+
+def _asked(config: Any) -> list[tuple[str, str]]:
+    """The plain settings of a generation."""
+    kinds = bool | int | float | str | list | tuple | dict
+    return sorted((key, repr(value)) for key, value in config.to_dict().items() if isinstance(value, kinds))
 
 
 ALIKE = ("MaxLengthCriteria", "EosTokenCriteria", "StopStringCriteria")
