@@ -269,6 +269,8 @@ def generating(layout: Layout, folder: Path) -> Iterator[Callable[[], Any]]:
 def losing_any_time(rank: int, n: int, layout: Layout, lost: int, how: int, seconds: float, folder: str) -> str:
     """What the others are told, once the lost rank ended at any moment after some seconds."""
     Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
+    global TIMEOUT
+    TIMEOUT = timedelta(seconds=20)  # What is done first has to be done in time on a machine that does much else.
     phases = (training if seconds % 1 < 0.7 or layout[0] == 1 else generating)(layout, Path(folder))
     for _ in range(7):
         next(phases)()
