@@ -77,7 +77,7 @@ def parallelize(
         without: passes that are left out, to find the one that a difference or a slow step comes from. None changes
             what is computed; docs/performance.md has their names.
         timeout: how long a collective waits for other ranks; None is what the default process group was started with,
-            or ten minutes where there is none yet. A mesh that is given keeps its own.
+            or ten minutes where there is none yet. Of a mesh that is given None is its own.
 
     Raises:
         Error: bad input of any kind; nothing of `model` is changed then.

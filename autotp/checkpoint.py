@@ -18,7 +18,7 @@ from autotp.errors import Error
 from autotp.files import INDEX, ONE_FILE, Shard, header_of, index_of, nbytes, shards_of, write
 from autotp.folder import replaced
 from autotp.layout import Layout
-from autotp.mesh import Mesh
+from autotp.mesh import Mesh, expect_alike
 from autotp.sources import Source, blocks, fill, sliceable, whole
 
 NAMED = "|".join(map(re.escape, (ONE_FILE, INDEX, SIDE_FILE)))
@@ -62,6 +62,7 @@ def write_checkpoint(
         Error: the file system fails; on every rank.
     """
     shards = shards_of(tensors, largest)
+    expect_alike(shards, mesh, "would write other files", "the same max_shard_size, and the same model,")
 
     def on_first(run: Callable[[], Any]) -> Any:
         return agree(mesh, lambda: _written(folder, run) if mesh.rank == 0 else None)

@@ -143,6 +143,37 @@ def expect_unchanged(folder: Path, rank: int, ranks: int) -> None:
             raise Error(f"{name} is not what was written, by {SIDE_FILE}", at=str(file), **{"try": stale})
 
 
+SAMPLES, SAMPLE = 16, 4096
+"""Of each file of another format: how many blocks are compared between ranks, of how many bytes."""
+
+
+def seen(folder: Path) -> tuple[int, list[Any]]:
+    """A number that tells the model in a folder from another one, and what tells its files from any put in their place.
+
+    The number is of names, sizes and some blocks of each file, whoever wrote them; 0 where it cannot be read.
+    """
+    try:
+        files = sorted(file for file in folder.iterdir() if file.name == "config.json" or _of_tensors(file.name))
+        found = [file.stat() for file in files]
+        kept = [
+            (file.name, it.st_dev, it.st_ino, it.st_size, it.st_mtime_ns) for file, it in zip(files, found, strict=True)
+        ]
+        number = 0
+        for file, size in zip(files, (it.st_size for it in found), strict=True):
+            number = zlib.crc32(f"{file.name} {size}".encode(), number)
+            with opened(file) as source:
+                for i in range(SAMPLES):
+                    source.seek(i * max(size - SAMPLE, 0) // (SAMPLES - 1))
+                    number = zlib.crc32(source.read(SAMPLE), number)
+        return number, kept
+    except OSError:
+        return 0, []
+
+
+def _of_tensors(name: str) -> bool:
+    return name.endswith((".safetensors", ".safetensors.index.json")) or name == SIDE_FILE
+
+
 def summed(folder: Path) -> dict[str, tuple[int, list[int], int]]:
     """The files that have checksums in a folder: name -> bytes, checksums of its blocks, bytes of a block.
 

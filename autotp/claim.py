@@ -24,15 +24,23 @@ def claim(folder: Path) -> bool:
     """
     folder.mkdir(parents=True, exist_ok=True)
     file, key = folder / LOCK, (os.getpid(), folder.resolve())
-    if key in HELD and file.exists() and os.fstat(HELD[key]).st_ino == file.stat().st_ino:
+    if key in HELD and _lies(HELD[key], file):
         return False
     opened = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
     if not _locked(opened, folder):
         return False
+    if not _lies(opened, file):  # It was removed since: who looks for it now makes another.
+        os.close(opened)
+        return claim(folder)
     os.ftruncate(opened, 0)
     os.write(opened, f"process {os.getpid()} on {socket.gethostname()}".encode())
     HELD[key] = opened
     return True
+
+
+def _lies(opened: int, file: Path) -> bool:
+    """Whether what is open is what lies there."""
+    return file.exists() and os.path.samestat(os.fstat(opened), file.stat())
 
 
 def _locked(opened: int, folder: Path) -> bool:

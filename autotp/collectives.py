@@ -12,7 +12,8 @@ fail. `Conjugate.apply` inside `backward` is differentiated, batched and traced 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 
 from autotp.eager import apply, is_plain
 from autotp.errors import Error
-from autotp.heartbeat import lost_ranks, notes
+from autotp.heartbeat import reason
 from autotp.partition import chunk_bounds, chunk_length, chunk_sizes
 from autotp.strides import inverse, memory_order
 
@@ -259,10 +260,8 @@ def _start(name: str, *args: Any) -> Started:
     ops, group = torch.ops._c10d_functional, args[-1]
 
     def tried(run: Callable[[], Tensor]) -> Tensor:
-        try:
+        with naming_lost(name, group):
             return run()
-        except RuntimeError as error:
-            raise peer_error(name, group, error) or error from error
 
     sent = tried(lambda: getattr(ops, name)(*args))
     return lambda: tried(lambda: ops.wait_tensor(sent))
@@ -271,10 +270,19 @@ def _start(name: str, *args: Any) -> Started:
 def communicate_all(xs: Sequence[Tensor], group: str) -> list[Tensor]:
     """The sums of several tensors over the group, in one exchange. Raises Error as `communicate` does."""
     ops = torch.ops._c10d_functional
-    try:
+    with naming_lost("all_reduce_coalesced", group):
         return [ops.wait_tensor(x) for x in ops.all_reduce_coalesced(list(xs), "sum", group)]
+
+
+@contextmanager
+def naming_lost(what: str, group: str) -> Iterator[None]:
+    """A region of collectives over a group, which raise Error as `communicate` does: each of torch's own is in one."""
+    try:
+        yield
+    except Error:
+        raise
     except RuntimeError as error:
-        raise peer_error("all_reduce_coalesced", group, error) or error from error
+        raise peer_error(what, group, error) or error from error
 
 
 def peer_error(what: str, group: str, error: RuntimeError, mesh: Any = None) -> Error | None:
@@ -285,23 +293,19 @@ def peer_error(what: str, group: str, error: RuntimeError, mesh: Any = None) -> 
     """
     text = str(error).lower()
     if "timed out" in text or "timeout" in text:
-        reason = "a peer did not answer within the group's timeout"
+        seen = "a peer did not answer within the group's timeout"
     elif any(sign in text for sign in ("connection", "peer", "gloo/transport", "nccl", "socket", "broken pipe")):
-        reason = "a peer closed its connection"
+        seen = "a peer closed its connection"
     else:
         return None
 
     def named(rank: int) -> str:
         return _called(rank, group) if mesh is None else mesh.named([rank])
 
-    if said := notes():
-        reason = "; ".join(f"{named(rank)} raised {text}" for rank, text in said.items())
-    elif lost := lost_ranks():
-        names = ", ".join(map(named, lost))
-        reason = f"{names} {'is' if len(lost) == 1 else 'are'} lost, ended or stopped"
+    why = reason(named) or seen
     rank, size = _seat(group)
     return Error(
-        f"{what} over axis `{_axis(group)}` failed on rank {rank} of {size} (global rank {dist.get_rank()}): {reason}",
+        f"{what} over axis `{_axis(group)}` failed on rank {rank} of {size} (global rank {dist.get_rank()}): {why}",
         **{
             "try": "read the other ranks' logs: one failed, got another batch, or did not make this call",
             "or": "if it was only slow: call init_process_group(timeout=...) first and pass mesh=init_device_mesh(...)",
@@ -311,8 +315,9 @@ def peer_error(what: str, group: str, error: RuntimeError, mesh: Any = None) -> 
 
 def _called(rank: int, group: str) -> str:
     """A global rank, by its place in the group if it is there."""
-    ranks = dist.get_process_group_ranks(_process_group(group))
-    return f"{_axis(group)} rank {ranks.index(rank)} (global rank {rank})" if rank in ranks else f"global rank {rank}"
+    ranks, world = dist.get_process_group_ranks(_process_group(group)), f"global rank {rank}"
+    here = f"{_axis(group)} rank {ranks.index(rank)}" if rank in ranks else world
+    return world if here == world else f"{here} ({world})"
 
 
 def _axis(group: str) -> str:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.mesh import Mesh, numbered
+from autotp.mesh import Mesh, new_group, numbered
 from autotp.passes.stages import Stage
 
 
@@ -26,13 +26,13 @@ def mesh_of(sizes: Mapping[str, int], device: torch.device, timeout: timedelta) 
 
 def group(rows: torch.Tensor, timeout: timedelta, axis: str | None = None) -> Any:
     """This rank's group of those that each row makes; None if it is in no row. Errors name its axis."""
-    made = {tuple(row): dist.new_group(row, timeout=timeout, group_desc=axis) for row in rows.tolist()}
+    made = {tuple(row): new_group(row, timeout, group_desc=axis) for row in rows.tolist()}
     return next((group for row, group in made.items() if dist.get_rank() in row), None)
 
 
-def world(place: Mesh) -> Mesh:
-    """All ranks."""
-    every: Any = dist.group.WORLD
+def world(place: Mesh, timeout: timedelta) -> Mesh:
+    """All ranks, in a group that waits no longer than `timeout`, whatever the default one does."""
+    every = new_group(None, timeout, group_desc="global")
     return replace(place, axis="global", size=every.size(), rank=every.rank(), group=every.group_name)
 
 
@@ -42,20 +42,22 @@ def along(place: Mesh, group: Any, axis: str) -> Mesh:
     return numbered(replace(place, axis=axis, size=size, rank=rank, group=group.group_name, runs=()))
 
 
-def shared(
-    stages: Sequence[Stage],
-    names: Mapping[str, str],
-    mesh: DeviceMesh,
-    stages_of: Callable[[int], list[int]],
-    timeout: timedelta,
-) -> dict[str, tuple[list[int], Any]]:
-    """The parameters of this rank that other pipeline ranks hold, too, each with those and their group."""
-    home = {i: rank for rank in range(mesh["pp"].size()) for i in stages_of(rank)}
-    holders: dict[str, set[int]] = {}
+def holders(
+    stages: Sequence[Stage], names: Mapping[str, str], ranks: int, stages_of: Callable[[int], list[int]]
+) -> dict[str, tuple[int, ...]]:
+    """The parameters that several ranks of the pipeline hold, each with these: the same on every rank."""
+    home = {i: rank for rank in range(ranks) for i in stages_of(rank)}
+    found: dict[str, set[int]] = {}
     for i, stage in enumerate(stages):
         for node in stage.graph.nodes:
             if node.op == "placeholder" and node.name in names:
-                holders.setdefault(names[node.name], set()).add(home[i])
-    held = {name: tuple(sorted(some)) for name, some in holders.items() if len(some) > 1}
-    groups = {some: group(mesh.mesh[list(some)].flatten(1).T, timeout) for some in dict.fromkeys(held.values())}
-    return {name: (list(some), groups[some]) for name, some in held.items() if groups[some] is not None}
+                found.setdefault(names[node.name], set()).add(home[i])
+    return {name: tuple(sorted(some)) for name, some in found.items() if len(some) > 1}
+
+
+def shared(
+    holders: Mapping[str, tuple[int, ...]], mesh: DeviceMesh, timeout: timedelta
+) -> dict[str, tuple[list[int], Any]]:
+    """Of these parameters those of this rank, each with the ranks of the pipeline that hold it, and their group."""
+    groups = {some: group(mesh.mesh[list(some)].flatten(1).T, timeout) for some in dict.fromkeys(holders.values())}
+    return {name: (list(some), groups[some]) for name, some in holders.items() if groups[some] is not None}

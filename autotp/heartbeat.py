@@ -2,29 +2,38 @@
 
 A collective says that it waited too long, or that some connection was closed, and not whose. Behind a process that
 was killed end those that waited for it, and behind these others; one that was stopped closes nothing. So each process
-counts seconds in the store in which they met, from a thread of its own, which goes on while a collective waits. When
-one has failed, those that do not count any more are lost. The first to find that out leaves it there for the others,
-since it may soon be gone itself.
+has a thread that goes on while a collective waits, and that answers when it is called, through the store in which the
+processes met. Where a collective has failed the ranks are called, and those that do not answer are lost. The first to
+find that out leaves it there for the others, since it may soon be gone itself.
 
-Costs a message of some bytes to the store each second.
+Where the store does not answer, the process that keeps it is lost: all know in time which one that is.
+
+Costs two questions of some bytes to the store each second. Nothing is written until somebody calls: a store in a file
+would grow.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+T = TypeVar("T")
 INTERVAL = 1.0
-"""Seconds between two beats."""
+"""Seconds after which a process looks whether it is called."""
 SILENCE = 4 * INTERVAL
-"""Seconds without a beat after which a process is lost."""
-VERDICT = "lost"
+"""Seconds without an answer after which a process is lost, and so is the one that keeps the store."""
+JOINED, CALLED, HERE = "joined", "called", "here"
+"""Before the number of a rank: it answers calls. Before that of a call: it was made; who answered it, by rank."""
+VERDICT, KEEPER = "lost", "keeper"
 NOTE = "failed"
 """Before the number of a rank: what it raised while the others went on."""
 
@@ -32,22 +41,65 @@ _hearts: weakref.WeakKeyDictionary[Any, Heart] = weakref.WeakKeyDictionary()
 
 
 class Heart:
-    """Counts seconds in a store, until it is stopped or the store is gone."""
+    """Answers calls in a store, until it is stopped or the store is gone.
+
+    Attributes:
+        keeper: the global rank that keeps the store, if one does and it is known.
+        found: the ranks that are lost, once that is known.
+    """
 
     def __init__(self, store: Any, rank: int) -> None:  # A dist.Store, whose `clone` torch's types do not have.
-        self.store, self.rank, self.stopped, self.noted = store, rank, Event(), False
-        self.store.clone().set(str(rank), "0")
-        self.thread = Thread(target=self._beat, args=(store.clone(),), name="autotp-heartbeat", daemon=True)
+        # Each thread has a connection of its own. They stay open: torch cannot close a store on a disk that is full.
+        self.rank, self.store, self._listening = rank, store.clone(), store.clone()
+        self.stopped, self.noted, self.calls = Event(), False, 0
+        self.keeper: int | None = None
+        self.found: list[int] | None = None
+        if keeps(store):
+            self.store.set(KEEPER, str(rank))
+        self.store.set(f"{JOINED}/{rank}", "")
+        self.thread = Thread(target=self._listen, name="autotp-heartbeat", daemon=True)
         self.thread.start()
 
-    def _beat(self, store: Any) -> None:
-        beats = 0
+    def _listen(self) -> None:
         while not self.stopped.wait(INTERVAL):
-            beats += 1
             try:
-                store.set(str(self.rank), str(beats))
-            except Exception:  # Whoever kept the store is gone.
+                self._look()
+            except dist.DistNetworkError:  # Whoever kept the store is gone.
                 return
+            except Exception:  # A disk that is full: it may not stay so.
+                continue
+
+    def _look(self) -> None:
+        store = self._listening
+        if self.keeper is None and store.check([KEEPER]):
+            self.keeper = int(store.get(KEEPER))
+        if store.check([f"{CALLED}/{self.calls}"]):
+            store.set(f"{HERE}/{self.calls}/{self.rank}", "")
+            self.calls += 1
+        if self.calls and store.check([VERDICT]):  # It is kept here: the store may be gone when it is asked for.
+            self.found = list(map(int, json.loads(store.get(VERDICT))))
+
+    def call(self) -> list[int]:
+        """The ranks that do not answer, or did not when the first rank called that found some.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        store, call, end = self.store, self.calls, time.monotonic() + SILENCE
+        if store.check([VERDICT]):
+            return list(map(int, json.loads(store.get(VERDICT))))
+        others = (rank for rank in range(dist.get_world_size()) if rank != self.rank)
+        absent = [rank for rank in others if store.check([f"{JOINED}/{rank}"])]
+        store.set(f"{CALLED}/{call}", "")
+        while absent and time.monotonic() < end:
+            time.sleep(INTERVAL / 10)
+            absent = [rank for rank in absent if not store.check([f"{HERE}/{call}/{rank}"])]
+        if not absent:
+            return []
+        found = list(map(int, json.loads(store.compare_set(VERDICT, "", json.dumps(absent)))))
+        if self.keeper == self.rank:  # The others look for it, and with this process the store may end.
+            time.sleep(2 * INTERVAL)
+        return found
 
     def stop(self) -> None:
         """Ends the thread, which must not run when Python ends."""
@@ -55,8 +107,25 @@ class Heart:
         self.thread.join(INTERVAL)
 
 
+def keeps(store: dist.Store) -> bool:
+    """Whether this process keeps a store: it listens where the others connect to. False where that is not known."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return False
+    mine, rows = set[str](), list[list[str]]()
+    with suppress(OSError):  # Linux knows: torchrun's agent keeps the store, or the first rank, or whom a user chose.
+        for file in ("tcp", "tcp6"):
+            rows += [line.split() for line in Path("/proc/self/net", file).read_text().splitlines()[1:]]
+    for descriptor in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):
+            mine.add(os.readlink(descriptor))
+    listening = [row for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == store.port]
+    return any(f"socket:[{row[9]}]" in mine for row in listening)
+
+
 def begin() -> None:
-    """Has this process count, if it is one of several and does not yet."""
+    """Has this process answer, if it is one of several and does not yet."""
     world: Any = dist.group.WORLD
     if world is None or world.size() == 1 or world in _hearts:
         return
@@ -64,6 +133,58 @@ def begin() -> None:
     heart = Heart(dist.PrefixStore("autotp/heartbeat", store), world.rank())
     _hearts[world] = heart
     weakref.finalize(world, heart.stop)
+
+
+def answered(run: Callable[[], T], within: float) -> T:
+    """What `run` returns, which asks a store. A store whose keeper is stopped answers never, whatever its timeout.
+
+    Args:
+        within: in seconds.
+
+    Raises:
+        TimeoutError: there is no answer.
+        RuntimeError: as the store says.
+    """
+    done, found, problem = Event(), list[T](), list[Exception]()
+
+    def ask() -> None:
+        try:
+            found.append(run())
+        except Exception as error:
+            problem.append(error)
+        done.set()
+
+    Thread(target=ask, name="autotp-store", daemon=True).start()
+    if not done.wait(within):
+        raise TimeoutError(f"the store in which the processes met did not answer within {within:.0f} s")
+    if problem:
+        raise problem[0]
+    return found[0]
+
+
+def reason(named: Callable[[int], str]) -> str:
+    """Why other ranks do not answer: what they raised alone, or which are lost; nothing where neither is known.
+
+    Args:
+        named: what a global rank is called.
+    """
+    heart = _heart()
+    if heart is None:
+        return ""
+    try:
+        if said := answered(lambda: _notes(heart), SILENCE):
+            return "; ".join(f"{named(rank)} raised {text}" for rank, text in said.items())
+        lost, about = answered(heart.call, 3 * SILENCE), ""
+    except Exception:  # The store is gone.
+        lost, about = heart.found or [], ""
+        if not lost and heart.keeper is None:
+            return "the store in which the processes met is gone, and with it torchrun, or whoever kept it"
+        if not lost and heart.keeper != heart.rank:
+            assert heart.keeper is not None
+            lost, about = [heart.keeper], ", and with it the store in which the processes met"
+    if not lost:
+        return ""
+    return f"{', '.join(map(named, lost))} {'is' if len(lost) == 1 else 'are'} lost, ended or stopped{about}"
 
 
 def leave_note(error: BaseException) -> None:
@@ -82,47 +203,19 @@ def _note(text: str) -> None:
     heart = _heart()
     if heart is not None:
         with suppress(Exception):  # The store may be gone, too.
-            heart.store.clone().set(f"{NOTE}/{heart.rank}", text)
+            answered(lambda: heart.store.set(f"{NOTE}/{heart.rank}", text), SILENCE)
             heart.noted = bool(text)
 
 
-def notes() -> dict[int, str]:
+def _notes(heart: Heart) -> dict[int, str]:
     """What other ranks raised alone, by global rank."""
-    heart, found = _heart(), dict[int, str]()
-    if heart is None:
-        return found
-    with suppress(Exception):  # The store may be gone, too.
-        store = heart.store.clone()
-        for rank in (rank for rank in range(dist.get_world_size()) if rank != heart.rank):
-            if store.check([f"{NOTE}/{rank}"]) and (said := store.get(f"{NOTE}/{rank}")):
-                found[rank] = said.decode()
+    found = dict[int, str]()
+    for rank in (rank for rank in range(dist.get_world_size()) if rank != heart.rank):
+        if heart.store.check([f"{NOTE}/{rank}"]) and (said := heart.store.get(f"{NOTE}/{rank}")):
+            found[rank] = said.decode()
     return found
 
 
 def _heart() -> Heart | None:
     world: Any = dist.group.WORLD if dist.is_initialized() else None
     return None if world is None else _hearts.get(world)
-
-
-def lost_ranks() -> list[int]:
-    """The global ranks that are lost, as the first process to ask found; none where nothing is known."""
-    heart = _heart()
-    if heart is None:
-        return []
-    with suppress(Exception):  # The store may be gone, too.
-        store = heart.store.clone()
-        if store.check([VERDICT]):
-            return list(map(int, json.loads(store.get(VERDICT))))
-        before = _beats(store, dist.get_world_size())
-        time.sleep(SILENCE)
-        after = _beats(store, dist.get_world_size())
-        found = [rank for rank, beats in before.items() if after[rank] == beats and rank != heart.rank]
-        if found:
-            said: bytes = store.compare_set(VERDICT, "", json.dumps(found))
-            return list(map(int, json.loads(said)))
-    return []
-
-
-def _beats(store: Any, size: int) -> dict[int, bytes]:
-    """How often each process that counts has done so."""
-    return {rank: store.get(str(rank)) for rank in range(size) if store.check([str(rank)])}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.collectives import communicate, gather
+from autotp.collectives import communicate, gather, naming_lost
 from autotp.errors import Error
 from autotp.heartbeat import begin
 from autotp.launch import Launch, launch, store_of
@@ -71,13 +73,13 @@ def make_mesh(
     """The tensor-parallel axis: of `mesh` if given, else over the whole world, as torchrun, srun or mpirun started it.
 
     Without `mesh` it initialises torch.distributed where that is not done yet (NCCL where each process has a GPU of its
-    own, else gloo) and makes a group with `timeout`. A caller's mesh keeps the timeouts it was made with.
+    own, else gloo) and makes a group with `timeout`. So it does of a caller's mesh if `timeout` is given.
 
     Args:
         tp: the size; None is the whole world, or the mesh's.
         mesh: one-dimensional, or with a dimension named "tp".
         device: this process's device; None is the mesh's kind, else the GPU of LOCAL_RANK, else the CPU.
-        timeout: None is the default group's, or ten minutes where there is none yet.
+        timeout: None is the mesh's, or else the default group's, or ten minutes where there is none yet.
 
     Raises:
         Error: not `tp` processes, not started together, a mesh without "tp" or of another size, no GPU of its own.
@@ -85,7 +87,7 @@ def make_mesh(
     if tp is not None:
         expect_size(tp)
     if mesh is not None:
-        return _from_device_mesh(tp, mesh, device)
+        return _from_device_mesh(tp, mesh, device, timeout)
     _check_world(tp, world_size())
     if not dist.is_initialized() and launch() is None:
         return Mesh(device=_own_device(device))
@@ -94,10 +96,46 @@ def make_mesh(
     return _over_the_world(_own_device(device), timeout)
 
 
+def group_of(mesh: Mesh) -> Any:
+    """torch's object of the mesh's group, which there is."""
+    return _resolved(str(mesh.group))
+
+
+def _resolved(name: str) -> Any:
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def new_group(ranks: Sequence[int] | None, timeout: timedelta, **how: Any) -> Any:
+    """torch's, which raises Error where a rank is lost meanwhile."""
+    world: Any = dist.group.WORLD
+    with naming_lost("new_group", world.group_name):
+        return dist.new_group(None if ranks is None else list(ranks), timeout, **how)
+
+
 def timeout_of(group: Any) -> timedelta:
     """How long the collectives of a group wait for other ranks."""
     found: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return found
+
+
+@contextmanager
+def waiting(mesh: Mesh, timeout: timedelta | None) -> Iterator[None]:
+    """A region in which the collectives of a mesh wait so long for other ranks; with None as long as anywhere.
+
+    Raises:
+        Error: that is no time.
+    """
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
+        raise Error(f"timeout={timeout!r}", expected="a datetime.timedelta", **{"try": "timedelta(seconds=60)"})
+    groups = [] if timeout is None else [_resolved(name) for name in mesh.groups.values() if name is not None]
+    before = [timeout_of(group) for group in groups]
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for group, its in zip(groups, before, strict=True):
+            dist.distributed_c10d._set_pg_timeout(its, group)
 
 
 def expect_size(tp: Any) -> None:
@@ -133,7 +171,17 @@ def gather_ints(values: list[int], mesh: Mesh) -> list[list[int]]:
     return gather(mine, mesh.group, 0, mesh.size).tolist()
 
 
-def _from_device_mesh(tp: int | None, mesh: DeviceMesh, device: torch.device | str | None) -> Mesh:
+def expect_alike(said: Any, mesh: Mesh, what: str, remedy: str) -> None:
+    """Raises Error, on every rank, where `said`, which prints alike where it is the same, is another on some rank."""
+    rows = gather_ints([zlib.crc32(repr(said).encode())], mesh)
+    other = [rank for rank, row in enumerate(rows) if row != rows[0]]
+    if other:
+        raise Error(f"{mesh.named(other)} {what} than rank 0", **{"try": f"{remedy} on all ranks"})
+
+
+def _from_device_mesh(
+    tp: int | None, mesh: DeviceMesh, device: torch.device | str | None, timeout: timedelta | None
+) -> Mesh:
     if not isinstance(mesh, DeviceMesh):
         raise Error(f"mesh is a {type(mesh).__name__}, not a DeviceMesh", **{"try": _mesh_line(tp or 2, 1)})
     names = mesh.mesh_dim_names or ()
@@ -153,6 +201,9 @@ def _from_device_mesh(tp: int | None, mesh: DeviceMesh, device: torch.device | s
         raise Error(f"tp={tp}, but the mesh has tp={group.size()}", **{"try": "leave tp out"})
     where = _mesh_device(mesh, device)
     begin()
+    if timeout is not None and timeout != timeout_of(group):  # The caller's group keeps its own.
+        ranks = dist.get_process_group_ranks(group)
+        group = new_group(ranks, timeout, use_local_synchronization=True, group_desc="tp")
     return numbered(Mesh("tp", group.size(), group.rank(), group.group_name, where, _runs(group, timeout_of(group))))
 
 
@@ -166,14 +217,14 @@ def start(timeout: timedelta = TIMEOUT, device: torch.device | None = None) -> t
         started = launch() or Launch("", 0, 1, 0, 1)
         store = store_of(started, timeout) if started.by else dist.HashStore()
         dist.init_process_group(kind, store=store, rank=started.rank, world_size=started.size, timeout=timeout)
+    begin()
     return device
 
 
 def _over_the_world(device: torch.device, timeout: timedelta) -> Mesh:
     start(timeout, device)
     # A group of its own, so that it has this timeout and this name whoever made the default one.
-    group = dist.new_group(timeout=timeout, group_desc="tp")
-    begin()
+    group = new_group(None, timeout, group_desc="tp")
     size, rank, runs = dist.get_world_size(), dist.get_rank(), _runs(group, timeout)
     return numbered(Mesh("tp", size, rank, group.group_name, device, runs))
 
@@ -183,7 +234,7 @@ def _runs(group: Any, timeout: timedelta) -> tuple[tuple[int, str], ...]:
     ranks, found = dist.get_process_group_ranks(group), []
     for n in (n for n in range(2, len(ranks)) if len(ranks) % n == 0):
         start = group.rank() // n * n
-        run = dist.new_group(ranks[start : start + n], timeout, use_local_synchronization=True, group_desc=f"tp/{n}")
+        run = new_group(ranks[start : start + n], timeout, use_local_synchronization=True, group_desc=f"tp/{n}")
         found.append((n, run.group_name))
     return tuple(found)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autotp.agree import settled, spelled, tried
 from autotp.errors import Error
-from autotp.heartbeat import lost_ranks
+from autotp.heartbeat import reason
 from autotp.mesh import Mesh
 
 T = TypeVar("T")
@@ -44,9 +44,9 @@ class Peers:
             padded = torch.frombuffer(bytearray(text.ljust(max(lengths))), dtype=torch.uint8)
             rows = self._gather(padded)
         except RuntimeError as error:
-            whom = self.mesh.named(found) if (found := lost_ranks()) else "the others"
-            lost = f"{self.mesh.axis} rank {self.mesh.rank} of {self.mesh.size} lost {whom} while it saved"
-            raise Error(lost, said=str(error).splitlines()[0], **{"try": "read the other ranks' logs"}) from error
+            why = reason(lambda rank: self.mesh.named([rank])) or str(error).splitlines()[0]
+            problem = f"{self.mesh.axis} rank {self.mesh.rank} of {self.mesh.size} cannot save: {why}"
+            raise Error(problem, **{"try": "read the other ranks' logs"}) from error
         return [json.loads(row.numpy().tobytes()) for row in rows]
 
     def agree(self, make: Callable[[], T]) -> T:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from torch.optim import Optimizer
@@ -33,6 +33,8 @@ from autotp.peers import Peers
 from autotp.reading import expect_one, expect_same, load_more, put, read
 from autotp.trainer import Trainer
 from autotp.writing import UNFINISHED, begun, same_on_all, write
+
+T = TypeVar("T")
 
 
 def save_checkpoint(
@@ -59,7 +61,7 @@ def save_checkpoint(
     def run() -> Saving:
         _finish(trainer)
         state = agree(trainer.everyone, lambda: begun(Path(folder), trainer, optimizer, step, more))
-        mark, _ = same_on_all(trainer, uuid4().int >> 66, zlib.crc32(json.dumps(state.more).encode()))
+        mark = same_on_all(trainer, uuid4().int >> 66, step, zlib.crc32(json.dumps(state.more).encode()))
         path = path_of(Path(folder), step)
         new = path.with_name(f".{path.name}.{mark:016x}{UNFINISHED}")
         trainer.saving = Saving(lambda: write(state, path, new, Peers(trainer.everyone, trainer.files)))
@@ -103,17 +105,29 @@ def load_checkpoint(
         step = gather_ints([newest], everyone)[0][0]
         if step < 0:
             return 0
-        manifest = agree(everyone, lambda: read_manifest(path_of(Path(folder), step)))
+        path = path_of(Path(folder), step)
+        manifest = agree(everyone, lambda: _staying(path, lambda: read_manifest(path)))
         expect_one(manifest, trainer)
         parts = parts_of(trainer, "load_checkpoint")
         agree(everyone, lambda: expect_same(manifest, trainer, parts, learning, more, changed))
-        found = agree(everyone, lambda: read(manifest, trainer, parts, learning, more))
+        found = agree(everyone, lambda: _staying(path, lambda: read(manifest, trainer, parts, learning, more)))
         load_more(more, found.more, trainer)
         put(found, trainer, parts, learning)
         trainer.steps = manifest.about["step"]
         return step
 
     return within("load_checkpoint", run)
+
+
+def _staying(path: Path, run: Callable[[], T]) -> T:
+    """What `run` returns, which reads a checkpoint. Where it fails and the folder is not whole, Error says so."""
+    try:
+        return run()
+    except Error as error:
+        if not _is_whole(path):
+            remedy = "load_checkpoint again: it takes the newest that is there"
+            raise Error(f"{path} was removed while it was read", **{"try": remedy}) from error
+        raise
 
 
 def saved_steps(folder: str | Path) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autotp.agree import agree
-from autotp.errors import Error
-from autotp.mesh import broadcast_from_first
+from autotp.collectives import naming_lost
+from autotp.errors import Error, within
+from autotp.mesh import broadcast_from_first, expect_alike, group_of
 from autotp.parts import Parts, parts_of
 
 
@@ -24,10 +25,15 @@ def full_state_dict(model: nn.Module, wanted: Callable[[str], bool] = lambda nam
 
     Args:
         wanted: of a name, whether it is gathered; alike on all ranks. Of a LoRA model, `lambda name: "lora_" in name`.
+
+    Raises:
+        Error: on every rank: they want other names.
     """
     parts = parts_of(model, "full_state_dict")
     whole: dict[str, Tensor | None] = {}
-    for name in dict.fromkeys(first for saved, first in parts.saved.items() if wanted(saved)):
+    names = list(dict.fromkeys(first for saved, first in parts.saved.items() if wanted(saved)))
+    within("full_state_dict", lambda: expect_alike(names, parts.everyone, "wants other names", "the same `wanted`"))
+    for name in names:
         whole[name] = _gathered(parts, name)
     if parts.everyone.rank:
         return {}
@@ -52,7 +58,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     for name, saved in {first: saved for saved, first in parts.saved.items()}.items():
         kind = [state[saved].dtype if first else None]
         if parts.everyone.size > 1:
-            dist.broadcast_object_list(kind, group=_group(parts), group_src=0)
+            with naming_lost("load_full_state_dict", str(parts.everyone.group)):
+                dist.broadcast_object_list(kind, group=group_of(parts.everyone), group_src=0)
         whole = torch.empty(parts.shapes[name], dtype=kind[0], device=parts.place.device)
         if first:
             whole.copy_(state[saved])
@@ -71,7 +78,9 @@ def _gathered(parts: Parts, name: str) -> Tensor | None:
         found = [mine]
     else:
         found = [[] for _ in range(parts.everyone.size)]
-        dist.gather_object(mine, found if parts.everyone.rank == 0 else None, group=_group(parts), group_dst=0)
+        every, first = parts.everyone, parts.everyone.rank == 0
+        with naming_lost("full_state_dict", str(every.group)):
+            dist.gather_object(mine, found if first else None, group=group_of(every), group_dst=0)
     if parts.everyone.rank:
         return None
     boxes = [pair for some in found for pair in some]
@@ -79,10 +88,6 @@ def _gathered(parts: Parts, name: str) -> Tensor | None:
     for box, tensor in boxes:
         whole[box.place] = tensor
     return whole
-
-
-def _group(parts: Parts) -> Any:
-    return dist.distributed_c10d._resolve_process_group(parts.everyone.group)  # type: ignore[arg-type]
 
 
 def _mismatch(parts: Parts, state: Mapping[str, Tensor]) -> str:

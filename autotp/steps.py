@@ -8,12 +8,10 @@ and dtypes are compared each time; values, which have to be read for it, in the 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -44,11 +42,11 @@ class Said(NamedTuple):
     random: int
 
 
-def said(training: bool, frozen: str, batch: Any, place: Mesh, values: bool) -> Said:
+def said(training: bool, frozen: Sequence[str], batch: Any, place: Mesh, values: bool) -> Said:
     """What this rank says of its batch.
 
     Args:
-        frozen: the parameters that want no gradient, as text.
+        frozen: the parameters that want no gradient.
         batch: arguments; None for what it cannot take.
         values: whether values and random numbers are compared.
     """
@@ -57,33 +55,49 @@ def said(training: bool, frozen: str, batch: Any, place: Mesh, values: bool) -> 
     leaves, spec = flatten(batch)
     structure = zlib.crc32(repr([str(spec), *(shown(leaf) for leaf in leaves)]).encode())
     printed = zlib.crc32(repr([checksum(x) for x in leaves if isinstance(x, Tensor)]).encode()) if values else 0
-    kept = zlib.crc32(frozen.encode())
+    kept = zlib.crc32(repr(frozen).encode())
     return Said(False, False, training, kept, structure, printed, random_state(place) if values else 0)
 
 
-def over(everyone: Mesh, grid: DeviceMesh, timeout: timedelta) -> Mesh:
-    """All ranks, each called by its place on the axes that have more than one; they wait no longer than `timeout`."""
+def over(everyone: Mesh, grid: DeviceMesh) -> Mesh:
+    """All ranks, each called by its place on the axes that have more than one."""
     names = [""] * everyone.size
     axes = [(dim, axis) for dim, axis in enumerate(grid.mesh_dim_names or ()) if grid.mesh.shape[dim] > 1]
     for rank in range(everyone.size):
         place = (grid.mesh == rank).nonzero()[0].tolist()
         names[rank] = ", ".join(f"{axis} rank {place[dim]}" for dim, axis in axes)
-    group = dist.new_group(timeout=timeout, group_desc="world")
-    return replace(everyone, group=group.group_name, names=tuple(names))
+    return replace(everyone, names=tuple(names))
 
 
-def agree_on_step(mesh: Mesh, grid: DeviceMesh, mine: Said, problem: Exception | None) -> list[Said]:
+def frozen_of(frozen: Collection[str], holders: Mapping[str, tuple[int, ...]]) -> dict[tuple[int, ...], int]:
+    """Ranks of the pipeline that hold parameters together -> what stands for those of them that want no gradient.
+
+    Args:
+        frozen: the parameters of this rank that want none.
+        holders: every parameter that several ranks of the pipeline hold, with these.
+    """
+    some = {ranks: [name for name in holders if holders[name] == ranks] for ranks in holders.values()}
+    return {
+        ranks: zlib.crc32(repr([name for name in names if name in frozen]).encode()) for ranks, names in some.items()
+    }
+
+
+def agree_on_step(
+    mesh: Mesh, grid: DeviceMesh, mine: Said, tied: Mapping[tuple[int, ...], int], problem: Exception | None
+) -> list[Said]:
     """What all ranks say, once they agree.
 
     Args:
         mesh: all ranks.
         grid: the same by "pp", "dp" and "tp".
+        tied: as of `frozen_of`.
         problem: why this rank cannot take its batch.
 
     Raises:
         Error: on every rank, where one cannot take its batch or the ranks of a replica were given others.
     """
-    rows = [Said._make(row) for row in gather_ints([int(value) for value in mine], mesh)]
+    every = gather_ints([*map(int, mine), *tied.values()], mesh)
+    rows = [Said._make(row[: len(mine)]) for row in every]
     if any(row.failed for row in rows):
         agreed(problem, mesh)
     alike = "step or evaluate on all ranks alike"
@@ -91,6 +105,10 @@ def agree_on_step(mesh: Mesh, grid: DeviceMesh, mine: Said, problem: Exception |
     for stage in grid.mesh.flatten(1).tolist():
         remedy = "requires_grad_ on all ranks alike"
         compared(rows, Said._fields.index("frozen"), mesh, stage, "has other parameters frozen", remedy)
+    for column, ranks in enumerate(tied, len(mine)):
+        remedy = "requires_grad_ on all ranks that hold a parameter: it is tied over stages of the pipeline"
+        held = grid.mesh[list(ranks)].flatten().tolist()
+        compared(every, column, mesh, held, "has other tied parameters frozen", remedy)
     for replica in grid.mesh.transpose(0, 1).flatten(1).tolist():
         for column, what, remedy in (
             (Said._fields.index("structure"), "got other inputs", ALIKE),

@@ -36,7 +36,7 @@ from autotp.heartbeat import leave_note, take_note_back
 from autotp.hyperparameters import hyperparameters
 from autotp.inputs import example_inputs as find_inputs
 from autotp.layout import Layout
-from autotp.mesh import Mesh, broadcast_from_first, make_mesh
+from autotp.mesh import Mesh, broadcast_from_first, make_mesh, new_group
 from autotp.passes.bind import bind
 from autotp.passes.own import Owner, module_at, own, place_of, value_at
 from autotp.passes.recompute import outline
@@ -57,7 +57,7 @@ from autotp.pipeline import (
 )
 from autotp.skeleton import skeleton_of
 from autotp.source import numbered
-from autotp.steps import agree_on_step, equal_replicas, over, said
+from autotp.steps import agree_on_step, equal_replicas, frozen_of, over, said
 from autotp.structure import signature_of
 from autotp.take import take
 from autotp.trainer_module import as_module_of
@@ -131,9 +131,9 @@ class Trainer(nn.Module):
         super().__init__()
         self.mesh, self.steps, self._calls, self._training, self._scaler = mesh, 0, 0, training, scaler
         self.place = make_mesh(None, mesh["tp"])
-        self.everyone = groups.world(self.place)
-        self.files, self.saving = dist.new_group(backend="gloo", timeout=timeout), None
-        self._ranks = over(self.everyone, mesh, timeout)
+        self.everyone = groups.world(self.place, timeout)
+        self.files, self.saving = new_group(None, timeout, backend="gloo"), None
+        self._ranks = over(self.everyone, mesh)
         self.replicas = groups.along(self.place, mesh.get_group("dp"), "dp")
         self._signature = signature_of(model)
         self.hyperparameters = hyperparameters(model)  # Before forward has run, and changed attributes.
@@ -153,7 +153,8 @@ class Trainer(nn.Module):
         stages = self._cut(analysis, lowered)
         self._engine(analysis, {i: nn.Identity() for i in self._mine})  # What cannot be is known before we take over.
         self._hold(model, analysis, stages)
-        self.__dict__["shared"] = groups.shared(stages, analysis.captured.parameters, mesh, self._mine_of, timeout)
+        self._holders = groups.holders(stages, analysis.captured.parameters, mesh["pp"].size(), self._mine_of)
+        self.__dict__["shared"] = groups.shared(self._holders, mesh, timeout)
         self.__dict__["tied"] = self._tied()
         readers, read = self._readers(stages, analysis), reader(training.compute_dtype)
         self._works = {i: Work([m for m, some in readers.items() if i in some], read) for i in self._mine}
@@ -357,10 +358,11 @@ class Trainer(nn.Module):
         taken, problem = tried(lambda: self._taken(training, args, kwargs))
         self._calls += 1
         values = self._calls <= CHECKED_CALLS
-        frozen = str([name for name, parameter in self.named_parameters() if not parameter.requires_grad])
+        frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
         mine = said(training, frozen, taken[0].arguments if taken else None, self.place, values)
         found = self._fitted(taken[0]) if taken else None
-        rows = agree_on_step(self._ranks, self.mesh, mine._replace(captures=found is None), problem)
+        mine = mine._replace(captures=found is None)
+        rows = agree_on_step(self._ranks, self.mesh, mine, frozen_of(frozen, self._holders), problem)
         take_note_back()
         if values and equal_replicas(rows, self.mesh):
             warnings.warn(SAME_ROWS.format(self.mesh["dp"].size()), stacklevel=5)

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autotp.collectives import naming_lost
 from autotp.layout import Layout, Range
-from autotp.mesh import Mesh
+from autotp.mesh import Mesh, group_of
 from autotp.sources import Box, Shape
 
 
@@ -54,15 +55,16 @@ class Whole:
         mine = self._part(box) if rank == self.mesh.rank else None
         if rank == 0:
             return mine
-        group = dist.distributed_c10d._resolve_process_group(self.mesh.group)  # type: ignore[arg-type]
+        group = group_of(self.mesh)
         # gloo sends from one process to another out of the CPU's memory alone; bytes, as it has not every dtype.
         device = torch.device("cpu") if dist.get_backend(group) == "gloo" else self.mesh.device
-        if mine is not None:
-            dist.send(mine.to(device).contiguous().view(-1).view(torch.uint8), group=group, group_dst=0)
-        if self.mesh.rank:
-            return None
-        got = torch.empty([b - a for a, b in box], dtype=self.dtype, device=device)
-        dist.recv(got.view(-1).view(torch.uint8), group=group, group_src=rank)
+        with naming_lost("save_pretrained", group.group_name):
+            if mine is not None:
+                dist.send(mine.to(device).contiguous().view(-1).view(torch.uint8), group=group, group_dst=0)
+            if self.mesh.rank:
+                return None
+            got = torch.empty([b - a for a, b in box], dtype=self.dtype, device=device)
+            dist.recv(got.view(-1).view(torch.uint8), group=group, group_src=rank)
         return got
 
     def _part(self, box: Box) -> Tensor:

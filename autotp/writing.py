@@ -103,18 +103,19 @@ def _filed(at: Path, run: Callable[[], T]) -> T:
         raise Error(f"{at} cannot be written: {error}") from error
 
 
-def same_on_all(trainer: Trainer, mark: int, more: int) -> list[int]:
-    """The first rank's numbers.
+def same_on_all(trainer: Trainer, mark: int, step: int, more: int) -> int:
+    """The first rank's mark.
 
     Raises:
-        Error: `more` is another on some rank.
+        Error: `step` or `more` is another on some rank.
     """
-    rows = gather_ints([mark, more], trainer.everyone)
-    other = [rank for rank, row in enumerate(rows) if row[1] != rows[0][1]]
-    if other:
-        problem = f"what is saved by name is not the same on rank {other[0]} as on rank 0"
-        raise Error(problem, **{"try": "save a state that all ranks share; the trainer's own differs as it must"})
-    return rows[0]
+    rows = gather_ints([mark, step, more], trainer.everyone)
+    share = "save a state that all ranks share; the trainer's own differs as it must"
+    for at, what, remedy in ((1, "step", "trainer.steps"), (2, "what is saved by name", share)):
+        other = [rank for rank, row in enumerate(rows) if row[at] != rows[0][at]]
+        if other:
+            raise Error(f"{what} is not the same on rank {other[0]} as on rank 0", **{"try": remedy})
+    return rows[0][0]
 
 
 def _state(trainer: Trainer, parts: Parts, optimizer: Optimizer, step: int, more: Mapping[str, Any]) -> State:
@@ -214,8 +215,7 @@ def write(state: State, path: Path, new: Path, peers: Peers) -> None:
         every = peers.tell([rows, state.groups, state.values])
         peers.agree(lambda: _filed(path, lambda: _name(state, every, path, new)) if rank == 0 else None)
     except BaseException:
-        if peers.mesh.rank == 0:
-            shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)  # On every rank: what one wrote may lie elsewhere.
         raise
 
 
@@ -278,8 +278,17 @@ def _write_items(new: Path, rank: int, items: Sequence[Item]) -> list[Any]:
 
 
 def _name(state: State, every: Sequence[Any], path: Path, new: Path) -> None:
-    """Writes the manifest, and gives the folder its name."""
+    """Writes the manifest, and gives the folder its name.
+
+    Raises:
+        Error: not all files are there: a rank wrote into another folder, or on a disk of its own.
+    """
     ranks, groups, values = zip(*every, strict=True)
+    for rank, (size, _) in enumerate(ranks):
+        file = new / file_of(rank)
+        if not file.exists() or file.stat().st_size != size:
+            problem = f"rank 0 does not see what rank {rank} wrote: {file.name} is not in {path.parent}"
+            raise Error(problem, **{"try": "one folder, the same on all ranks and shared by all machines"})
     told = {json.dumps(group): group for some in groups for group in some}
     about = {
         **state.about,

@@ -167,7 +167,9 @@ class Run:
 def keep(folder: Path, count: int) -> None:
     """Removes the oldest of more than `count` whole checkpoints. What is not whole is none, and stays."""
     for step in saved_steps(folder)[:-count]:
-        shutil.rmtree(folder / f"step-{step:08d}")
+        path = folder / f"step-{step:08d}"
+        # At once, for whoever reads it; what stays if this process ends meanwhile goes with the next job's first save.
+        shutil.rmtree(path.rename(folder / f".{path.name}.removed.new"))
 
 
 def scheduled(optimizer: torch.optim.Optimizer, args: Namespace) -> LRScheduler:

@@ -59,17 +59,17 @@ def killed(folder: Path, process: subprocess.Popen[str], times: int, draw: rando
     while done < times and process.poll() is None:
         attempts = {attempt for attempt, _, _ in told(folder)}
         if done in attempts:  # This attempt has done a step.
-            _over(process, draw.uniform(0, 0.5))
+            over(process, draw.uniform(0, 0.5))
             try:
                 os.kill(int((folder / f"pid-{draw.randrange(2)}").read_text()), signal.SIGKILL)
             except ProcessLookupError:  # It was done.
                 break
             done += 1
-        _over(process, 0.05)
+        over(process, 0.05)
     return done
 
 
-def _over(process: subprocess.Popen[str], seconds: float) -> bool:
+def over(process: subprocess.Popen[str], seconds: float) -> bool:
     """Whether a process is over within a time."""
     try:
         process.wait(seconds)

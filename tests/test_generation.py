@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from generating import NEW, both, built, prompt, transformers
 from helpers import Checks
 from test_processes import Collectives
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
+from autotp.mesh import group_of, timeout_of
 from autotp.module import executable_of
 from autotp.sharded import Sharded
 
@@ -109,6 +112,22 @@ def heads_that_do_not_divide(rank: int, n: int) -> None:
     with torch.no_grad():
         keys = parallel(**prompt()).past_key_values.layers[0].keys
     assert keys.shape == (2, 6, 7, 8) and keys.part.shape == (2, [2, 2, 2, 0][rank], 7, 8)
+
+
+@checks.on(2)
+def timeouts(rank: int, n: int) -> None:
+    """A mesh that is given waits as long as it is told, and while it generates as long as that is told."""
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("tp",))
+    model, seen = autotp.parallelize(built("gpt2"), mesh=mesh, timeout=timedelta(seconds=77)), set()
+    groups = [mesh.get_group(), group_of(model.mesh)]
+    before = list(map(timeout_of, groups))
+    assert before[1] == timedelta(seconds=77) != before[0]
+    stop = lambda ids, scores: seen.add(timeout_of(groups[1])) or torch.zeros(len(ids), dtype=torch.bool)  # noqa: E731
+    model.generate(**prompt(), max_new_tokens=2, timeout=timedelta(seconds=55), stopping_criteria=[stop])
+    assert seen == {timedelta(seconds=55)} and list(map(timeout_of, groups)) == before
+    for wrong in (5, timedelta(0)):
+        with pytest.raises(autotp.Error, match="timeout="):
+            model.generate(**prompt(), max_new_tokens=2, timeout=wrong)
 
 
 # ---- the cache

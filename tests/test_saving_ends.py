@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import multiprocessing
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_ranks
-from test_faults import job
+from test_faults import job, over
 from test_saving import fingerprint, started, trained
 
 import autotp
-from autotp import saving, writing
+from autotp import heartbeat, pieces, saving, writing
+from autotp.claim import claim
 from autotp.saving import saved_steps
 
 HERE = Path(__file__).resolve().parent
@@ -48,6 +52,7 @@ def small_files(bytes: int) -> Iterator[None]:
 
 
 def full_disk(rank: int, n: int, folder: str) -> list[str]:
+    heartbeat.INTERVAL = 0.01  # The disk is full for it, too: the ranks met in a file.
     trainer, optimizer = started((2, 1, 1))
     trained(trainer, optimizer, range(1))
     autotp.save_checkpoint(folder, trainer, optimizer, 1)
@@ -134,6 +139,91 @@ def test_two_jobs(tmp_path: Path) -> None:
         first, *facts = text.splitlines()
         assert first.startswith("save_checkpoint: process ") and first.endswith(f" saves into {tmp_path}")
         assert facts == ["  try      another folder, or end it", "  on       global rank 0"][: 1 + rank]
+
+
+def test_a_lock_that_is_removed_while_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is locked then is no file that another process would find."""
+    lock = fcntl.lockf
+
+    def late(*given: Any) -> None:
+        monkeypatch.undo()
+        (tmp_path / ".lock").unlink()
+        lock(*given)
+
+    monkeypatch.setattr(fcntl, "lockf", late)
+    assert claim(tmp_path)
+    other = subprocess.run([sys.executable, "-c", CLAIM, str(tmp_path)], input=b"\n", capture_output=True)
+    assert other.returncode == 1 and f"process {os.getpid()} on " in other.stderr.decode()
+
+
+def vanishing(rank: int, n: int, folder: str) -> list[str]:
+    """Another job removes a checkpoint at each moment of its being read; then there is the one before."""
+    trainer, optimizer = started((2, 1, 1))
+    found = []
+    for step, (module, name, count) in enumerate(MOMENTS, 2):
+        autotp.save_checkpoint(folder, trainer, optimizer, 1) if step == 2 else None
+        trained(trainer, optimizer, range(step - 2, step - 1))
+        autotp.save_checkpoint(folder, trainer, optimizer, step)
+        before, run, calls = fingerprint(trainer, optimizer), getattr(module, name), itertools.count(1)
+        gone = Path(folder, f"step-{step:08d}")
+
+        def removed(*given: Any, run: Any = run, calls: Any = calls, gone: Path = gone, count: int = count) -> Any:
+            value = run(*given)
+            if next(calls) == count and rank == n - 1:
+                shutil.rmtree(gone)
+            return value
+
+        setattr(module, name, removed)
+        found.append(problem(lambda: autotp.load_checkpoint(folder, trainer, optimizer)))
+        setattr(module, name, run)
+        assert fingerprint(trainer, optimizer) == before
+        assert autotp.load_checkpoint(folder, trainer, optimizer) == 1
+    return found
+
+
+MOMENTS = [
+    (saving, "path_of", 1), (saving, "read_manifest", 1), (pieces, "read_piece", 1), (pieces, "read_piece", 9),
+]  # fmt: skip
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(vanishing, 2, str(tmp_path), timeout=100)):
+        for step, text in enumerate(found, 2):
+            path, (first, *facts) = tmp_path / f"step-{step:08d}", text.splitlines()
+            assert first == f"load_checkpoint: {path} was removed while it was read", (rank, text)
+            assert facts[0] == "  try      load_checkpoint again: it takes the newest that is there"
+
+
+@pytest.mark.rare
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("first", [True, False], ids=["later", "at-once"])
+def test_two_jobs_of_torchrun(first: bool, tmp_path: Path) -> None:
+    """The one that saves first goes on; what it saved is its own, and the other ends with an error that names it."""
+    saved, folders = tmp_path / "saved", [tmp_path / "one", tmp_path / "two"]
+    with ExitStack() as stack:
+        jobs = []
+        for seed, folder in enumerate(folders):
+            jobs.append(stack.enter_context(job(folder, "beside.py", [str(saved), str(seed)], 0)))
+            while first and not saved_steps(saved) and jobs[0].poll() is None:
+                over(jobs[0], 0.05)
+        while all(process.poll() is None for process in jobs):
+            over(jobs[1], 0.05)
+        loser = next(i for i, process in enumerate(jobs) if process.poll() is not None)
+        (folders[1 - loser] / "enough").touch()
+        said = [process.communicate(timeout=100)[0] for process in jobs]
+    assert not first or loser == 1
+    assert jobs[loser].returncode != 0 and f"saves into {saved}" in said[loser], said[loser]
+    assert jobs[1 - loser].returncode == 0, said[1 - loser]
+    run_ranks(holds, 2, str(saved), str(folders[1 - loser] / "state"), timeout=100)
+
+
+def holds(rank: int, n: int, folder: str, state: str) -> None:
+    """The newest checkpoint is that state, and there is one of each step."""
+    trainer, optimizer = started((2, 1, 1))
+    step = autotp.load_checkpoint(folder, trainer, optimizer)
+    assert saved_steps(folder) == list(range(step // 1000 * 1000 + 1, step + 1))
+    found, expected = autotp.full_state_dict(trainer), torch.load(state)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
 def lagging(rank: int, n: int, folder: str) -> None:

@@ -234,6 +234,43 @@ def test_replicas_in_two_modes() -> None:
     assert run_ranks(in_two_modes, 2) == ["dp rank 1 was called in another mode than dp rank 0"] * 2
 
 
+def frozen_on_one(rank: int, n: int) -> list[str]:
+    """One rank freezes what it holds with the others of its stage, or of another one; then all do."""
+    pp, found = n // 2, list[str]()
+    trainer, optimizer = started((2, pp, 1), timeout=timedelta(seconds=20))
+    trained(trainer, optimizer, range(1))
+    table = trainer.wte.weight if pp > 1 else next(trainer.parameters())
+    for chosen in [rank == n - 1, rank >= n // 2][:pp]:
+        table.requires_grad_(not chosen)
+        with pytest.raises(autotp.Error) as raised:
+            trainer.step(**part(trainer, batch(1)))
+        found.append(str(raised.value))
+    table.requires_grad_(False)
+    before = table.detach().clone()
+    trained(trainer, optimizer, range(1, 2))
+    assert torch.equal(table, before)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("n", "told"),
+    [
+        pytest.param(2, ["tp rank 1 has other parameters frozen than tp rank 0"], marks=pytest.mark.rare),
+        (
+            4,
+            [
+                "pp rank 1, tp rank 1 has other parameters frozen than pp rank 1, tp rank 0",
+                "pp rank 1, tp rank 0; pp rank 1, tp rank 1 has other tied parameters frozen than pp rank 0, tp rank 0",
+            ],
+        ),
+    ],
+)
+def test_what_one_rank_freezes(n: int, told: list[str]) -> None:
+    """An error on every rank, at once: also where a table is tied over stages of the pipeline."""
+    for found in run_ranks(frozen_on_one, n, timeout=90):
+        assert [text.splitlines()[0] for text in found] == [f"Trainer.step: {text}" for text in told]
+
+
 def alone(rank: int, n: int, change: str) -> str:
     """What each rank raises where one rank's batch has other values, long after these were compared."""
     trainer, optimizer = started((2, 1, 1), timeout=timedelta(seconds=3))

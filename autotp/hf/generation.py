@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error, within
-from autotp.mesh import Mesh, broadcast_from_first, follow_first_random_state
+from autotp.mesh import Mesh, broadcast_from_first, expect_alike, follow_first_random_state, waiting
 from autotp.outputs import gather_all, marked
 from autotp.scores import NOTHING, Cut, Few
 from autotp.sharded import Sharded
@@ -89,15 +90,22 @@ class Generates:
     mesh: Mesh
     outputs_stay_cut: Callable[[], AbstractContextManager[None]]
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: Any, timeout: timedelta | None = None, **kwargs: Any) -> Any:
         """What `generate` of the original model returns: the same tokens on every rank.
 
+        Args:
+            timeout: how long a collective waits for other ranks meanwhile; None is what the model was made with.
+
         Raises:
-            Error: an option that a parallel model does not have.
+            Error: an option that a parallel model does not have; a rank is lost.
         """
         inherited = super().generate  # type: ignore[misc]
-        with _decoding(self, "whole"):
-            return within(f"{type(self).__name__}.generate", lambda: inherited(*args, **kwargs))
+
+        def run() -> Any:
+            with _decoding(self, "whole"), waiting(self.mesh, timeout):
+                return inherited(*args, **kwargs)
+
+        return within(f"{type(self).__name__}.generate", run)
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Raises Error."""
@@ -142,6 +150,7 @@ class Generates:
     ) -> Any:
         """What transformers' loop of this name returns, where the first rank's chance and clock decide for all."""
         mesh = self.mesh
+        expect_alike((name, _asked(config)), mesh, "generates with other settings", "the same arguments of generate")
         if config.do_sample:
             follow_first_random_state(mesh)
         criteria[:] = [one if type(one).__name__ in ALIKE else _FirstRanks(one, mesh) for one in criteria]
@@ -151,6 +160,12 @@ class Generates:
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         """False: a graph is captured already."""
         return False
+
+
+def _asked(config: Any) -> list[tuple[str, str]]:
+    """The plain settings of a generation."""
+    kinds = bool | int | float | str | list | tuple | dict
+    return sorted((key, repr(value)) for key, value in config.to_dict().items() if isinstance(value, kinds))
 
 
 ALIKE = ("MaxLengthCriteria", "EosTokenCriteria", "StopStringCriteria")

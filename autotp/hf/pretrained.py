@@ -12,12 +12,12 @@ import json
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,13 @@ from torch.overrides import TorchFunctionMode
 from autotp.agree import CheckInputs, agree
 from autotp.api import on_mesh
 from autotp.checkpoint import parse_size, read_parts, write_checkpoint
-from autotp.checksums import SENSELESS, SIDE_FILE, STALE, expect_unchanged, opened, summed
+from autotp.checksums import SENSELESS, SIDE_FILE, STALE, expect_unchanged, opened, seen, summed
 from autotp.errors import Error, within
 from autotp.files import Stored, stored
 from autotp.hf.beside import copy_beside
 from autotp.layout import Layout
 from autotp.lazy import Lazy, told
-from autotp.mesh import make_mesh
+from autotp.mesh import expect_alike, make_mesh
 from autotp.module import ParallelModule
 from autotp.parts import parallel_of
 from autotp.passes.recompute import Recompute
@@ -42,6 +42,7 @@ from autotp.sources import Source, read
 from autotp.transform import Experts, Outputs
 from autotp.whole import Whole
 
+T = TypeVar("T")
 ADAPTER = "adapter_config.json"
 SHOWN = 4  # names in an error
 LOCAL = {"trust_remote_code": False}  # Unless it is said, transformers asks on the terminal whether to run code.
@@ -107,11 +108,13 @@ def from_pretrained(
 
     def run() -> ParallelModule:
         place = make_mesh(tp, mesh, device, timeout)
+        before = seen(Path(path))
         agree(place, lambda: expect_unchanged(Path(path), place.rank, place.size))
         model, sources = agree(place, lambda: _emptied(_load(Path(path), wanted)))
+        expect_alike(before[0], place, "sees another checkpoint", "the same files")
 
         def read_all(layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
-            return agree(place, lambda: read_parts(sources, layouts, place))
+            return agree(place, lambda: _staying(Path(path), before, lambda: read_parts(sources, layouts, place)))
 
         return on_mesh(model, place, example_inputs, settings, strict, read_all)
 
@@ -143,6 +146,22 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], *, max_shard
 
 
 # ---- loading
+
+
+def _staying(folder: Path, before: Any, run: Callable[[], T]) -> T:
+    """What `run` returns, which reads files of a folder.
+
+    Raises:
+        Error: they are not those that were there before.
+    """
+    problem = Error("the checkpoint was replaced while it was read", at=str(folder), **{"try": "read it again"})
+    try:
+        found = run()
+    except Error as error:
+        raise error if seen(folder) == before else problem from error
+    if seen(folder) != before:
+        raise problem
+    return found
 
 
 def _load(folder: Path, wanted: Wanted) -> nn.Module:
