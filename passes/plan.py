@@ -24,7 +24,7 @@ from autotp.errors import Error
 from autotp.grid import slices_of
 from autotp.layout import Layout, layout_of, ranges
 from autotp.passes.axes import Axes
-from autotp.passes.match import ATTENTION, Candidate, cut_values, maker, readers, root
+from autotp.passes.match import ATTENTION, MLP, Candidate, contracts, cut_values, maker, readers, root
 from autotp.source import line_of
 
 NOMINAL = 512
@@ -89,17 +89,21 @@ def decide(
         now = worth(candidates[i])
         if queue and key(i) > max(stale, queue[0]):  # It lost to what was cut since: it queues again.
             heappush(queue, key(i))
-        elif _acceptable(candidates[i], decision, now, _gain(candidates[i], decision, axes, tp), total):
+        elif _acceptable(candidates[i], decision, axes, now, _gain(candidates[i], decision, axes, tp), total):
             accept(candidates[i], decision)
     return decision
 
 
-def _acceptable(candidate: Candidate, decision: Decision, worth: float, gain: float, total: int) -> bool:
-    """True for a block's own axis where nothing else took part of it, and for what is worth its communication."""
+def _acceptable(candidate: Candidate, decision: Decision, axes: Axes, worth: float, gain: float, total: int) -> bool:
+    """True for a block's own axis where nothing else took part of it, and for what is worth its communication.
+
+    Convolutions have few weights for what they make of each place, so the channels between two must be worth it, too.
+    """
     if find(candidate.leaf).kind == "grid" and candidate.pattern != ATTENTION:
         return False
     if candidate.core and not any(node in decision.cuts for node, _ in candidate.nodes):
-        return gain > 0 and (worth >= WORTH_UNKNOWN or not any(_is_convolution(node) for node, _ in candidate.nodes))
+        convolved = candidate.pattern == MLP and any(_convolves(node, axes) for node, _ in candidate.nodes)
+        return gain > 0 and (worth >= WORTH_UNKNOWN or not convolved)
     if candidate.name == "vocab":
         return gain > 0 and worth >= WORTH
     return gain > SHARE * total and worth >= WORTH_UNKNOWN
@@ -180,7 +184,7 @@ def _places(weight: fx.Node, candidate: Candidate, axes: Axes) -> float:
     """How often a step reads each element of a weight: once a token; of a convolution once for each of its places."""
     for node, _ in candidate.nodes:
         operands = axes.bound[node].operands
-        if _is_convolution(node) and root(operands[1]) is weight:
+        if _convolves(node, axes) and root(operands[1]) is weight:
             return max(elements(node) // _channels(node), 1)
     return float(NOMINAL**2)
 
@@ -191,8 +195,9 @@ def _channels(node: fx.Node) -> int:
     return int(node.meta["val"].shape[-1 - places])
 
 
-def _is_convolution(node: fx.Node) -> bool:
-    return node.target in (convolution, transposed)
+def _convolves(node: fx.Node, axes: Axes) -> bool:
+    """True for a convolution that sums over channels."""
+    return node.target in (convolution, transposed) and contracts(axes.bound[node])
 
 
 def _fullest(leaf: Axis, parameter: fx.Node, axes: Axes, tp: int) -> float:
