@@ -37,6 +37,16 @@ def ordinary(make: Callable[[], tuple[nn.Module, list[Given]]]) -> Callable[[int
     return checks.on(2)(check)
 
 
+def rarely_run(make: Callable[[], tuple[nn.Module, list[Given]]]) -> Callable[[int, int], None]:
+    """The same, for a further case of a mechanism."""
+
+    def check(rank: int, n: int) -> None:
+        expect_as_on_one_device(*make(), n)
+
+    check.__name__ = check.__qualname__ = make.__name__
+    return checks.on(2, rare=True)(check)
+
+
 def expect_as_on_one_device(model: nn.Module, calls: list[Given], n: int) -> None:
     whole = model.double().train()
     assert (report := autotp.verify(whole, tp=n, example_inputs=copy.deepcopy(calls[0]))).ok, report
@@ -193,7 +203,7 @@ def sizes_that_are_sums() -> tuple[nn.Module, list[Given]]:
     return Relative(Skewed()), [{"x": numbers(2, n, 8)} for n in (5, 7, 3)]
 
 
-@ordinary
+@rarely_run
 def a_relative_shift() -> tuple[nn.Module, list[Given]]:
     return Relative(Shifted()), [{"x": numbers(2, n, 8)} for n in (5, 7, 3)]
 
@@ -342,7 +352,7 @@ def convolutions_and_batch_norm() -> tuple[nn.Module, list[Given]]:
     return Residual(nn.BatchNorm2d(24)), [{"x": numbers(2, 8, 4, 6)}, {"x": numbers(3, 8, 6, 8)}]
 
 
-@ordinary
+@rarely_run
 def grouped_convolutions_and_group_norm() -> tuple[nn.Module, list[Given]]:
     return Residual(nn.GroupNorm(4, 24), groups=4), [{"x": numbers(2, 8, 4, 6)}, {"x": numbers(3, 8, 6, 8)}]
 
@@ -361,7 +371,7 @@ class Sound(nn.Module):
         return self.out((inner + F.gelu(F.instance_norm(self.along(inner)))).mT)
 
 
-@ordinary
+@rarely_run
 def convolutions_of_sound() -> tuple[nn.Module, list[Given]]:
     return Sound(), [{"x": numbers(2, 8, 18)}, {"x": numbers(3, 8, 22)}]
 
