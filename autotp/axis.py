@@ -14,7 +14,18 @@ from math import gcd
 from typing import Any, Literal
 
 import sympy
-from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.functions import (
+    CeilToInt,
+    FloatTrueDiv,
+    FloorDiv,
+    FloorToInt,
+    IntTrueDiv,
+    RoundToInt,
+    ToFloat,
+    TruncToInt,
+)
+
+ROUNDED = (CeilToInt, FloorToInt, RoundToInt, TruncToInt)
 
 
 @dataclass(frozen=True)
@@ -71,9 +82,22 @@ class Size:
 @cache
 def _factored(expr: sympy.Expr) -> sympy.Expr:
     """One form for sizes that are the same: `s*t + s` is `s*(t + 1)`, and `s*t // s` is `t`."""
+    if expr.has(*ROUNDED):  # `arange(n, -1, -1.0)` is as long as `ceil(float(-n - 1) / -1.0)`.
+        expr = expr.replace(lambda e: isinstance(e, ROUNDED), _without_rounding)
     if expr.has(FloorDiv):
         expr = expr.replace(FloorDiv, _quotient)
     return sympy.factor(expr) if expr.is_Add else expr
+
+
+def _without_rounding(expr: sympy.Expr) -> sympy.Expr:
+    """A quotient that is whole, which rounding leaves as it is."""
+    (inner,) = expr.args
+    if not isinstance(inner, FloatTrueDiv | IntTrueDiv):
+        return expr
+    a, b = (x.args[0] if isinstance(x, ToFloat) else x for x in inner.args)
+    by = sympy.Integer(int(b)) if b.is_Float and float(b).is_integer() and b else b
+    exact = sympy.cancel(a / by) if by.is_Integer else expr
+    return exact if exact.as_numer_denom()[1] == 1 else expr
 
 
 def _quotient(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:

@@ -177,20 +177,26 @@ def norm(call: Call) -> Rule:
 
 
 def group_norm(call: Call) -> Rule:
-    """`input: [n c ...]`; groups of channels are normalised together with all positions."""
+    """`x: [n g c ...]`, `weight: [g c]`, `bias: [g c]`: a group's channels are normalised together with all places."""
     x, *rest = present(call)
-    term = ["n", *letters(x.dim() - 1, "^")]
-    return Rule.of(spell([term] + [term[1:2]] * len(rest), [term]))
+    term = ["n", "g", *(f"c{d}^" for d in range(x.dim() - 2))]
+    return Rule.of(spell([term] + [term[1:3]] * len(rest), [term]))
 
 
-def batch_norm(call: Call) -> Rule | None:
-    """`input: [a b ...]`, with statistics that are given; in training those of the batch are taken and kept.
-
-    Torch refuses an empty channel dimension (`b`) in some shapes, so it stays whole.
-    """
+def batch_norm(call: Call) -> Rule:
+    """`x: [n c ...]`, all others `[c]`: each channel by itself, in training over all the batch."""
     x, *rest = present(call)
-    term = [n + "^" * (i == 1) for i, n in enumerate(letters(x.dim()))]
-    return None if call["training"] or x.dim() < 2 else Rule.of(spell([term] + [term[1:2]] * len(rest), [term]))
+    mark = "^" if call.get("training", True) else ""
+    term = [f"n{mark}", "c", *(f"d{d}{mark}" for d in range(x.dim() - 2))]
+    return Rule.of(spell([term] + [["c"]] * len(rest), [term, *[["c"]] * (len(call.outputs) - 1)]))
+
+
+def by_channel(call: Call) -> Rule:
+    """`x: [... c places...]`, each channel by itself, at other places."""
+    dim, ndim = call["dim"], call.operands[0].dim()
+    front = [*letters(ndim)[:dim], "k"]
+    before, after = ([*front, *(f"{name}{d}^" for d in range(dim + 1, ndim))] for name in "xy")
+    return Rule.of(spell([before], [after] * len(call.outputs)))
 
 
 def resized(call: Call) -> Rule:
@@ -199,17 +205,6 @@ def resized(call: Call) -> Rule:
     names = [f"x{i}^" for i in range(len(present(call)))]
     *before, after = ([*ns[:dim], name, *ns[dim + 1 :]] if ns else [] for name in [*names, "y^"])
     return Rule.of(spell(before, [after] * len(call.outputs)))
-
-
-def pooled(spatial: int) -> RuleFunction:
-    """Pooling over the last `spatial` dimensions. An empty channel dimension is refused by torch, so it stays whole."""
-
-    def of(call: Call) -> Rule:
-        front = ["n", "c^"][1 - (call.operands[0].dim() - spatial - 1) :]
-        outs = [[*front, *(f"y{i}^" for i in range(spatial))]] * len(call.outputs)
-        return Rule.of(spell([[*front, *(f"x{i}^" for i in range(spatial))]], outs))
-
-    return of
 
 
 # ---- reductions

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autotp.custom_vjp import RECORDED
@@ -118,9 +119,19 @@ def _differentiated(
 
 def _backward(function: Function, ctx: Context, grads: Sequence[Any]) -> tuple[Any, ...]:
     run = function.backward if function.vjp is torch.autograd.Function.vjp else function.vjp
-    with torch.no_grad(), torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else torch.no_grad():
+    cast = torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else torch.no_grad()
+    with torch.no_grad(), cast, _WithoutEngine():
         found = run(ctx, *grads)
     return found if isinstance(found, tuple) else (found,)
+
+
+class _WithoutEngine(TorchFunctionMode):
+    """Refuses a backward within a backward: what autograd's engine computes is recorded in no graph."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
+            raise ValueError(f"its backward calls {func.__module__}.{func.__name__}")
+        return func(*args, **(kwargs or {}))
 
 
 def _fitted(grad: Tensor, x: Tensor) -> Tensor:

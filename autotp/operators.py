@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from autotp import custom_vjp, parallel, routing
+from autotp import channels, custom_vjp, parallel, routing
 from autotp import families as f
 from autotp import indexing as i
 from autotp import movement as m
@@ -76,7 +76,6 @@ _TABLE: list[tuple[str, f.RuleFunction]] = [
     ("inner", p.inner),
     ("outer ger", f.fixed("m, n -> m n", "each")),
     ("linalg_vecdot", f.paired("", "each")),
-    ("conv1d conv2d conv3d", p.convolution),
     ("cdist", f.fixed("* p k^, * r k^ -> * p r")),
     ("scaled_dot_product_attention", p.attention),
     ("_grouped_mm", p.grouped_mm),
@@ -126,10 +125,6 @@ _TABLE: list[tuple[str, f.RuleFunction]] = [
     ("msort", f.along_fixed(0)),
     ("topk diff", f.resized),
     ("layer_norm rms_norm", f.norm),
-    ("group_norm", f.group_norm),
-    ("batch_norm", f.batch_norm),
-    ("avg_pool1d max_pool1d max_pool1d_with_indices adaptive_avg_pool1d adaptive_max_pool1d", f.pooled(1)),
-    ("avg_pool2d max_pool2d max_pool2d_with_indices adaptive_avg_pool2d adaptive_max_pool2d", f.pooled(2)),
     # Creation.
     ("zeros ones empty full new_zeros new_ones new_empty new_full scalar_tensor", f.filled),
     ("zeros_like ones_like empty_like full_like", f.pointwise()),
@@ -182,9 +177,14 @@ PARALLEL: dict[Operator, f.RuleFunction] = {
     parallel.embedding: f.fixed("v h, * -> * h", ((0,),)),
     parallel.gather: f.parallel_gather,
     parallel.apart: f.whole,
-    parallel.depthwise: p.depthwise,
     parallel.peak: f.parallel_peak,
     parallel.class_terms: f.parallel_class_terms,
+    channels.convolution: p.convolution,
+    channels.transposed: p.transposed,
+    channels.by_channel: f.by_channel,
+    channels.batch_norm: f.batch_norm,
+    channels.batch_norm_moving: f.batch_norm,
+    channels.group_norm: f.group_norm,
     OPERATOR: p.grouped_mm,
     routing.dispatch: f.dispatched,
     routing.counts: f.fixed("s^ -> e!"),

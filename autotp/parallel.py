@@ -57,29 +57,6 @@ def apart(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-
-
-def depthwise(x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    """A convolution of each channel by itself, of which there may be none (torch refuses that).
-
-    Args:
-        x: [* channels places...]
-        weight: [channels 1 kernel...]
-        bias: [channels], or None.
-        stride, padding, dilation: as torch's.
-    """
-    channels, places = weight.shape[0], weight.dim() - 2
-    convolve = CONVOLUTIONS[places]
-    if channels:
-        return convolve(x, weight, bias, stride, padding, dilation, channels)
-    dim = x.dim() - places - 1
-    one = torch.cat([x, x.new_zeros([1 if d == dim else n for d, n in enumerate(x.shape)])], dim)
-    made = convolve(one, torch.cat([weight, weight.new_zeros((1, *weight.shape[1:]))]), None, stride, padding, dilation)
-    made = made.narrow(dim, 0, 0)
-    return made if bias is None else made + bias.view(-1, *[1] * places)
-
-
 Ranges = tuple[tuple[int, int], ...]
 
 

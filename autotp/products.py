@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from autotp.axis import Size
 from autotp.call import Call
 from autotp.families import RuleFunction, fixed, present
@@ -68,21 +72,33 @@ def einsum(call: Call) -> Rule | None:
 
 
 def convolution(call: Call) -> Rule:
-    """`input: [n i ...]`, `weight: [o i ...]`, `bias: [o]`. Torch mistakes empty channels, so these stay whole."""
-    x, weight, *bias = present(call)
-    places, kernel, out = ([f"{name}{d}^" for d in range(weight.dim() - 2)] for name in "xky")
-    front = ["n"] if x.dim() == weight.dim() else []
-    ins = [[*front, "i^", *places], ["o^", "j^", *kernel], *[["o^"]] * len(bias)]
-    return Rule.of(spell(ins, [[*front, "o^", *out]]), ((0, 2), (1, 2)) if bias else "each")
+    """A linear in its channels, group by group: `x: [n (g i) ...]`, `weight: [(g o) i ...]`."""
+    x, weight = call.operands
+    inside = weight.shape[1]
+    groups = x.shape[x.dim() - weight.dim() + 1] // max(inside, 1)
+    outside = weight.shape[0] // max(groups, 1)
+    return _convolved(x, weight.dim() - 2, ["go", "i"], groups, inside, outside)
 
 
-def depthwise(call: Call) -> Rule:
-    """Each channel by itself: `x: [n c ...]`, `weight: [c 1 ...]`, `bias: [c]`."""
-    x, weight, *bias = present(call)
-    places, kernel, out = ([f"{name}{d}^" for d in range(weight.dim() - 2)] for name in "xky")
-    front = ["n"] if x.dim() == weight.dim() else []
-    ins = [[*front, "c", *places], ["c", "1", *kernel], *[["c"]] * len(bias)]
-    return Rule.of(spell(ins, [[*front, "c", *out]]), ((0, 2), (1, 2)) if bias else "each")
+def transposed(call: Call) -> Rule:
+    """The same, as a transposed convolution reads it: `x: [n (g i) ...]`, `weight: [g i o ...]`."""
+    x, weight = call.operands
+    return _convolved(x, weight.dim() - 3, ["g", "i", "o"], *weight.shape[:3])
+
+
+def _convolved(x: torch.Tensor, places: int, weight: list[str], groups: int, inside: int, outside: int) -> Rule:
+    """The rule of a convolution whose weight has these dimensions before its kernel's."""
+    many = {name: n != 1 for name, n in zip("gio", (groups, inside, outside), strict=True)}
+
+    def channels(names: str) -> str:
+        there = [name for name in names if many[name]]
+        return f"({' '.join(there)})" if len(there) > 1 else "".join(there) or "1"
+
+    before, kernel, after = ([f"{name}{d}^" for d in range(places)] for name in "xky")
+    front = ["n"] * (x.dim() - places - 1)
+    ins = [[*front, channels("gi"), *before], [*map(channels, weight), *kernel]]
+    sizes: dict[str, Any] = {"g": groups} if many["g"] else {}
+    return Rule.of(spell(ins, [[*front, channels("go"), *after]]), "each", **sizes)
 
 
 def attention(call: Call) -> Rule | None:

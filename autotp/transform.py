@@ -179,7 +179,8 @@ def _analysed(
     _prove_users_rules(graph, tp)
     stay = _stay_cut(graph, captured, len(updated), training, choices.outputs)
     of_states = _makers(graph, captured.kept)
-    candidates = match(graph, axes, captured.parameters, captured.inputs, tp, of_states)
+    moved = {node for node in returned(graph)[len(returned(graph)) - len(updated) :] if isinstance(node, fx.Node)}
+    candidates = match(graph, axes, captured.parameters, captured.inputs, tp, of_states | moved)
     if any(i in given for i, _ in captured.into):
         raise Error("the model writes into an argument that comes in parts", **{"try": "autotp.gather it before"})
     local_inputs = _local_inputs(graph, captured, given)

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autotp.attributes import found_at, put_at, spelled
+from autotp.attributes import everything, found_at, put_at, spelled
 from autotp.captured import Captured, Place, Size
 from autotp.changes import GONE, Before, Change, Write, keyed, opened
 from autotp.errors import within
@@ -107,13 +107,21 @@ def prepare(
         analysis = analyse(skeleton_of(model), args, kwargs, tp, choices)
         return Trial(model, args, kwargs, analysis, (), report(analysis, name))
     with all_double():
-        whole = without_checkpointing(_moved(copy.deepcopy(model).cpu().double()))
+        whole = without_checkpointing(_moved(_copied(model).cpu().double()))
         args, kwargs = pytree.tree_map_only(Tensor, _doubled, (args, kwargs))
         tensors = [x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         wanted = Wanted(inputs=tuple(tensors), parameters=tuple(p.requires_grad for p in whole.parameters()))
         analysis = analyse(skeleton_of(whole), args, kwargs, tp, choices, wanted=wanted)
         graphs = tuple(rank_graph(analysis, rank, "exact") for rank in range(tp))
         return Trial(whole, args, kwargs, analysis, graphs, report(analysis, name))
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy of the model. Tensors that it computed and keeps (torch's old weight_norm) are values in it, which is
+    what they are to the next call; torch would refuse to copy them.
+    """
+    computed = [x for _, x in everything(model) if isinstance(x, Tensor) and not x.is_leaf]
+    return copy.deepcopy(model, {id(x): x.detach().clone().requires_grad_() for x in computed})
 
 
 def _moved(model: nn.Module) -> nn.Module:
@@ -138,7 +146,7 @@ def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
         return Report(trial.plan, (), (), ())
     analysis, cpu = trial.analysis, torch.device("cpu")
     with all_double(), torch.random.fork_rng(devices=[]):
-        model, inputs = copy.deepcopy(trial.model), _inputs(trial)
+        model, inputs = _copied(trial.model), _inputs(trial)
         ranks = [_rank(trial, rank) for rank in range(analysis.tp)]
         placed = [_placed(graph, rank, trial) for graph, rank in zip(trial.graphs, ranks, strict=True)]
         torch.manual_seed(0)
@@ -465,7 +473,7 @@ def verify(
         if not trial.analysis.captured.changes or not trial.graphs:
             return found
         with all_double():  # The second call reads what the first has left.
-            called, changed = copy.deepcopy(trial.model), copy.deepcopy((trial.args, trial.kwargs))
+            called, changed = _copied(trial.model), copy.deepcopy((trial.args, trial.kwargs))
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 called(*changed[0], **changed[1])
         return _joined(found, compare(prepare(called, trial.args, trial.kwargs, tp, choices)))

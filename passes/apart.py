@@ -53,7 +53,7 @@ def _misfits(node: fx.Node, axes: Axes, made: Collection[fx.Node], builder: Buil
     known: dict[str, Axis] = {}
     terms = list(named_dims(rule, dims))
     for operand, named in zip(operands, terms, strict=True):
-        known |= {name: find(axis) for name, axis in named if operand in made}
+        known |= {name: find(axis) for name, axis in named if name and operand in made}
     found: Wanted = {}
     for operand, named in zip(operands, terms, strict=True):
         sizes = [_misfit(find(axis), known.get(name)) for name, axis in named]

@@ -6,7 +6,9 @@
     Before: view(x, [2, 8])            After: reshape(x, [2, 8])
     Before: type_as(x, y)              After: to(x, dtype of y)
     Before: repeat_interleave(x, 4, 1) After: flatten(expand(unsqueeze(x, 2), [-1, -1, 4]), 1, 2)
-    Before: conv1d(x, w, groups=c)     After: depthwise(x, w), where w has c channels of one
+    Before: conv1d(x, w, b)            After: add(convolution(x, w), unsqueeze(b, -1))
+    Before: group_norm(x, 4, w, b)     After: flatten(channels.group_norm(unflatten(x, 1, [4, c]), ...), 1, 2)
+    Before: max_pool2d(x, [2, 2])      After: by_channel(x, max_pool2d, 1, ([2, 2],))
     Before: _weight_norm(v, g, 0)      After: mul(v, div(g, sqrt(sum(mul(v, v), [1], True))))
     Before: index_put(x, [m], v)       After: where(m, v, x)                        m of bool, v one number
     Before: new_zeros(x, [2, 8])       After: zeros([2, 8], dtype=..., device=...)
@@ -26,12 +28,29 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp import parallel
+from autotp import channels
 from autotp.axis import Size
 from autotp.builder import Builder, fake_mode_of
 from autotp.call import bind
 
 aten = torch.ops.aten
+BY_CHANNEL: dict[int, list[Any]] = {
+    1: [
+        aten.avg_pool1d.default, aten.max_pool1d.default, aten.max_pool1d_with_indices.default,
+        aten.adaptive_avg_pool1d.default, aten.adaptive_max_pool1d.default, aten.upsample_linear1d.vec,
+        aten.upsample_nearest1d.vec,
+    ],
+    2: [
+        aten.avg_pool2d.default, aten.max_pool2d.default, aten.max_pool2d_with_indices.default,
+        aten.adaptive_avg_pool2d.default, aten.adaptive_max_pool2d.default, aten.upsample_bilinear2d.vec,
+        aten.upsample_bicubic2d.vec, aten.upsample_nearest2d.vec,
+    ],
+    3: [
+        aten.avg_pool3d.default, aten.max_pool3d.default, aten.max_pool3d_with_indices.default,
+        aten.adaptive_avg_pool3d.default, aten.upsample_trilinear3d.vec, aten.upsample_nearest3d.vec,
+    ],
+}  # fmt: skip
+"""Operators of each channel by itself, by how many dimensions are behind the channels."""
 Rewrite = Callable[[Builder, dict[str, Any]], Any]
 
 
@@ -148,13 +167,67 @@ def _made(creation: Any, *values: str) -> Rewrite:
     return rewrite
 
 
-def _depthwise(builder: Builder, args: dict[str, Any]) -> Any:
-    """A convolution of as many groups as channels is told by the weight: how many a rank has is no argument."""
-    weight = args["weight"].meta["val"]
-    if args["groups"] != weight.shape[0] or weight.shape[1] != 1 or args["groups"] == 1:
+def _convolution(builder: Builder, args: dict[str, Any]) -> Any:
+    """How many groups a rank has is told by shapes, and is no argument; the bias leaves it."""
+    names = ("input", "weight", "stride", "padding", "dilation")
+    return _with_bias(builder, builder.call(channels.convolution, *(args[name] for name in names)), args)
+
+
+def _transposed(builder: Builder, args: dict[str, Any]) -> Any:
+    """The same; the weight's first dimension is taken apart into groups and their channels."""
+    weight, groups = args["weight"], args["groups"]
+    sizes = [groups, weight.meta["val"].shape[0] // groups]
+    weight = builder.call(aten.unflatten.int, weight, 0, sizes)
+    rest = [args[name] for name in ("stride", "padding", "output_padding", "dilation")]
+    return _with_bias(builder, builder.call(channels.transposed, args["input"], weight, *rest), args)
+
+
+def _with_bias(builder: Builder, made: fx.Node, args: dict[str, Any]) -> fx.Node:
+    bias = args["bias"]
+    if bias is None:
+        return made
+    for _ in range(args["weight"].meta["val"].dim() - 2):
+        bias = builder.call(aten.unsqueeze.default, bias, -1)
+    return builder.call(aten.add.Tensor, made, bias)
+
+
+def _batch_norm(builder: Builder, args: dict[str, Any]) -> Any:
+    """(One that moves running statistics was taken by `functionalize`.)"""
+    names = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+    return builder.call(channels.batch_norm, *(args[name] for name in names))
+
+
+def _group_norm(builder: Builder, args: dict[str, Any]) -> Any:
+    """How many groups a rank has is told by shapes."""
+    return _by_group(builder, args, args["num_groups"], args["eps"])
+
+
+def _instance_norm(builder: Builder, args: dict[str, Any]) -> Any:
+    """A group for each channel, where no running statistics are read or moved."""
+    if args["running_mean"] is not None or not args["use_input_stats"]:
         return None
-    names = ("input", "weight", "bias", "stride", "padding", "dilation")
-    return builder.call(parallel.depthwise, *(args[name] for name in names))
+    return _by_group(builder, args, args["input"].meta["val"].shape[1], args["eps"])
+
+
+def _by_group(builder: Builder, args: dict[str, Any], groups: int, eps: float) -> fx.Node:
+    sizes = [groups, args["input"].meta["val"].shape[1] // groups]
+    apart = [
+        None if x is None else builder.call(aten.unflatten.int, x, dim, sizes)
+        for x, dim in ((args["input"], 1), (args["weight"], 0), (args["bias"], 0))
+    ]
+    return builder.call(aten.flatten.using_ints, builder.call(channels.group_norm, *apart, eps), 1, 2)
+
+
+def _by_channel(op: Any, places: int) -> Rewrite:
+    """Pooling and interpolation, which torch refuses where there is no channel."""
+
+    def rewrite(builder: Builder, args: dict[str, Any]) -> Any:
+        x, *rest = args.values()
+        new = builder.raw(channels.by_channel, (x, op, x.meta["val"].dim() - places - 1, tuple(rest)))
+        new.meta["val"] = builder.origin.meta["val"]  # type: ignore[union-attr]
+        return new  # (Torch's own evaluation of interpolation takes no symbolic sizes.)
+
+    return rewrite
 
 
 def _weight_norm(builder: Builder, args: dict[str, Any]) -> Any:
@@ -185,12 +258,18 @@ REWRITES: dict[Any, Rewrite] = {
     aten.addmm.default: _addmm(aten.mm.default, "mat1", "mat2"),
     aten.baddbmm.default: _addmm(aten.bmm.default, "batch1", "batch2"),
     aten.dropout.default: _dropout,
-    aten.conv1d.default: _depthwise,
-    aten.conv1d.padding: _depthwise,
-    aten.conv2d.default: _depthwise,
-    aten.conv2d.padding: _depthwise,
-    aten.conv3d.default: _depthwise,
-    aten.conv3d.padding: _depthwise,
+    aten.conv1d.default: _convolution,
+    aten.conv1d.padding: _convolution,
+    aten.conv2d.default: _convolution,
+    aten.conv2d.padding: _convolution,
+    aten.conv3d.default: _convolution,
+    aten.conv3d.padding: _convolution,
+    aten.conv_transpose1d.default: _transposed,
+    aten.conv_transpose2d.input: _transposed,
+    aten.conv_transpose3d.input: _transposed,
+    aten.batch_norm.default: _batch_norm,
+    aten.group_norm.default: _group_norm,
+    aten.instance_norm.default: _instance_norm,
     aten._weight_norm.default: _weight_norm,
     aten.new_empty.default: _made(aten.empty.memory_format),
     aten.new_zeros.default: _made(aten.zeros.default),
@@ -207,4 +286,5 @@ REWRITES: dict[Any, Rewrite] = {
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten.reshape.default: _same_shape,
+    **{op: _by_channel(op, places) for places, ops in BY_CHANNEL.items() for op in ops},
 }

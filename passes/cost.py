@@ -66,7 +66,7 @@ def multiplications(node: fx.Node, axes: Axes) -> float:
     """Those of a product, or of an attention's two: of everything else they do not count."""
     bound = axes.bound.get(node)
     if contracts(bound):
-        summed = [factor for factor in bound.factors if not factor.outs]  # type: ignore[union-attr]
+        summed = [factor for factor in bound.factors if not factor.outs and 1 in factor.ins]  # type: ignore[union-attr]
         return elements(node) * math.prod(_nominal(find(factor.axis).size) for factor in summed)
     if str(node.target).startswith(SDPA):
         query, key = bound.operands[:2]  # type: ignore[union-attr]

@@ -19,7 +19,8 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
 from autotp.builder import Builder, evaluated, fake_mode_of
-from autotp.call import operator_name, writes
+from autotp.call import bind, operator_name, writes
+from autotp.channels import batch_norm_moving
 from autotp.errors import Error
 from autotp.source import line_of
 
@@ -59,6 +60,8 @@ def functionalize(graph: fx.Graph, buffers: Collection[str], owned: Collection[s
             state.builder.graph.output((*found, *(state.read(n) for n in updated)))
         elif writes(node):
             state.mutate(node, {*buffers, *owned})
+        elif moves_statistics(node):
+            state.move(node, {*buffers, *owned})
         else:
             state.visit(node)
     return state.builder.graph, [n.name for n in updated]
@@ -101,6 +104,22 @@ class _Versions:
         self._write(written, new)
         self.version[root] = self.version.get(root, 0) + 1
         self.current[node], self.base[node], self.seen[node] = self.current[written], written, self._version(written)
+
+    def move(self, node: fx.Node, writable: Collection[str]) -> None:
+        """Replaces a batch norm in training, whose schema does not say that it moves running statistics."""
+        self.builder.origin = node
+        given = bind(node)
+        names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
+        args = [self.read(x) if isinstance(x := given[name], fx.Node) else x for name in names]
+        new = self.builder.call(batch_norm_moving, *args)
+        made, *moved = (self.builder.call(operator.getitem, new, i) for i in range(3))
+        for name, value in zip(names[3:5], moved, strict=True):
+            root = self._root(given[name])
+            if root.op == "placeholder" and root.name not in writable:
+                raise _refused(node, "moves running statistics that are no buffers of the model")
+            self._write(given[name], value)
+            self.version[root] = self.version.get(root, 0) + 1
+        self.current[node] = made
 
     def _functional(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         name, op = operator_name(node), node.target
@@ -161,6 +180,14 @@ def _form(op: OpOverload) -> OpOverload | None:
     found = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
     fitting = [one for one in found if not one._schema.is_mutable and _types(one) == wanted]
     return min(fitting, key=lambda one: one._overloadname != op._overloadname, default=None)
+
+
+def moves_statistics(node: fx.Node) -> bool:
+    """True for a batch norm that moves its running mean and variance."""
+    if node.target is not aten.batch_norm.default:
+        return False
+    given = bind(node)
+    return bool(given["training"]) and given["running_mean"] is not None
 
 
 def _types(op: OpOverload) -> list[tuple[str, bool]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import operator
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -19,6 +20,12 @@ from autotp.partition import chunk_bounds, chunk_size, chunk_start, chunk_stop
 from autotp.source import line_of
 
 aten = torch.ops.aten
+OPERATORS: dict[Any, Callable[..., Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod, "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv, "Mod": operator.mod,
+    "PythonMod": operator.mod, "Max": torch.sym_max, "Min": torch.sym_min,
+}  # fmt: skip
+"""What sizes are computed by, as their terms are printed."""
 PARTS = (chunk_start, chunk_stop, chunk_size)
 """What graphs compute of this rank's part of a length that the inputs' sizes decide."""
 
@@ -87,10 +94,34 @@ class Local:
         return found
 
     def _symbol(self, symbol: str) -> fx.Node:
-        if symbol not in self.symbols:
+        if symbol in self.symbols:
+            return self.call(aten.sym_size.int, *self.symbols[symbol])
+        try:  # A sum of others, which no tensor has yet.
+            term = ast.parse(symbol, mode="eval").body
+            found = None if isinstance(term, ast.Name) else self._computed(term)
+        except (SyntaxError, KeyError):
+            found = None
+        if not isinstance(found, fx.Node):
             at = line_of(self.builder.origin) if self.builder.origin else "?"
             raise Error(f"the size {symbol} cannot be computed from the inputs' shapes", at=at)
-        return self.call(aten.sym_size.int, *self.symbols[symbol])
+        return found
+
+    def _computed(self, term: ast.AST) -> Any:
+        """An expression of sizes as calls. Raises KeyError where it is of what no size is made of."""
+        match term:
+            case ast.Constant(value=int() as number):
+                return number
+            case ast.Name(id=symbol):
+                return self.size(Size(1, (symbol,)))
+            case ast.BinOp(left=left, op=op, right=right):
+                parts = OPERATORS[type(op)], self._computed(left), self._computed(right)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                parts = operator.mul, -1, self._computed(operand)
+            case ast.Call(func=ast.Name(id=name), args=[left, right]):
+                parts = OPERATORS[name], self._computed(left), self._computed(right)
+            case _:
+                raise KeyError(ast.dump(term))
+        return self.call(*parts) if any(isinstance(n, fx.Node) for n in parts) else parts[0](*parts[1:])
 
     def local_size(self, size: Any, axis: Axis, leaf: Axis | None) -> Any:
         """The size of a dimension of a local tensor, which is `axis` and `size` globally."""

@@ -77,7 +77,8 @@ def match(
         parameters: placeholder name -> parameter name.
         inputs: placeholder names of the model's inputs.
         tp: how many ranks, which are a grid where one axis has too few positions for them.
-        kept: what is returned and stays cut, as a key-value cache does: nobody reads it whole.
+        kept: what is returned and stays cut, as a key-value cache does: nobody reads it whole; and the new values of
+            buffers, which are small.
     """
     found: dict[Axis, Candidate] = {}
     for node in graph.nodes:
@@ -213,11 +214,12 @@ def _closed(candidate: Candidate, axes: Axes, kept: Collection[fx.Node]) -> bool
     """True if whatever is cut is read by operators that can be cut, too: nothing has to be gathered on the way."""
     nodes = {node for node, _ in candidate.nodes}
     made = [node for node, factor in candidate.nodes if factor.outs]
-    rows = [(node, reader) for node in made for it in _cut_values(node, candidate.leaf, axes) for reader in readers(it)]
-    return all(reader in nodes or (reader.op == "output" and node in kept) for node, reader in rows)
+    values = [(node, it) for node in made for it in cut_values(node, candidate.leaf, axes)]
+    rows = [(bool({node, it} & set(kept)), reader) for node, it in values for reader in readers(it)]
+    return all(reader in nodes or (reader.op == "output" and stays) for stays, reader in rows)
 
 
-def _cut_values(node: fx.Node, leaf: Axis, axes: Axes) -> Iterator[fx.Node]:
+def cut_values(node: fx.Node, leaf: Axis, axes: Axes) -> Iterator[fx.Node]:
     """The value of an operator, or those items of a tuple, that have the leaf."""
     items = [user for user in node.users if user.target is operator.getitem and user in axes.dims]
     yield from [item for item in items if any(touches(axis, leaf) for axis in axes.of(item))] if items else [node]

@@ -10,7 +10,7 @@ exchanged at every turn, comes last, when nothing is left to divide. An operator
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import ceil, prod
@@ -19,11 +19,12 @@ import torch
 from torch import fx
 
 from autotp.axis import Axis, Size, find, leaves, touches
+from autotp.channels import convolution, transposed
 from autotp.errors import Error
 from autotp.grid import slices_of
 from autotp.layout import Layout, layout_of, ranges
 from autotp.passes.axes import Axes
-from autotp.passes.match import ATTENTION, Candidate, maker, readers
+from autotp.passes.match import ATTENTION, MLP, Candidate, contracts, cut_values, maker, readers, root
 from autotp.source import line_of
 
 NOMINAL = 512
@@ -71,9 +72,10 @@ def decide(
     decision = Decision()
 
     def worth(candidate: Candidate) -> float:
-        """Elements of weights divided for each element exchanged per token."""
+        """Elements of weights divided for each element exchanged per token, or place of a convolution."""
         cost = _cost(candidate, decision, axes, trainable, kept)
-        return _gain(candidate, decision, axes, tp) * NOMINAL**2 / max(cost, 1)
+        reads = _gain(candidate, decision, axes, tp, lambda weight: _places(weight, candidate, axes))
+        return reads / max(cost, 1)
 
     def key(i: int) -> tuple[int, float, float, int]:
         it = candidates[i]
@@ -87,17 +89,21 @@ def decide(
         now = worth(candidates[i])
         if queue and key(i) > max(stale, queue[0]):  # It lost to what was cut since: it queues again.
             heappush(queue, key(i))
-        elif _acceptable(candidates[i], decision, now, _gain(candidates[i], decision, axes, tp), total):
+        elif _acceptable(candidates[i], decision, axes, now, _gain(candidates[i], decision, axes, tp), total):
             accept(candidates[i], decision)
     return decision
 
 
-def _acceptable(candidate: Candidate, decision: Decision, worth: float, gain: float, total: int) -> bool:
-    """True for a block's own axis where nothing else took part of it, and for what is worth its communication."""
+def _acceptable(candidate: Candidate, decision: Decision, axes: Axes, worth: float, gain: float, total: int) -> bool:
+    """True for a block's own axis where nothing else took part of it, and for what is worth its communication.
+
+    Convolutions have few weights for what they make of each place, so the channels between two must be worth it, too.
+    """
     if find(candidate.leaf).kind == "grid" and candidate.pattern != ATTENTION:
         return False
     if candidate.core and not any(node in decision.cuts for node, _ in candidate.nodes):
-        return gain > 0
+        convolved = candidate.pattern == MLP and any(_convolves(node, axes) for node, _ in candidate.nodes)
+        return gain > 0 and (worth >= WORTH_UNKNOWN or not convolved)
     if candidate.name == "vocab":
         return gain > 0 and worth >= WORTH
     return gain > SHARE * total and worth >= WORTH_UNKNOWN
@@ -166,10 +172,32 @@ def _only_read_cut(parameter: fx.Node, candidate: Candidate, decision: Decision)
     return bool(readers) and all(n in nodes and find(decision.cuts.get(n, leaf)) is leaf for n in readers)
 
 
-def _gain(candidate: Candidate, decision: Decision, axes: Axes, tp: int) -> float:
-    """Elements of weights that the fullest rank no longer holds."""
+def _gain(
+    candidate: Candidate, decision: Decision, axes: Axes, tp: int, counts: Callable[[fx.Node], float] = lambda p: 1
+) -> float:
+    """Elements of weights that the fullest rank no longer holds, each counted so often."""
     cut = [p for p in candidate.weights if p not in decision.held and _only_read_cut(p, candidate, decision)]
-    return sum(p.meta["val"].numel() * (1 - _fullest(candidate.leaf, p, axes, tp)) for p in cut)
+    return sum(p.meta["val"].numel() * (1 - _fullest(candidate.leaf, p, axes, tp)) * counts(p) for p in cut)
+
+
+def _places(weight: fx.Node, candidate: Candidate, axes: Axes) -> float:
+    """How often a step reads each element of a weight: once a token; of a convolution once for each of its places."""
+    for node, _ in candidate.nodes:
+        operands = axes.bound[node].operands
+        if _convolves(node, axes) and root(operands[1]) is weight:
+            return max(elements(node) // _channels(node), 1)
+    return float(NOMINAL**2)
+
+
+def _channels(node: fx.Node) -> int:
+    """How many channels a convolution makes."""
+    places = node.args[1].meta["val"].dim() - (2 if node.target is convolution else 3)  # type: ignore[union-attr]
+    return int(node.meta["val"].shape[-1 - places])
+
+
+def _convolves(node: fx.Node, axes: Axes) -> bool:
+    """True for a convolution that sums over channels."""
+    return node.target in (convolution, transposed) and contracts(axes.bound[node])
 
 
 def _fullest(leaf: Axis, parameter: fx.Node, axes: Axes, tp: int) -> float:
@@ -199,10 +227,9 @@ def _cost(
                 copied.add(operand)
             if i in factor.ins and maker(operand) not in free and operand.op != "placeholder":
                 moved.add(operand)
-        if factor.outs and any(
-            reader not in free for reader in readers(node) if node not in kept or reader.op != "output"
-        ):
-            moved.add(node)
+        for it in cut_values(node, candidate.leaf, axes) if factor.outs else ():
+            if any(reader not in free for reader in readers(it) if node not in kept or reader.op != "output"):
+                moved.add(it)
     return sum(elements(node) for node in [*summed, *copied, *moved])
 
 

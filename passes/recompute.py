@@ -82,10 +82,11 @@ def _recompute(module: fx.GraphModule) -> None:
 
 
 def _writes(node: fx.Node) -> bool:
-    """True for an operator that moves running statistics, which its schema does not say."""
-    arguments = bind(node) if node.target in (aten.batch_norm.default, aten.instance_norm.default) else {}
-    moves = arguments.get("training", arguments.get("use_input_stats"))
-    return bool(moves) and arguments["running_mean"] is not None
+    """True for an operator that moves running statistics, which its schema does not say (`functionalize` took batch
+    norms apart).
+    """
+    arguments = bind(node) if node.target is aten.instance_norm.default else {}
+    return bool(arguments) and arguments["use_input_stats"] and arguments["running_mean"] is not None
 
 
 def _parts(module: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autotp import channels
 from autotp.grouped import OPERATOR
-from autotp.parallel import depthwise
 
 aten = torch.ops.aten
 
@@ -92,13 +92,18 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "einsum-sums": (aten.einsum.default, "bij,k->b", [r(2, 4, 3), r(5)]),
     "einsum-one": (aten.einsum.default, "ij,jk->ik", [r(4, 1), r(3, 5)]),
     "einsum-diagonal": (aten.einsum.default, "ii->i", [r(4, 4)]),
-    "conv1d": (aten.conv1d.default, r(2, 4, 9), r(5, 4, 3)),
-    "conv2d-bias": (aten.conv2d.default, r(2, 4, 6, 6), r(5, 4, 3, 3), r(5)),
-    "conv1d-unbatched": (aten.conv1d.default, r(4, 9), r(5, 4, 3)),
-    "conv1d-groups": (aten.conv1d.default, r(2, 4, 9), r(6, 2, 3), None, [1], [0], [1], 2),
-    "depthwise": (depthwise, r(2, 4, 9), r(4, 1, 3), r(4), [1], [2], [1]),
-    "depthwise-unbatched": (depthwise, r(4, 9, 7), r(4, 1, 3, 2), None, [2, 1], "valid", [1, 2]),
-    "conv1d-same": (aten.conv1d.padding, r(4, 9), r(5, 4, 3), None, [1], "same"),
+    "conv1d": (channels.convolution, r(2, 4, 9), r(5, 4, 3), [1], [0], [1]),
+    "conv2d-strided": (channels.convolution, r(2, 4, 6, 7), r(5, 4, 3, 2), [2, 1], [1, 0], [1, 2]),
+    "conv1d-unbatched": (channels.convolution, r(4, 9), r(5, 4, 3), [1], [0], [1]),
+    "conv1d-groups": (channels.convolution, r(2, 6, 9), r(9, 2, 3), [1], [0], [1]),
+    "conv3d-same": (channels.convolution, r(2, 4, 4, 3, 3), r(6, 2, 3, 3, 1), [1, 1, 1], "same", [1, 1, 1]),
+    "conv1d-of-one": (channels.convolution, r(2, 1, 9), r(5, 1, 3), [1], [0], [1]),
+    "depthwise": (channels.convolution, r(2, 4, 9), r(4, 1, 3), [1], [2], [1]),
+    "depthwise-twice": (channels.convolution, r(2, 4, 9), r(8, 1, 3), [1], [2], [1]),
+    "depthwise-unbatched": (channels.convolution, r(4, 9, 7), r(4, 1, 3, 2), [2, 1], "valid", [1, 2]),
+    "transposed": (channels.transposed, r(2, 4, 5), r(1, 4, 6, 3), [2], [1], [1], [1]),
+    "transposed-groups": (channels.transposed, r(2, 6, 5, 4), r(3, 2, 4, 2, 3), [1, 2], [0, 0], [0, 0], [1, 1]),
+    "transposed-unbatched": (channels.transposed, r(4, 5), r(4, 1, 1, 3), [1], [0], [0], [1]),
     # views and movement
     "view-minus-one": (aten.view.default, r(2, 3, 12), [2, -1, 4, 3]),
     "unsafe-view": (aten._unsafe_view.default, r(6, 4), [4, 6]),
@@ -177,7 +182,15 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "layer-norm": (aten.layer_norm.default, r(2, 4, 5), [5], r(5), r(5)),
     "layer-norm-two": (aten.layer_norm.default, r(3, 4, 5), [4, 5]),
     "rms-norm": (aten.rms_norm.default, r(4, 5), [5], r(5)),
-    "batch-norm": (aten.batch_norm.default, r(4, 5), None, None, r(5), r(5).abs(), False, 0.1, 1e-5, False),
+    "batch-norm": (channels.batch_norm, r(4, 5), r(5), r(5), r(5), r(5).abs(), False, 0.1, 1e-5),
+    "batch-norm-of-batch": (channels.batch_norm, r(4, 5, 3), r(5), None, None, None, True, 0.1, 1e-5),
+    "batch-norm-moving": (channels.batch_norm_moving, r(4, 5, 2, 3), r(5), r(5), r(5), r(5).abs(), 0.1, 1e-5),
+    "group-norm": (channels.group_norm, r(2, 3, 4, 5), r(3, 4), r(3, 4), 1e-5),
+    "group-norm-plain": (channels.group_norm, r(2, 4, 2), None, None, 1e-5),
+    "max-pool": (channels.by_channel, r(2, 5, 6, 7), aten.max_pool2d.default, 1, ([2, 2],)),
+    "max-pool-places": (channels.by_channel, r(5, 6, 7), aten.max_pool2d_with_indices.default, 0, ([2, 2],)),
+    "mean-pool": (channels.by_channel, r(2, 5, 6), aten.adaptive_avg_pool1d.default, 1, ([1],)),
+    "upsample": (channels.by_channel, r(2, 5, 3, 3), aten.upsample_bilinear2d.vec, 1, (None, False, [2.0, 2.0])),
     # creation
     "zeros": (aten.zeros.default, [4, 5], {"dtype": torch.float64}),
     "full": (aten.full.default, [4, 5], 2.0),

@@ -112,6 +112,23 @@ class Missing(torch.autograd.Function):
         return grad
 
 
+class Again(torch.autograd.Function):
+    """Computes forward again in backward, and has autograd differentiate it, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = x.tanh()
+        return torch.autograd.grad(y, x, grad)[0]
+
+
 OPERATOR = "torch.library.custom_op with register_autograd, and autotp.rule"
 
 
@@ -127,6 +144,7 @@ OPERATOR = "torch.library.custom_op with register_autograd, and autotp.rule"
             Unknowing, "ValueError: which of its outputs have gradients is not known before "
             "(set_materialize_grads(False))",
         ),
+        (Again, "ValueError: its backward calls torch.autograd.grad"),
         (Missing, "ValueError: it returns 1 gradients of 2 operands"),
     ],
 )  # fmt: skip
@@ -242,7 +260,8 @@ def no_second_derivative(rank: int, n: int) -> None:
     ):
         assert message(call) == (
             f"the backward of the torch.autograd.Function `Tanh` would be differentiated {how}\n"
-            "  try      first derivatives in backward mode: loss.backward(), torch.func.grad, torch.func.vjp"
+            "  try      first derivatives in backward mode (loss.backward(), torch.func.grad, torch.func.vjp); for"
+            " others torch.library.custom_op with register_autograd, and autotp.rule"
         )
 
 

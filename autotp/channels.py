@@ -1,0 +1,134 @@
+"""Operators on channels in their parallel form: convolutions, norms and pooling of the channels that a rank has.
+
+Torch refuses some of them where a rank has no channel. There they compute on one channel of zeros, of which the result
+takes none: so backward, vmap and second derivatives are torch's own. How many groups a rank has is told by shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+def convolution(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Tensor:
+    """A convolution without a bias.
+
+    Args:
+        x: [* (groups in) places...]
+        weight: [(groups out) in kernel...]
+        stride, padding, dilation: as torch's.
+
+    Returns:
+        [* (groups out) places...]
+    """
+    places = weight.dim() - 2
+    dim, channels = x.dim() - places - 1, weight.shape[0]
+    weight = _at_least(weight, 1, 1)
+    x = _at_least(x, dim, weight.shape[1])
+    groups = x.shape[dim] // weight.shape[1]
+    weight = _at_least(weight, 0, groups)
+    made = CONVOLUTIONS[places](x, weight, None, stride, padding, dilation, groups)
+    return made if channels else made.narrow(dim, 0, 0)
+
+
+def transposed(x: Tensor, weight: Tensor, stride: Any, padding: Any, output_padding: Any, dilation: Any) -> Tensor:
+    """A transposed convolution without a bias.
+
+    Args:
+        x: [* (groups in) places...]
+        weight: [groups in out kernel...]
+        stride, padding, output_padding, dilation: as torch's.
+
+    Returns:
+        [* (groups out) places...]
+    """
+    places, channels = weight.dim() - 3, weight.shape[0] * weight.shape[2]
+    dim = x.dim() - places - 1
+    for d in range(3):
+        weight = _at_least(weight, d, 1)
+    x = _at_least(x, dim, weight.shape[0] * weight.shape[1])
+    rest = (None, stride, padding, output_padding, weight.shape[0], dilation)
+    made = TRANSPOSED[places](x, weight.flatten(0, 1), *rest)
+    return made if channels else made.narrow(dim, 0, 0)
+
+
+def by_channel(x: Tensor, op: Callable[..., Tensor], dim: int, args: tuple[Any, ...]) -> Any:
+    """`op(x, *args)`, which gives of each channel something by itself: pooling, interpolation.
+
+    Args:
+        x: [* channels places...]
+        op: an operator that returns a tensor, or a tuple of them, with the channels where `x` has them.
+        dim: the dimension of the channels.
+    """
+    if x.shape[dim]:
+        return op(x, *args)
+    made = op(_at_least(x, dim, 1), *args)
+    if isinstance(made, Tensor):
+        return made.narrow(dim, 0, 0)
+    return tuple(part.narrow(dim, 0, 0) for part in made)
+
+
+def batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, training: bool,
+    momentum: float, eps: float,
+) -> Tensor:  # fmt: skip
+    """Each channel normalised by its mean and variance: those of the batch in training, else those given.
+
+    Nothing is written into `mean` and `var`.
+
+    Args:
+        x: [n channels places...]
+        weight, bias, mean, var: [channels], or None.
+    """
+    return _normalised(x, weight, bias, mean, var, training, momentum, eps)[0]
+
+
+def batch_norm_moving(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, momentum: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each channel normalised by its mean and variance in the batch, and the moved running mean and variance.
+
+    Args:
+        x: [n channels places...]
+        weight, bias: [channels], or None.
+        mean, var: [channels]; what is moved is a copy of them.
+    """
+    return _normalised(x, weight, bias, mean.detach().clone(), var.detach().clone(), True, momentum, eps)
+
+
+def _normalised(
+    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+) -> tuple[Tensor, Any, Any]:
+    none = x.shape[1] == 0
+    given: list[Any] = [one if one is None or not none else _at_least(one, 0, 1) for one in (weight, bias, mean, var)]
+    how = training, momentum, eps, torch.backends.cudnn.enabled
+    made = torch.batch_norm(_at_least(x, 1, 1), given[0], given[1], given[2], given[3], *how)
+    return (made.narrow(1, 0, 0) if none else made), mean, var
+
+
+def group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Each group of channels normalised over all its channels and places.
+
+    Args:
+        x: [n groups channels places...]
+        weight, bias: [groups channels], or None.
+    """
+    full = _at_least(x, 1, 1)
+    scale, shift = (None if one is None else _at_least(one, 0, 1).flatten() for one in (weight, bias))
+    made = F.group_norm(full.flatten(1, 2), full.shape[1], scale, shift, eps).unflatten(1, full.shape[1:3])
+    return made if x.shape[1] else made.narrow(1, 0, 0)
+
+
+def _at_least(x: Tensor, dim: int, channels: int) -> Tensor:
+    """`x`, or where it has no channel so many of zeros."""
+    if x.shape[dim]:
+        return x
+    zeros = x.new_zeros([channels if d == dim else n for d, n in enumerate(x.shape)])
+    return torch.cat([x, zeros], dim)
