@@ -13,7 +13,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ class Tree:
         version: counts what is set on the modules, but for their modes.
         modes: counts how often a module was put into training or evaluation.
         compiles: options of torch.compile for what blocks compute, once they are compiled.
+        told: lines of the user's code that were warned of what they do to cut parameters.
     """
 
     mesh: Mesh
@@ -44,6 +45,7 @@ class Tree:
     version: int = 0
     modes: int = 0
     compiles: Mapping[str, Any] | None = None
+    told: set[tuple[str, int]] = field(default_factory=set)
 
     def set_recompute(self, how: Recompute) -> None:
         """Chooses what backward computes again, from the next call on."""
