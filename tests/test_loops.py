@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import Checks, run_ranks
+from test_cut_parameter import silence
 from test_torch_calls import STEPS, X, expect_equal_state, pair
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -166,8 +167,9 @@ LOOPS: list[Callable[[Any], None]] = [
 def loops(rank: int, n: int) -> None:
     for loop in LOOPS:
         whole, parallel = pair(n)
-        for model in (whole, parallel):
-            loop(model)
+        with silence():
+            for model in (whole, parallel):
+                loop(model)
         try:
             expect_equal_state(whole, parallel, 1e-11)
         except AssertionError as error:
