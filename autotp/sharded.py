@@ -138,6 +138,6 @@ FOLLOWED: dict[Any, Followed] = {
     **dict.fromkeys((Tensor.index_select, torch.index_select, Tensor.narrow), _along(0)),
     **dict.fromkeys((Tensor.repeat_interleave, torch.repeat_interleave), _along(1)),
     **dict.fromkeys((Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.contiguous, Tensor.clone, torch.clone), _anywhere),
-    **dict.fromkeys((Tensor.detach, torch.detach, Tensor.data.__get__), _anywhere),  # type: ignore[attr-defined]
+    **dict.fromkeys((Tensor.detach, torch.detach, Tensor.data.__get__, Tensor.requires_grad_), _anywhere),  # type: ignore[attr-defined]
     **dict.fromkeys((Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.zero_), _anywhere),
 }

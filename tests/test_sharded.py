@@ -37,7 +37,7 @@ def sharded(rank: int) -> Sharded:
         pytest.param(lambda x: x.repeat_interleave(3, dim=0), id="repeat"),
         pytest.param(lambda x: x.to(torch.float32).clone(), id="to"),
         pytest.param(lambda x: copy.deepcopy(x).zero_(), id="zero"),
-        pytest.param(lambda x: x.detach().data, id="detach"),
+        pytest.param(lambda x: x.detach().data.requires_grad_(False), id="detach"),
     ],
 )
 def test_beside_the_cut(use: Any, rank: int) -> None:
@@ -72,7 +72,6 @@ def test_beside_the_cut(use: Any, rank: int) -> None:
         pytest.param(lambda x: torch.save({"x": x}, io.BytesIO()), id="save"),
         pytest.param(lambda x: setattr(x, "data", WHOLE), id="set-data"),
         pytest.param(lambda x: x.register_hook(print), id="hook"),
-        pytest.param(lambda x: x.requires_grad_(), id="requires-grad"),
     ],
 )
 def test_across_the_cut(use: Any) -> None:
