@@ -29,6 +29,7 @@ from autotp.take import TAKEN, take
 from autotp.torch_hooks import watched
 from autotp.transform import Choices, Experts, Outputs, analyse
 from autotp.tree import Tree, state_of
+from autotp.wrappers import expect_unwrapped
 
 Read = Callable[[Mapping[str, Layout]], Mapping[str, Tensor]]
 
@@ -167,6 +168,7 @@ def expect_ordinary(model: Any) -> None:
             "the model was parallelized before, which took its parameters over",
             **{"try": "use what parallelize returned then"},
         )
+    expect_unwrapped(model)
 
 
 def _expect_cut(plan: Plan) -> None:

@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 
 from autotp.alive import watch
 from autotp.attributes import STATE, is_internal
-from autotp.cut_parameter import as_cut, is_ordinary
+from autotp.cut_parameter import Cut, as_cut, is_ordinary
 from autotp.errors import Error
 from autotp.executable import Executable, refuse_capture
 from autotp.hf.models import overrides
@@ -30,7 +30,7 @@ from autotp.passes.own import BlockCall
 from autotp.passes.recompute import Recompute
 from autotp.report import Plan, report
 from autotp.take import TAKEN
-from autotp.tree import ORIGINAL, State, Tree, copied, original_class, state_of
+from autotp.tree import ORIGINAL, State, Tree, copied, held_in, original_class, state_of
 
 HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -89,6 +89,22 @@ class Part(nn.Module):
                 del state.own[name]
                 return
         super().__delattr__(name)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As torch's, of this rank's parts: what `state_dict()` gave.
+
+        Raises:
+            Error: it is the original model's.
+        """
+        for path, module in self.named_modules(remove_duplicate=False):
+            for key in (key for key, layout in held_in(module).items() if layout.dim is not None):
+                given = state_dict.get(f"{path}.{key}" if path else key)
+                if isinstance(given, Tensor) and given.shape != module.get_parameter(key).shape:
+                    raise Error(
+                        "load_state_dict: these are not the parts that this rank holds",
+                        **{"try": "autotp.load_full_state_dict(model, state), for the original model's"},
+                    )
+        return super().load_state_dict(state_dict, *args, **kwargs)
 
     def extra_repr(self) -> str:
         """The original's, and how the parameters that are cut are held."""
@@ -185,21 +201,6 @@ class ParallelModule(Part):
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
         return watch(super().__deepcopy__(memo))
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As torch's, of this rank's parts: what `model.state_dict()` gave.
-
-        Raises:
-            Error: it is the original model's.
-        """
-        layouts = executable_of(self).layouts
-        whole = [n for n, it in layouts.items() if n in state_dict and it.dim is not None]
-        if any(state_dict[name].shape != self.get_parameter(name).shape for name in whole):
-            raise Error(
-                "load_state_dict: these are not the parts that this rank holds",
-                **{"try": "autotp.load_full_state_dict(model, state), for the original model's"},
-            )
-        return super().load_state_dict(state_dict, *args, **kwargs)
 
 
 OURS: dict[str, Callable[[Executable], Any]] = {
@@ -336,7 +337,7 @@ def adopt(
         mine = tensors[name]
         own = mine if isinstance(mine, nn.Parameter) else nn.Parameter(mine, p.requires_grad)
         own.__dict__.update({key: value for key, value in p.__dict__.items() if key != TAKEN})
-        parts[id(p)] = as_cut(own, name, layouts[name]), layouts[name]
+        parts[id(p)] = as_cut(own, Cut(name, layouts[name], tree.mesh, tree.told)), layouts[name]
     for module, kind in classes.items():
         held = {key: parts[id(p)][1] for key, p in module._parameters.items() if p is not None}
         for table in (module._parameters, module._buffers):
@@ -379,7 +380,7 @@ def renew(model: nn.Module, tree: Tree) -> None:
             if state.known.get(key) is not p and (module not in sharded or key not in state.held):
                 name = f"{path}.{key}" if path else key
                 state.held[key] = _layout_now(name, p, state.held.get(key), tree.mesh)
-                as_cut(p, name, state.held[key])
+                as_cut(p, Cut(name, state.held[key], tree.mesh, tree.told))
                 added += [p] * (state.held[key].dim is None)
         state.known, state.held = now, {key: layout for key, layout in state.held.items() if key in now}
         for tensor in added:

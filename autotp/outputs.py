@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from autotp import collectives, parallel
+from autotp.alive import sorted_by_model
+from autotp.cut_parameter import Cut, CutTensor
 from autotp.errors import Error
 from autotp.layout import Layout
 from autotp.mesh import Mesh
@@ -44,10 +47,11 @@ def marked(value: Any) -> Any:
 def gather(output: Any) -> Any:
     """What one device would have returned, of an output that stayed cut (`outputs="local"`, or logits beside a loss).
 
-    Differentiable: every rank's part gets its part of the gradient. An output that is whole comes back as it is.
+    Differentiable: every rank's part gets its part of the gradient. An output that is whole comes back as it is. A cut
+    parameter, its gradient and what is computed from them element by element are put together in the same way.
 
     Args:
-        output: a tensor as the parallel model returned it, or a structure of such tensors.
+        output: a tensor as the parallel model returned it, a parameter of one, or a structure of such tensors.
 
     Raises:
         Error: a tensor that no parallel model returned, or what was computed from one.
@@ -63,7 +67,11 @@ def gather_all(output: Any) -> Any:
 def _gathered(output: Tensor) -> Tensor:
     if isinstance(output, Sharded):
         return _joined(output.part, output.held, output.mesh)
+    if isinstance(output, CutTensor):
+        return cast(Tensor, _Whole.apply(output, output.autotp_cut))
     held: Held | None = getattr(output, HELD, None)
+    if held is None and sorted_by_model([output])[0]:
+        return output
     if held is None:
         raise Error(
             f"gather: a tensor {list(output.shape)} that is no output of a parallel model",
@@ -72,6 +80,25 @@ def _gathered(output: Tensor) -> Tensor:
     if held.layout is None or held.mesh.size == 1:
         return output
     return _joined(output, held.layout, held.mesh)
+
+
+class _Whole(torch.autograd.Function):
+    """The whole parameter. Each rank that holds some of it gets the gradient of all that it holds.
+
+    (Of what several ranks hold an output has one that counts; a parameter's gradient is the same on all of them.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, cut: Cut) -> Tensor:
+        """The whole, of a part."""
+        ctx.cut = cut
+        return _joined(part.detach().as_subclass(Tensor), cut.layout, cut.mesh)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """This rank's part of the gradient."""
+        return ctx.cut.layout.take(gradient, ctx.cut.mesh.rank), None
 
 
 def _joined(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:

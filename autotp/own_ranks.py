@@ -37,12 +37,12 @@ def expect_own_ranks(model: nn.Module, mesh: Mesh, held: Mapping[str, Tensor]) -
 
 def expect_apart(what: str, theirs: Iterable[int], mesh: Mesh) -> None:
     """Raises Error if several of the ranks that hold a model together are among those of `what`, a wrapper."""
-    ours = _global_ranks(mesh)
-    if len(ours.intersection(theirs)) < 2:
+    ranks = common_ranks(theirs, mesh)
+    if len(ranks) < 2:
         return
     shown = "process_group=mesh['dp'].get_group()" if what != "fully_shard" else "mesh=mesh['dp']"
     raise Error(
-        f"{what} over ranks {sorted(ours.intersection(theirs))} of one tensor-parallel model, which are no replicas",
+        f"{what} over ranks {ranks} of one tensor-parallel model, which are no replicas",
         **{
             "try": f"no {what}: they hold the model together, and autotp has summed their gradients",
             "or": f"with replicas: parallelize(model, mesh=mesh), and {what}(model, {shown})",
@@ -50,7 +50,9 @@ def expect_apart(what: str, theirs: Iterable[int], mesh: Mesh) -> None:
     )
 
 
-def _global_ranks(mesh: Mesh) -> set[int]:
+def common_ranks(theirs: Iterable[int], mesh: Mesh) -> list[int]:
+    """The ranks that hold a model together and are among those of a group, by their numbers in the world."""
     if mesh.group is None:
-        return set()
-    return set(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(mesh.group)))  # type: ignore[arg-type]
+        return []
+    ours = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(mesh.group))  # type: ignore[arg-type]
+    return sorted(set(ours).intersection(theirs))

@@ -64,7 +64,8 @@ class Sharded(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         followed = FOLLOWED.get(func)
         if followed is None or not isinstance(args[0], Sharded):
-            return super().__torch_function__(func, types, args, kwargs)  # What it is, not what it holds.
+            _expect_about(func)
+            return super().__torch_function__(func, types, args, kwargs)
         x = args[0]
         found, dim = followed(x.cut[0], func, x.part, *args[1:], **(kwargs or {}))
         return x if found is x.part else x.like(found, dim)
@@ -73,9 +74,32 @@ class Sharded(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return args[0].like(args[0].part.detach(), args[0].cut[0])
-        raise Error(
-            f"{func} on a tensor of which each rank holds a part", **{"try": "autotp.gather(tensor), which is whole"}
-        )
+        raise _of_a_part(func)
+
+
+ABOUT = """
+    size dim ndimension numel nelement element_size stride storage_offset is_contiguous is_floating_point is_complex
+    is_signed is_inference is_conj is_neg get_device is_same_size is_pinned is_shared type detach has_names
+    shape dtype device layout ndim nbytes itemsize names requires_grad is_leaf grad grad_fn output_nr _version _base
+    is_sparse is_sparse_csr is_cuda is_cpu is_meta is_mps is_xpu is_xla is_hpu is_ipu is_maia is_mtia is_vulkan
+    is_mkldnn is_quantized is_nested retains_grad __len__ __hash__ __repr__ __str__ __format__ __dir__ __deepcopy__
+"""
+"""What a tensor is, not what it holds. Some of the rest would read memory that the whole does not have."""
+
+
+def _expect_about(func: Any) -> None:
+    """Raises Error for what looks at values."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+    if name not in ABOUT.split():
+        raise _of_a_part(name)
+
+
+def _of_a_part(what: Any) -> Error:
+    return Error(
+        f"{what} on a tensor of which each rank holds a part", **{"try": "autotp.gather(tensor), which is whole"}
+    )
 
 
 def _anywhere(cut: int, func: Any, part: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, int]:
@@ -114,5 +138,6 @@ FOLLOWED: dict[Any, Followed] = {
     **dict.fromkeys((Tensor.index_select, torch.index_select, Tensor.narrow), _along(0)),
     **dict.fromkeys((Tensor.repeat_interleave, torch.repeat_interleave), _along(1)),
     **dict.fromkeys((Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.contiguous, Tensor.clone, torch.clone), _anywhere),
+    **dict.fromkeys((Tensor.detach, torch.detach, Tensor.data.__get__, Tensor.requires_grad_), _anywhere),  # type: ignore[attr-defined]
     **dict.fromkeys((Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.zero_), _anywhere),
 }

@@ -22,6 +22,7 @@ from torch.nn.utils import clip_grad
 
 from autotp.alive import Undo, sorted_by_model
 from autotp.collectives import reduce
+from autotp.cut_parameter import CutTensor, warn_of
 from autotp.norms import total_norm
 from autotp.parts import Parts, parts_of
 
@@ -78,6 +79,8 @@ def _norm_of_all(
     """As torch's, each model's gradients counted over all its ranks; what is in no model is the same on all."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     models, others = _of_parallel(given)
+    if parts := [x for x in others if isinstance(x, CutTensor)]:  # Computed from parameters, or copies of them.
+        warn_of(parts[0], "get_total_norm")
     if not models:
         return old(given, norm_type, error_if_nonfinite, foreach)
     norms = [total_norm(parts, some, norm_type) for parts, some in models]

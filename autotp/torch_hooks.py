@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from autotp import optimizer_guard, torch_calls, wrappers
+from autotp import cut_parameter, optimizer_guard, torch_calls, wrappers
 from autotp.alive import Model, watch
 
-INSTALLED = (optimizer_guard.install, torch_calls.install, wrappers.install)
+INSTALLED = (optimizer_guard.install, cut_parameter.install, torch_calls.install, wrappers.install)
 
 
 def watched(model: Model) -> Model:

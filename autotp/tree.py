@@ -38,6 +38,7 @@ class Tree:
         read: the names of all attributes that a graph was captured with.
         modes: counts how often a module was put into training or evaluation.
         compiles: options of torch.compile for what blocks compute, once they are compiled.
+        told: lines of the user's code that were warned of what they do to cut parameters.
     """
 
     mesh: Mesh
@@ -46,6 +47,7 @@ class Tree:
     read: set[str] = field(default_factory=set)
     modes: int = 0
     compiles: Mapping[str, Any] | None = None
+    told: set[tuple[str, int]] = field(default_factory=set)
 
     def set_recompute(self, how: Recompute) -> None:
         """Chooses what backward computes again, from the next call on."""

@@ -95,6 +95,40 @@ def fully_shard_over_its_ranks(rank: int, n: int) -> None:
             assert found.removeprefix("Blocks.forward: ") == said("fully_shard", "", "mesh=mesh['dp']")
 
 
+def sharded(model: nn.Module) -> nn.Module:
+    fully_shard(model.h[0])
+    return model
+
+
+WRAPPED: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
+    "ddp": (DistributedDataParallel, "the DistributedDataParallel is a wrapper around a model\n  try      paralle"),
+    "dp": (nn.DataParallel, "the DataParallel is a wrapper around a model\n  try      parallelize the model itself"),
+    "inside": (lambda m: nn.Sequential(DistributedDataParallel(m)), "`0`, a DistributedDataParallel, is a wrapper a"),
+    "fully_shard": (
+        sharded,
+        "`h.0`, a FSDPNormed, is sharded already, by fully_shard or as DTensors\n  try      paral",
+    ),
+    "compile": (
+        torch.compile,
+        "the model is compiled already, and what autotp makes of it would not be\n  try      tor",
+    ),
+}
+
+
+@checks.on(2)
+def wrapped_before(rank: int, n: int) -> None:
+    """What belongs around a parallel model, or comes after, is named, and nothing is changed."""
+    for wrap, problem in WRAPPED.values():
+        model = wrap(Blocks().double())
+        before = list(model.parameters())
+        found = message(lambda: autotp.parallelize(model, n, example_inputs=X[FLOAT64]))  # noqa: B023
+        assert problem in found and found.startswith(f"parallelize({type(model).__name__}, tp=2): "), found
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    average = torch.optim.swa_utils.AveragedModel(Normed().double())
+    parallel = autotp.parallelize(Normed().double(), n, example_inputs=X[FLOAT64])
+    assert "autotp.load_full_state_dict(model, state)" in message(lambda: average.update_parameters(parallel))
+
+
 @checks.on(2)
 def over_a_part_of_the_world(rank: int, n: int) -> None:
     """A group of this rank alone, and models that are not parallel, are nobody's business."""

@@ -1,8 +1,10 @@
 """Sharded: whole to look at, cut in memory; operators beside the cut work on the part, others say so."""
 
 import copy
+import io
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -35,6 +37,7 @@ def sharded(rank: int) -> Sharded:
         pytest.param(lambda x: x.repeat_interleave(3, dim=0), id="repeat"),
         pytest.param(lambda x: x.to(torch.float32).clone(), id="to"),
         pytest.param(lambda x: copy.deepcopy(x).zero_(), id="zero"),
+        pytest.param(lambda x: x.detach().data.requires_grad_(False), id="detach"),
     ],
 )
 def test_beside_the_cut(use: Any, rank: int) -> None:
@@ -57,6 +60,18 @@ def test_beside_the_cut(use: Any, rank: int) -> None:
         pytest.param(lambda x: x.index_select(1, torch.tensor([0])), id="places-of-the-cut"),
         pytest.param(lambda x: x.repeat_interleave(2, 1), id="repeat-the-cut"),
         pytest.param(lambda x: x.repeat_interleave(2), id="repeat-flat"),
+        pytest.param(lambda x: x.detach().numpy(), id="numpy"),
+        pytest.param(lambda x: numpy.asarray(x), id="asarray"),
+        pytest.param(lambda x: x.tolist(), id="tolist"),
+        pytest.param(lambda x: x.item(), id="item"),
+        pytest.param(lambda x: bool(x), id="bool"),
+        pytest.param(lambda x: list(x), id="iterate"),
+        pytest.param(lambda x: x.data_ptr(), id="data-ptr"),
+        pytest.param(lambda x: x.untyped_storage(), id="storage"),
+        pytest.param(lambda x: torch.from_dlpack(x), id="dlpack"),
+        pytest.param(lambda x: torch.save({"x": x}, io.BytesIO()), id="save"),
+        pytest.param(lambda x: setattr(x, "data", WHOLE), id="set-data"),
+        pytest.param(lambda x: x.register_hook(print), id="hook"),
     ],
 )
 def test_across_the_cut(use: Any) -> None:
