@@ -59,6 +59,7 @@ def save_checkpoint(
     """
 
     def run() -> Saving:
+        _expect_trainer(trainer)
         _finish(trainer)
         state = agree(trainer.everyone, lambda: begun(Path(folder), trainer, optimizer, step, more))
         mark = same_on_all(trainer, uuid4().int >> 66, step, zlib.crc32(json.dumps(state.more).encode()))
@@ -98,6 +99,7 @@ def load_checkpoint(
     learning: Any = NOTHING if optimizer is None else optimizer
 
     def run() -> int:
+        _expect_trainer(trainer)
         _finish(trainer)
         everyone = trainer.everyone
         # The first rank's list decides: on another machine it may lag behind.
@@ -117,6 +119,17 @@ def load_checkpoint(
         return step
 
     return within("load_checkpoint", run)
+
+
+def _expect_trainer(given: object) -> None:
+    if not isinstance(given, Trainer):
+        raise Error(
+            f"a {type(given).__name__} in place of a trainer of autotp.distribute",
+            **{
+                "try": "trainer = autotp.distribute(model, tp=...), whose state is all that training needs",
+                "or": "autotp.full_state_dict(model), autotp.save_pretrained(model, folder): the parameters alone",
+            },
+        )
 
 
 def _staying(path: Path, run: Callable[[], T]) -> T:

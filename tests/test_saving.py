@@ -264,3 +264,18 @@ def test_only_whole_checkpoints_count(tmp_path: Path) -> None:
     (tmp_path / "step-00000004" / ".metadata").touch()  # Of format 1: not passed over, but refused.
     assert saved_steps(tmp_path) == [2, 4, 10]
     assert saved_steps(tmp_path / "nothing") == []
+
+
+@pytest.mark.parametrize("name", ["save_checkpoint", "load_checkpoint"])
+def test_a_model_is_no_trainer(name: str, tmp_path: Path) -> None:
+    model: Any = autotp.parallelize(nn.Sequential(nn.Linear(2, 2)), 1, example_inputs=(torch.zeros(2, 2),))
+    with pytest.raises(autotp.Error) as raised:
+        getattr(autotp, name)(
+            tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1), *[1][: name == "save_checkpoint"]
+        )
+    assert str(raised.value) == (
+        f"{name}: a Sequential in place of a trainer of autotp.distribute\n"
+        "  try      trainer = autotp.distribute(model, tp=...), whose state is all that training needs\n"
+        "  or       autotp.full_state_dict(model), autotp.save_pretrained(model, folder): the parameters alone"
+    )
+    assert not list(tmp_path.iterdir())
