@@ -151,7 +151,8 @@ def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
         placed = [_placed(graph, rank, trial) for graph, rank in zip(trial.graphs, ranks, strict=True)]
         torch.manual_seed(0)
         bound = [bind(g, cpu, {}, reuse=analysis.choices.optional("reuse")) for g in trial.graphs]
-        found = run_lockstep([change(g, rank) for rank, g in enumerate(bound)], placed)
+        ran = run_lockstep([change(g, rank) for rank, g in enumerate(bound)], placed)
+        found = [[_as_tensor(x) for x in row] for row in ran]
         torch.manual_seed(0)
         expected, others = _returned(model, trial, inputs)
         outputs = [_output(i, value, [row[i] for row in found], analysis) for i, value in expected.items()] + others
@@ -254,13 +255,18 @@ def _set_to(
                 different += [Difference(spelled(change.path, key), float("inf"))] * (mine is not its)
                 continue
             for leaf, one in zip(mine[0], its[0], strict=True):
-                if isinstance(leaf, Place) and isinstance(one, Tensor):
-                    found[leaf.at] = one
+                if isinstance(leaf, Place):
+                    found[leaf.at] = _as_tensor(one)
                 elif (leaf.expression(shapes) if isinstance(leaf, Size) else leaf) != one:
                     different.append(Difference(spelled(change.path, key), float("inf")))
     return found, different + [
         Difference(spelled(path, key), float("inf")) for path, new in real.items() for key in new
     ]
+
+
+def _as_tensor(x: Any) -> Tensor:
+    """A tensor itself; a number that was taken from one, or is a size, as a tensor."""
+    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
 
 
 def _buffers(

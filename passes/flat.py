@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from autotp.alike import position
@@ -20,6 +21,8 @@ from autotp.named import Name, NamedBefore
 from autotp.patches import around_forward
 from autotp.structure import outcome, states, within_states
 from autotp.surroundings import Asked
+
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Returned:
@@ -58,10 +61,10 @@ class _Ran:
     into: Mapping[int, Tensor]
     assigned: Mapping[str, Tensor]
 
-    def set_to(self) -> list[tuple[Slot, Tensor]]:
-        """The tensors that attributes are set to."""
+    def set_to(self) -> list[tuple[Slot, Any]]:
+        """The tensors that attributes are set to, and numbers that are taken from tensors."""
         values = [(slot_of((*at, k)), v[0]) for at, new in self.written for k, v in new.items() if v is not GONE]
-        found = [(slot, x) for slot, leaves in values for x in leaves if isinstance(x, Tensor)]
+        found = [(slot, x) for slot, leaves in values for x in leaves if isinstance(x, Tensor) or _is_of_a_tensor(x)]
         return found + [(slot_of(path), x) for path, x in self.moved.items()]
 
 
@@ -131,7 +134,7 @@ class Flat(nn.Module):
 
     def _flattened(self, ran: _Ran) -> tuple[Any, ...]:
         """What the graph returns: tensors and sizes of the result, then what attributes are set to, then buffers."""
-        sizes = [leaf for leaf in ran.found if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)]
+        sizes = [leaf for leaf in ran.found if isinstance(leaf, NUMBERS)]
         computed: list[Any] = [leaf for leaf in ran.found if isinstance(leaf, Tensor)] + sizes
         it, set_to = self.returned, ran.set_to()
         it.results = len(computed)
@@ -148,6 +151,11 @@ class Flat(nn.Module):
         it.into = [(i, places[id(x)].at) for i, x in ran.into.items()]
         it.assigned = list(ran.assigned)
         return (*computed, *ran.assigned.values())
+
+
+def _is_of_a_tensor(x: Any) -> bool:
+    """True for a number that `.item()` gave."""
+    return isinstance(x, NUMBERS) and bool(free_unbacked_symbols(x))
 
 
 class Versions:
@@ -182,9 +190,9 @@ def _placed(path: Path, new: Mapping[Any, Any], places: Mapping[int, Place]) -> 
     """A change whose leaves say where in the outputs they are, and how sizes are computed."""
 
     def placed(leaf: Any) -> Any:
-        if isinstance(leaf, torch.SymInt):
+        if isinstance(leaf, torch.SymInt) and not _is_of_a_tensor(leaf):
             return Size(leaf.node.expr)
-        return places.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf
+        return places.get(id(leaf), leaf) if isinstance(leaf, (Tensor, *NUMBERS)) else leaf
 
     return Change(path, {k: v if v is GONE else ([placed(x) for x in v[0]], v[1]) for k, v in new.items()})
 

@@ -262,6 +262,35 @@ def states(rank: int, n: int) -> None:
     assert (parallel.before.shape, parallel.prev.shape) == ((3, 8), (3, 8))
 
 
+class Items(Mlp):
+    """Keeps numbers that it takes from tensors, and returns one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.log = 0.0, list[float]()
+        self.at: Any = 0
+        self.large: Any = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.mlp(x)
+        self.last, self.at, self.large = h.mean().item(), h.argmax().item(), (h.max() > 1).item()
+        self.log.append(self.last)
+        return h
+
+
+@checks.on(2)
+def numbers_of_tensors(rank: int, n: int) -> None:
+    whole, parallel = twins(Items(), n)
+    for call in range(CALLS):
+        for model in (whole, parallel):
+            model.log.clear()
+        torch.testing.assert_close(parallel(x(call)), whole(x(call)))
+        assert parallel.log == pytest.approx(whole.log, rel=1e-12) and len(parallel.log) == 1
+        assert [type(v) for v in (parallel.last, parallel.at, parallel.large)] == [float, int, bool]
+        assert (parallel.at, parallel.large) == (whole.at, whole.large)
+    assert len(executable_of(parallel).entries) <= 2
+
+
 @checks.on(2)
 def gradients_through_two_calls(rank: int, n: int) -> None:
     whole, parallel = twins(WithGradient(), n)
@@ -338,7 +367,7 @@ def test_on_ranks(n: int, name: str) -> None:
 # ---- one process
 
 
-@pytest.mark.parametrize("kind", [*STATES, Both], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*STATES, Both, Items], ids=lambda kind: kind.__name__)
 def test_verify_sees_two_calls(kind: Callable[[], nn.Module]) -> None:
     report = autotp.verify(kind().double(), 2, example_inputs=(x(),))
     assert report.ok, report
