@@ -147,7 +147,7 @@ def hidden(value: Any, globals_too: bool = True) -> list[Any]:
     if isinstance(value, weakref.ref):
         return [value()]
     if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
+        return [value.func, *value.args, value.keywords, *value.keywords.values()]
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, types.BuiltinFunctionType) and not isinstance(value.__self__, types.ModuleType | None):

@@ -12,17 +12,18 @@ ELEMENTWISE = """
     zero fill copy nan_to_num isnan isinf isfinite isclose maximum minimum fmax fmin eq ne lt gt le ge truediv floordiv
     floor_divide mod remainder fmod tanh sigmoid relu sin cos tan erf round floor ceil trunc logical_and logical_or
     logical_xor logical_not zeros ones constant masked_fill detach clone to cpu cuda float double half bfloat16
-    type contiguous type_as real imag data
+    type contiguous type_as real imag data zeros_like ones_like empty_like full_like
 """
-"""In place, reflected (`__rmul__`) and over lists (`_foreach_mul_`) as well; copies, too."""
+"""In place, reflected (`__rmul__`) and over lists (`_foreach_mul_`) as well; copies, too, and what is made in its
+image: noise is drawn into that."""
 ABOUT = """
     dim ndimension size numel nelement element_size stride storage_offset data_ptr untyped_storage storage
     is_contiguous is_floating_point is_complex is_signed get_device requires_grad_ retain_grad backward
-    register_post_accumulate_grad_hook zeros_like ones_like empty_like full_like new_empty new_zeros new_ones new_full
-    new_tensor __hash__ __repr__ __str__ __format__ __deepcopy__ __reduce_ex__ __len__ __dir__ share_memory_
-    pin_memory set_ is_set_to is_pinned is_shared is_same_size swap_tensors
+    register_post_accumulate_grad_hook new_empty new_zeros new_ones new_full new_tensor __hash__ __repr__ __str__
+    __format__ __deepcopy__ __reduce_ex__ __len__ __dir__ share_memory_ pin_memory set_ is_set_to is_pinned
+    is_shared is_same_size swap_tensors
 """
-"""What is asked of a tensor, or made in its image, whatever its values."""
+"""What is asked of a tensor, or made from sizes, whatever its values."""
 TRANSPOSED = ("T", "mT", "H", "mH")
 SUMMED = ("broadcast", "all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter")
 """Collectives that take what the ranks have for the same tensor, as replicas have it."""

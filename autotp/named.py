@@ -9,9 +9,11 @@
 
 NOTE [What code names]
 Nothing tells that a class or a global was set, so these are compared in each call. Which are worth it is read in the
-code: from the attributes that forward reads on, methods are followed through the names that occur in them. A name that
-is put together at run time (`getattr(type(self), f"act_{kind}")`) is not seen, nor what torch's own code names
-(`torch.relu` in the user's own is). Of transformers only what its modules' methods name themselves is compared.
+code: from the attributes that forward reads on, methods are followed through the names that occur in them. A function
+of the user's is a scope, too: its code, its defaults, its own attributes, and the variables of the functions around it,
+which `nonlocal` and decorators set. A name that is put together at run time (`getattr(type(self), f"act_{kind}")`) is
+not seen, nor what torch's own code names (`torch.relu` in the user's own is). Of transformers only what its modules'
+methods name themselves is compared.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import functools
 import sys
 import types
 from collections import ChainMap, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -38,12 +40,24 @@ ABSENT: Any = object()
 OTHERS = frozenset({"torch", "numpy", "autotp", "transformers", *sys.stdlib_module_names})
 """Packages whose code is followed no further."""
 SETTINGS = (types.SimpleNamespace, ChainMap, deque)
+OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
+"""What a function has that may be another tomorrow."""
+IMPLIED = frozenset(
+    f"__{name}__"
+    for name in (
+        *("call", "getattr", "getattribute", "getitem", "len", "iter", "next", "contains", "bool", "enter", "exit"),
+        *("float", "int", "index", "eq", "lt", "le", "gt", "ge", "hash", "neg", "abs", "torch_function", "get"),
+        *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
+        *("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rpow", "rmatmul"),
+    )
+)
+"""Methods that code calls without naming them."""
 WRAPPED = (staticmethod, classmethod, functools.partialmethod, functools.cached_property)
 
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """A class, or the globals of a module of Python.
+    """A class, the globals of a module of Python, or a function.
 
     Attributes:
         title: as the user calls it.
@@ -63,6 +77,35 @@ class Scope:
             setattr(self.kind, name, value)
         elif name in self.table:
             delattr(self.kind, name)
+
+
+class Inside(MutableMapping[str, Any]):
+    """What a function is made of: `OF_FUNCTIONS`, and the variables of the functions around it by name."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self.function = function
+        around = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        self.cells = {name: cell for name, cell in around if name != "__class__"}
+
+    def __getitem__(self, name: str) -> Any:
+        if name in OF_FUNCTIONS:
+            return getattr(self.function, name)
+        try:
+            return self.cells[name].cell_contents
+        except ValueError:  # An empty one.
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.cells[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.cells[name].cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*OF_FUNCTIONS, *self.cells))
+
+    def __len__(self) -> int:
+        return len(OF_FUNCTIONS) + len(self.cells)
 
 
 @dataclass(frozen=True)
@@ -126,7 +169,7 @@ def named(model: nn.Module, read: Collection[str], class_of: Any = type) -> Name
         read: names of attributes that forward reads.
         class_of: the class whose code a module runs.
     """
-    found = _Following(set(read) | {"forward"})
+    found = _Following(set(read) | {"forward"} | IMPLIED, frozenset(read))
     for module in model.modules():
         found.add_class(class_of(module))
     for _, value in reached(model):
@@ -199,6 +242,7 @@ class _Following:
     """The names that are known, while the code that they lead to is followed."""
 
     names: set[str]
+    read: frozenset[str]
     classes: dict[type, Scope] = field(default_factory=dict)
     globals: dict[int, tuple[Scope, set[str]]] = field(default_factory=dict)
     modules: dict[int, Scope] = field(default_factory=dict)
@@ -209,6 +253,7 @@ class _Following:
         for one in kind.__mro__:
             if one not in self.classes and (is_followed(one) or "forward" in vars(one)):
                 self.classes[one] = Scope(one.__qualname__.rpartition("<locals>.")[2], one.__dict__, one)
+                self.add_class(type(one))
 
     def add_function(self, function: types.FunctionType) -> None:
         if id(function) not in self.functions and len(self.functions) < LARGEST:
@@ -238,11 +283,15 @@ class _Following:
             self._add_code(getattr(value, "__func__", None) or getattr(value, "func", None))
         elif isinstance(value, types.FunctionType):
             self.add_function(value)
+        elif isinstance(value, CALLED):
+            self._add_code(called_by(value))
 
     def _add_value(self, value: Any) -> None:
         """Follows what a global is, if it is the user's own."""
         if isinstance(value, types.FunctionType) and is_users(value.__module__ or ""):
             self.add_function(value)
+        elif isinstance(value, CALLED):
+            self._add_value(called_by(value))
         elif isinstance(value, type) and is_users(value.__module__):
             self.add_class(value)
         elif isinstance(value, types.ModuleType):
@@ -271,10 +320,18 @@ class _Following:
     def named(self) -> Named:
         """What was found."""
         found = []
+        mine = [vars(kind).keys() & self.names for kind in self.classes if is_users(kind.__module__)]
+        somewhere = self.read.union(*mine)  # One of these may be given the name, and go before the one that has it.
         for kind, scope in self.classes.items():
             known = self.names if is_followed(kind) else {"forward"}
-            names = sorted(name for name in known if _is_own(name) and any(name in vars(k) for k in kind.__mro__))
+            held = somewhere if is_users(kind.__module__) else set[str]()
+            names = sorted(n for n in known if _is_own(n) and (n in held or any(n in vars(k) for k in kind.__mro__)))
             found.append((scope, tuple(names)))
+        for function in self.functions.values():
+            if is_users(function.__module__ or ""):
+                title = f"{function.__module__}.{function.__qualname__.rpartition('<locals>.')[2]}"
+                inside = Inside(function)
+                found.append((Scope(title, inside), tuple(inside)))
         found += [(scope, tuple(sorted(names))) for scope, names in self.globals.values()]
         for scope in self.modules.values():
             found.append((scope, tuple(sorted(filter(_is_own, scope.table.keys() & self.names)))))
@@ -283,7 +340,15 @@ class _Following:
 
 def _is_own(name: str) -> bool:
     """False for what Python itself keeps under a name."""
-    return not name.startswith("__") or name in ("__call__", "__getattr__", "__getitem__")
+    return not name.startswith("__") or name in IMPLIED
+
+
+CALLED = (functools.partial, types.MethodType, functools._lru_cache_wrapper)
+
+
+def called_by(value: Any) -> Any:
+    """The function that a partial, a bound method or a function with a cache calls."""
+    return next(getattr(value, name) for name in ("func", "__func__", "__wrapped__") if hasattr(value, name))
 
 
 @functools.cache

@@ -74,6 +74,9 @@ WRONG: list[tuple[str, Any]] = [
     ("normal_", nn.init.normal_),
     ("kaiming_uniform_", nn.init.kaiming_uniform_),
     ("uniform_", nn.init.xavier_uniform_),
+    ("normal_", lambda w: torch.empty_like(w).normal_()),
+    ("bernoulli", lambda w: torch.bernoulli(torch.full_like(w.data, 0.5))),
+    ("norm", lambda w: torch.zeros_like(w).add_(w).norm()),
     ("sum", lambda w: w.pow(2).sum()),
     ("norm", lambda w: w.data.norm()),
     ("max", lambda w: w.detach().abs().max()),
@@ -151,6 +154,7 @@ def everything_that_is_right(parallel: Any) -> None:
         nn.init.zeros_(parallel.up.weight)
         nn.init.constant_(parallel.up.weight, 0.5)
         (parallel.up.weight * 2 + 1).abs()
+        torch.zeros_like(parallel.up.weight).lerp_(parallel.up.weight, 0.1).sqrt().add_(1e-8)
     assert isinstance(parallel.up.weight, nn.Parameter) and parallel.up.weight in set(parallel.parameters())
 
 

@@ -141,6 +141,101 @@ def what_code_names(rank: int, n: int) -> None:
         before = expected.detach()
 
 
+FACTOR = {"k": 1.0}
+
+
+def scaled(f: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """A decorator that counts, in a variable of its own, and reads a dict."""
+    calls, options = 0, FACTOR
+
+    @functools.wraps(f)
+    def wrapped(self: Any, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return f(self, x) * options["k"] * calls
+
+    return wrapped
+
+
+class Kind(type):
+    @property
+    def size(cls) -> float:
+        return cls.own_size  # type: ignore[attr-defined, no-any-return]
+
+
+class Mixin:
+    def act(self, x: Tensor) -> Tensor:
+        return x.tanh() * type(self).size * self.late  # type: ignore[attr-defined, no-any-return]
+
+
+class Base(Mlp):
+    own_size, late = 1.0, 1.0
+
+
+class Called:
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Around(Mixin, Base, metaclass=Kind):
+    """What code reads around itself: closures, defaults, a mixin before a base class, a metaclass, a partial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.partial, self.called = functools.partial(torch.clamp, min=-1.0), Called()
+
+    @scaled
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.partial(self.act(self.up(x)))
+        return self.times(self.called(self.down(y)))
+
+    def times(self, x: Tensor, by: float = 1.0, *, again: float = 1.0) -> Tensor:
+        return x * by * again
+
+
+def doubled(self: Any, x: Tensor, by: float = 1.0, *, again: float = 1.0) -> Tensor:
+    return x * by * again * 2
+
+
+AROUND: dict[str, Callable[[Any], object]] = {
+    "nothing but another call": lambda m: None,
+    "a dict of a decorator": lambda m: FACTOR.update(k=2.0),
+    "a base class": lambda m: setattr(Base, "late", 2.0),
+    "a mixin before it": lambda m: setattr(Mixin, "late", 3.0),
+    "the class before both": lambda m: setattr(Around, "late", 4.0),
+    "what a metaclass reads": lambda m: setattr(Base, "own_size", 3.0),
+    "a default": lambda m: setattr(Around.times, "__defaults__", (2.0,)),
+    "a default by name": lambda m: setattr(Around.times, "__kwdefaults__", {"again": 2.0}),
+    "code": lambda m: setattr(Around.times, "__code__", doubled.__code__),
+    "a keyword of a partial": lambda m: m.partial.keywords.update(min=0.1),
+    "how an object is called": lambda m: setattr(Called, "__call__", lambda self, x: x * 3),
+}
+
+
+@checks.on(2)
+def what_code_reads_around_itself(rank: int, n: int) -> None:
+    whole, parallel = pair(Around, n)
+    decorated: Any = Around.forward
+    calls = dict(zip(decorated.__code__.co_freevars, decorated.__closure__, strict=True))["calls"]
+    count, before = calls.cell_contents, torch.zeros(())
+    for name, change in AROUND.items():
+        change(whole), change(parallel)
+        calls.cell_contents = count
+        whole.zero_grad(), parallel.zero_grad()
+        expected = whole(x())
+        assert calls.cell_contents == count + 1
+        calls.cell_contents = count
+        found = parallel(x())
+        count += 1
+        assert calls.cell_contents == count, name
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+        expected.sum().backward(), found.sum().backward()
+        expect_same(whole, parallel, name)
+        unscaled = expected.detach() / count
+        assert not torch.equal(before, unscaled) or name.startswith("nothing"), name
+        before = unscaled
+
+
 @checks.on(2)
 def what_no_code_names(rank: int, n: int) -> None:
     """A loop that counts in its own globals, and on classes, captures nothing anew."""
