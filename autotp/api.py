@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.agree import CheckInputs, agree_on_graph, digest
+from autotp.alive import models
 from autotp.entry import Entry, prepare
 from autotp.errors import Error, within
 from autotp.hf.models import checkpoints
@@ -141,7 +142,7 @@ def explain(
         expect_size(tp)
         choices = Choices(outputs, experts, sequence_parallel, without)
         expect_choices(choices)
-        expect_ordinary(model)
+        expect_ordinary(model, BEFORE.format("explain"))
         args, kwargs = find_inputs(model, example_inputs)
         return report(analyse(skeleton_of(model), args, kwargs, tp, choices), _name(model))
 
@@ -157,12 +158,20 @@ def _name(model: Any) -> str:
     return type(model).__name__
 
 
-def expect_ordinary(model: Any) -> None:
-    """Raises Error where a model is none, or was cut already."""
+BEFORE = "{} the original model, before autotp.parallelize"
+
+
+def expect_ordinary(model: Any, remedy: str = "parallelize the original model once") -> None:
+    """Raises Error where a model is none, or was cut already.
+
+    Args:
+        remedy: what to do with one that is parallel already.
+    """
     if not isinstance(model, nn.Module):
         raise Error(f"a {_name(model)} is no torch.nn.Module", **{"try": "pass the model itself"})
-    if any(state_of(module) is not None for module in model.modules()):
-        raise Error("the model is parallel already", **{"try": "parallelize the original model once"})
+    parallel = set(models())
+    if any(state_of(module) is not None or module in parallel for module in model.modules()):
+        raise Error("the model is parallel already", **{"try": remedy})
     if any(hasattr(tensor, TAKEN) for tensor in model.parameters()):
         raise Error(
             "the model was parallelized before, which took its parameters over",

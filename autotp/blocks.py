@@ -50,19 +50,23 @@ def definer(kind: Any) -> Any:
 
 @contextmanager
 def patched(kind: Any, names: Mapping[str, Any]) -> Iterator[None]:
-    """A region in which a class has other attributes."""
+    """A region in which a class, or a module of Python, has other attributes.
+
+    They are set past its metaclass: the class of a part of a parallel model passes on what is set on it (`module.py`).
+    """
+    put, delete = (type.__setattr__, type.__delattr__) if isinstance(kind, type) else (setattr, delattr)
     before, done = dict(vars(kind)), list[str]()
     try:
         for name, value in names.items():
-            setattr(kind, name, value)
+            put(kind, name, value)
             done.append(name)
         yield
     finally:
         for name in done:
             if name in before:
-                setattr(kind, name, before[name])
+                put(kind, name, before[name])
             else:
-                delattr(kind, name)
+                delete(kind, name)
 
 
 def _alike(model: nn.Module) -> Iterator[nn.Module]:

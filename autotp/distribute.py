@@ -71,7 +71,7 @@ def distribute(
     )  # fmt: skip
 
     def run() -> Trainer:
-        expect_ordinary(model)
+        expect_ordinary(model, "distribute the original model once")
         expect_choices(training, {"schedule": tuple(ENGINES), "zero": (0, 1, 2, 3), "compute_dtype": DTYPES})
         sizes = {"pp": pp, "dp": dp, "tp": tp}
         for name, size in {**sizes, "microbatches": microbatches}.items():

@@ -300,7 +300,10 @@ def _made(original: Any, role: Any) -> type[Part]:
 
 @cache
 def _kind_of(meta: Any) -> Any:
-    """The class of the classes of parts: what is set on one (`type(model.attn).helper = f`) is set on the original."""
+    """The class of the classes of parts: what is set on one (`type(model.attn).helper = f`) is set on the original.
+
+    Whoever puts back what was there for a while puts back the part's own, and means the original's.
+    """
 
     class Kind(meta):
         def __setattr__(cls, name: str, value: Any) -> None:
@@ -308,7 +311,8 @@ def _kind_of(meta: Any) -> Any:
             if original is None or name.startswith("__") or name == "_abc_impl":
                 super().__setattr__(name, value)
             else:
-                setattr(original, name, value)
+                own = name in vars(cls) and vars(cls)[name] is value
+                setattr(original, name, value.__wrapped__ if own else value)
 
         def __delattr__(cls, name: str) -> None:
             original = getattr(cls, ORIGINAL, None)

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from autotp.api import BEFORE, expect_ordinary
 from autotp.attributes import everything, found_at, put_at, spelled
 from autotp.captured import Captured, Place, Size
 from autotp.changes import GONE, Before, Change, Write, keyed, opened
@@ -468,12 +469,16 @@ def verify(
         model: an ordinary model, in the mode (train or eval) that is to be verified.
         tp: how many ranks.
         example_inputs, outputs, experts, sequence_parallel, without: as for `parallelize`.
+
+    Raises:
+        Error: as `parallelize`; the model is parallel already.
     """
 
     def run() -> Report:
         expect_size(tp)
         choices = Choices(outputs, experts, sequence_parallel, without)
         expect_choices(choices)
+        expect_ordinary(model, BEFORE.format("verify"))
         trial = prepare(model, *find_inputs(model, example_inputs), tp, choices)
         found = compare(trial)
         if not trial.analysis.captured.changes or not trial.graphs:

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from pairs import VOCAB, both, expect_gradients, gpt, graphs, tokens
 from torch import Tensor, nn
 
 import autotp
+from autotp.blocks import patched
 
 checks = Checks()
 
@@ -154,6 +156,24 @@ def test_tree() -> None:
         assert [n for n, _ in parallel.named_parameters(remove_duplicate=duplicates)] == theirs
     x = torch.randn(3, 8)
     torch.testing.assert_close(parallel(x), whole(x))
+
+
+def mocked(kind: Any, names: Any) -> Any:
+    return patch.multiple(kind, **names)
+
+
+@pytest.mark.parametrize("region", [patched, mocked])
+def test_a_class_is_what_it_was_after_a_region_with_another(region: Any) -> None:
+    """The class of a part passes on to the original's what is set on it: a wrapped forward that is put back there, too,
+    would call itself without end, in this model and in all of its class."""
+    parallel, kind = autotp.parallelize(gpt(), 1), type(gpt().h[0])
+    part, before = type(parallel.h[0]), (kind.forward, dict(vars(type(parallel.h[0]))))
+    assert part is not kind
+    with region(part, {"forward": None}):
+        assert part.forward is None or kind.forward is None
+    assert (kind.forward, dict(vars(part))) == before
+    whole, parallel = both(1, gpt())
+    torch.testing.assert_close(parallel(*tokens()), whole(*tokens()))
 
 
 def test_plan_of_a_parallel_model() -> None:

@@ -151,6 +151,13 @@ def strictness(rank: int, n: int) -> None:
     autotp.parallelize(gpt(), n, strict=True)
 
 
+REMEDIES = {
+    "verify": "verify the original model, before autotp.parallelize",
+    "explain": "explain the original model, before autotp.parallelize",
+    "distribute": "distribute the original model once",
+}
+
+
 @checks.on(2)
 def parallel_already(rank: int, n: int) -> None:
     model = gpt()
@@ -161,6 +168,15 @@ def parallel_already(rank: int, n: int) -> None:
             f"parallelize({type(again).__name__}, tp=2): the model is parallel already\n"
             "  try      parallelize the original model once"
         )
+    known, computed = vars(type(model)).copy(), model(*tokens()).detach()
+    for again in (model, model.h, nn.Sequential(model), autotp.distribute(gpt(), tp=n)):
+        for name, remedy in REMEDIES.items():
+            call, sizes = getattr(autotp, name), "tp=2, pp=1, dp=1" if name == "distribute" else "tp=2"
+            assert message(partial(call, again, tp=n)) == (
+                f"{name}({type(again).__name__}, {sizes}): the model is parallel already\n  try      {remedy}"
+            )
+    assert vars(type(model)) == known and torch.equal(model(*tokens()), computed)
+    assert autotp.verify(gpt(), n).ok and autotp.parallelize(gpt(), n)(*tokens()).requires_grad
     assert message(lambda: autotp.parallelize(gpt().forward, n)) == (  # type: ignore[arg-type]
         "parallelize(method, tp=2): a method is no torch.nn.Module\n  try      pass the model itself"
     )

@@ -394,15 +394,16 @@ def _as_saved(parallel: ParallelModule) -> dict[str, Lazy]:
             f"a {type(parallel).__name__} is no model of transformers",
             **{"try": "autotp.full_state_dict(model), and torch.save on the first rank"},
         )
-    held = parallel.state_dict(keep_vars=True)
-    names = remove_tied_weights_from_state_dict(dict(held), parallel)
-    left_out = set(parallel._keys_to_ignore_on_save or ())
-    whole = {
-        name: Lazy(Whole(held[name], parallel.layout_of(name) or Layout(tuple(held[name].shape)), parallel.mesh))
-        for name in names
-        if name not in left_out
-    }
-    with torch.no_grad():
+    # transformers looks at parts here because we ask it to: nobody takes them for the whole, nobody is warned.
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        held = parallel.state_dict(keep_vars=True)
+        names = remove_tied_weights_from_state_dict(dict(held), parallel)
+        left_out = set(parallel._keys_to_ignore_on_save or ())
+        whole = {
+            name: Lazy(Whole(held[name], parallel.layout_of(name) or Layout(tuple(held[name].shape)), parallel.mesh))
+            for name in names
+            if name not in left_out
+        }
         return revert_weight_conversion(parallel, whole)  # type: ignore[arg-type]
 
 
