@@ -137,7 +137,8 @@ def _staying(path: Path, run: Callable[[], T]) -> T:
     try:
         return run()
     except Error as error:
-        if not _is_whole(path):
+        # It was there when the manifest was compared with it.
+        if isinstance(error.__cause__, FileNotFoundError) or not _is_whole(path):
             remedy = "load_checkpoint again: it takes the newest that is there"
             raise Error(f"{path} was removed while it was read", **{"try": remedy}) from error
         raise

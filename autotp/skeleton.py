@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autotp.attributes import children, everything, hidden, key_of, reached, spelled
+from autotp.eager import is_plain
 from autotp.errors import Error
 from autotp.guard import HOOKS
 
@@ -83,8 +84,9 @@ def _expect_no_views(model: nn.Module) -> None:
 
 
 def storage_of(tensor: Tensor) -> int | None:
-    """What a tensor's memory is known by; None if it has none of its own."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+    """What a tensor's memory is known by; None if it has none of its own, as in a transform."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and is_plain(tensor)
+    if not plain or tensor.layout is not torch.strided:
         return None
     return tensor.untyped_storage()._cdata
 
