@@ -358,15 +358,31 @@ class Executable:
     # ---- what a user reads
 
     @property
+    def latest(self) -> Entry:
+        """The graph that was captured last, of those for the modules and parameters that there are now.
+
+        Raises:
+            Error: there is none yet.
+        """
+        for key, entry in reversed(self.entries):
+            if key[2] == self.structure:
+                return entry
+        changed = "since its modules or parameters were exchanged" if self.entries else "by itself"
+        raise Error(
+            f"the {self.name} was not called {changed}, and its plan is made in a call",
+            **{"try": "call it once, on all ranks, and read the plan then"},
+        )
+
+    @property
     def code(self) -> str:
-        """What this rank computes in a call as the first was, as Python: each block once, however deep the model."""
-        first = self.entries[0][1].module
+        """What this rank computes in the latest call that was captured, as Python: each block once."""
+        module = self.latest.module
         parts = [
             (f"{name}.{path}".rstrip("."), part)
-            for name, work in works(first).items()
+            for name, work in works(module).items()
             for path, part in work.named_modules()
         ]
-        graphs = [("", first), *((name, part) for name, part in parts if isinstance(part, fx.GraphModule))]
+        graphs = [("", module), *((name, part) for name, part in parts if isinstance(part, fx.GraphModule))]
         return "\n".join(f"# {name}\n{part.code}" for name, part in graphs)
 
     def compile_blocks(self, **options: Any) -> None:

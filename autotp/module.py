@@ -169,11 +169,12 @@ class ParallelModule(Part):
     listed here is there too, unless the model has an attribute of the same name, which comes first.
 
     Attributes:
-        plan: what is cut, what it costs, and what stayed whole.
+        plan: what is cut, what it costs, and what stayed whole, in calls as the latest that was captured; Error where
+            there was none since modules or parameters were exchanged.
         layouts: first parameter name -> how it is held.
         mesh: the tensor-parallel axis and this rank's place on it.
         recompute: what backward computes again; may be set, and holds from the next call on (which captures anew).
-        code: what this rank computes in a call as the first was, as Python: each block once, however deep the model.
+        code: what this rank computes in the same call, as Python: each block once, however deep the model.
         compile_blocks: compiles what a block computes, once for all blocks that compute alike (`Executable`).
         layout_of: name of a parameter, any of its names -> how it is held; None for a buffer.
         outputs_stay_cut: a region in which outputs are not gathered, as with `outputs="local"`.
@@ -204,7 +205,7 @@ class ParallelModule(Part):
 
 
 OURS: dict[str, Callable[[Executable], Any]] = {
-    "plan": lambda it: report(it.entries[0][1].analysis, it.name),
+    "plan": lambda it: report(it.latest.analysis, it.name),
     "layouts": lambda it: it.layouts,
     "mesh": lambda it: it.mesh,
     "recompute": lambda it: it.tree.settings.recompute,

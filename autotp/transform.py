@@ -212,7 +212,10 @@ def _summed(captured: Captured, graph: fx.Graph, updated: Sequence[str]) -> tupl
         raise Error("the model writes into its inputs, of which each part of a batch has its own")
     if written := [*captured.changes, *(name for name, _ in captured.sets)]:
         names = ", ".join(sorted({f"`{one}`" for one in written}))
-        raise Error(f"the model sets {names} in forward, which parts of a batch cannot share")
+        raise Error(
+            f"the model sets {names} in forward, which parts of a batch cannot share",
+            **{"try": "add it to the returned loss, if it is a part of that", "or": "autotp.parallelize(model, tp)"},
+        )
     if updated:
         names = ", ".join(captured.buffers[place] for place in updated)
         raise Error(f"the model changes its buffers ({names}), which parts of a batch cannot share")

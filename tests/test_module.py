@@ -37,6 +37,44 @@ def names_and_attributes(rank: int, n: int) -> None:
     assert seen == [(), (48,)]
 
 
+class Headed(nn.Module):
+    """A network, and a head that may be exchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 40, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.down(self.up(x).relu())), torch.arange(len(x)))
+
+
+def in_plan(model: Any) -> dict[str, str]:
+    """How the plan says that parameters are held."""
+    cut = {row.name: str(row.layout) for row in model.plan.cuts}
+    return cut | {row.name: str(list(row.shape)) for row in model.plan.whole}
+
+
+@checks.on(2)
+def the_plan_is_of_now(rank: int, n: int) -> None:
+    """A head is exchanged, and put back: the plan is that of what the model has, or an error, never that of before."""
+    x = torch.randn(3, 8)
+    parallel = autotp.parallelize(Headed(), n, example_inputs=x)
+    first, code, old = str(parallel.plan), parallel.code, parallel.head
+    assert in_plan(parallel) == {name: str(layout) for name, layout in parallel.layouts.items()}
+    assert parallel.layouts["head.weight"].dim is not None
+    parallel.head = nn.Linear(8, 7)
+    for name in ("plan", "code"):
+        with pytest.raises(autotp.Error, match="was not called since its modules or parameters were exchanged"):
+            getattr(parallel, name)
+    parallel(x)
+    held = {name: str(layout) for name, layout in parallel.layouts.items()}
+    assert in_plan(parallel) == held and (held["head.weight"], held["head.bias"]) == ("[7, 8]", "[7]")
+    assert parallel.code != code
+    parallel.head = old
+    parallel(x)
+    assert (str(parallel.plan), parallel.code) == (first, code)
+
+
 @checks.on(2)
 def local_state(rank: int, n: int) -> None:
     """The state dict of one rank's shards into another parallel model, and back."""
@@ -179,4 +217,8 @@ def test_a_class_is_what_it_was_after_a_region_with_another(region: Any) -> None
 def test_plan_of_a_parallel_model() -> None:
     parallel = autotp.parallelize(gpt(), 1)
     assert str(parallel.plan).startswith("GPT on tp=1\n")
+    other = copy.deepcopy(parallel)
+    for model, reason in ((other, "by itself"), (parallel.h[0], "by itself")):
+        with pytest.raises(autotp.Error, match=f"the {type(model).__name__} was not called {reason}, and its plan"):
+            str(model.plan)
     assert parallel.layout_of("wte.weight").shape == (VOCAB, 48)
