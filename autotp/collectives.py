@@ -307,8 +307,8 @@ def peer_error(what: str, group: str, error: RuntimeError, mesh: Any = None) -> 
     return Error(
         f"{what} over axis `{_axis(group)}` failed on rank {rank} of {size} (global rank {dist.get_rank()}): {why}",
         **{
-            "try": "read the other ranks' logs: one failed, got another batch, or did not make this call",
-            "or": "if it was only slow: call init_process_group(timeout=...) first and pass mesh=init_device_mesh(...)",
+            "try": "every call is made by all ranks (none under `if rank == 0`); read the logs of the others",
+            "or": "if it was only slow: timeout= of autotp.parallelize, or of init_process_group",
         },
     )
 

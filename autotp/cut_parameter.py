@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import FrameType
@@ -196,6 +196,19 @@ def warn_of(tensor: CutTensor, what: str) -> None:
     _warn(tensor.autotp_cut, what, _users(sys._getframe(1)))
 
 
+def warn_of_parts(parameters: Iterable[Tensor], what: str, frame: FrameType) -> None:
+    """Warns once for a line of the user's code that takes all parameters of a model, where some are cut."""
+    cuts = [p.autotp_cut for p in parameters if isinstance(p, CutParameter)]
+    at = frame.f_code.co_filename, frame.f_lineno
+    if cuts and at not in cuts[0].told:
+        cuts[0].told.add(at)
+        _say(
+            f"`{what}()` is of this rank's parts: `{cuts[0].name}` and {len(cuts) - 1} more are cut. "
+            "autotp.full_state_dict(model), on all ranks, is the whole; autotp.distribute has whole checkpoints",
+            frame,
+        )
+
+
 # ---- who asks
 
 
@@ -257,14 +270,17 @@ def _warn(cut: Cut, what: str, frame: FrameType) -> None:
     cut.warned = True
     cut.told.add(at)
     shape = list(cut.layout.local_shape(cut.mesh.rank))
-    warnings.warn_explicit(
+    _say(
         f"`{cut.name}` is this rank's part {shape} of {list(cut.layout.shape)}, and `{what}` is computed of that "
         "alone. autotp.gather(tensor), on all ranks, is the whole, with its gradient; autotp.full_state_dict and "
         "autotp.load_full_state_dict read and write it",
-        UserWarning,
-        *at,
-        module=str(frame.f_globals.get("__name__")),
+        frame,
     )
+
+
+def _say(text: str, frame: FrameType) -> None:
+    at = frame.f_code.co_filename, frame.f_lineno
+    warnings.warn_explicit(text, UserWarning, *at, module=str(frame.f_globals.get("__name__")))
 
 
 def _whole_given(cut: Cut, func: Any) -> Error:

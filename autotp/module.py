@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 
 from autotp.alive import watch
 from autotp.attributes import STATE, is_internal
-from autotp.cut_parameter import Cut, as_cut, is_ordinary
+from autotp.cut_parameter import Cut, as_cut, is_ordinary, warn_of_parts
 from autotp.errors import Error
 from autotp.executable import Executable, refuse_capture
 from autotp.hf.models import overrides
@@ -29,6 +29,7 @@ from autotp.mesh import Mesh, broadcast_from_first
 from autotp.passes.own import BlockCall
 from autotp.passes.recompute import Recompute
 from autotp.report import Plan, report
+from autotp.source import is_users
 from autotp.take import TAKEN
 from autotp.tree import ORIGINAL, State, Tree, copied, held_in, original_class, state_of
 
@@ -194,6 +195,12 @@ class ParallelModule(Part):
             executable_of(self).tree.set_recompute(value)
         else:
             super().__setattr__(name, value)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's parts, by name. The user's code is warned: as a file of one rank they are not the model."""
+        if is_users(frame := sys._getframe(1)):
+            warn_of_parts(self.parameters(), "state_dict", frame)
+        return super().state_dict(*args, **kwargs)
 
     def extra_repr(self) -> str:
         """Where this rank is, besides."""

@@ -340,8 +340,8 @@ def test_compile_symbolic_sizes() -> None:
 
 LOST = (
     "{op} over axis `{axis}` failed on rank 0 of {n} (global rank 0): {reason}\n"
-    "  try      read the other ranks' logs: one failed, got another batch, or did not make this call\n"
-    "  or       if it was only slow: call init_process_group(timeout=...) first and pass mesh=init_device_mesh(...)"
+    "  try      every call is made by all ranks (none under `if rank == 0`); read the logs of the others\n"
+    "  or       if it was only slow: timeout= of autotp.parallelize, or of init_process_group"
 )
 CLOSED, SILENT = "a peer closed its connection", "a peer did not answer within the group's timeout"
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -297,6 +298,24 @@ def a_step_costs_nothing(rank: int, n: int) -> None:
     optimizer.param_groups[0]["lr"] = 0.1
     optimizer.step()
     assert isinstance(parallel.up.weight, CutTensor)
+
+
+@checks.on(2)
+def a_state_of_parts(rank: int, n: int) -> None:
+    """One of them in a file would be half a model."""
+    parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            parallel.state_dict()
+    (one,) = found
+    assert re.fullmatch(
+        r"`state_dict\(\)` is of this rank's parts: `[\w.]+` and \d+ more are cut. .*", str(one.message)
+    )
+    assert one.filename == __file__
+    with silence():
+        copy.deepcopy(parallel)
+        autotp.load_full_state_dict(parallel, autotp.full_state_dict(parallel))
 
 
 @pytest.mark.timeout(300)

@@ -201,8 +201,8 @@ def test_a_peer_dies_in_a_step(when: str) -> None:
     assert str(raised.value) == (
         "all_reduce_ over axis `tp` failed on rank 0 of 2 (global rank 0): "
         "tp rank 1 (global rank 1) is lost, ended or stopped\n"
-        "  try      read the other ranks' logs: one failed, got another batch, or did not make this call\n"
-        "  or       if it was only slow: call init_process_group(timeout=...) first and pass mesh=init_device_mesh(...)"
+        "  try      every call is made by all ranks (none under `if rank == 0`); read the logs of the others\n"
+        "  or       if it was only slow: timeout= of autotp.parallelize, or of init_process_group"
     )
 
 
