@@ -5,10 +5,14 @@ A process inside of a SLURM allocation that `srun` did not start has variables o
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import socket
 import stat
 import tempfile
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -118,14 +122,27 @@ def _on_one_machine(started: Launch, timeout: timedelta) -> dist.Store:
             f"{started.by} started {started.size} processes ({started.local_size} here), and none knows where to meet",
             **{"try": f"{flags[started.by]} ... (or torchrun on each machine)"},
         )
-    file = dist.FileStore(str(_folder() / re.sub(r"[^\w.-]", "_", started.job)), started.size)  # The last removes it.
-    file.set_timeout(timeout)
+    file = _folder() / re.sub(r"[^\w.-]", "_", started.job)
     if started.rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, started.size, True, timeout, wait_for_workers=False)
-        file.set("port", str(store.port))
-    else:
-        store = dist.TCPStore("127.0.0.1", int(file.get("port")), started.size, False, timeout)
-    return store
+        new = file.with_name(f"{file.name}.new")
+        new.write_text(str(store.port))
+        new.replace(file)
+        atexit.register(file.unlink, missing_ok=True)
+        return store
+    return dist.TCPStore("127.0.0.1", _port_in(file, timeout), started.size, False, timeout)
+
+
+def _port_in(file: Path, timeout: timedelta) -> int:
+    """The port that the first process left, once somebody listens there: a job that was killed may have left one."""
+    end = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < end:
+        with suppress(OSError, ValueError):
+            port = int(file.read_text())
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return port
+        time.sleep(0.05)
+    raise Error(f"the first process did not come within {timeout}", **{"try": "read its log"})
 
 
 def _folder() -> Path:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -43,6 +44,7 @@ def put(variables: dict[str, str]) -> None:
     for name in [name for name in os.environ if NAMES.match(name)]:
         del os.environ[name]
     os.environ.update(variables)
+    tempfile.tempdir = None  # It is found again, in TMPDIR.
 
 
 @pytest.fixture(autouse=True)
@@ -139,6 +141,11 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("kind", ["srun", "open-mpi"])
 def test_on_one_machine(kind: str, tmp_path: Path) -> None:
+    """A job of the same name that was killed has left the port of a process that is gone."""
+    left = tmp_path / f"autotp-{os.getuid()}"
+    left.mkdir(mode=0o700)
+    for job in ("77.3.0", "prterun-host-1234_1"):
+        (left / job).write_text(str(free_port()))
     for rank, found in enumerate(run_ranks(meet, 2, kind, str(tmp_path), 0)):
         assert found == (rank, 2, [[0], [7]])
 
