@@ -315,7 +315,7 @@ def _kind_of(meta: Any) -> Any:
 
     class Kind(meta):
         def __setattr__(cls, name: str, value: Any) -> None:
-            original = getattr(cls, ORIGINAL, None)
+            original = vars(cls).get(ORIGINAL)  # A class that torch derives (parametrized, sharded) is its own.
             if original is None or name.startswith("__") or name == "_abc_impl":
                 super().__setattr__(name, value)
             else:
@@ -323,7 +323,7 @@ def _kind_of(meta: Any) -> Any:
                 setattr(original, name, value.__wrapped__ if own else value)
 
         def __delattr__(cls, name: str) -> None:
-            original = getattr(cls, ORIGINAL, None)
+            original = vars(cls).get(ORIGINAL)  # A class that torch derives (parametrized, sharded) is its own.
             if original is None or name.startswith("__") or name in vars(cls):
                 super().__delattr__(name)
             else:

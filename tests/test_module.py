@@ -222,3 +222,15 @@ def test_plan_of_a_parallel_model() -> None:
         with pytest.raises(autotp.Error, match=f"the {type(model).__name__} was not called {reason}, and its plan"):
             str(model.plan)
     assert parallel.layout_of("wte.weight").shape == (VOCAB, 48)
+
+
+def test_what_is_refused_leaves_torchs_classes_alone() -> None:
+    """torch puts a property on the class that it derives for a parametrized module: not on `nn.Linear`."""
+    model: Any = autotp.parallelize(nn.Sequential(nn.Linear(4, 4)), 1, example_inputs=(torch.zeros(2, 4),))
+    before = dict(vars(nn.Linear))
+    nn.utils.parametrizations.weight_norm(model[0])
+    assert dict(vars(nn.Linear)) == before
+    with pytest.raises(autotp.Error, match="was parametrized when its model was parallel already"):
+        model(torch.zeros(2, 4))
+    assert dict(vars(nn.Linear)) == before
+    nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
