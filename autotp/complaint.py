@@ -37,7 +37,7 @@ def explained(error: Exception, plain: Exception | None, model: nn.Module) -> Er
         )
     if "HigherOrderOp" in type(shown).__name__:
         return Error(
-            "the model calls an operator of torch's that takes functions (cond, while_loop, scan), which is no graph's",
+            "the model calls an operator that takes functions (cond, while_loop, scan)",
             at=user_line(traceback.extract_tb(shown.__traceback__)),
             **{"try": "torch.where of what both branches compute, or a loop of Python as long as shapes say"},
         )

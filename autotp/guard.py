@@ -43,7 +43,7 @@ from autotp.attributes import (
 )
 from autotp.blocks import patched
 from autotp.changes import content_of, same_content
-from autotp.named import Name, Named, settings_in
+from autotp.named import Name, Named, is_library, settings_in
 from autotp.sharded import Sharded
 from autotp.source import is_users
 
@@ -124,7 +124,7 @@ class _Values(Frozen):
         return super()._object(value)
 
     def __call__(self, value: Any) -> Any:
-        if isinstance(value, type) and is_users_class(value) and id(value) not in self.seen:
+        if isinstance(value, type) and not is_library(value.__module__) and id(value) not in self.seen:
             self.seen[id(value)] = "around"
             held = [(name, self(one)) for name, one in vars(value).items() if not hasattr(type(one), "__get__")]
             self.seen[id(value)] = id(value), [pair for pair in held if not pair[0].startswith("__")]
@@ -137,11 +137,6 @@ class _Values(Frozen):
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written into; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def is_users_class(kind: type) -> bool:
-    """True for a class whose attributes may be settings."""
-    return kind.__module__.split(".")[0] not in ("builtins", "torch", "numpy", "typing", "collections", "transformers")
 
 
 Place = Slot | Name
@@ -260,7 +255,7 @@ class Guard:
 
 
 def _is_setting(value: Any) -> bool:
-    return isinstance(value, type) and is_users_class(value)
+    return isinstance(value, type) and not is_library(value.__module__)
 
 
 def _unchanged(value: Any) -> Callable[[], bool]:

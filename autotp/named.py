@@ -21,6 +21,7 @@ from __future__ import annotations
 import dis
 import functools
 import sys
+import sysconfig
 import types
 from collections import ChainMap, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
@@ -37,8 +38,10 @@ from autotp.errors import Error
 
 ABSENT: Any = object()
 """Stands for the value of a name that is not there."""
-OTHERS = frozenset({"torch", "numpy", "autotp", "transformers", *sys.stdlib_module_names})
+LIBRARIES = frozenset({"torch", "numpy", "autotp", "transformers"})
 """Packages whose code is followed no further."""
+STANDARD = sysconfig.get_path("stdlib")
+"""The folder of Python's own modules."""
 SETTINGS = (types.SimpleNamespace, ChainMap, deque)
 OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 """What a function has that may be another tomorrow."""
@@ -148,18 +151,25 @@ class Named:
 def is_followed(kind: type) -> bool:
     """True for a class whose attributes may be another tomorrow."""
     package = kind.__module__.partition(".")[0]
-    return package == "transformers" or is_users(kind.__module__)
+    return package == "transformers" or not is_library(kind.__module__)
 
 
-def is_users(module: str) -> bool:
-    """True for code that is the user's own, by the name of its module."""
-    return module.partition(".")[0] not in OTHERS or module.startswith("autotp.models.")
+def is_library(module: str) -> bool:
+    """True for a module of Python whose code is a library's: Python's own, torch, numpy, transformers, autotp.
+
+    A file of the user's may have the name of one of Python's own: `token.py`, a folder `test`.
+    """
+    package = module.partition(".")[0]
+    if package in sys.stdlib_module_names:
+        file = getattr(sys.modules.get(package), "__file__", None)
+        return file is None or file.startswith(STANDARD)
+    return package in LIBRARIES and not module.startswith("autotp.models.")
 
 
 def is_setting(value: Any) -> bool:
     """True for a value that may change inside."""
     kind = type(value)
-    return kind in (list, dict, set, tuple, *SETTINGS) or isinstance(value, Tensor) or is_users(kind.__module__)
+    return kind in (list, dict, set, tuple, *SETTINGS) or isinstance(value, Tensor) or not is_library(kind.__module__)
 
 
 def named(model: nn.Module, read: Collection[str], class_of: Any = type) -> Named:
@@ -175,7 +185,7 @@ def named(model: nn.Module, read: Collection[str], class_of: Any = type) -> Name
     for _, value in reached(model):
         if isinstance(value, types.FunctionType):
             found.add_function(value)
-        elif isinstance(value, type) and is_users(value.__module__):
+        elif isinstance(value, type) and not is_library(value.__module__):
             found.add_class(value)
         elif not isinstance(value, (nn.Module, type)):
             found.add_class(type(value))
@@ -191,11 +201,11 @@ class NamedBefore:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        kinds = {kind for module in model.modules() for kind in type(module).__mro__ if is_users(kind.__module__)}
+        kinds = {kind for module in model.modules() for kind in type(module).__mro__ if not is_library(kind.__module__)}
         found = named(model, {name for kind in kinds for name in vars(kind)})
         self.scopes: list[tuple[Scope, dict[str, Any]]] = []
         for scope, names in found.scopes:
-            if is_users(_module_of(scope)):
+            if not is_library(_module_of(scope)):
                 every = scope.table.keys() if scope.kind is not None else names
                 self.scopes.append((scope, {n: scope.table.get(n, ABSENT) for n in every if _is_own(n)}))
         settings = [one for one in settings_in(found) if one.scope.kind is not None]
@@ -268,7 +278,7 @@ class _Following:
                 if is_followed(kind):
                     for name in scope.table.keys() & self.names:
                         self._add_code(scope.table[name])
-            for module in [module for module in self.modules.values() if is_users(module.title)]:
+            for module in [module for module in self.modules.values() if not is_library(module.title)]:
                 for name in module.table.keys() & self.names:
                     self._add_value(module.table[name])
             while self.todo:
@@ -288,20 +298,20 @@ class _Following:
 
     def _add_value(self, value: Any) -> None:
         """Follows what a global is, if it is the user's own."""
-        if isinstance(value, types.FunctionType) and is_users(value.__module__ or ""):
+        if isinstance(value, types.FunctionType) and not is_library(value.__module__ or ""):
             self.add_function(value)
         elif isinstance(value, CALLED):
             self._add_value(called_by(value))
-        elif isinstance(value, type) and is_users(value.__module__):
+        elif isinstance(value, type) and not is_library(value.__module__):
             self.add_class(value)
         elif isinstance(value, types.ModuleType):
             self.modules.setdefault(id(value), Scope(value.__name__, vars(value)))
-        elif not isinstance(value, (type, types.ModuleType)) and is_users(type(value).__module__):
+        elif not isinstance(value, (type, types.ModuleType)) and not is_library(type(value).__module__):
             self.add_class(type(value))
 
     def _read(self, function: types.FunctionType) -> None:
         names, of_globals = _names_in(function.__code__)
-        users = is_users(function.__module__ or "")
+        users = not is_library(function.__module__ or "")
         self.names |= names
         table = function.__globals__
         scope = self.globals.setdefault(id(table), (Scope(str(table.get("__name__", "?")), table), set()))
@@ -320,15 +330,15 @@ class _Following:
     def named(self) -> Named:
         """What was found."""
         found = []
-        mine = [vars(kind).keys() & self.names for kind in self.classes if is_users(kind.__module__)]
+        mine = [vars(kind).keys() & self.names for kind in self.classes if not is_library(kind.__module__)]
         somewhere = self.read.union(*mine)  # One of these may be given the name, and go before the one that has it.
         for kind, scope in self.classes.items():
             known = self.names if is_followed(kind) else {"forward"}
-            held = somewhere if is_users(kind.__module__) else set[str]()
+            held = somewhere if not is_library(kind.__module__) else set[str]()
             names = sorted(n for n in known if _is_own(n) and (n in held or any(n in vars(k) for k in kind.__mro__)))
             found.append((scope, tuple(names)))
         for function in self.functions.values():
-            if is_users(function.__module__ or ""):
+            if not is_library(function.__module__ or ""):
                 title = f"{function.__module__}.{function.__qualname__.rpartition('<locals>.')[2]}"
                 inside = Inside(function)
                 found.append((Scope(title, inside), tuple(inside)))
@@ -371,7 +381,7 @@ def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 def settings_in(names: Iterable[Name]) -> list[Name]:
     """Those that may change inside: of the user's own code, since libraries keep caches and loggers there."""
-    mine = [name for name in names if is_users(_module_of(name.scope))]
+    mine = [name for name in names if not is_library(_module_of(name.scope))]
     return [name for name in mine if is_setting(name.value)]
 
 

@@ -1,8 +1,8 @@
-"""What surrounds a model while it is captured: modes that watch it, and what of torch is another meanwhile.
+"""The regions in which a model is captured: modes that watch it, and functions of torch that are replaced meanwhile.
 
 NOTE [What is patched during capture]
-A graph has operators only, so whatever else a model does has to be seen while it runs. What torch gives no other
-way to see is replaced, in these two regions and nowhere else, and put back at their end, whatever happened:
+A graph has operators only, so whatever else a model does has to be seen while it runs. Where torch offers no other way,
+a function of torch or Python is replaced, in the regions of this file and nowhere else, and put back at their end:
 
 - `nn.Module.__getattribute__`: attributes that are read are noted (`guard.py`).
 - the same, `__setattr__` and `__delattr__`, `forward` of blocks' classes, all methods of the classes of objects that

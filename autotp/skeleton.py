@@ -27,6 +27,11 @@ def skeleton_of(model: nn.Module) -> nn.Module:
 
 
 def copy_on(model: nn.Module, device: str) -> nn.Module:
+    """A copy of `model` whose parameters and buffers are on a device, without values.
+
+    Raises:
+        Error: something among its attributes cannot be copied, or is a view of a parameter or buffer.
+    """
     try:
         memo = stand_ins(model, device)
         close_over(memo, model)
@@ -133,4 +138,5 @@ def _holds(value: Any, own: set[int], seen: set[int]) -> bool:
 
 
 def empty_on(like: Tensor, device: str) -> Tensor:
+    """A tensor without values, of the same shape, strides and dtype, that wants no gradient."""
     return torch.empty_like(like, device=device, requires_grad=False)

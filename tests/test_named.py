@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import sys
 import types
 import warnings
 import weakref
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.module import executable_of
-from autotp.named import named
+from autotp.named import is_library, named
 
 checks = Checks()
 CALLS = 4
@@ -488,3 +489,12 @@ def test_another_class(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal(whole(x()), expected)
     monkeypatch.setattr(torch, "relu", torch.sigmoid)
     torch.testing.assert_close(parallel(x()), whole(x()))
+
+
+def test_a_file_of_the_users_with_the_name_of_one_of_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(map(is_library, ("collections.abc", "builtins", "token", "torch.nn", "autotp.rules")))
+    assert not any(map(is_library, ("__main__", "mine.models", "autotp.models.gpt")))
+    mine = types.ModuleType("token")
+    mine.__file__ = "/home/user/token.py"
+    monkeypatch.setitem(sys.modules, "token", mine)
+    assert not is_library("token")

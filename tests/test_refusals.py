@@ -105,8 +105,8 @@ def models(rank: int, n: int) -> None:
         "\n  try      torch.utils._pytree.register_pytree_node(Handle, ...), or a tuple or dict",
         Writing: "the model changes a tensor in place where autotp cannot follow: writes into an input or a parameter"
         f" of the model\n  at       {line('self.up.weight.clamp_')}\n  try      write the new value to a new tensor",
-        Choosing: "the model calls an operator of torch's that takes functions (cond, while_loop, scan), which is no"
-        f" graph's\n  at       {line('return torch.cond(')}\n  try      torch.where of what both branches compute, or a"
+        Choosing: "the model calls an operator that takes functions (cond, while_loop, scan)"
+        f"\n  at       {line('return torch.cond(')}\n  try      torch.where of what both branches compute, or a"
         " loop of Python as long as shapes say",
         Shapeless: "the model calls an operator that does not say what shape it returns"
         f"\n  at       {line('return self.down(shapeless')}\n  try      torch.library.register_fake, on the operator",
