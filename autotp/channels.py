@@ -38,7 +38,7 @@ def convolution(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: 
     return made if channels else made.narrow(dim, 0, 0)
 
 
-def transposed(x: Tensor, weight: Tensor, stride: Any, padding: Any, output_padding: Any, dilation: Any) -> Tensor:
+def conv_transpose(x: Tensor, weight: Tensor, stride: Any, padding: Any, output_padding: Any, dilation: Any) -> Tensor:
     """A transposed convolution without a bias.
 
     Args:

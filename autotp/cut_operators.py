@@ -16,11 +16,12 @@ ELEMENTWISE = """
 """
 """In place, reflected (`__rmul__`) and over lists (`_foreach_mul_`) as well; copies, too, and what is made in its
 image: noise is drawn into that."""
+SIZES = ("size", "numel", "nelement", "__len__", "shape", "nbytes")
 ABOUT = """
-    dim ndimension size numel nelement element_size stride storage_offset data_ptr untyped_storage storage
+    dim ndimension element_size stride storage_offset data_ptr untyped_storage storage
     is_contiguous is_floating_point is_complex is_signed get_device requires_grad_ retain_grad backward
     register_post_accumulate_grad_hook new_empty new_zeros new_ones new_full new_tensor __hash__ __repr__ __str__
-    __format__ __deepcopy__ __reduce_ex__ __len__ __dir__ share_memory_ pin_memory set_ is_set_to is_pinned
+    __format__ __deepcopy__ __reduce_ex__ __dir__ share_memory_ pin_memory set_ is_set_to is_pinned
     is_shared is_same_size swap_tensors
 """
 """What is asked of a tensor, or made from sizes, whatever its values."""
@@ -34,6 +35,7 @@ class Kind(Enum):
 
     EACH = "to every element for itself: its result is a part as well"
     ABOUT = "does not look at its values"
+    SIZE = "asks for its size"
     GRADIENT = "reads its gradient"
     GRADIENTS = "computes gradients of several"
     SET = "puts another tensor in its place"
@@ -54,6 +56,8 @@ def kind_of(func: Any) -> Kind:
         return Kind.GRADIENTS
     if name == "register_hook":
         return Kind.HOOK
+    if name in SIZES:
+        return Kind.SIZE
     if name in ABOUT.split() or name.startswith(("_fused_", "_amp_")):
         return Kind.ABOUT
     bare = name.removeprefix("_foreach_").strip("_")
@@ -65,5 +69,7 @@ def _of_attribute(access: str, name: str) -> Kind:
     if access == "__get__":
         if name == "grad":
             return Kind.GRADIENT
+        if name in SIZES:
+            return Kind.SIZE
         return Kind.WHOLE if name in TRANSPOSED else Kind.EACH if name in ELEMENTWISE.split() else Kind.ABOUT
     return Kind.SET if access == "__set__" and name in ("data", "grad") else Kind.ABOUT

@@ -42,6 +42,19 @@ from autotp.source import is_users
 
 
 @dataclass
+class Warned:
+    """Of what the user was warned in a whole model.
+
+    Attributes:
+        lines: of the user's code, each with what it did to cut parameters.
+        of_sizes: whether of a size that was asked for.
+    """
+
+    lines: set[tuple[str, int]] = field(default_factory=set)
+    of_sizes: bool = False
+
+
+@dataclass
 class Cut:
     """What a part knows of itself.
 
@@ -49,14 +62,14 @@ class Cut:
         name: of the parameter, in the model.
         layout: how it is held.
         mesh: the ranks that hold it.
-        told: lines of the user's code that were warned of, in the whole model.
-        warned: whether somebody was warned of this parameter.
+        in_model: of what the user was warned in the whole model.
+        warned: whether the user was warned of this parameter.
     """
 
     name: str
     layout: Layout
     mesh: Mesh
-    told: set[tuple[str, int]] = field(default_factory=set)
+    in_model: Warned = field(default_factory=Warned)
     warned: bool = False
 
 
@@ -74,7 +87,9 @@ class CutTensor(Tensor):
         if torch.compiler.is_compiling():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if (kind := kind_of(func)) is Kind.ABOUT:
+        if (kind := kind_of(func)) is Kind.SIZE:
+            _warn_of_size(args[0], func, sys._getframe(1))
+        if kind in (Kind.SIZE, Kind.ABOUT):
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             return _followed(kind, func, args, kwargs or {}, _asked(sys._getframe(1)))
@@ -200,8 +215,8 @@ def warn_of_parts(parameters: Iterable[Tensor], what: str, frame: FrameType) -> 
     """Warns once for a line of the user's code that takes all parameters of a model, where some are cut."""
     cuts = [p.autotp_cut for p in parameters if isinstance(p, CutParameter)]
     at = frame.f_code.co_filename, frame.f_lineno
-    if cuts and at not in cuts[0].told:
-        cuts[0].told.add(at)
+    if cuts and at not in cuts[0].in_model.lines:
+        cuts[0].in_model.lines.add(at)
         _say(
             f"`{what}()` is of this rank's parts: `{cuts[0].name}` and {len(cuts) - 1} more are cut. "
             "autotp.full_state_dict(model), on all ranks, is the whole; autotp.distribute has whole checkpoints",
@@ -218,6 +233,8 @@ THROUGH = (
     "torch.utils._contextlib",
 )  # fmt: skip
 """Where torch passes a call on."""
+SIZES_THROUGH = ("torch._tensor", "torch.overrides")
+"""Where torch passes on who asks for a size. What it asks for itself, as `nn.init` does, is of no count."""
 
 
 def _asked(frame: FrameType | None) -> FrameType | None:
@@ -265,15 +282,34 @@ def _expect_replicas(what: str, cut: Cut, group: Any) -> None:
 def _warn(cut: Cut, what: str, frame: FrameType) -> None:
     """Once for a parameter, and once for a line of the user's code."""
     at = frame.f_code.co_filename, frame.f_lineno
-    if cut.warned or at in cut.told:
+    if cut.warned or at in cut.in_model.lines:
         return
     cut.warned = True
-    cut.told.add(at)
+    cut.in_model.lines.add(at)
     shape = list(cut.layout.local_shape(cut.mesh.rank))
     _say(
         f"`{cut.name}` is this rank's part {shape} of {list(cut.layout.shape)}, and `{what}` is computed of that "
         "alone. autotp.gather(tensor), on all ranks, is the whole, with its gradient; autotp.full_state_dict and "
         "autotp.load_full_state_dict read and write it",
+        frame,
+    )
+
+
+def _warn_of_size(tensor: Any, func: Any, frame: FrameType | None) -> None:
+    """Once for a model: sizes are asked for in many a loop that is right on parts."""
+    cut = tensor.autotp_cut if isinstance(tensor, CutTensor) else None
+    if cut is None or cut.in_model.of_sizes:
+        return
+    while frame is not None and frame.f_globals.get("__name__") in SIZES_THROUGH:
+        frame = frame.f_back
+    if frame is None or not is_users(frame):
+        return
+    cut.in_model.of_sizes = True
+    _say(
+        f"`{_name_of(func)}` of `{cut.name}` is of this rank's part {list(cut.layout.local_shape(cut.mesh.rank))}; the "
+        f"whole is {list(cut.layout.shape)}. Sizes of cut parameters are right for what lies beside the parts, as an "
+        "optimizer's state does, and too small in a count of parameters, noise, or a learning rate by width: "
+        "model.layouts[name].shape has the whole's. This warning comes once for a model",
         frame,
     )
 
@@ -284,15 +320,19 @@ def _say(text: str, frame: FrameType) -> None:
 
 
 def _whole_given(cut: Cut, func: Any) -> Error:
-    name = getattr(getattr(func, "__self__", None), "__name__", func.__name__)
     return Error(
-        f"`{name}` of a tensor {list(cut.layout.shape)}, which is the whole `{cut.name}`, and of this rank's part "
-        f"{list(cut.layout.local_shape(cut.mesh.rank))}",
+        f"`{_name_of(func)}` of a tensor {list(cut.layout.shape)}, which is the whole `{cut.name}`, and of this rank's "
+        f"part {list(cut.layout.local_shape(cut.mesh.rank))}",
         **{
             "try": "autotp.load_full_state_dict(model, state), which writes the whole model's state",
             "or": "autotp.gather(tensor) is the whole of a part",
         },
     )
+
+
+def _name_of(func: Any) -> str:
+    """An operator's name, or that of the attribute which it reads or sets."""
+    return getattr(getattr(func, "__self__", None), "__name__", func.__name__)
 
 
 # ---- what is computed from a part is one

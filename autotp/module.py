@@ -349,7 +349,7 @@ def adopt(
         mine = tensors[name]
         own = mine if isinstance(mine, nn.Parameter) else nn.Parameter(mine, p.requires_grad)
         own.__dict__.update({key: value for key, value in p.__dict__.items() if key != TAKEN})
-        parts[id(p)] = as_cut(own, Cut(name, layouts[name], tree.mesh, tree.told)), layouts[name]
+        parts[id(p)] = as_cut(own, Cut(name, layouts[name], tree.mesh, tree.warned)), layouts[name]
     for module, kind in classes.items():
         held = {key: parts[id(p)][1] for key, p in module._parameters.items() if p is not None}
         for table in (module._parameters, module._buffers):
@@ -392,7 +392,7 @@ def renew(model: nn.Module, tree: Tree) -> None:
             if state.known.get(key) is not p and (module not in sharded or key not in state.held):
                 name = f"{path}.{key}" if path else key
                 state.held[key] = _layout_now(name, p, state.held.get(key), tree.mesh)
-                as_cut(p, Cut(name, state.held[key], tree.mesh, tree.told))
+                as_cut(p, Cut(name, state.held[key], tree.mesh, tree.warned))
                 added += [p] * (state.held[key].dim is None)
         state.known, state.held = now, {key: layout for key, layout in state.held.items() if key in now}
         for tensor in added:

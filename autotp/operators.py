@@ -180,7 +180,7 @@ PARALLEL: dict[Operator, f.RuleFunction] = {
     parallel.peak: f.parallel_peak,
     parallel.class_terms: f.parallel_class_terms,
     channels.convolution: p.convolution,
-    channels.transposed: p.transposed,
+    channels.conv_transpose: p.conv_transpose,
     channels.by_channel: f.by_channel,
     channels.batch_norm: f.batch_norm,
     channels.batch_norm_moving: f.batch_norm,

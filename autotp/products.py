@@ -80,7 +80,7 @@ def convolution(call: Call) -> Rule:
     return _convolved(x, weight.dim() - 2, ["go", "i"], groups, inside, outside)
 
 
-def transposed(call: Call) -> Rule:
+def conv_transpose(call: Call) -> Rule:
     """The same, as a transposed convolution reads it: `x: [n (g i) ...]`, `weight: [g i o ...]`."""
     x, weight = call.operands
     return _convolved(x, weight.dim() - 3, ["g", "i", "o"], *weight.shape[:3])

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autotp.attributes import STATE
+from autotp.cut_parameter import Warned
 from autotp.guard import looked_up
 from autotp.layout import Layout
 from autotp.mesh import Mesh
@@ -38,7 +39,7 @@ class Tree:
         read: the names of all attributes that a graph was captured with.
         modes: counts how often a module was put into training or evaluation.
         compiles: options of torch.compile for what blocks compute, once they are compiled.
-        told: lines of the user's code that were warned of what they do to cut parameters.
+        warned: of what the user was warned, of cut parameters.
     """
 
     mesh: Mesh
@@ -47,7 +48,7 @@ class Tree:
     read: set[str] = field(default_factory=set)
     modes: int = 0
     compiles: Mapping[str, Any] | None = None
-    told: set[tuple[str, int]] = field(default_factory=set)
+    warned: Warned = field(default_factory=Warned)
 
     def set_recompute(self, how: Recompute) -> None:
         """Chooses what backward computes again, from the next call on."""

@@ -173,13 +173,13 @@ def _convolution(builder: Builder, args: dict[str, Any]) -> Any:
     return _with_bias(builder, builder.call(channels.convolution, *(args[name] for name in names)), args)
 
 
-def _transposed(builder: Builder, args: dict[str, Any]) -> Any:
+def _conv_transpose(builder: Builder, args: dict[str, Any]) -> Any:
     """The same; the weight's first dimension is taken apart into groups and their channels."""
     weight, groups = args["weight"], args["groups"]
     sizes = [groups, weight.meta["val"].shape[0] // groups]
     weight = builder.call(aten.unflatten.int, weight, 0, sizes)
     rest = [args[name] for name in ("stride", "padding", "output_padding", "dilation")]
-    return _with_bias(builder, builder.call(channels.transposed, args["input"], weight, *rest), args)
+    return _with_bias(builder, builder.call(channels.conv_transpose, args["input"], weight, *rest), args)
 
 
 def _with_bias(builder: Builder, made: fx.Node, args: dict[str, Any]) -> fx.Node:
@@ -264,9 +264,9 @@ REWRITES: dict[Any, Rewrite] = {
     aten.conv2d.padding: _convolution,
     aten.conv3d.default: _convolution,
     aten.conv3d.padding: _convolution,
-    aten.conv_transpose1d.default: _transposed,
-    aten.conv_transpose2d.input: _transposed,
-    aten.conv_transpose3d.input: _transposed,
+    aten.conv_transpose1d.default: _conv_transpose,
+    aten.conv_transpose2d.input: _conv_transpose,
+    aten.conv_transpose3d.input: _conv_transpose,
     aten.batch_norm.default: _batch_norm,
     aten.group_norm.default: _group_norm,
     aten.instance_norm.default: _instance_norm,

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from autotp.axis import Axis, Size, find, leaves, touches
-from autotp.channels import convolution, transposed
+from autotp.channels import conv_transpose, convolution
 from autotp.errors import Error
 from autotp.grid import slices_of
 from autotp.layout import Layout, layout_of, ranges
@@ -197,7 +197,7 @@ def _channels(node: fx.Node) -> int:
 
 def _convolves(node: fx.Node, axes: Axes) -> bool:
     """True for a convolution that sums over channels."""
-    return node.target in (convolution, transposed) and contracts(axes.bound[node])
+    return node.target in (convolution, conv_transpose) and contracts(axes.bound[node])
 
 
 def _fullest(leaf: Axis, parameter: fx.Node, axes: Axes, tp: int) -> float:

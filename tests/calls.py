@@ -101,9 +101,9 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "depthwise": (channels.convolution, r(2, 4, 9), r(4, 1, 3), [1], [2], [1]),
     "depthwise-twice": (channels.convolution, r(2, 4, 9), r(8, 1, 3), [1], [2], [1]),
     "depthwise-unbatched": (channels.convolution, r(4, 9, 7), r(4, 1, 3, 2), [2, 1], "valid", [1, 2]),
-    "transposed": (channels.transposed, r(2, 4, 5), r(1, 4, 6, 3), [2], [1], [1], [1]),
-    "transposed-groups": (channels.transposed, r(2, 6, 5, 4), r(3, 2, 4, 2, 3), [1, 2], [0, 0], [0, 0], [1, 1]),
-    "transposed-unbatched": (channels.transposed, r(4, 5), r(4, 1, 1, 3), [1], [0], [0], [1]),
+    "transposed": (channels.conv_transpose, r(2, 4, 5), r(1, 4, 6, 3), [2], [1], [1], [1]),
+    "transposed-groups": (channels.conv_transpose, r(2, 6, 5, 4), r(3, 2, 4, 2, 3), [1, 2], [0, 0], [0, 0], [1, 1]),
+    "transposed-unbatched": (channels.conv_transpose, r(4, 5), r(4, 1, 1, 3), [1], [0], [0], [1]),
     # views and movement
     "view-minus-one": (aten.view.default, r(2, 3, 12), [2, -1, 4, 3]),
     "unsafe-view": (aten._unsafe_view.default, r(6, 4), [4, 6]),

@@ -149,14 +149,19 @@ def losing(
         _end_at(at, how)
         call()
         os.kill(os.getpid(), how)  # It had fewer collectives.
+    return error_of(iter((call, before)), Path(folder, f"pid-{lost}"))  # It may end behind the phase.
+
+
+def error_of(calls: Iterator[Callable[[], Any]], lost: Path) -> str:
+    """The first line of what one of the calls raises. Kills the process of that number, which may be a stopped one."""
     try:
-        call()
-        before()  # It ended behind all collectives of the phase.
+        for call in calls:
+            call()
     except autotp.Error as error:
         return str(error).splitlines()[0]
     finally:
         with suppress(ProcessLookupError):
-            os.kill(int(Path(folder, f"pid-{lost}").read_text()), signal.SIGKILL)  # One that was stopped.
+            os.kill(int(lost.read_text()), signal.SIGKILL)
     return "no error"
 
 
@@ -230,7 +235,7 @@ USUAL = [
 )
 def test_the_lost_rank_is_named(phase: str, layout: Layout, lost: int, at: int, how: int, tmp_path: Path) -> None:
     n = layout[0] * layout[1] * layout[2]
-    found = run_ranks(losing, n, phase, layout, lost, at, how, str(tmp_path), None, timeout=40, may_die=[lost])
+    found = run_ranks(losing, n, phase, layout, lost, at, how, str(tmp_path), None, timeout=100, may_die=[lost])
     expect_named(found, lost, layout)
 
 
@@ -277,15 +282,7 @@ def losing_any_time(rank: int, n: int, layout: Layout, lost: int, how: int, seco
     dist.barrier()
     if rank == lost:
         threading.Timer(seconds, os.kill, (os.getpid(), how)).start()
-    try:
-        for phase in phases:
-            phase()
-    except autotp.Error as error:
-        return str(error).splitlines()[0]
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(int(Path(folder, f"pid-{lost}").read_text()), signal.SIGKILL)  # One that was stopped.
-    return "no error"
+    return error_of(phases, Path(folder, f"pid-{lost}"))
 
 
 @pytest.mark.rare
@@ -319,7 +316,7 @@ def test_a_random_moment(seed: int, tmp_path: Path) -> None:
 def test_the_rank_that_keeps_the_store(phase: str, layout: Layout, lost: int, how: int, tmp_path: Path) -> None:
     """Where the first rank keeps the store it is named as any other is, and with it nobody else is blamed."""
     n = layout[0] * layout[1] * layout[2]
-    found = run_ranks(losing, n, phase, layout, lost, 2, how, str(tmp_path), 0, timeout=40, may_die=[lost])
+    found = run_ranks(losing, n, phase, layout, lost, 2, how, str(tmp_path), 0, timeout=100, may_die=[lost])
     expect_named(found, lost, layout)
     if lost == 0:
         assert all("and with it the store in which the processes met" in text for text in found[1:])
