@@ -42,7 +42,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	rm -rf $(TYPED)
 	mkdir -p $(TYPED)
-	ln -s $(CURDIR)/autotp/*.py $(CURDIR)/autotp/hf $(CURDIR)/models $(CURDIR)/passes $(TYPED)
+	ln -s $(CURDIR)/autotp/*.py $(CURDIR)/autotp/*/ $(CURDIR)/models $(CURDIR)/passes $(TYPED)
 	$(BIN)/mypy $(TYPED) examples
 
 # Without -c the newest torch would come, and with it, in places, gigabytes of CUDA.

@@ -12,19 +12,19 @@ if (_checkout / "setup.cfg").is_file():  # A checkout that is not installed: aut
     __path__ = [*__path__, str(_checkout)]
 
 from autotp.api import explain, parallelize  # noqa: E402  The path above comes first.
-from autotp.data import Sampler, weight_decay_groups  # noqa: E402
-from autotp.distribute import distribute  # noqa: E402
+from autotp.checkpoint.save import load_checkpoint, save_checkpoint  # noqa: E402
+from autotp.checkpoint.state_dict import full_state_dict, load_full_state_dict  # noqa: E402
+from autotp.diagnostics.plan_text import Plan  # noqa: E402
+from autotp.diagnostics.verify import Report, verify  # noqa: E402
+from autotp.distributed.gather import gather  # noqa: E402
 from autotp.errors import Error  # noqa: E402
 from autotp.hf.pretrained import from_pretrained, save_pretrained  # noqa: E402
-from autotp.module import ParallelModule  # noqa: E402
-from autotp.norms import clip_grad_norm_  # noqa: E402
-from autotp.operators import rule  # noqa: E402
-from autotp.outputs import gather  # noqa: E402
-from autotp.report import Plan  # noqa: E402
-from autotp.saving import load_checkpoint, save_checkpoint  # noqa: E402
-from autotp.state import full_state_dict, load_full_state_dict  # noqa: E402
-from autotp.trainer import Trainer  # noqa: E402
-from autotp.verify import Report, verify  # noqa: E402
+from autotp.rules.table import rule  # noqa: E402
+from autotp.runtime.grad_norm import clip_grad_norm_  # noqa: E402
+from autotp.runtime.module import ParallelModule  # noqa: E402
+from autotp.training.distribute import distribute  # noqa: E402
+from autotp.training.sampler import Sampler, weight_decay_groups  # noqa: E402
+from autotp.training.trainer import Trainer  # noqa: E402
 
 __all__ = [
     "Error",

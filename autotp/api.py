@@ -11,26 +11,26 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.agree import CheckInputs, agree_on_graph, digest
-from autotp.alive import models
-from autotp.entry import Entry, prepare
+from autotp.compiler import Choices, Experts, Outputs, analyse
+from autotp.diagnostics.plan_text import Plan, report
+from autotp.distributed.consistency import CheckInputs, agree_on_graph, digest
+from autotp.distributed.live_models import models
+from autotp.distributed.mesh import Mesh, expect_size, make_mesh
 from autotp.errors import Error, within
-from autotp.hf.models import checkpoints
-from autotp.inputs import example_inputs as find_inputs
-from autotp.layout import Layout
-from autotp.mesh import Mesh, expect_size, make_mesh
-from autotp.module import ParallelModule, Part, adopt, classes_of, executable_of
-from autotp.passes.recompute import Recompute
-from autotp.regions import ambient
-from autotp.report import Plan, report
-from autotp.settings import Settings, expect_choices
-from autotp.skeleton import skeleton_of
-from autotp.structure import signature_of
-from autotp.take import TAKEN, take
-from autotp.torch_hooks import watched
-from autotp.transform import Choices, Experts, Outputs, analyse
-from autotp.tree import Tree, state_of
-from autotp.wrappers import expect_unwrapped
+from autotp.hf.overrides import checkpoints
+from autotp.options import Settings, expect_choices
+from autotp.passes.capture.autocast_regions import ambient
+from autotp.passes.capture.example_inputs import example_inputs as find_inputs
+from autotp.passes.capture.pytree import signature_of
+from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.emit.recompute import Recompute
+from autotp.runtime.graph_entry import Entry, prepare
+from autotp.runtime.module import ParallelModule, Part, adopt, classes_of, executable_of
+from autotp.runtime.shard_parameters import TAKEN, take
+from autotp.runtime.torch_hooks.install import watched
+from autotp.runtime.torch_hooks.wrappers import expect_unwrapped
+from autotp.runtime.tree import Tree, state_of
+from autotp.sharding.layout import Layout
 
 Read = Callable[[Mapping[str, Layout]], Mapping[str, Tensor]]
 

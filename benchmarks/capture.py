@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotp import transform
-from autotp.inputs import example_inputs
+from autotp import compiler as transform
 from autotp.models.configs import GPT_SIZES
 from autotp.models.gpt import GPT, GPTConfig
-from autotp.skeleton import skeleton_of
+from autotp.passes.capture.example_inputs import example_inputs
+from autotp.passes.capture.skeleton import skeleton_of
 
 STAGES = {
     "capture": ["capture"],

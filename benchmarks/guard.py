@@ -15,9 +15,9 @@ import torch
 
 import autotp
 from autotp.models.gpt import GPT, GPTConfig
-from autotp.module import executable_of
-from autotp.regions import ambient
-from autotp.structure import flatten
+from autotp.passes.capture.autocast_regions import ambient
+from autotp.passes.capture.pytree import flatten
+from autotp.runtime.module import executable_of
 
 CALLS = 30
 

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import autotp
-from autotp.layout import Layout
 from autotp.models.bert import BERT, BERTConfig
 from autotp.models.configs import BERT_SIZES, GPT_SIZES
 from autotp.models.gpt import GPT, GPTConfig
+from autotp.sharding.layout import Layout
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 M_MMAP_THRESHOLD = -3  # of malloc.h

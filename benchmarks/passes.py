@@ -36,11 +36,11 @@ from step import (
 from torch import Tensor, nn
 
 import autotp
-from autotp.inputs import example_inputs
+from autotp.compiler import Choices, analyse, rank_graph
 from autotp.models.configs import GPT_SIZES
 from autotp.models.gpt import GPT
-from autotp.skeleton import skeleton_of
-from autotp.transform import Choices, analyse, rank_graph
+from autotp.passes.capture.example_inputs import example_inputs
+from autotp.passes.capture.skeleton import skeleton_of
 
 TOLERANCE = 1e-4
 Made = Callable[[], tuple[nn.Module, dict[str, Tensor]]]

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import autotp
-from autotp import trainer as training
 from autotp.models.gpt import GPT, GPTConfig
+from autotp.training import trainer as training
 
 
 def held() -> int:

@@ -24,7 +24,7 @@ from hf_families import FAMILIES
 from torch import nn
 
 import autotp
-from autotp.source import numbered
+from autotp.source_location import numbered
 
 SIZES = (2, 3, 4, 8)
 TABLE = Path(__file__).parent.parent / "docs" / "coverage.md"

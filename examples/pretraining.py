@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from training import rank, say
 
 import autotp
-from autotp.saving import saved_steps
+from autotp.checkpoint.save import saved_steps
 
 HELD_OUT = 0.1  # The last tenth of the sequences.
 

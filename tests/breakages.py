@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autotp import collectives
-from autotp.columns import columns
-from autotp.together import together
+from autotp.ops import collectives
+from autotp.ops.coalesced import together
+from autotp.ops.overlapped_linear import columns
 
 aten = torch.ops.aten
 KINDS = (

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp import channels
-from autotp.grouped import OPERATOR
+from autotp.ops import channels
+from autotp.ops.grouped_mm import OPERATOR
 
 aten = torch.ops.aten
 

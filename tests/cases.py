@@ -14,11 +14,11 @@ from grouped import Grouped
 from mixture import Mixture
 from torch import Tensor, nn
 
-from autotp.layout import Layout
-from autotp.partition import chunk_bounds
-from autotp.passes.local import Target
-from autotp.skeleton import skeleton_of
-from autotp.transform import OPTIONAL, Analysis, Choices, analyse
+from autotp.compiler import OPTIONAL, Analysis, Choices, analyse
+from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.lower.local_sizes import Target
+from autotp.sharding.layout import Layout
+from autotp.sharding.partition import chunk_bounds
 
 # ---- models
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import autotp
-from autotp import pieces
+from autotp.checkpoint.files import tensor_pieces as pieces
 from autotp.models.gpt import GPT, GPTConfig
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp import collectives
-from autotp.passes.columns import separate
-from autotp.together import together
-from autotp.verify import Change, Report, Trial, compare
+from autotp.diagnostics.verify import Change, Report, Trial, compare
+from autotp.ops import collectives
+from autotp.ops.coalesced import together
+from autotp.passes.lower.overlap import separate
 
 
 def red(trial: Trial, change: Change) -> bool:

@@ -9,15 +9,15 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
-from autotp.builder import Builder
-from autotp.captured import Captured
-from autotp.lockstep import COLLECTIVES
-from autotp.passes.canonicalize import canonicalize
-from autotp.passes.capture import capture
-from autotp.passes.functionalize import functionalize
-from autotp.passes.share import share
-from autotp.regions import enter_autocast, exit_autocast
-from autotp.skeleton import skeleton_of
+from autotp.diagnostics.lockstep import COLLECTIVES
+from autotp.passes.builder import Builder
+from autotp.passes.canonicalize.canonicalize import canonicalize
+from autotp.passes.canonicalize.cse import share
+from autotp.passes.canonicalize.functionalize import functionalize
+from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
+from autotp.passes.capture.capture import capture
+from autotp.passes.capture.captured import Captured
+from autotp.passes.capture.skeleton import skeleton_of
 
 
 def draft(make: Callable[..., Any], **inputs: Tensor) -> fx.Graph:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.models.gpt import GPT, GPTConfig
-from autotp.module import executable_of
+from autotp.runtime.module import executable_of
 
 VOCAB = 97
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autotp.call import draws, writes
-from autotp.passes.capture import capture
-from autotp.passes.clean import live
-from autotp.passes.share import share
-from autotp.skeleton import skeleton_of
-from autotp.source import layer_of
+from autotp.passes.canonicalize.cse import share
+from autotp.passes.capture.capture import capture
+from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.lower.dce import live
+from autotp.rules.call import draws, writes
+from autotp.source_location import layer_of
 
 RAN: list[str] = []
 """A word for each block that ran."""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from autotp.passes.capture import capture
-from autotp.skeleton import skeleton_of
+from autotp.passes.capture.capture import capture
+from autotp.passes.capture.skeleton import skeleton_of
 
 
 def test_what_was_built_otherwise_runs() -> None:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformer import arguments, model
 
-from autotp.report import Plan
-from autotp.transform import AS_USUAL, Choices
-from autotp.verify import Trial, compare, prepare
+from autotp.compiler import AS_USUAL, Choices
+from autotp.diagnostics.plan_text import Plan
+from autotp.diagnostics.verify import Trial, compare, prepare
 
 TOLERANCE = 1e-10
 RANKS = (2, 3, 4, 8)

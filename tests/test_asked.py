@@ -11,9 +11,9 @@ import torch
 from stacks import RAN, Block, X, runs, told
 from torch import Tensor, nn
 
-from autotp.asked import Number, is_object, plain
-from autotp.passes.capture import capture
-from autotp.skeleton import skeleton_of
+from autotp.passes.capture.capture import capture
+from autotp.passes.capture.repeats.queries import Number, is_object, plain
+from autotp.passes.capture.skeleton import skeleton_of
 
 
 class Part:

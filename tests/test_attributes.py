@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import autotp
-from autotp.module import executable_of
+from autotp.runtime.module import executable_of
 
 checks = Checks()
 CALLS = 5

@@ -7,9 +7,9 @@ import torch
 from graphs import Function, draft, lines, ops, run, some
 from torch import Tensor
 
-from autotp.passes.autocast import cast
-from autotp.passes.capture import capture
-from autotp.regions import Autocast, enter_autocast, exit_autocast
+from autotp.passes.canonicalize.autocast import cast
+from autotp.passes.capture.autocast_regions import Autocast, enter_autocast, exit_autocast
+from autotp.passes.capture.capture import capture
 
 OFF, BF16 = Autocast(), Autocast("cpu", torch.bfloat16)
 X, W = some(3, 4, dtype=torch.float32), some(4, 4, dtype=torch.float32)

@@ -10,8 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autotp.axis import ONE, Axis, Size, concat, find, holds, leaves, open_product, product, tangle, touches, unify
-from autotp.layout import ranges
+from autotp.sharding.axis import (
+    ONE,
+    Axis,
+    Size,
+    concat,
+    find,
+    holds,
+    leaves,
+    open_product,
+    product,
+    tangle,
+    touches,
+    unify,
+)
+from autotp.sharding.layout import ranges
 
 
 def axis(n: int) -> Axis:

@@ -30,7 +30,7 @@ import step
 import zero
 
 import passes
-from autotp import transform
+from autotp import compiler as transform
 from autotp.models.bert import BERTConfig
 from autotp.models.configs import GPT_SIZES
 from autotp.models.gpt import GPTConfig

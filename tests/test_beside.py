@@ -9,7 +9,7 @@ import pytest
 import transformers
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
-from autotp.hf.beside import copy_beside
+from autotp.hf.processor_files import copy_beside
 
 ALONG = [
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",

@@ -8,8 +8,8 @@ import torch
 from graphs import draft, expect_same, lines, some
 from torch import Tensor
 
-from autotp import collectives
-from autotp.passes.biases import biased
+from autotp.ops import collectives
+from autotp.passes.lower.fuse_bias import biased
 
 aten = torch.ops.aten
 VALUES = {"x": some(5, 4), "w": some(4, 4), "b": some(4)}

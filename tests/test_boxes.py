@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from autotp.boxes import boxes, local_of
-from autotp.layout import Layout
+from autotp.sharding.boxes import boxes, local_of
+from autotp.sharding.layout import Layout
 
 LAYOUTS = {
     "whole": Layout((7, 3)),

@@ -9,7 +9,7 @@ from mlp import Negated, Plain
 from torch import Tensor, nn
 
 import autotp
-from autotp.verify import compare, prepare
+from autotp.diagnostics.verify import compare, prepare
 
 X = torch.linspace(-1, 1, 120).view(3, 5, 8)
 

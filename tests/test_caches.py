@@ -12,10 +12,10 @@ import torch
 from stacks import RAN, runs
 from torch import Tensor, fx, nn
 
-from autotp.captured import Captured
-from autotp.passes.capture import capture
-from autotp.skeleton import skeleton_of
-from autotp.structure import flatten, states
+from autotp.passes.capture.capture import capture
+from autotp.passes.capture.captured import Captured
+from autotp.passes.capture.pytree import flatten, states
+from autotp.passes.capture.skeleton import skeleton_of
 
 transformers = pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))

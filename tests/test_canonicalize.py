@@ -9,7 +9,7 @@ import torch
 from graphs import canonical, draft, expect_same, lines, ops, some
 from torch import Tensor, nn
 
-from autotp.passes.canonicalize import canonicalize
+from autotp.passes.canonicalize.canonicalize import canonicalize
 
 aten = torch.ops.aten
 VALUES = {"x": some(2, 3, 4), "m": some(3, 4), "w": some(4, 4), "b": some(4)}

@@ -11,16 +11,19 @@ from breakages import KINDS, WAYS, Change, changed, regroup
 from cases import CASES, Case, case
 from torch import Tensor, fx
 
-from autotp import collectives, parallel, routing, transform
+from autotp import compiler as transform
+from autotp.compiler import Analysis, rank_graph
+from autotp.diagnostics.lockstep import run_lockstep
 from autotp.errors import Error
-from autotp.lockstep import run_lockstep
-from autotp.passes.bind import bind
-from autotp.passes.bundle import bundle
-from autotp.passes.check import check
-from autotp.passes.columns import separate
-from autotp.passes.typed import Typed
-from autotp.together import together
-from autotp.transform import Analysis, rank_graph
+from autotp.ops import collectives
+from autotp.ops import experts as routing
+from autotp.ops import parallel_forms as parallel
+from autotp.ops.coalesced import together
+from autotp.passes.check.check import check
+from autotp.passes.check.types import Typed
+from autotp.passes.emit.bind import bind
+from autotp.passes.lower.bucket import bundle
+from autotp.passes.lower.overlap import separate
 
 # ---- what is asked
 

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import checkpoint as benchmark
 import memory
 
-from autotp.checkpoint import parse_size
-from autotp.sources import BLOCK
+from autotp.checkpoint.files.tensor_sources import BLOCK
+from autotp.checkpoint.weights import parse_size
 
 SIZES = {"hidden_size": 1024, "num_hidden_layers": 8, "intermediate_size": 2816, "vocab_size": 32000}
 BESIDES = 60e6  # bytes: the graphs, and what torch allocates

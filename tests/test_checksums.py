@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from test_damage import bit_flips, changed, torn
 
 import autotp
-from autotp import checksums
-from autotp.checksums import SIDE_FILE, Summed, expect_unchanged, side_file
+from autotp.checkpoint.files import checksums
+from autotp.checkpoint.files.checksums import SIDE_FILE, Summed, expect_unchanged, side_file
 
 checks = Checks(timeout=480)
 

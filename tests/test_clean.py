@@ -6,9 +6,9 @@ import pytest
 import torch
 from graphs import draft, expect_same, lines, ops, some
 
-from autotp import parallel
-from autotp.passes.clean import clean
-from autotp.regions import enter_autocast, exit_autocast
+from autotp.ops import parallel_forms as parallel
+from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
+from autotp.passes.lower.dce import clean
 
 aten = torch.ops.aten
 X = some(5, 4)

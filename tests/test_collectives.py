@@ -15,8 +15,8 @@ from helpers import run_ranks
 from torch import Tensor
 
 import autotp
-from autotp import collectives
-from autotp.collectives import all_gather, copy, gather, reduce, reduce_scatter, scatter
+from autotp.ops import collectives
+from autotp.ops.collectives import all_gather, copy, gather, reduce, reduce_scatter, scatter
 
 PAIRS = (copy, reduce), (scatter, gather), (all_gather, reduce_scatter)
 ALL = {fn.__name__: fn for pair in PAIRS for fn in pair}

@@ -12,10 +12,10 @@ from helpers import Checks
 from test_processes import Collectives
 from torch import Tensor, fx
 
-from autotp.collectives import all_gather, copy, reduce
-from autotp.columns import columns, products
-from autotp.partition import chunk_bounds
-from autotp.passes.columns import grouped, separate
+from autotp.ops.collectives import all_gather, copy, reduce
+from autotp.ops.overlapped_linear import columns, products
+from autotp.passes.lower.overlap import grouped, separate
+from autotp.sharding.partition import chunk_bounds
 
 aten = torch.ops.aten
 checks = Checks()

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import autotp
-from autotp.decided import is_below
+from autotp.passes.capture.unsupported.random_branches import is_below
 
 
 @pytest.mark.parametrize(

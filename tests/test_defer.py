@@ -8,11 +8,11 @@ import torch
 from graphs import call_named, draft, expect_same, lines, ops, some
 from torch import Tensor
 
-from autotp.passes.axes import infer_axes
-from autotp.passes.defer import defer
-from autotp.passes.local import Target
-from autotp.passes.lower import lower
-from autotp.passes.plan import Decision
+from autotp.passes.lower.defer_reductions import defer
+from autotp.passes.lower.local_sizes import Target
+from autotp.passes.lower.lower import lower
+from autotp.passes.plan.choose import Decision
+from autotp.passes.plan.infer_axes import infer_axes
 
 aten = torch.ops.aten
 VALUES = {"x": some(3, 4), "v": some(4, 6), "w": some(4, 6), "a": some(3, 6), "b": some(3, 6), "bias": some(4)}

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autotp
-from autotp.distribute import distribute
 from autotp.models.bert import BERT, BERTConfig
 from autotp.models.gpt import GPT, GPTConfig
+from autotp.training.distribute import distribute
 
 BATCH, PARTS = 8, 2
 MODELS = ("gpt", "bert", "llama-tied", "llama-untied")

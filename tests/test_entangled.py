@@ -10,10 +10,10 @@ import torch
 from stacks import Block, Stack, X, runs, stack
 from torch import Tensor, nn
 
-from autotp.asked import Number
-from autotp.blocks import patched
-from autotp.passes.capture import capture
-from autotp.skeleton import skeleton_of
+from autotp.passes.capture.capture import capture
+from autotp.passes.capture.repeats.blocks import patched
+from autotp.passes.capture.repeats.queries import Number
+from autotp.passes.capture.skeleton import skeleton_of
 
 
 class Adapters:

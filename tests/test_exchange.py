@@ -10,13 +10,13 @@ from graphs import lines, some
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
-from autotp.axis import Axis, Size, concat, product
-from autotp.builder import Builder
-from autotp.collectives import all_gather, gather, reduce_scatter, scatter
-from autotp.layout import layout_of
-from autotp.lockstep import run_lockstep
-from autotp.passes.exchange import exchange
-from autotp.passes.local import Local, Target
+from autotp.diagnostics.lockstep import run_lockstep
+from autotp.ops.collectives import all_gather, gather, reduce_scatter, scatter
+from autotp.passes.builder import Builder
+from autotp.passes.lower.exchange import exchange
+from autotp.passes.lower.local_sizes import Local, Target
+from autotp.sharding.axis import Axis, Size, concat, product
+from autotp.sharding.layout import layout_of
 
 
 @dataclass(frozen=True)

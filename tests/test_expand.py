@@ -8,10 +8,10 @@ import torch
 from graphs import draft, lines, ops, run, some
 from torch import Tensor, fx
 
-from autotp.axis import find
-from autotp.passes.axes import infer_axes
-from autotp.passes.expand import expand
-from autotp.passes.plan import Decision
+from autotp.passes.lower.decompose import expand
+from autotp.passes.plan.choose import Decision
+from autotp.passes.plan.infer_axes import infer_axes
+from autotp.sharding.axis import find
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2

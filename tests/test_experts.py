@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autotp
-from autotp import routing
-from autotp.grouped import OPERATOR
-from autotp.passes.axes import infer_axes
-from autotp.passes.experts import experts
+from autotp.ops import experts as routing
+from autotp.ops.grouped_mm import OPERATOR
+from autotp.passes.plan.experts import experts
+from autotp.passes.plan.infer_axes import infer_axes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 pytest.importorskip("transformers.integrations.moe")  # It brings the product of groups in every dtype.

@@ -16,7 +16,7 @@ import pytest
 import torch
 from resuming import SAVE_EVERY
 
-from autotp.saving import saved_steps
+from autotp.checkpoint.save import saved_steps
 
 STEPS = 240
 HERE = Path(__file__).resolve().parent

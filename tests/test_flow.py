@@ -8,10 +8,10 @@ import pytest
 import torch
 from graphs import call_named, draft, some
 
-from autotp.axis import leaves
-from autotp.parallel import peak
-from autotp.passes.axes import infer_axes
-from autotp.passes.flow import flow, needs, needs_grad
+from autotp.ops.parallel_forms import peak
+from autotp.passes.plan.infer_axes import infer_axes
+from autotp.passes.plan.propagate import flow, needs, needs_grad
+from autotp.sharding.axis import leaves
 
 aten = torch.ops.aten
 VALUES = {"x": some(2, 3, 4), "w": some(5, 4), "b": some(5)}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from autotp import folder as module
-from autotp.folder import replaced
+from autotp.checkpoint.files import atomic_folder as module
+from autotp.checkpoint.files.atomic_folder import replaced
 
 OLD, NEW = {"model": "old", "index": "old"}, {"model": "new"}
 FOREIGN = {"notes": "mine"}

@@ -9,7 +9,7 @@ import torch
 from graphs import draft, expect_same, lines, ops, run, some
 
 from autotp.errors import Error
-from autotp.passes.functionalize import functionalize
+from autotp.passes.canonicalize.functionalize import functionalize
 
 aten = torch.ops.aten
 X = some(2, 1, 4)

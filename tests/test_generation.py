@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
-from autotp.mesh import group_of, timeout_of
-from autotp.module import executable_of
-from autotp.sharded import Sharded
+from autotp.distributed.mesh import group_of, timeout_of
+from autotp.distributed.sharded_tensor import Sharded
+from autotp.runtime.module import executable_of
 
 checks = Checks(timeout=900)
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW}

@@ -16,7 +16,7 @@ from test_attributes import Mlp, expect_same, twins, x
 from torch import Tensor, nn
 
 import autotp
-from autotp.module import executable_of
+from autotp.runtime.module import executable_of
 
 checks = Checks()
 

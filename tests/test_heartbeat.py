@@ -28,8 +28,9 @@ from test_saving import gpt as small
 from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
-from autotp import collectives, optimizer_guard
-from autotp.peers import Peers
+from autotp.distributed.background_exchange import Peers
+from autotp.ops import collectives
+from autotp.runtime.torch_hooks import optimizer_guard
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 TIMEOUT = timedelta(seconds=8)

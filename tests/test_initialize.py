@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
-from autotp.initialize import initialize
-from autotp.layout import Layout
+from autotp.deferred_init.initialize import initialize
 from autotp.models.gpt import GPT, GPTConfig
-from autotp.partition import chunk_bounds
+from autotp.sharding.layout import Layout
+from autotp.sharding.partition import chunk_bounds
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import torch
 from graphs import Function, lines, ops, run, some
 from torch import Tensor
 
-from autotp.passes.capture import capture
+from autotp.passes.capture.capture import capture
 
 X = some(3, 4, dtype=torch.float32)
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autotp
-from autotp.inputs import example_inputs
 from autotp.models.bert import BERT, BERTConfig
 from autotp.models.gpt import GPT, GPTConfig
+from autotp.passes.capture.example_inputs import example_inputs
 
 IDS, LABELS = (torch.int64, (2, 5)), (torch.int64, (2, 5))
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 import pytest
 
-from autotp.keys import plain
+from autotp.passes.capture.guards.argument_keys import plain
 
 ALIKE: list[tuple[Any, Any]] = [
     (1, 1),

@@ -23,9 +23,10 @@ from torch.utils.checkpoint import checkpoint
 from transformer import arguments, model
 
 import autotp
-from autotp import collectives, parallel
-from autotp.together import together
-from autotp.verify import Trial, compare, prepare
+from autotp.diagnostics.verify import Trial, compare, prepare
+from autotp.ops import collectives
+from autotp.ops import parallel_forms as parallel
+from autotp.ops.coalesced import together
 
 checks = Checks()
 SPREAD = 53  # of token numbers over the vocabulary

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from helpers import run_ranks
 
 import autotp
-from autotp.launch import TORCHRUN, Launch, launch, store_of
-from autotp.mesh import gather_ints, make_mesh, world_size
+from autotp.distributed.launch import TORCHRUN, Launch, launch, store_of
+from autotp.distributed.mesh import gather_ints, make_mesh, world_size
 
 NAMES = re.compile("^(RANK|WORLD_SIZE|LOCAL_|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMIX?_|MPI_)")
 JOB = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "a1"}

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotp.axis import Axis, Size, concat, find, holds, product
-from autotp.layout import Layout, layout_of, ranges
-from autotp.partition import chunk_bounds
+from autotp.sharding.axis import Axis, Size, concat, find, holds, product
+from autotp.sharding.layout import Layout, layout_of, ranges
+from autotp.sharding.partition import chunk_bounds
 
 TP = (1, 2, 3, 4, 8)
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import autotp
-from autotp.files import Stored
-from autotp.lazy import Lazy
-from autotp.sources import Box, sliceable
+from autotp.checkpoint.files.lazy_tensor import Lazy
+from autotp.checkpoint.files.safetensors_files import Stored
+from autotp.checkpoint.files.tensor_sources import Box, sliceable
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from hugging import RANK, TARGETS, adapted, tiny
 from torch import nn
 
 import autotp
-from autotp.verify import Trial, all_double, prepare
+from autotp.diagnostics.verify import Trial, all_double, prepare
 
 checks = Checks()
 on_both = pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.rare)])

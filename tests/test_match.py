@@ -10,8 +10,8 @@ from graphs import canonical, some
 from mlp import Plain
 from torch import Tensor, nn
 
-from autotp.passes.axes import infer_axes
-from autotp.passes.match import Candidate, match
+from autotp.passes.plan.infer_axes import infer_axes
+from autotp.passes.plan.match import Candidate, match
 
 X = some(2, 3, 12)
 TOKENS = torch.arange(6).view(2, 3)

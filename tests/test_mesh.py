@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import TCPStore, _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autotp
-from autotp.mesh import Mesh, broadcast_from_first, gather_ints, make_mesh, timeout_of
+from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints, make_mesh, timeout_of
 
 SCRIPT = "train.py"
 

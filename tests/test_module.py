@@ -12,7 +12,7 @@ from pairs import VOCAB, both, expect_gradients, gpt, graphs, tokens
 from torch import Tensor, nn
 
 import autotp
-from autotp.blocks import patched
+from autotp.passes.capture.repeats.blocks import patched
 
 checks = Checks()
 

@@ -17,8 +17,8 @@ from test_attributes import Mlp, expect_same, x
 from torch import Tensor, nn
 
 import autotp
-from autotp.module import executable_of
-from autotp.named import is_library, named
+from autotp.passes.capture.guards.code_names import is_library, named
+from autotp.runtime.module import executable_of
 
 checks = Checks()
 CALLS = 4

@@ -14,8 +14,8 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from autotp.operators import RULES
-from autotp.prove import prove
+from autotp.passes.lower.prove_rules import prove
+from autotp.rules.table import RULES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

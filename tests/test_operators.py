@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from autotp.call import Call
-from autotp.operators import RULES, SIZE_ARGUMENTS, overloads, rule_of
-from autotp.passes.axes import infer_axes
-from autotp.prove import prove
+from autotp.passes.lower.prove_rules import prove
+from autotp.passes.plan.infer_axes import infer_axes
+from autotp.rules.call import Call
+from autotp.rules.table import RULES, SIZE_ARGUMENTS, overloads, rule_of
 
 aten = torch.ops.aten
 TP = (2, 3, 4)

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 import autotp
-from autotp import optimizer_guard
-from autotp.optimizer_guard import EVERY
+from autotp.runtime.torch_hooks import optimizer_guard
+from autotp.runtime.torch_hooks.optimizer_guard import EVERY
 
 checks = Checks()
 FLOAT64 = torch.float64

@@ -16,9 +16,9 @@ from helpers import Checks
 from torch import Tensor, nn
 
 import autotp
-from autotp.agree import digest
-from autotp.skeleton import skeleton_of
-from autotp.transform import AS_USUAL, analyse, flat_graph
+from autotp.compiler import AS_USUAL, analyse, flat_graph
+from autotp.distributed.consistency import digest
+from autotp.passes.capture.skeleton import skeleton_of
 
 X = torch.linspace(-1, 1, 24).view(3, 8)
 TYPES = ("full_attention", "sliding_attention")

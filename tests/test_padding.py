@@ -13,7 +13,7 @@ from hugging import tiny
 from test_distribute import mine
 from torch import Tensor, nn
 
-from autotp.distribute import distribute
+from autotp.training.distribute import distribute
 
 ROWS, SEQ, PADDING, VOCAB = 8, 6, 0, 99
 FAMILIES = (

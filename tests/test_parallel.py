@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from autotp.parallel import class_terms, embedding, fast_dropout, gather, peak
-from autotp.partition import chunk_bounds
+from autotp.ops.parallel_forms import class_terms, embedding, fast_dropout, gather, peak
+from autotp.sharding.partition import chunk_bounds
 
 ROWS, CLASSES, TP = 6, 7, (1, 2, 3, 8)  # on 8 ranks the last one has no class
 TARGETS = torch.tensor([0, 6, 3, 3, 2, 5])

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from autotp.partition import chunk_bounds, chunk_length, chunk_sizes
+from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 8, 13])

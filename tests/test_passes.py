@@ -11,14 +11,15 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import autotp
-from autotp import collectives, parallel
-from autotp.columns import columns
+from autotp.compiler import OPTIONAL, Choices, analyse, rank_graph
 from autotp.models.gpt import GPT, GPTConfig
-from autotp.passes.bind import bind
-from autotp.passes.recompute import outline
-from autotp.skeleton import skeleton_of
-from autotp.together import together
-from autotp.transform import OPTIONAL, Choices, analyse, rank_graph
+from autotp.ops import collectives
+from autotp.ops import parallel_forms as parallel
+from autotp.ops.coalesced import together
+from autotp.ops.overlapped_linear import columns
+from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.emit.bind import bind
+from autotp.passes.emit.recompute import outline
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ from graphs import canonical, ops
 from torch import Tensor, nn
 
 import autotp
-from autotp.passes.pick import pick
+from autotp.passes.canonicalize.constant_index import pick
 
 
 class Picked(nn.Module):

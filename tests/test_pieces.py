@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import autotp
-from autotp.checksums import SIDE_FILE, bytes_of, expect_unchanged, sealed, unsealed
-from autotp.manifest import read_manifest
-from autotp.pieces import Piece, Pieces, read_piece, tiled, write_pieces
+from autotp.checkpoint.files.checksums import SIDE_FILE, bytes_of, expect_unchanged, sealed, unsealed
+from autotp.checkpoint.files.tensor_pieces import Piece, Pieces, read_piece, tiled, write_pieces
+from autotp.checkpoint.manifest import read_manifest
 
 DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
 PLAIN = [x for x in DTYPES if not str(x).startswith(("torch.q", "torch.bits", "torch.int1", "torch.uint1"))]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedules
 
 import autotp
-from autotp.plain import decode, encode
+from autotp.checkpoint.files.plain_json import decode, encode
 
 
 def there_and_back(value: Any) -> Any:

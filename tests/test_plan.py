@@ -11,14 +11,14 @@ from test_match import MLP, TOKENS, Attention, Language
 from torch import Tensor, nn
 
 import autotp
+from autotp.compiler import Choices, Outputs, analyse
 from autotp.errors import Error
-from autotp.layout import Layout
-from autotp.passes.axes import infer_axes
-from autotp.passes.flow import needs_grad
-from autotp.passes.match import match
-from autotp.passes.plan import Decision, decide, decide_as, elements
-from autotp.skeleton import skeleton_of
-from autotp.transform import Choices, Outputs, analyse
+from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.plan.choose import Decision, decide, decide_as, elements
+from autotp.passes.plan.infer_axes import infer_axes
+from autotp.passes.plan.match import match
+from autotp.passes.plan.propagate import needs_grad
+from autotp.sharding.layout import Layout
 
 X = some(2, 3, 12)
 

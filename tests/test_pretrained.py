@@ -27,7 +27,7 @@ from transformers.utils import logging as theirs
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import autotp
-from autotp.files import Stored
+from autotp.checkpoint.files.safetensors_files import Stored
 
 checks = Checks(timeout=480)  # Importing transformers alone takes a while on busy cores.
 theirs.disable_progress_bar()
@@ -227,7 +227,7 @@ def what_stands_beside(rank: int, n: int) -> None:
         autotp.save_pretrained(parallel, place)
         if rank == 0:
             kept = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "spm.model"}
-            kept.add("autotp.checksums.json")
+            kept.add("autotp.checkpoint.files.checksums.json")
             assert {file.name for file in place.iterdir()} == kept | ({"notes.txt"} if place == folder else set())
             config = type(model).from_pretrained(place).config
             assert config.resid_pdrop == 0.25 and config.dtype == torch.float32
@@ -309,7 +309,7 @@ def gone_while_it_is_read(rank: int, n: int) -> None:
 @checks.on(2)
 def full_disk(rank: int, n: int) -> None:
     """The first rank cannot write: an error on every rank, the old checkpoint is whole, nothing is left behind."""
-    from autotp import checkpoint
+    from autotp.checkpoint import weights as checkpoint
 
     model, _, given = family("llama")
     folder = saved(model, shared(rank) / "out", rank)

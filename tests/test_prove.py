@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import autotp
 from autotp import Error
-from autotp.families import fixed
-from autotp.operators import RULES, USER_RULES
-from autotp.passes.axes import infer_axes
-from autotp.prove import prove, prove_node
-from autotp.rule import Rule
+from autotp.passes.lower.prove_rules import prove, prove_node
+from autotp.passes.plan.infer_axes import infer_axes
+from autotp.rules.common import fixed
+from autotp.rules.language import Rule
+from autotp.rules.table import RULES, USER_RULES
 
 aten = torch.ops.aten
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import autotp
 from autotp.models.gpt import GPT, GPTConfig
-from autotp.passes.outline import blocks, outlined
-from autotp.passes.recompute import Recompute, Recomputed, outline
+from autotp.passes.emit.outline import blocks, outlined
+from autotp.passes.emit.recompute import Recompute, Recomputed, outline
 
 aten = torch.ops.aten
 checks = Checks()

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import autotp
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.models.gpt import Block as Layer
-from autotp.passes.capture import capture
-from autotp.skeleton import skeleton_of
+from autotp.passes.capture.capture import capture
+from autotp.passes.capture.skeleton import skeleton_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 FAMILIES = pytest.importorskip("hf_families").FAMILIES

@@ -7,9 +7,10 @@ import pytest
 import torch
 from graphs import draft, some
 
-from autotp import collectives, parallel
-from autotp.passes.bind import bind
-from autotp.passes.reuse import fresh, written
+from autotp.ops import collectives
+from autotp.ops import parallel_forms as parallel
+from autotp.passes.emit.bind import bind
+from autotp.passes.emit.in_place import fresh, written
 
 aten = torch.ops.aten
 VALUES = {"x": some(3, 4), "w": some(4, 4), "b": some(4), "i": torch.arange(3)}

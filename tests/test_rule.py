@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotp import Error
-from autotp.axis import Size
-from autotp.rule import Group, Name, Rule, names, parse, spell
+from autotp.rules.language import Group, Name, Rule, names, parse, spell
+from autotp.sharding.axis import Size
 
 PRINTED = [
     "* i, o i -> * o",

@@ -11,7 +11,7 @@ from pairs import VOCAB, both, expect_gradients, gpt, graphs, tokens
 from torch import Tensor, nn
 
 import autotp
-from autotp.sharded import Sharded
+from autotp.distributed.sharded_tensor import Sharded
 
 checks = Checks()
 

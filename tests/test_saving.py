@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import autotp
-from autotp import manifest
+from autotp.checkpoint import manifest
+from autotp.checkpoint.save import saved_steps
 from autotp.models.gpt import GPT, GPTConfig
-from autotp.saving import saved_steps
 
 Layout = tuple[int, int, int]
 

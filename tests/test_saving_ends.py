@@ -24,9 +24,12 @@ from test_faults import job, over
 from test_saving import fingerprint, started, trained
 
 import autotp
-from autotp import heartbeat, pieces, saving, writing
-from autotp.claim import claim
-from autotp.saving import saved_steps
+from autotp.checkpoint import save as saving
+from autotp.checkpoint import write as writing
+from autotp.checkpoint.files import tensor_pieces as pieces
+from autotp.checkpoint.files.folder_lock import claim
+from autotp.checkpoint.save import saved_steps
+from autotp.distributed import heartbeat
 
 HERE = Path(__file__).resolve().parent
 

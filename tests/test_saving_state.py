@@ -15,7 +15,7 @@ from test_untrusted import edited
 from torch.optim import SGD, AdamW
 
 import autotp
-from autotp.saving import saved_steps
+from autotp.checkpoint.save import saved_steps
 
 
 def problem(call: Callable[[], Any]) -> str:

@@ -9,11 +9,11 @@ from test_processes import Collectives
 from torch import Tensor
 
 import autotp
-from autotp.layout import Layout
-from autotp.mesh import Mesh, make_mesh
-from autotp.partition import chunk_bounds
-from autotp.scores import Cut, Few
-from autotp.sharded import Sharded
+from autotp.distributed.mesh import Mesh, make_mesh
+from autotp.distributed.sharded_tensor import Sharded
+from autotp.hf.sampling import Cut, Few
+from autotp.sharding.layout import Layout
+from autotp.sharding.partition import chunk_bounds
 
 checks = Checks()
 NOTHING, NAN = float("-inf"), float("nan")

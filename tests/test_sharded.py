@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import autotp
-from autotp.layout import Layout
-from autotp.mesh import Mesh
-from autotp.sharded import Sharded
+from autotp.distributed.mesh import Mesh
+from autotp.distributed.sharded_tensor import Sharded
+from autotp.sharding.layout import Layout
 
 PIECES = (((0, 2),), ((2, 4),), ((4, 6),), ())  # 6 heads on 4 ranks
 WHOLE = torch.arange(2 * 6 * 5 * 3).view(2, 6, 5, 3).double()

@@ -8,8 +8,8 @@ import pytest
 import torch
 from graphs import draft, expect_same, lines, ops, some
 
-from autotp.passes.share import share
-from autotp.regions import enter_autocast, exit_autocast
+from autotp.passes.canonicalize.cse import share
+from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
 
 aten = torch.ops.aten
 X = some(2, 3, 4)

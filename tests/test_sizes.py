@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._sympy import functions as f
 
-from autotp.passes.capture import capture
-from autotp.passes.sizes import Printer
+from autotp.passes.capture.capture import capture
+from autotp.passes.capture.guards.sizes import Printer
 
 S, T = (sympy.Symbol(name, integer=True, positive=True) for name in "st")
 QUOTIENT = f.FloatTrueDiv(f.ToFloat(S), f.ToFloat(T))

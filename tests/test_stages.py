@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
+from autotp.compiler import analyse
 from autotp.errors import Error
 from autotp.models.gpt import GPT, GPTConfig
-from autotp.passes.capture import capture
-from autotp.passes.cost import Cost, block_costs, multiplications
-from autotp.passes.match import SDPA
-from autotp.passes.plan import NOMINAL, elements
-from autotp.passes.stages import balanced, blocks_in_order, divided, staged
-from autotp.pipeline import ENGINES, Training, expect_splits
-from autotp.skeleton import skeleton_of
-from autotp.transform import analyse
+from autotp.passes.capture.capture import capture
+from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.pipeline.cost import Cost, block_costs, multiplications
+from autotp.passes.pipeline.stages import balanced, blocks_in_order, divided, staged
+from autotp.passes.plan.choose import NOMINAL, elements
+from autotp.passes.plan.match import SDPA
+from autotp.training.pipeline_stage import ENGINES, Training, expect_splits
 
 
 @given(costs=st.lists(st.integers(0, 9), min_size=1, max_size=7), data=st.data())

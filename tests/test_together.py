@@ -13,8 +13,8 @@ from test_processes import Collectives
 from torch import Tensor, nn
 
 import autotp
-from autotp.collectives import copy as one
-from autotp.together import together
+from autotp.ops.coalesced import together
+from autotp.ops.collectives import copy as one
 
 checks = Checks()
 WHERE = (None, (0, ((1, 3),)), None)

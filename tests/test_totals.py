@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from autotp.call import returned
 from autotp.errors import Error
-from autotp.passes.canonicalize import canonicalize
-from autotp.passes.capture import capture
-from autotp.passes.totals import TOTAL, totals
-from autotp.skeleton import skeleton_of
+from autotp.passes.canonicalize.canonicalize import canonicalize
+from autotp.passes.capture.capture import capture
+from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.pipeline.loss_totals import TOTAL, totals
+from autotp.rules.call import returned
 
 X, Y = torch.randn(6, 5, 7, generator=torch.Generator().manual_seed(0)), torch.arange(30).view(6, 5) % 7
 SOME = Y.masked_fill(torch.arange(30).view(6, 5) % 11 < 6, -100)

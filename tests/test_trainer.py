@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 import autotp
-from autotp.data import Sampler
+from autotp.training.sampler import Sampler
 
 LAYOUTS = [((2, 2, 1), {})]
 RARE = [

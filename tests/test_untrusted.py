@@ -22,7 +22,7 @@ from helpers import run_ranks
 from test_saving import started, trained
 
 import autotp
-from autotp.checksums import sealed, unsealed
+from autotp.checkpoint.files.checksums import sealed, unsealed
 
 
 class Command:

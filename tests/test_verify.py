@@ -16,13 +16,15 @@ from torch import Tensor, fx, nn
 from transformer import arguments, model
 
 import autotp
-from autotp import collectives, parallel, transform
+from autotp import compiler as transform
+from autotp.compiler import Choices
+from autotp.diagnostics.verify import Difference, Report, Trial, compare, prepare
 from autotp.models.bert import BERT, BERTConfig
 from autotp.models.gpt import GPT, GPTConfig
-from autotp.passes.flow import needs_grad
-from autotp.passes.functionalize import functionalize
-from autotp.transform import Choices
-from autotp.verify import Difference, Report, Trial, compare, prepare
+from autotp.ops import collectives
+from autotp.ops import parallel_forms as parallel
+from autotp.passes.canonicalize.functionalize import functionalize
+from autotp.passes.plan.propagate import needs_grad
 
 CONJUGATES = (
     collectives.copy, collectives.reduce, collectives.scatter, collectives.gather, collectives.all_gather,

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from helpers import Checks
 
-from autotp.layout import Layout, Range
-from autotp.mesh import make_mesh
-from autotp.whole import Whole, holders
+from autotp.checkpoint.whole_tensors import Whole, holders
+from autotp.distributed.mesh import make_mesh
+from autotp.sharding.layout import Layout, Range
 
 checks = Checks()
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from autotp.distributed.gather import gather_all, marked
+from autotp.distributed.mesh import Mesh, broadcast_from_first, expect_alike, follow_first_random_state, waiting
+from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error, within
-from autotp.mesh import Mesh, broadcast_from_first, expect_alike, follow_first_random_state, waiting
-from autotp.outputs import gather_all, marked
-from autotp.scores import NOTHING, Cut, Few
-from autotp.sharded import Sharded
+from autotp.hf.sampling import NOTHING, Cut, Few
 
 # ---- caches
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autotp.families import RuleFunction
-from autotp.products import grouped_mm
+from autotp.rules.common import RuleFunction
+from autotp.rules.products import grouped_mm
 
 NAMED: dict[str, RuleFunction] = {
     "transformers::grouped_mm_fallback": grouped_mm,

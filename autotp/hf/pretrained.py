@@ -24,23 +24,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from autotp.agree import CheckInputs, agree
 from autotp.api import on_mesh
-from autotp.checkpoint import parse_size, read_parts, write_checkpoint
-from autotp.checksums import SENSELESS, SIDE_FILE, STALE, expect_unchanged, opened, seen, summed
+from autotp.checkpoint.files.checksums import SENSELESS, SIDE_FILE, STALE, expect_unchanged, opened, seen, summed
+from autotp.checkpoint.files.lazy_tensor import Lazy, told
+from autotp.checkpoint.files.safetensors_files import Stored, stored
+from autotp.checkpoint.files.tensor_sources import Source, read
+from autotp.checkpoint.weights import parse_size, read_parts, write_checkpoint
+from autotp.checkpoint.whole_tensors import Whole
+from autotp.compiler import Experts, Outputs
+from autotp.distributed.consistency import CheckInputs, agree
+from autotp.distributed.mesh import expect_alike, make_mesh
 from autotp.errors import Error, within
-from autotp.files import Stored, stored
-from autotp.hf.beside import copy_beside
-from autotp.layout import Layout
-from autotp.lazy import Lazy, told
-from autotp.mesh import expect_alike, make_mesh
-from autotp.module import ParallelModule
-from autotp.parts import parallel_of
-from autotp.passes.recompute import Recompute
-from autotp.settings import Settings
-from autotp.sources import Source, read
-from autotp.transform import Experts, Outputs
-from autotp.whole import Whole
+from autotp.hf.processor_files import copy_beside
+from autotp.options import Settings
+from autotp.passes.emit.recompute import Recompute
+from autotp.runtime.holdings import parallel_of
+from autotp.runtime.module import ParallelModule
+from autotp.sharding.layout import Layout
 
 T = TypeVar("T")
 ADAPTER = "adapter_config.json"

@@ -1,0 +1,262 @@
+"""Files of tensors in the safetensors format, read and written in part.
+
+A file is 8 bytes, the length of the header; the header, in JSON: name -> dtype, shape and place of each tensor; and the
+tensors' bytes one after the other (https://huggingface.co/docs/safetensors, "Format").
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from autotp.checkpoint.files.checksums import SENSELESS, Summed, bytes_of
+from autotp.checkpoint.files.tensor_sources import BLOCK, Box, Shape
+from autotp.errors import Error
+
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
+    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Reader:
+    """Opens files, one at a time, and closes each once BLOCK bytes were read of it.
+
+    An open file keeps all that was ever read of it in the process's memory, and opening one of a thousand tensors takes
+    2 ms.
+    """
+
+    def __init__(self) -> None:
+        self.file: Path | None = None
+        self.opened: Any = None
+        self.left = 0  # bytes
+
+    def open(self, file: Path, size: int) -> Any:
+        """The open file, of which `size` bytes are going to be read."""
+        from safetensors import safe_open
+
+        if self.file != file or self.left <= 0:
+            self.file, self.opened = None, None
+            self.opened = safe_open(file, framework="pt", device="cpu")
+            self.file, self.left = file, BLOCK
+        self.left -= size
+        return self.opened
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a file. What is read is a part of the file in memory, given back with the tensor."""
+
+    file: Path
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    reader: Reader = field(default_factory=Reader, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return f"`{self.name}` in {self.file.name}"
+
+    def read(self, box: Box) -> Tensor:
+        """The elements in `box`.
+
+        Raises:
+            Error: names the tensor and the file.
+        """
+        try:
+            opened = self.reader.open(self.file, math.prod(b - a for a, b in box) * self.dtype.itemsize)
+            if not box:
+                scalar: Tensor = opened.get_tensor(self.name)
+                return scalar
+            found: Tensor = opened.get_slice(self.name)[tuple(slice(a, b) for a, b in box)]
+            return found
+        except Exception as error:
+            raise Error(f"`{self.name}` cannot be read: {error}", **{"at": str(self.file)}) from error
+
+
+# ---- reading
+
+
+def stored(folder: Path) -> dict[str, Stored]:
+    """Every tensor of the checkpoint in `folder`: one file, or those that an index lists. Reads their headers.
+
+    Raises:
+        Error: no checkpoint is there, a file is missing, cut short or corrupt, or a tensor is not where the index says;
+            names the file, and the tensor if there is one.
+    """
+    one, index, reader = folder / ONE_FILE, folder / INDEX, Reader()
+    if one.is_file():
+        return _opened(one, reader)
+    if not index.is_file():
+        raise _no_checkpoint(folder)
+    places = _index(index)
+    found: dict[str, Stored] = {}
+    for file in sorted(set(places.values())):
+        if not (folder / file).is_file():
+            name = next(name for name, where in places.items() if where == file)
+            raise Error(f"`{name}` is listed in {file}, which is not there", **{"at": str(index)})
+        here = _opened(folder / file, reader)
+        if twice := [name for name in here if name in found and name not in places]:
+            files = f"{found[twice[0]].file.name} and in {file}"
+            raise Error(f"`{twice[0]}` is in {files}, and the index does not say which", **{"at": str(index)})
+        found |= {name: tensor for name, tensor in here.items() if places.get(name, file) == file}
+    for name, file in places.items():
+        if name not in found:
+            raise Error(f"`{name}` is listed in {file}, which has no such tensor", **{"at": str(index)})
+    return found
+
+
+def _no_checkpoint(folder: Path) -> Error:
+    if not folder.is_dir():
+        remedy = "the path of a local folder that holds a checkpoint: nothing is fetched from a hub"
+        return Error("no such folder", **{"at": str(folder), "try": remedy})
+    pickled = [file.name for file in sorted(folder.iterdir()) if file.suffix in (".bin", ".pt", ".pth", ".ckpt", ".h5")]
+    if pickled:
+        convert = "load it once with transformers and write it with model.save_pretrained(folder), which is safetensors"
+        return Error(f"only safetensors are read, and here is {pickled[0]}", **{"at": str(folder), "try": convert})
+    return Error(f"no checkpoint: neither {ONE_FILE} nor {INDEX} is there", **{"at": str(folder)})
+
+
+def _index(file: Path) -> dict[str, str]:
+    """Tensor name -> the name of its file."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        if all(isinstance(where, str) and Path(where).name == where and _fits(where) for where in found.values()):
+            return dict(found)
+    except SENSELESS:
+        pass
+    raise Error("the index is corrupt", expected='JSON with a "weight_map": tensor name -> file name', at=str(file))
+
+
+def _fits(name: str) -> bool:
+    """Whether a file can have such a name."""
+    return "\0" not in name and len(os.fsencode(name)) <= 255
+
+
+def _opened(file: Path, reader: Reader) -> dict[str, Stored]:
+    """The tensors of one file.
+
+    Raises:
+        Error: safetensors does not accept it; names the tensor that is cut off, if one is.
+    """
+    from safetensors import safe_open
+
+    header: dict[str, dict[str, Any]] = {}
+    size = 0
+    try:
+        header, size = _header(file)
+        with safe_open(file, framework="pt", device="cpu"):
+            return {
+                name: Stored(file, name, tuple(entry["shape"]), DTYPES[entry["dtype"]], reader)
+                for name, entry in header.items()
+            }
+    except Exception as error:
+        beyond = _cut_off(header, size)
+        if beyond:
+            raise Error(f"`{beyond}` is cut off: the file is shorter than its header says", at=str(file)) from error
+        raise Error(f"the file is corrupt ({type(error).__name__}: {error})", at=str(file)) from error
+
+
+def _cut_off(header: Mapping[str, Any], size: int) -> str:
+    """The first tensor that ends after the end of the file, or nothing."""
+    try:
+        ends = sorted((entry["data_offsets"][1], name) for name, entry in header.items())
+        return next((name for end, name in ends if end > size), "")
+    except (LookupError, TypeError):
+        return ""
+
+
+def _header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Tensor name -> its entry; how many bytes follow the header."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        size = file.stat().st_size - 8 - length
+        if size < 0:
+            raise ValueError(f"a header of {length} bytes is longer than the file")
+        header = json.loads(opened.read(length))
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}, size
+
+
+# ---- writing
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file to write: its name, and its tensors in the order in which their bytes stand there."""
+
+    file: str
+    names: tuple[str, ...]
+
+
+def shards_of(tensors: Mapping[str, Any], largest: int) -> list[Shard]:
+    """Which tensors go in which file: in order, a file being full at `largest` bytes; at least one tensor in each.
+
+    Args:
+        tensors: name -> what has a shape and a dtype.
+    """
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name, tensor in tensors.items():
+        size = nbytes(tensor)
+        if groups[-1] and held + size > largest:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += size
+    files = (
+        [ONE_FILE]
+        if len(groups) == 1
+        else [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
+    )
+    # The widest dtypes first, so that each tensor begins at a multiple of its element's size.
+    return [
+        Shard(file, tuple(sorted(names, key=lambda name: -tensors[name].dtype.itemsize)))
+        for file, names in zip(files, groups, strict=True)
+    ]
+
+
+def nbytes(tensor: Any) -> int:
+    """Bytes of what has a shape and a dtype."""
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def header_of(tensors: Mapping[str, Any], names: Sequence[str]) -> bytes:
+    """The beginning of a file of these tensors, up to where their bytes begin.
+
+    Raises:
+        Error: a dtype that the format does not have.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name in names:
+        tensor = tensors[name]
+        if tensor.dtype not in NAMES:
+            raise Error(f"`{name}` is of dtype {tensor.dtype}, which safetensors has not")
+        end = at + nbytes(tensor)
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write(file: BinaryIO | Summed, tensor: Tensor) -> None:
+    """Appends the bytes of a tensor."""
+    file.write(bytes_of(tensor))
+
+
+def index_of(shards: Iterable[Shard], size: int) -> str:
+    """The index of several files. size: bytes of all tensors"""
+    places = {name: shard.file for shard in shards for name in shard.names}
+    return json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}, indent=2) + "\n"

@@ -1,0 +1,149 @@
+"""Tensors in the files of several ranks, in pieces: each file has boxes of whole tensors, one after the other.
+
+Where each piece lies, and its checksum, is said elsewhere (`manifest.py`); a file has the bytes of elements and nothing
+else, so there is nothing in it that could be understood in another way.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotp.checkpoint.files.checksums import bytes_of, opened, sync
+from autotp.errors import Error
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor: where it begins in the whole, its sizes; whose file has it, from which byte; its checksum."""
+
+    at: Shape
+    sizes: Shape
+    rank: int
+    start: int
+    crc32: int
+
+    @classmethod
+    def of(cls, row: Sequence[Any]) -> Piece:
+        """What `row` made a list of.
+
+        Raises:
+            ValueError, TypeError: another list.
+        """
+        at, sizes, rank, start, crc32 = row
+        if not all(isinstance(n, int) and n >= 0 for n in (*at, *sizes, rank, start, crc32)):
+            raise ValueError(f"no piece: {row}")
+        return cls(tuple(at), tuple(sizes), rank, start, crc32)
+
+    def row(self) -> list[Any]:
+        """As a list."""
+        return [self.at, self.sizes, self.rank, self.start, self.crc32]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A tensor: its dtype, its shape, and the pieces that it is made of."""
+
+    dtype: torch.dtype
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+    def read(self, folder: Path, name: str, at: Shape, into: Tensor) -> None:
+        """Fills a box that begins at `at` in the whole.
+
+        Raises:
+            Error: a file is not as it was written, or has not all of the box; names it.
+        """
+        left = into.numel()
+        for piece in self.pieces:
+            low = [max(a, b) for a, b in zip(at, piece.at, strict=True)]
+            ends = zip(at, into.shape, piece.at, piece.sizes, strict=True)
+            high = [min(a + n, b + m) for a, n, b, m in ends]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            here, there = (
+                tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+                for origin in (at, piece.at)
+            )
+            into[here] = read_piece(folder, name, piece, self.dtype)[there]
+            left -= math.prod(b - a for a, b in zip(low, high, strict=True))
+        if left:
+            raise Error(f"{folder} has not all of `{name}`")
+
+    def whole(self, folder: Path, name: str) -> Tensor:
+        """All of it."""
+        found = torch.empty(self.shape, dtype=self.dtype)
+        self.read(folder, name, (0,) * len(self.shape), found)
+        return found
+
+
+def tiled(shape: Sequence[int], pieces: Sequence[Piece]) -> bool:
+    """Whether pieces have each element of a tensor of this shape once."""
+    if any(len(n) != len(shape) for piece in pieces for n in (piece.at, piece.sizes)):
+        return False
+    ends = [(piece.at, [a + n for a, n in zip(piece.at, piece.sizes, strict=True)]) for piece in pieces]
+    inside = all(b <= n for _, high in ends for b, n in zip(high, shape, strict=True))
+    if not inside or sum(math.prod(piece.sizes) for piece in pieces) != math.prod(shape):
+        return False
+    boxes = [box for box, piece in zip(ends, pieces, strict=True) if math.prod(piece.sizes)]
+    # Along the dimension with most cuts a box meets few others.
+    dim = max(range(len(shape)), key=lambda d: len({low[d] for low, _ in boxes}), default=-1)
+    boxes.sort(key=lambda box: box[0][dim:][:1])
+    for i, (low, high) in enumerate(boxes):
+        for other, end in islice(boxes, i + 1, None):
+            if dim >= 0 and other[dim] >= high[dim]:
+                break
+            if all(a < d and c < b for a, b, c, d in zip(low, high, other, end, strict=True)):
+                return False
+    return True
+
+
+def file_of(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"rank-{rank:05d}.tensors"
+
+
+def write_pieces(folder: Path, rank: int, tensors: Iterable[tuple[Shape, Tensor]]) -> list[Piece]:
+    """Writes the file of a rank, until it is on the disk: of each tensor where it begins in its whole, and a piece.
+
+    Raises:
+        OSError: as the file system says.
+    """
+    found, start = list[Piece](), 0
+    with (folder / file_of(rank)).open("xb") as target:
+        for at, tensor in tensors:
+            data = bytes_of(tensor)
+            target.write(data)
+            found.append(Piece(at, tuple(tensor.shape), rank, start, zlib.crc32(data)))
+            start += len(data)
+        sync(target)
+    return found
+
+
+def read_piece(folder: Path, name: str, piece: Piece, dtype: torch.dtype) -> Tensor:
+    """The tensor.
+
+    Raises:
+        Error: the file is not as it was written; names it, and the tensor.
+    """
+    file = folder / file_of(piece.rank)
+    data = torch.empty(math.prod(piece.sizes) * dtype.itemsize, dtype=torch.uint8)
+    try:
+        with opened(file) as source:
+            source.seek(piece.start)
+            count = source.readinto(data.numpy().data) if data.numel() else 0  # type: ignore[attr-defined]
+    except OSError as error:
+        raise Error(f"{file} cannot be read: {error.strerror}") from error
+    if count != data.numel() or zlib.crc32(data.numpy().data) != piece.crc32:
+        raise Error(f"{file} is damaged: `{name}` is not what was written", **{"try": f"remove {folder}"})
+    return data.view(dtype).view(piece.sizes)

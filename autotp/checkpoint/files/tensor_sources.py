@@ -1,0 +1,224 @@
+"""What a tensor is read from, in part: files, shards, and what is done to the parts of these.
+
+Before: Permuted(Joined((a, b), 0), (1, 0)), a and b [4 3], in files
+After:  read(((0, 3), (2, 6))) reads rows 2 and 3 of a and 0 and 1 of b, joins these and turns them
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from autotp.sharding.layout import Layout
+
+Shape = tuple[int, ...]
+Box = tuple[tuple[int, int], ...]
+"""For each dimension (start, stop)."""
+
+BLOCK = 2**26  # bytes read at once
+
+
+class Source(Protocol):
+    """What a lazy tensor is read from. `read` returns memory that need not be the caller's own: copy it."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def read(self, box: Box) -> Tensor:
+        """The elements in `box`, of the box's sizes."""
+        ...
+
+
+# ---- what can be done to the part that is read
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Parts one after the other along `dim`."""
+
+    parts: tuple[Source, ...]
+    dim: int
+
+    @property
+    def shape(self) -> Shape:
+        first = self.parts[0].shape
+        return *first[: self.dim], sum(p.shape[self.dim] for p in self.parts), *first[self.dim + 1 :]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    def read(self, box: Box) -> Tensor:
+        start, stop = box[self.dim]
+        found: list[Tensor] = []
+        at = 0
+        for part in self.parts:
+            length = part.shape[self.dim]
+            a, b = max(start - at, 0), min(stop - at, length)
+            if a < b:
+                found.append(part.read((*box[: self.dim], (a, b), *box[self.dim + 1 :])))
+            at += length
+        if not found:
+            return torch.empty(_sizes(box), dtype=self.dtype)
+        return found[0] if len(found) == 1 else torch.cat(found, self.dim)
+
+
+@dataclass(frozen=True)
+class Narrowed:
+    """`length` positions of `dim` from `start` on."""
+
+    of: Source
+    dim: int
+    start: int
+    length: int
+
+    @property
+    def shape(self) -> Shape:
+        return *self.of.shape[: self.dim], self.length, *self.of.shape[self.dim + 1 :]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.of.dtype
+
+    def read(self, box: Box) -> Tensor:
+        a, b = box[self.dim]
+        return self.of.read((*box[: self.dim], (a + self.start, b + self.start), *box[self.dim + 1 :]))
+
+
+@dataclass(frozen=True)
+class Permuted:
+    """Dimension `d` is `dims[d]` of what it is of."""
+
+    of: Source
+    dims: tuple[int, ...]
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.of.shape[d] for d in self.dims)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.of.dtype
+
+    def read(self, box: Box) -> Tensor:
+        return self.of.read(tuple(box[self.dims.index(d)] for d in range(len(box)))).permute(self.dims)
+
+
+@dataclass(frozen=True)
+class Squeezed:
+    """The same with other dimensions of size 1."""
+
+    of: Source
+    shape: Shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.of.dtype
+
+    def read(self, box: Box) -> Tensor:
+        rest = iter([piece for piece, n in zip(box, self.shape, strict=True) if n != 1])
+        return self.of.read(tuple((0, 1) if n == 1 else next(rest) for n in self.of.shape)).reshape(_sizes(box))
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The same in another dtype."""
+
+    of: Source
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> Shape:
+        return self.of.shape
+
+    def read(self, box: Box) -> Tensor:
+        return self.of.read(box).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What `run` returns, of which no part can be computed alone."""
+
+    run: Callable[[], Tensor]
+    shape: Shape
+    dtype: torch.dtype
+
+    def read(self, box: Box) -> Tensor:
+        return cut(self.run(), box)
+
+
+def _sizes(box: Box) -> Shape:
+    return tuple(b - a for a, b in box)
+
+
+def cut(tensor: Tensor, box: Box) -> Tensor:
+    """The elements of `tensor` in `box`."""
+    return tensor[tuple(slice(a, b) for a, b in box)]
+
+
+# ---- reading
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box that is all of `shape`."""
+    return tuple((0, n) for n in shape)
+
+
+def read(source: Source) -> Tensor:
+    """All of it."""
+    return source.read(whole(source.shape))
+
+
+def blocks(box: Box, itemsize: int, size: int | None = None) -> Iterator[Box]:
+    """`box` in boxes of at most `size` bytes (BLOCK, if not said), cut along the first dimensions, in memory order."""
+    size = size or BLOCK
+    if math.prod(_sizes(box)) * itemsize <= size or not box:
+        yield box
+        return
+    (start, stop), rest = box[0], box[1:]
+    row = math.prod(_sizes(rest)) * itemsize
+    step = max(size // row, 1)
+    for a in range(start, stop, step):
+        b = min(a + step, stop)
+        if row > size:
+            yield from (((a, b), *inner) for inner in blocks(rest, itemsize, size))
+        else:
+            yield (a, b), *rest
+
+
+def sliceable(source: Source) -> bool:
+    """Whether a part can be read without reading all of something."""
+    match source:
+        case Computed():
+            return False
+        case Joined(parts=parts):
+            return all(map(sliceable, parts))
+        case Narrowed(of=of) | Permuted(of=of) | Squeezed(of=of) | Cast(of=of):
+            return sliceable(of)
+    return True
+
+
+def fill(part: Tensor, source: Source, layout: Layout, rank: int) -> None:
+    """Reads what `rank` holds of a tensor into `part`, in blocks. part: the layout's local shape"""
+    if not sliceable(source):
+        part.copy_(layout.take(read(source), rank))
+        return
+    dim = layout.dim or 0
+    ranges = whole(source.shape)[:1] if layout.dim is None else layout.pieces[rank]
+    at = 0
+    for start, stop in ranges:
+        box = tuple((start, stop) if d == dim else (0, n) for d, n in enumerate(source.shape))
+        for block in blocks(box, source.dtype.itemsize):
+            here = tuple((a + at - start, b + at - start) if d == dim else (a, b) for d, (a, b) in enumerate(block))
+            cut(part, here).copy_(source.read(block))
+        at += stop - start
+    if not source.shape:
+        part.copy_(read(source))

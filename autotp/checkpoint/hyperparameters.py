@@ -1,0 +1,80 @@
+"""What a model was built with, as far as its tensors do not show it: 4 heads of 16 are as large as 16 of 4.
+
+Before: GPT(GPTConfig(n_head=4, ...))
+After:  {"h.*.attn.n_head": 4, "h.*.ln_1.eps": 1e-05, "h.*.mlp.act": "GELU", ...}
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from autotp.checkpoint.files.plain_json import is_plain
+
+NOT_OF_THE_MODEL = (
+    "training", "name_or_path", "transformers_version", "architectures", "generation_config", "gradient_checkpointing",
+    "use_cache", "return_dict", "output_attentions", "output_hidden_states",
+)  # fmt: skip
+"""Attributes that may be others although the model is the same."""
+LONGEST = 200  # characters of a value; of a longer one a checksum is kept
+DEEPEST = 4  # objects within objects
+
+
+def hyperparameters(model: nn.Module) -> dict[str, Any]:
+    """The plain public attributes of a model's modules and of the configurations they hold, and the modules' classes.
+
+    Numbers of modules are `*` in the names: one value where all have the same, else a list. What has no name that stays
+    the same (a lambda, a tensor) is left out, and so is dropout: a model that learns with another is the same model.
+    """
+    found: dict[str, list[Any]] = {}
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        path = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        found.setdefault(path, []).append(type(module).__name__)
+        for key, value in _within({} if isinstance(module, _DropoutNd) else vars(module), path, seen, 0):
+            found.setdefault(key, []).append(value)
+    return {key: values[0] if values.count(values[0]) == len(values) else values for key, values in found.items()}
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any], changed: Collection[str]) -> list[str]:
+    """In words, what differs of that which both have, but for attributes called as `changed` says."""
+    names = [key for key in there if key in here and not {key, key.rpartition(".")[2]} & set(changed)]
+    pairs = ((key, json.dumps(there[key]), json.dumps(here[key])) for key in names)
+    return [f"`{key or 'model'}` is {_short(a)} there, and {_short(b)} here" for key, a, b in pairs if a != b]
+
+
+def _within(attributes: Mapping[Any, Any], path: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    """The plain values of an object's attributes or a dict's items, and of those that these are."""
+    for name, value in attributes.items():
+        if not isinstance(name, str) or name.startswith("_") or name in NOT_OF_THE_MODEL or "drop" in name:
+            continue
+        key = f"{path}.{name}" if path else name
+        if is_plain(value) or isinstance(value, list | tuple):
+            if (told := _told(value)) is not None:
+                yield key, told
+        elif hasattr(value, "__qualname__"):
+            yield from [] if "<" in value.__qualname__ else [(key, value.__qualname__)]
+        elif not isinstance(value, Tensor | nn.Module) and id(value) not in seen and depth < DEEPEST:
+            seen.add(id(value))
+            yield from _within(
+                value if isinstance(value, Mapping) else getattr(value, "__dict__", {}), key, seen, depth + 1
+            )
+
+
+def _told(value: Any) -> Any:
+    """A value as it is kept; None for a list in which not all is plain."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return value if len(text) <= LONGEST else f"{len(text)} characters, crc32 {zlib.crc32(text.encode()):08x}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."

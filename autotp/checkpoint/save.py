@@ -1,0 +1,228 @@
+"""save, load: a training's state in files, written by the ranks that hold it, read by any others.
+
+Each rank writes the boxes of the whole tensors that it holds (`boxes.py`, `pieces.py`) into a folder of another name;
+once all have, the first rank writes what there is and its checksums (`manifest.py`), and gives the folder its name.
+What reads them takes from each file the boxes that it needs. All that is read is tensors and plain data (`plain.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import threading
+import traceback
+import zlib
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from torch.optim import Optimizer
+
+from autotp.checkpoint.keys import NOTHING, STEPS, path_of
+from autotp.checkpoint.manifest import MANIFEST, OF_FORMAT_1, read_manifest
+from autotp.checkpoint.read import expect_one, expect_same, load_more, put, read
+from autotp.checkpoint.write import UNFINISHED, begun, same_on_all, write
+from autotp.distributed.background_exchange import Peers
+from autotp.distributed.consistency import agree
+from autotp.distributed.mesh import gather_ints
+from autotp.errors import Error, within
+from autotp.runtime.holdings import parts_of
+from autotp.training.trainer import Trainer
+
+T = TypeVar("T")
+
+
+def save_checkpoint(
+    folder: str | Path, trainer: Trainer, optimizer: Optimizer, step: int, *, wait: bool = True, **more: Any
+) -> Future[None]:
+    """Writes `folder/step-00000100`: parameters, the optimizer's state, random states, `more`. Call it on every rank.
+
+    Nothing is overwritten; a save that does not come to its end leaves no folder of this name. The first rank's process
+    has `folder` to itself from its first save on, until it ends.
+
+    Args:
+        step: how many steps were done.
+        wait: False copies the state to the CPU, and writes it while training goes on: the next save, and `.result()` of
+            what is returned, wait for it and raise what went wrong. So does the end of the program, which ends in 1.
+        more: by name, what else has a `state_dict()` of tensors and plain data, the same on all ranks: a schedule, a
+            scaler.
+
+    Raises:
+        Error: on every rank: the step is there already; another process saves into the folder, or it cannot be written;
+            the optimizer holds other parameters, state that is not shaped as they are, or state beside theirs; `more`
+            differs between ranks, or what several of them hold of one tensor.
+    """
+
+    def run() -> Saving:
+        _expect_trainer(trainer)
+        _finish(trainer)
+        state = agree(trainer.everyone, lambda: begun(Path(folder), trainer, optimizer, step, more))
+        mark = same_on_all(trainer, uuid4().int >> 66, step, zlib.crc32(json.dumps(state.more).encode()))
+        path = path_of(Path(folder), step)
+        new = path.with_name(f".{path.name}.{mark:016x}{UNFINISHED}")
+        trainer.saving = Saving(lambda: write(state, path, new, Peers(trainer.everyone, trainer.files)))
+        return trainer.saving
+
+    saving = within("save_checkpoint", run)
+    if wait:
+        within("save_checkpoint", lambda: _finish(trainer))
+    return saving
+
+
+def load_checkpoint(
+    folder: str | Path,
+    trainer: Trainer,
+    optimizer: Optimizer | None = None,
+    *,
+    changed: Collection[str] = (),
+    **more: Any,
+) -> int:
+    """The step of the newest whole checkpoint in `folder`, once it is loaded; 0 where there is none. On every rank.
+
+    No code of a checkpoint is run, and what is read of it is compared with the checksums that it was written with.
+
+    Args:
+        trainer: of the same model, in any layout; random states are those of the checkpoint in the same layout only.
+        optimizer: of the class that was saved; None to evaluate: its state is left where it is.
+        changed: attributes of the model, as "dropout", that may be others than those of the model that was saved.
+        more: what was saved under these names; each has a `load_state_dict`, and a `state_dict` to go back to.
+
+    Raises:
+        Error: on every rank, and nothing is changed: another model's, damaged, of another format; the folder cannot be
+            read.
+    """
+    learning: Any = NOTHING if optimizer is None else optimizer
+
+    def run() -> int:
+        _expect_trainer(trainer)
+        _finish(trainer)
+        everyone = trainer.everyone
+        # The first rank's list decides: on another machine it may lag behind.
+        newest = agree(everyone, lambda: max([-1, *saved_steps(folder)]) if everyone.rank == 0 else -1)
+        step = gather_ints([newest], everyone)[0][0]
+        if step < 0:
+            return 0
+        path = path_of(Path(folder), step)
+        manifest = agree(everyone, lambda: _staying(path, lambda: read_manifest(path)))
+        expect_one(manifest, trainer)
+        parts = parts_of(trainer, "load_checkpoint")
+        agree(everyone, lambda: expect_same(manifest, trainer, parts, learning, more, changed))
+        found = agree(everyone, lambda: _staying(path, lambda: read(manifest, trainer, parts, learning, more)))
+        load_more(more, found.more, trainer)
+        put(found, trainer, parts, learning)
+        trainer.steps = manifest.about["step"]
+        return step
+
+    return within("load_checkpoint", run)
+
+
+def _expect_trainer(given: object) -> None:
+    if not isinstance(given, Trainer):
+        raise Error(
+            f"a {type(given).__name__} in place of a trainer of autotp.distribute",
+            **{
+                "try": "trainer = autotp.distribute(model, tp=...), whose state is all that training needs",
+                "or": "autotp.full_state_dict(model), autotp.save_pretrained(model, folder): the parameters alone",
+            },
+        )
+
+
+def _staying(path: Path, run: Callable[[], T]) -> T:
+    """What `run` returns, which reads a checkpoint. Where it fails and the folder is not whole, Error says so."""
+    try:
+        return run()
+    except Error as error:
+        # It was there when the manifest was compared with it.
+        if isinstance(error.__cause__, FileNotFoundError) or not _is_whole(path):
+            remedy = "load_checkpoint again: it takes the newest that is there"
+            raise Error(f"{path} was removed while it was read", **{"try": remedy}) from error
+        raise
+
+
+def saved_steps(folder: str | Path) -> list[int]:
+    """The steps of the whole checkpoints in a folder, in order; none where it does not exist.
+
+    Raises:
+        Error: it cannot be read.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise _unreadable(Path(folder), error) from error
+    digits = (name.removeprefix("step-") for name in names if re.fullmatch(r"step-[0-9]{8,19}", name))
+    steps = sorted({int(text) for text in digits if int(text) < STEPS})
+    # With more zeros than we write it is the name of something else.
+    return [step for step in steps if path_of(Path(), step).name in names and _is_whole(path_of(Path(folder), step))]
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether there is a manifest. That it can be read is seen when it is."""
+    for name in (MANIFEST, OF_FORMAT_1):
+        try:
+            os.lstat(path / name)
+            return True
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise _unreadable(path, error) from error
+    return False
+
+
+def _unreadable(path: Path, error: OSError) -> Error:
+    return Error(f"{path} cannot be read: {error.strerror}", **{"try": "the folder that was saved into"})
+
+
+# ---- a save that is under way
+
+
+class Saving(Future[None]):
+    """A save in a thread of its own, for which the program waits before it ends.
+
+    What went wrong is told to whoever asks for the result; if nobody has at the end of the program, it ends in 1.
+    """
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        super().__init__()
+        # Python's atexit calls nothing in a process that multiprocessing forked; this does, and in all others.
+        self._at_end = Finalize(None, self._expect_told, exitpriority=0)
+        threading.Thread(target=self._run, args=(run,), name="autotp.save_checkpoint").start()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Waits, and raises what went wrong."""
+        try:
+            super().result(timeout)
+        finally:
+            if self.done():
+                self._at_end.cancel()
+
+    def _run(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BaseException as error:
+            self.set_exception(error)
+        else:
+            self._at_end.cancel()
+            self.set_result(None)
+
+    def _expect_told(self) -> None:
+        """Ends the program if the save failed: an exception at this time would not change its exit status."""
+        if problem := self.exception():
+            traceback.print_exception(problem)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def _finish(trainer: Trainer) -> None:
+    """Waits for the save that is under way, and raises what went wrong."""
+    saving, trainer.saving = trainer.saving, None
+    if saving is not None:
+        saving.result()

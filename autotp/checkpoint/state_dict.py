@@ -1,0 +1,106 @@
+"""The whole model's state from and to its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autotp.distributed.consistency import agree
+from autotp.distributed.mesh import broadcast_from_first, expect_alike, group_of
+from autotp.errors import Error, within
+from autotp.ops.collectives import naming_lost
+from autotp.runtime.holdings import Parts, parts_of
+
+
+def full_state_dict(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+    """The state dict of the original model, on the CPU of the first rank; an empty one on the others.
+
+    One tensor at a time is gathered, so no device holds more than its shards and the largest single tensor. A
+    bit-exact inverse of `load_full_state_dict`. Call it on every rank of the axis.
+
+    Args:
+        wanted: of a name, whether it is gathered; alike on all ranks. Of a LoRA model, `lambda name: "lora_" in name`.
+
+    Raises:
+        Error: on every rank: they want other names.
+    """
+    parts = parts_of(model, "full_state_dict")
+    whole: dict[str, Tensor | None] = {}
+    names = list(dict.fromkeys(first for saved, first in parts.saved.items() if wanted(saved)))
+    within("full_state_dict", lambda: expect_alike(names, parts.everyone, "wants other names", "the same `wanted`"))
+    for name in names:
+        whole[name] = _gathered(parts, name)
+    if parts.everyone.rank:
+        return {}
+    return {name: cast(Tensor, whole[first]) for name, first in parts.saved.items() if wanted(name)}
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Fills the shards of `model` from the original model's state dict, which only the first rank needs to hold.
+
+    Raises:
+        Error: names are missing or unexpected, or shapes differ; on every rank, before anything is changed.
+    """
+    parts = parts_of(model, "load_full_state_dict")
+    first = parts.everyone.rank == 0
+
+    def look() -> None:
+        if first and (problem := _mismatch(parts, state)):
+            remedy = {"try": "the state dict of the model that was parallelized"}
+            raise Error(f"load_full_state_dict: {problem}", **remedy)
+
+    agree(parts.everyone, look)
+    for name, saved in {first: saved for saved, first in parts.saved.items()}.items():
+        kind = [state[saved].dtype if first else None]
+        if parts.everyone.size > 1:
+            with naming_lost("load_full_state_dict", str(parts.everyone.group)):
+                dist.broadcast_object_list(kind, group=group_of(parts.everyone), group_src=0)
+        whole = torch.empty(parts.shapes[name], dtype=kind[0], device=parts.place.device)
+        if first:
+            whole.copy_(state[saved])
+        broadcast_from_first(whole, parts.everyone)
+        if name in parts.held:
+            parts.fill(name, whole)
+
+
+def _gathered(parts: Parts, name: str) -> Tensor | None:
+    """The whole tensor on the first rank's CPU, None on the others."""
+    tensor, mine = parts.held.get(name), []
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if tensor is not None and not parts.replica:
+        mine = [(box, part.detach().cpu()) for box, part in parts.counts(name, tensor)]
+    if parts.everyone.size == 1:
+        found = [mine]
+    else:
+        found = [[] for _ in range(parts.everyone.size)]
+        every, first = parts.everyone, parts.everyone.rank == 0
+        with naming_lost("full_state_dict", str(every.group)):
+            dist.gather_object(mine, found if first else None, group=group_of(every), group_dst=0)
+    if parts.everyone.rank:
+        return None
+    boxes = [pair for some in found for pair in some]
+    whole = torch.empty(parts.shapes[name], dtype=boxes[0][1].dtype if boxes else parts.held[name].dtype)
+    for box, tensor in boxes:
+        whole[box.place] = tensor
+    return whole
+
+
+def _mismatch(parts: Parts, state: Mapping[str, Tensor]) -> str:
+    missing, unexpected = [n for n in parts.saved if n not in state], [n for n in state if n not in parts.saved]
+    if missing or unexpected:
+        lines = [
+            f"{kind}: {', '.join(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected)) if names
+        ]
+        return "the state dict is another model's; " + "; ".join(lines)
+    for name, first in parts.saved.items():
+        shape, given = parts.shapes[first], state[name]
+        if not isinstance(given, Tensor):
+            return f"`{name}` is a {type(given).__name__} in the state dict, and no tensor"
+        if tuple(given.shape) != shape:
+            return f"`{name}` is {list(given.shape)} in the state dict and {list(shape)} in the model"
+    return ""

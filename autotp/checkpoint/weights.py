@@ -1,0 +1,175 @@
+"""Checkpoints, one tensor at a time: each rank reads what it holds, the first writes what all of them hold."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotp.checkpoint.files.atomic_folder import replaced
+from autotp.checkpoint.files.checksums import SIDE_FILE, Summed, side_file, write_whole
+from autotp.checkpoint.files.safetensors_files import (
+    INDEX,
+    ONE_FILE,
+    Shard,
+    header_of,
+    index_of,
+    nbytes,
+    shards_of,
+    write,
+)
+from autotp.checkpoint.files.tensor_sources import Source, blocks, fill, sliceable, whole
+from autotp.distributed.consistency import agree
+from autotp.distributed.mesh import Mesh, expect_alike
+from autotp.errors import Error
+from autotp.sharding.layout import Layout
+
+NAMED = "|".join(map(re.escape, (ONE_FILE, INDEX, SIDE_FILE)))
+WEIGHTS = re.compile(rf"{NAMED}|model-\d{{5}}-of-\d{{5}}\.safetensors")
+"""The files of an earlier checkpoint that a new one takes the place of."""
+
+
+def read_parts(sources: Mapping[str, Source], layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, Tensor]:
+    """This rank's part of each tensor, on its device; a bar on the first rank counts the bytes.
+
+    At any time there are the parts and a block of one tensor, or one whole tensor of those that cannot be read in part.
+
+    Raises:
+        Error: a tensor cannot be read; names it and the file.
+    """
+    held = {name: layouts.get(name) or Layout(source.shape) for name, source in sources.items()}
+    # At once and first: made one by one, they would sit in holes that blocks left.
+    parts = {
+        name: torch.empty(held[name].local_shape(mesh.rank), dtype=source.dtype, device=mesh.device)
+        for name, source in sources.items()
+    }
+    with bar("reading", sum(map(nbytes, parts.values())), mesh) as count:
+        for name, source in sources.items():
+            fill(parts[name], source, held[name], mesh.rank)
+            count(nbytes(parts[name]))
+    return parts
+
+
+def write_checkpoint(
+    folder: Path, tensors: Mapping[str, Source], mesh: Mesh, largest: int, beside: Callable[[Path], None]
+) -> None:
+    """Writes tensors into `folder`, in one file or in several with an index; the first rank does, all take part.
+
+    The folder changes as a whole at the end (`folder.py`): after a failure it is as it was.
+
+    Args:
+        largest: bytes of tensors in a file; one that is larger has a file of its own.
+        beside: writes what else belongs there, into the folder it is given.
+
+    Raises:
+        Error: the file system fails; on every rank.
+    """
+    shards = shards_of(tensors, largest)
+    expect_alike(shards, mesh, "would write other files", "the same max_shard_size, and the same model,")
+
+    def on_first(run: Callable[[], Any]) -> Any:
+        return agree(mesh, lambda: _written(folder, run) if mesh.rank == 0 else None)
+
+    with ExitStack() as stack:
+        new = on_first(lambda: stack.enter_context(replaced(folder, lambda name: bool(WEIGHTS.fullmatch(name)))))
+        with bar("writing", sum(map(nbytes, tensors.values())), mesh) as count:
+            files = [_write_shard(new, shard, tensors, mesh, count) for shard in shards]
+        on_first(lambda: _write_rest(new, shards, tensors, files, beside))
+        on_first(stack.pop_all().close)
+
+
+def _write_shard(
+    new: Path | None, shard: Shard, tensors: Mapping[str, Source], mesh: Mesh, count: Callable[[int], None]
+) -> Summed | None:
+    """The file, on the first rank."""
+    with ExitStack() as stack:
+
+        def begin() -> Summed | None:
+            if new is None:
+                return None
+            file = Summed(stack.enter_context((new / shard.file).open("wb")))
+            file.write(header_of(tensors, shard.names))
+            return file
+
+        file = agree(mesh, lambda: _written(new, begin))
+        for name in shard.names:
+            agree(mesh, lambda name=name: _stream(file, tensors[name]))  # type: ignore[misc]
+            count(nbytes(tensors[name]))
+        agree(mesh, lambda: _written(new, stack.close))
+    return file
+
+
+def _stream(file: Summed | None, source: Source) -> None:
+    """Writes a tensor block by block; `file` is None but on the first rank. The others send, so a failure waits."""
+    box = whole(source.shape)
+    problem: Exception | None = None
+    for block in blocks(box, source.dtype.itemsize) if sliceable(source) else [box]:
+        part = source.read(block)
+        try:
+            if file is not None and problem is None:
+                write(file, part)
+        except OSError as error:
+            problem = error
+    if problem is not None:
+        raise _failed(problem, Path(file.name if file else ""))
+
+
+def _write_rest(
+    new: Path,
+    shards: Sequence[Shard],
+    tensors: Mapping[str, Source],
+    files: Sequence[Summed | None],
+    beside: Callable[[Path], None],
+) -> None:
+    written = [file for file in files if file is not None]
+    if len(shards) > 1:
+        with (new / INDEX).open("wb") as opened:
+            written.append(Summed(opened))
+            written[-1].write(index_of(shards, sum(map(nbytes, tensors.values()))).encode())
+    write_whole(new / SIDE_FILE, side_file({Path(file.name).name: (file.size, file.sums) for file in written}))
+    beside(new)
+
+
+def _written(at: Path | None, run: Callable[[], Any]) -> Any:
+    """What `run` returns; a failure of the file system is an Error."""
+    try:
+        return run()
+    except OSError as error:
+        raise _failed(error, at or Path()) from error
+
+
+def _failed(error: Exception, at: Path) -> Error:
+    return Error(f"the checkpoint cannot be written: {error}", at=str(at))
+
+
+@contextmanager
+def bar(what: str, size: int, mesh: Mesh) -> Iterator[Callable[[int], None]]:
+    """A progress bar of `size` bytes on the first rank; within, what is done is told to the function it gives."""
+    from tqdm import tqdm
+
+    with tqdm(total=size, desc=what, unit="B", unit_scale=True, disable=mesh.rank != 0) as shown:
+        yield shown.update
+
+
+def parse_size(text: int | str) -> int:
+    """Bytes: a number, or a text as "5GB" or "200MiB".
+
+    Raises:
+        Error: neither.
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and text > 0:
+        return text
+    found = (
+        re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", text.strip(), re.IGNORECASE)
+        if isinstance(text, str)
+        else None
+    )
+    if found is None or not float(found[1]):
+        raise Error(f"max_shard_size={text!r}", expected='a number of bytes, or a text as "5GB"')
+    return math.ceil(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))

@@ -1,0 +1,302 @@
+"""What each rank writes of a training, and how a checkpoint comes to have its name."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from autotp.checkpoint.files.atomic_folder import sync
+from autotp.checkpoint.files.checksums import bytes_of, write_whole
+from autotp.checkpoint.files.folder_lock import claim
+from autotp.checkpoint.files.plain_json import encode
+from autotp.checkpoint.files.tensor_pieces import file_of, write_pieces
+from autotp.checkpoint.keys import NAMES, SEPARATOR, STEPS, key_of, names_held, names_of, path_of, random_states, sizes
+from autotp.checkpoint.manifest import MANIFEST, OF_FORMAT_1, Item, written
+from autotp.distributed.background_exchange import Peers
+from autotp.distributed.mesh import gather_ints
+from autotp.errors import Error
+from autotp.runtime.holdings import Parts, parts_of
+from autotp.sharding.boxes import local_of
+from autotp.training.trainer import Trainer
+
+T = TypeVar("T")
+Holders = dict[tuple[Any, ...], list[tuple[int, int]]]
+"""What tells an item apart -> the ranks that have it, each with its number there."""
+UNFINISHED = ".new"
+
+
+@dataclass(frozen=True)
+class State:
+    """What a rank writes.
+
+    Attributes:
+        about: plain data, of which the first rank's is written.
+        more: what is the same on all ranks, and is compared.
+        groups: of each group of the optimizer its options, and its parameters, each with the names of its state.
+        values: what of the optimizer's state is no tensor, by key.
+        items: tensors; copies, so that training may go on.
+    """
+
+    about: dict[str, Any]
+    more: dict[str, Any]
+    groups: list[Any]
+    values: dict[str, Any]
+    items: list[Item]
+
+
+def begun(folder: Path, trainer: Trainer, optimizer: Optimizer, step: int, more: Mapping[str, Any]) -> State:
+    """What this rank writes; the folder is ready for it.
+
+    Raises:
+        Error: as `save_checkpoint`.
+    """
+    if not isinstance(optimizer, Optimizer):
+        problem = f"{type(optimizer).__name__} is no optimizer"
+        raise Error(problem, **{"try": "autotp.full_state_dict(trainer) for the parameters alone"})
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEPS:
+        raise Error(f"step={step!r} is no number of steps", **{"try": "trainer.steps"})
+    path = path_of(folder, step)
+    if path.exists():
+        whole = any((path / name).exists() for name in (MANIFEST, OF_FORMAT_1))
+        remedy = "another folder, or another step" if whole else "remove it: it is not whole"
+        raise Error(f"{path} is there already", **{"try": remedy})
+    if trainer.everyone.rank == 0:
+        _filed(folder, lambda: _claim(folder))
+    _expect_nothing_beside(optimizer)
+    return _state(trainer, parts_of(trainer, "save_checkpoint"), optimizer, step, more)
+
+
+def _expect_nothing_beside(optimizer: Optimizer) -> None:
+    """Raises Error where an optimizer keeps more than options and its parameters' state."""
+    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    beside: list[Any] = [key for key in optimizer.state if id(key) not in parameters]
+    beside += [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+    if beside:
+        key = f"a tensor of {list(beside[0].shape)}" if isinstance(beside[0], Tensor) else f"`{beside[0]}`"
+        told = f"{type(optimizer).__name__} keeps {key} beside the state of its parameters"
+        remedy = "an option of a group, or save_checkpoint(..., name=thing) with a state_dict() of its own"
+        raise Error(f"{told}, which a checkpoint does not hold", **{"try": remedy})
+
+
+def _claim(folder: Path) -> None:
+    """Keeps other jobs from saving here, and removes what those that were killed left."""
+    if claim(folder):
+        for left in folder.glob(f".step-*{UNFINISHED}"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _filed(at: Path, run: Callable[[], T]) -> T:
+    """What `run` returns; a failure of the file system is an Error."""
+    try:
+        return run()
+    except OSError as error:
+        raise Error(f"{at} cannot be written: {error}") from error
+
+
+def same_on_all(trainer: Trainer, mark: int, step: int, more: int) -> int:
+    """The first rank's mark.
+
+    Raises:
+        Error: `step` or `more` is another on some rank.
+    """
+    rows = gather_ints([mark, step, more], trainer.everyone)
+    share = "save a state that all ranks share; the trainer's own differs as it must"
+    for at, what, remedy in ((1, "step", "trainer.steps"), (2, "what is saved by name", share)):
+        other = [rank for rank, row in enumerate(rows) if row[at] != rows[0][at]]
+        if other:
+            raise Error(f"{what} is not the same on rank {other[0]} as on rank 0", **{"try": remedy})
+    return rows[0][0]
+
+
+def _state(trainer: Trainer, parts: Parts, optimizer: Optimizer, step: int, more: Mapping[str, Any]) -> State:
+    rank, items = trainer.everyone.rank, list[Item]()
+
+    def keeper(at: str) -> Callable[[Tensor], str]:
+        count = itertools.count()  # Of what is kept there: the keys are the same on all ranks that hold it.
+
+        def keep(tensor: Tensor) -> str:
+            key = key_of(at, next(count))
+            copied = tensor.cpu().clone()
+            items.append(Item(key, (0,) * copied.dim(), tuple(copied.shape), copied))
+            return key
+
+        return keep
+
+    about = {
+        "step": step,
+        "sizes": sizes(trainer),
+        "optimizer": type(optimizer).__name__,
+        "model": trainer.hyperparameters,
+    }
+    keep = keeper("more")
+    shared = {name: encode(thing.state_dict(), f"the state of `{name}`", keep) for name, thing in more.items()}
+    prints = {item.key: zlib.crc32(bytes_of(item.tensor)) for item in items}
+    keep = keeper(key_of("group", rank))
+    groups = [_group(group, optimizer, parts, keep) for group in optimizer.param_groups]
+    for name, tensor in random_states(trainer.place.device).items():
+        items.append(Item(key_of("random", rank, name), (0,), tuple(tensor.shape), tensor))
+    for name in names_held(parts):
+        items += _boxed(key_of("model", name), parts, name, parts.held[name])
+    values = {}
+    for name, key, value in _moments(optimizer, parts):
+        at = key_of("optimizer", name, key)
+        if not isinstance(value, Tensor):
+            values[at] = encode(value, f"`{key}` of `{name}` in the optimizer", keeper(at))
+        elif value.dim() == 0 and value.shape != parts.held[name].shape:
+            items.append(Item(at, (), (), value.detach().cpu().clone()))
+        else:
+            items += _boxed(at, parts, name, _as_parameter(value, name, key, parts, optimizer))
+    return State(about, {"more": shared, "tensors": prints}, groups, values, items)
+
+
+def _group(group: Mapping[str, Any], optimizer: Optimizer, parts: Parts, keep: Callable[[Tensor], str]) -> list[Any]:
+    names = names_of(optimizer, parts)
+    options = {key: value for key, value in group.items() if key not in NAMES}
+    holds = {names[p]: list(optimizer.state.get(p, {})) for p in group["params"]}
+    return [encode(options, "a group of the optimizer", keep), holds]
+
+
+def _boxed(key: str, parts: Parts, name: str, tensor: Tensor) -> Iterator[Item]:
+    """What this rank has of a parameter, or of what lies as it does, and no rank before this one on the axis."""
+    local = local_of(tensor.detach())
+    if not math.prod(parts.shapes[name]):
+        yield Item(key, (0,) * local.dim(), parts.shapes[name], local.cpu())
+    for box in parts.boxes(name, tensor):
+        yield Item(key, box.whole, parts.shapes[name], box.of(local).to("cpu", copy=True))
+
+
+def _as_parameter(value: Tensor, name: str, key: str, parts: Parts, optimizer: Optimizer) -> Tensor:
+    """`value`, which lies as its parameter does.
+
+    Raises:
+        Error: it does not.
+    """
+    if value.shape == parts.held[name].shape:
+        return value
+    raise Error(
+        f"`{key}` of `{name}` is {list(value.shape)} in {type(optimizer).__name__}, and the parameter "
+        f"{list(parts.held[name].shape)}: where it lies in the whole is not known",
+        **{"try": "an optimizer whose state is shaped as the parameters are, such as AdamW"},
+    )
+
+
+def _moments(optimizer: Optimizer, parts: Parts) -> Iterator[tuple[str, str, Any]]:
+    for parameter, name in names_of(optimizer, parts).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            yield name, key, value
+
+
+# ---- writing it, in a thread
+
+
+def write(state: State, path: Path, new: Path, peers: Peers) -> None:
+    """Writes a checkpoint into the folder `new`, which is `path` in the end.
+
+    Raises:
+        Error: on every rank; nothing is left then.
+    """
+    try:
+        rank = peers.mesh.rank
+        choices = peers.tell([item.choice() for item in state.items])
+        holders = _holders(choices)
+        _expect_alike(peers, state, choices, holders)
+        items = [state.items[i] for i in _chosen(holders, peers.mesh.size, rank)]
+        rows = peers.agree(lambda: _filed(new, lambda: _write_items(new, rank, items)))
+        every = peers.tell([rows, state.groups, state.values])
+        peers.agree(lambda: _filed(path, lambda: _name(state, every, path, new)) if rank == 0 else None)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)  # On every rank: what one wrote may lie elsewhere.
+        raise
+
+
+def _holders(every: Sequence[Sequence[Any]]) -> Holders:
+    """Who has each item. every: of each rank's items what tells them apart"""
+    found: Holders = {}
+    for rank, rows in enumerate(every):
+        for i, (key, at, size, _) in enumerate(rows):
+            found.setdefault((key, *at, size), []).append((rank, i))
+    return found
+
+
+def _expect_alike(peers: Peers, state: State, choices: Sequence[Sequence[Any]], holders: Holders) -> None:
+    """Raises Error, on every rank, where ranks hold the same of a tensor, or a number, and it is not the same."""
+    rank, several = peers.mesh.rank, [(key[0], places) for key, places in holders.items() if len(places) > 1]
+    mine = [
+        zlib.crc32(bytes_of(state.items[i].tensor)) for _, places in several for other, i in places if other == rank
+    ]
+    every = [(iter(sums), values) for sums, values in peers.tell([mine, state.values])]
+    found: dict[str, dict[int, Any]] = {}
+    for at, (key, places) in enumerate(several):
+        for other, _ in places:
+            found.setdefault(f"{at}{SEPARATOR}{key}", {})[other] = next(every[other][0])
+    for other, (_, values) in enumerate(every):
+        told = [*values.items(), *((key, whole) for key, _, _, whole in choices[other])]
+        for key, value in told:
+            found.setdefault(f"{SEPARATOR}{key}", {})[other] = json.dumps(value)
+    for key, by_rank in found.items():
+        (first, value), *others = by_rank.items()
+        differ = [other for other, theirs in others if theirs != value]
+        if differ:
+            problem = f"{_called(key.partition(SEPARATOR)[2])} is another on rank {differ[0]} than on rank {first}"
+            remedy = "the same steps on all ranks; of a cut parameter, state that is shaped as it is"
+            raise Error(problem, **{"try": remedy})
+
+
+def _called(key: str) -> str:
+    """What an error calls what is kept under a key."""
+    kind, name, *rest = key.split(SEPARATOR)
+    return f"`{rest[0]}` of `{name}` in the optimizer" if kind == "optimizer" and rest else f"`{name}`"
+
+
+def _chosen(holders: Holders, ranks: int, rank: int) -> list[int]:
+    """Which of its items a rank writes: of those that several have, the one that has least to write does."""
+    load, chosen = [0] * ranks, list[int]()
+    for (*_, size), places in sorted(holders.items(), key=lambda pair: len(pair[1])):
+        other, i = min(places, key=lambda place: load[place[0]])
+        load[other] += size
+        if other == rank:
+            chosen.append(i)
+    return sorted(chosen)
+
+
+def _write_items(new: Path, rank: int, items: Sequence[Item]) -> list[Any]:
+    """The bytes of this rank's file, and of each item its row and its piece's."""
+    new.mkdir(parents=True, exist_ok=True)
+    pieces = write_pieces(new, rank, ((item.at, item.tensor) for item in items))
+    rows = [[item.row(), piece.row()] for item, piece in zip(items, pieces, strict=True)]
+    return [(new / file_of(rank)).stat().st_size, rows]
+
+
+def _name(state: State, every: Sequence[Any], path: Path, new: Path) -> None:
+    """Writes the manifest, and gives the folder its name.
+
+    Raises:
+        Error: not all files are there: a rank wrote into another folder, or on a disk of its own.
+    """
+    ranks, groups, values = zip(*every, strict=True)
+    for rank, (size, _) in enumerate(ranks):
+        file = new / file_of(rank)
+        if not file.exists() or file.stat().st_size != size:
+            problem = f"rank 0 does not see what rank {rank} wrote: {file.name} is not in {path.parent}"
+            raise Error(problem, **{"try": "one folder, the same on all ranks and shared by all machines"})
+    told = {json.dumps(group): group for some in groups for group in some}
+    about = {
+        **state.about,
+        "more": state.more["more"],
+        "groups": list(told.values()),
+        "values": {key: value for some in values for key, value in some.items()},
+    }
+    write_whole(new / MANIFEST, written(about, ranks))
+    sync(new)
+    new.rename(path)
+    sync(path.parent)

@@ -1,0 +1,170 @@
+"""Initialisers run again on stand-ins: every random number drawn again, one module's tensors at a time.
+
+Before: Linear.reset_parameters(), its weight on meta
+After:  the same call on a real weight, which is handed on when the event is over
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from autotp.deferred_init.events import Event, Place, Tied, empty_like, how_to_fill, made_again, tensors_of
+from autotp.errors import Error
+
+LOOKS = {"shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "data", "detach"}
+LOOKS |= {"size", "dim", "ndimension", "numel", "is_floating_point", "is_complex", "is_contiguous", "stride"}
+OVERWRITES = {"normal_", "uniform_", "fill_", "zero_", "copy_", "constant_", "exponential_", "random_", "data="}
+OVERWRITES |= {"trunc_normal_", "kaiming_normal_", "kaiming_uniform_", "xavier_normal_", "xavier_uniform_"}
+
+
+@dataclass
+class StandIn:
+    """A real tensor in the place of one on meta: "empty", "written" over, or "recalled" from earlier events."""
+
+    tensor: Tensor
+    state: str = "empty"
+
+
+Sink = Callable[[int, Place, StandIn], None]  # called with the number of the event
+
+
+class Replay(TorchFunctionMode):
+    """Runs events on stand-ins on `device`, and hands each that was written to `sink` as soon as it can be cut."""
+
+    def __init__(self, tied: Tied, events: Sequence[Event], device: torch.device, sink: Sink) -> None:
+        super().__init__()
+        self.tied, self.events, self.device, self.sink = tied, events, device, sink
+        self.places = {id(place.tensor): place for places in tied for place in reversed(places)}
+        self.states = torch.empty(0)  # the random state before each event: [events bytes], in one piece
+        self.history: dict[int, list[int]] = {}  # the events that a tensor's value follows from
+        self.live: dict[int, StandIn] = {}
+        self.aliases: dict[int, tuple[Tensor, int]] = {}  # `p.data`, and whose it is
+        self.pinned: int | None = None
+
+    def run(self) -> None:
+        """All events, in order."""
+        self.states = _random_state(self.device).repeat(len(self.events), 1)
+        for i, event in enumerate(self.events):
+            self.states[i] = _random_state(self.device) if event.copy_of is None else self.states[event.copy_of]
+            self.call(i)  # The last copy ends where the first layer did.
+
+    def call(self, i: int) -> None:
+        """One event, from the random state it had; after it no stand-in lives."""
+        self.at, event = i, self.events[i]
+        _set_random_state(self.device, self.states[i])
+        with torch.no_grad(), self.device:
+            if event.call == "__init__":
+                self._adopt(event.module)
+            else:
+                self._run(event)
+        for key in list(self.live):
+            self._release(key)
+
+    def _run(self, event: Event) -> None:
+        try:
+            with self:
+                if event.owner is None:
+                    getattr(event.module, event.call)()
+                else:
+                    getattr(event.owner, event.call)(event.module)
+        except Error:
+            raise
+        except Exception as error:
+            raise Error(f"{event} failed on {self.device}: {type(error).__name__}: {error}") from error
+
+    def _adopt(self, module: nn.Module) -> None:
+        """Takes the tensors of a second `module` as the stand-ins of the first one's."""
+        made = tensors_of(made_again(module) or module)
+        for name, tensor in tensors_of(module).items():
+            if id(tensor) == self.pinned:
+                self.live[id(tensor)].tensor.data = made[name].data
+            else:
+                self.live[id(tensor)] = StandIn(made[name], "written")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, target = _function_name(func), args[0] if args else kwargs.get("tensor")
+        real: dict[int, Tensor] = {}
+        for x in pytree.tree_leaves((args, kwargs)):
+            key = self.aliases[id(x)][1] if id(x) in self.aliases else id(x)
+            if key in self.places:
+                it = self._stand_in(key, name, x is target)
+                real[id(x)] = it.tensor if key == id(x) else x
+        args, kwargs = pytree.tree_map_only(Tensor, lambda x: real.get(id(x), x), (args, kwargs))
+        result = func(*args, **kwargs)
+        if name in ("data", "detach") and id(target) in self.places:
+            self.aliases[id(result)] = (result, id(target))
+        return target if result is real.get(id(target)) else result  # for `module.weight *= 2`, which also assigns
+
+    def _stand_in(self, key: int, function: str, target: bool) -> StandIn:
+        """What stands for a tensor, with the value that has now unless `function` does not need it."""
+        if key not in self.live:
+            self._make_room(self.places[key].module)
+            self.live[key] = StandIn(empty_like(self.places[key].tensor, self.device))
+        it = self.live[key]
+        if it.state == "empty" and function not in LOOKS:
+            it.state = "written" if target and function in OVERWRITES else "recalled"
+            if it.state == "recalled" and self.device.type != "meta":
+                self._recall(key, it.tensor)
+        return it
+
+    def _make_room(self, module: nn.Module) -> None:
+        """Cuts what lives of other modules, before tensors of `module` come to life."""
+        for key in [key for key in self.live if key != self.pinned and self.places[key].module is not module]:
+            self._release(key)
+
+    def _recall(self, key: int, tensor: Tensor) -> None:
+        """Fills `tensor` with the value it has now, by running what wrote it again; with nan if nothing did."""
+        past, now = self.history.get(key, []), _random_state(self.device)
+        if self.at in past:
+            raise Error(
+                f"{self.events[self.at]} comes back to `{self.places[key].name}` after another module's tensors",
+                **{"try": "initialise the modules one after the other"},
+            )
+        if tensor.is_floating_point():
+            tensor.data.fill_(torch.nan)
+        for i in past:
+            again = Replay(self.tied, self.events, self.device, lambda i, place, it: None)
+            again.states, again.pinned, again.live = self.states, key, {key: StandIn(tensor, "written")}
+            again.call(i)
+        _set_random_state(self.device, now)
+
+    def _release(self, key: int) -> None:
+        it, place = self.live.pop(key), self.places[key]
+        self.aliases = {i: alias for i, alias in self.aliases.items() if alias[1] != key}
+        if it.state == "empty":
+            return
+        if it.state == "recalled" and not it.tensor.is_meta and bool(it.tensor.detach().sum().isnan()):
+            raise Error(f"{self.events[self.at]} leaves `{place.name}` or a part of it empty", **how_to_fill(place))
+        self.history[key] = [*(self.history.get(key, []) if it.state == "recalled" else []), self.at]
+        self.sink(self.at, place, it)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """The random state of the CPU and, if it has one of its own, of `device`: uint8 [bytes]"""
+    states = [torch.get_rng_state()]
+    if device.type not in ("cpu", "meta"):
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return torch.cat(states)
+
+
+def _set_random_state(device: torch.device, state: Tensor) -> None:
+    size = torch.get_rng_state().numel()
+    torch.set_rng_state(state[:size].clone())
+    if state.numel() > size:
+        torch.get_device_module(device).set_rng_state(state[size:].clone(), device)
+
+
+def _function_name(func: Any) -> str:
+    """`normal_`; of a property its name, `shape`, and of its setter `data=`."""
+    name = getattr(func, "__name__", "")
+    if name not in ("__get__", "__set__"):
+        return name
+    return getattr(func.__self__, "__name__", "") + ("=" if name == "__set__" else "")

@@ -1,0 +1,158 @@
+"""Whether the initialisers are what a construction ran: the traces that it left, sources and counts of writes, agree.
+
+Before: writes of a replay on meta: Linear.reset_parameters() one, GPT._init_weights(Linear) one
+After:  `_version` of the weight is 2; of tied tensors, the one whose value stays
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from autotp.deferred_init.events import Event, Place, Tied, how_to_fill, is_hugging_face, mentioned, users_classes
+from autotp.deferred_init.replay import Replay, StandIn
+from autotp.errors import Error
+
+UNSEEN = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "normal", "bernoulli", "multinomial"}
+UNSEEN |= {"trunc_normal_", "orthogonal_", "sparse_"}  # draws that a constructor on meta leaves no trace of
+
+Way = tuple[int, bool]  # of tying: the place the tensor comes from; whether `_init_weights` wrote through the tie
+Write = tuple[int, StandIn]  # the number of the event, and what it wrote on
+
+
+def check_traces(model: nn.Module, tied: Tied, events: Sequence[Event]) -> dict[int, str]:
+    """Replays on meta, where nothing is drawn or stored, and compares the writes with those the model has seen.
+
+    Returns:
+        id of a tensor -> first name, for those whose values stay: of tied ones that which was written last.
+    """
+    _expect_traces(model, events)
+    writes: dict[int, list[Write]] = {id(place.tensor): [] for places in tied for place in places}
+    now = torch.get_rng_state()
+    Replay(tied, events, torch.device("meta"), lambda i, place, it: writes[id(place.tensor)].append((i, it))).run()
+    torch.set_rng_state(now)
+    kept: dict[int, str] = {}
+    for places in [places for places in tied if places[0].tensor.is_meta]:
+        own = [writes[id(place.tensor)] for place in places]
+        expect_all([places], {places[0].name} if any(own) else ())
+        kept[id(places[_settle(places, own, events, _ways(model, places))].tensor)] = places[0].name
+    return kept
+
+
+def _settle(places: list[Place], own: list[list[Write]], events: Sequence[Event], ways: list[Way]) -> int:
+    """The place whose own tensor ends as the tied one did: that with which the writes are as many as it has seen.
+
+    Args:
+        own: for each place the writes on a tensor of its own.
+    """
+    counts: list[int] = []
+    fitting: dict[tuple[int, ...], int] = {}  # by the events that the value follows from
+    for origin, shared in ways:
+        writes = [w for k, mine in enumerate(own) for w in mine if k == origin or (shared and events[w[0]].owner)]
+        writes.sort(key=lambda write: write[0])
+        counts.append(sum(it.tensor._version for i, it in writes if events[i].counted))
+        last = max((n for n, (_, it) in enumerate(writes) if it.state == "written"), default=0)
+        value = tuple(i for i, _ in writes[last:])
+        holders = [k for k, mine in enumerate(own) if value and set(value) <= {i for i, _ in mine}]
+        if holders and (counts[-1] == places[0].tensor._version or not isinstance(places[0].tensor, nn.Parameter)):
+            fitting[value] = holders[0]
+    if len(fitting) > 1:
+        raise Error(
+            f"`{places[0].name}` is tied to `{places[1].name}`, and which was initialised last cannot be told",
+            **{"try": "tie them in the constructor that has both: self.head.weight = self.embedding.weight"},
+        )
+    if not fitting:
+        raise _other_writes(places[0], counts[0], [str(events[i]) for mine in own for i, _ in mine])
+    return next(iter(fitting.values()))
+
+
+def _ways(model: nn.Module, places: list[Place]) -> list[Way]:
+    """How the places may have been tied: as the source says, else all ways."""
+    if len(places) == 1 or not isinstance(places[0].tensor, nn.Parameter):
+        return [(0, False)]
+    homes, found = [place.module for place in places], []
+    above = [module for module in model.modules() if set(homes) <= set(module.modules())]
+    if any(map(is_hugging_face, above)):
+        return [(0, False)]
+    for module in above:
+        for source in [source for cls in users_classes(module) for source in _sources(cls)]:
+            body = ast.parse(textwrap.dedent(source))
+            applied = [n.lineno for n in ast.walk(body) if isinstance(n, ast.Attribute) and n.attr == "apply"]
+            for line, to, origin in _ties(body, module):
+                if to in homes and origin in homes:
+                    times = [line < applied[0]] if applied else [True, False]
+                    found += [(homes.index(origin), shared) for shared in times]
+    return found or [(k, shared) for shared in (True, False) for k in range(len(homes))]
+
+
+def _ties(body: ast.Module, module: nn.Module) -> Iterator[tuple[int, nn.Module | None, nn.Module | None]]:
+    """Assignments of one submodule's attribute to another's, by way of a local name too: line, to whom, from whom."""
+    names: dict[str, nn.Module | None] = {}
+    for node in ast.walk(body):
+        if not isinstance(node, ast.Assign):
+            continue
+        value = node.value
+        origin = names.get(value.id) if isinstance(value, ast.Name) else _home(value, module)
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                names[target.id] = origin
+            elif origin is not None:
+                yield node.lineno, _home(target, module), origin
+
+
+def _home(node: ast.expr, module: nn.Module) -> nn.Module | None:
+    """The submodule whose attribute `self.a.b.weight` is."""
+    first, *path = ast.unparse(node).split(".") if isinstance(node, ast.Attribute) else [""]
+    return _submodule(module, ".".join(path[:-1])) if first == "self" else None
+
+
+def _sources(cls: type) -> Iterator[str]:
+    """The source of each method, where there is one."""
+    for method in filter(inspect.isfunction, vars(cls).values()):
+        try:
+            yield inspect.getsource(method)
+        except OSError:
+            continue
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _expect_traces(model: nn.Module, events: Sequence[Event]) -> None:
+    """No constructor draws random numbers that a replay would miss."""
+    again = {event.module for event in events if event.call == "__init__"}
+    for name, module in model.named_modules():
+        draws, own = sorted(UNSEEN.intersection(mentioned(module))), type(module).__name__
+        if draws and module not in again:
+            raise Error(
+                f"the constructor of {own}, `{name or 'the model'}`, draws random numbers itself: {draws[0]}",
+                **{"try": f"draw them in {own}.reset_parameters(self), and call that in the constructor"},
+            )
+
+
+def expect_all(tied: Tied, found: Collection[str]) -> None:
+    """Raises Error for the first tensor whose name is not among those `found`."""
+    for place in [places[0] for places in tied if places[0].name not in found]:
+        kind = "parameter" if isinstance(place.tensor, nn.Parameter) else "buffer"
+        problem = f"nothing initialises the {kind} `{place.name}`, whose values are lost on meta"
+        raise Error(problem, **how_to_fill(place))
+
+
+def _other_writes(place: Place, count: int, events: list[str]) -> Error:
+    seen = place.tensor._version
+    not_a_copy = {"try": 'the model built under torch.device("meta") itself, not a copy of it'}
+    return Error(
+        f"the constructors wrote `{place.name}` otherwise than its initialisers do",
+        expected=f"{count} writes: {', '.join(events)}",
+        got=f"{seen} writes",
+        **(how_to_fill(place) if seen else not_a_copy),
+    )

@@ -1,0 +1,180 @@
+"""Lockstep simulation: all ranks of a tensor-parallel model in one process, node by node.
+
+The rank graphs are the same but for their numbers. An ordinary node runs once for each rank; a collective sees all
+ranks' tensors at once, and has its conjugate as its backward. Deterministic, without process groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autotp.ops import collectives, custom_vjp
+from autotp.ops.coalesced import together
+from autotp.ops.custom_vjp import Vjp
+from autotp.ops.overlapped_linear import columns, products
+from autotp.ops.strides import inverse, memory_order
+from autotp.sharding.partition import chunk_sizes
+
+Ranks = tuple[Tensor, ...]
+
+
+def run_lockstep(graphs: Sequence[fx.Graph], inputs: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """The outputs of every rank.
+
+    Args:
+        graphs: one lowered graph for each rank.
+        inputs: for each rank the values of its placeholders, in order.
+    """
+    envs: list[dict[str, Any]] = [{} for _ in graphs]
+    queues = [iter(values) for values in inputs]
+    for nodes in zip(*(graph.nodes for graph in graphs), strict=True):
+        kind = COLLECTIVES.get(nodes[0].target)
+        if nodes[0].op == "output":
+            return [_arguments(node, env)[0][0] for node, env in zip(nodes, envs, strict=True)]
+        if nodes[0].op == "placeholder":
+            values: Sequence[Any] = [next(queue) for queue in queues]
+        elif kind is not None:
+            arguments = [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)]
+            several = kind in (_share, _together, _columns)
+            values = kind(arguments) if several else kind(*(a[0] for a in arguments), rest=arguments[0][2:])
+        elif isinstance(nodes[0].target, Vjp):
+            arguments = [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)]
+            values = custom_vjp.run_lockstep([node.target for node in nodes], arguments, run_lockstep)
+        else:
+            values = _each(nodes, envs)
+        for node, env, value in zip(nodes, envs, values, strict=True):
+            env[node.name] = value
+    raise AssertionError("a graph ends in its output")
+
+
+def _each(nodes: Sequence[fx.Node], envs: Sequence[dict[str, Any]]) -> list[Any]:
+    """An ordinary node on every rank, each starting from the same random state."""
+    state, found = torch.get_rng_state(), []
+    for node, env in zip(nodes, envs, strict=True):
+        torch.set_rng_state(state)
+        args, kwargs = _arguments(node, env)
+        found.append(node.target(*args, **kwargs))  # type: ignore[operator]
+    return found
+
+
+def _arguments(node: fx.Node, env: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return fx.map_arg((node.args, node.kwargs), lambda n: env[n.name])
+
+
+# ---- the six conjugates on all ranks' tensors
+
+
+def _sum(xs: Ranks) -> Ranks:
+    total = xs[0]
+    for x in xs[1:]:
+        total = total + x
+    return tuple(total.clone() for _ in xs)
+
+
+def _join(xs: Ranks, dim: int) -> Ranks:
+    whole = torch.cat(xs, dim)
+    return tuple(whole.clone() for _ in xs)
+
+
+def _take(xs: Ranks, dim: int, size: int, block: int) -> Ranks:
+    sizes = [n * block for n in chunk_sizes(size // block, len(xs))]
+    starts = [sum(sizes[:r]) for r in range(len(xs))]
+    return tuple(x.narrow(dim, start, n).clone() for x, start, n in zip(xs, starts, sizes, strict=True))
+
+
+FORWARD: dict[str, Callable[..., Ranks]] = {
+    "copy": lambda xs: tuple(x.clone() for x in xs),
+    "reduce": lambda xs: _sum(xs),
+    "scatter": lambda xs, dim, size, block=1: _take(xs, dim, size, block),
+    "gather": lambda xs, dim, size, block=1: _join(xs, dim),
+    "all_gather": lambda xs, dim, size, block=1: _join(xs, dim),
+    "reduce_scatter": lambda xs, dim, size, block=1: _take(_sum(xs), dim, size, block),
+}
+CONJUGATE = {
+    "copy": "reduce", "reduce": "copy", "scatter": "gather", "gather": "scatter",
+    "all_gather": "reduce_scatter", "reduce_scatter": "all_gather",
+}  # fmt: skip
+
+
+class _Conjugate(torch.autograd.Function):
+    """One collective over all ranks' tensors, whose backward is its conjugate."""
+
+    @staticmethod
+    def forward(ctx: Any, kind: str, rest: tuple[Any, ...], *xs: Tensor) -> Ranks:
+        ctx.kind, ctx.rest = kind, rest
+        return FORWARD[kind](xs, *rest)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, *_Conjugate.apply(CONJUGATE[ctx.kind], ctx.rest, *grads)
+
+
+def _conjugate(kind: str) -> Callable[..., Ranks]:
+    def run(*xs: Tensor, rest: tuple[Any, ...]) -> Ranks:
+        if kind == "reduce" and rest == ("max",):
+            most = torch.stack([x.detach() for x in xs]).amax(0)
+            return tuple(most.clone() for _ in xs)
+        if not rest:
+            return _Conjugate.apply(kind, rest, *xs)
+        order = memory_order(xs[0])
+        moved = _Conjugate.apply(kind, (order.index(rest[0] % len(order)), *rest[1:]), *(x.permute(order) for x in xs))
+        return tuple(x.permute(inverse(order)) for x in moved)
+
+    return run
+
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+class _Share(torch.autograd.Function):
+    """`share` on the ranks of one group, which hold the same at their `ranges` of `dim`."""
+
+    @staticmethod
+    def forward(ctx: Any, dim: int, ranges: list[Ranges], *xs: Tensor) -> Ranks:
+        ctx.where = dim, [torch.tensor([i for a, b in own for i in range(a, b)], dtype=torch.int64) for own in ranges]
+        return tuple(x.clone() for x in xs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        dim, at = ctx.where
+        (total,) = _sum(tuple(g.index_select(dim, index) for g, index in zip(grads, at, strict=True)))[:1]
+        return None, None, *(grad.index_copy(dim, index, total) for grad, index in zip(grads, at, strict=True))
+
+
+def _share(arguments: Sequence[Sequence[Any]]) -> Sequence[Tensor]:
+    """`share(x, axis, dim, ranges)`, its axis all ranks or runs of so many (`tp/4`)."""
+    run = int(str(arguments[0][1]).partition("/")[2] or len(arguments))
+    found: list[Tensor] = []
+    for at in range(0, len(arguments), run):
+        group = arguments[at : at + run]
+        found += _Share.apply(group[0][2], [own[3] for own in group], *(own[0] for own in group))
+    return found
+
+
+def _together(arguments: Sequence[Sequence[Any]]) -> Sequence[tuple[Tensor, ...]]:
+    """`together(xs, axis, where)`: each by itself."""
+    columns = []
+    for i, where in enumerate(arguments[0][2]):
+        own = [(given[0][i], given[1], *(given[2][i] or ())) for given in arguments]
+        columns.append(_share(own) if where is not None else _conjugate("copy")(*(row[0] for row in own), rest=()))
+    return list(zip(*columns, strict=True))
+
+
+def _columns(arguments: Sequence[Sequence[Any]]) -> Sequence[tuple[Tensor, ...]]:
+    """`columns(x, axis, gathered, ...)`: the products of what the conjugate gives."""
+    gathered = arguments[0][2]
+    kind = _conjugate("copy" if gathered is None else "all_gather")
+    read = kind(*(own[0] for own in arguments), rest=gathered or ())
+    return [products(x, *own[3:]) for x, own in zip(read, arguments, strict=True)]
+
+
+COLLECTIVES: dict[Any, Callable[..., Any]] = {
+    **{getattr(collectives, kind): _conjugate(kind) for kind in FORWARD},
+    collectives.share: _share,
+    together: _together,
+    columns: _columns,
+}

@@ -1,0 +1,492 @@
+"""verify: a parallel model against the untouched one, on a laptop, in one process and in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from autotp.api import BEFORE, expect_ordinary
+from autotp.compiler import AS_USUAL, Analysis, Choices, Experts, Outputs, analyse, rank_graph
+from autotp.diagnostics.lockstep import run_lockstep
+from autotp.diagnostics.plan_text import Plan, report
+from autotp.distributed.mesh import expect_size
+from autotp.errors import within
+from autotp.hf.overrides import without_checkpointing
+from autotp.ops.grouped_mm import grouped_mm
+from autotp.options import expect_choices
+from autotp.passes.capture.captured import Captured, Place, Size
+from autotp.passes.capture.example_inputs import example_inputs as find_inputs
+from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, keyed, opened
+from autotp.passes.capture.guards.attributes import everything, found_at, put_at, spelled
+from autotp.passes.capture.guards.python_state import Wanted
+from autotp.passes.capture.pytree import flatten, outcome, states
+from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.emit.bind import bind
+from autotp.sharding.layout import Layout
+
+TOLERANCE = 1e-9
+"""The largest difference, relative to the scale of what is compared, that float64 round-off explains."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference of one thing from one device, relative to its scale.
+
+    The scale of a gradient is the largest element of the whole model's gradient, since some true gradients are
+    zero (a key bias under softmax).
+    """
+
+    name: str
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.error:.1e}  {self.name}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found; `str(report)` is for reading.
+
+    Attributes:
+        plan: what was verified, its sizes those of float64.
+        outputs, gradients, steps: differences of the outputs, of the gradient of every parameter and floating
+            input, and of every parameter after an optimizer step, largest first; empty for a model on meta.
+        tolerance: what is allowed.
+    """
+
+    plan: Plan
+    outputs: tuple[Difference, ...]
+    gradients: tuple[Difference, ...]
+    steps: tuple[Difference, ...]
+    tolerance: float = TOLERANCE
+
+    @property
+    def ok(self) -> bool:
+        """True if nothing differs by more than round-off. Not a number is never ok."""
+        return all(d.error <= self.tolerance for d in (*self.outputs, *self.gradients, *self.steps))
+
+    @property
+    def worst(self) -> Difference:
+        """The parameter whose gradient differs most."""
+        return self.gradients[0] if self.gradients else Difference("nothing compared", 0.0)
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A model and the arguments of a call, in float64 on the CPU (a model on meta as it is), and its ranks' graphs."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    analysis: Analysis
+    graphs: tuple[fx.Graph, ...]
+    plan: Plan
+
+
+def prepare(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tp: int,
+    choices: Choices = AS_USUAL,
+) -> Trial:
+    """A copy of `model`, and the graphs of its `tp` ranks."""
+    name = type(model).__name__
+    if _on_meta(model):
+        analysis = analyse(skeleton_of(model), args, kwargs, tp, choices)
+        return Trial(model, args, kwargs, analysis, (), report(analysis, name))
+    with all_double():
+        whole = without_checkpointing(_moved(_copied(model).cpu().double()))
+        args, kwargs = pytree.tree_map_only(Tensor, _doubled, (args, kwargs))
+        tensors = [x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        wanted = Wanted(inputs=tuple(tensors), parameters=tuple(p.requires_grad for p in whole.parameters()))
+        analysis = analyse(skeleton_of(whole), args, kwargs, tp, choices, wanted=wanted)
+        graphs = tuple(rank_graph(analysis, rank, "exact") for rank in range(tp))
+        return Trial(whole, args, kwargs, analysis, graphs, report(analysis, name))
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy of the model. Tensors that it computed and keeps (torch's old weight_norm) are values in it, which is
+    what they are to the next call; torch would refuse to copy them.
+    """
+    computed = [x for _, x in everything(model) if isinstance(x, Tensor) and not x.is_leaf]
+    return copy.deepcopy(model, {id(x): x.detach().clone().requires_grad_() for x in computed})
+
+
+def _moved(model: nn.Module) -> nn.Module:
+    """The model, every parameter a little off: biases of 0 and norm weights of 1 would not show a wrong cut of them."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for module in model.modules():  # `.double()` passes by tensors that are plain attributes
+            plain = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+            vars(module).update({name: _doubled(value) for name, value in plain.items()})
+        for parameter in filter(torch.is_floating_point, model.parameters()):
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    return model
+
+
+Edit = Callable[[fx.Graph, int], fx.Graph]
+"""What a test does to a rank's graph before it runs: (graph, rank) -> graph."""
+
+
+def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
+    """The differences between a model and its ranks in lockstep, both drawing the same numbers."""
+    if not trial.graphs:
+        return Report(trial.plan, (), (), ())
+    analysis, cpu = trial.analysis, torch.device("cpu")
+    with all_double(), torch.random.fork_rng(devices=[]):
+        model, inputs = _copied(trial.model), _inputs(trial)
+        ranks = [_rank(trial, rank) for rank in range(analysis.tp)]
+        placed = [_placed(graph, rank, trial) for graph, rank in zip(trial.graphs, ranks, strict=True)]
+        torch.manual_seed(0)
+        bound = [bind(g, cpu, {}, reuse=analysis.choices.optional("reuse")) for g in trial.graphs]
+        ran = run_lockstep([change(g, rank) for rank, g in enumerate(bound)], placed)
+        found = [[_as_tensor(x) for x in row] for row in ran]
+        torch.manual_seed(0)
+        expected, others = _returned(model, trial, inputs)
+        outputs = [_output(i, value, [row[i] for row in found], analysis) for i, value in expected.items()] + others
+        outputs += _buffers(model, found, ranks, trial)
+        _backward(expected, found, analysis)
+        whole = dict(model.named_parameters()) | inputs
+        rows = outputs, _gradients(whole, ranks, analysis), _steps(whole, ranks, analysis)
+    return Report(trial.plan, *[tuple(sorted(row, key=_descending)) for row in rows])  # type: ignore[arg-type]
+
+
+def _joined(first: Report, second: Report) -> Report:
+    """What was found of two calls, one after the other."""
+
+    def both(mine: Sequence[Difference], its: Sequence[Difference]) -> tuple[Difference, ...]:
+        later = [Difference(f"{one.name} of a second call", one.error) for one in its]
+        return tuple(sorted((*mine, *later), key=_descending))
+
+    gradients = both(first.gradients, second.gradients)
+    return Report(first.plan, both(first.outputs, second.outputs), gradients, both(first.steps, second.steps))
+
+
+Held = dict[str, Tensor]
+"""What a rank, or one device, holds: parameters and buffers by name, and the inputs of the call as `input 0`, ..."""
+
+
+def _inputs(trial: Trial) -> Held:
+    """The tensors among the arguments and behind them those of attributes, in memory of their own.
+
+    A gradient is wanted of the floating ones.
+    """
+    given = [leaf for leaf in flatten((trial.args, trial.kwargs))[0] if isinstance(leaf, Tensor)]
+    modules = dict(trial.model.named_modules())
+    given += [found_at(modules, path) for path in trial.analysis.captured.input_at]
+    found = {f"input {i}": t.detach().clone() for i, t in enumerate(given)}
+    return {name: t.requires_grad_() if t.is_floating_point() else t for name, t in found.items()}
+
+
+def _rank(trial: Trial, rank: int) -> Held:
+    own = {name: trial.model.get_parameter(name) for name in trial.analysis.layouts}
+    parts = {n: layout.take(own[n].detach(), rank) for n, layout in trial.analysis.layouts.items()}
+    buffers = {name: buffer.clone() for name, buffer in trial.model.named_buffers()}
+    return {n: part.requires_grad_(own[n].requires_grad) for n, part in parts.items()} | buffers | _inputs(trial)
+
+
+def _placed(graph: fx.Graph, held: Held, trial: Trial) -> list[Tensor]:
+    """The values of a rank graph's placeholders, in order."""
+    captured, row = trial.analysis.captured, []
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.name in captured.parameters:
+            row.append(held[captured.parameters[node.name]])
+        elif node.op == "placeholder" and node.name in captured.buffers:
+            row.append(held[captured.buffers[node.name]])
+        elif node.op == "placeholder" and node.name in captured.constants:
+            row.append(captured.constants[node.name])
+        elif node.op == "placeholder":
+            row.append(held[f"input {captured.inputs.index(node.name)}"])
+    return row
+
+
+def _returned(model: nn.Module, trial: Trial, inputs: Held) -> tuple[dict[int, Tensor], list[Difference]]:
+    """The tensors that one device returns, and those that its arguments' states and its attributes hold afterwards.
+
+    Returns:
+        Position among a rank's outputs -> tensor; and the other attributes that a rank would set to something else.
+    """
+    queue, (leaves, spec) = iter(inputs.values()), flatten((trial.args, trial.kwargs))
+    given = [next(queue) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    captured, modules = trial.analysis.captured, dict(model.named_modules())
+    tensors_at = [i for i, leaf in enumerate(given) if isinstance(leaf, Tensor)]
+    for i, _ in captured.into:
+        given[tensors_at[i]] = given[tensors_at[i]].clone()  # What forward writes into is no leaf.
+    args, kwargs = pytree.tree_unflatten(given, spec)
+    for path in captured.input_at:
+        put_at(modules, path, next(queue).clone())
+    shapes: list[Sequence[int]] = [t.shape for t in given if isinstance(t, Tensor)]
+    shapes += [x.shape if isinstance(x, Tensor) else (x,) for x in (found_at(modules, p) for p in captured.opened)]
+    before, changed = Before(model), states((args, kwargs))
+    found, _ = outcome(model(*args, **kwargs), changed)
+    tensors = dict(enumerate(leaf for leaf in found if isinstance(leaf, Tensor)))
+    written = {change.at: found_at(modules, change.path) for change in captured.changes if isinstance(change, Write)}
+    written |= {at: given[tensors_at[i]] for i, at in captured.into}
+    set_to, others = _set_to(before, captured, shapes)
+    return {**set_to, **written, **tensors}, others
+
+
+def _set_to(
+    before: Before, captured: Captured, shapes: Sequence[Sequence[int]]
+) -> tuple[dict[int, Tensor], list[Difference]]:
+    """What one device's attributes were set to, beside what a rank's are: tensors by position, and what differs."""
+    found, different = dict[int, Tensor](), list[Difference]()
+    real = dict(before.changes())
+    for change in captured.changes:
+        if not isinstance(change, Change):
+            continue
+        holder = keyed(before.at(change.path))
+        for key, value in change.values.items():
+            mine, its = value, opened(holder[key], before.places) if key in holder else GONE
+            real.get(change.path, {}).pop(key, None)
+            if mine is GONE or its is GONE or mine[1] != its[1]:
+                different += [Difference(spelled(change.path, key), float("inf"))] * (mine is not its)
+                continue
+            for leaf, one in zip(mine[0], its[0], strict=True):
+                if isinstance(leaf, Place):
+                    found[leaf.at] = _as_tensor(one)
+                elif (leaf.expression(shapes) if isinstance(leaf, Size) else leaf) != one:
+                    different.append(Difference(spelled(change.path, key), float("inf")))
+    return found, different + [
+        Difference(spelled(path, key), float("inf")) for path, new in real.items() for key in new
+    ]
+
+
+def _as_tensor(x: Any) -> Tensor:
+    """A tensor itself; a number that was taken from one, or is a size, as a tensor."""
+    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
+
+
+def _buffers(
+    model: nn.Module, found: Sequence[Sequence[Tensor]], ranks: Sequence[Held], trial: Trial
+) -> list[Difference]:
+    """The buffers that the call changes, on one device or on a rank: in place, or the last that its graph returns."""
+    names = [trial.analysis.captured.buffers[place] for place in trial.analysis.updated]
+    returned = dict(zip(names, zip(*(row[len(row) - len(names) :] for row in found), strict=True), strict=True))
+    rows = []
+    made = {
+        f"{c.path[0]}.{key}".lstrip(".")
+        for c in trial.analysis.captured.changes
+        if isinstance(c, Change)
+        for key in c.values
+    }
+    for name, whole in ((name, b) for name, b in model.named_buffers() if name in ranks[0] and name not in made):
+        parts = list(returned.get(name, [rank[name] for rank in ranks]))
+        if name in returned or any(not _same(x, trial.model.get_buffer(name)) for x in (whole, *parts)):
+            rows.append(Difference(name, _apart(whole, parts, Layout(tuple(whole.shape)), 1.0)))
+    return rows
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())
+
+
+def _backward(expected: Mapping[int, Tensor], found: Sequence[Sequence[Tensor]], analysis: Analysis) -> None:
+    """Gradients of one objective, on one device and on the ranks: of one that stays cut each rank has its part."""
+    kept = [i for i, value in expected.items() if value.requires_grad]
+    if not kept:
+        return
+    weights = {i: _weights(expected[i]) for i in kept}
+    mine = []
+    for rank, row in enumerate(found):
+        own = {i: _whole_layout(i, expected[i], analysis).take(weights[i], rank) for i in kept}
+        mine.append(_objective([(row[i], own[i]) for i in kept]))
+    torch.autograd.backward(_objective([(expected[i], weights[i]) for i in kept]))  # A method would leave the mode.
+    torch.autograd.backward(mine)
+
+
+def _gradients(whole: Held, ranks: Sequence[Held], analysis: Analysis) -> list[Difference]:
+    wanted = {name: tensor for name, tensor in whole.items() if tensor.is_floating_point()}
+    scale = _largest([t.grad for t in wanted.values() if t.grad is not None])
+    layouts = {name: analysis.layouts.get(name, Layout(tuple(t.shape))) for name, t in wanted.items()}
+    return [Difference(n, _apart(t.grad, [r[n].grad for r in ranks], layouts[n], scale)) for n, t in wanted.items()]
+
+
+def _steps(whole: Held, ranks: Sequence[Held], analysis: Analysis) -> list[Difference]:
+    """Takes a step of an optimizer, on one device and on the ranks."""
+    for held in (whole, *ranks):
+        trained = [held[name] for name in analysis.layouts if held[name].requires_grad]
+        if trained:
+            torch.optim.SGD(trained, lr=0.1, momentum=0.9, weight_decay=0.1).step()
+    after = [{name: held[name].detach() for name in analysis.layouts} for held in (whole, *ranks)]
+    scale = _largest(list(after[0].values()))
+    found = {n: (after[0][n], [rank[n] for rank in after[1:]], layout) for n, layout in analysis.layouts.items()}
+    return [Difference(name, _apart(*row, scale)) for name, row in found.items()]
+
+
+def _largest(tensors: Sequence[Tensor]) -> float:
+    """The largest element of all; 1 where that would be no scale."""
+    return max((float(t.abs().max()) for t in tensors if t.numel()), default=0.0) or 1.0
+
+
+def _descending(difference: Difference) -> float:
+    return -float("inf") if difference.error != difference.error else -difference.error
+
+
+def _weights(value: Tensor) -> Tensor:
+    """A weight for each element, no two alike."""
+    return torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype).view(value.shape)
+
+
+def _objective(outputs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """A number whose gradient reaches every element of every output, each by its weight."""
+    return torch.stack([(value * weights).sum() for value, weights in outputs]).sum()
+
+
+def _output(i: int, value: Tensor, parts: list[Tensor], analysis: Analysis) -> Difference:
+    layout = _whole_layout(i, value, analysis)
+    kind = "loss" if value.dim() == 0 else f"output {i}"
+    scale = _largest([value.detach()]) if value.dtype != torch.bool else 1.0
+    return Difference(kind, _apart(value.detach(), [part.detach() for part in parts], layout, scale))
+
+
+def _whole_layout(i: int, value: Tensor, analysis: Analysis) -> Layout:
+    """How an output is held, the sizes that a graph leaves open filled in."""
+    layout = analysis.local_outputs.get(i, Layout(tuple(value.shape)))
+    return Layout(tuple(value.shape), layout.dim, layout.pieces, layout.axis)
+
+
+def _apart(whole: Tensor | None, parts: Sequence[Tensor | None], layout: Layout, scale: float) -> float:
+    """The largest difference between a tensor and its parts put together, and between copies, over `scale`."""
+    if whole is None:
+        return 0.0 if all(part is None or not part.any() for part in parts) else float("inf")
+    zeros = [torch.zeros(layout.local_shape(r), dtype=whole.dtype) for r in range(len(parts))]
+    given = [zero if part is None else part for zero, part in zip(zeros, parts, strict=True)]
+    if layout.dim is None:
+        return max(_distance(part, whole) for part in given) / scale
+    joined = torch.full_like(whole, float("nan")) if whole.is_floating_point() else torch.zeros_like(whole)
+    for rank, part in enumerate(given):
+        layout.put(joined, part, rank)
+    return _distance(joined, whole) / scale
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    if a.shape != b.shape:
+        return float("inf")
+    equal = (a == b) | ((a != a) & (b != b))  # Infinities and undefined values agree with themselves.
+    return float((a.double() - b.double()).abs().masked_fill(equal, 0).max()) if a.numel() else 0.0
+
+
+def _on_meta(model: nn.Module) -> bool:
+    return any(p.is_meta for p in model.parameters())
+
+
+def _doubled(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().double() if tensor.is_floating_point() else tensor.detach().cpu()
+
+
+class _Double(TorchFunctionMode):
+    """Casts to float32 and below become casts to float64, so that round-off does not hide a bug."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in GROUPED and (found := _grouped(*args, **(kwargs or {}))) is not None:
+            return found
+        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
+            return args[0].double()
+        return func(*(_raised(arg) for arg in args), **{name: _raised(arg) for name, arg in (kwargs or {}).items()})
+
+
+GROUPED = tuple(
+    getattr(space, name) for space in (torch, F) for name in ("_grouped_mm", "grouped_mm") if hasattr(space, name)
+)
+"""Products of groups of rows, which torch does not have in float64."""
+
+
+def _grouped(
+    x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor | None:
+    """The product of rows in groups in float64; None for products of another kind."""
+    rows = x.dim() == 2 and weight.dim() == 3 and bias is None
+    return grouped_mm(x, weight, offs) if rows and offs is not None else None
+
+
+def _raised(arg: Any) -> Any:
+    low = arg is torch.float32 or arg is torch.float16 or arg is torch.bfloat16
+    return torch.float64 if low else arg
+
+
+@contextmanager
+def all_double() -> Iterator[None]:
+    """A region in which every floating computation is in float64, whatever the model asks for."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Double():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _lines(report: Report) -> Iterator[str]:
+    plan = report.plan
+    verdict = "equal to one device" if report.ok else "DIFFERENT from one device"
+    if not report.gradients:
+        yield f"{plan.model} on tp={plan.tp}: the model is on meta: proved and counted, nothing computed"
+    else:
+        yield f"{plan.model} on tp={plan.tp}: {verdict} (float64, tolerance {report.tolerance:.0e})"
+        found = {"outputs": report.outputs, "gradients": report.gradients, "after a step": report.steps}
+        for label, rows in found.items():
+            worst = rows[0] if rows else "none"
+            yield f"  {label:<13}{len(rows):>4} compared, worst {worst}"
+            for bad in [row for row in rows[1:8] if not row.error <= report.tolerance]:
+                yield f"  {'':<13}     and {bad}"
+    sides = (plan.traffic.forward, plan.traffic.backward)
+    kinds = [", ".join(f"{n} {kind}" for kind, n in sorted(c.items())) or "none" for c in sides]
+    yield f"  forward         {kinds[0]}"
+    yield f"  backward        {kinds[1]}"
+
+
+def verify(
+    model: nn.Module,
+    tp: int,
+    *,
+    example_inputs: Any = None,
+    outputs: Outputs = "auto",
+    experts: Experts = "width",
+    sequence_parallel: bool = False,
+    without: Collection[str] = (),
+) -> Report:
+    """How far `tp` ranks of `model` are from the model itself: outputs, loss, every gradient, a step of an optimizer.
+
+    In one process, without process groups: the ranks run in lockstep, in float64, and draw the numbers that one
+    device draws. `model` is not touched; what is compared are copies of it, their parameters moved by noise. A model
+    on `meta` is proved statically and counted, and nothing computed.
+
+    Args:
+        model: an ordinary model, in the mode (train or eval) that is to be verified.
+        tp: how many ranks.
+        example_inputs, outputs, experts, sequence_parallel, without: as for `parallelize`.
+
+    Raises:
+        Error: as `parallelize`; the model is parallel already.
+    """
+
+    def run() -> Report:
+        expect_size(tp)
+        choices = Choices(outputs, experts, sequence_parallel, without)
+        expect_choices(choices)
+        expect_ordinary(model, BEFORE.format("verify"))
+        trial = prepare(model, *find_inputs(model, example_inputs), tp, choices)
+        found = compare(trial)
+        if not trial.analysis.captured.changes or not trial.graphs:
+            return found
+        with all_double():  # The second call reads what the first has left.
+            called, changed = _copied(trial.model), copy.deepcopy((trial.args, trial.kwargs))
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                called(*changed[0], **changed[1])
+        return _joined(found, compare(prepare(called, trial.args, trial.kwargs, tp, choices)))
+
+    return within(f"verify({type(model).__name__}, tp={tp})", run)

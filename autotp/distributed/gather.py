@@ -1,0 +1,120 @@
+"""gather, later: a cut output of a parallel model, put together when somebody does want it whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from autotp.distributed.live_models import sorted_by_model
+from autotp.distributed.mesh import Mesh
+from autotp.distributed.sharded_parameter import Cut, CutTensor
+from autotp.distributed.sharded_tensor import Sharded
+from autotp.errors import Error
+from autotp.ops import collectives
+from autotp.ops import parallel_forms as parallel
+from autotp.sharding.layout import Layout
+from autotp.sharding.partition import chunk_sizes
+
+HELD = "autotp_held"
+"""The attribute that a parallel model gives each tensor it returns, so that `gather` knows what it is given."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """How an output is held: whole, or cut by a layout over a mesh axis. (In its shape -1 is a size not known yet.)"""
+
+    layout: Layout | None
+    mesh: Mesh
+
+
+def mark(value: Any, held: Held) -> None:
+    """Notes on an output tensor how it is held."""
+    if isinstance(value, Tensor):
+        setattr(value, HELD, held)
+
+
+def marked(value: Any) -> Any:
+    """A tensor that a parallel model returned cut, as the whole that it is a part of; anything else as it is."""
+    held: Held | None = getattr(value, HELD, None) if isinstance(value, Tensor) else None
+    return value if held is None or held.layout is None else Sharded(value, held.layout, held.mesh)
+
+
+def gather(output: Any) -> Any:
+    """What one device would have returned, of an output that stayed cut (`outputs="local"`, or logits beside a loss).
+
+    Differentiable: every rank's part gets its part of the gradient. An output that is whole comes back as it is. A cut
+    parameter, its gradient and what is computed from them element by element are put together in the same way.
+
+    Args:
+        output: a tensor as the parallel model returned it, a parameter of one, or a structure of such tensors.
+
+    Raises:
+        Error: a tensor that no parallel model returned, or what was computed from one.
+    """
+    return pytree.tree_map_only(Tensor, _gathered, output)
+
+
+def gather_all(output: Any) -> Any:
+    """A structure with what is cut in it put together; the rest as it is."""
+    return pytree.tree_map(lambda x: _gathered(x) if isinstance(x, Sharded) else x, pytree.tree_map(marked, output))
+
+
+def _gathered(output: Tensor) -> Tensor:
+    if isinstance(output, Sharded):
+        return _joined(output.part, output.held, output.mesh)
+    if isinstance(output, CutTensor):
+        return cast(Tensor, _Whole.apply(output, output.autotp_cut))
+    held: Held | None = getattr(output, HELD, None)
+    if held is None and sorted_by_model([output])[0]:
+        return output
+    if held is None:
+        raise Error(
+            f"gather: a tensor {list(output.shape)} that is no output of a parallel model",
+            **{"try": "autotp.gather(output) on what the model returned, before anything is computed from it"},
+        )
+    if held.layout is None or held.mesh.size == 1:
+        return output
+    return _joined(output, held.layout, held.mesh)
+
+
+class _Whole(torch.autograd.Function):
+    """The whole parameter. Each rank that holds some of it gets the gradient of all that it holds.
+
+    (Of what several ranks hold an output has one that counts; a parameter's gradient is the same on all of them.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, cut: Cut) -> Tensor:
+        """The whole, of a part."""
+        ctx.cut = cut
+        return _joined(part.detach().as_subclass(Tensor), cut.layout, cut.mesh)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """This rank's part of the gradient."""
+        return ctx.cut.layout.take(gradient, ctx.cut.mesh.rank), None
+
+
+def _joined(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    assert layout.dim is not None
+    if layout.repeated:
+        mine = layout.first(mesh.rank)
+        places = tuple(layout.places(mesh.rank, mine))
+        return collectives.reduce(
+            parallel.place(local, layout.dim, tuple(mine), places, layout.shape[layout.dim]), mesh.group
+        )
+    lengths = layout.lengths()
+    size, block = sum(lengths), gcd(*lengths)
+    assert lengths == [n * block for n in chunk_sizes(size // block, mesh.size)], "an output is cut in whole blocks"
+    whole = collectives.gather(local, mesh.group, layout.dim, size, block)
+    order = torch.tensor([i for piece in layout.pieces for a, b in piece for i in range(a, b)])
+    if torch.equal(order, torch.arange(size)):
+        return whole
+    return whole.index_select(layout.dim, order.argsort().to(whole.device))

@@ -1,0 +1,309 @@
+"""The processes that hold one model together: which group they are, and which of them this one is."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from autotp.distributed.heartbeat import begin
+from autotp.distributed.launch import Launch, launch, store_of
+from autotp.errors import Error
+from autotp.ops.collectives import communicate, gather, naming_lost
+
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One axis of processes, and this process's place on it.
+
+    Attributes:
+        axis: the name the graphs and the errors use.
+        size: how many processes.
+        rank: which of them this is, from 0.
+        group: the process group's name; None where one process needs none.
+        device: where this process computes.
+        runs: number of ranks -> the name of the group of so many neighbours that this process is in.
+        names: what errors call the ranks, where these lie along several axes.
+        number: drawn by the first process: no other mesh has it.
+    """
+
+    axis: str = "tp"
+    size: int = 1
+    rank: int = 0
+    group: str | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    runs: tuple[tuple[int, str], ...] = ()
+    number: int = field(default=0, compare=False)
+    names: tuple[str, ...] = ()
+
+    @property
+    def groups(self) -> dict[str, str | None]:
+        """The names that graphs use -> the process groups: `tp`, and `tp/4` for runs of four of its ranks."""
+        return {self.axis: self.group, **{f"{self.axis}/{n}": name for n, name in self.runs}}
+
+    def named(self, ranks: Sequence[int]) -> str:
+        """These ranks, as errors call them."""
+        if self.names:
+            return "; ".join(self.names[rank] for rank in ranks)
+        return f"{self.axis} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+    def __str__(self) -> str:
+        return f"{self.axis}={self.size}, rank {self.rank} on {self.device}"
+
+
+def make_mesh(
+    tp: int | None = None,
+    mesh: DeviceMesh | None = None,
+    device: torch.device | str | None = None,
+    timeout: timedelta | None = None,
+) -> Mesh:
+    """The tensor-parallel axis: of `mesh` if given, else over the whole world, as torchrun, srun or mpirun started it.
+
+    Without `mesh` it initialises torch.distributed where that is not done yet (NCCL where each process has a GPU of its
+    own, else gloo) and makes a group with `timeout`. So it does of a caller's mesh if `timeout` is given.
+
+    Args:
+        tp: the size; None is the whole world, or the mesh's.
+        mesh: one-dimensional, or with a dimension named "tp".
+        device: this process's device; None is the mesh's kind, else the GPU of LOCAL_RANK, else the CPU.
+        timeout: None is the mesh's, or else the default group's, or ten minutes where there is none yet.
+
+    Raises:
+        Error: not `tp` processes, not started together, a mesh without "tp" or of another size, no GPU of its own.
+    """
+    if tp is not None:
+        expect_size(tp)
+    if mesh is not None:
+        return _from_device_mesh(tp, mesh, device, timeout)
+    _check_world(tp, world_size())
+    if not dist.is_initialized() and launch() is None:
+        return Mesh(device=_own_device(device))
+    if timeout is None:
+        timeout = timeout_of(dist.group.WORLD) if dist.is_initialized() else TIMEOUT
+    return _over_the_world(_own_device(device), timeout)
+
+
+def group_of(mesh: Mesh) -> Any:
+    """torch's object of the mesh's group, which there is."""
+    return _resolved(str(mesh.group))
+
+
+def _resolved(name: str) -> Any:
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def new_group(ranks: Sequence[int] | None, timeout: timedelta, **how: Any) -> Any:
+    """torch's, which raises Error where a rank is lost meanwhile."""
+    world: Any = dist.group.WORLD
+    with naming_lost("new_group", world.group_name):
+        return dist.new_group(None if ranks is None else list(ranks), timeout, **how)
+
+
+def timeout_of(group: Any) -> timedelta:
+    """How long the collectives of a group wait for other ranks."""
+    found: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return found
+
+
+@contextmanager
+def waiting(mesh: Mesh, timeout: timedelta | None) -> Iterator[None]:
+    """A region in which the collectives of a mesh wait so long for other ranks; with None as long as anywhere.
+
+    Raises:
+        Error: that is no time.
+    """
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
+        raise Error(f"timeout={timeout!r}", expected="a datetime.timedelta", **{"try": "timedelta(seconds=60)"})
+    groups = [] if timeout is None else [_resolved(name) for name in mesh.groups.values() if name is not None]
+    before = [timeout_of(group) for group in groups]
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for group, its in zip(groups, before, strict=True):
+            dist.distributed_c10d._set_pg_timeout(its, group)
+
+
+def expect_size(tp: Any) -> None:
+    """Raises Error unless `tp` is a number of ranks."""
+    if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
+        raise Error(f"tp={tp!r} is not a whole number of 1 or more", **{"try": "tp=2"})
+
+
+def broadcast_from_first(tensor: Tensor, mesh: Mesh) -> Tensor:
+    """`tensor` itself, overwritten bit for bit with the one the first rank of the axis holds. tensor: [...]"""
+    if mesh.group is None or mesh.size == 1 or tensor.numel() == 0:
+        return tensor
+    source = tensor.detach()
+    sent = source.contiguous()
+    communicate("broadcast_", sent.view(-1).view(torch.uint8), 0, mesh.group)
+    if sent.data_ptr() != source.data_ptr():
+        source.copy_(sent)
+    return tensor
+
+
+def follow_first_random_state(mesh: Mesh) -> None:
+    """Gives every rank the random state of the first: on the CPU, and on the device it computes on."""
+    state = torch.get_rng_state().to(mesh.device)
+    torch.set_rng_state(broadcast_from_first(state, mesh).cpu())
+    if mesh.device.type == "cuda":
+        state = torch.cuda.get_rng_state(mesh.device).to(mesh.device)
+        torch.cuda.set_rng_state(broadcast_from_first(state, mesh).cpu(), mesh.device)
+
+
+def gather_ints(values: list[int], mesh: Mesh) -> list[list[int]]:
+    """Every rank's `values`, by rank, in one exchange: as many on each rank, each within 64 bits, signed."""
+    mine = torch.tensor([values], dtype=torch.int64, device=mesh.device)
+    return gather(mine, mesh.group, 0, mesh.size).tolist()
+
+
+def expect_alike(said: Any, mesh: Mesh, what: str, remedy: str) -> None:
+    """Raises Error, on every rank, where `said`, which prints alike where it is the same, is another on some rank."""
+    rows = gather_ints([zlib.crc32(repr(said).encode())], mesh)
+    other = [rank for rank, row in enumerate(rows) if row != rows[0]]
+    if other:
+        raise Error(f"{mesh.named(other)} {what} than rank 0", **{"try": f"{remedy} on all ranks"})
+
+
+def _from_device_mesh(
+    tp: int | None, mesh: DeviceMesh, device: torch.device | str | None, timeout: timedelta | None
+) -> Mesh:
+    if not isinstance(mesh, DeviceMesh):
+        raise Error(f"mesh is a {type(mesh).__name__}, not a DeviceMesh", **{"try": _mesh_line(tp or 2, 1)})
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim > 1 and "tp" not in names:
+        shape = tuple(mesh.shape)
+        raise Error(
+            f"no dimension of the mesh is named tp: {names or 'none has a name'}",
+            **{"try": f'init_device_mesh("{mesh.device_type}", {shape}, mesh_dim_names=(..., "tp"))'},
+        )
+    if mesh.get_coordinate() is None:
+        raise Error(
+            f"global rank {dist.get_rank()} is not in the mesh",
+            **{"try": "call parallelize on the mesh's ranks only, or make the mesh over all of them"},
+        )
+    group = mesh.get_group("tp") if mesh.ndim > 1 else mesh.get_group()
+    if tp not in (None, group.size()):
+        raise Error(f"tp={tp}, but the mesh has tp={group.size()}", **{"try": "leave tp out"})
+    where = _mesh_device(mesh, device)
+    begin()
+    if timeout is not None and timeout != timeout_of(group):  # The caller's group keeps its own.
+        ranks = dist.get_process_group_ranks(group)
+        group = new_group(ranks, timeout, use_local_synchronization=True, group_desc="tp")
+    return numbered(Mesh("tp", group.size(), group.rank(), group.group_name, where, _runs(group, timeout_of(group))))
+
+
+def start(timeout: timedelta = TIMEOUT, device: torch.device | None = None) -> torch.device:
+    """This process's device, once torch.distributed is initialised, as its launcher says or as a world of one."""
+    device = device or _own_device(None)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        kind = "nccl" if device.type == "cuda" and _own_gpus() else "gloo"
+        started = launch() or Launch("", 0, 1, 0, 1)
+        store = store_of(started, timeout) if started.by else dist.HashStore()
+        dist.init_process_group(kind, store=store, rank=started.rank, world_size=started.size, timeout=timeout)
+    begin()
+    return device
+
+
+def _over_the_world(device: torch.device, timeout: timedelta) -> Mesh:
+    start(timeout, device)
+    # A group of its own, so that it has this timeout and this name whoever made the default one.
+    group = new_group(None, timeout, group_desc="tp")
+    size, rank, runs = dist.get_world_size(), dist.get_rank(), _runs(group, timeout)
+    return numbered(Mesh("tp", size, rank, group.group_name, device, runs))
+
+
+def _runs(group: Any, timeout: timedelta) -> tuple[tuple[int, str], ...]:
+    """Groups of 2, 4, ... neighbours, for what is cut on a factor of the axis: of each number, this process's."""
+    ranks, found = dist.get_process_group_ranks(group), []
+    for n in (n for n in range(2, len(ranks)) if len(ranks) % n == 0):
+        start = group.rank() // n * n
+        run = new_group(ranks[start : start + n], timeout, use_local_synchronization=True, group_desc=f"tp/{n}")
+        found.append((n, run.group_name))
+    return tuple(found)
+
+
+def numbered(mesh: Mesh) -> Mesh:
+    """The mesh with a number that its first process draws."""
+    number = torch.tensor(secrets.randbits(62), device=mesh.device)  # Nobody's random state is asked.
+    return replace(mesh, number=int(broadcast_from_first(number, mesh)))
+
+
+def _check_world(tp: int | None, world: int) -> None:
+    if tp is None or tp == world:
+        return
+    if not dist.is_initialized() and launch() is None:
+        raise Error(f"tp={tp} needs {tp} processes, and this is one", **{"try": _command(tp)})
+    if world < tp:
+        raise Error(f"tp={tp} needs {tp} processes, and the world has {world}", **{"try": _command(tp)})
+    if world % tp:
+        raise Error(f"{world} processes are not a multiple of tp={tp}", **{"try": _command(tp)})
+    raise Error(
+        f"{world} processes are more than tp={tp}: without a mesh the replicas would silently drift apart",
+        **{"try": _mesh_line(tp, world // tp), "then": "parallelize(model, mesh=mesh), and DDP over mesh['dp']"},
+    )
+
+
+def _mesh_line(tp: int, dp: int) -> str:
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return f'mesh = init_device_mesh("{kind}", ({dp}, {tp}), mesh_dim_names=("dp", "tp"))'
+
+
+def _command(tp: int) -> str:
+    return f"torchrun --nproc-per-node {tp} {sys.argv[0] or 'train.py'}"
+
+
+def world_size() -> int:
+    """How many processes there are."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    started = launch()
+    return started.size if started is not None else 1
+
+
+def _local_rank() -> int:
+    started = launch()
+    return started.local_rank if started is not None else int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _own_gpus() -> bool:
+    """Whether each process of this machine has a GPU of its own."""
+    started = launch()
+    return torch.cuda.device_count() >= (started.local_size if started is not None else 1)
+
+
+def _own_device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        gloo = dist.is_initialized() and dist.get_backend() == "gloo"
+        device = "cuda" if torch.cuda.is_available() and not gloo else "cpu"
+    device = torch.device(device)
+    if device.type != "cuda" or device.index is not None:
+        return device
+    if _local_rank() >= torch.cuda.device_count():
+        raise Error(
+            f"LOCAL_RANK {_local_rank()} has no GPU of its own: this machine has {torch.cuda.device_count()}",
+            **{"try": 'fewer processes, or device="cuda:0" on each to share a card (slow: gloo instead of NCCL)'},
+        )
+    return torch.device("cuda", _local_rank())
+
+
+def _mesh_device(mesh: DeviceMesh, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return _own_device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")

@@ -1,0 +1,58 @@
+"""What torch wraps around a parallel model to train replicas of it, over ranks that are no replicas: an Error.
+
+DistributedDataParallel and `fully_shard` take every rank of their group for one that has all parameters, and other
+data. The ranks of one tensor-parallel model have parts of the parameters, and the same data: averaged or sharded over
+these, it would train something else, without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from autotp.distributed.mesh import Mesh
+from autotp.errors import Error
+
+
+def expect_own_ranks(model: nn.Module, mesh: Mesh, held: Mapping[str, Tensor]) -> None:
+    """Raises Error, in a call of a parallel model, if it is sharded over ranks of the model itself, or averaged.
+
+    Args:
+        held: its parameters and buffers as they are now.
+    """
+    around = DistributedDataParallel._get_active_ddp_module()  # What was there before the model became parallel.
+    if around is not None and any(module is model for module in around.modules()):
+        expect_apart("DistributedDataParallel", dist.get_process_group_ranks(around.process_group), mesh)
+    if not isinstance(model, FSDPModule) and not any(isinstance(tensor, DTensor) for tensor in held.values()):
+        return
+    for unit in (unit for unit in model.modules() if isinstance(unit, FSDPModule)):
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+            expect_apart("fully_shard", group.mesh_info.mesh.mesh.flatten().tolist(), mesh)
+
+
+def expect_apart(what: str, theirs: Iterable[int], mesh: Mesh) -> None:
+    """Raises Error if several of the ranks that hold a model together are among those of `what`, a wrapper."""
+    ranks = common_ranks(theirs, mesh)
+    if len(ranks) < 2:
+        return
+    shown = "process_group=mesh['dp'].get_group()" if what != "fully_shard" else "mesh=mesh['dp']"
+    raise Error(
+        f"{what} over ranks {ranks} of one tensor-parallel model, which are no replicas",
+        **{
+            "try": f"no {what}: they hold the model together, and autotp has summed their gradients",
+            "or": f"with replicas: parallelize(model, mesh=mesh), and {what}(model, {shown})",
+        },
+    )
+
+
+def common_ranks(theirs: Iterable[int], mesh: Mesh) -> list[int]:
+    """The ranks that hold a model together and are among those of a group, by their numbers in the world."""
+    if mesh.group is None:
+        return []
+    ours = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(mesh.group))  # type: ignore[arg-type]
+    return sorted(set(ours).intersection(theirs))

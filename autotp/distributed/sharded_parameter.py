@@ -1,0 +1,413 @@
+"""A parameter that is a rank's part, and what is computed from it: they say so when they are taken for the whole.
+
+What an optimizer does to every element for itself is right on parts; so are copies, dtypes, gradients. A norm, a row, a
+product, numbers drawn anew by `nn.init` are of the part alone: the first time that the user's code does such a thing
+to a cut parameter, to its gradient, or to what it computed from them, it is warned. Inside the model's graphs nothing
+of this is looked at.
+
+NOTE [Plain in a step]
+Where torch's own optimizers step, parameters are plain ones, and so are their gradients: else each `p.grad` there would
+take the way through Python, and each operator of a loop over parameters. What a step that raised has left plain is a
+part again after the next.
+
+NOTE [Who asks]
+torch's own code (optimizers, `state_dict`, `deepcopy`, wrappers) knows parameters as one device has them, and is right
+on parts or refused elsewhere. So only what the user's code asks for is followed: what it computes from a part, element
+by element, is a `CutTensor`, which is an ordinary tensor but for its class. What torch makes is a plain tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from autotp.distributed.elementwise_names import Kind, kind_of
+from autotp.distributed.live_models import Undo
+from autotp.distributed.mesh import Mesh
+from autotp.distributed.replica_check import common_ranks
+from autotp.errors import Error
+from autotp.sharding.layout import Layout
+from autotp.source_location import is_users
+
+
+@dataclass
+class Warned:
+    """Of what the user was warned in a whole model.
+
+    Attributes:
+        lines: of the user's code, each with what it did to cut parameters.
+        of_sizes: whether of a size that was asked for.
+    """
+
+    lines: set[tuple[str, int]] = field(default_factory=set)
+    of_sizes: bool = False
+
+
+@dataclass
+class Cut:
+    """What a part knows of itself.
+
+    Attributes:
+        name: of the parameter, in the model.
+        layout: how it is held.
+        mesh: the ranks that hold it.
+        in_model: of what the user was warned in the whole model.
+        warned: whether the user was warned of this parameter.
+    """
+
+    name: str
+    layout: Layout
+    mesh: Mesh
+    in_model: Warned = field(default_factory=Warned)
+    warned: bool = False
+
+
+class CutTensor(Tensor):
+    """What the user's code computed, element by element, from a parameter of which this rank holds a part.
+
+    Attributes:
+        autotp_cut: which parameter that is.
+    """
+
+    autotp_cut: Cut
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if (kind := kind_of(func)) is Kind.SIZE:
+            _warn_of_size(args[0], func, sys._getframe(1))
+        if kind in (Kind.SIZE, Kind.ABOUT):
+            return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return _followed(kind, func, args, kwargs or {}, _asked(sys._getframe(1)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            with torch._C.DisableTorchFunctionSubclass():
+                alias = self.detach() if self.is_leaf else self
+                new = copy.deepcopy(alias.as_subclass(Tensor), memo).requires_grad_(self.requires_grad)
+            _become(new, CutTensor)
+            new.__dict__.update(self.__dict__, autotp_cut=replace(self.autotp_cut, warned=False))
+            memo[id(self)] = new
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a plain tensor: a file is read where nothing is cut."""
+        with torch._C.DisableTorchFunctionSubclass():
+            alias = self.detach() if self.is_leaf else self
+            return alias.as_subclass(Tensor).requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+
+class CutParameter(CutTensor, nn.Parameter):
+    """A parameter of which this rank holds a part."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        new = nn.Parameter.__deepcopy__(self, memo)
+        new.autotp_cut = replace(self.autotp_cut, warned=False)
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a plain parameter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+def _followed(kind: Kind, func: Any, args: Any, kwargs: Any, asked: FrameType | None) -> Any:
+    """What an operator gives, as a part if it is one; for the user's code, if that asked for it."""
+    given = list(_tensors((*args, *kwargs.values())))
+    source = next(x for x in given if isinstance(x, CutTensor))
+    cut = source.autotp_cut
+    if kind is Kind.HOOK and asked is not None:
+        args, kwargs = (args[0], _given_parts(*args[1:], **kwargs, cut=cut)), {}
+    _expect_right(kind, func, cut, args, kwargs, asked)
+    try:
+        found = func(*args, **kwargs)
+    except RuntimeError as error:
+        if any(tuple(x.shape) == cut.layout.shape for x in given):
+            raise _whole_given(cut, func) from error
+        raise
+    if asked is None or kind not in RESULTS:
+        return found
+    if isinstance(found, list | tuple):
+        _mark_each(found, (*args, *kwargs.values()))
+        return found
+    return _marked(found, func, source, asked)
+
+
+RESULTS = (Kind.EACH, Kind.GRADIENT, Kind.GRADIENTS)
+"""What gives a part again."""
+
+
+def as_cut(parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
+    """The parameter itself, which knows from here on that it is a part, if it is."""
+    if cut.layout.dim is not None and type(parameter) in (nn.Parameter, CutTensor):
+        _tell_torch()
+        _become(parameter, CutParameter)
+    elif cut.layout.dim is None and type(parameter) in (CutTensor, CutParameter):
+        del parameter.__dict__["autotp_cut"]
+        _become(parameter, nn.Parameter)
+    if isinstance(parameter, CutTensor):
+        parameter.autotp_cut = cut
+    return parameter
+
+
+def install() -> Undo:
+    """Has torch's own optimizers step plain parameters; what it returns ends that. See NOTE [Plain in a step]."""
+    before, after = (
+        register(torch.compiler.disable(function))
+        for register, function in (
+            (register_optimizer_step_pre_hook, _plain),
+            (register_optimizer_step_post_hook, _cut_again),
+        )
+    )
+
+    def undo() -> None:
+        before.remove()
+        after.remove()
+
+    return undo
+
+
+def _plain(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not type(optimizer).step.__module__.startswith("torch.optim."):
+        return
+    for p in (p for group in optimizer.param_groups for p in group["params"] if type(p) is CutParameter):
+        _become(p, nn.Parameter)
+        if type(p.grad) is CutTensor:
+            _become(p.grad, Tensor)
+
+
+def _cut_again(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for p in (p for group in optimizer.param_groups for p in group["params"] if type(p) is nn.Parameter):
+        if "autotp_cut" in p.__dict__:
+            _become(p, CutParameter)
+
+
+def _become(tensor: Any, kind: type[Tensor]) -> None:
+    """Gives a tensor, which stays the object it is, another class."""
+    tensor.__class__ = kind
+
+
+def is_ordinary(tensor: Tensor) -> bool:
+    """True for a parameter that is torch's own, or cut."""
+    return type(tensor) in (nn.Parameter, CutParameter, CutTensor)
+
+
+def warn_of(tensor: CutTensor, what: str) -> None:
+    """Warns that something is computed of a part, at the line of the user's code that asked for it."""
+    _warn(tensor.autotp_cut, what, _users(sys._getframe(1)))
+
+
+def warn_of_parts(parameters: Iterable[Tensor], what: str, frame: FrameType) -> None:
+    """Warns once for a line of the user's code that takes all parameters of a model, where some are cut."""
+    cuts = [p.autotp_cut for p in parameters if isinstance(p, CutParameter)]
+    at = frame.f_code.co_filename, frame.f_lineno
+    if cuts and at not in cuts[0].in_model.lines:
+        cuts[0].in_model.lines.add(at)
+        _say(
+            f"`{what}()` is of this rank's parts: `{cuts[0].name}` and {len(cuts) - 1} more are cut. "
+            "autotp.full_state_dict(model), on all ranks, is the whole; autotp.distribute has whole checkpoints",
+            frame,
+        )
+
+
+# ---- who asks
+
+
+THROUGH = (
+    "torch._tensor", "torch.overrides", "torch.functional", "torch.nn.functional", "torch.nn.init",
+    "torch.nn.utils.convert_parameters", "torch.nn.parameter", "torch.autograd", "torch.optim.swa_utils",
+    "torch.utils._contextlib",
+)  # fmt: skip
+"""Where torch passes a call on."""
+SIZES_THROUGH = ("torch._tensor", "torch.overrides")
+"""Where torch passes on who asks for a size. What it asks for itself, as `nn.init` does, is of no count."""
+
+
+def _asked(frame: FrameType | None) -> FrameType | None:
+    """The frame of the user's code that made a call; None if torch or autotp made it. `nn.init` counts as the user."""
+    while frame is not None and (name := frame.f_globals.get("__name__")) in THROUGH:
+        if name == "torch.nn.init":
+            return _users(frame)
+        frame = frame.f_back
+    return frame if frame is not None and is_users(frame) else None
+
+
+def _users(frame: FrameType) -> FrameType:
+    while not is_users(frame) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+# ---- what is wrong on a part
+
+
+def _expect_right(kind: Kind, func: Any, cut: Cut, args: Any, kwargs: Any, asked: FrameType | None) -> None:
+    """Warns where a part is taken for the whole. Raises Error where it would be overwritten with what it is not."""
+    if kind is Kind.REPLICAS:
+        _expect_replicas(func.__name__, cut, kwargs.get("group"))
+    if asked is None:
+        return
+    if kind is Kind.SET and isinstance(args[1], Tensor) and args[0].shape != args[1].shape == cut.layout.shape:
+        raise _whole_given(cut, func)
+    if kind is Kind.WHOLE:
+        _warn(cut, func.__name__, asked)
+
+
+def _expect_replicas(what: str, cut: Cut, group: Any) -> None:
+    ranks = common_ranks(torch.distributed.get_process_group_ranks(group), cut.mesh)
+    if len(ranks) > 1:
+        raise Error(
+            f"{what} of `{cut.name}` over ranks {ranks}, of which each has another part of it",
+            **{
+                "try": "no such loop over parameters: autotp has broadcast them, and has summed their gradients",
+                "or": "with replicas: parallelize(model, mesh=mesh), and group=mesh['dp'].get_group()",
+            },
+        )
+
+
+def _warn(cut: Cut, what: str, frame: FrameType) -> None:
+    """Once for a parameter, and once for a line of the user's code."""
+    at = frame.f_code.co_filename, frame.f_lineno
+    if cut.warned or at in cut.in_model.lines:
+        return
+    cut.warned = True
+    cut.in_model.lines.add(at)
+    shape = list(cut.layout.local_shape(cut.mesh.rank))
+    _say(
+        f"`{cut.name}` is this rank's part {shape} of {list(cut.layout.shape)}, and `{what}` is computed of that "
+        "alone. autotp.gather(tensor), on all ranks, is the whole, with its gradient; autotp.full_state_dict and "
+        "autotp.load_full_state_dict read and write it",
+        frame,
+    )
+
+
+def _warn_of_size(tensor: Any, func: Any, frame: FrameType | None) -> None:
+    """Once for a model: sizes are asked for in many a loop that is right on parts."""
+    cut = tensor.autotp_cut if isinstance(tensor, CutTensor) else None
+    if cut is None or cut.in_model.of_sizes:
+        return
+    while frame is not None and frame.f_globals.get("__name__") in SIZES_THROUGH:
+        frame = frame.f_back
+    if frame is None or not is_users(frame):
+        return
+    cut.in_model.of_sizes = True
+    _say(
+        f"`{_name_of(func)}` of `{cut.name}` is of this rank's part {list(cut.layout.local_shape(cut.mesh.rank))}; the "
+        f"whole is {list(cut.layout.shape)}. Sizes of cut parameters are right for what lies beside the parts, as an "
+        "optimizer's state does, and too small in a count of parameters, noise, or a learning rate by width: "
+        "model.layouts[name].shape has the whole's. This warning comes once for a model",
+        frame,
+    )
+
+
+def _say(text: str, frame: FrameType) -> None:
+    at = frame.f_code.co_filename, frame.f_lineno
+    warnings.warn_explicit(text, UserWarning, *at, module=str(frame.f_globals.get("__name__")))
+
+
+def _whole_given(cut: Cut, func: Any) -> Error:
+    return Error(
+        f"`{_name_of(func)}` of a tensor {list(cut.layout.shape)}, which is the whole `{cut.name}`, and of this rank's "
+        f"part {list(cut.layout.local_shape(cut.mesh.rank))}",
+        **{
+            "try": "autotp.load_full_state_dict(model, state), which writes the whole model's state",
+            "or": "autotp.gather(tensor) is the whole of a part",
+        },
+    )
+
+
+def _name_of(func: Any) -> str:
+    """An operator's name, or that of the attribute which it reads or sets."""
+    return getattr(getattr(func, "__self__", None), "__name__", func.__name__)
+
+
+# ---- what is computed from a part is one
+
+
+def _marked(found: Any, func: Any, source: CutTensor, asked: FrameType) -> Any:
+    """A result that is as large as the part, as a part: the same object, of another class."""
+    if type(found) is not Tensor:
+        return found
+    if found.shape != source.shape:
+        _warn(source.autotp_cut, func.__name__, asked)  # Repeated: no longer a part.
+        return found
+    return _become_cut(found, source, type(source) if _in_parameter(asked) else CutTensor)
+
+
+def _become_cut(tensor: Any, source: CutTensor, kind: type[CutTensor] = CutTensor) -> Any:
+    _become(tensor, kind)
+    tensor.autotp_cut = source.autotp_cut
+    return tensor
+
+
+def _in_parameter(asked: FrameType) -> bool:
+    """True within `nn.Parameter(x)`, which insists on the class of x."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not asked:
+        if frame.f_globals.get("__name__") == "torch.nn.parameter":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _mark_each(found: Any, given: Any) -> None:
+    """Marks results of an operator over lists, each as the tensor in its place is."""
+    lists = [x for x in given if isinstance(x, list | tuple) and len(x) == len(found)]
+    for i, x in enumerate(found):
+        source = next((one[i] for one in lists if isinstance(one[i], CutTensor)), None)
+        if source is not None and type(x) is Tensor and x.shape == source.shape:
+            _become_cut(x, source)
+
+
+def _given_parts(hook: Any, *, cut: Cut) -> Any:
+    """A hook on a gradient, given it as the part that it is."""
+
+    def call(gradient: Tensor) -> Any:
+        part = gradient.as_subclass(CutTensor)
+        part.autotp_cut = cut
+        with torch._C._EnableTorchFunction():  # What asked for gradients may have come through here itself.
+            return hook(part)
+
+    return call
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    """The tensors among arguments, and in lists of them."""
+    for x in given:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            yield from (one for one in x if isinstance(one, Tensor))
+
+
+@cache
+def _tell_torch() -> None:
+    """Has torch treat these classes as its own.
+
+    NOTE [Classes that torch knows]
+    Optimizers take their fast ways (`foreach`, `fused`) by default only for classes in a list, to which
+    torch.distributed.tensor adds its own in the same way. And Dynamo is told to leave the wrapper alone: its own
+    operators come there, and it would compile it without end.
+    """
+    from torch._dynamo.eval_frame import skip_code  # It takes a second, and export has it by now.
+    from torch.optim.optimizer import _foreach_supported_types as of_optimizers
+    from torch.utils._foreach_utils import _foreach_supported_types as of_gradients
+
+    for known in (of_optimizers, of_gradients):
+        for kind in (CutTensor, CutParameter):
+            known.append(kind)  # type: ignore[arg-type]
+    skip_code(CutTensor.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]

@@ -1,0 +1,54 @@
+"""What every rank says, by rank, told through the store in which the processes met.
+
+It is for places to which a rank may fail to come. In a process group the others' exchange would then pair with whatever
+that rank does next; here they wait for it by name, and say so.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from autotp.distributed.heartbeat import SILENCE, answered, reason
+from autotp.distributed.mesh import Mesh, group_of, timeout_of
+from autotp.errors import Error
+
+_calls: dict[int, int] = {}
+"""Number of a mesh -> how often its ranks told each other something."""
+
+
+def roll_call(text: str, place: Mesh) -> list[str]:
+    """Every rank's `text`, by rank.
+
+    Raises:
+        Error: some rank did not come within the group's timeout.
+    """
+    call = _calls[place.number] = _calls.get(place.number, 0) + 1
+    store, names, timeout = _get_default_store(), _names(place, call), timeout_of(group_of(place))
+
+    def told() -> list[str]:
+        store.set(names[place.rank], text)
+        store.wait(names, timeout)
+        found = [store.get(name).decode() for name in names]
+        if call > 1:  # Who is here has read what was told before.
+            store.delete_key(_names(place, call - 1)[place.rank])
+        return found
+
+    try:
+        return answered(told, timeout.total_seconds() + SILENCE)
+    except (RuntimeError, TimeoutError) as error:
+        raise _missing(names, store, place) from error
+
+
+def _names(place: Mesh, call: int) -> list[str]:
+    return [f"autotp/{place.number}/{call}/{rank}" for rank in range(place.size)]
+
+
+def _missing(names: list[str], store: dist.Store, place: Mesh) -> Error:
+    why = reason(lambda rank: f"global rank {rank}")
+    why = f": {why}" if why else ""
+    try:
+        absent = answered(lambda: [rank for rank, name in enumerate(names) if not store.check([name])], SILENCE)
+    except (RuntimeError, TimeoutError):
+        return Error(f"the store in which the processes met does not answer{why}")
+    return Error(f"{place.named(absent)} did not come within the group's timeout{why}")

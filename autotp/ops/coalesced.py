@@ -1,0 +1,89 @@
+"""The conjugates of several parameters at once: their gradients are summed over ranks in one exchange.
+
+`together` is `copy` or `share` of each (`autotp/collectives.py`), and its backward waits for the gradients of all. One
+that has none, in a backward of a part of what was computed, has none here either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotp.ops.collectives import _seat, communicate_all, copy, share
+from autotp.ops.eager_mode import is_plain
+
+Where = tuple[int, tuple[tuple[int, int], ...]] | None
+"""Which positions of which dimension the ranks hold together; None for all."""
+
+
+def together(xs: Sequence[Tensor], group: str | None, where: Sequence[Where]) -> tuple[Tensor, ...]:
+    """The tensors themselves; their gradients, at those positions, are summed over the group. xs: [...] each
+
+    Compiled, each goes by itself: Dynamo has no functions of any number of tensors.
+    """
+    if group is None or _seat(group)[1] == 1:
+        return tuple(xs)
+    if torch.compiler.is_compiling():
+        pairs = zip(xs, where, strict=True)
+        return tuple(copy(x, group) if at is None else share(x, group, *at) for x, at in pairs)
+    learns = [not is_plain(x) or x.requires_grad for x in xs]
+    places = tuple(at for at, learnt in zip(where, learns, strict=True) if learnt)
+    given = [x for x, learnt in zip(xs, learns, strict=True) if learnt]
+    found = iter(Together.apply(False, group, places, *given) if given else ())
+    return tuple(next(found) if learnt else x for x, learnt in zip(xs, learns, strict=True))
+
+
+class Together(torch.autograd.Function):
+    """The identity, or (with `summed`) the sum over the group: each is the other's backward."""
+
+    @staticmethod
+    def forward(summed: bool, group: str, where: tuple[Where, ...], *xs: Tensor) -> tuple[Tensor, ...]:
+        return _sum(group, where, xs) if summed else tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
+        ctx.summed, ctx.group, ctx.where = inputs[:3]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        there = [(at, grad) for at, grad in zip(ctx.where, grads, strict=True) if grad is not None]
+        where, given = tuple(at for at, _ in there), [grad for _, grad in there]
+        found = iter(Together.apply(not ctx.summed, ctx.group, where, *given) if given else ())
+        return None, None, None, *(None if grad is None else next(found) for grad in grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, ___: None, *tangents: Tensor) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = Together.apply(ctx.summed, ctx.group, ctx.where, *tangents)
+        return found
+
+    @staticmethod
+    def vmap(
+        _: Any, in_dims: tuple[Any, ...], summed: bool, group: str, where: tuple[Where, ...], *xs: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+        mapped = in_dims[3:]
+        moved = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, mapped, strict=True)]
+        behind = zip(where, mapped, strict=True)
+        places = tuple(at if at is None or d is None else (at[0] + 1, at[1]) for at, d in behind)
+        return Together.apply(summed, group, places, *moved), tuple(None if d is None else 0 for d in mapped)
+
+
+def _sum(group: str, where: Sequence[Where], xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The sums over the group of these positions; elsewhere each tensor as it is."""
+    index = [None if _is_all(x, at) else _index(x, at) for x, at in zip(xs, where, strict=True)]
+    sent = [x if i is None else x.index_select(i[0], i[1]) for x, i in zip(xs, index, strict=True)]
+    found = communicate_all(sent, group)
+    return tuple(y if i is None else x.index_copy(*i, y) for x, i, y in zip(xs, index, found, strict=True))
+
+
+def _is_all(x: Tensor, at: Where) -> bool:
+    return at is None or at[1] == ((0, x.shape[at[0]]),)
+
+
+def _index(x: Tensor, at: Where) -> tuple[int, Tensor]:
+    assert at is not None
+    dim, ranges = at
+    return dim, torch.tensor([i for a, b in ranges for i in range(a, b)], device=x.device, dtype=torch.int64)

@@ -1,0 +1,365 @@
+"""The conjugates: six functions that change the placement of a value, each the other's backward.
+
+They are targets of `torch.fx` call_function nodes and run as they are: in eager, under `torch.compile(fullgraph=True)`,
+`torch.func.grad`, `vmap` and double backward. `group` is a process group's name; `None` and a group of one are the
+identity. `size` is the global length of dimension `dim`, cut into whole blocks of `block` as `partition.py` says.
+
+NOTE [Why the backward calls the other's apply]
+A backward that ran a raw collective would be right once and wrong after that: the collective is no node of the
+autograd graph, so a second derivative would not pass through it, and it has no batching rule, so `vmap(grad(f))` would
+fail. `Conjugate.apply` inside `backward` is differentiated, batched and traced as the forward is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
+
+from autotp.distributed.heartbeat import reason
+from autotp.errors import Error
+from autotp.ops.eager_mode import apply, is_plain
+from autotp.ops.strides import inverse, memory_order
+from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
+
+# No backend sends these; they travel as bytes.
+_AS_BYTES = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2})
+
+
+def copy(x: Tensor, group: str | None, fresh: bool = False) -> Tensor:
+    """Replicate -> Copied: `x` itself; its gradient is summed over the ranks. x: [...]
+
+    With `fresh` the gradient is summed in its own memory: its readers make a new one that nobody else holds.
+    """
+    return _convert("copy_" if fresh and is_plain(x) else "copy", x, group)
+
+
+def reduce(x: Tensor, group: str | None, op: str = "sum", fresh: bool = False) -> Tensor:
+    """Partial -> Replicate: the sum of the ranks' `x`; the gradient passes. With op="max": the maximum, no gradient.
+
+    With `fresh` the sum takes the memory of `x`, which nobody else reads (`passes/reuse.py` says which values are).
+    """
+    if op == "max":
+        return _convert("max", x.detach(), group)
+    return _convert("reduce_" if fresh and is_plain(x) else "reduce", x, group)
+
+
+def scatter(x: Tensor, group: str | None, dim: int, size: int, block: int = 1) -> Tensor:
+    """Replicate -> Shard(dim): this rank's part of `x`. x: [... size ...] -> [... part ...]"""
+    return _convert("scatter", x, group, dim, size, block)
+
+
+def gather(x: Tensor, group: str | None, dim: int, size: int, block: int = 1) -> Tensor:
+    """Shard(dim) -> Replicate: the ranks' parts put together. x: [... part ...] -> [... size ...]"""
+    return _convert("gather", x, group, dim, size, block)
+
+
+def all_gather(x: Tensor, group: str | None, dim: int, size: int, block: int = 1) -> Tensor:
+    """Shard(dim) -> Copied: as gather, its gradient summed over the ranks. x: [... part ...] -> [... size ...]"""
+    return _convert("all_gather", x, group, dim, size, block)
+
+
+def share(x: Tensor, group: str | None, dim: int, ranges: tuple[tuple[int, int], ...]) -> Tensor:
+    """Held -> Shard: `x` itself; the gradient of these positions of `dim`, which the whole group holds, is summed."""
+    return _convert("share", x, group, dim, ranges)
+
+
+def reduce_scatter(x: Tensor, group: str | None, dim: int, size: int, block: int = 1) -> Tensor:
+    """Partial -> Shard(dim): this rank's part of the sum of the ranks' `x`. x: [... size ...] -> [... part ...]"""
+    return _convert("reduce_scatter", x, group, dim, size, block)
+
+
+def _convert(name: str, x: Tensor, group: str | None, dim: int = 0, size: Any = 0, block: int = 1) -> Tensor:
+    if group is None or _seat(group)[1] == 1:
+        return x
+    dim %= max(x.dim(), 1)
+    if name not in MOVES or x.is_contiguous():
+        return _apply(name, x, group, dim, size, block)
+    order = memory_order(x)
+    return _apply(name, x.permute(order), group, order.index(dim), size, block).permute(inverse(order))
+
+
+def _apply(name: str, x: Tensor, group: str, dim: int, size: Any, block: int) -> Tensor:
+    if is_plain(x):
+        out: Tensor = apply(Linear, name, x, group, dim, size, block)
+        return out
+    kind = Conjugate if torch.compiler.is_compiling() else Linear
+    out = kind.apply(name, x, group, dim, size, block)
+    return out
+
+
+class Conjugate(torch.autograd.Function):
+    """The row `name` of `TABLE` as an operator whose backward is its conjugate's row."""
+
+    # The parameters are spelled out because Dynamo counts them.
+    @staticmethod
+    def forward(name: str, x: Tensor, group: str, dim: int, size: Any, block: int) -> Tensor:
+        return TABLE[name][0](x, group, dim, size, block)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Tensor) -> None:
+        ctx.name, ctx.conjugate, ctx.where = inputs[0], TABLE[inputs[0]][1], inputs[2:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # NOTE [Why the backward calls the other's apply]
+        # A gradient that is differentiated again is not written over.
+        name = "reduce" if ctx.conjugate == "reduce_" and torch.is_grad_enabled() else ctx.conjugate
+        return None, _apply(name, grad, *ctx.where), None, None, None, None
+
+    @staticmethod
+    def vmap(
+        _: Any, in_dims: tuple[int | None, ...], name: str, x: Tensor, group: str, dim: int, size: Any, block: int
+    ) -> tuple[Tensor, int]:
+        return _apply(name, x.movedim(in_dims[1] or 0, 0), group, dim + 1, size, block), 0
+
+
+class Linear(Conjugate):
+    """The same, in forward mode too: all are linear. (Dynamo refuses whatever has a `jvp`.)"""
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: Tensor, *rest: None) -> Tensor:
+        return _apply(ctx.name.rstrip("_"), tangent, *ctx.where)  # A tangent's memory is not written over.
+
+
+def _identity(x: Tensor, *_: Any) -> Tensor:
+    return x.view_as(x)
+
+
+def _all_reduce(x: Tensor, group: str, *_: Any) -> Tensor:
+    return communicate("all_reduce", x, "sum", group)
+
+
+def _all_reduce_in_place(x: Tensor, group: str, *_: Any) -> Tensor:
+    return communicate("all_reduce_" if x.is_contiguous() else "all_reduce", x, "sum", group)
+
+
+def _rows_reduced(x: Tensor, group: str, dim: int, ranges: Any, *_: Any) -> Tensor:
+    """The sum over ranks at some positions of `dim`."""
+    if ranges == ((0, x.shape[dim]),):
+        return communicate("all_reduce", x, "sum", group)
+    index = torch.tensor([i for start, stop in ranges for i in range(start, stop)], device=x.device, dtype=torch.int64)
+    return x.index_copy(dim, index, communicate("all_reduce", x.index_select(dim, index), "sum", group))
+
+
+def _maximum(x: Tensor, group: str, *_: Any) -> Tensor:
+    return communicate("all_reduce", x, "max", group)
+
+
+def _slice(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
+    _expect(x, dim, size, group)
+    start, stop = _held(group, size, block)
+    return x.narrow(dim, start, stop - start).contiguous()
+
+
+def _all_gather(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
+    part, tp = _padded(x, group, dim, size, block), _seat(group)[1]
+    sent = part.view(torch.uint8) if x.dtype in _AS_BYTES else part
+    parts = communicate("all_gather_into_tensor", sent, tp, group).view(x.dtype).view(tp, *part.shape)
+    return _put_together(parts, dim, size, block)
+
+
+def _padded(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
+    """This rank's part of a dimension, as long as the longest."""
+    start, stop = _held(group, size, block)
+    _expect(x, dim, stop - start, group)
+    return _pad(x, dim, chunk_length(size // block, _seat(group)[1]) * block).contiguous()
+
+
+def _put_together(parts: Tensor, dim: int, size: int, block: int) -> Tensor:
+    """The whole of padded parts: [tp ... part ...] -> [... size ...]"""
+    tp, length = parts.shape[0], parts.shape[dim + 1]
+    if dim == 0 or length * tp == size:
+        return parts.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, size)
+    sizes = chunk_sizes(size // block, tp)
+    return torch.cat([part.narrow(dim, 0, n * block) for part, n in zip(parts.unbind(), sizes, strict=True)], dim)
+
+
+def _reduce_scatter(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
+    _expect(x, dim, size, group)
+    start, stop = _held(group, size, block)
+    if _is_gloo(group, x.device.type):
+        # gloo's own is an all-reduce inside: sliced here, it needs no padding. The clone lets go of the rest.
+        whole = communicate("all_reduce", x, "sum", group)
+        return whole.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+    parts = _in_rows(x, group, dim, size, block)
+    found = communicate("reduce_scatter_tensor", parts, "sum", _seat(group)[1], group)
+    return found.narrow(dim, 0, stop - start).contiguous()
+
+
+def _in_rows(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
+    """The ranks' padded parts of `dim`, one behind the other along the first dimension."""
+    tp = _seat(group)[1]
+    part = chunk_length(size // block, tp) * block
+    return torch.unflatten(_pad(x, dim, part * tp), dim, (tp, part)).movedim(dim, 0).flatten(0, 1).contiguous()
+
+
+MOVES = ("scatter", "gather", "all_gather", "reduce_scatter")
+"""Those that change the length of a dimension. Their results lie in memory as what they read does."""
+# name: (forward, the conjugate that is its backward), as in DESIGN.md, section 2. No gradient reaches "max".
+# Those with an underscore write the sum over what is summed.
+TABLE: dict[str, tuple[Callable[[Tensor, str, int, int, int], Tensor], str]] = {
+    "copy": (_identity, "reduce"),
+    "reduce": (_all_reduce, "copy"),
+    "copy_": (_identity, "reduce_"),
+    "reduce_": (_all_reduce_in_place, "copy"),
+    "scatter": (_slice, "gather"),
+    "gather": (_all_gather, "scatter"),
+    "all_gather": (_all_gather, "reduce_scatter"),
+    "reduce_scatter": (_reduce_scatter, "all_gather"),
+    "share": (_identity, "share_sum"),
+    "share_sum": (_rows_reduced, "share"),
+    "max": (_maximum, ""),
+}
+
+
+def communicate(name: str, *args: Any) -> Tensor:
+    """The result of c10d's functional collective `name`, arrived; its last argument is the group's name.
+
+    Raises:
+        Error: a peer died or did not answer within the group's timeout (in eager; compiled code raises c10d's own).
+    """
+    if torch.compiler.is_compiling():
+        ops = torch.ops._c10d_functional
+        return ops.wait_tensor(getattr(ops, name)(*args))
+    return _start(name, *args)()
+
+
+Started = Callable[[], Tensor]
+"""A collective that is under way: called, it waits for the result."""
+
+
+def start_gather(x: Tensor, group: str, dim: int, size: int, block: int = 1) -> Started:
+    """`all_gather`, under way; no autograd."""
+    part, tp = _padded(x, group, dim, size, block), _seat(group)[1]
+    waits = _start("all_gather_into_tensor", part.view(torch.uint8) if x.dtype in _AS_BYTES else part, tp, group)
+    return lambda: _put_together(waits().view(x.dtype).view(tp, *part.shape), dim, size, block)
+
+
+def start_sum(x: Tensor, group: str, gathered: tuple[int, int, int] | None) -> Started:
+    """The sum of the ranks' `x`, written over it, or with (dim, size, block) this rank's part of the sum; under way."""
+    if gathered is None:
+        return _start("all_reduce_", x.contiguous(), "sum", group)
+    dim, size, block = gathered
+    start, stop = _held(group, size, block)
+    if _is_gloo(group, x.device.type):
+        waits = _start("all_reduce_", x.contiguous(), "sum", group)
+        return lambda: waits().narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+    waits = _start("reduce_scatter_tensor", _in_rows(x, group, dim, size, block), "sum", _seat(group)[1], group)
+    return lambda: waits().narrow(dim, 0, stop - start).contiguous()
+
+
+def _start(name: str, *args: Any) -> Started:
+    """c10d's functional collective `name`, under way. Both halves raise Error as `communicate` does."""
+    ops, group = torch.ops._c10d_functional, args[-1]
+
+    def tried(run: Callable[[], Tensor]) -> Tensor:
+        with naming_lost(name, group):
+            return run()
+
+    sent = tried(lambda: getattr(ops, name)(*args))
+    return lambda: tried(lambda: ops.wait_tensor(sent))
+
+
+def communicate_all(xs: Sequence[Tensor], group: str) -> list[Tensor]:
+    """The sums of several tensors over the group, in one exchange. Raises Error as `communicate` does."""
+    ops = torch.ops._c10d_functional
+    with naming_lost("all_reduce_coalesced", group):
+        return [ops.wait_tensor(x) for x in ops.all_reduce_coalesced(list(xs), "sum", group)]
+
+
+@contextmanager
+def naming_lost(what: str, group: str) -> Iterator[None]:
+    """A region of collectives over a group, which raise Error as `communicate` does: each of torch's own is in one."""
+    try:
+        yield
+    except Error:
+        raise
+    except RuntimeError as error:
+        raise peer_error(what, group, error) or error from error
+
+
+def peer_error(what: str, group: str, error: RuntimeError, mesh: Any = None) -> Error | None:
+    """The error that says which axis lost which peer, or None where `error` is about something else.
+
+    Args:
+        mesh: what knows names of ranks (`named`), where there are better ones than numbers.
+    """
+    text = str(error).lower()
+    if "timed out" in text or "timeout" in text:
+        seen = "a peer did not answer within the group's timeout"
+    elif any(sign in text for sign in ("connection", "peer", "gloo/transport", "nccl", "socket", "broken pipe")):
+        seen = "a peer closed its connection"
+    else:
+        return None
+
+    def named(rank: int) -> str:
+        return _called(rank, group) if mesh is None else mesh.named([rank])
+
+    why = reason(named) or seen
+    rank, size = _seat(group)
+    return Error(
+        f"{what} over axis `{_axis(group)}` failed on rank {rank} of {size} (global rank {dist.get_rank()}): {why}",
+        **{
+            "try": "every call is made by all ranks (none under `if rank == 0`); read the logs of the others",
+            "or": "if it was only slow: timeout= of autotp.parallelize, or of init_process_group",
+        },
+    )
+
+
+def _called(rank: int, group: str) -> str:
+    """A global rank, by its place in the group if it is there."""
+    ranks, world = dist.get_process_group_ranks(_process_group(group)), f"global rank {rank}"
+    here = f"{_axis(group)} rank {ranks.index(rank)}" if rank in ranks else world
+    return world if here == world else f"{here} ({world})"
+
+
+def _axis(group: str) -> str:
+    description = _process_group(group).group_desc
+    return "tp" if description == "default_pg" else description.removeprefix("mesh_")
+
+
+def _process_group(name: str) -> ProcessGroup:
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def _seat(group: str) -> tuple[int, int]:
+    """This process's rank in the group, and the group's size."""
+    process_group = _process_group(group)
+    return process_group.rank(), process_group.size()
+
+
+def _is_gloo(group: str, device_type: str) -> bool:
+    return _process_group(group)._get_backend(torch.device(device_type)).name() == "gloo"
+
+
+# Dynamo calls these two while it traces. `torch.compiler.assume_constant_result` would do, but imports Dynamo (1 s).
+_seat.__dict__.update(_dynamo_marked_constant=True)
+_is_gloo.__dict__.update(_dynamo_marked_constant=True)
+
+
+def _held(group: str, size: int, block: int) -> tuple[int, int]:
+    rank, tp = _seat(group)
+    start, stop = chunk_bounds(size // block, tp, rank)
+    return start * block, stop * block
+
+
+def _pad(x: Tensor, dim: int, length: int) -> Tensor:
+    if x.shape[dim] == length:
+        return x
+    return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, length - x.shape[dim]])
+
+
+def _expect(x: Tensor, dim: int, length: int, group: str) -> None:
+    if x.shape[dim] != length:
+        rank, size = _seat(group)
+        raise Error(
+            f"dimension {dim} of {list(x.shape)} should have length {length} on rank {rank} of {size}",
+            **{"try": "pass the value as the parallel model returned it, with the global size of the cut dimension"},
+        )

@@ -1,0 +1,151 @@
+"""Columns: the products that read one value, with the one conjugate through which they read it.
+
+Several columns-parallel products of one input (queries, keys and values; gate and up) are one operator here, so that
+backward can overlap: the sum over ranks of the input's gradient is under way while the weights' gradients are computed,
+and an input that was gathered is gathered again, not kept, while the input's gradient is computed.
+
+Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from autotp.ops.collectives import _seat, all_gather, copy, reduce, reduce_scatter, start_gather, start_sum
+from autotp.ops.eager_mode import apply, is_plain
+
+Gathered = tuple[int, Any, int] | None
+"""Dimension, global length and block of an input that is a part, as `all_gather` has them; None for one to `copy`."""
+
+
+def columns(
+    x: Tensor,
+    group: str | None,
+    gathered: Gathered,
+    flattened: tuple[int, int] | None,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    turned: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """`products` of `copy(x)`, or of `all_gather(x)`. x: [... hidden]
+
+    Compiled, mapped or differentiated forward, it is just that.
+    """
+    alone = group is None or _seat(group)[1] == 1
+    if alone or not torch.is_grad_enabled() or not all(map(is_plain, (x, *weights))):
+        whole = copy(x, group) if gathered is None else all_gather(x, group, *gathered)
+        return products(whole, flattened, weights, biases, turned)
+    found: tuple[Tensor, ...] = apply(Columns, group, gathered, flattened, tuple(turned), x, *weights, *biases)
+    return found
+
+
+def products(
+    x: Tensor,
+    flattened: tuple[int, int] | None,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    turned: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """`x` times each weight plus its bias, if there is one. x: [... hidden] -> [... out] each
+
+    Args:
+        flattened: first and last of the dimensions of `x` that become one before.
+        weights: [out hidden] each, or [hidden out] where `turned`.
+    """
+    rows = x if flattened is None else x.flatten(*flattened)
+    every = zip(weights, biases, turned, strict=True)
+    return tuple(F.linear(rows, w.t() if turn else w, bias) for w, bias, turn in every)
+
+
+class Columns(torch.autograd.Function):
+    """The products; backward sends and computes at the same time."""
+
+    @staticmethod
+    def forward(
+        group: str, gathered: Gathered, flattened: Any, turned: tuple[bool, ...], x: Tensor, *given: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        whole = x if gathered is None else start_gather(x, group, *gathered)()
+        n = len(turned)
+        return products(whole, flattened, given[:n], given[n:], turned)  # type: ignore[arg-type]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
+        ctx.group, ctx.gathered, ctx.flattened, ctx.turned, x = inputs[:5]
+        ctx.save_for_backward(x, *inputs[5 : 5 + len(ctx.turned)])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            found = _differentiable(ctx, x, weights, grads)
+        else:
+            found = _overlapped(ctx, x, weights, grads)
+        return None, None, None, None, *found
+
+
+def _overlapped(ctx: Any, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Any]:
+    """The gradients of the input, of weights and biases, the first on its way while the others are computed."""
+    learns, again, sent = any(ctx.needs_input_grad[5 : 5 + len(weights)]), None, None
+    if ctx.gathered is not None and learns:
+        again = start_gather(x, ctx.group, *ctx.gathered)
+    total = _input_gradient(weights, grads, ctx.turned) if ctx.needs_input_grad[4] else None
+    if total is not None:
+        sent = start_sum(total.view(_whole_shape(ctx, x)), ctx.group, ctx.gathered)
+    rest = _other_gradients(ctx, x if again is None else again(), grads)
+    return [None if sent is None else sent(), *rest]
+
+
+def _differentiable(ctx: Any, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Any]:
+    """The same by operators that are differentiated again."""
+    whole = copy(x, ctx.group) if ctx.gathered is None else all_gather(x, ctx.group, *ctx.gathered)
+    total = _input_gradient(weights, grads, ctx.turned)
+    if total is not None:
+        total = total.view(_whole_shape(ctx, x))
+        total = reduce(total, ctx.group) if ctx.gathered is None else reduce_scatter(total, ctx.group, *ctx.gathered)
+    return [total, *_other_gradients(ctx, whole, grads)]
+
+
+def _whole_shape(ctx: Any, x: Tensor) -> list[int]:
+    shape = list(x.shape)
+    if ctx.gathered is not None:
+        shape[ctx.gathered[0]] = int(ctx.gathered[1])
+    return shape
+
+
+def _input_gradient(weights: Sequence[Tensor], grads: Sequence[Tensor | None], turned: Sequence[bool]) -> Tensor | None:
+    """The sum of what the products send back, in new memory; None where none sends anything. -> [rows hidden]"""
+    total: Tensor | None = None
+    for w, grad, turn in zip(weights, grads, turned, strict=True):
+        if grad is not None:
+            flat, matrix = _rows(grad), w.t() if turn else w
+            if total is None:
+                total = flat @ matrix
+            else:
+                total = total.addmm(flat, matrix) if torch.is_grad_enabled() else total.addmm_(flat, matrix)
+    return total
+
+
+def _other_gradients(ctx: Any, whole: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients of the weights, then of the biases."""
+    rows, n, needed = _rows(whole), len(grads), ctx.needs_input_grad[5:]
+    found: list[Tensor | None] = [None] * (2 * n)
+    for i, grad in enumerate(grads):
+        if grad is not None:
+            flat = _rows(grad)
+            if needed[i]:
+                found[i] = rows.t() @ flat if ctx.turned[i] else flat.t() @ rows
+            if needed[n + i]:
+                found[n + i] = flat.sum(0)
+    return found
+
+
+def _rows(x: Tensor) -> Tensor:
+    """All dimensions but the last as one: -1 is ambiguous where a shard is empty."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

@@ -1,0 +1,313 @@
+"""Rule functions, one for each family of operators that share their factors: `Call -> Rule`.
+
+A function here may return None: then nothing is known of this call and all it touches stays replicated.
+Products are in `products.py`, movement of elements in `movement.py`, lookups and updates by index in `indexing.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from autotp.rules.call import Call
+from autotp.rules.language import Rule, spell
+
+RuleFunction = Callable[[Call], Rule | None]
+Linear = Literal["each", "all"] | tuple[tuple[int, ...], ...]
+MEAN = 1
+"""A loss's `reduction` argument: 0 none, 1 mean, 2 sum."""
+
+
+def present(call: Call) -> list[Any]:
+    """The operands that are there, in the order of the rule's terms."""
+    return [operand for operand in call.operands if operand is not None]
+
+
+def letters(ndim: int, mark: str = "") -> list[str]:
+    """Names for `ndim` dimensions, the same for the same arguments; rules here use no others from a to h."""
+    return [f"{name}{mark}" for name in ("abcdefgh" if ndim <= 8 else [f"d{i}" for i in range(ndim)])][:ndim]
+
+
+def unread(operand: Any, i: int) -> list[str]:
+    """The term of an operand of which no cut may be seen."""
+    return [f"x{i}_{d}^" for d in range(operand.dim())]
+
+
+def same_dtype(call: Call) -> bool:
+    """False for an operator that casts, a barrier to Partial values: they are reduced in their own precision."""
+    return bool(call.operands[0].dtype == call.outputs[0].dtype)
+
+
+# ---- any operator
+
+
+def whole(call: Call) -> Rule:
+    """All of everything, on every rank: also where random numbers are drawn, so that all draw the same."""
+    ins = [unread(operand, i) for i, operand in enumerate(present(call))]
+    return Rule.of(spell(ins, [[f"y{i}_{d}^" for d in range(out.dim())] for i, out in enumerate(call.outputs)]))
+
+
+def fixed(text: str, linear: Linear = ()) -> RuleFunction:
+    """The same factor string for every call; terms of operands that are absent are dropped."""
+    ins, outs = text.split("->")
+    terms = ins.split(",")
+
+    def of(call: Call) -> Rule:
+        at = [i for i, operand in enumerate(call.operands[: len(terms)]) if operand is not None]
+        groups = linear
+        if not isinstance(linear, str):
+            groups = tuple(tuple(at.index(i) for i in group) for group in linear if set(group) <= set(at))
+        return Rule.of(",".join(terms[i] for i in at) + "->" + outs, groups)
+
+    return of
+
+
+def exact(text: str) -> RuleFunction:
+    """The same factor string for every call of what has gradients among its operands or outputs."""
+    return lambda call: replace(Rule.of(text), exact=True)
+
+
+def either(argument: str, there: RuleFunction, absent: RuleFunction) -> RuleFunction:
+    """One function for calls in which `argument` is given and true, another for the others."""
+
+    def of(call: Call) -> Rule | None:
+        given = call.get(argument)
+        return (there if given is not None and given is not False and given != 0 else absent)(call)
+
+    return of
+
+
+# ---- pointwise
+
+
+def pointwise(linear: Linear = ()) -> RuleFunction:
+    """Every output element from the elements at its place, with broadcasting."""
+    return lambda call: Rule.of(spell([["*"]] * len(present(call)), [["*"]] * len(call.outputs)), linear)
+
+
+def additive(call: Call) -> Rule | None:
+    """A sum of tensors is linear in all of them together; a tensor plus a number is not linear."""
+    return pointwise("all" if len(present(call)) > 1 else ())(call)
+
+
+def divide(call: Call) -> Rule | None:
+    """Linear in the dividend, unless it is a number or the quotient is rounded."""
+    dividend = isinstance(call["self"], torch.Tensor)
+    return pointwise(((0,),) if dividend and not call.get("rounding_mode") else ())(call)
+
+
+def cast(call: Call) -> Rule:
+    """A change of dtype; of a second operand (`type_as`) nothing but the dtype is read."""
+    rest = [unread(operand, i) for i, operand in enumerate(call.operands[1:], 1)]
+    return Rule.of(spell([["*"], *rest], [["*"]]), ((0,),) if same_dtype(call) else ())
+
+
+def copy(call: Call) -> Rule | None:
+    """`src`, broadcast to the shape and cast to the dtype of `self`."""
+    return pointwise(((1,),) if call.operands[1].dtype == call.outputs[0].dtype else ())(call)
+
+
+def where(call: Call) -> Rule | None:
+    """Linear in what is chosen from, where a number that is chosen is zero."""
+    chosen = [call.get("self"), call.get("other")]
+    zero = all(isinstance(one, torch.Tensor) or one == 0 for one in chosen)
+    return pointwise((tuple(range(1, len(call.operands))),) if zero else ())(call)
+
+
+def masked_fill(call: Call) -> Rule | None:
+    """Linear in the tensor where a zero is filled in, in tensor and value together where that is a tensor."""
+    value = call["value"]
+    if isinstance(value, torch.Tensor):
+        return pointwise(((0, 2),))(call)
+    return pointwise(((0,),) if value == 0 else ())(call)
+
+
+def dropout(call: Call) -> Rule | None:
+    """Pass-through where nothing is drawn; where something is, each factor is cut in a parallel form."""
+    drawn = call["train"] and call["p"] != 0
+    return along(call, range(call.operands[0].dim()), "!") if drawn else pointwise("all")(call)
+
+
+def gated(call: Call) -> Rule:
+    """`glu`: the first half of `dim` times the sigmoid of the second; halves are cut together."""
+    before, after, dim = letters(call.operands[0].dim()), letters(call.operands[0].dim()), call.dim()
+    before[dim], after[dim] = "(k | k)", "k"
+    return Rule.of(spell([before], [after]))
+
+
+def channelwise(call: Call) -> Rule:
+    """`prelu`: `input: [a b ...]`, one weight for all or one for each `b`."""
+    x, weight = call.operands
+    ns = letters(x.dim())
+    return Rule.of(spell([ns, ns[1:2] if x.dim() > 1 and weight.dim() else unread(weight, 1)], [ns]))
+
+
+# ---- along dimensions
+
+
+def along(call: Call, dims: Iterable[int], mark: str = "^", linear: Linear = ()) -> Rule:
+    """Shape-preserving on the first operand, working along `dims` (marked), pass-through elsewhere."""
+    marked = [d % max(call.operands[0].dim(), 1) for d in dims]
+    term = [n + mark * (i in marked) for i, n in enumerate(letters(call.operands[0].dim()))]
+    return Rule.of(spell([term], [term] * len(call.outputs)), linear)
+
+
+def along_dim(mark: str = "^", linear: Linear = ()) -> RuleFunction:
+    """Works along its `dim` argument: softmax, cumsum, sort, ..."""
+    return lambda call: along(call, [call.dim()], mark, linear if same_dtype(call) else ())
+
+
+def along_dims(call: Call) -> Rule:
+    """Works along its `dims` argument: flip, roll (all of them where none is given)."""
+    return along(call, call["dims"] or range(call.operands[0].dim()), linear="all")
+
+
+def along_fixed(*dims: int, linear: Linear = ()) -> RuleFunction:
+    """Works along these dimensions: tril, fliplr, msort, ..."""
+    return lambda call: along(call, dims, linear=linear)
+
+
+def norm(call: Call) -> Rule:
+    """Layer and RMS norm: whole along the normalised dimensions, pass-through before them."""
+    normed = [f"n{i}^" for i in range(len(call["normalized_shape"]))]
+    return Rule.of(spell([["*", *normed]] + [normed] * (len(present(call)) - 1), [["*", *normed]]))
+
+
+def group_norm(call: Call) -> Rule:
+    """`x: [n g c ...]`, `weight: [g c]`, `bias: [g c]`: a group's channels are normalised together with all places."""
+    x, *rest = present(call)
+    term = ["n", "g", *(f"c{d}^" for d in range(x.dim() - 2))]
+    return Rule.of(spell([term] + [term[1:3]] * len(rest), [term]))
+
+
+def batch_norm(call: Call) -> Rule:
+    """`x: [n c ...]`, all others `[c]`: each channel by itself, in training over all the batch."""
+    x, *rest = present(call)
+    mark = "^" if call.get("training", True) else ""
+    term = [f"n{mark}", "c", *(f"d{d}{mark}" for d in range(x.dim() - 2))]
+    return Rule.of(spell([term] + [["c"]] * len(rest), [term, *[["c"]] * (len(call.outputs) - 1)]))
+
+
+def by_channel(call: Call) -> Rule:
+    """`x: [... c places...]`, each channel by itself, at other places."""
+    dim, ndim = call["dim"], call.operands[0].dim()
+    front = [*letters(ndim)[:dim], "k"]
+    before, after = ([*front, *(f"{name}{d}^" for d in range(dim + 1, ndim))] for name in "xy")
+    return Rule.of(spell([before], [after] * len(call.outputs)))
+
+
+def resized(call: Call) -> Rule:
+    """Another length along `dim`: topk, diff. All of the operands is needed there."""
+    dim, ns = call.dim(), letters(call.operands[0].dim())
+    names = [f"x{i}^" for i in range(len(present(call)))]
+    *before, after = ([*ns[:dim], name, *ns[dim + 1 :]] if ns else [] for name in [*names, "y^"])
+    return Rule.of(spell(before, [after] * len(call.outputs)))
+
+
+# ---- reductions
+
+
+def reduced_dims(call: Call) -> set[int]:
+    """The dimensions that a reduction's `dim` argument names: all of them where it is absent or empty."""
+    ndim, given = call.operands[0].dim(), call.get("dim")
+    dims = [given] if isinstance(given, int) else given
+    return {d % max(ndim, 1) for d in dims} & set(range(ndim)) if dims else set(range(ndim))
+
+
+def reduction(mark: str = "", linear: Linear = ()) -> RuleFunction:
+    """Reduces its `dim` argument (all dimensions where none is given), which carry `mark`."""
+
+    def of(call: Call) -> Rule:
+        ns, dims = letters(call.operands[0].dim()), reduced_dims(call)
+        ins = [n + mark * (i in dims) for i, n in enumerate(ns)]
+        out = ["1" if i in dims else n for i, n in enumerate(ns) if i not in dims or call.get("keepdim")]
+        return Rule.of(spell([ins], [out] * len(call.outputs)), linear if same_dtype(call) else ())
+
+    return of
+
+
+def paired(mark: str, linear: Linear = ()) -> RuleFunction:
+    """Two operands, broadcast, whose `dim` is reduced: cosine_similarity, vecdot."""
+
+    def of(call: Call) -> Rule:
+        ins = broadcast(call)
+        out = max(ins, key=len)
+        dim = call.dim(ndim=len(out)) if "dim" in call.arguments else len(out) - 1
+        ins = [[n + mark if n == out[dim] else n for n in term] for term in ins]
+        kept = ["1"] if call.get("keepdim") else []
+        return Rule.of(spell(ins, [[*out[:dim], *kept, *out[dim + 1 :]]]), linear)
+
+    return of
+
+
+def broadcast(call: Call, mark: str = "") -> list[list[str]]:
+    """The terms of operands that are broadcast against each other, as `*` is, but each factor by name."""
+    ndim = max(operand.dim() for operand in present(call))
+    return [letters(ndim, mark)[ndim - operand.dim() :] for operand in present(call)]
+
+
+# ---- losses
+
+
+def elementwise_loss(call: Call) -> Rule:
+    """A loss of each element, with the reductions none, mean and sum: mse_loss, binary_cross_entropy, ..."""
+    ins = broadcast(call, "^" if call["reduction"] == MEAN else "")
+    return Rule.of(spell(ins, [[] if call["reduction"] else max(ins, key=len)]))
+
+
+def class_loss(call: Call) -> Rule | None:
+    """Cross-entropy and negative log-likelihood over classes `c`: parallel along the classes.
+
+    `input: [n c ...]` or `[c]`, `target: [n ...]` of class indices; probabilities as target stay unknown.
+    """
+    x, target, *weight = present(call)
+    if target.dtype.is_floating_point:
+        return None
+    mark = "^" if call["reduction"] == MEAN else ""
+    front, tail = [f"n{mark}"] * (x.dim() > 1), [f"d{i}{mark}" for i in range(x.dim() - 2)]
+    ins = [[*front, "c!", *tail], [*front, *tail], *[["c!"]] * len(weight)]
+    return Rule.of(spell(ins, [[] if call["reduction"] else [*front, *tail]]))
+
+
+# ---- creation
+
+
+def filled(call: Call) -> Rule:
+    """A new tensor whose elements do not depend on their place; of its operands nothing but the dtype is read."""
+    ins = [unread(operand, i) for i, operand in enumerate(present(call))]
+    return Rule.of(spell(ins, [letters(call.outputs[0].dim())]))
+
+
+# ---- our own parallel forms
+
+
+def dispatched(call: Call) -> Rule:
+    """Rows in the order of the experts that they chose."""
+    return Rule.of("s^ -> (e! n)", e=call["stop"] - call["start"])
+
+
+def _around(call: Call, *names: str) -> list[list[str]]:
+    """Terms as long as the first operand, each with its own factor along `dim`; "" for none."""
+    ns, dim = letters(call.operands[0].dim()), call.dim()
+    return [[*ns[:dim], *([name] if name else []), *ns[dim + 1 :]] for name in names]
+
+
+def parallel_gather(call: Call) -> Rule:
+    """`gather` where the factor along `dim` is cut: see `parallel.gather(x, dim, index, start)`."""
+    x, index = _around(call, "v", "k")
+    return Rule.of(spell([x, index], [index]), ((0,),))
+
+
+def parallel_peak(call: Call) -> Rule:
+    """`peak(x, dim)`: a maximum without a gradient, so it can be reduced over ranks."""
+    x, top = _around(call, "v", "1")
+    return Rule.of(spell([x], [top]), reducer="max")
+
+
+def parallel_class_terms(call: Call) -> Rule:
+    """`class_terms(x, top, classes, dim, start)`: two sums for each row, over classes that may be cut."""
+    x, top, row = _around(call, "v!", "1", "")
+    return Rule.of(spell([x, top, row], [["t^", *row]]))

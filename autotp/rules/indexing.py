@@ -1,0 +1,125 @@
+"""Rule functions of lookups and updates by index. Functions may return None, as in `families.py`.
+
+The dimension that is indexed stays whole: an index counts in the global tensor. Only `embedding` and `gather`
+have a parallel form along it, marked `!`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from autotp.rules.call import Call
+from autotp.rules.common import letters, present, unread, whole
+from autotp.rules.language import Rule, spell
+from autotp.sharding.axis import Size
+
+
+def embedding(call: Call) -> Rule | None:
+    """Rows `v` of a table. Gradients that are scaled by frequency, or sparse, are not what a part of the table has."""
+    if call["scale_grad_by_freq"]:
+        return None
+    return Rule.of(f"v{'^' if call['sparse'] else '!'} h, * -> * h", ((0,),))
+
+
+def one_hot(call: Call) -> Rule:
+    """A new dimension, of the classes; how many there are is counted where it is not said."""
+    return Rule.of("* -> * k^") if call["num_classes"] >= 0 else whole(call)
+
+
+def gather(call: Call) -> Rule | None:
+    """One element of `x` along `dim` for each index: linear in `x`, and cut along `dim` in a parallel form."""
+    if call.operands[0].dim() != call.operands[1].dim() or call["sparse_grad"]:
+        return None
+    x, index = _beside(call)
+    if x:
+        x[call.dim()], index[call.dim()] = "v!", "k"
+    return Rule.of(spell([x, index], [index]), ((0,),))
+
+
+def scatter(call: Call) -> Rule | None:
+    """`scatter`, `scatter_add`, `scatter_reduce`: `src` goes where `index` says along `dim`, elsewhere side by side."""
+    if any(operand.dim() != call.operands[0].dim() for operand in call.operands):
+        return None
+    terms = _beside(call)
+    for term, name in zip(terms, ("v^", "k^", "s^"), strict=False):
+        term[call.dim() : call.dim() + 1] = [name] if term else []
+    return Rule.of(spell(terms, terms[:1]))
+
+
+def _beside(call: Call) -> list[list[str]]:
+    """Terms of operands of the same rank: one factor where all are equally long, else each operand's own, whole."""
+    terms: list[list[str]] = [[] for _ in call.operands]
+    for n, *lengths in zip(letters(call.operands[0].dim()), *(operand.shape for operand in call.operands), strict=True):
+        same = len({Size.of(length) for length in lengths}) == 1
+        for i, term in enumerate(terms):
+            term.append(n if same else f"x{i}{n}^")
+    return terms
+
+
+def index_select(call: Call) -> Rule:
+    """Places of `dim`, in the order of a list of them."""
+    x, index = call.operands
+    ns, dim = letters(x.dim()), call.dim()
+    before, after = ([*ns[:dim], name, *ns[dim + 1 :]] if ns else [] for name in ("v^", "k"))
+    return Rule.of(spell([before, ["k"] if index.dim() and ns else unread(index, 1)], [after]), ((0,),))
+
+
+def index_update(call: Call) -> Rule | None:
+    """`index_add`, `index_copy`, `index_fill`: a list of places of `dim` changes."""
+    x, index, *source = call.operands
+    if not x.dim() or any(value.dim() not in (0, x.dim()) for value in source):
+        return None
+    ns, dim = letters(x.dim()), call.dim()
+    into, what = ([*ns[:dim], name, *ns[dim + 1 :]] for name in ("v^", "k^"))
+    return Rule.of(spell([into, unread(index, 1), *(what if value.dim() else [] for value in source)], [into]))
+
+
+def index(call: Call) -> Rule | None:
+    """Advanced indexing by integers: the indexed dimensions whole, the others pass through."""
+    if not _integers(call):
+        return None
+    x, terms, out = _indexed(call, "")
+    return Rule.of(spell([x, *terms], [out]), ((0,),))
+
+
+def index_put(call: Call) -> Rule | None:
+    """Advanced indexing to write, `values` broadcast to what the same indices would read; the places all at once."""
+    if not _integers(call):
+        return None
+    x, terms, out = _indexed(call, "^")
+    return Rule.of(spell([x, *terms, out[len(out) - call["values"].dim() :]], [x]), ((0, len(terms) + 1),))
+
+
+def _integers(call: Call) -> bool:
+    """True if all indices are integers; what a mask picks is as long as it happens to be."""
+    given = [value.dtype for value in call["indices"] if value is not None]
+    return bool(given) and all(dtype in (torch.int64, torch.int32) for dtype in given)
+
+
+def _indexed(call: Call, mark: str) -> tuple[list[str], list[list[str]], list[str]]:
+    """The terms of `x`, of the indices (their factors carry `mark`), and of what they pick.
+
+    Neighbouring indices put what they pick in their place, scattered ones in front.
+    """
+    ns, indices = letters(call.operands[0].dim()), call["indices"]
+    places = [i for i, value in enumerate(indices) if value is not None]
+    ranks = [indices[i].dim() for i in places]
+    picked = [f"k{i}{mark}" for i in range(max(ranks))]
+    at = places[0] if places == list(range(places[0], places[-1] + 1)) else 0
+    out = [n for i, n in enumerate(ns) if i not in places]
+    terms = [picked[len(picked) - rank :] for rank in ranks]
+    return [n + "^" * (i in places) for i, n in enumerate(ns)], terms, [*out[:at], *picked, *out[at:]]
+
+
+def searched(call: Call) -> Rule:
+    """`searchsorted` and `bucketize`: where each number stands in a sorted list, one for all or one for each row."""
+    wanted = call["self"]
+    listed = next(operand for operand in present(call) if operand is not wanted)
+    rows = ["*"] if listed.dim() == 1 else [*letters(listed.dim() - 1), "k"]
+    ranked = ["t^"] if listed.dim() == 1 else [*rows[:-1], "t^"]
+    return Rule.of(spell([rows if operand is wanted else ranked for operand in present(call)], [rows]))
+
+
+def membership(call: Call) -> Rule:
+    """`isin`: each element against all of a set."""
+    return Rule.of(spell([["*"], unread(call.operands[1], 1)], [["*"]]))

@@ -1,0 +1,206 @@
+"""The rule language: what is true of an operator's dimensions, as a factor string.
+
+    "* i, o i -> * o"                              linear
+    "b h s d^, b h t^ d^, b h t^ e -> b h s e"     attention
+    "b s (n d) -> b s n d"                         a view
+    "b (q | k | v) -> b q, b k, b v"               a split
+
+One term for each tensor operand (an absent optional operand drops its term), one for each output.
+A factor in inputs and outputs is passed through; one missing from the outputs is reduced; one missing from
+the inputs is introduced. `name^` needs replication at this operator. `name!` can be cut, but only in the
+operator's own parallel form (`passes/expand.py`, `passes/lower.py`). `(a b)` is a product, major to minor,
+`(a | b)` a concatenation (`(h | h)`: of two parts that are cut together), `*` the leading dimensions broadcast
+as pointwise operators do, `1` a dimension without a factor, `()` a tensor without dimensions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal
+
+from autotp.errors import Error
+from autotp.sharding.axis import Size
+
+
+@dataclass(frozen=True)
+class Name:
+    """A factor, with its mark: `^` whole, `!` parallel form, or none."""
+
+    name: str
+    mark: str = ""
+
+    def __str__(self) -> str:
+        return self.name + self.mark
+
+
+@dataclass(frozen=True)
+class Group:
+    """A product or a concatenation of expressions."""
+
+    kind: Literal["product", "concat"]
+    parts: tuple[Expr, ...]
+
+    def __str__(self) -> str:
+        return "(" + (" " if self.kind == "product" else " | ").join(map(str, self.parts)) + ")"
+
+
+Expr = Name | Group
+Term = tuple[Expr, ...]
+
+STAR = Name("*")
+UNIT = Name("1")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A parsed rule.
+
+    Attributes:
+        ins: one term for each tensor operand.
+        outs: one term for each output tensor.
+        sizes: lengths of factors that the shapes alone do not give.
+        linear: groups of operand positions; where all of a group are Partial (and the other operands
+            Copied) the output is Partial.
+        reducer: how reduced factors are reduced.
+        exact: operands and outputs are never Copied, nor the same on several ranks of a cut: gradients are among them.
+    """
+
+    ins: tuple[Term, ...]
+    outs: tuple[Term, ...]
+    sizes: Mapping[str, Size] = field(default_factory=dict)
+    linear: tuple[frozenset[int], ...] = ()
+    reducer: Literal["sum", "max"] = "sum"
+    exact: bool = False
+
+    @staticmethod
+    def of(
+        text: str,
+        linear: Literal["each", "all"] | tuple[tuple[int, ...], ...] = (),
+        reducer: Literal["sum", "max"] = "sum",
+        **sizes: Any,
+    ) -> Rule:
+        """The rule that `text` spells.
+
+        Args:
+            text: the factor string, see the module's docstring.
+            linear: `"each"` operand by itself (a product), `"all"` operands together (a sum), or groups of positions.
+            reducer: what reduces the factors that are missing from the outputs.
+            sizes: lengths of factors that the operands' shapes do not give, as in `"(a | b) -> b"` with `a=4`.
+
+        Raises:
+            Error: the string does not parse; says where.
+        """
+        ins, outs = parse(text)
+        everyone = tuple(range(len(ins)))
+        named = {"each": tuple((i,) for i in everyone), "all": (everyone,)}
+        groups = named[linear] if isinstance(linear, str) else linear
+        known = {name: Size.of(size) for name, size in sizes.items()}
+        return Rule(ins, outs, known, tuple(frozenset(group) for group in groups if group), reducer)
+
+    def __str__(self) -> str:
+        ins, outs = (", ".join(" ".join(map(str, term)) or "()" for term in side) for side in (self.ins, self.outs))
+        return f"{ins} -> {outs}" if ins else f"-> {outs}"
+
+
+@lru_cache(maxsize=4096)
+def parse(text: str) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
+    """The input and output terms of a factor string. Raises Error where it does not parse."""
+    sides = text.split("->")
+    if len(sides) != 2:
+        raise _malformed(text, "one `->` between operands and outputs")
+    left, right = (side.split(",") if side.strip() else [] for side in sides)
+    if not right:
+        raise _malformed(text, "a term for each output behind `->`, `()` for a tensor without dimensions")
+    return tuple(_Parser(text, term).term() for term in left), tuple(_Parser(text, term).term() for term in right)
+
+
+def spell(ins: Iterable[Sequence[str]], outs: Iterable[Sequence[str]]) -> str:
+    """The factor string of terms given dimension by dimension: `[["a", "b"], []], [["a"]]` is `a b, () -> a`."""
+    left, right = (", ".join(" ".join(term) or "()" for term in side) for side in (ins, outs))
+    return f"{left} -> {right}"
+
+
+def names(expr: Expr) -> list[Name]:
+    """All factors in an expression, in order, `1` and `*` left out."""
+    if isinstance(expr, Group):
+        return [name for part in expr.parts for name in names(part)]
+    return [] if expr in (STAR, UNIT) else [expr]
+
+
+def _spread(expr: Expr) -> list[set[str]]:
+    """The factor names in an expression, in sets that may not overlap: the parts of a concatenation count as one."""
+    if isinstance(expr, Group) and expr.kind == "product":
+        return [found for part in expr.parts for found in _spread(part)]
+    return [{name.name for name in names(expr)}]
+
+
+def _malformed(text: str, expected: str) -> Error:
+    return Error(f'the rule "{text}" does not parse', expected=expected, **{"try": 'for example "* i, o i -> * o"'})
+
+
+_TOKEN = re.compile(r"\s*([A-Za-z_][A-Za-z_0-9]*[\^!]?|[()|*1])")
+
+
+class _Parser:
+    """Recursive descent over one term."""
+
+    def __init__(self, text: str, term: str) -> None:
+        self.text, self.tokens = text, self._tokens(text, term)
+
+    @staticmethod
+    def _tokens(text: str, term: str) -> list[str]:
+        tokens, at = [], 0
+        while at < len(term.rstrip()):
+            match = _TOKEN.match(term, at)
+            if match is None:
+                raise _malformed(text, f"a factor name, `(`, `|`, `)`, `*` or `1` at `{term[at:].strip()}`")
+            tokens.append(match.group(1))
+            at = match.end()
+        return tokens
+
+    def term(self) -> Term:
+        if self.tokens == ["(", ")"]:
+            return ()
+        if not self.tokens:
+            raise _malformed(self.text, "a term between commas, `()` for a tensor without dimensions")
+        exprs = []
+        while self.tokens:
+            exprs.append(self.expr())
+        if sum(expr == STAR for expr in exprs) > 1:
+            raise _malformed(self.text, "at most one `*` in a term")
+        self._check_distinct([part for expr in exprs for part in _spread(expr)])
+        return tuple(exprs)
+
+    def _check_distinct(self, parts: list[set[str]]) -> None:
+        seen: set[str] = set()
+        for part in parts:
+            if seen & part:
+                raise _malformed(self.text, f"`{min(seen & part)}` in one dimension of a term only")
+            seen |= part
+
+    def expr(self) -> Expr:
+        token = self.tokens.pop(0)
+        if token == "(":
+            return self.group()
+        if token in ")|":
+            raise _malformed(self.text, f"`(` before `{token}`")
+        return Name(token[:-1], token[-1]) if token[-1] in "^!" else Name(token)
+
+    def group(self) -> Expr:
+        parts: list[list[Expr]] = [[]]
+        while self.tokens and self.tokens[0] != ")":
+            if self.tokens[0] == "|":
+                self.tokens.pop(0)
+                parts.append([])
+            else:
+                parts[-1].append(self.expr())
+        if not self.tokens:
+            raise _malformed(self.text, "`)` for every `(`")
+        self.tokens.pop(0)
+        if not all(parts) or any(expr in (STAR, UNIT) for part in parts for expr in part):
+            raise _malformed(self.text, "factors on both sides of `|` and inside `( )`, none of them `*` or `1`")
+        joined = [part[0] if len(part) == 1 else Group("product", tuple(part)) for part in parts]
+        return joined[0] if len(joined) == 1 else Group("concat", tuple(joined))

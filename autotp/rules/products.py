@@ -1,0 +1,121 @@
+"""Rule functions of products: what sums over factors that its operands share. See `families.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autotp.rules.call import Call
+from autotp.rules.common import RuleFunction, fixed, present
+from autotp.rules.language import Rule, spell
+from autotp.sharding.axis import Size
+
+
+def biased(text: str, bias: str) -> RuleFunction:
+    """A product, linear in each operand; with a bias, the last operand, nothing is reduced: every rank would add it."""
+    product, n = Rule.of(text, "each"), text.count(",") + 1
+    terms = [*_whole_where_reduced(product), bias]
+    whole_sum = fixed(f"{', '.join(terms)} ->{text.split('->')[1]}", tuple((i, n) for i in range(n)))
+    return lambda call: whole_sum(call) if len(present(call)) > n else product
+
+
+def _whole_where_reduced(rule: Rule) -> list[str]:
+    """The operands' terms of a rule without groups, what is missing from the output marked `^`."""
+    kept = {str(expr) for expr in rule.outs[0]}
+    return [" ".join(f"{n}" if str(n) in kept else f"{n}^" for n in term) for term in rule.ins]
+
+
+def matmul(call: Call) -> Rule:
+    """`[... m i] @ [... i n]`, either of them perhaps a vector; `*` are the batches."""
+    a, b = (operand.dim() for operand in call.operands)
+    batched = ["*"] if max(a, b) > 2 else []
+    left = [*batched, "m", "i"] if a > 1 else ["i"]
+    right = [*batched, "i", "n"] if b > 1 else ["i"]
+    return Rule.of(spell([left, right], [[*batched, *["m"] * (a > 1), *["n"] * (b > 1)]]), "each")
+
+
+def added(text: str) -> RuleFunction:
+    """`addmm` and its kin: `beta * input + alpha * product`, the input broadcast to the product's shape."""
+    product = Rule.of(text)
+    out, terms = [str(expr) for expr in product.outs[0]], [term.split() for term in _whole_where_reduced(product)]
+    return lambda call: Rule.of(spell([out[len(out) - call.operands[0].dim() :], *terms], [out]), ((0, 1), (0, 2)))
+
+
+def grouped_mm(call: Call) -> Rule | None:
+    """`[s i] @ [e i o]`, the rows in groups, one for each expert: `offs: [e]` says where they end."""
+    a, b = call.operands[:2]
+    if (a.dim(), b.dim()) != (2, 3) or call.get("bias") is not None:
+        return None
+    return Rule.of("s^ i, e^ i o, e^ -> s^ o", ((0,), (1,)))
+
+
+def inner(call: Call) -> Rule:
+    """`inner(a, b)` sums over the last dimensions; a scalar multiplies."""
+    a, b = (operand.dim() for operand in call.operands)
+    if not a or not b:
+        return Rule.of(spell([["*"], ["*"]], [["*"]]), "each")
+    left, right = ([f"{name}{i}" for i in range(n - 1)] for name, n in (("m", a), ("n", b)))
+    return Rule.of(spell([[*left, "i"], [*right, "i"]], [[*left, *right]]), "each")
+
+
+def einsum(call: Call) -> Rule | None:
+    """An einsum equation is a rule already. A diagonal (`ii`) has one factor in two dimensions: nothing is known."""
+    ins, arrow, out = call["equation"].replace(" ", "").replace("...", ".").partition("->")
+    if not arrow:
+        once = sorted({c for c in ins if ins.count(c) == 1} - {","} - {"."})
+        out = "." * ("." in ins) + "".join(once)
+    if any(term.count(c) > 1 for term in ins.split(",") for c in term):
+        return None
+    text = spell([list(term) for term in ins.split(",")], [list(out)])
+    return Rule.of(text.replace(".", "*"), "each")
+
+
+def convolution(call: Call) -> Rule:
+    """A linear in its channels, group by group: `x: [n (g i) ...]`, `weight: [(g o) i ...]`."""
+    x, weight = call.operands
+    inside = weight.shape[1]
+    groups = x.shape[x.dim() - weight.dim() + 1] // max(inside, 1)
+    outside = weight.shape[0] // max(groups, 1)
+    return _convolved(x, weight.dim() - 2, ["go", "i"], groups, inside, outside)
+
+
+def conv_transpose(call: Call) -> Rule:
+    """The same, as a transposed convolution reads it: `x: [n (g i) ...]`, `weight: [g i o ...]`."""
+    x, weight = call.operands
+    return _convolved(x, weight.dim() - 3, ["g", "i", "o"], *weight.shape[:3])
+
+
+def _convolved(x: torch.Tensor, places: int, weight: list[str], groups: int, inside: int, outside: int) -> Rule:
+    """The rule of a convolution whose weight has these dimensions before its kernel's."""
+    many = {name: n != 1 for name, n in zip("gio", (groups, inside, outside), strict=True)}
+
+    def channels(names: str) -> str:
+        there = [name for name in names if many[name]]
+        return f"({' '.join(there)})" if len(there) > 1 else "".join(there) or "1"
+
+    before, kernel, after = ([f"{name}{d}^" for d in range(places)] for name in "xky")
+    front = ["n"] * (x.dim() - places - 1)
+    ins = [[*front, channels("gi"), *before], [*map(channels, weight), *kernel]]
+    sizes: dict[str, Any] = {"g": groups} if many["g"] else {}
+    return Rule.of(spell(ins, [[*front, channels("go"), *after]]), "each", **sizes)
+
+
+def attention(call: Call) -> Rule | None:
+    """Scaled dot-product attention: `query: [* h s d]`, `key: [* k t d]`, `value: [* k t e]`, `mask: [* h s t]`.
+
+    Linear in `value` where no weights are dropped. With dropout the mask is drawn for all heads at once, so a
+    cut goes through the parallel form; with `is_causal` the positions matter.
+    """
+    query, key, _, *mask = present(call)
+    if query.dim() != call.outputs[0].dim():  # Broadcast by the others: torch mistakes empty parts.
+        return None
+    mark = "!" if call.get("dropout_p") else ""
+    heads = [f"h{i}{mark}" for i in range(call.outputs[0].dim() - 2)]
+    kv, sizes = heads, {}
+    if call.get("enable_gqa") and Size.of(query.shape[-3]) != Size.of(key.shape[-3]):
+        kv, heads, sizes = [*heads[:-1], f"k{mark}"], [*heads[:-1], f"(k{mark} g{mark})"], {"k": key.shape[-3]}
+    s = "s^" if call.get("is_causal") or mark else "s"
+    terms = [[*heads, s, "d^"], [*kv, "t^", "d^"], [*kv, "t^", "e"], *[[*heads, s, "t^"]] * len(mask)]
+    terms = [term[len(term) - operand.dim() :] for term, operand in zip(terms, present(call), strict=True)]
+    return Rule.of(spell(terms, [[*heads, s, "e"]]), () if mark else ((2,),), **sizes)

@@ -1,0 +1,255 @@
+"""Rule functions of operators that move elements and compute nothing: views, permutations, parts, joins, repeats.
+
+All of them are linear. Functions may return None, as in `families.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+
+from autotp.rules.call import Call
+from autotp.rules.common import letters, present, same_dtype, unread, whole
+from autotp.rules.language import Rule, spell
+from autotp.sharding.axis import ONE, Size
+
+# ---- views
+
+
+def view(call: Call) -> Rule:
+    """A change of shape that keeps the elements' order, read off the two shapes."""
+    return regroup(call.operands[0].shape, call.outputs[0].shape)
+
+
+def view_as(call: Call) -> Rule:
+    """A view with the shape of a second operand, of which nothing else is read."""
+    rule = view(call)
+    return Rule((*rule.ins, *rule.outs), rule.outs, rule.sizes, (frozenset({0}),))
+
+
+def regroup(before: Sequence[Any], after: Sequence[Any]) -> Rule:
+    """The rule of a view: dimensions split at common divisors, `b s (h d) -> b s h d`, symbolic sizes included."""
+    exprs: tuple[list[list[str]], list[list[str]]] = ([[] for _ in before], [[] for _ in after])
+    queue = tuple([(i, Size.of(n)) for i, n in enumerate(shape) if Size.of(n) != ONE] for shape in (before, after))
+    sizes: dict[str, Any] = {}
+    for name in (f"f{i}" for i in count()):
+        if not queue[0] or not queue[1]:
+            break
+        (i, a), (j, b) = queue[0][0], queue[1][0]
+        part = a.common(b)
+        if part == ONE or Size(0) in (a, b):
+            break
+        sizes[name] = part
+        exprs[0][i].append(name)
+        exprs[1][j].append(name)
+        for side, at, rest in ((0, i, a.divided(part)), (1, j, b.divided(part))):
+            queue[side][:1] = [(at, rest)] if rest is not None and rest != ONE else []
+    for side in (0, 1):  # What does not line up is whole.
+        for at, rest in queue[side]:
+            exprs[side][at].append(f"{'xy'[side]}{at}^")
+            sizes[f"{'xy'[side]}{at}"] = rest
+    terms = ([f"({' '.join(e)})" if len(e) > 1 else e[0] if e else "1" for e in side] for side in exprs)
+    return Rule.of(spell(*([term] for term in terms)), "all", **sizes)
+
+
+def squeeze(call: Call) -> Rule:
+    """A view; but a dimension named to be squeezed, and kept for its length, must not become one element on a rank."""
+    ndim, given = call.operands[0].dim(), call.get("dim")
+    dims = range(ndim) if given is None else [given] if isinstance(given, int) else given
+    named = {d % max(ndim, 1) for d in dims} & set(range(ndim))
+    ns = [n + "^" * (i in named) for i, n in enumerate(letters(ndim))]
+    gone = {i for i in named if Size.of(call.operands[0].shape[i]) == ONE}
+    return Rule.of(spell([ns], [[n for i, n in enumerate(ns) if i not in gone]]), "all")
+
+
+def expand(call: Call) -> Rule:
+    """Dimensions of one element become new factors, the others pass; `expand_as` reads a second operand's shape."""
+    outs = letters(call.outputs[0].dim())
+    return Rule.of(spell([outs[len(outs) - x.dim() :] for x in present(call)], [outs]), ((0,),))
+
+
+def broadcast_tensors(call: Call) -> Rule:
+    """All operands in the shape they broadcast to."""
+    outs = letters(call.outputs[0].dim())
+    return Rule.of(spell([outs[len(outs) - x.dim() :] for x in present(call)], [outs] * len(call.outputs)), "all")
+
+
+def reorder(call: Call) -> Rule:
+    """A permutation of dimensions: which, an example with lengths all different tells."""
+    ns = letters(call.operands[0].dim())
+    lengths = range(2, 2 + len(ns))
+    example = torch.empty(tuple(lengths), device="meta")
+    shape = call.target(example, *list(call.arguments.values())[1:]).shape
+    return Rule.of(spell([ns], [[ns[lengths.index(n)] for n in shape]]), "all")
+
+
+# ---- parts
+
+
+def _at(ns: list[str], dim: int, *names: str) -> list[str]:
+    """The term `ns` with other factors in place of the one at `dim`."""
+    return [*ns[:dim], *names, *ns[dim + 1 :]]
+
+
+def slice_(call: Call) -> Rule:
+    """A slice of fixed bounds is a part of a concatenation, every k-th place the major part of a product.
+
+    One that moves, or whose steps leave places over, needs the whole.
+    """
+    x, dim = call.operands[0], call.dim()
+    ns, start = letters(x.dim()), 0 if call["start"] is None else call["start"]
+    length, taken = x.shape[dim], call.outputs[0].shape[dim]
+    if Size.of(length) == Size.of(taken):
+        return Rule.of(spell([ns], [ns]), "all")
+    step = call.get("step", 1)
+    if isinstance(length, int) and isinstance(start, int) and length and 0 <= start < step and length == taken * step:
+        return Rule.of(spell([_at(ns, dim, "(n k^)")], [_at(ns, dim, "n")]), "all", k=step)
+    if not all(isinstance(n, int) for n in (length, taken, start)) or step != 1 or not taken:
+        return Rule.of(spell([_at(ns, dim, "k^")], [_at(ns, dim, "l^")]), "all")
+    start = max(start + length, 0) if start < 0 else start
+    sizes = {name: n for name, n in zip("pqr", (start, taken, length - start - taken), strict=True) if n}
+    return Rule.of(spell([_at(ns, dim, f"({' | '.join(sizes)})")], [_at(ns, dim, "q")]), "all", **sizes)
+
+
+def select(call: Call) -> Rule:
+    """One place of `dim`."""
+    ns, dim = letters(call.operands[0].dim()), call.dim()
+    return Rule.of(spell([_at(ns, dim, "k^")], [_at(ns, dim)]), "all")
+
+
+def unbind(call: Call) -> Rule:
+    """Every place of `dim`, one output each."""
+    ns, dim = letters(call.operands[0].dim()), call.dim()
+    return Rule.of(spell([_at(ns, dim, "k^")], [_at(ns, dim)] * len(call.outputs)), "all")
+
+
+def split(call: Call) -> Rule:
+    """Parts of a concatenation, one output each; whole where a length is symbolic."""
+    ns, dim = letters(call.operands[0].dim()), call.dim()
+    parts, joined = _parts([out.shape[dim] for out in call.outputs])
+    return Rule.of(spell([_at(ns, dim, joined)], [_at(ns, dim, part) for part in parts]), "all")
+
+
+def _parts(lengths: Sequence[Any]) -> tuple[list[str], str]:
+    """The factors of the parts of a concatenation, and the concatenation: of one part, beside a cache that is empty."""
+    there = [i for i, n in enumerate(lengths) if not (isinstance(n, int) and n == 0)]
+    if len(there) == 1:
+        return [f"p{i}{'^' * (i not in there)}" for i in range(len(lengths))], f"p{there[0]}"
+    if not all(isinstance(n, int) for n in lengths):
+        return [f"p{i}^" for i in range(len(lengths))], "k^"
+    parts = [f"p{i}" for i in range(len(lengths))]
+    return parts, f"({' | '.join(parts)})" if len(parts) > 1 else parts[0]
+
+
+def diagonal(call: Call) -> Rule:
+    """Two dimensions become one, the last."""
+    ns = letters(call.operands[0].dim())
+    dims = {call[name] % len(ns) for name in ("dim1", "dim2")}
+    ins = [n + "^" * (i in dims) for i, n in enumerate(ns)]
+    return Rule.of(spell([ins], [[*(n for i, n in enumerate(ns) if i not in dims), "k^"]]), "all")
+
+
+def unfold(call: Call) -> Rule:
+    """Windows along `dimension`, the window last."""
+    ns, dim = letters(call.operands[0].dim()), call.dim("dimension")
+    ins, out = (_at(ns, dim, "k^"), _at(ns, dim, "w^")) if ns else ([], [])
+    return Rule.of(spell([ins], [[*out, "s^"]]), "all")
+
+
+# ---- joins
+
+
+def cat(call: Call) -> Rule | None:
+    """A concatenation of its operands; whole where a length is symbolic."""
+    return _cat(call, call.get("dim", 0))
+
+
+def stacked(dim: int) -> Callable[[Call], Rule | None]:
+    """`hstack` and its kin: a concatenation along `dim` where the operands have that dimension, else unknown."""
+    return lambda call: _cat(call, min(dim, call.outputs[0].dim() - 1))
+
+
+def _cat(call: Call, dim: int) -> Rule | None:
+    """As `torch.cat`: an operand of shape [0], whatever the others', is nothing."""
+    ns, operands = letters(call.outputs[0].dim()), present(call)
+    real = [operand for operand in operands if operand.dim() == len(ns)]
+    if not ns or any(operand.dim() != len(ns) and operand.shape != (0,) for operand in operands):
+        return None
+    dim %= len(ns)
+    parts, joined = _parts([operand.shape[dim] for operand in real])
+    names = iter(parts)
+    terms = [_at(ns, dim, next(names)) if x.dim() == len(ns) else unread(x, i) for i, x in enumerate(operands)]
+    return Rule.of(spell(terms, [_at(ns, dim, joined)]), "all")
+
+
+def stack(call: Call) -> Rule:
+    """A new dimension, of the operands."""
+    ns = letters(call.outputs[0].dim() - 1)
+    dim = call["dim"] % (len(ns) + 1)
+    return Rule.of(spell([ns] * len(present(call)), [[*ns[:dim], "k^", *ns[dim:]]]), "all")
+
+
+def meshgrid(call: Call) -> Rule:
+    """One dimension for each operand, in order; for `xy` the first two change places."""
+    ns = [f"m{i}" for i in range(len(present(call)))]
+    order = [*ns[1::-1], *ns[2:]] if call.get("indexing") == "xy" else ns
+    ins = [[n] if operand.dim() else [] for n, operand in zip(ns, present(call), strict=True)]
+    return Rule.of(spell(ins, [order] * len(ns)), "all")
+
+
+# ---- repeats and pads
+
+
+def repeat(call: Call) -> Rule:
+    """`repeat` and `tile`: a dimension `n` becomes `r n`; of the repetitions each rank has all."""
+    times, x = list(call.get("repeats") or call.get("dims") or ()), call.operands[0]
+    ndim = call.outputs[0].dim()
+    times, ns = [1] * (ndim - len(times)) + times, letters(ndim)
+    before = ns[ndim - x.dim() :]
+    shape = [1] * (ndim - x.dim()) + list(x.shape)
+    after = [_repeated(n, length, t) for n, length, t in zip(ns, shape, times, strict=True)]
+    return Rule.of(spell([before], [after]), "all")
+
+
+def _repeated(name: str, length: Any, times: Any) -> str:
+    if Size.of(times) == ONE:
+        return name
+    return f"r{name}^" if Size.of(length) == ONE or Size.of(times) == Size(0) else f"(r{name}^ {name})"
+
+
+def repeat_interleave(call: Call) -> Rule | None:
+    """Each place of `dim` so many times in a row: `n` becomes `n r`. Where the times are a tensor, all is needed."""
+    ns, dim, times = letters(call.operands[0].dim()), call.get("dim"), call.get("repeats")
+    if not isinstance(times, int) or call.get("output_size") is not None or not ns:
+        return None
+    if dim is None:
+        return Rule.of(spell([ns], [[f"({' '.join(ns)} r^)"]]), "all", r=times)
+    return Rule.of(spell([ns], [_at(ns, call.dim(), f"({ns[call.dim()]} r^)")]), "all", r=times)
+
+
+def pad(call: Call) -> Rule:
+    """Padding, the last dimension first; one that is padded needs the whole. Reflections refuse empty tensors."""
+    if call.get("mode", "constant") != "constant":
+        return whole(call)
+    ns, amounts = letters(call.operands[0].dim()), call["pad"]
+    padded = {len(ns) - 1 - i // 2 for i, n in enumerate(amounts) if not isinstance(n, int) or n}
+    ins, outs = ([f"{side}{n}^" if i in padded else n for i, n in enumerate(ns)] for side in "xy")
+    return Rule.of(spell([ins], [outs]), () if call.get("value") else "all")
+
+
+def updated_slice(call: Call) -> Rule:
+    """`slice_scatter`: `src` takes the place of a slice of `self`; of `dim` all is needed, unless all is replaced."""
+    x, src = call.operands
+    ns, dim = letters(x.dim()), call.dim()
+    every = Size.of(x.shape[dim]) == Size.of(src.shape[dim]) and same_dtype(call)
+    into, what = ([ns] * 2) if every else (_at(ns, dim, "k^"), _at(ns, dim, "l^"))
+    return Rule.of(spell([into, what], [into]), "all")
+
+
+def updated_place(call: Call) -> Rule:
+    """`select_scatter`: `src` takes the place of one place of `dim` of `self`."""
+    ns, dim = letters(call.operands[0].dim()), call.dim()
+    return Rule.of(spell([_at(ns, dim, "k^"), _at(ns, dim)], [_at(ns, dim, "k^")]), "all")

@@ -1,0 +1,454 @@
+"""A call of a module of a parallel model: it finds its graph, or captures one, and runs it.
+
+A module has one graph for each kind of call that it has met. A call hands its graph the parameters and the tensors
+among the arguments, and puts the outputs back into the structure that the model returns.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autotp.compiler import analyse
+from autotp.distributed.consistency import CheckInputs, agree_on_call, agree_on_graph, digest
+from autotp.distributed.gather import mark, marked
+from autotp.distributed.mesh import Mesh
+from autotp.distributed.replica_check import expect_own_ranks
+from autotp.distributed.sharded_tensor import Sharded
+from autotp.errors import Error, within
+from autotp.ops.eager_mode import alone, is_plain
+from autotp.passes.capture.autocast_regions import Autocast, ambient
+from autotp.passes.capture.captured import NOTHING, Captured, Opened, Place, Size
+from autotp.passes.capture.guards.argument_keys import plain
+from autotp.passes.capture.guards.attribute_writes import Change, Write, apply, write_into
+from autotp.passes.capture.guards.attributes import TABLES, Path, everything, found_at, put_at
+from autotp.passes.capture.guards.code_names import Name, named
+from autotp.passes.capture.guards.guard import Guard, explained
+from autotp.passes.capture.guards.python_state import NOT_ASKED, Wanted, wanted_now
+from autotp.passes.capture.guards.sizes import Shapes
+from autotp.passes.capture.pytree import flatten, signature_of, states
+from autotp.passes.emit.attach_parameters import BlockCall, places, value_at, works
+from autotp.passes.emit.recompute import Recomputed
+from autotp.runtime.fsdp import dtypes, expect_whole
+from autotp.runtime.graph_entry import Entry, prepare
+from autotp.runtime.tree import Tree, attribute_of, held_in, original_class, original_of, state_of, table_of
+from autotp.sharding.layout import Layout
+
+CHECKED_CALLS = 2
+"""How many calls of each graph `check_inputs="first"` compares."""
+
+FEW, MOST = 8, 64
+"""So many captures for one kind of call are warned of, and so many graphs are kept besides the first."""
+Key = tuple[Any, ...]
+
+
+class Called(NamedTuple):
+    """One call: its arguments flattened, the tensors among them, and what autocast is around it."""
+
+    leaves: list[Any]
+    spec: Any
+    tensors: list[Tensor]
+    autocast: Autocast
+
+
+class Executable:
+    """The graphs of one module of a parallel model, and a call of it.
+
+    Attributes:
+        module: what is called.
+        tree: what it shares with the other modules of its model.
+        entries: each graph with the key of its calls.
+        opened: what is known to change from call to call, which graphs take as inputs.
+        seen: the tree's version when the module was looked at last; what follows is of then.
+        signature: of the module's forward.
+        first_names, places: of its parameters and buffers.
+        modules: by path.
+        layouts: first parameter name -> how it is held.
+        whole: parameters and buffers as the original has them, on meta.
+        structure: which modules there are and how parameters are held: graphs are for one structure.
+    """
+
+    def __init__(self, module: nn.Module, tree: Tree) -> None:
+        self.module, self.tree = module, tree
+        self.entries: list[tuple[Key, Entry]] = []
+        self.opened = NOTHING
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Looks what the module consists of now."""
+        self.seen = self.tree.version
+        self.signature = signature_of(self.module)
+        self.first_names, self.places = places(self.module)
+        self.modules = dict(self.module.named_modules())
+        self.look_at_modes()
+        held = {name: held_in(module).get(key) for name, (module, key) in self.places.items()}
+        self.layouts = {name: layout for name, layout in held.items() if layout is not None}
+        self.whole = {name: self._on_meta(name, tensor) for name, tensor in self.tensors().items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.whole.items()}
+        modules = self.module.named_modules(remove_duplicate=False)
+        every = [(path, id(module), original_class(type(module))) for path, module in modules]
+        now = every, self.first_names, shapes, self.layouts
+        if now != getattr(self, "structure", None):  # Else the same object, which is compared in no time.
+            self.structure = now
+
+    def look_at_modes(self) -> None:
+        """Looks which modules are in training now."""
+        self.seen_modes = self.tree.modes
+        self.modes = tuple(module.training for module in self.modules.values())
+
+    @property
+    def name(self) -> str:
+        """The class of the module."""
+        return type(self.module).__name__
+
+    @property
+    def mesh(self) -> Mesh:
+        """The tensor-parallel axis and this rank's place on it."""
+        return self.tree.mesh
+
+    # ---- a call
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module returns for these arguments, which must be the same on all ranks of the axis."""
+        args, kwargs = self.signature.by_name(args, kwargs)
+        leaves, spec = flatten((args, kwargs))
+        leaves = [marked(leaf) for leaf in leaves]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        called = Called(leaves, spec, tensors, ambient(self.mesh.device))
+        held = self.tensors()
+        key = self._key(leaves, spec, called.autocast, held)
+        entry = self._find(key, tensors)
+        if not torch.compiler.is_compiling():
+            expect_own_ranks(self.module, self.mesh, held)
+            entry = self._agreed(entry, called, key[3:])
+        elif entry is None:
+            refuse_capture(self.name)
+        assert entry is not None  # Refused above otherwise.
+        tensors, shapes = self._given(entry.analysis.captured, tensors)
+        mine = self._written_into(entry.analysis.captured, tensors)
+        with called.autocast.off(), torch._C.DisableTorchFunctionSubclass():  # Inside, parts are as planned.
+            found = entry.module(
+                *(expect_whole(x, held[x]) if isinstance(x, str) else x for x in entry.operands),
+                *(t.part if isinstance(t, Sharded) else t for t in tensors),
+            )
+        return self._returned(entry, found, states((args, kwargs)), mine, shapes)
+
+    def _given(self, captured: Captured, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Sequence[int]]]:
+        """The tensors that a graph is given, those of attributes behind those of the arguments; and all shapes."""
+        opened = [found_at(self.modules, path) for path in captured.opened]
+        every = [*tensors, *opened]
+        return [x for x in every if isinstance(x, Tensor)], [x.shape if isinstance(x, Tensor) else (x,) for x in every]
+
+    def _written_into(self, captured: Captured, tensors: list[Tensor]) -> dict[int, Tensor]:
+        """The caller's tensors that the model writes into, by position of what they are then.
+
+        Copies of them take their places in `tensors`: what backward keeps of them stays as it is.
+        """
+        mine = {at: tensors[i] for i, at in captured.into}
+        if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in mine.values()):
+            raise Error(
+                f"{self.name}.forward writes into an argument of which a gradient is wanted",
+                **{"try": "give it a clone()"},
+            )
+        for i, _ in captured.into:
+            tensors[i] = tensors[i].clone()
+        return mine
+
+    def _returned(
+        self, entry: Entry, found: Sequence[Any], changed: Sequence[Any], mine: Mapping[int, Tensor], shapes: Shapes
+    ) -> Any:
+        """The outputs as the model returns them, each tensor with a note of how it is held.
+
+        Buffers are updated, and so are the arguments that the model changes; what they have of a cut is `Sharded`.
+        """
+        with torch.no_grad():
+            # Backwards: a buffer that was written to and then set anew comes twice, what it was set to first.
+            for name, value in reversed(list(zip(entry.updated, found[len(entry.held) :], strict=True))):
+                value_at(self.places[name]).copy_(value)
+        for value, held in zip(found, entry.held, strict=False):
+            mark(value, held)
+        captured = entry.analysis.captured
+        keeps = captured.kept | captured.stays
+        knows = self.tree.settings.outputs != "local"  # Who asked for parts gets plain tensors.
+        found = [
+            marked(x) if i in keeps or (knows and isinstance(x, Tensor) and is_plain(x)) else x
+            for i, x in enumerate(found)
+        ]
+        for at, tensor in mine.items():
+            write_into(tensor, found[at])
+            found[at] = tensor
+        if captured.changes:
+            self._change(captured.changes, found, shapes)
+        for name, value in captured.sets:
+            name.scope.put(name.name, value)
+        return captured.outputs(found, changed)
+
+    def _change(self, changes: Sequence[Change | Write], found: Sequence[Any], shapes: Shapes) -> None:
+        """Does to the model's attributes what the original's forward does."""
+
+        def leaf(x: Any) -> Any:
+            if isinstance(x, Place):
+                return found[x.at]
+            return x.expression(shapes) if isinstance(x, Size) else x
+
+        for change in changes:
+            if isinstance(change, Write):
+                self._write(change, found[change.at])
+        apply([change for change in changes if isinstance(change, Change)], self.modules, leaf)
+        if any(change.path[1:] == (TABLES,) for change in changes):
+            self.tree.version += 1  # A buffer of another shape.
+
+    def _write(self, change: Write, value: Tensor) -> None:
+        """Writes into a tensor of an attribute; what is in parts from now on takes its place."""
+        before = found_at(self.modules, change.path)
+        if isinstance(value, Sharded) and isinstance(before, Sharded):
+            write_into(before.part, value.part)
+        elif isinstance(value, Sharded) or isinstance(before, Sharded):
+            put_at(self.modules, change.path, value)
+        else:
+            write_into(before, value)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers as they are now."""
+        return {name: value_at(place) for name, place in self.places.items()}
+
+    def _key(self, leaves: Sequence[Any], spec: Any, autocast: Autocast, held: Mapping[str, Tensor]) -> Key:
+        """Everything about a call but its tensors' sizes and values."""
+        kinds = tuple(_kind(leaf) if isinstance(leaf, Tensor) else plain(leaf) for leaf in leaves)
+        settings = self.tree.settings
+        used = dtypes(self.module, held)
+        asked = autocast.dtype, torch.get_default_dtype(), settings.outputs, settings.recompute
+        return spec, kinds, self.structure, self.modes, used, *asked
+
+    def _find(self, key: Key, tensors: Sequence[Tensor]) -> Entry | None:
+        for known, entry in self.entries:
+            if known == key and entry.guard is not None and entry.guard.holds(self.tree.version):
+                captured = entry.analysis.captured
+                asked = captured.wanted != NOT_ASKED and not captured.wanted.covers(self._wanted(tensors))
+                if not asked and captured.fits(self._given(captured, tensors)[1]):
+                    return entry
+        return None
+
+    def _agreed(self, entry: Entry | None, called: Called, mode: Key) -> Entry:
+        """The graph for a call, captured now if there is none, once the ranks agree on it.
+
+        Args:
+            mode: what of its key is not about the arguments.
+
+        Raises:
+            Error: the ranks were called differently, or the model cannot be captured; on every rank.
+        """
+        check = self.tree.settings.check_inputs
+        if entry is not None and (check == "never" or (check == "first" and entry.calls >= CHECKED_CALLS)):
+            return entry
+        return within(f"{self.name}.forward", lambda: self._checked(entry, called, mode, check))
+
+    def _checked(self, entry: Entry | None, called: Called, mode: Key, check: CheckInputs) -> Entry:
+        if entry is None:
+            if check != "never":
+                agree_on_call(self.mesh, called.leaves, mode, False)
+            entry = self._capture(called)
+        if check != "never":
+            agree_on_call(self.mesh, called.leaves, mode, entry.random)
+        entry.calls += 1
+        return entry
+
+    def _capture(self, called: Called) -> Entry:
+        """A further graph, for a signature not met before, on the parameters as they are held."""
+        self._open_what_changes(called)
+        mesh, settings = self.mesh, self.tree.settings
+        given: dict[int | Path, Layout] = {i: t.held for i, t in enumerate(called.tensors) if isinstance(t, Sharded)}
+        opened, wanted = self.opened, self._wanted(called.tensors)
+        given |= {at: x.held for at, x in everything(self.module) if isinstance(x, Sharded)}
+
+        def make() -> Entry:
+            args, kwargs = pytree.tree_unflatten(called.leaves, called.spec)
+            skeleton = original_of(self.module, self._whole())
+            analysis = analyse(
+                skeleton, args, kwargs, mesh.size, settings, self.layouts, called.autocast, given, opened, wanted
+            )
+            return prepare(analysis, mesh, settings)
+
+        with alone():
+            entry = agree_on_graph(mesh, make, lambda made: digest(made.analysis))
+        return self.keep(self._key(called.leaves, called.spec, called.autocast, self.tensors()), entry)
+
+    def _wanted(self, tensors: Sequence[Tensor]) -> Wanted:
+        """Of what gradients are wanted in a call."""
+        held = self.tensors()
+        return wanted_now(tensors, [held[name] for name in self.layouts])
+
+    def _open_what_changes(self, called: Called) -> None:
+        """Notes which attributes with tensors changed since a graph was captured: they are inputs from now on."""
+        key = self._key(called.leaves, called.spec, called.autocast, self.tensors())
+        guards = [entry.guard for known, entry in self.entries if known == key and entry.guard is not None]
+        for guard in guards:
+            slots = [place for place in guard.changed() if not isinstance(place, Name)]
+            self.opened |= Opened(frozenset(slot for slot in slots if guard.holds_tensors(slot)))
+        if is_many(len(guards)) and (changed := guards[-1].changed()):
+            self._warn(len(guards), explained(changed), "a buffer, or a plain attribute")
+        others = [numbers for known, _ in self.entries if (numbers := _other_numbers(known, key))]
+        if is_many(len(others)):
+            names = ", ".join(f"`{_argument(called.spec, i)}`" for i in others[-1])
+            self._warn(len(others), names, "of no dimension, as `torch.tensor(3)`")
+
+    def _warn(self, count: int, names: str, tensor: str) -> None:
+        warnings.warn(
+            f"{self.name}.forward is captured for the {count + 1}th time, since {names} had another value each time. "
+            f"A tensor ({tensor}) may change without that",
+            stacklevel=2,
+        )
+
+    def _on_meta(self, name: str, tensor: Tensor) -> Tensor:
+        """A parameter or buffer as the original has it."""
+        shape = self.layouts[name].shape if name in self.layouts else tensor.shape
+        same = tuple(shape) == tuple(tensor.shape) and not isinstance(tensor, DTensor)
+        empty = _empty_like(tensor) if same else torch.empty(shape, dtype=tensor.dtype, device="meta")
+        return nn.Parameter(empty, tensor.requires_grad) if name in self.layouts else empty
+
+    def _whole(self) -> dict[str, Tensor]:
+        """Each parameter and buffer as the original has it, in the dtype that is computed in now."""
+        held = self.tensors()
+        found = {}
+        for (name, tensor), dtype in zip(held.items(), dtypes(self.module, held), strict=True):
+            whole = self.whole[name]
+            flag = (tensor if isinstance(tensor, nn.Parameter) else whole).requires_grad
+            same = whole.dtype == dtype and whole.requires_grad == flag
+            found[name] = whole if same else _as(whole, dtype, flag)
+        return found
+
+    def first(self, entry: Entry) -> None:
+        """Takes the graph that was made with the model."""
+        captured = entry.analysis.captured
+        self.keep(self._key(captured.leaves, captured.spec, captured.autocast, self.tensors()), entry)
+
+    def keep(self, key: Key, made: Entry) -> Entry:
+        """A graph for calls to come, whose blocks read their parameters in this model."""
+        parts = dict(self.module.named_modules(remove_duplicate=False))
+        entry = made.on(self.places, lambda block: parts.get(block) if block else None)
+        captured, known = entry.analysis.captured, entry.analysis.captured.known
+        self.tree.read |= {name for _, name in captured.reads}
+        self.opened |= known
+        entry.guard = Guard(
+            captured.reads,
+            known.slots,
+            known.numbers - known.fixed,
+            captured.written,
+            self.modules,
+            attribute_of,
+            table_of,
+            named(self.module, {name for _, name in captured.reads}, lambda module: original_class(type(module))),
+            self.tree.version,
+        )
+        for part in entry.module.children():
+            if isinstance(part, BlockCall) and (state := state_of(part.owner[0])) is not None:
+                state.is_block = True
+        if self.tree.compiles is not None:
+            _compile_blocks(entry.module, self.tree.compiles)
+        self.entries.append((key, entry))
+        del self.entries[1 : len(self.entries) - MOST]
+        return entry
+
+    # ---- what a user reads
+
+    @property
+    def latest(self) -> Entry:
+        """The graph that was captured last, of those for the modules and parameters that there are now.
+
+        Raises:
+            Error: there is none yet.
+        """
+        for key, entry in reversed(self.entries):
+            if key[2] == self.structure:
+                return entry
+        changed = "since its modules or parameters were exchanged" if self.entries else "by itself"
+        raise Error(
+            f"the {self.name} was not called {changed}, and its plan is made in a call",
+            **{"try": "call it once, on all ranks, and read the plan then"},
+        )
+
+    @property
+    def code(self) -> str:
+        """What this rank computes in the latest call that was captured, as Python: each block once."""
+        module = self.latest.module
+        parts = [
+            (f"{name}.{path}".rstrip("."), part)
+            for name, work in works(module).items()
+            for path, part in work.named_modules()
+        ]
+        graphs = [("", module), *((name, part) for name, part in parts if isinstance(part, fx.GraphModule))]
+        return "\n".join(f"# {name}\n{part.code}" for name, part in graphs)
+
+    def compile_blocks(self, **options: Any) -> None:
+        """Compiles what a block computes, once for all blocks that compute alike, in the graphs there are and to come.
+
+        `torch.compile(model)` takes longer the deeper a model is, this does not.
+
+        Args:
+            options: as for `torch.compile`.
+        """
+        if not self.tree.settings.optional("outline"):
+            raise Error("compile_blocks: without=('outline',) left no blocks", **{"try": "torch.compile(model)"})
+        self.tree.compiles = options
+        for _, entry in self.entries:
+            _compile_blocks(entry.module, options)
+
+    def layout_of(self, name: str) -> Layout | None:
+        """How the parameter of this name is held, under any of its names; None for a buffer."""
+        return self.layouts.get(self.first_names.get(name, name))
+
+
+def _compile_blocks(module: fx.GraphModule, options: Mapping[str, Any]) -> None:
+    for part in works(module).values():  # What is computed again is the compiled part: each has code of its own.
+        (part.inner if isinstance(part, Recomputed) else part).compile(**options)
+
+
+def _empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty_like(tensor, dtype=dtype, device="meta", requires_grad=False)
+
+
+def _as(tensor: Tensor, dtype: torch.dtype, requires_grad: bool) -> Tensor:
+    new = _empty_like(tensor, dtype)
+    return nn.Parameter(new, requires_grad) if isinstance(tensor, nn.Parameter) else new
+
+
+def is_many(count: int) -> bool:
+    """True for the numbers of captures that are warned of: 8, 16, 32, ..."""
+    return count >= FEW and count.bit_count() == 1
+
+
+def _other_numbers(known: Key, key: Key) -> list[int]:
+    """Where numbers among the arguments are others than in a key that is the same but for these; else nowhere."""
+    if known[0] != key[0] or known[2:] != key[2:]:
+        return []
+    other = [i for i, (one, two) in enumerate(zip(known[1], key[1], strict=True)) if one != two]
+    return other if all(known[1][i][0] in (int, float) and key[1][i][0] is known[1][i][0] for i in other) else []
+
+
+def _argument(spec: Any, at: int) -> str:
+    """How a leaf of the arguments is called."""
+    paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in paths[at][0][1:])
+
+
+def _kind(tensor: Tensor) -> Any:
+    """What of a tensor a graph is made for, but its sizes."""
+    return tensor.dim(), tensor.dtype, tensor.cut if isinstance(tensor, Sharded) else None
+
+
+def refuse_capture(name: str) -> None:
+    """Raises Error: a call that no graph is known for is being compiled."""
+    raise Error(
+        f"{name}.forward: the first call of its kind is inside torch.compile, where autotp cannot capture a graph",
+        **{"try": "make one such call (same arguments, mode, dtypes and settings) before the compiled one"},
+    )
+
+
+# Dynamo runs it while it traces, so that the user sees this error and not one of Dynamo's.
+refuse_capture.__dict__.update(_dynamo_marked_constant=True)

@@ -1,0 +1,87 @@
+"""The norm of the whole model's gradient, of which each rank holds some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autotp.errors import Error
+from autotp.ops.collectives import reduce
+from autotp.runtime.holdings import Parts, parts_of
+from autotp.sharding.boxes import local_of
+
+
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """The norm of the whole model's gradient, after scaling it in place to at most `max_norm`.
+
+    As `torch.nn.utils.clip_grad_norm_` on one device: parts are summed over the ranks that hold them, and what several
+    ranks hold (replicated parameters, a head tied to an embedding on another stage) is counted once.
+
+    Args:
+        model: what `parallelize` or `distribute` returned.
+        norm_type: the order of the norm, above 0; `float("inf")` is the largest element.
+
+    Raises:
+        Error: no such norm, or with `error_if_nonfinite` a norm that is infinite or undefined; on every rank.
+    """
+    parts = parts_of(model, "clip_grad_norm_")
+    parameters = {name: p for name, p in parts.held.items() if isinstance(p, nn.Parameter)}
+    total = total_norm(parts, {name: p.grad for name, p in parameters.items() if p.grad is not None}, norm_type)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise Error(
+            f"clip_grad_norm_: the norm of the gradient is {total.item()}", **{"try": "error_if_nonfinite=False"}
+        )
+    _scale(list(parameters.values()), torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    return total.to(next((p.dtype for p in parameters.values() if p.is_floating_point()), total.dtype))
+
+
+def total_norm(parts: Parts, tensors: Mapping[str, Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of what the ranks hold of a model's parameters, or of their gradients, as one device has it.
+
+    All ranks that hold the model call this together.
+
+    Args:
+        tensors: first name of a parameter -> what this rank has of it, or of what lies as it does.
+
+    Raises:
+        Error: no such norm.
+    """
+    order, infinite = float(norm_type), float(norm_type) == float("inf")
+    if not order > 0:
+        raise Error(f"clip_grad_norm_: norm_type={norm_type}", expected="a number above 0, or inf")
+    place, kind = parts.place, "max" if infinite else "sum"
+    dtype = torch.float64 if place.device.type != "mps" else torch.float32
+    meshes: list[DeviceMesh | None] = [None]  # Those over which parameters are sharded, whether or not these are.
+    meshes += dict.fromkeys(p.device_mesh for p in parts.held.values() if isinstance(p, DTensor))
+    norms: dict[DeviceMesh | None, list[Tensor]] = {mesh: [] for mesh in meshes}
+    for name, tensor in tensors.items():
+        found = norms[tensor.device_mesh if isinstance(tensor, DTensor) else None]
+        mine = parts.counts(name, tensor)
+        found += [torch.linalg.vector_norm(part, order, dtype=_wide(part)).to(dtype) for _, part in mine]
+    total = torch.zeros((), dtype=dtype, device=place.device)
+    for mesh, some in norms.items():
+        part = torch.stack([torch.zeros_like(total), *some])
+        part = part.max() if infinite else (part**order).sum()
+        part = part if mesh is None else reduce(part, mesh.get_group().group_name, kind)
+        total = torch.maximum(total, part) if infinite else total + part
+    for group in (place.group, parts.pipeline):
+        total = reduce(total, group, kind) if group is not None else total
+    return total if infinite else total ** (1 / order)
+
+
+def _scale(parameters: list[nn.Parameter], by: Tensor) -> None:
+    """Scales gradients in place."""
+    grads: list[Any] = [local_of(p.grad) for p in parameters if p.grad is not None]
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+        torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], by.to(dtype))
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return tensor.dtype if tensor.dtype not in (torch.float16, torch.bfloat16) else torch.float32

@@ -1,0 +1,132 @@
+"""What one rank holds of a model, as norms and checkpoints see it: the parts of tensors, and who counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autotp.distributed.consistency import CheckInputs
+from autotp.distributed.mesh import Mesh
+from autotp.errors import Error
+from autotp.passes.emit.attach_parameters import places
+from autotp.runtime.module import ParallelModule, executable_of
+from autotp.sharding.boxes import Box, boxes, local_of
+from autotp.sharding.layout import Layout
+from autotp.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a rank holds.
+
+    Attributes:
+        held: first name of a parameter or buffer -> what this rank has of it.
+        counted: of these, what no earlier rank of the pipeline has.
+        saved: names in the original's state dict -> first names.
+        shapes: first name -> the original's shape.
+        layouts: first name of a parameter -> how the tensor-parallel ranks hold it.
+        place: this rank's place among these.
+        everyone: all ranks that hold the model together.
+        pipeline: the group of those that hold other stages; None where there are none.
+        replica: which of the ranks that hold the same this is, from 0; what is sharded over them is no replica.
+        check: when ranks are compared.
+        alike: this rank among ranks that hold the same -> what of it. Of what is sharded over them each has its own.
+    """
+
+    held: Mapping[str, Tensor]
+    counted: frozenset[str]
+    saved: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+    layouts: Mapping[str, Layout]
+    place: Mesh
+    everyone: Mesh
+    pipeline: str | None = None
+    replica: int = 0
+    check: CheckInputs = "first"
+    alike: tuple[tuple[Mesh, frozenset[str]], ...] = ()
+
+    def layout(self, name: str) -> Layout:
+        """How a parameter or buffer is held; buffers are whole."""
+        return self.layouts.get(name) or Layout(self.shapes[name])
+
+    def boxes(self, name: str, like: Tensor | None = None, first: bool = True) -> list[Box]:
+        """The boxes that this rank holds of a tensor, or of what lies as it does."""
+        return boxes(self.held[name] if like is None else like, self.layout(name), self.place.rank, first)
+
+    def counts(self, name: str, like: Tensor) -> list[tuple[Box, Tensor]]:
+        """What this rank counts of what lies as a tensor does, its gradient say: of a replica, each element once."""
+        if name not in self.counted or (self.layout(name).dim is None and self.place.rank):
+            return []
+        return [(box, box.of(local_of(like))) for box in self.boxes(name, like)]
+
+    def fill(self, name: str, whole: Tensor) -> None:
+        """Writes this rank's part of a whole tensor."""
+        with torch.no_grad():
+            for box in self.boxes(name, first=False):
+                box.of(local_of(self.held[name])).copy_(whole[box.place])
+
+
+def parts_of(model: Any, call: str) -> Parts:
+    """What a rank holds of a model: of a Trainer, or of a parallel model, out of what torch wrapped around it.
+
+    Raises:
+        Error: it is neither.
+    """
+    inner = _unwrapped(model, (ParallelModule, Trainer))
+    if isinstance(inner, Trainer):
+        return _of_trainer(inner)
+    inner = parallel_of(model, call)
+    it = executable_of(inner)
+    saved, here = _saved(inner)  # First: asked for its state, `fully_shard` frees what it had gathered.
+    held, shapes = it.tensors(), {name: layout.shape for name, layout in it.layouts.items()}
+    check = it.tree.settings.check_inputs
+    alike = ((it.mesh, _whole(held, it.layouts)),)
+    return Parts(held, frozenset(held), saved, here | shapes, it.layouts, it.mesh, it.mesh, check=check, alike=alike)
+
+
+def parallel_of(model: Any, call: str) -> ParallelModule:
+    """The parallel model, out of what DistributedDataParallel or torch.compile wrapped around it."""
+    inner = _unwrapped(model, (ParallelModule,))
+    if not isinstance(inner, ParallelModule):
+        raise Error(
+            f"{call}: a {type(model).__name__} is no parallel model",
+            **{"try": f"{call}(model, ...), with what autotp.parallelize returned"},
+        )
+    return inner
+
+
+def _unwrapped(model: Any, kinds: tuple[type, ...]) -> Any:
+    while isinstance(model, nn.Module) and not isinstance(model, kinds):
+        model = getattr(model, "_orig_mod", getattr(model, "module", None))
+    return model
+
+
+def _of_trainer(trainer: Trainer) -> Parts:
+    held = {**dict(trainer.named_parameters()), **dict(trainer.named_buffers())}
+    rank, ranks = trainer.mesh["pp"].get_local_rank(), trainer.mesh["pp"].size()
+    later = {name for name, (holders, _) in trainer.shared.items() if holders[0] != rank}
+    group = trainer.mesh.get_group("pp").group_name if ranks > 1 else None
+    replica = trainer.mesh["dp"].get_local_rank()
+    alike = [(trainer.place, _whole(held, trainer.layouts)), (trainer.replicas, frozenset(held))]
+    for mesh in dict.fromkeys(trainer.tied.values()):
+        alike.append((mesh, frozenset(name for name, its in trainer.tied.items() if its is mesh)))
+    return Parts(
+        held, frozenset(held) - later, *_saved(trainer.skeleton), trainer.layouts, trainer.place, trainer.everyone,
+        group, replica, alike=tuple(alike),
+    )  # fmt: skip
+
+
+def _whole(held: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> frozenset[str]:
+    """What the tensor-parallel ranks do not cut."""
+    return frozenset(name for name in held if name not in layouts or layouts[name].dim is None)
+
+
+def _saved(model: nn.Module) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+    """The names in a model's state dict, each with its first; and all shapes by first names."""
+    first = places(model)[0]
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: first[name] for name in model.state_dict()}, {name: tuple(x.shape) for name, x in tensors}

@@ -1,0 +1,105 @@
+"""take: a model's parameters and buffers, taken over: each rank keeps its parts, and the model is left on meta.
+
+The first rank's values are everybody's. One full parameter at a time is on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autotp.deferred_init.initialize import initialize
+from autotp.distributed.consistency import agree_on_random
+from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints
+from autotp.sharding.layout import Layout
+
+TAKEN = "autotp_taken"
+"""The mark on parameters that were taken over."""
+
+
+def take(
+    model: nn.Module,
+    layouts: Mapping[str, Layout],
+    rank: int,
+    everyone: Mesh,
+    read: Mapping[str, Tensor] | None = None,
+    wanted: Collection[str] | None = None,
+) -> dict[str, Tensor]:
+    """The model's tensors by their first names, cut; the model is left on meta.
+
+    Args:
+        rank: on the tensor-parallel axis.
+        everyone: the ranks that take it over together.
+        read: parts that are there already.
+        wanted: what this rank keeps; None is everything.
+    """
+    read = read or {}
+    on_meta = any(p.is_meta for name, p in model.named_parameters() if name not in read)
+    if gather_ints([on_meta], everyone)[0][0]:  # The first is the truth: others may be on meta for its sake alone.
+        agree_on_random(everyone)
+        found = initialize(model, layouts, rank, everyone.device)
+    else:
+        found = _moved(model, layouts, rank, everyone, read, wanted)
+    for tensor in model.parameters():
+        setattr(tensor, TAKEN, True)
+    return found if wanted is None else {name: found[name] for name in wanted}
+
+
+def _moved(
+    model: nn.Module,
+    layouts: Mapping[str, Layout],
+    rank: int,
+    everyone: Mesh,
+    read: Mapping[str, Tensor],
+    wanted: Collection[str] | None,
+) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, holders in _held(model).items():
+        table, key = holders[0]
+        tensor = table[key]
+        local = read[name] if name in read else _part(tensor, layouts.get(name), rank, everyone)
+        empty: Tensor = torch.empty_like(tensor, device="meta", requires_grad=False)
+        empty = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+        empty.__dict__.update(tensor.__dict__)
+        for table, key in holders:
+            table[key] = empty
+        if wanted is None or name in wanted:
+            found[name] = _now(tensor, local)
+    return found
+
+
+def _part(tensor: Tensor, layout: Layout | None, rank: int, everyone: Mesh) -> Tensor:
+    """A rank's part of what the first of all has."""
+    full = broadcast_from_first(_on(tensor, everyone.device), everyone)
+    return layout.take(full, rank) if layout is not None and layout.dim is not None else full
+
+
+def _now(tensor: Tensor, local: Tensor) -> Tensor:
+    """A parameter stays the object it was, as under `.to()`: an optimizer that was made before has the right one."""
+    if not isinstance(tensor, nn.Parameter) or not torch._has_compatible_shallow_copy_type(tensor, local):
+        return local
+    tensor.data, tensor.grad = local, None
+    return tensor
+
+
+def _on(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on `device`, without values for a tensor on meta."""
+    if tensor.is_meta:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return tensor.detach().to(device, copy=True).contiguous()
+
+
+def _held(model: nn.Module) -> dict[str, list[tuple[dict[str, Any], str]]]:
+    """Every parameter and buffer by its first name: all the tables it stands in. Keeps none of them alive."""
+    names: dict[int, str] = {}
+    found: dict[str, list[tuple[dict[str, Any], str]]] = {}
+    for prefix, module in model.named_modules():
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    name = names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
+                    found.setdefault(name, []).append((table, key))
+    return found

@@ -1,0 +1,15 @@
+"""What is installed in torch as long as there is a parallel model: for optimizers, clipping and scaling, wrappers."""
+
+from __future__ import annotations
+
+from autotp.distributed import sharded_parameter as cut_parameter
+from autotp.distributed.live_models import Model, watch
+from autotp.runtime.torch_hooks import clip_and_scale as torch_calls
+from autotp.runtime.torch_hooks import optimizer_guard, wrappers
+
+INSTALLED = (optimizer_guard.install, cut_parameter.install, torch_calls.install, wrappers.install)
+
+
+def watched(model: Model) -> Model:
+    """The model itself, a parallel one: from now on what would make its ranks drift apart is right, or an Error."""
+    return watch(model, INSTALLED)

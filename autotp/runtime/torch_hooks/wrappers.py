@@ -1,0 +1,60 @@
+"""DistributedDataParallel, and wrappers like it, around a parallel model: over its replicas, or an Error; and models
+that were wrapped or sharded before: an Error, since another order is right.
+
+NOTE [When a wrapper is seen]
+torch tells of each module that is put into another. A wrapper knows its process group by then, and has sent nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from autotp.distributed.live_models import Undo, models
+from autotp.distributed.replica_check import expect_apart
+from autotp.errors import Error
+from autotp.runtime.holdings import parts_of
+
+
+def install() -> Undo:
+    """Looks at every module that is put into another; what it returns ends that."""
+    return register_module_module_registration_hook(_put).remove
+
+
+def _put(around: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Raises Error if `around` has a process group over ranks that hold a model in `module` together."""
+    group = around.__dict__.get("process_group")
+    if isinstance(group, dist.ProcessGroup) and module is not None:
+        inside, theirs = set(module.modules()), dist.get_process_group_ranks(group)
+        for model in (model for model in models() if model in inside):
+            expect_apart(type(around).__name__, theirs, parts_of(model, "").everyone)
+
+
+AROUND = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
+
+
+def expect_unwrapped(model: nn.Module) -> None:
+    """Raises Error if something that belongs around a parallel model is around this one, or sharded it."""
+    for path, module in model.named_modules():
+        what = f"`{path}`, a {type(module).__name__}," if path else f"the {type(module).__name__}"
+        if isinstance(module, AROUND):
+            raise Error(
+                f"{what} is a wrapper around a model",
+                **{"try": "parallelize the model itself; the ranks of one model need no wrapper, replicas mesh="},
+            )
+        if isinstance(module, FSDPModule) or any(isinstance(p, DTensor) for p in module._parameters.values()):
+            raise Error(
+                f"{what} is sharded already, by fully_shard or as DTensors",
+                **{"try": "parallelize the original model; fully_shard(model, mesh=mesh['dp']) after that"},
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise Error(f"{what} is compiled by torch.jit", **{"try": "parallelize the Python module"})
+    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        raise Error(
+            "the model is compiled already, and what autotp makes of it would not be",
+            **{"try": "torch.compile(autotp.parallelize(model, ...)), or model.compile_blocks()"},
+        )

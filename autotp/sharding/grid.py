@@ -1,0 +1,106 @@
+"""Grids: the tp axis as a product, each factor of which cuts an axis of its own.
+
+Eight ranks and two key/value heads: `8 = 2 x 4`, `kv_heads` cut on the outer factor, `group` on the inner one. What has
+both axes (queries) is cut into eight; what has `kv_heads` alone (keys, values) into two, each part on four ranks.
+
+A grid stands wherever a leaf does. One of a single leaf is a cut that a concatenation may have in some parts and not in
+others: `(heads | 1 | 1) x head_dim`, the fused queries, key and value of multi-query attention. What a grid does not
+cut is the same on several ranks, its holders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from autotp.sharding.axis import ONE, Axis, Size, find, touches
+from autotp.sharding.partition import chunk_bounds
+
+Slice = tuple[Axis, int, int]
+"""A leaf, into how many parts it is cut, and how many ranks in a row hold the same part."""
+
+
+def grid(slices: Iterable[Slice], tp: int) -> Axis:
+    """The cut of several leaves at once, the outermost factor of the `tp` ranks first."""
+    slices = tuple(slices)
+    size = ONE
+    for leaf, _, _ in slices:
+        size = size * find(leaf).size
+    return Axis(
+        size, "grid", tuple(leaf for leaf, _, _ in slices), counts=tuple((n, run) for _, n, run in slices), tp=tp
+    )
+
+
+def slices_of(leaf: Axis, tp: int) -> tuple[Slice, ...]:
+    """What is cut where `leaf`, perhaps a grid, is cut on `tp` ranks."""
+    leaf = find(leaf)
+    if leaf.kind != "grid":
+        return ((leaf, tp, 1),)
+    return tuple((find(part), n, run) for part, (n, run) in zip(leaf.parts, leaf.counts, strict=True))
+
+
+def bounds(cut: Slice, rank: int) -> tuple[int, int]:
+    """Where the part of a leaf that `rank` holds starts and stops."""
+    leaf, parts, run = cut
+    return chunk_bounds(find(leaf).size.number, parts, rank // run % parts)
+
+
+def same_cut(a: Axis, b: Axis) -> bool:
+    """True for one leaf, for grids of the same slices, and for a leaf and the grid of it alone on all ranks."""
+    a, b = find(a), find(b)
+    if a is b or "grid" not in (a.kind, b.kind):
+        return a is b
+    tp = a.tp or b.tp
+    return {_key(one) for one in slices_of(a, tp)} == {_key(one) for one in slices_of(b, tp)}
+
+
+def cut_key(leaf: Axis) -> int:
+    """A hash by which the cuts that `same_cut` calls one agree."""
+    leaf = find(leaf)
+    return hash(frozenset(id(find(part)) for part in (leaf.parts if leaf.kind == "grid" else (leaf,))))
+
+
+def is_full(leaf: Axis) -> bool:
+    """True if the slices make up all ranks."""
+    leaf, total = find(leaf), 1
+    for parts, _ in leaf.counts:
+        total *= parts
+    return leaf.kind != "grid" or total == leaf.tp
+
+
+def part_of(axis: Axis, leaf: Axis, tp: int, rank: int) -> tuple[Size, int]:
+    """How many positions of the leaves in `axis` there are, and how many this rank holds."""
+    whole, mine = ONE, 1
+    for one in slices_of(leaf, tp):
+        if touches(axis, one[0]):
+            start, stop = bounds(one, rank)
+            whole, mine = whole * find(one[0]).size, mine * (stop - start)
+    return whole, mine
+
+
+def holders(axis: str, leaf: Axis, tp: int) -> str:
+    """The name of the ranks that hold the same where a grid cuts the outer axis only: runs of the mesh axis's ranks."""
+    run = find(leaf).counts[0][1]
+    return axis if run in (1, tp) else f"{axis}/{run}"
+
+
+def splits(kv: int, group: int, tp: int) -> tuple[int, int]:
+    """`tp` as the product that leaves the fullest rank the fewest heads: of key/value heads, and of groups."""
+    found = [(n, tp // n) for n in range(tp, 0, -1) if tp % n == 0]
+    return min(found, key=lambda pair: -(-kv // pair[0]) * -(-group // pair[1]))
+
+
+def _key(one: Slice) -> tuple[int, int, int]:
+    return id(find(one[0])), one[1], one[2]
+
+
+def all_grids(leaves: Iterable[Axis], tp: int) -> Iterator[Axis]:
+    """Every grid of one or two of these leaves on `tp` ranks."""
+    leaves = tuple(dict.fromkeys(find(leaf) for leaf in leaves))
+    for outer in (n for n in range(1, tp + 1) if tp % n == 0):
+        inner = tp // outer
+        for a in leaves:
+            if outer > 1:
+                yield grid([(a, outer, inner)], tp)
+            for b in leaves:
+                if a is not b and outer > 1 and inner > 1:
+                    yield grid([(a, outer, inner), (b, inner, 1)], tp)

@@ -1,0 +1,172 @@
+"""Which elements of a tensor a rank holds: the partition of one axis, carried through products and concatenations.
+
+One convention everywhere, `torch.chunk`'s (and so DTensor's and DCP's): `n` positions on `tp` ranks are pieces of
+`ceil(n / tp)`, the last ones shorter or empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autotp.sharding.axis import Axis, find, holds
+from autotp.sharding.grid import Slice, bounds, slices_of
+
+Range = tuple[int, int]
+
+
+def ranges(axis: Axis, leaf: Axis, tp: int, rank: int) -> list[Range]:
+    """The positions of `axis` that `rank` holds where `leaf` is cut, as sorted disjoint (start, stop) pairs.
+
+    `heads x head_dim` cut by heads is one range; `q | k | v` cut by the heads inside is three. Of a part that does not
+    have the leaf a rank holds all.
+    """
+    return _ranges(find(axis), slices_of(leaf, tp), rank)
+
+
+def _ranges(axis: Axis, cuts: Sequence[Slice], rank: int) -> list[Range]:
+    axis = find(axis)
+    for one in cuts:
+        if one[0] is axis:
+            return _nonempty([bounds(one, rank)])
+    if axis.kind == "concat":
+        starts, at = [], 0
+        for part in axis.parts:
+            starts += [(at + a, at + b) for a, b in _ranges(part, cuts, rank)]
+            at += part.size.number
+        return _joined(starts)
+    if axis.kind == "product":
+        return _product_ranges(axis, cuts, rank)
+    return _nonempty([(0, axis.size.number)])
+
+
+def _product_ranges(axis: Axis, cuts: Sequence[Slice], rank: int) -> list[Range]:
+    """Factor by factor, the innermost first: what is held of the factors so far, at every place that is held of one."""
+    pieces, size = [(0, 1)], 1
+    for part in reversed(axis.parts):
+        held = _ranges(part, cuts, rank)
+        if pieces == [(0, size)]:
+            pieces = [(a * size, b * size) for a, b in held]
+        else:
+            pieces = [
+                (i * size + a, i * size + b) for start, stop in held for i in range(start, stop) for a, b in pieces
+            ]
+        size *= part.size.number
+    return _joined(pieces)
+
+
+def _nonempty(pieces: list[Range]) -> list[Range]:
+    return [(a, b) for a, b in pieces if b > a]
+
+
+def _joined(pieces: list[Range]) -> list[Range]:
+    """Neighbouring ranges as one."""
+    joined: list[Range] = []
+    for a, b in pieces:
+        if joined and joined[-1][1] == a:
+            joined[-1] = (joined[-1][0], b)
+        elif b > a:
+            joined.append((a, b))
+    return joined
+
+
+def _runs(mask: torch.Tensor) -> list[Range]:
+    """Where `mask` is true, as ranges."""
+    return _joined([(i, i + 1) for i in mask.nonzero().flatten().tolist()])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one tensor is held: whole on every rank, or cut along one dimension.
+
+    Attributes:
+        shape: the global shape.
+        dim: the dimension that is cut, or None.
+        pieces: for each rank its ranges of that dimension.
+        axis: what the dimension is, printed, as `(q | k | v)`; the name of the cut axis.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    pieces: tuple[tuple[Range, ...], ...] = ()
+    axis: str = ""
+
+    def lengths(self) -> list[int]:
+        """The local length of the cut dimension on each rank."""
+        return [sum(b - a for a, b in piece) for piece in self.pieces]
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        if self.dim is None:
+            return self.shape
+        return (*self.shape[: self.dim], self.lengths()[rank], *self.shape[self.dim + 1 :])
+
+    def take(self, full: torch.Tensor, rank: int) -> torch.Tensor:
+        """The part of `full` that `rank` holds, in memory of its own."""
+        if self.dim is None:
+            return full.clone()
+        parts = [full.narrow(self.dim, a, b - a) for a, b in self.pieces[rank]]
+        return torch.cat(parts, self.dim) if parts else full.narrow(self.dim, 0, 0).clone()
+
+    @property
+    def repeated(self) -> bool:
+        """True if some positions are on several ranks, as key/value heads are of which there are fewer than ranks."""
+        return self.dim is not None and sum(self.lengths()) > self._size
+
+    def holders(self) -> set[int]:
+        """On how many ranks positions are."""
+        return set(self._counts().int().tolist())
+
+    def places(self, rank: int, positions: list[Range]) -> list[Range]:
+        """Where local positions of a rank are in the whole."""
+        held = self._marked(rank).nonzero().flatten()
+        return _joined([(int(held[i]), int(held[i]) + 1) for a, b in positions for i in range(a, b)])
+
+    def shared(self, rank: int) -> list[Range]:
+        """The local positions, along the cut dimension, of what other ranks hold too."""
+        return _runs(self._counts()[self._marked(rank) > 0] > 1)
+
+    def first(self, rank: int) -> list[Range]:
+        """The local positions, along the cut dimension, of what no rank before this one holds."""
+        before = sum((self._marked(other) for other in range(rank)), torch.zeros(self._size))
+        return _runs(before[self._marked(rank) > 0] == 0)
+
+    @property
+    def _size(self) -> int:
+        """The global length of the cut dimension."""
+        return max((stop for piece in self.pieces for _, stop in piece), default=0)
+
+    def _counts(self) -> torch.Tensor:
+        """On how many ranks each position is."""
+        return torch.stack([self._marked(rank) for rank in range(len(self.pieces))]).sum(0)
+
+    def _marked(self, rank: int) -> torch.Tensor:
+        """One for each position that a rank holds, zero for the others."""
+        marked = torch.zeros(self._size)
+        for a, b in self.pieces[rank]:
+            marked[a:b] = 1
+        return marked
+
+    def put(self, full: torch.Tensor, local: torch.Tensor, rank: int) -> None:
+        """Writes what `rank` holds into its place in `full`; the exact inverse of `take`."""
+        if self.dim is None:
+            full.copy_(local)
+            return
+        at = 0
+        for a, b in self.pieces[rank]:
+            full.narrow(self.dim, a, b - a).copy_(local.narrow(self.dim, at, b - a))
+            at += b - a
+
+    def __str__(self) -> str:
+        dims = [f"{n}@tp" if d == self.dim else str(n) for d, n in enumerate(self.shape)]
+        return f"[{', '.join(dims)}]"
+
+
+def layout_of(shape: tuple[int, ...], dims: tuple[Axis, ...], leaf: Axis | None, tp: int, name: str) -> Layout:
+    """The layout of a tensor whose dimensions are `dims` where `leaf` is cut on `tp` ranks."""
+    at = [d for d, axis in enumerate(dims) if leaf is not None and holds(axis, leaf)]
+    if leaf is None or len(at) != 1:
+        return Layout(shape)
+    pieces = tuple(tuple(ranges(dims[at[0]], leaf, tp, rank)) for rank in range(tp))
+    return Layout(shape, at[0], pieces, name)

@@ -1,0 +1,72 @@
+"""Placements: the type of a value on a mesh axis, each with the type of its gradient.
+
+| placement | means                                                       | its gradient is |
+|-----------|-------------------------------------------------------------|-----------------|
+| Replicate | same on every rank, read by work that every rank does whole | Replicate       |
+| Copied    | same on every rank, read by work of which each does a part  | Partial         |
+| Partial   | the value is the sum over ranks                             | Copied          |
+| Shard     | each rank has its part                                      | Shard           |
+
+After the sharded automatic differentiation of JAX's `shard_map`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from autotp.sharding.axis import Axis
+from autotp.sharding.grid import cut_key, same_cut
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Same on every rank, read by work that every rank does whole."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Same on every rank, read by work of which every rank does a part."""
+
+    def __str__(self) -> str:
+        return "{tp}"
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The value is the sum (or the maximum) over ranks."""
+
+    reducer: Literal["sum", "max"] = "sum"
+
+    def __str__(self) -> str:
+        return "{+tp}" if self.reducer == "sum" else "{max tp}"
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """Each rank has its part of `axis`; which dimension that is, the value's axes tell."""
+
+    axis: Axis
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and same_cut(self.axis, other.axis)
+
+    def __hash__(self) -> int:
+        return cut_key(self.axis)
+
+    def __str__(self) -> str:
+        return "@tp"
+
+
+@dataclass(frozen=True, eq=False)
+class Held(Shard):
+    """A parameter cut by a grid, as it is stored: what several ranks hold of it is Replicate among them.
+
+    Of a Shard it is Copied among them: each does a part of the work that reads it.
+    """
+
+
+Placement = Replicate | Copied | Partial | Shard

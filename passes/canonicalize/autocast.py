@@ -1,0 +1,119 @@
+"""autocast: the casts that `torch.autocast` makes inside operators become operators of the graph.
+
+    Before: linear(x, w)  where autocast is bfloat16         After: linear(to(x, bfloat16), to(w, bfloat16))
+    Before: enter_autocast("cpu", None, False); y; exit      After: y
+
+The passes behind this one see the dtypes that values have, and the graph runs the same with autocast off.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autotp.errors import Error
+from autotp.passes.builder import Builder, fake_mode_of
+from autotp.passes.capture.autocast_regions import Autocast, enter_autocast, exit_autocast
+from autotp.rules.call import outputs_of
+from autotp.source_location import line_of
+
+aten = torch.ops.aten
+
+
+def cast(graph: fx.Graph, around: Autocast) -> fx.Graph:
+    """The graph with every cast written out, and without the regions of the device it was captured on.
+
+    Args:
+        around: what autocast was where the graph was captured.
+
+    Raises:
+        Error: autocast casts in the middle of an operator.
+    """
+    builder, states = Builder(fake_mode_of(graph)), [around]
+    for node in graph.nodes:
+        builder.origin = node
+        if node.target is enter_autocast and node.args[0] == around.device:
+            states.append(_entered(node))
+        elif node.target is exit_autocast and node.args[0].args[0] == around.device:
+            states.pop()
+        elif states[-1].dtype is not None and isinstance(node.target, OpOverload):
+            _visit(builder, node, states[-1])
+        else:
+            builder.copy(node)
+    return builder.graph
+
+
+def _entered(node: fx.Node) -> Autocast:
+    device, dtype, enabled, _ = node.args
+    return Autocast(device, (dtype or torch.get_autocast_dtype(device)) if enabled else None)  # type: ignore[arg-type]
+
+
+def _visit(builder: Builder, node: fx.Node, state: Autocast) -> None:
+    dtype = _target(node, state, builder.mode)
+    if dtype is None:
+        builder.copy(node)
+        return
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda old: _as(builder, old, dtype))
+    new = builder.env[node] = builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+    if [v.dtype for v in outputs_of(new)] != [v.dtype for v in outputs_of(node)]:
+        raise Error(
+            f"autocast casts in the middle of {node.target}", at=line_of(node),
+            **{"try": "torch.autocast(..., enabled=False) around it"},
+        )  # fmt: skip
+
+
+def _as(builder: Builder, old: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """An operand in `dtype`, if autocast may cast it: it leaves float64 and what is not floating alone."""
+    value, new = old.meta.get("val"), builder.env[old]
+    fixed = (
+        not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype in (torch.float64, dtype)
+    )
+    return new if fixed else builder.call(aten.to.dtype, new, dtype)
+
+
+def _target(node: fx.Node, state: Autocast, mode: Any) -> torch.dtype | None:
+    """The dtype that autocast gives an operator's operands, found by running it on tensors without memory.
+
+    Some operators cast by themselves, too; those casts are there without autocast. (Where operands differ in dtype,
+    an operator may need autocast to run at all: then it is compared with itself on operands that are cast.)
+    """
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    seen = _casts(node.target, args, kwargs, state, mode)
+    if not seen:
+        return None
+    dtypes = {t.dtype for t in pytree.tree_leaves((args, kwargs)) if _castable(t)}
+    if len(dtypes) > 1:
+        with torch.no_grad(), mode:
+            args, kwargs = pytree.tree_map(lambda t: t.to(seen[0]) if _castable(t) else t, (args, kwargs))
+    own = Counter(_casts(node.target, args, kwargs, Autocast(state.device), mode))
+    return next(iter(Counter(seen) - own), None)
+
+
+def _castable(value: Any) -> bool:
+    """True for what autocast may cast: it leaves float64 and what is not floating alone."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def _casts(op: Any, args: Any, kwargs: Any, state: Autocast, mode: Any) -> list[torch.dtype]:
+    with torch.no_grad(), mode, _Casts() as seen, state.on():
+        op(*args, **kwargs)
+    return seen.to
+
+
+class _Casts(TorchDispatchMode):
+    """Lists the casts below it, by what they cast to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._to_copy.default and kwargs and kwargs.get("dtype") is not None:
+            self.to.append(kwargs["dtype"])
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,290 @@
+"""canonicalize: one way to write each thing.
+
+    Before: linear(x, w, b)            After: add(linear(x, w), b)
+    Before: addmm(b, x, w)             After: add(mm(x, w), b)
+    Before: dropout(x, 0.1, False)     After: x
+    Before: view(x, [2, 8])            After: reshape(x, [2, 8])
+    Before: type_as(x, y)              After: to(x, dtype of y)
+    Before: repeat_interleave(x, 4, 1) After: flatten(expand(unsqueeze(x, 2), [-1, -1, 4]), 1, 2)
+    Before: conv1d(x, w, b)            After: add(convolution(x, w), unsqueeze(b, -1))
+    Before: group_norm(x, 4, w, b)     After: flatten(channels.group_norm(unflatten(x, 1, [4, c]), ...), 1, 2)
+    Before: max_pool2d(x, [2, 2])      After: by_channel(x, max_pool2d, 1, ([2, 2],))
+    Before: _weight_norm(v, g, 0)      After: mul(v, div(g, sqrt(sum(mul(v, v), [1], True))))
+    Before: index_put(x, [m], v)       After: where(m, v, x)                        m of bool, v one number
+    Before: new_zeros(x, [2, 8])       After: zeros([2, 8], dtype=..., device=...)
+
+NOTE [Why the bias leaves the linear]
+A row-parallel product is a sum over ranks. Were its bias inside, every rank would add it and the sum would hold
+it tp times. Outside, the reduction comes before the bias by construction. Where nothing is reduced, `biases`
+puts the bias back in.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.ops import channels
+from autotp.passes.builder import Builder, fake_mode_of
+from autotp.rules.call import bind
+from autotp.sharding.axis import Size
+
+aten = torch.ops.aten
+BY_CHANNEL: dict[int, list[Any]] = {
+    1: [
+        aten.avg_pool1d.default, aten.max_pool1d.default, aten.max_pool1d_with_indices.default,
+        aten.adaptive_avg_pool1d.default, aten.adaptive_max_pool1d.default, aten.upsample_linear1d.vec,
+        aten.upsample_nearest1d.vec,
+    ],
+    2: [
+        aten.avg_pool2d.default, aten.max_pool2d.default, aten.max_pool2d_with_indices.default,
+        aten.adaptive_avg_pool2d.default, aten.adaptive_max_pool2d.default, aten.upsample_bilinear2d.vec,
+        aten.upsample_bicubic2d.vec, aten.upsample_nearest2d.vec,
+    ],
+    3: [
+        aten.avg_pool3d.default, aten.max_pool3d.default, aten.max_pool3d_with_indices.default,
+        aten.adaptive_avg_pool3d.default, aten.upsample_trilinear3d.vec, aten.upsample_nearest3d.vec,
+    ],
+}  # fmt: skip
+"""Operators of each channel by itself, by how many dimensions are behind the channels."""
+Rewrite = Callable[[Builder, dict[str, Any]], Any]
+
+
+def canonicalize(graph: fx.Graph) -> fx.Graph:
+    """The same function, each operator in its canonical form."""
+    builder = Builder(fake_mode_of(graph))
+    for node in graph.nodes:
+        builder.origin = node
+        rewrite = REWRITES.get(node.target)
+        new = rewrite(builder, builder.map(bind(node))) if rewrite else None
+        if new is None:
+            builder.copy(node)
+        else:
+            builder.env[node] = new
+    return builder.graph
+
+
+def _linear(builder: Builder, args: dict[str, Any]) -> Any:
+    if args["bias"] is None:
+        return None
+    return builder.call(aten.add.Tensor, builder.call(aten.linear.default, args["input"], args["weight"]), args["bias"])
+
+
+def _addmm(product: Any, left: str, right: str) -> Rewrite:
+    """`beta * input + alpha * left @ right`, the product first and by itself."""
+
+    def rewrite(builder: Builder, args: dict[str, Any]) -> Any:
+        multiplied = builder.call(product, args[left], args[right])
+        added = args["self"]
+        if args["alpha"] != 1:
+            multiplied = builder.call(aten.mul.Tensor, multiplied, args["alpha"])
+        if args["beta"] == 0:
+            return multiplied
+        if args["beta"] != 1:
+            added = builder.call(aten.mul.Tensor, added, args["beta"])
+        return builder.call(aten.add.Tensor, multiplied, added)
+
+    return rewrite
+
+
+def _dropout(builder: Builder, args: dict[str, Any]) -> Any:
+    return args["input"] if not args["train"] or args["p"] == 0 else None
+
+
+def _cast(builder: Builder, args: dict[str, Any]) -> Any:
+    """A cast to the dtype that the value has is nothing. (The dtypes are part of the graph's signature.)"""
+    value = args["self"].meta["val"]
+    same = args.get("dtype") in (None, value.dtype) and args.get("device") in (None, value.device)
+    return args["self"] if same and not args.get("copy") and args.get("memory_format") is None else None
+
+
+def _repeat_interleave(builder: Builder, args: dict[str, Any]) -> Any:
+    """Each place so many times is a dimension of its own behind it, so that it may be cut, too."""
+    x, times, dim = args["self"], args["repeats"], args["dim"]
+    if dim is None or not isinstance(times, int) or args["output_size"] is not None:
+        return None
+    dim %= x.meta["val"].dim()
+    sizes = [-1] * (dim + 1) + [times] + [-1] * (x.meta["val"].dim() - dim - 1)
+    repeated = builder.call(aten.expand.default, builder.call(aten.unsqueeze.default, x, dim + 1), sizes)
+    return builder.call(aten.flatten.using_ints, repeated, dim, dim + 1)
+
+
+def _type_as(builder: Builder, args: dict[str, Any]) -> Any:
+    """Of the other tensor nothing but the dtype is read."""
+    wanted = args["other"].meta["val"].dtype
+    return _cast(builder, {**args, "dtype": wanted}) or builder.call(aten.to.dtype, args["self"], wanted)
+
+
+def _masked(builder: Builder, args: dict[str, Any]) -> Any:
+    """One number put wherever a mask is true."""
+    x, places, value = args["self"], args["indices"], args["values"]
+    mask = places[0] if len(places) == 1 else None
+    if mask is None or mask.meta["val"].dtype != torch.bool or args["accumulate"] or value.meta["val"].dim():
+        return None
+    for _ in range(x.meta["val"].dim() - mask.meta["val"].dim()):
+        mask = builder.call(aten.unsqueeze.default, mask, -1)
+    return builder.call(aten.where.self, mask, value, x)
+
+
+def _whole(builder: Builder, args: dict[str, Any]) -> Any:
+    """A slice that takes everything."""
+    x, dim = args["self"].meta["val"], args["dim"]
+    start, end, length = args["start"] or 0, args["end"], x.shape[dim]
+    everything = end is None or (isinstance(end, int) and (end == 2**63 - 1 or end == length))
+    return args["self"] if start == 0 and args["step"] == 1 and everything else None
+
+
+def _view(builder: Builder, args: dict[str, Any]) -> Any:
+    """A view is a reshape: whether memory can be shared depends on strides, which a cut may change."""
+    same = _same_shape(builder, args)
+    return builder.call(aten.reshape.default, args["self"], args["size"]) if same is None else same
+
+
+def _same_shape(builder: Builder, args: dict[str, Any]) -> Any:
+    """A view that changes nothing."""
+    x = args["self"].meta["val"]
+    sizes = args.get("size", args.get("shape"))
+    if sizes is None or len(sizes) != x.dim():
+        return None
+    wanted = [n.meta["val"] if isinstance(n, fx.Node) else n for n in sizes]
+    known = [(isinstance(n, int) and n == -1) or Size.of(n) == Size.of(m) for n, m in zip(wanted, x.shape, strict=True)]
+    return args["self"] if all(known) and sum(n == -1 for n in wanted if isinstance(n, int)) <= 1 else None
+
+
+def _made(creation: Any, *values: str) -> Rewrite:
+    """`x.new_zeros(size)` reads of `x` the dtype and the device alone."""
+
+    def rewrite(builder: Builder, args: dict[str, Any]) -> Any:
+        value = args["self"].meta["val"]
+        how = {name: args[name] for name in ("layout", "pin_memory")}
+        how |= {name: getattr(value, name) if args[name] is None else args[name] for name in ("dtype", "device")}
+        return builder.call(creation, args["size"], *(args[name] for name in values), **how)
+
+    return rewrite
+
+
+def _convolution(builder: Builder, args: dict[str, Any]) -> Any:
+    """How many groups a rank has is told by shapes, and is no argument; the bias leaves it."""
+    names = ("input", "weight", "stride", "padding", "dilation")
+    return _with_bias(builder, builder.call(channels.convolution, *(args[name] for name in names)), args)
+
+
+def _conv_transpose(builder: Builder, args: dict[str, Any]) -> Any:
+    """The same; the weight's first dimension is taken apart into groups and their channels."""
+    weight, groups = args["weight"], args["groups"]
+    sizes = [groups, weight.meta["val"].shape[0] // groups]
+    weight = builder.call(aten.unflatten.int, weight, 0, sizes)
+    rest = [args[name] for name in ("stride", "padding", "output_padding", "dilation")]
+    return _with_bias(builder, builder.call(channels.conv_transpose, args["input"], weight, *rest), args)
+
+
+def _with_bias(builder: Builder, made: fx.Node, args: dict[str, Any]) -> fx.Node:
+    bias = args["bias"]
+    if bias is None:
+        return made
+    for _ in range(args["weight"].meta["val"].dim() - 2):
+        bias = builder.call(aten.unsqueeze.default, bias, -1)
+    return builder.call(aten.add.Tensor, made, bias)
+
+
+def _batch_norm(builder: Builder, args: dict[str, Any]) -> Any:
+    """(One that moves running statistics was taken by `functionalize`.)"""
+    names = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+    return builder.call(channels.batch_norm, *(args[name] for name in names))
+
+
+def _group_norm(builder: Builder, args: dict[str, Any]) -> Any:
+    """How many groups a rank has is told by shapes."""
+    return _by_group(builder, args, args["num_groups"], args["eps"])
+
+
+def _instance_norm(builder: Builder, args: dict[str, Any]) -> Any:
+    """A group for each channel, where no running statistics are read or moved."""
+    if args["running_mean"] is not None or not args["use_input_stats"]:
+        return None
+    return _by_group(builder, args, args["input"].meta["val"].shape[1], args["eps"])
+
+
+def _by_group(builder: Builder, args: dict[str, Any], groups: int, eps: float) -> fx.Node:
+    sizes = [groups, args["input"].meta["val"].shape[1] // groups]
+    apart = [
+        None if x is None else builder.call(aten.unflatten.int, x, dim, sizes)
+        for x, dim in ((args["input"], 1), (args["weight"], 0), (args["bias"], 0))
+    ]
+    return builder.call(aten.flatten.using_ints, builder.call(channels.group_norm, *apart, eps), 1, 2)
+
+
+def _by_channel(op: Any, places: int) -> Rewrite:
+    """Pooling and interpolation, which torch refuses where there is no channel."""
+
+    def rewrite(builder: Builder, args: dict[str, Any]) -> Any:
+        x, *rest = args.values()
+        new = builder.raw(channels.by_channel, (x, op, x.meta["val"].dim() - places - 1, tuple(rest)))
+        new.meta["val"] = builder.origin.meta["val"]  # type: ignore[union-attr]
+        return new  # (Torch's own evaluation of interpolation takes no symbolic sizes.)
+
+    return rewrite
+
+
+def _weight_norm(builder: Builder, args: dict[str, Any]) -> Any:
+    """`v` in the length of `g`, by operators that are known; lengths of numbers of 16 bits are computed in 32."""
+    v, g, dim = args["v"], args["g"], args["dim"]
+    dtype, ndim = v.meta["val"].dtype, v.meta["val"].dim()
+    exact = builder.call(aten.to.dtype, v, torch.float32) if dtype.itemsize < 4 else v
+    dims = [d for d in range(ndim) if dim == -1 or d != dim % ndim]
+    squares = builder.call(aten.sum.dim_IntList, builder.call(aten.mul.Tensor, exact, exact), dims, dim != -1)
+    length = builder.call(aten.sqrt.default, squares)
+    scaled = builder.call(aten.mul.Tensor, exact, builder.call(aten.div.Tensor, g, length))
+    return builder.call(aten.to.dtype, scaled, dtype) if exact is not v else scaled
+
+
+def _numel(builder: Builder, args: dict[str, Any]) -> Any:
+    """How many elements, as a product of sizes."""
+    x: fx.Node = args["self"]
+    total: Any = 1
+    for d, n in enumerate(x.meta["val"].shape):
+        size: Any = n if isinstance(n, int) else builder.call(aten.sym_size.int, x, d)
+        plain = isinstance(total, int) and isinstance(size, int)
+        total = total * size if plain else builder.call(operator.mul, total, size)
+    return total
+
+
+REWRITES: dict[Any, Rewrite] = {
+    aten.linear.default: _linear,
+    aten.addmm.default: _addmm(aten.mm.default, "mat1", "mat2"),
+    aten.baddbmm.default: _addmm(aten.bmm.default, "batch1", "batch2"),
+    aten.dropout.default: _dropout,
+    aten.conv1d.default: _convolution,
+    aten.conv1d.padding: _convolution,
+    aten.conv2d.default: _convolution,
+    aten.conv2d.padding: _convolution,
+    aten.conv3d.default: _convolution,
+    aten.conv3d.padding: _convolution,
+    aten.conv_transpose1d.default: _conv_transpose,
+    aten.conv_transpose2d.input: _conv_transpose,
+    aten.conv_transpose3d.input: _conv_transpose,
+    aten.batch_norm.default: _batch_norm,
+    aten.group_norm.default: _group_norm,
+    aten.instance_norm.default: _instance_norm,
+    aten._weight_norm.default: _weight_norm,
+    aten.new_empty.default: _made(aten.empty.memory_format),
+    aten.new_zeros.default: _made(aten.zeros.default),
+    aten.new_ones.default: _made(aten.ones.default),
+    aten.new_full.default: _made(aten.full.default, "fill_value"),
+    aten.sym_numel.default: _numel,
+    aten.to.dtype: _cast,
+    aten.to.dtype_layout: _cast,
+    aten.type_as.default: _type_as,
+    aten.repeat_interleave.self_int: _repeat_interleave,
+    aten.to.device: _cast,
+    aten.index_put.default: _masked,
+    aten.slice.Tensor: _whole,
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.reshape.default: _same_shape,
+    **{op: _by_channel(op, places) for places, ops in BY_CHANNEL.items() for op in ops},
+}

@@ -1,0 +1,53 @@
+"""pick: places of one dimension that the model writes as numbers are a slice.
+
+Before: c = tensor([-2]); index(x, [None, c])        After: slice(x, 1, n - 2, n - 1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.passes.builder import Builder, fake_mode_of
+
+aten = torch.ops.aten
+SAME = (aten.lift_fresh_copy.default, aten.detach.default, aten.alias.default, aten.clone.default)
+
+
+def pick(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> fx.Graph:
+    """The same function, its lookups by neighbouring constant places as slices.
+
+    Args:
+        constants: placeholder name -> the tensor that the model made while it was captured.
+    """
+    builder = Builder(fake_mode_of(graph))
+    for node in graph.nodes:
+        builder.origin = node
+        found = _slice(node, constants) if node.target is aten.index.Tensor else None
+        if found is None:
+            builder.copy(node)
+        else:
+            builder.env[node] = builder.call(aten.slice.Tensor, builder.env[node.args[0]], *found)
+    return builder.graph
+
+
+def _slice(node: fx.Node, constants: Mapping[str, torch.Tensor]) -> tuple[int, int, int] | None:
+    """Dimension, start and end of what an index picks; None where that is no run of places known beforehand."""
+    x: Any = node.args[0]
+    indices: Any = node.args[1]
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(given) != 1:
+        return None
+    dim, index = given[0]
+    while index.target in SAME:
+        index = index.args[0]
+    constant, length = constants.get(index.name), x.meta["val"].shape[dim]
+    if constant is None or constant.dim() != 1 or constant.is_floating_point() or constant.dtype == torch.bool:
+        return None
+    if not constant.numel() or not isinstance(length, int):
+        return None
+    places = [place + length * (place < 0) for place in constant.tolist()]
+    return (dim, places[0], places[-1] + 1) if places == list(range(places[0], places[-1] + 1)) else None

@@ -1,0 +1,268 @@
+"""functionalize: operators that write into their input become operators that return a new value.
+
+    Before: v = select(x, 1, 0); fill_(v, 3.0); read(x)
+    After:  v = select(x, 1, 0); v1 = fill(v, 3.0); x1 = select_scatter(x, v1, 1, 0); read(x1)
+
+A buffer that the model updates is state: its last value becomes an extra output, written back by the runtime.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensorMode
+
+from autotp.errors import Error
+from autotp.ops.channels import batch_norm_moving
+from autotp.passes.builder import Builder, evaluated, fake_mode_of
+from autotp.rules.call import bind, operator_name, writes
+from autotp.source_location import line_of
+
+aten = torch.ops.aten
+
+# How the base changes where a view of it does: view -> (scatter operator, or None where an inverse view will do).
+SCATTERS = {"aten::slice": aten.slice_scatter.default, "aten::select": aten.select_scatter.default}
+SAME = (
+    "aten::alias",
+    "aten::detach",
+    "aten::lift_fresh",
+    "aten::contiguous",
+    "aten::to",
+    "aten::dropout",
+    "aten::type_as",
+)
+RESHAPES = ("aten::view", "aten::unsqueeze", "aten::squeeze", "aten::_unsafe_view", "aten::reshape", "aten::flatten")
+# Return their operand itself where there is nothing to do, which their schemas do not say.
+MAYBE = ("aten::contiguous", "aten::reshape", "aten::dropout", "aten::type_as")
+
+
+def functionalize(graph: fx.Graph, buffers: Collection[str], owned: Collection[str] = ()) -> tuple[fx.Graph, list[str]]:
+    """The graph without in-place operators, and the buffers it updates, whose new values it returns last.
+
+    Args:
+        buffers: placeholder names of the buffers.
+        owned: placeholder names of inputs that may be written to, since their new values are among the outputs.
+
+    Raises:
+        Error: an in-place operator on another input, a parameter, or through a view that cannot be undone.
+    """
+    state = _Versions(Builder(fake_mode_of(graph)))
+    for node in graph.nodes:
+        if node.op == "output":
+            updated = [n for n in graph.nodes if n.op == "placeholder" and n.name in buffers and state.changed(n)]
+            found = tuple(state.read(n) for n in node.args[0])
+            state.builder.graph.output((*found, *(state.read(n) for n in updated)))
+        elif writes(node):
+            state.mutate(node, {*buffers, *owned})
+        elif moves_statistics(node):
+            state.move(node, {*buffers, *owned})
+        else:
+            state.visit(node)
+    return state.builder.graph, [n.name for n in updated]
+
+
+class _Versions:
+    """The current value of every old node; a view is replayed where its base has changed since it was taken."""
+
+    def __init__(self, builder: Builder) -> None:
+        self.builder = builder
+        self.current: dict[fx.Node, fx.Node] = {}
+        self.base: dict[fx.Node, fx.Node] = {}
+        self.seen: dict[fx.Node, int] = {}
+        self.version: dict[fx.Node, int] = {}
+
+    def visit(self, node: fx.Node) -> None:
+        source = _viewed(node, self.builder.mode)
+        if source is not None:
+            self.base[node] = source
+        self._replay(node)
+
+    def read(self, node: fx.Node) -> Any:
+        """The value of an old node now."""
+        if node in self.base and self.seen[node] != self._version(node):
+            self._replay(node)
+        return self.current[node]
+
+    def changed(self, node: fx.Node) -> bool:
+        return self.version.get(node, 0) > 0
+
+    def mutate(self, node: fx.Node, writable: Collection[str]) -> None:
+        """Replaces an in-place operator: its functional form, then everything that shares the memory."""
+        self.builder.origin = node
+        written: Any = _written(node)
+        root = self._root(written)
+        if root.op == "placeholder" and root.name not in writable:
+            raise _refused(node, "writes into an input or a parameter of the model")
+        args = fx.map_arg((node.args, node.kwargs), lambda n: self.read(n))
+        new = self._functional(node, *args)
+        self._write(written, new)
+        self.version[root] = self.version.get(root, 0) + 1
+        self.current[node], self.base[node], self.seen[node] = self.current[written], written, self._version(written)
+
+    def move(self, node: fx.Node, writable: Collection[str]) -> None:
+        """Replaces a batch norm in training, whose schema does not say that it moves running statistics."""
+        self.builder.origin = node
+        given = bind(node)
+        names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
+        args = [self.read(x) if isinstance(x := given[name], fx.Node) else x for name in names]
+        new = self.builder.call(batch_norm_moving, *args)
+        made, *moved = (self.builder.call(operator.getitem, new, i) for i in range(3))
+        for name, value in zip(names[3:5], moved, strict=True):
+            root = self._root(given[name])
+            if root.op == "placeholder" and root.name not in writable:
+                raise _refused(node, "moves running statistics that are no buffers of the model")
+            self._write(given[name], value)
+            self.version[root] = self.version.get(root, 0) + 1
+        self.current[node] = made
+
+    def _functional(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        name, op = operator_name(node), node.target
+        assert isinstance(op, OpOverload)  # It writes.
+        if name == "aten::zero_":
+            return self.builder.call(aten.zeros_like.default, args[0])
+        if name == "aten::copy_":
+            like = args[0].meta["val"]
+            cast = self.builder.call(aten.to.dtype, args[1], like.dtype)
+            return self.builder.call(aten.expand.default, cast, _sizes(self.builder, args[0]))
+        if name == "aten::fill_":
+            ones = self.builder.call(aten.ones_like.default, args[0])
+            return self.builder.call(getattr(aten.mul, op._overloadname), ones, args[1])
+        form = _form(op)
+        if form is None:
+            raise _refused(node, f"{op} has no form that returns a new tensor")
+        kwargs = {name: value for name, value in kwargs.items() if name != "out"}
+        new = self.builder.call(form, *args, *_defaults(op, form)[len(args) :], **kwargs)
+        dtype = _written(node).meta["val"].dtype
+        return new if new.meta["val"].dtype == dtype else self.builder.call(aten.to.dtype, new, dtype)
+
+    def _write(self, node: fx.Node, new: fx.Node) -> None:
+        """`node` is `new` now; so is its part of what it is a view of."""
+        source = self.base.get(node)
+        if source is not None:
+            rest = fx.map_arg(node.args[1:], lambda n: self.read(n))
+            self._write(source, _scattered(self.builder, node, rest, self.read(source), new))
+        self.current[node] = new
+        if source is not None:
+            self.seen[node] = self._version(node) + 1
+
+    def _replay(self, node: fx.Node) -> None:
+        self.builder.origin = node
+        self.builder.env = {n: self.read(n) for n in node.all_input_nodes}
+        # What an in-place operator returned is what it wrote to; it does not write again.
+        self.current[node] = self.read(self.base[node]) if writes(node) else self.builder.copy(node)
+        if node in self.base:
+            self.seen[node] = self._version(node)
+
+    def _root(self, node: Any) -> fx.Node:
+        while node in self.base:
+            node = self.base[node]
+        return node
+
+    def _version(self, node: fx.Node) -> int:
+        return self.version.get(self._root(node), 0)
+
+
+@cache
+def _form(op: OpOverload) -> OpOverload | None:
+    """The operator that returns what an in-place one writes: of its name, with arguments of the same types.
+
+    (`pow_.Scalar` raises a tensor to a number, `pow.Scalar` a number to a tensor.)
+    """
+    namespace, _, name = op._schema.name.removesuffix("_").partition("::")
+    library, wanted = getattr(torch.ops, namespace), _types(op)
+    packets = [getattr(library, n) for n in (name, f"{name}_functional") if hasattr(library, n)]
+    found = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    fitting = [one for one in found if not one._schema.is_mutable and _types(one) == wanted]
+    return min(fitting, key=lambda one: one._overloadname != op._overloadname, default=None)
+
+
+def moves_statistics(node: fx.Node) -> bool:
+    """True for a batch norm that moves its running mean and variance."""
+    if node.target is not aten.batch_norm.default:
+        return False
+    given = bind(node)
+    return bool(given["training"]) and given["running_mean"] is not None
+
+
+def _types(op: OpOverload) -> list[tuple[str, bool]]:
+    return [(str(arg.type), arg.kwarg_only) for arg in op._schema.arguments if not arg.is_out]
+
+
+def _defaults(op: OpOverload, form: OpOverload) -> list[Any]:
+    """The arguments by position that must be given to the form, and their values where `op` may leave them out."""
+    needed = sum(not arg.has_default_value() and not arg.kwarg_only for arg in form._schema.arguments)
+    return [arg.default_value for arg in op._schema.arguments[:needed]]
+
+
+def _written(node: fx.Node) -> Any:
+    """The value that an in-place operator writes into: its first operand, or what is given as `out`, and no other."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    places = [i for i, arg in enumerate(schema) if arg.alias_info is not None and arg.alias_info.is_write]
+    found = node.kwargs.get("out") if len(places) == 1 and schema[places[0]].is_out else None
+    found = node.args[0] if places == [0] else found
+    if not isinstance(found, fx.Node):
+        raise _refused(node, f"{node.target} writes into `{schema[places[-1]].name}`")
+    return found
+
+
+def _viewed(node: fx.Node, mode: FakeTensorMode) -> fx.Node | None:
+    """The node whose memory this one shares."""
+    if node.target is operator.getitem:  # One part of a split shares memory with the whole, one of a topk is its own.
+        several: Any = node.args[0]
+        return several if _viewed(several, mode) is not None else None
+    if not isinstance(node.target, OpOverload):
+        return None
+    schema = node.target._schema
+    aliased = schema.name in MAYBE or any(r.alias_info is not None for r in schema.returns)
+    source = node.args[0] if aliased and node.args else None
+    return source if isinstance(source, fx.Node) and _shares(node, source, mode) else None
+
+
+def _shares(node: fx.Node, source: fx.Node, mode: FakeTensorMode) -> bool:
+    """True if a view is one: `reshape`, `contiguous` and `to` copy where they must. Tried on tensors without memory."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    at = node.args.index(source)
+    return evaluated(mode, _lies_in, node.target, at, args, kwargs)
+
+
+def _lies_in(target: Any, at: int, args: Any, kwargs: Any) -> bool:
+    """True if what a call gives lies in the memory of the argument at this place; several parts always do."""
+    found = target(*args, **kwargs)
+    return not isinstance(found, torch.Tensor) or found.untyped_storage()._cdata == args[at].untyped_storage()._cdata
+
+
+def _scattered(builder: Builder, view: fx.Node, rest: Any, base: Any, new: fx.Node) -> fx.Node:
+    """The base of `view` once the view is `new`; `rest` is how the view was taken."""
+    name = view.target._schema.name if isinstance(view.target, OpOverload) else ""
+    if name in SCATTERS:
+        return builder.call(SCATTERS[name], base, new, *rest)
+    if name in SAME or writes(view):
+        return new  # What an in-place operator returns is what it wrote to.
+    if name in RESHAPES:
+        return builder.call(aten.reshape.default, new, _sizes(builder, base))
+    if name in ("aten::transpose", "aten::t"):
+        return builder.call(view.target, new, *rest)  # type: ignore[arg-type]
+    if name == "aten::permute":
+        order = [d % len(rest[0]) for d in rest[0]]
+        return builder.call(aten.permute.default, new, [order.index(d) for d in range(len(order))])
+    raise _refused(view, f"an in-place operator writes through `{view.target if name else 'one of several views'}`")
+
+
+def _sizes(builder: Builder, node: fx.Node) -> list[Any]:
+    """The sizes of a value, symbolic ones as nodes."""
+    shape = node.meta["val"].shape
+    return [n if isinstance(n, int) else builder.call(aten.sym_size.int, node, d) for d, n in enumerate(shape)]
+
+
+def _refused(node: fx.Node, why: str) -> Error:
+    return Error(
+        f"the model changes a tensor in place where autotp cannot follow: {why}",
+        at=line_of(node),
+        **{"try": "write the new value to a new tensor"},
+    )

@@ -1,0 +1,1 @@
+"""A model -> a graph of ATen operators, and the guards under which it is right."""

@@ -1,0 +1,167 @@
+"""A `torch.autograd.Function` while a model is captured: its forward, and its backward behind it, are in the graph.
+
+`autotp/custom_vjp.py` says how its operators are marked. Both run as torch runs them: without gradients of their own,
+backward outside of autocast.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from autotp.errors import Error
+from autotp.ops.custom_vjp import RECORDED
+from autotp.source_location import user_line
+
+Function = Any
+"""A subclass of torch.autograd.Function."""
+
+
+class Context:
+    """The `ctx` of a Function: what forward keeps for backward.
+
+    Attributes:
+        needs_input_grad: True for every floating operand, frozen or not: somebody may unfreeze.
+    """
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        self.needs_input_grad = tuple(map(_is_floating, args))
+        self.saved_tensors: tuple[Any, ...] = ()
+        self.materialize_grads = True
+        self.dirty: tuple[Any, ...] = ()
+        self.non_differentiable: tuple[Any, ...] = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Keeps tensors."""
+        self.saved_tensors = tensors
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        """Keeps nothing: that is for forward mode."""
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        """Notes what forward wrote into."""
+        self.dirty = tensors
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        """Notes which outputs have no gradient."""
+        self.non_differentiable = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Notes whether backward is given zeros for an output that nobody read."""
+        self.materialize_grads = value
+
+    def seen(self, read: Callable[[Tensor], Tensor]) -> Context:
+        """What backward is given: the same, its tensors as `read` has them."""
+        new = copy.copy(self)
+        new.__dict__.update(pytree.tree_map_only(Tensor, read, dict(vars(self))))
+        return new
+
+
+def apply(function: Function, args: Sequence[Any]) -> Any:
+    """What `function.apply(*args)` returns, while a graph is captured.
+
+    Raises:
+        Error: the Function cannot be traced; names it, and the line that calls it.
+    """
+    ctx = Context(args)
+    inside = [arg.detach() if _is_floating(arg) else arg for arg in args]
+    with torch.no_grad():
+        found = _forward(function, ctx, inside)
+    if not torch.is_grad_enabled() or not any(ctx.needs_input_grad):
+        return found
+    outs = found if isinstance(found, tuple) else (found,)
+    try:
+        _expect_traceable(ctx, outs)
+        done = _differentiated(function, ctx, args, inside, outs)
+    except Error:
+        raise
+    except Exception as error:  # A backward may fail in any way.
+        raise _refused(function, error) from error
+    return done if isinstance(found, tuple) else done[0]
+
+
+def _forward(function: Function, ctx: Context, inside: Sequence[Any]) -> Any:
+    if function.setup_context is torch.autograd.Function.setup_context:
+        return function.forward(ctx, *inside)
+    found = function.forward(*inside)
+    function.setup_context(ctx, tuple(inside), found)
+    return found
+
+
+def _differentiated(
+    function: Function, ctx: Context, args: Sequence[Any], inside: Sequence[Any], outs: Sequence[Any]
+) -> tuple[Any, ...]:
+    """The outputs, each floating one marked with the gradients that backward makes of theirs."""
+    plain = {id(x) for x in ctx.non_differentiable}
+    marked = {
+        i: RECORDED["output"](y, function.__name__)
+        for i, y in enumerate(outs)
+        if _is_floating(y) and id(y) not in plain
+    }
+    given = {id(x): arg for x, arg in zip(inside, args, strict=True)}
+    grads = [marked[i][1] if i in marked else _no_gradient(y) for i, y in enumerate(outs)]
+    found = _backward(function, ctx.seen(lambda x: RECORDED["kept"](given.get(id(x), x))), grads)
+    if len(found) < len(args) or any(grad is not None for grad in found[len(args) :]):
+        raise ValueError(f"it returns {len(found)} gradients of {len(args)} operands")
+    pairs = zip(args, found, strict=False)
+    sent = [RECORDED["sent"](x, _fitted(g, x)) for x, g in pairs if _is_floating(x) and g is not None]
+    if not sent:
+        return tuple(outs)
+    return tuple(RECORDED["result"](marked[i][0], sent) if i in marked else y for i, y in enumerate(outs))
+
+
+def _backward(function: Function, ctx: Context, grads: Sequence[Any]) -> tuple[Any, ...]:
+    run = function.backward if function.vjp is torch.autograd.Function.vjp else function.vjp
+    cast = torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else torch.no_grad()
+    with torch.no_grad(), cast, _WithoutEngine():
+        found = run(ctx, *grads)
+    return found if isinstance(found, tuple) else (found,)
+
+
+class _WithoutEngine(TorchFunctionMode):
+    """Refuses a backward within a backward: what autograd's engine computes is recorded in no graph."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
+            raise ValueError(f"its backward calls {func.__module__}.{func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+def _fitted(grad: Tensor, x: Tensor) -> Tensor:
+    """A gradient as autograd takes it: in the operand's dtype, summed where that was broadcast."""
+    with torch.no_grad():
+        grad = grad if grad.shape == x.shape else grad.sum_to_size(x.shape)
+        return grad if grad.dtype == x.dtype else grad.to(x.dtype)
+
+
+def _no_gradient(y: Any) -> Any:
+    """What backward is given for an output that has no gradient."""
+    return torch.zeros_like(y) if isinstance(y, Tensor) else None
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def _expect_traceable(ctx: Context, outs: Sequence[Any]) -> None:
+    if ctx.dirty:
+        raise ValueError("it writes into its operands (mark_dirty)")
+    if not ctx.materialize_grads and len(outs) > 1:
+        raise ValueError("which of its outputs have gradients is not known before (set_materialize_grads(False))")
+
+
+def _refused(function: Function, error: Exception) -> Error:
+    first = (str(error).strip().splitlines() or [""])[0]
+    return Error(
+        f"the backward of the torch.autograd.Function `{function.__name__}` cannot be in a graph: "
+        f"{type(error).__name__}: {first}",
+        at=user_line(traceback.extract_stack()),
+        **{"try": "torch.library.custom_op with register_autograd, and autotp.rule"},
+    )

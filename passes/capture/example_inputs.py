@@ -1,0 +1,208 @@
+"""Example inputs, found by themselves: what a model is captured with where the user gave nothing.
+
+Only structure, shapes and dtypes of them are read. No size is 0 or 1, which the exporter would take for a constant,
+and batch and sequence differ.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autotp.errors import Error
+from autotp.passes.capture.skeleton import skeleton_of
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+BATCH, SEQ = 2, 5
+SIDES = (64, 224, 32, 28)  # of images; what takes any is asked with few places
+IMAGE_SIZE = ("image_size", "img_size")  # what they are called: Hugging Face's, timm's
+LABELS = ("label", "labels", "target", "targets")  # ends of the names of what a loss compares with
+TOKENWISE = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "ForTokenClassification")
+
+# NOTE [Which labels]
+# A model captured without labels has no loss, and without it nothing shows that nobody reads the logits. So labels are
+# added, but their shape is not written anywhere: [batch seq] for a language model, [batch] for a classifier. The model
+# is asked: it runs on meta with labels of one shape, then of the other, and where a scalar comes out they are taken.
+# Where it cannot run on meta (it reads a value), the names of Hugging Face's classes tell; else no labels are added but
+# those that `forward` needs.
+
+
+def example_inputs(model: nn.Module, given: Any = None) -> Inputs:
+    """Arguments to call `model` with, positional and by keyword; real tensors on the CPU if not `given`.
+
+    From `model.dummy_inputs` if its names are those of `forward`; else inferred: the first argument from the first
+    layer (ids for an embedding, features for a linear layer or a norm, images for a convolution), nothing for those
+    with a default. Then labels are added, where a loss comes of it: NOTE [Which labels].
+
+    Args:
+        given: keyword arguments (a dict), positional ones (a tuple or list) or one tensor, taken as they are.
+
+    Raises:
+        Error: `given` is something else, or an argument cannot be inferred: shows what to pass.
+    """
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    if isinstance(given, tuple | list):
+        return tuple(given), {}
+    if isinstance(given, Tensor):
+        return (given,), {}
+    if given is not None:
+        raise Error(
+            f"example_inputs is of type {type(given).__name__}",
+            expected="a dict of keyword arguments, a tuple of positional ones, or one tensor",
+        )
+    return _with_labels(model, *(_dummy(model) or _inferred(model)))
+
+
+def _dummy(model: nn.Module) -> Inputs | None:
+    """`model.dummy_inputs` (Hugging Face's convention), its ids brought below the size of the first embedding."""
+    found, names = getattr(model, "dummy_inputs", None), set(_parameters(model))
+    if not isinstance(found, Mapping) or (names and not names.issuperset(found)):
+        return None  # Hugging Face's vision models inherit `input_ids`, which they do not take.
+    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    return (), {name: _below(value, sizes[0]) if sizes else value for name, value in found.items()}
+
+
+def _below(value: Any, size: int) -> Any:
+    is_ids = isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32)
+    return value.clamp(max=size - 1) if is_ids else value
+
+
+def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
+    """The parameters of `forward` but *args and **kwargs."""
+    found = inspect.signature(model.forward).parameters
+    return {name: p for name, p in found.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+
+
+def _inferred(model: nn.Module) -> Inputs:
+    parameters = _parameters(model)
+    main = getattr(model, "main_input_name", None)  # Hugging Face's
+    first = main if main in parameters else next(iter(parameters), None)
+    value = _that_runs(model, first, _for_first_layer(model)) if first is not None else None
+    needed = [n for n, p in parameters.items() if n == first or (p.default is p.empty and not _is_label(n))]
+    if first is None or value is None or needed != [first]:
+        raise _cannot_infer(model, [parameters[n] for n in needed], value)
+    return ((value,), {}) if parameters[first].kind is inspect.Parameter.POSITIONAL_ONLY else ((), {first: value})
+
+
+def _that_runs(model: nn.Module, name: str, candidates: list[Tensor]) -> Tensor | None:
+    """The first of several values that the model takes, tried on meta; one alone is not tried."""
+    if len(candidates) < 2:
+        return next(iter(candidates), None)
+    skeleton = skeleton_of(model)
+    return next((x for x in candidates if _returns_loss(skeleton, (), {name: x}) is not None), None)
+
+
+def _for_first_layer(model: nn.Module) -> list[Tensor]:
+    """What the first layer may be given.
+
+    Ids [batch seq] for an embedding, features [batch seq hidden] for a linear layer, a norm or attention, images
+    [batch channel height width] for a convolution.
+    """
+    for module in model.modules():
+        match module:
+            case nn.Embedding():
+                return [torch.arange(BATCH * SEQ).view(BATCH, SEQ) % module.num_embeddings]
+            case nn.Linear():
+                return [_features(BATCH, SEQ, module.in_features, dtype=module.weight.dtype)]
+            case nn.LayerNorm() | nn.RMSNorm():
+                weight = next(module.parameters(), torch.empty(0))
+                return [_features(BATCH, SEQ, *module.normalized_shape, dtype=weight.dtype)]
+            case nn.MultiheadAttention():
+                return [_features(BATCH, SEQ, module.embed_dim, dtype=module.out_proj.weight.dtype)]
+            case nn.Conv2d():
+                dtype = module.weight.dtype
+                return [_features(BATCH, module.in_channels, *size, dtype=dtype) for size in _image_sizes(model)]
+            case nn.modules.conv._ConvNd() | nn.RNNBase():
+                return []  # sound, video, and sequences in either order
+    return []
+
+
+def _image_sizes(model: nn.Module) -> list[tuple[int, int]]:
+    """Height and width of images: as the model or its configuration names them, else those to try."""
+    for holder in (getattr(model, "config", None), *model.modules()):
+        for size in (getattr(holder, name, None) for name in IMAGE_SIZE):
+            if isinstance(size, int):
+                return [(size, size)]
+            if isinstance(size, list | tuple) and len(size) == 2:
+                return [(size[0], size[1])]
+    return [(side, side) for side in SIDES]
+
+
+def _features(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Numbers between -1 and 1, none of them drawn: the random state is the user's."""
+    return torch.linspace(-1, 1, math.prod(shape)).view(shape).to(dtype)
+
+
+# ---- labels
+
+
+def _is_label(name: str) -> bool:
+    return name.endswith(LABELS)
+
+
+def _with_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    """The arguments and labels with which `model` returns a loss, if there are any. NOTE [Which labels]"""
+    parameters = _parameters(model)
+    free = {n: parameters[n].default for n in list(parameters)[len(args) :] if _is_label(n) and n not in kwargs}
+    names = [n for n, default in free.items() if default is None or default is inspect.Parameter.empty]
+    shapes = [x.shape[:2] for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim() > 1]
+    if not names or not shapes:
+        return args, kwargs
+    skeleton = skeleton_of(model)
+    for chosen in itertools.product((shapes[0], shapes[0][:1]), repeat=len(names)):
+        labelled = {
+            **kwargs,
+            **{n: torch.zeros(shape, dtype=torch.int64) for n, shape in zip(names, chosen, strict=True)},
+        }
+        if _returns_loss(skeleton, args, labelled):
+            return args, labelled
+    known = type(model).__name__.endswith(TOKENWISE) and _returns_loss(skeleton, args, kwargs) is None
+    wanted = [n for n in names if free[n] is not None or (n == "labels" and known)]
+    return args, {**kwargs, **{n: torch.zeros(shapes[0], dtype=torch.int64) for n in wanted}}
+
+
+def _returns_loss(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
+    """Whether there is a floating scalar among the outputs; None where the model on meta fails."""
+    args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = skeleton(*args, **kwargs)
+    except Exception:  # of any kind: it is the model's code, on shapes that may not fit
+        return None
+    leaves = [*pytree.tree_leaves(found), getattr(found, "loss", None)]
+    return any(isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point() for x in leaves)
+
+
+# ---- what to pass instead
+
+
+def _cannot_infer(model: nn.Module, needed: list[inspect.Parameter], value: Tensor | None) -> Error:
+    """An error that shows the arguments to pass, the first as far as it is known."""
+    tensor = [p.annotation is p.empty or "Tensor" in str(p.annotation) for p in needed]
+    shown = {p.name: "torch.randn(...)" if is_tensor else "..." for p, is_tensor in zip(needed, tensor, strict=True)}
+    if needed and value is not None:
+        shown[needed[0].name] = _spelled(value)
+    missing = [f"`{name}`" for name, text in shown.items() if "..." in text]
+    dictionary = ", ".join(f'"{name}": {text}' for name, text in shown.items())
+    positional = not needed or any(p.kind is p.POSITIONAL_ONLY for p in needed)
+    listed = ", ".join(shown.values()) or "torch.randn(...)"
+    return Error(
+        f"cannot infer what {type(model).__name__}.forward takes as {' and '.join(missing) or '*args'}",
+        **{"try": f"example_inputs=({listed},)" if positional else f"example_inputs={{{dictionary}}}"},
+    )
+
+
+def _spelled(x: Tensor) -> str:
+    sizes = ", ".join(map(str, x.shape))
+    return f"torch.randn({sizes})" if x.is_floating_point() else f"torch.zeros({sizes}, dtype=torch.int64)"

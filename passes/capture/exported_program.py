@@ -1,0 +1,287 @@
+"""exported: the exporter's program -> a graph whose placeholders we know by what they are in the model.
+
+Before: graph(p_model_up_weight, p_model_tied, c_lifted_tensor_0, x) with a placeholder for each name of a tensor
+After:  graph(p_model_up_weight, c_lifted_tensor_0, x), blocks written out, without what nobody reads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from autotp.errors import Error
+from autotp.passes.capture.autocast_regions import Autocast
+from autotp.passes.capture.captured import Captured, Opened, Place, Size
+from autotp.passes.capture.flatten import Flat, Returned
+from autotp.passes.capture.guards.attribute_writes import GONE, Change, Write
+from autotp.passes.capture.guards.attributes import Slot, everything, found_at, key_of, reached, slot_of, spelled
+from autotp.passes.capture.guards.code_names import named
+from autotp.passes.capture.guards.sizes import Sizes
+from autotp.passes.capture.inline import inline
+from autotp.passes.capture.pytree import settled, within_states
+from autotp.passes.capture.repeats.unfold import unfold
+from autotp.passes.capture.skeleton import storage_of
+from autotp.rules.call import writes
+
+
+def captured(
+    program: ExportedProgram,
+    flat: Flat,
+    given: Sequence[Any],
+    autocast: Autocast,
+    reads: frozenset[Slot],
+    known: Opened,
+) -> Captured | Opened:
+    """The graph of a program, and what surrounds it; or what of the model's attributes has to be an input besides.
+
+    Args:
+        given: what `flat` was run on.
+        reads: the attributes that were read.
+        known: what is opened.
+    """
+    graph = unfold(inline(program.graph_module.graph))
+    held = _held(program, graph, flat)
+    if slots := _written_into(graph, held.constants, flat.model):
+        return Opened(slots)
+    _expect_no_gradients(held.constants)
+    _expect_unshared(flat)
+    own = dict(zip(held.inputs[len(held.inputs) - len(flat.opened) :], flat.opened, strict=True))
+    sizes_of = {n.name: _shape(n.meta["val"]) for n in graph.nodes if n.op == "placeholder" and n.name in held.inputs}
+    if used := [path for name, path in own.items() if _is_read_number(graph, name)]:
+        return Opened(fixed=frozenset(used))
+    _drop_copies(graph, {name for name, path in own.items() if path not in flat.returned.moved})
+    unread = _drop_unread(graph, own)
+    inputs = {name: x for name, x in zip(held.inputs, given, strict=True) if name not in unread}
+    sizes = Sizes([sizes_of[name] for name in inputs], _environment(graph), program)
+    it, places = flat.returned, {place: name for name, place in held.buffers.items()}
+    return Captured(
+        graph=graph,
+        parameters=held.parameters,
+        buffers=held.buffers,
+        constants=held.constants,
+        inputs=[name for name, x in inputs.items() if isinstance(x, Tensor)],
+        assigned=[places[name] for name in it.assigned],
+        outputs=_rebuilding(it),
+        owned=_of_states(flat, held.inputs) | frozenset(own) | {held.inputs[i] for i, _ in it.into},
+        kept=frozenset(it.kept),
+        fits=sizes.fits(),
+        example=tuple(tuple(_shape(x)) for x in inputs.values()),
+        leaves=tuple(like(leaf, "meta") if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves),
+        spec=flat.spec,
+        autocast=autocast,
+        reads=reads,
+        opened=tuple(path for name, path in own.items() if name not in unread),
+        known=known,
+        changes=tuple(_computed(change, sizes) for change in it.changes),
+        stays=frozenset(it.stays),
+        results=it.results,
+        into=tuple(it.into),
+        sets=tuple(it.sets),
+    )
+
+
+def like(leaf: Tensor, device: str) -> Tensor:
+    """A tensor without values, of the same shape and dtype."""
+    return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What the placeholders of a graph are, by name: see `Captured`."""
+
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+    constants: dict[str, Tensor]
+    inputs: list[str]
+
+
+def _held(program: ExportedProgram, graph: fx.Graph, flat: Flat) -> _Held:
+    """What the placeholders are, one for each tensor, whatever names it has in the model."""
+    names = _targets(program)
+    parameters = _first_names(names.get(InputKind.PARAMETER, {}), dict(flat.named_parameters(remove_duplicate=False)))
+    buffers = _first_names(names.get(InputKind.BUFFER, {}), dict(flat.named_buffers(remove_duplicate=False)))
+    _merge_tied(graph, buffers)
+    constants = {name: program.constants[target] for name, target in names.get(InputKind.CONSTANT_TENSOR, {}).items()}
+    parameters |= _taken_from(constants, flat)
+    _merge_tied(graph, parameters)
+    _expect_own(constants, flat.model)
+    _expect_values(constants)
+    return _Held(parameters, buffers, constants, list(names.get(InputKind.USER_INPUT, {})))
+
+
+def _taken_from(constants: dict[str, Tensor], flat: Flat) -> dict[str, str]:
+    """Takes the parameters out of the constants: one in a plain list, or in a function. Placeholder -> first name."""
+    held = {p.untyped_storage()._cdata: name.removeprefix("model.") for name, p in flat.named_parameters()}
+    fakes = [name for name, constant in constants.items() if isinstance(constant, FakeTensor)]
+    found = [name for name in fakes if constants[name].untyped_storage()._cdata in held]
+    return {name: held[constants.pop(name).untyped_storage()._cdata] for name in found}
+
+
+def _of_states(flat: Flat, inputs: Sequence[str]) -> frozenset[str]:
+    """The inputs that belong to an object that the call changes."""
+    inside = within_states(pytree.tree_unflatten(flat.leaves, flat.spec))
+    of_tensors = [one for one, leaf in zip(inside, flat.leaves, strict=True) if isinstance(leaf, Tensor)]
+    return frozenset(name for name, one in zip(inputs, of_tensors, strict=False) if one)
+
+
+def _shape(value: Any) -> Sequence[Any]:
+    """A tensor's sizes; a number as the size of one dimension."""
+    return tuple(value.shape) if isinstance(value, Tensor) else (value,)
+
+
+def _computed(change: Change | Write, sizes: Sizes) -> Change | Write:
+    """A change whose sizes are functions of the shapes of a call."""
+    if isinstance(change, Write):
+        return change
+
+    def computed(leaf: Any) -> Any:
+        return Size(sizes.value(leaf.expression)) if isinstance(leaf, Size) else leaf
+
+    return Change(
+        change.path, {k: v if v is GONE else ([*map(computed, v[0])], v[1]) for k, v in change.values.items()}
+    )
+
+
+def _written_into(graph: fx.Graph, constants: Mapping[str, Tensor], model: nn.Module) -> frozenset[Slot]:
+    """The attributes whose tensors are written into or want a gradient, which have to be inputs."""
+    slots = {id(value): slot_of(path) for path, value in everything(model) if isinstance(value, Tensor)}
+    found = {slots[id(x)] for x in constants.values() if x.requires_grad and id(x) in slots}
+    for node in filter(writes, graph.nodes):
+        root: Any = node
+        while isinstance(root, fx.Node) and root.op == "call_function" and root.args:
+            root = root.args[0]
+        if isinstance(root, fx.Node) and id(constants.get(root.name)) in slots:
+            found.add(slots[id(constants[root.name])])
+    return frozenset(found)
+
+
+def _drop_copies(graph: fx.Graph, names: Collection[str]) -> None:
+    """Has what reads the copy of one of these tensors, which nobody writes into, read the tensor."""
+    for node in [n for n in graph.nodes if n.op == "placeholder" and n.name in names]:
+        copied = next(iter(node.users))  # Ours: the first.
+        copied.replace_all_uses_with(node)
+        graph.erase_node(copied)
+
+
+def _drop_unread(graph: fx.Graph, names: Collection[str]) -> set[str]:
+    """Those of these tensors that nothing is computed from, which are inputs no more."""
+    found = [n for n in graph.nodes if n.op == "placeholder" and n.name in names and not n.users]
+    for node in [node for node in found if isinstance(node.meta["val"], Tensor)]:
+        graph.erase_node(node)
+    return {node.name for node in found if isinstance(node.meta["val"], Tensor)}
+
+
+def _is_read_number(graph: fx.Graph, name: str) -> bool:
+    """True for a number that operators are given; its placeholder goes where only other numbers are computed of it."""
+    node = next((n for n in graph.nodes if n.op == "placeholder" and n.name == name), None)
+    if node is None or isinstance(node.meta.get("val"), Tensor):
+        return False
+    queue, order = [node], []
+    while queue:
+        one = queue.pop()
+        if isinstance(one.meta.get("val"), Tensor) or one.op == "output":
+            return True
+        order.append(one)
+        queue += one.users
+    for one in sorted(set(order), key=list(graph.nodes).index, reverse=True):
+        graph.erase_node(one)
+    return False
+
+
+def _expect_unshared(flat: Flat) -> None:
+    """Raises Error where forward writes into a plain tensor that another shares memory with, and would show it."""
+    modules = dict(flat.model.named_modules())
+    for path in flat.returned.moved:
+        mine = found_at(modules, path)
+        for other, value in everything(flat.model):
+            shared = isinstance(value, Tensor) and value is not mine and storage_of(value) == storage_of(mine)
+            if shared and storage_of(mine) is not None:
+                raise Error(
+                    f"forward writes into `{spelled(path)}`, with which `{spelled(other)}` shares memory",
+                    **{"try": "make the view in forward"},
+                )
+
+
+def _expect_own(constants: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Raises Error where a tensor of a module is used that is none of the model's, and would never change again."""
+    own, held = {key_of(module) for module in model.modules()}, {storage_of(x) for x in constants.values()} - {None}
+    around = [(f"`{spelled(path)}`", value) for path, value in reached(model)]
+    around += [(f"`{name}`", name.value) for name in named(model, ())]
+    for where, value in around:
+        if not isinstance(value, nn.Module) or key_of(value) in own:
+            continue
+        if any(storage_of(x) in held or isinstance(x, FakeTensor) for x in (*value.parameters(), *value.buffers())):
+            raise Error(
+                f"{where} leads to a {type(value).__name__} that is no submodule: what it learns would be lost",
+                **{"try": "self.name = module, nn.ModuleList or nn.ModuleDict, before autotp.parallelize"},
+            )
+
+
+def _expect_no_gradients(constants: Mapping[str, Tensor]) -> None:
+    wanted = [x for x in constants.values() if x.requires_grad or isinstance(x, nn.Parameter)]
+    if wanted:
+        raise Error(
+            f"forward uses a tensor {list(wanted[0].shape)} that wants a gradient, and which no module holds",
+            **{"try": "self.name = nn.Parameter(...)"},
+        )
+
+
+def _expect_values(constants: dict[str, torch.Tensor]) -> None:
+    for name, constant in constants.items():
+        if constant.is_meta or isinstance(constant, FakeTensor):
+            raise Error(
+                f"a tensor of the model, no parameter and no buffer, has no values: {name} {list(constant.shape)}",
+                **{"try": "make it in forward, or register it as a buffer with an initialiser"},
+            )
+
+
+def _targets(program: ExportedProgram) -> dict[InputKind, dict[str, str]]:
+    """Placeholder name -> what it is in the model, by kind."""
+    found: dict[InputKind, dict[str, str]] = {}
+    for spec in program.graph_signature.input_specs:
+        found.setdefault(spec.kind, {})[spec.arg.name] = spec.target or spec.arg.name
+    return found
+
+
+def _first_names(targets: dict[str, str], tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Placeholder name -> the first of the names that its tensor has in the model."""
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
+    return {place: first[id(tensors[target])].removeprefix("model.") for place, target in targets.items()}
+
+
+def _merge_tied(graph: fx.Graph, names: dict[str, str]) -> None:
+    """One placeholder for each tensor: the exporter gives a tied one a placeholder for each of its names."""
+    kept: dict[str, fx.Node] = {}
+    for node in [n for n in graph.nodes if n.op == "placeholder" and n.name in names]:
+        first = kept.setdefault(names[node.name], node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+            del names[node.name]
+
+
+def _rebuilding(returned: Returned) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
+    """The function that puts outputs of the graph back into the structure the model returns, and into its states."""
+    leaves, spec = returned.leaves, returned.spec
+
+    def rebuild(found: Sequence[Any], mine: Sequence[Any]) -> Any:
+        return settled([found[leaf.at] if isinstance(leaf, Place) else leaf for leaf in leaves], spec, mine)
+
+    return rebuild
+
+
+def _environment(graph: fx.Graph) -> Any:
+    """Where the exporter keeps what it assumed of sizes."""
+    values = (node.meta.get("val") for node in graph.nodes)
+    modes = (getattr(value, "fake_mode", None) for value in values)
+    return next((mode.shape_env for mode in modes if mode is not None), None)

@@ -1,0 +1,228 @@
+"""A model as a function of tensors alone, which the exporter can run: of its arguments', and of its attributes'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
+
+from autotp.errors import Error
+from autotp.passes.capture.captured import NOTHING, Opened, Place, Size
+from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, is_new, opened
+from autotp.passes.capture.guards.attributes import Path, Slot, below, everything, found_at, put_at, slot_of, spelled
+from autotp.passes.capture.guards.code_names import Name, NamedBefore
+from autotp.passes.capture.guards.comparison import position
+from autotp.passes.capture.guards.python_state import Asked
+from autotp.passes.capture.patches import around_forward
+from autotp.passes.capture.pytree import outcome, states, within_states
+
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class Returned:
+    """What the model returned while it was captured: the leaves, or where they are in the outputs; the structure."""
+
+    leaves: Sequence[Any] = ()
+    spec: Any = None
+    kept: Sequence[int] = ()
+    assigned: Sequence[str] = ()
+    changes: Sequence[Change | Write] = ()
+    stays: Sequence[int] = ()
+    results: int = 0
+    into: Sequence[tuple[int, int]] = ()
+    before: Opened = NOTHING
+    moved: frozenset[Path] = frozenset()
+    sets: Sequence[tuple[Name, Any]] = ()
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """What one run of the model did.
+
+    Attributes:
+        found: leaves of the result, and of what the arguments' states hold now.
+        inside: of each of these whether it belongs to a state.
+        written: what attributes are set to: container -> key -> leaves and structure.
+        moved: tensors of attributes that were written into.
+        into: tensors among the arguments that were written into, by their place among the tensors.
+        assigned: buffers that were set anew.
+    """
+
+    found: Sequence[Any]
+    inside: Sequence[bool]
+    written: Sequence[tuple[Path, dict[Any, Any]]]
+    moved: Mapping[Path, Tensor]
+    into: Mapping[int, Tensor]
+    assigned: Mapping[str, Tensor]
+
+    def set_to(self) -> list[tuple[Slot, Any]]:
+        """The tensors that attributes are set to, and numbers that are taken from tensors."""
+        values = [(slot_of((*at, k)), v[0]) for at, new in self.written for k, v in new.items() if v is not GONE]
+        found = [(slot, x) for slot, leaves in values for x in leaves if isinstance(x, Tensor) or _is_of_a_tensor(x)]
+        return found + [(slot_of(path), x) for path, x in self.moved.items()]
+
+
+class Flat(nn.Module):
+    """The model as a function of its tensor inputs alone; what is no tensor is closed over.
+
+    Args:
+        opened: where the values lie that come behind the arguments' tensors.
+    """
+
+    def __init__(
+        self, model: nn.Module, spec: Any, leaves: Sequence[Any], opened: Sequence[Path], asked: Asked
+    ) -> None:
+        super().__init__()
+        self.model, self.spec, self.leaves, self.opened, self.asked = model, spec, leaves, opened, asked
+        self.returned = Returned()  # An object: the exporter undoes what a forward sets on the module itself.
+
+    def forward(self, *tensors: Any) -> tuple[Any, ...]:
+        queue = iter(tensors)
+        leaves = [next(queue) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        # Copies: a second run, which the exporter may make, finds them as the first did.
+        given_at = {path: x.clone() if isinstance(x := next(queue), Tensor) else x for path in self.opened}
+        self.asked.inputs = [x for x in leaves if isinstance(x, Tensor)]
+        versions = Versions({path: x for path, x in given_at.items() if isinstance(x, Tensor)})
+        arguments = Versions(_of_the_caller(leaves, args, kwargs))
+        with self._holding(given_at):
+            found, inside, written, assigned = self._run(args, kwargs)
+        self.returned.before |= Opened(_places_of(self.model, self.asked.written))
+        moved = versions.moved()
+        self.returned.moved = frozenset(moved)
+        return self._flattened(_Ran(found, inside, written, moved, arguments.moved(), assigned))
+
+    @contextmanager
+    def _holding(self, values: Mapping[Path, Any]) -> Iterator[None]:
+        """A region in which attributes hold these values."""
+        modules = dict(self.model.named_modules())
+        own = {path: found_at(modules, path) for path in values}
+        for path, value in values.items():
+            put_at(modules, path, value)
+        try:
+            yield
+        finally:
+            for path, value in own.items():
+                put_at(modules, path, value)
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        """Runs the model: what it returned, and what it set; its attributes are as before then."""
+        modules = dict(self.model.named_modules())
+        before, buffers = Before(self.model), dict(self.model.named_buffers())
+        of_names = NamedBefore(self.model)
+        try:
+            with around_forward(self.model, self.asked):
+                changed = states((args, kwargs))
+                result = self.model(*args, **kwargs)
+                found, self.returned.spec = outcome(result, changed)
+            written = [
+                (path, {k: _opened(path, k, v, before) for k, v in new.items()}) for path, new in before.changes()
+            ]
+            assigned = _assigned(buffers, self.model)
+            self.returned.sets = of_names.changes()
+        finally:
+            before.restore()
+            of_names.restore()
+        self.returned.before |= _held_before(modules, written)
+        return found, [*within_states(result, changed), *within_states(changed)], written, assigned
+
+    def _flattened(self, ran: _Ran) -> tuple[Any, ...]:
+        """What the graph returns: tensors and sizes of the result, then what attributes are set to, then buffers."""
+        sizes = [leaf for leaf in ran.found if isinstance(leaf, NUMBERS)]
+        computed: list[Any] = [leaf for leaf in ran.found if isinstance(leaf, Tensor)] + sizes
+        it, set_to = self.returned, ran.set_to()
+        it.results = len(computed)
+        for x in (*(x for _, x in set_to), *ran.into.values()):
+            computed += [x] * (position(x, computed) is None)
+        places = {id(leaf): Place(i) for i, leaf in enumerate(computed)}
+        of_states = [id(leaf) for leaf, inside in zip(ran.found, ran.inside, strict=True) if inside]
+        kept_in = set(map(slot_of, self.opened))
+        it.leaves = [places.get(id(leaf), leaf) for leaf in ran.found]
+        it.kept = [places[key].at for key in of_states if key in places]
+        it.stays = [places[id(x)].at for slot, x in set_to if slot in kept_in]
+        it.changes = [Write(path, places[id(x)].at) for path, x in ran.moved.items()]
+        it.changes += [_placed(path, new, places) for path, new in ran.written]
+        it.into = [(i, places[id(x)].at) for i, x in ran.into.items()]
+        it.assigned = list(ran.assigned)
+        return (*computed, *ran.assigned.values())
+
+
+def _is_of_a_tensor(x: Any) -> bool:
+    """True for a number that `.item()` gave."""
+    return isinstance(x, NUMBERS) and bool(free_unbacked_symbols(x))
+
+
+class Versions:
+    """Tensors, and how often each was written into until now."""
+
+    def __init__(self, tensors: Mapping[Any, Tensor]) -> None:
+        self.tensors, self.before = tensors, {key: x._version for key, x in tensors.items()}
+
+    def moved(self) -> dict[Any, Tensor]:
+        """Those that were written into since."""
+        return {key: x for key, x in self.tensors.items() if x._version != self.before[key]}
+
+
+def _of_the_caller(leaves: Sequence[Any], args: Any, kwargs: Any) -> dict[int, Tensor]:
+    """The tensors among arguments, but those of states, by their place among all tensors."""
+    inside = within_states((args, kwargs))
+    tensors = [(x, one) for x, one in zip(leaves, inside, strict=True) if isinstance(x, Tensor)]
+    return {i: x for i, (x, of_state) in enumerate(tensors) if not of_state}
+
+
+def _opened(path: Path, key: Any, value: Any, before: Before) -> Any:
+    """What an attribute is set to, as leaves and their structure."""
+    try:
+        return GONE if value is GONE else opened(value, before.places)
+    except Error as error:
+        raise Error(
+            f"forward sets `{spelled(path, key)}`, which no later call could do: {error.problem}", **error.facts
+        ) from error
+
+
+def _placed(path: Path, new: Mapping[Any, Any], places: Mapping[int, Place]) -> Change:
+    """A change whose leaves say where in the outputs they are, and how sizes are computed."""
+
+    def placed(leaf: Any) -> Any:
+        if isinstance(leaf, torch.SymInt) and not _is_of_a_tensor(leaf):
+            return Size(leaf.node.expr)
+        return places.get(id(leaf), leaf) if isinstance(leaf, (Tensor, *NUMBERS)) else leaf
+
+    return Change(path, {k: v if v is GONE else ([placed(x) for x in v[0]], v[1]) for k, v in new.items()})
+
+
+def _held_before(modules: Mapping[str, nn.Module], written: Sequence[tuple[Path, dict[Any, Any]]]) -> Opened:
+    """Of what a call sets, the attributes below which there were tensors, and where there were whole numbers."""
+    slots, numbers = set[Slot](), set[Path]()
+    for path, new in written:
+        for key in new:
+            try:
+                was = found_at(modules, (*path, key))
+            except LookupError:
+                continue
+            if type(was) in (int, torch.SymInt):
+                numbers.add((*path, key))
+            elif any(isinstance(x, Tensor) for _, x in below(was, path, {})):
+                slots.add(slot_of((*path, key)))
+    return Opened(frozenset(slots), frozenset(numbers))
+
+
+def _assigned(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a forward has set anew (`self.mean = ...`), which the exporter does not see.
+
+    One of another shape or dtype is a change of the model's attributes (`autotp/changes.py`).
+    """
+    found = {name: now for name, now in model.named_buffers() if name in before and now is not before[name]}
+    return {name: now for name, now in found.items() if not is_new(now, before[name])}
+
+
+def _places_of(model: nn.Module, tensors: Sequence[Tensor]) -> frozenset[Slot]:
+    """The attributes that hold some tensors."""
+    ids = {id(x) for x in tensors} - {id(x) for x in (*model.parameters(), *model.buffers())}
+    return frozenset(slot_of(path) for path, x in everything(model) if id(x) in ids and isinstance(x, Tensor))

@@ -1,0 +1,389 @@
+"""What the code of a model names besides what the model holds: attributes of classes, and globals of Python.
+
+    class Block(nn.Module):
+        scale = 2                                     `Block.scale`: of a class
+        def forward(self, x):
+            return self.helper(x) * type(self).scale  `Block.helper`: of a class, a method
+        def helper(self, x):
+            return clamped(x, LIMIT)                  `clamped`, `LIMIT`: globals of Python
+
+NOTE [What code names]
+Nothing tells that a class or a global was set, so these are compared in each call. Which are worth it is read in the
+code: from the attributes that forward reads on, methods are followed through the names that occur in them. A function
+of the user's is a scope, too: its code, its defaults, its own attributes, and the variables of the functions around it,
+which `nonlocal` and decorators set. A name that is put together at run time (`getattr(type(self), f"act_{kind}")`) is
+not seen, nor what torch's own code names (`torch.relu` in the user's own is). Of transformers only what its modules'
+methods name themselves is compared.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import sysconfig
+import types
+from collections import ChainMap, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+
+from autotp.errors import Error
+from autotp.passes.capture.guards.attribute_writes import content_of, fill, same_content
+from autotp.passes.capture.guards.attributes import LARGEST, is_container, reached
+from autotp.passes.capture.guards.comparison import PLAIN
+
+ABSENT: Any = object()
+"""Stands for the value of a name that is not there."""
+LIBRARIES = frozenset({"torch", "numpy", "autotp", "transformers"})
+"""Packages whose code is followed no further."""
+STANDARD = sysconfig.get_path("stdlib")
+"""The folder of Python's own modules."""
+SETTINGS = (types.SimpleNamespace, ChainMap, deque)
+OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
+"""What a function has that may be another tomorrow."""
+IMPLIED = frozenset(
+    f"__{name}__"
+    for name in (
+        *("call", "getattr", "getattribute", "getitem", "len", "iter", "next", "contains", "bool", "enter", "exit"),
+        *("float", "int", "index", "eq", "lt", "le", "gt", "ge", "hash", "neg", "abs", "torch_function", "get"),
+        *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
+        *("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rpow", "rmatmul"),
+    )
+)
+"""Methods that code calls without naming them."""
+WRAPPED = (staticmethod, classmethod, functools.partialmethod, functools.cached_property)
+
+
+@dataclass(frozen=True, eq=False)
+class Scope:
+    """A class, the globals of a module of Python, or a function.
+
+    Attributes:
+        title: as the user calls it.
+        table: what it holds by name, as it is now.
+        kind: the class.
+    """
+
+    title: str
+    table: Mapping[str, Any]
+    kind: type | None = None
+
+    def put(self, name: str, value: Any) -> None:
+        """Gives a name a value, or takes it away."""
+        if self.kind is None:
+            self.table.pop(name, None) if value is ABSENT else self.table.update({name: value})  # type: ignore[attr-defined]
+        elif value is not ABSENT:
+            setattr(self.kind, name, value)
+        elif name in self.table:
+            delattr(self.kind, name)
+
+
+class Inside(MutableMapping[str, Any]):
+    """What a function is made of: `OF_FUNCTIONS`, and the variables of the functions around it by name."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self.function = function
+        around = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        self.cells = {name: cell for name, cell in around if name != "__class__"}
+
+    def __getitem__(self, name: str) -> Any:
+        if name in OF_FUNCTIONS:
+            return getattr(self.function, name)
+        try:
+            return self.cells[name].cell_contents
+        except ValueError:  # An empty one.
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.cells[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.cells[name].cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*OF_FUNCTIONS, *self.cells))
+
+    def __len__(self) -> int:
+        return len(OF_FUNCTIONS) + len(self.cells)
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name in a scope."""
+
+    scope: Scope
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.scope.title}.{self.name}"
+
+    @property
+    def value(self) -> Any:
+        """What it is now."""
+        return self.scope.table.get(self.name, ABSENT)
+
+
+@dataclass(frozen=True)
+class Named:
+    """The names that a model's code reads, scope by scope."""
+
+    scopes: tuple[tuple[Scope, tuple[str, ...]], ...] = ()
+
+    def __iter__(self) -> Iterator[Name]:
+        return (Name(scope, name) for scope, names in self.scopes for name in names)
+
+    def values(self) -> list[tuple[Any, ...]]:
+        """What all are now, scope by scope."""
+        return [tuple(map(scope.table.get, names)) for scope, names in self.scopes]
+
+    def are(self, then: list[tuple[Any, ...]]) -> bool:
+        """True if all are the very objects that they were."""
+        return all(
+            all(map(is_, map(scope.table.get, names), values))
+            for (scope, names), values in zip(self.scopes, then, strict=True)
+        )
+
+
+def is_followed(kind: type) -> bool:
+    """True for a class whose attributes may be another tomorrow."""
+    package = kind.__module__.partition(".")[0]
+    return package == "transformers" or not is_library(kind.__module__)
+
+
+def is_library(module: str) -> bool:
+    """True for a module of Python whose code is a library's: Python's own, torch, numpy, transformers, autotp.
+
+    A file of the user's may have the name of one of Python's own: `token.py`, a folder `test`.
+    """
+    package = module.partition(".")[0]
+    if package in sys.stdlib_module_names:
+        file = getattr(sys.modules.get(package), "__file__", None)
+        return file is None or file.startswith(STANDARD)
+    return package in LIBRARIES and not module.startswith("autotp.models.")
+
+
+def is_setting(value: Any) -> bool:
+    """True for a value that may change inside."""
+    kind = type(value)
+    return kind in (list, dict, set, tuple, *SETTINGS) or isinstance(value, Tensor) or not is_library(kind.__module__)
+
+
+def named(model: nn.Module, read: Collection[str], class_of: Any = type) -> Named:
+    """What a model's code names.
+
+    Args:
+        read: names of attributes that forward reads.
+        class_of: the class whose code a module runs.
+    """
+    found = _Following(set(read) | {"forward"} | IMPLIED, frozenset(read))
+    for module in model.modules():
+        found.add_class(class_of(module))
+    for _, value in reached(model):
+        if isinstance(value, types.FunctionType):
+            found.add_function(value)
+        elif isinstance(value, type) and not is_library(value.__module__):
+            found.add_class(value)
+        elif not isinstance(value, (nn.Module, type)):
+            found.add_class(type(value))
+    found.follow()
+    return found.named()
+
+
+class NamedBefore:
+    """What a model's code names, before a run of it.
+
+    Attributes:
+        scopes: each with what it held: of a class everything, of a module of Python what code names.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        kinds = {kind for module in model.modules() for kind in type(module).__mro__ if not is_library(kind.__module__)}
+        found = named(model, {name for kind in kinds for name in vars(kind)})
+        self.scopes: list[tuple[Scope, dict[str, Any]]] = []
+        for scope, names in found.scopes:
+            if not is_library(_module_of(scope)):
+                every = scope.table.keys() if scope.kind is not None else names
+                self.scopes.append((scope, {n: scope.table.get(n, ABSENT) for n in every if _is_own(n)}))
+        settings = [one for one in settings_in(found) if one.scope.kind is not None]
+        self.contents = [(one, content_of(one.value)) for one in settings if is_container(one.value)]
+
+    def _now(self) -> list[tuple[Name, Any, Any]]:
+        """Each name whose object is another now, what it was, and what it is."""
+        found = []
+        for scope, then in self.scopes:
+            names = {*then, *(filter(_is_own, scope.table) if scope.kind is not None else ())}
+            for name in sorted(names):
+                was, now = then.get(name, ABSENT), scope.table.get(name, ABSENT)
+                found += [(Name(scope, name), was, now)] if was is not now else []
+        return found
+
+    def changes(self) -> list[tuple[Name, Any]]:
+        """The names that were set, each with a plain value.
+
+        Raises:
+            Error: one was set to what is no plain value, or what lies in a class was changed.
+        """
+        inside = [one for one, content in self.contents if not same_content(content_of(one.value), content)]
+        found = self._now()
+        odd = inside + [name for name, _, now in found if now is not ABSENT and type(now) not in PLAIN]
+        if odd:
+            what = "an attribute of its class" if odd[0].scope.kind is not None else "a global of Python"
+            raise Error(
+                f"forward changes `{odd[0]}`, {what}, which a graph cannot do",
+                **{"try": "set an attribute of the module (`self.name = value`), which is put back after each call"},
+            )
+        return [(name, now) for name, _, now in found]
+
+    def restore(self) -> None:
+        """Gives all what they were."""
+        for name, was, _ in self._now():
+            name.scope.put(name.name, was)
+        for one, content in self.contents:
+            if not same_content(content_of(one.value), content):
+                fill(one.value, content)
+
+
+@dataclass
+class _Following:
+    """The names that are known, while the code that they lead to is followed."""
+
+    names: set[str]
+    read: frozenset[str]
+    classes: dict[type, Scope] = field(default_factory=dict)
+    globals: dict[int, tuple[Scope, set[str]]] = field(default_factory=dict)
+    modules: dict[int, Scope] = field(default_factory=dict)
+    functions: dict[int, types.FunctionType] = field(default_factory=dict)
+    todo: list[types.FunctionType] = field(default_factory=list)
+
+    def add_class(self, kind: type) -> None:
+        for one in kind.__mro__:
+            if one not in self.classes and (is_followed(one) or "forward" in vars(one)):
+                self.classes[one] = Scope(one.__qualname__.rpartition("<locals>.")[2], one.__dict__, one)
+                self.add_class(type(one))
+
+    def add_function(self, function: types.FunctionType) -> None:
+        if id(function) not in self.functions and len(self.functions) < LARGEST:
+            self.functions[id(function)] = function
+            self.todo.append(function)
+
+    def follow(self) -> None:
+        """Goes from names to code and from code to names until there are no new ones."""
+        known = -1
+        while known != (known := len(self.names) + len(self.classes) + len(self.functions)):
+            for kind, scope in list(self.classes.items()):
+                if is_followed(kind):
+                    for name in scope.table.keys() & self.names:
+                        self._add_code(scope.table[name])
+            for module in [module for module in self.modules.values() if not is_library(module.title)]:
+                for name in module.table.keys() & self.names:
+                    self._add_value(module.table[name])
+            while self.todo:
+                self._read(self.todo.pop())
+
+    def _add_code(self, value: Any) -> None:
+        """Follows what a class holds under a name."""
+        if isinstance(value, property):
+            for part in (value.fget, value.fset):
+                self._add_code(part)
+        elif isinstance(value, WRAPPED):
+            self._add_code(getattr(value, "__func__", None) or getattr(value, "func", None))
+        elif isinstance(value, types.FunctionType):
+            self.add_function(value)
+        elif isinstance(value, CALLED):
+            self._add_code(called_by(value))
+
+    def _add_value(self, value: Any) -> None:
+        """Follows what a global is, if it is the user's own."""
+        if isinstance(value, types.FunctionType) and not is_library(value.__module__ or ""):
+            self.add_function(value)
+        elif isinstance(value, CALLED):
+            self._add_value(called_by(value))
+        elif isinstance(value, type) and not is_library(value.__module__):
+            self.add_class(value)
+        elif isinstance(value, types.ModuleType):
+            self.modules.setdefault(id(value), Scope(value.__name__, vars(value)))
+        elif not isinstance(value, (type, types.ModuleType)) and not is_library(type(value).__module__):
+            self.add_class(type(value))
+
+    def _read(self, function: types.FunctionType) -> None:
+        names, of_globals = _names_in(function.__code__)
+        users = not is_library(function.__module__ or "")
+        self.names |= names
+        table = function.__globals__
+        scope = self.globals.setdefault(id(table), (Scope(str(table.get("__name__", "?")), table), set()))
+        for name in of_globals:
+            if name in table or name not in vars(sys.modules["builtins"]):
+                scope[1].add(name)
+                if users and name in table:
+                    self._add_value(table[name])
+        for cell in function.__closure__ or ():
+            try:
+                self._add_code(cell.cell_contents)
+                self._add_value(cell.cell_contents)
+            except ValueError:  # An empty one.
+                continue
+
+    def named(self) -> Named:
+        """What was found."""
+        found = []
+        mine = [vars(kind).keys() & self.names for kind in self.classes if not is_library(kind.__module__)]
+        somewhere = self.read.union(*mine)  # One of these may be given the name, and go before the one that has it.
+        for kind, scope in self.classes.items():
+            known = self.names if is_followed(kind) else {"forward"}
+            held = somewhere if not is_library(kind.__module__) else set[str]()
+            names = sorted(n for n in known if _is_own(n) and (n in held or any(n in vars(k) for k in kind.__mro__)))
+            found.append((scope, tuple(names)))
+        for function in self.functions.values():
+            if not is_library(function.__module__ or ""):
+                title = f"{function.__module__}.{function.__qualname__.rpartition('<locals>.')[2]}"
+                inside = Inside(function)
+                found.append((Scope(title, inside), tuple(inside)))
+        found += [(scope, tuple(sorted(names))) for scope, names in self.globals.values()]
+        for scope in self.modules.values():
+            found.append((scope, tuple(sorted(filter(_is_own, scope.table.keys() & self.names)))))
+        return Named(tuple((scope, names) for scope, names in found if names))
+
+
+def _is_own(name: str) -> bool:
+    """False for what Python itself keeps under a name."""
+    return not name.startswith("__") or name in IMPLIED
+
+
+CALLED = (functools.partial, types.MethodType, functools._lru_cache_wrapper)
+
+
+def called_by(value: Any) -> Any:
+    """The function that a partial, a bound method or a function with a cache calls."""
+    return next(getattr(value, name) for name in ("func", "__func__", "__wrapped__") if hasattr(value, name))
+
+
+@functools.cache
+def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The attributes and the globals that code names."""
+    attributes, of_globals = set[str](), set[str]()
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"):
+            of_globals.add(step.argval)
+        elif "ATTR" in step.opname or "METHOD" in step.opname:
+            attributes.add(step.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            for mine, its in zip((attributes, of_globals), _names_in(constant), strict=True):
+                mine |= its
+        elif type(constant) is str and constant.isidentifier():
+            attributes.add(constant)  # `getattr(self, "scale")`
+    return frozenset(attributes), frozenset(of_globals)
+
+
+def settings_in(names: Iterable[Name]) -> list[Name]:
+    """Those that may change inside: of the user's own code, since libraries keep caches and loggers there."""
+    mine = [name for name in names if not is_library(_module_of(name.scope))]
+    return [name for name in mine if is_setting(name.value)]
+
+
+def _module_of(scope: Scope) -> str:
+    return scope.title if scope.kind is None else scope.kind.__module__

@@ -1,0 +1,293 @@
+"""Which attributes of a model a graph was captured with, and whether they are still the same.
+
+NOTE [When a graph is still right]
+A forward that reads `self.drop.p` or `self.config.tau` has decided by it what the graph computes. So each attribute
+that it reads is noted, with its value: plain values, containers and objects by what they hold, functions with their
+closures, tensors by their identity (of an attribute that is opened, `attributes.py`, by their kind: they are inputs).
+So are attributes of classes and globals of Python that its code names (`named.py`). In each call it is asked whether
+all these are the very objects that they were, and hold the very objects: only where one is not, values are compared.
+What cannot be seen: state behind a class of C.
+
+NOTE [Compiled calls]
+Dynamo would trace each of these comparisons. It sees what is set on modules (`Tree.version`), and nothing else.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autotp.distributed.sharded_tensor import Sharded
+from autotp.passes.capture.guards.attribute_writes import content_of, same_content
+from autotp.passes.capture.guards.attributes import (
+    MIXED,
+    VIEWS,
+    Path,
+    Slot,
+    below,
+    hidden,
+    is_container,
+    is_internal,
+    is_opaque,
+    spelled,
+    state_of_opaque,
+    without_numbers,
+)
+from autotp.passes.capture.guards.code_names import Name, Named, is_library, settings_in
+from autotp.passes.capture.guards.comparison import Frozen
+from autotp.passes.capture.repeats.blocks import patched
+from autotp.source_location import is_users
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+MISSING: Any = object()
+"""Stands for the value of an attribute that is not there."""
+
+
+class Reads:
+    """The attributes that are read while a model is captured."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.paths = {id(vars(module)): path for path, module in model.named_modules()}
+        self.seen: set[tuple[int, str]] = set()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A region in which attributes that are read are noted."""
+        note, get = self.seen.add, nn.Module.__getattribute__
+
+        def read(module: nn.Module, name: str) -> Any:
+            table = get(module, "__dict__")
+            if name != "__dict__":
+                note((id(table), name))
+            elif is_users(sys._getframe(1)):
+                for key in table:
+                    note((id(table), key))
+            return get(module, name)
+
+        with patched(nn.Module, {"__getattribute__": read}):
+            yield
+
+    def slots(self, same: Sequence[tuple[nn.Module, nn.Module]] = ()) -> frozenset[Slot]:
+        """What was read: of a block that is said to do what another did (`same`), what that one read.
+
+        A `forward` that is set on a module counts as read.
+        """
+        found = {(self.paths[at], name) for at, name in self.seen if at in self.paths and not is_internal(name)}
+        for first, later in same:
+            start, to = self.paths[id(vars(first))], self.paths[id(vars(later))]
+            inside = [(path, name) for path, name in found if path == start or path.startswith(f"{start}.")]
+            found |= {(to + path[len(start) :], name) for path, name in inside}
+        hooks = {(path, name) for path, module in self.model.named_modules() for name in HOOKS if vars(module)[name]}
+        return frozenset(found | hooks | {(path, "forward") for path in self.paths.values()})
+
+
+Look = Callable[[nn.Module, str], Any]
+
+
+def looked_up(module: nn.Module, name: str) -> Any:
+    """The value of an attribute that is no parameter, buffer, module, nor a method of the class."""
+    if name in vars(module):
+        return vars(module)[name]
+    if any(name in table for table in (module._parameters, module._buffers, module._modules)):
+        return MISSING  # Which these are, and where, is compared by itself.
+    found = next((vars(kind)[name] for kind in type(module).__mro__ if name in vars(kind)), MISSING)
+    return MISSING if hasattr(type(found), "__get__") else found
+
+
+class _Values(Frozen):
+    """Values to compare, of tensors among what is opened their kinds."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], opened: bool) -> None:
+        super().__init__({id(vars(module)): path for path, module in modules.items()})
+        self.opened = opened
+
+    def _object(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and self.opened:
+            cut = value.cut if isinstance(value, Sharded) else None
+            return "tensor", value.dim(), value.dtype, cut, value.layout
+        if isinstance(value, Tensor):
+            return *self._itself(value), version_of(value)
+        if isinstance(value, weakref.ref):
+            return "weak", self(value())
+        if isinstance(value, types.MappingProxyType):
+            return "proxy", [(self(key), self(item)) for key, item in value.items()]
+        return super()._object(value)
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, type) and not is_library(value.__module__) and id(value) not in self.seen:
+            self.seen[id(value)] = "around"
+            held = [(name, self(one)) for name, one in vars(value).items() if not hasattr(type(one), "__get__")]
+            self.seen[id(value)] = id(value), [pair for pair in held if not pair[0].startswith("__")]
+            self.kept.append(value)
+        if isinstance(value, type) and id(value) in self.seen:
+            return self.seen[id(value)]
+        return super().__call__(value)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written into; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+Place = Slot | Name
+
+
+class Guard:
+    """The values of attributes, and of what code names, that a graph was captured with.
+
+    Args:
+        slots: the attributes that were read.
+        opened: those of which the tensors are inputs.
+        numbers: where whole numbers lie that are inputs.
+        written: those that calls write, which are compared each time.
+        modules: by path.
+        look: finds the value of an attribute.
+        table: finds where a module keeps an attribute of this name.
+        named: what the model's code names.
+        version: of the tree.
+    """
+
+    def __init__(
+        self,
+        slots: frozenset[Slot],
+        opened: frozenset[Slot],
+        numbers: frozenset[Path],
+        written: frozenset[Slot],
+        modules: Mapping[str, nn.Module],
+        look: Look,
+        table: Look,
+        named: Named,
+        version: int,
+    ) -> None:
+        self.opened, self.written, self.modules, self.look = opened, written & slots, modules, look
+        self.named, self.version = named, version
+        self.numbers: dict[Slot, set[Path]] = {}
+        for path in numbers:
+            self.numbers.setdefault((path[0], path[1]), set()).add(path[2:])
+        self.kept: list[Any] = []
+        self.values: dict[Place, Any] = {slot: self._value(slot, keep=True) for slot in sorted(slots)}
+        self.values |= {name: self._value(name, keep=True) for name in named}
+        # In each call the objects of all slots are compared in three loops of C.
+        self.slots = [slot for slot in sorted(slots - self.written) if self._may_lie(slot)]
+        self.tables = [table(modules[path], name) for path, name in self.slots]
+        self.names = [name for _, name in self.slots]
+        self.objects, self.of_names = self._objects(), named.values()
+        self.contents = self._contents()
+
+    def holds(self, version: int) -> bool:
+        """True if all are what they were."""
+        if torch.compiler.is_compiling():  # NOTE [Compiled calls]
+            return version == self.version
+        if any(self._value(slot) != self.values[slot] for slot in self.written):
+            return False
+        same = all(map(operator.is_, map(dict.get, self.tables, self.names, repeat(MISSING)), self.objects))
+        same = same and self.named.are(self.of_names)
+        if not same or not all(is_same() for is_same in self.contents):
+            if any(self._value(place) != self.values[place] for place in self._others()) or self.changed():
+                return False
+            self.objects, self.of_names, self.contents = self._objects(), self.named.values(), self._contents()
+        self.version = version
+        return True
+
+    def _others(self) -> list[Place]:
+        """The places where another object lies now, which most often has another value."""
+        slots = zip(self.slots, self.objects, self._objects(), strict=True)
+        names = zip(self.named, chain(*self.of_names), chain(*self.named.values()), strict=True)
+        found: list[Place] = [slot for slot, then, now in slots if now is not then]
+        return found + [name for name, then, now in names if now is not then]
+
+    def changed(self) -> list[Place]:
+        """What is another now."""
+        return [place for place in self.values if self._value(place) != self.values[place]]
+
+    def holds_tensors(self, slot: Slot) -> bool:
+        """True if there are tensors below an attribute now."""
+        return any(isinstance(value, Tensor) for _, value in below(self._now(slot), slot, {}))
+
+    def _now(self, place: Place) -> Any:
+        if isinstance(place, Name):
+            return place.value
+        module = self.modules.get(place[0])
+        return MISSING if module is None else self.look(module, place[1])
+
+    def _value(self, place: Place, keep: bool = False) -> Any:
+        now = self._now(place)
+        if place in self.numbers:
+            now = without_numbers(now, self.numbers[place])
+        values = _Values(self.modules, place in self.opened)
+        if keep:
+            self.kept.append(values)  # What is compared by its `id` lives on.
+        return values(now)
+
+    def _may_lie(self, slot: Slot) -> bool:
+        """True for an attribute that is no parameter, buffer or module: which these are is compared by itself."""
+        module = self.modules.get(slot[0])
+        tables = () if module is None else (module._parameters, module._buffers, module._modules)
+        return module is not None and not any(slot[1] in table for table in tables)
+
+    def _objects(self) -> list[Any]:
+        return list(map(dict.get, self.tables, self.names, repeat(MISSING)))
+
+    def _contents(self) -> list[Callable[[], bool]]:
+        """Of each container below these values, once, a function that is True as long as it holds the same objects."""
+        seen: dict[int, Any] = {}
+        found = []
+        values = [self._now(slot) for slot in self.slots if slot not in self.opened]
+        values += [name.value for name in settings_in(self.named)]
+        for value in values:
+            queue = [value]
+            while queue:
+                for _, one in below(queue.pop(), ("", ""), seen):
+                    if is_container(one) or isinstance(one, (Tensor, *VIEWS)) or is_opaque(one) or _is_setting(one):
+                        found.append(_unchanged(one))
+                    queue += hidden(one, globals_too=False)  # Those are in `named`.
+        return found
+
+
+def _is_setting(value: Any) -> bool:
+    return isinstance(value, type) and not is_library(value.__module__)
+
+
+def _unchanged(value: Any) -> Callable[[], bool]:
+    """A function that is True as long as a container holds the same objects, a tensor the same numbers."""
+    if isinstance(value, Tensor):
+        version = version_of(value)
+        return lambda: version_of(value) == version
+    if isinstance(value, weakref.ref):
+        there = value()
+        return lambda: value() is there
+    if is_opaque(value):
+        state = state_of_opaque(value)
+        return lambda: bool(state_of_opaque(value) == state)
+    if isinstance(value, type):
+        names = dict(vars(value))
+        return lambda: dict(vars(value)) == names
+    if isinstance(value, set):
+        held = frozenset(value)
+        return lambda: bool(value == held)
+    if type(value) is list:
+        then = list(value)
+        return lambda: len(value) == len(then) and all(map(operator.is_, value, then))
+    table = value if type(value) is dict else getattr(value, "__dict__", None)
+    if table is None or isinstance(value, (*VIEWS, *MIXED)):
+        content = content_of(value)
+        return lambda: same_content(content_of(value), content)
+    keys, values = list(table), list(table.values())
+    return lambda: len(table) == len(keys) and all(map(operator.is_, table, keys)) and all(
+        map(operator.is_, table.values(), values)
+    )  # fmt: skip
+
+
+def explained(places: Sequence[Place]) -> str:
+    """Attributes and names, as the user writes them."""
+    return ", ".join(f"`{place if isinstance(place, Name) else spelled((place[0],), place[1])}`" for place in places)

@@ -1,0 +1,182 @@
+"""What a model asks of what is around it while it is captured: whether gradients are wanted, and Python's own chance.
+
+NOTE [Whether gradients are wanted]
+A graph is right with gradients and without, unless the model's own code asks (`torch.is_grad_enabled()`,
+`x.requires_grad`) and computes something else. So the question is answered as in the call that is captured, and noted:
+the graph is then for calls of this kind only. torch's own code asks all the time, and is answered that they are wanted.
+
+A number from `random` or `numpy.random` would be the same in every later call: a model that draws one is refused.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from autotp.errors import Error
+from autotp.passes.capture.guards.attributes import reached, spelled
+from autotp.passes.capture.repeats.blocks import patched
+from autotp.source_location import is_users, user_line
+
+ASKING = tuple(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
+OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+IN_PLACE = tuple(f"__i{name}__" for name in OPERATORS)
+MODES = ("is_grad_enabled", "is_inference_mode_enabled")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Of what gradients are wanted in a call.
+
+    Attributes:
+        enabled: whether they are wanted at all.
+        inference: whether the call is in inference mode.
+        inputs: of each tensor among the arguments.
+        parameters: of each parameter.
+
+    Of a graph None stands for what its model did not ask.
+    """
+
+    enabled: bool | None = True
+    inference: bool | None = False
+    inputs: tuple[bool, ...] | None = ()
+    parameters: tuple[bool, ...] | None = ()
+
+    def covers(self, call: Wanted) -> bool:
+        """True if a graph, whose model asked this, is right for a call."""
+        known = zip(vars(self).values(), vars(call).values(), strict=True)
+        return all(mine in (None, its) for mine, its in known)
+
+
+NOT_ASKED = Wanted(None, None, None, None)
+
+
+def wanted_now(tensors: Sequence[Tensor], parameters: Iterable[Tensor]) -> Wanted:
+    """Of what gradients are wanted in a call with these arguments, here and now."""
+    flags = tuple(x.requires_grad for x in tensors), tuple(p.requires_grad for p in parameters)
+    return Wanted(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *flags)
+
+
+class Asked(TorchFunctionMode):
+    """A mode that notes whether the model's code asks if gradients are wanted, and answers for a call.
+
+    Attributes:
+        wanted: what is wanted in the call.
+        inputs: the tensors that the model is given, which want a gradient or not in any mode.
+        written: constants that were written into, by themselves or through views (`roots`: a view -> its constant).
+        modes, flags: whether it was asked for the mode, or whether a tensor wants a gradient.
+    """
+
+    def __init__(self, wanted: Wanted) -> None:
+        super().__init__()
+        self.wanted, self.modes, self.flags = wanted, False, False
+        self.inputs: list[Tensor] = []
+        self.written: list[Tensor] = []
+        self.roots: dict[int, tuple[Tensor, Any]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (kwargs or {}).get("generator") is not None:
+            raise Error(
+                "the model draws from a torch.Generator of its own, of which a graph knows nothing",
+                at=user_line(traceback.extract_stack()),
+                **{"try": "the default one: no `generator=`"},
+            )
+        found = func(*args, **(kwargs or {}))
+        if args and isinstance(args[0], Tensor):
+            self._follow(func, args[0], found)
+        if func not in ASKING or not is_users(sys._getframe(1)):
+            return found
+        self.flags = True
+        if self.wanted.enabled or args[0].is_leaf or any(args[0] is x for x in self.inputs):
+            return found
+        return {ASKING[0]: False, ASKING[1]: None, ASKING[2]: True}[func]  # A value, where nothing wants gradients.
+
+    def _follow(self, func: Any, x: Tensor, found: Any) -> None:
+        """Notes views of constants, and what is written into one. While a model is captured, others are fakes."""
+        root = x if not isinstance(x, FakeTensor) else self.roots.get(id(x), (None,))[0]
+        name = getattr(func, "__name__", "")
+        if root is None:
+            return
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE:
+            self.written.append(root)
+        for view in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(view, FakeTensor) and (view._is_view() or view is x):
+                self.roots[id(view)] = root, view
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """A region in which torch's functions that tell the mode answer for the call."""
+        with patched(torch, {name: self._answering(getattr(torch, name)) for name in MODES}):
+            yield
+
+    def relevant(self) -> Wanted:
+        """What of the call's is relevant to the graph."""
+        modes = (self.wanted.enabled, self.wanted.inference) if self.modes or self.flags else (None, None)
+        flags = (self.wanted.inputs, self.wanted.parameters) if self.flags else (None, None)
+        return Wanted(*modes, *flags)
+
+    def _answering(self, real: Callable[[], bool]) -> Callable[[], bool]:
+        """NOTE [Whether gradients are wanted]"""
+
+        def answer() -> bool:
+            if not is_users(sys._getframe(1)):
+                return real()
+            self.modes = True
+            return bool(self.wanted.inference if real.__name__ == MODES[1] else real() and self.wanted.enabled)
+
+        return answer
+
+
+# ---- chance
+
+SOURCES = (random.Random, np.random.RandomState, np.random.Generator)
+
+
+@contextmanager
+def without_chance(model: nn.Module) -> Iterator[None]:
+    """A region in which the model runs; numbers that it draws from a source of Python's are an Error.
+
+    Raises:
+        Error: it drew one, from `random`, `numpy.random`, or from a source that it holds. All are as they were before.
+    """
+    held = {f"`{spelled(path)}`": x for path, x in reached(model) if isinstance(x, SOURCES)}
+    sources = {"Python's `random`": random, "Python's `numpy.random`": np.random, **held}
+    before = {name: _state(source) for name, source in sources.items()}
+    yield
+    drawn = [name for name, source in sources.items() if repr(_state(source)) != repr(before[name])]
+    for name, source in ((name, source) for name, source in sources.items() if name in drawn):
+        _restore(source, before[name])
+    if drawn:
+        raise Error(
+            f"forward draws a number from {drawn[0]}, which every later call would find unchanged",
+            **{"try": "torch.rand(()), and torch.where on it; or draw it outside, as an argument of forward"},
+        )
+
+
+def _state(source: Any) -> Any:
+    if isinstance(source, np.random.Generator):
+        return source.bit_generator.state
+    state = source.getstate() if hasattr(source, "getstate") else source.get_state(legacy=False)
+    return (
+        {**state, "state": {**state["state"], "key": state["state"]["key"].tolist()}} if type(state) is dict else state
+    )
+
+
+def _restore(source: Any, state: Any) -> None:
+    if isinstance(source, np.random.Generator):
+        source.bit_generator.state = state
+    elif hasattr(source, "setstate"):
+        source.setstate(state)
+    else:
+        source.set_state(state)

@@ -1,0 +1,1 @@
+"""Blocks that are alike are captured once."""

@@ -1,0 +1,291 @@
+"""Blocks that are alike are captured once: where a later one would do the same, one operator says so.
+
+    The first call:   x = begin([x], 3); what the block does, on x; y = end([y], own, 3)
+    A later call:     y = again([x], own, 3)           `own` are the block's own parameters and buffers
+
+`passes/unfold.py` writes out what that stands for. The model's own code around its blocks runs as ever: which block is
+called with what, how often and in what order is not guessed; and so does what belongs to an object that a block is
+given, as a key-value cache (`autotp/asked.py`).
+
+NOTE [When a call does what another did]
+Both blocks have the same structure: classes, flags, shapes. The arguments have the same structure, sizes, strides and
+dtypes, and the plain ones the same values; so have all attributes that the first call read, at whatever depth, and the
+modes around it. A number that counts layers may differ where nobody reads it, or objects alone are given it. Objects
+answer a later block as they did the first. A block is captured each time if it sets attributes, reads those of modules
+around it, or is given what it might change and cannot be asked: a list, a dict. What cannot be seen is a global of
+Python that somebody changes between two calls, what goes around `__getattribute__`, and state that an object hides
+from `pickle`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autotp.passes.capture.guards import comparison as alike
+from autotp.passes.capture.guards.comparison import (
+    Frozen,
+    attribute,
+    is_harmless,
+    is_plain,
+    is_shared,
+    modes,
+    position,
+    tensor_kind,
+    tensors_of,
+)
+from autotp.passes.capture.repeats import queries as asked
+from autotp.passes.capture.repeats import record as recorded
+from autotp.passes.capture.repeats.blocks import Blocks, blocks_of, definer, differing, parts_of, patched
+from autotp.passes.capture.repeats.queries import Entangled, Number, ObjectAt, Request, TensorAt, is_object
+from autotp.passes.capture.repeats.record import CALLS, LAST, Call, again, filled, tensors_in, unbacked
+
+UNTOUCHED = ("_parameters", "_buffers", "_modules")  # `tensors_of` and `structure` have these.
+# Where attributes are looked up for everybody.
+OWN = (os.path.dirname(torch.__file__), __file__, alike.__file__, recorded.__file__)
+
+
+class Repeats:
+    """The calls of a model's blocks, while it is captured.
+
+    Args:
+        with_objects: whether a block that is given objects may be captured once.
+
+    Attributes:
+        same: a block that was captured, and a later one that did the same.
+        open: the call that is being captured.
+        is_asking: whether an object's own code runs, for the call that is open.
+        met_objects: whether any block was given one.
+        failed: whether a request was not understood.
+    """
+
+    def __init__(self, with_objects: bool = True) -> None:
+        self.with_objects = with_objects
+        self.blocks: Blocks = {}
+        self.parts: dict[int, list[int]] = {}
+        self.numbers: set[tuple[int, str, str]] = set()
+        self.calls: list[Call] = []
+        self.same: list[tuple[nn.Module, nn.Module]] = []
+        self.open: Call | None = None
+        self.is_asking = self.met_objects = self.failed = False
+        self.patches, self.patched = ExitStack(), set[type]()
+
+    @contextmanager
+    def watched(self, model: nn.Module) -> Iterator[None]:
+        """A region in which the calls of numbered modules that have alike ones beside them come here.
+
+        Raises:
+            Entangled: a block asked of an object what is not understood.
+        """
+        self.blocks = blocks_of(model)
+        self.parts = {at: parts_of(block) for at, (block, _) in self.blocks.items()}
+        self.numbers = differing(self.blocks)
+        classes = {definer(type(block)) for block, _ in self.blocks.values()}
+        CALLS.append(self.calls)
+        try:
+            with patched(nn.Module, _watching(self)), ExitStack() as patches:
+                for kind in classes:
+                    patches.enter_context(patched(kind, {"forward": _calling(kind.forward, self)}))
+                yield
+        finally:
+            CALLS.pop()
+        if self.failed:  # The model may have caught it.
+            raise Entangled
+
+    def call(self, block: nn.Module, kind: int, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What `run(*args, **kwargs)` returns, `block`'s own forward."""
+        if self.open is not None or not all(map(self._is_seen, (*args, *kwargs.values()))):
+            return run(*args, **kwargs)
+        if parts_of(block) != self.parts[id(block.__dict__)]:  # It is another by now.
+            return run(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_object)
+        given, objects = tensors_in(leaves), list({id(x): x for x in leaves if is_object(x)}.values())
+        if not given:
+            return run(*args, **kwargs)
+        self.met_objects |= bool(objects)
+        paths = {id(module.__dict__): name for name, module in block.named_modules()}
+        with torch._C.DisableTorchFunction():
+            frozen = Frozen(paths)
+            key = kind, spec, [_kind(x, given, objects, frozen) for x in leaves], modes()
+            known = next((call for call in self.calls if call.usable and call.key == key and call.is_like(block)), None)
+        if known is not None:
+            self.same.append((known.block, block))
+            return self._repeated(known, block, given, objects)
+        call = Call(len(self.calls), block, key, paths, frozen, objects)
+        self.calls.append(call)
+        args, kwargs = pytree.tree_unflatten(call.begin(leaves), spec)
+        return self._recorded(call, lambda: run(*args, **kwargs))
+
+    def _is_seen(self, value: Any) -> bool:
+        """True for an argument of which nothing goes unseen that a block does with it."""
+        return is_harmless(value) or (self.with_objects and is_object(value))
+
+    def _repeated(self, call: Call, block: nn.Module, given: Sequence[Tensor], objects: Sequence[Any]) -> Any:
+        """What a later call returns."""
+        outside, objects = [*given], [*objects]
+        for step, request in enumerate(call.requests):
+            outside += again(outside, tensors_of(block), call.at, step)
+            with self._asking(call):
+                answer = request.made(objects[request.of], filled(request.given, outside, objects, block))
+            leaves, spec = asked.opened(answer)
+            outside += [x for x in tensors_in(leaves) if position(x, outside) is None]
+            objects += asked.told(leaves, objects)
+            asked.agree(leaves, request.answer)
+            if (spec, asked.kinds(leaves, outside, objects)) != request.answer:
+                raise Entangled
+        if call.requests and not call.is_like(block):  # An object changed what the block had read, or was to read.
+            raise Entangled
+        outside += again(outside, tensors_of(block), call.at, LAST)
+        return call.rebuilt(outside, objects)
+
+    @contextmanager
+    def _asking(self, call: Call) -> Iterator[None]:
+        """A region in which an object's own code runs for a later block: the blocks that it calls are no others."""
+        self.open, self.is_asking = call, True
+        try:
+            yield
+        finally:
+            self.open, self.is_asking = None, False
+
+    def _recorded(self, call: Call, run: Callable[[], Any]) -> Any:
+        """What a first call returns."""
+        before = unbacked(call.inside)
+        self.open = call
+        try:
+            with self.patches:
+                self._watch(call.objects)
+                result = [run()]
+                self.failed |= is_shared(result)  # Who has it, too, is to see what is done to it: we return a copy.
+                leaves, spec = pytree.tree_flatten(result[0], is_leaf=lambda x: position(x, call.objects) is not None)
+        except BaseException:
+            call.usable = False
+            raise
+        finally:
+            self.open = None
+            self.patched.clear()
+        call.usable &= before == unbacked(call.inside) and call.is_like(call.block)  # Or it changed what it had read.
+        places = call.end(leaves, LAST)
+        call.usable &= any(call.ended.values())
+        call.usable &= all(isinstance(x, TensorAt | ObjectAt) or is_plain(x) for x in places)
+        call.result = spec, places
+        return call.rebuilt(call.outside, call.objects)
+
+    def _watch(self, objects: Sequence[Any]) -> None:
+        """From here on, what the open call does with these objects is asked."""
+        for kind in {type(one) for one in objects} - self.patched:
+            self.patches.enter_context(patched(kind, asked.asking(kind, self._is_asked, self.ask)))
+            self.patched.add(kind)
+
+    def _is_asked(self, one: Any) -> bool:
+        return self.open is not None and not self.is_asking and position(one, self.open.objects) is not None
+
+    def ask(self, one: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        """What an object's method returns to the call that is open."""
+        if self.open is None or not self._is_asked(one):  # The method was kept.
+            return getattr(one, name)(*args, **kwargs)
+        self.is_asking = True
+        try:
+            return self._asked(self.open, one, name, args, kwargs)
+        except BaseException:
+            self.failed = True
+            raise
+        finally:
+            self.is_asking = False
+
+    def _asked(self, call: Call, one: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if modes() != call.key[-1]:  # Later blocks' requests are made in those around the block.
+            raise Entangled
+        leaves, spec = asked.opened((args, tuple(kwargs.items())))
+        given = call.end(leaves, len(call.requests))
+        if not all(isinstance(x, TensorAt | ObjectAt) or asked.is_passable(x) for x in given):
+            raise Entangled
+        request = Request(position(one, call.objects), name, given, spec)
+        leaves, spec = asked.opened(request.made(one, filled(given, call.outside, call.objects, call.block)))
+        new = asked.told(leaves, call.objects, self.patched)
+        self._watch(new)
+        call.objects += new
+        inside = call.begin(leaves)
+        request.answer = spec, asked.kinds(leaves, call.outside, call.objects)
+        call.requests.append(request)
+        return pytree.tree_unflatten(inside, spec)
+
+    def read(self, module: nn.Module, name: str) -> Number | None:
+        """Notes that an attribute is read, whether it is there or not; what stands for it, if anything does."""
+        call = self.open
+        if call is None or self.is_asking or name in UNTOUCHED or (name.startswith("__") and name != "__dict__"):
+            return None
+        if name == "__dict__":  # Whoever reads that may have read anything.
+            call.usable &= sys._getframe(2).f_code.co_filename.startswith(OWN)
+            return None
+        path = call.paths.get(id(object.__getattribute__(module, "__dict__")))
+        if path is None:
+            call.usable = False  # Of another block.
+        elif name != "forward" and (path, name) not in call.reads:  # The class has that: maybe ours, of blocks.
+            with torch._C.DisableTorchFunction():
+                value = attribute(module, name)
+                known = call.frozen(value)
+            if call.objects and type(value) is int and (call.key[0], path, name) in self.numbers:
+                return Number(value, (path, name), functools.partial(self._used, call, (path, name), known))
+            call.reads[path, name] = known
+        return None
+
+    def _used(self, call: Call, place: tuple[str, str], known: Any) -> None:
+        """A number was read, by others than objects."""
+        call.reads[place] = known
+        self.failed |= self.open is not call  # Too late: another call may have been said to do the same.
+
+    def written(self, module: nn.Module) -> None:
+        """Notes that an attribute was set: by the block, or of it."""
+        if self.open is not None:
+            its = id(object.__getattribute__(module, "__dict__")) in self.open.paths
+            self.open.usable &= self.is_asking and not its
+
+
+def _kind(leaf: Any, given: Sequence[Tensor], objects: Sequence[Any], frozen: Frozen) -> Any:
+    """What of an argument is compared."""
+    if isinstance(leaf, Tensor):
+        return tensor_kind(leaf, given)
+    at = position(leaf, objects)
+    return frozen(leaf) if at is None else (type(leaf), at)
+
+
+def _watching(repeats: Repeats) -> dict[str, Any]:
+    """What all modules' attributes are read and set by, under our eyes."""
+    before_get, before_set, before_delete = nn.Module.__getattribute__, nn.Module.__setattr__, nn.Module.__delattr__
+
+    def get(self: nn.Module, name: str) -> Any:
+        number = repeats.read(self, name) if repeats.open is not None else None
+        value = before_get(self, name)
+        return value if number is None else number
+
+    def put(self: nn.Module, name: str, value: Any) -> None:
+        if not name.startswith("__"):
+            repeats.written(self)
+        before_set(self, name, value)
+
+    def delete(self: nn.Module, name: str) -> None:
+        repeats.written(self)
+        before_delete(self, name)
+
+    return {"__getattribute__": get, "__setattr__": put, "__delattr__": delete}
+
+
+def _calling(forward: Any, repeats: Repeats) -> Any:
+    """A class's forward, which for blocks goes through `repeats`."""
+
+    @functools.wraps(forward)
+    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        block, kind = repeats.blocks.get(id(self.__dict__), (None, 0))
+        if block is None:
+            return forward(self, *args, **kwargs)
+        return repeats.call(block, kind, functools.partial(forward, self), args, kwargs)
+
+    return called

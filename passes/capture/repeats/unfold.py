@@ -1,0 +1,234 @@
+"""unfold: what a block's call stands for where it was captured as "the same again" (`autotp/repeats.py`).
+
+Before: a = begin([x], 0); b = linear(a[0], w0); c = end([b], [w0], 0); d = again([c[0]], [w1], 0); read(d[0])
+After:  b = linear(x, w0); b1 = linear(b, w1); read(b1)
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.passes.builder import META, Builder, fake_mode_of
+from autotp.passes.capture.repeats.queries import Entangled
+from autotp.passes.capture.repeats.record import LAST, again, begin, end
+from autotp.rules.call import operator_name, writes
+
+SAME = ("aten::to", "aten::contiguous", "aten::type_as")
+"""Return their operand itself where there is nothing to do."""
+
+
+@dataclass
+class Step:
+    """A part of a call, up to its end or to what it asks of an object.
+
+    Attributes:
+        stack: the modules that it ends inside of.
+        nodes: its operators.
+        made: what it gives to what is outside.
+    """
+
+    stack: dict[str, Any]
+    nodes: list[fx.Node] = field(default_factory=list)
+    made: list[fx.Node] = field(default_factory=list)
+
+
+@dataclass
+class Region:
+    """A call that was captured, in the old graph.
+
+    Attributes:
+        stack: the modules that it is inside of.
+        known: for each tensor that it is given, makes or is told, in order, the nodes that stand for it inside: some
+            that nobody reads; none for what it makes.
+        steps: its parts.
+        own: the block's parameters and buffers.
+    """
+
+    stack: dict[str, Any]
+    known: list[list[fx.Node]] = field(default_factory=list)
+    steps: dict[int, Step] = field(default_factory=dict)
+    own: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """All its operators."""
+        return [node for step in self.steps.values() for node in step.nodes]
+
+
+def unfold(graph: fx.Graph) -> fx.Graph:
+    """The same function, every call of a block with operators of its own.
+
+    Raises:
+        Entangled: a block writes into what it is given, returns a view of it, or has parameters that were computed.
+    """
+    unfolding = _Unfolding(graph)
+    for node in graph.nodes:
+        unfolding.visit(node)
+    _drop_unread(graph, unfolding.builder)
+    return unfolding.builder.graph
+
+
+class _Unfolding:
+    """The new graph as far as it is written.
+
+    Attributes:
+        inside: the operators of a first call since it began, or was told something; None outside of any.
+        asking: where a later call asks something of an object: the modules that the first was inside of then, those
+            around it, and those around the later one.
+        shared: memory that a call knows which is not over yet, and what is around it as well.
+        lent: memory that a call asked something with.
+        env: of a later call, what became of the first one's nodes.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.builder, self.regions = Builder(fake_mode_of(graph)), dict[int, Region]()
+        self.inside: list[fx.Node] | None = None
+        self.asking: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] | None = None
+        self.shared: set[int] = set()
+        self.lent: set[int] = set()
+        self.env: dict[fx.Node, Any] = {}
+
+    def visit(self, node: fx.Node) -> None:
+        """Writes a node of the old graph, or what it stands for."""
+        args: Any = node.args
+        env = self.builder.env
+        if node.target is begin:
+            env[node] = self._begun(node, *args)
+        elif node.target is end:
+            env[node] = self._ended(node, *args)
+        elif node.target is again:
+            env[node] = self._repeated(node, *self.builder.map(args))
+        elif node.target is operator.getitem and args[0].target in (begin, end, again):
+            env[node] = env[args[0]][args[1]]
+        else:
+            self._copy(node)
+
+    def _copy(self, node: fx.Node) -> None:
+        if writes(node) and (self.shared | self.lent) & _memory(*_nodes(node.args[0])):
+            raise Entangled  # Either side has views of it which the other does not know.
+        new = self.builder.copy(node)
+        if self.inside is not None:
+            self.inside.append(node)
+        elif self.asking is not None:
+            new.meta["nn_module_stack"] = _moved(*self.asking) | _deeper(_stack(node), self.asking[-1])
+
+    def _begun(self, node: fx.Node, given: list[fx.Node], at: int) -> Any:
+        """What a first call is given, or told."""
+        region = self.regions.setdefault(at, Region(_stack(node)))
+        region.known += [[user for user in node.users if user.args[1] == i] for i in range(len(given))]
+        self.inside = []
+        self.shared |= _memory(node, *given)
+        return self.builder.map(given)
+
+    def _ended(self, node: fx.Node, made: list[fx.Node], own: list[Any], at: int, step: int) -> Any:
+        """What a first call returns, or asks with."""
+        region = self.regions[at]
+        its = region.steps.setdefault(step, Step(_stack(node)))
+        its.nodes += self.inside or []
+        its.made += made
+        region.known += [[] for _ in made]
+        region.own = [_first(n) for n in own]
+        self.inside = None
+        self.shared |= _memory(node, *made)
+        if step != LAST:
+            self.lent |= _memory(node, *made)
+        else:
+            _expect_apart(region)
+            self.shared = set()
+        return self.builder.map(made)
+
+    def _repeated(self, call: fx.Node, given: list[Any], own: list[Any], at: int, step: int) -> list[Any]:
+        """What a later call returns, or asks with: the first one's operators, on what it knows itself."""
+        region, around = self.regions[at], _stack(call)
+        its = region.steps[step]
+        if self.asking is None:
+            self.env = dict(zip(region.own, own, strict=True))
+        self.env |= {old: new for nodes, new in zip(region.known, given, strict=False) for old in nodes}
+        for node in its.nodes:
+            new = self.env[node] = self.builder.graph.node_copy(node, self._read)
+            new.meta = {key: node.meta[key] for key in META if key in node.meta}
+            new.meta["nn_module_stack"] = _moved(_stack(node), region.stack, around)
+        self.shared |= _memory(call, *_nodes(call.args[0]))
+        if step != LAST:
+            self.asking = (its.stack, region.stack, around)
+            self.lent |= _memory(call)
+        else:
+            self.asking, self.shared = None, set()
+        return [self._read(node) for node in its.made]
+
+    def _read(self, old: fx.Node) -> Any:
+        return self.env[old] if old in self.env else self.builder.env[old]
+
+
+def _drop_unread(graph: fx.Graph, builder: Builder) -> None:
+    """Drops what nothing reads any more: a call was given it, and its block has no use for it."""
+    for node in reversed(graph.nodes):
+        new = builder.env.get(node)
+        if node.op != "call_function" or not node.users or not isinstance(new, fx.Node) or new.users:
+            continue
+        if not writes(new):
+            builder.graph.erase_node(new)
+            builder.env[node] = None
+
+
+def _first(node: Any) -> fx.Node:
+    """The parameter or buffer itself, of what an operator returned that wrote into it, or had nothing to convert.
+
+    Raises:
+        Entangled: it is neither: the block was called with others than its own.
+    """
+    while writes(node) or (operator_name(node) in SAME and _memory(node) == _memory(node.args[0])):
+        node = node.args[0]
+    if node.op != "placeholder":
+        raise Entangled
+    return node
+
+
+def _stack(node: fx.Node) -> dict[str, Any]:
+    return node.meta.get("nn_module_stack") or {}
+
+
+def _moved(stack: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """The modules that a node of one call is inside of, in another call."""
+    old, new = (list(around.values())[-1][0] if around else "" for around in (before, after))
+    deeper = _deeper(stack, before)
+    return after | {key: (new + path.removeprefix(old), kind) for key, (path, kind) in deeper.items()}
+
+
+def _expect_apart(region: Region) -> None:
+    """Raises Entangled if what a call made, or wrote into, lies in memory that was there before."""
+    inside = set(region.nodes)
+    before = _memory(*(n for node in inside for n in node.all_input_nodes if n not in inside))
+    within = {node for node in inside if not _memory(node) & before}
+    written = [node for node in inside if writes(node)]
+    asked = [node for step, its in region.steps.items() for node in its.made if step != LAST]
+    made = region.steps[LAST].made
+    if not within >= {*asked, *made} or any(set(node.all_input_nodes[:1]) - within - {*region.own} for node in written):
+        raise Entangled
+    lies = [_memory(*asked), *map(_memory, made)]  # What it asks with may be parts of one: nobody writes into them.
+    if len(set().union(*lies)) < sum(map(len, lies)):
+        raise Entangled
+
+
+def _deeper(stack: dict[str, Any], around: dict[str, Any]) -> dict[str, Any]:
+    """The modules that a node is inside of beyond those around it."""
+    return dict(list(stack.items())[len(around) :])
+
+
+def _nodes(argument: Any) -> list[fx.Node]:
+    """The nodes in an argument."""
+    found: list[fx.Node] = []
+    fx.map_arg(argument, found.append)
+    return found
+
+
+def _memory(*nodes: fx.Node) -> set[int]:
+    """The storages that the tensors of these nodes lie in."""
+    values = [node.meta.get("val") for node in nodes]
+    flat = [x for value in values for x in (value if isinstance(value, tuple | list) else [value])]
+    return {x.untyped_storage()._cdata for x in flat if isinstance(x, torch.Tensor)}

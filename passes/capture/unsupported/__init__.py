@@ -1,0 +1,1 @@
+"""What no graph can have: found, and said in the user's terms."""

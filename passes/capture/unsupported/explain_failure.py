@@ -1,0 +1,50 @@
+"""The exporter's complaint about a model as an Error: the user's line, and what to change."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from autotp.errors import Error
+from autotp.passes.capture.unsupported.tensor_values import reads_values, refused
+from autotp.source_location import user_line
+
+
+def raised_plainly(flat: nn.Module, given: Sequence[Any], mode: FakeTensorMode) -> Exception | None:
+    """What the model raises on inputs of exactly these sizes, if anything: there no symbols stand for sizes."""
+    try:
+        with mode:
+            flat(*given)
+    except Exception as error:
+        return error
+    return None
+
+
+def explained(error: Exception, plain: Exception | None, model: nn.Module) -> Error:
+    """The exporter's complaint, with the user's line and what to change."""
+    if reads_values(error):
+        return refused(error, model)
+    shown = plain or error
+    if "fake impl" in str(shown) or "UnsupportedOperator" in type(shown).__name__:
+        return Error(
+            "the model calls an operator that does not say what shape it returns",
+            at=user_line(traceback.extract_tb(shown.__traceback__)),
+            **{"try": "torch.library.register_fake, on the operator"},
+        )
+    if "HigherOrderOp" in type(shown).__name__:
+        return Error(
+            "the model calls an operator that takes functions (cond, while_loop, scan)",
+            at=user_line(traceback.extract_tb(shown.__traceback__)),
+            **{"try": "torch.where of what both branches compute, or a loop of Python as long as shapes say"},
+        )
+    kind, text = type(shown).__name__, str(shown).strip()
+    at = user_line(traceback.extract_tb(shown.__traceback__))
+    return Error(
+        f"the model does not run on these inputs: {kind}: {text.splitlines()[0] if text else ''}".rstrip(": "),
+        **({"at": at} if at != "?" else {}),
+        **{"try": "arguments that the original model accepts; example_inputs={...}, if you gave none"},
+    )

@@ -1,0 +1,73 @@
+"""What the exporter would drop from a graph without a word is kept, or refused: gradients of the model's own.
+
+A captured graph is differentiated by autograd, operator by operator. A `torch.autograd.Function`'s backward is put into
+it (`autotp/functions.py`); a hook on a gradient and inference mode are not in it, and are refused: with them gone the
+gradients would be wrong, and nobody would know.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from autotp.errors import Error
+from autotp.passes.capture import autograd_functions as functions
+from autotp.source_location import user_line
+
+HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+
+
+@contextmanager
+def nothing_lost(model: nn.Module) -> Iterator[None]:
+    """A region in which `model` runs, and what a graph of it would lose is an Error.
+
+    Checkpointing is not lost: what it recomputes is run as it is.
+    """
+    _expect_no_backward_hooks(model)
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def applied(function: type, *args: Any, **kwargs: Any) -> Any:
+        if function is CheckpointFunction:
+            run, _, *given = args
+            return run(*given)
+        real = apply.__get__(None, function)
+        if function.__module__ == "torch._library.autograd":  # what is behind an operator, which the graph has
+            return real(*args, **kwargs)
+        return functions.apply(function, args)
+
+    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment,method-assign]
+    try:
+        with _Watch():
+            yield
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+
+
+class _Watch(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in HOOKS:
+            raise _lost("a hook on a tensor", "an operator whose gradient is what the hook makes of it")
+        if torch.is_inference_mode_enabled():
+            raise _lost("torch.inference_mode", "torch.no_grad()")
+        return func(*args, **(kwargs or {}))
+
+
+def _lost(what: str, instead: str) -> Error:
+    at = user_line(traceback.extract_stack())
+    return Error(f"{what} would be lost: a graph of the model does not have it", at=at, **{"try": instead})
+
+
+def _expect_no_backward_hooks(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise Error(
+                f"the backward hook on `{name or 'the model'}` would be lost: a graph of the model does not have it",
+                **{"try": "remove it, or register it on what autotp.parallelize returns"},
+            )

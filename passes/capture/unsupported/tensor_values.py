@@ -1,0 +1,52 @@
+"""What a model does with the values of a tensor, which no graph has: which of it torch lacks, and the ways out."""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+from torch import nn
+
+from autotp.errors import Error
+from autotp.source_location import user_line
+
+OPERATOR = "torch.library.custom_op with register_fake and register_autograd, and autotp.rule"
+LOOP = r"for .* in |while "
+NUMBER = r"\.item\(|\.tolist\(|\bint\(|\bfloat\(|\blen\(|\brange\("
+
+
+def reads_values(error: Exception) -> bool:
+    """True for the exporter's complaint that a value is not known."""
+    return "DataDependent" in type(error).__name__ or "data-dependent" in str(error)
+
+
+def refused(error: Exception, model: nn.Module) -> Error:
+    """The Error of a model that reads a tensor's values: by the line that does, a loop, a number or a branch."""
+    at = user_line(traceback.extract_tb(error.__traceback__))
+    code = at.partition("  ")[2]
+    if "expert" in code and _loops_over_experts(model):
+        what = "the model loops over the experts that are hit: torch.export has no loop that is as long as values say"
+        return Error(what, at=at, **{"try": 'model.set_experts_implementation("grouped_mm"), which has no loop'})
+    if re.match(LOOP, code) and not re.search(r"\bif\b", code):
+        what = "the model loops as often as the values of a tensor say: torch.export has no such loop"
+        return Error(what, at=at, **{"try": f"do all rounds, and mask with torch.where; or one operator: {OPERATOR}"})
+    if re.search(NUMBER, code) and not re.match(r"(el)?if |assert ", code):
+        what = "the model makes a number of a tensor's values: torch.export knows none, and can decide nothing by it"
+        return Error(
+            what,
+            at=at,
+            **{"try": f"a mask, `torch.arange(n) < lengths[:, None]`; the number as an argument; or {OPERATOR}"},
+        )
+    return Error(
+        "the model branches on the values of a tensor, which one graph cannot do",
+        at=at,
+        **{"try": "choose with torch.where, or branch on shapes and configuration only"},
+    )
+
+
+def _loops_over_experts(model: nn.Module) -> bool:
+    """True for a model of transformers that is told to loop over its experts, and could do otherwise."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return hasattr(model, "set_experts_implementation") and any(
+        getattr(config, "_experts_implementation", None) == "eager" for config in configs
+    )

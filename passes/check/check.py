@@ -1,0 +1,381 @@
+"""check: the type of every value in one rank's graph, and so of its gradient; a graph that does not type is refused.
+
+    Before: c = copy(x); y = linear(c, w); z = linear(gelu(y), v); r = reduce(z); add(r, b)
+    After:  c f32[B, T, 768]{tp}, y f32[B, T, 3072@tp], z f32[B, T, 768]{+tp}, r f32[B, T, 768]
+
+NOTE [What is proved]
+Erasure: without conjugates, and with local numbers made global, the rank's graph is the model's: each of its operators
+is one of the model's on the same operands, random draws in the same order. Typing: every operator reads placements that
+its rule allows, and every conjugate stands between those of its row of the table. Together, on all ranks: the numbers
+and the gradients of one device. Nothing that was planned is looked at; cuts come from the parameters' layouts alone.
+So this file and its own, `proof.py`, `typed.py`, `erase.py` and `part.py`, import nothing of plan, lower and localize.
+On trust are the rules, `infer_axes`, slicing by layouts and the conjugates: these have tests of their own.
+
+NOTE [Why not by local sizes]
+A shard of one row looks like something to broadcast, a shard of none like anything. So axes and shapes are the model's,
+and local sizes are checked against them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.errors import Error
+from autotp.ops import collectives, custom_vjp
+from autotp.ops import parallel_forms as parallel
+from autotp.ops.coalesced import together
+from autotp.passes.check.erase import (
+    BIASED,
+    SPLIT,
+    called,
+    closing,
+    family,
+    is_number,
+    is_ordered,
+    listed,
+    openings,
+    plain,
+    target_name,
+    tensor_operands,
+    valued,
+)
+from autotp.passes.check.local_calls import local_call, local_length, pieces_by_rank
+from autotp.passes.check.proof import Proof
+from autotp.passes.check.replication import MOVES, cut_of, extended, joined, moved, shares, stored
+from autotp.passes.check.types import CONJUGATES, Cut, Typed, cut_factor, moved_leaf, placements
+from autotp.passes.lower.local_sizes import Target
+from autotp.passes.lower.overlap import separate
+from autotp.rules.call import bind, outputs_of
+from autotp.sharding.axis import Axis, find, leaves, touches
+from autotp.sharding.grid import is_full, same_cut
+from autotp.sharding.layout import Layout
+from autotp.sharding.placement import Copied, Partial, Placement, Replicate, Shard
+
+aten = torch.ops.aten
+
+NO_GRADIENT = (aten.detach.default, parallel.peak, custom_vjp.kept)
+"""Operators that no gradient passes."""
+
+
+def check(
+    lowered: fx.Graph,
+    graph: fx.Graph,
+    held: Mapping[str, Layout],
+    trainable: Collection[str],
+    to: Target,
+    local_outputs: Mapping[int, Layout],
+) -> dict[fx.Node, tuple[Typed, ...]]:
+    """The types of all tensors in `lowered`: for each node one for each tensor that it gives.
+
+    Args:
+        lowered: one rank's graph.
+        graph: the model's graph, from which it was made.
+        held: placeholder name -> how the tensor is held; one that is not in it is whole on every rank.
+        trainable: placeholder names of what a gradient may be wanted of: the parameters and the inputs.
+        to: whose graph it is.
+        local_outputs: output position -> the layout of an output that stays cut.
+
+    Raises:
+        Error: the graph does not type; names the node, its source line, the rule, the types expected and got.
+    """
+    proof = _Checking(graph, held, trainable, to, local_outputs)
+    try:
+        apart = separate(lowered)
+    except Exception as error:
+        raise Error(f"rank {to.rank} of {to.tp}: a group of products cannot be taken apart: {error!r}") from error
+    for node in apart.nodes:
+        try:
+            proof.visit(node)
+        except Error:
+            raise
+        except Exception as error:  # Whatever it is, it is no proof.
+            proof.refuse(node, f"cannot be typed: {error!r}", got=called(node))
+    return proof.types
+
+
+Reads = Sequence[tuple[fx.Node, Typed]]
+
+
+class _Checking(Proof):
+    """Proves one node after the other."""
+
+    def visit(self, node: fx.Node) -> None:
+        source: Any = node.args[0] if node.args else None
+        if is_number(node):
+            self.numbers[node] = self.number(node)
+        elif node.target is collectives.share:
+            self._share(node, *node.args)
+        elif node.target is together:
+            self._together(node, *node.args)
+        elif node.target is operator.getitem and source in self.bundles:
+            self.give(node, self.whole[self.bundles[source][node.args[1]]], (self.types[source][node.args[1]],))  # type: ignore[index]
+        elif node.target in CONJUGATES:
+            self._conjugate(node, *node.args)
+        elif node.target in MOVES:
+            self._move(node, node.args[0])
+        elif node in self.opened:
+            self._close(node, self.opened[node])
+        elif (end := closing(node)) is not None:
+            self._open(node, end)
+        elif node.target is operator.getitem and source in self.opened.values():
+            self.give(node, source, (self.types[source][node.args[1]],))  # type: ignore[index]
+        else:
+            self._compute(node)
+
+    # ---- nodes that stand for one of the model's graph
+
+    def _compute(self, node: fx.Node) -> None:
+        """Finds the node that `node` stands for: the next one, or of pure operators one on the same operands."""
+        if node.target in BIASED and len(node.args) == 3:
+            return self._biased(node, *(node.args[i] for i in BIASED[node.target][1]))  # type: ignore[arg-type]
+        if is_ordered(node):
+            return self._stands_for(node, self.model.next())
+        candidates, errors = self.model.on(family(node), *(self.whole[n] for n in tensor_operands(node))), []
+        for model in candidates:
+            try:
+                self._stands_for(node, model)
+                return candidates.remove(model)
+            except Error as error:
+                errors.append(error)
+        raise errors[0] if errors else self._stands_for(node, None)
+
+    def _stands_for(self, node: fx.Node, model: fx.Node | None) -> Any:
+        if model is None or node.op != model.op:
+            self.refuse(node, "is not what the model computes", expected=model and called(model), got=called(node))
+        if node.op in ("placeholder", "get_attr"):
+            self._stored(node, model)
+        elif node.op == "output":
+            self._output(node, model)
+        elif model in self.axes.bound:
+            self._operator(node, model)
+        else:
+            self._other(node, model)
+
+    def _stored(self, node: fx.Node, model: fx.Node) -> None:
+        """A parameter, a buffer, an input, a constant."""
+        if node.target != model.target:
+            self.refuse(node, "is not what the model reads here", expected=model.target)
+        layout = self.held.get(node.name)
+        leaf = self._held(node, model, layout) if layout is not None else None
+        placement: Placement = Replicate() if leaf is None else stored(leaf, layout)
+        if leaf is not None and not any(same_cut(leaf, one) for one in self.cuts):
+            self.cuts.append(leaf)
+        flows = node.name in self.trainable
+        types = (Typed(v.dtype, self.axes.of(model), placement, flows and _is_floating(v)) for v in outputs_of(model))
+        self.give(node, model, tuple(types))
+
+    def _held(self, node: fx.Node, model: fx.Node, layout: Layout) -> Axis | None:
+        """The axis that a layout cuts: the one whose cut gives every rank just these pieces."""
+        dims, shape = self.axes.of(model), tuple(outputs_of(model)[0].shape)
+        if layout.dim is None and layout.shape == shape:
+            return None
+        if layout.dim is not None and layout.shape == shape:
+            leaf = cut_of(self.to, dims[layout.dim], layout.pieces)
+            if leaf is not None:
+                return leaf
+        self.refuse(node, "is not held as one of its axes is cut", expected=listed(dims), got=layout)
+
+    def _output(self, node: fx.Node, model: fx.Node) -> None:
+        for i, (got, expected) in enumerate(zip(node.args[0], model.args[0], strict=True)):  # type: ignore[arg-type]
+            if plain(self.erased(got)) != valued(expected):
+                self.refuse(node, f"returns something else at {i}", expected=expected, got=got)
+            for typed in self.types.get(got, ()):
+                layout, at = self.local_outputs.get(i), typed.cut_dims(typed.leaf)
+                if layout is not None and typed.flows and layout.repeated and type(typed.placement) is Shard:
+                    self.refuse(
+                        node, f"returns at {i} what several ranks have, its gradient counted by each", got=typed
+                    )
+                if layout is None and not typed.fits(Replicate()):
+                    self.refuse_read(node, got, typed, Replicate())
+                if layout is not None and (at != [layout.dim] or self._cut_at(typed, at[0]) != layout.pieces):
+                    self.refuse(node, f"returns at {i} what is not cut as declared", expected=layout, got=typed)
+
+    def _cut_at(self, typed: Typed, dim: int) -> Any:
+        return pieces_by_rank(self.to, typed.dims[dim], typed.leaf) if typed.leaf is not None else None
+
+    def _other(self, node: fx.Node, model: fx.Node) -> None:
+        """A node without a rule: one of several outputs, a number read out of a tensor, the edge of a region."""
+        self._expect_call(node, model.target, bind(model))
+        if outputs_of(model):
+            source: Any = node.args[0]
+            before = source.meta["val"][: node.args[1]]
+            types = self.types[source][sum(isinstance(value, torch.Tensor) for value in before)]
+            return self.give(node, model, (types,))
+        for operand in node.all_input_nodes:
+            for typed in self.types.get(operand, ()):
+                if isinstance(typed.placement, Partial | Shard):
+                    self.refuse_read(node, operand, typed, Replicate())
+        self.whole[node], self.numbers[node] = model, model.meta.get("val", model)
+
+    # ---- operators
+
+    def _is_call(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> bool:
+        """True if `node` calls `target` on these arguments, which are the model's."""
+        return node.target is target and plain(self.erased(bind(node))) == valued(arguments)
+
+    def _expect_call(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> None:
+        if not self._is_call(node, target, arguments):
+            expected = f"{target_name(target)}({', '.join(map(listed, arguments.values()))})"
+            self.refuse(node, "is not this rank's part", expected=expected, got=called(node))
+
+    def _operator(self, node: fx.Node, model: fx.Node) -> None:
+        reads = [(operand, self.types[operand][0]) for operand in tensor_operands(node)]
+        cut = self._cut(node, model, reads)
+        if cut is None or not is_full(cut.leaf):
+            cut = self._new_cut(node, model, cut) or cut
+        self._expect_call(node, *local_call(self.to, self.axes, node, model, cut))
+        self.give(node, model, self._typing(node, model, reads, cut))
+
+    def _biased(self, node: fx.Node, x: fx.Node, w: fx.Node, bias: fx.Node) -> None:
+        """A product with the bias that was put back into it (`passes/biases.py`): product, then sum."""
+        read = {n: (n, self.types[n][0]) for n in (x, w, bias)}
+        for model in self.model.on(BIASED[node.target][0], self.whole[x], self.whole[w]):  # type: ignore[index]
+            for terms in ((model, self.whole[bias]), (self.whole[bias], model)):
+                sums = self.model.on(aten.add.Tensor, *terms)
+                if sums and bind(sums[0])["alpha"] == 1:
+                    factors = [read[x], read[w]]
+                    (made,) = self._typing(node, model, factors, self._cut(node, model, factors))
+                    reads = [(node, made) if term is model else read[bias] for term in terms]
+                    total = sums.pop(0)
+                    return self.give(node, total, self._typing(node, total, reads, self._cut(node, total, reads)))
+        self._stands_for(node, None)
+
+    def _cut(self, node: fx.Node, model: fx.Node, reads: Reads) -> Cut | None:
+        """Along what an operator is cut that reads something cut; None for one that does not."""
+        cuts = [typed.leaf for _, typed in reads if typed.leaf is not None]
+        leaf = (joined(cuts, self.to.tp) or cuts[0]) if cuts else None
+        factor = cut_factor(self.axes.bound[model], leaf) if leaf is not None else None
+        if leaf is not None and factor is None:
+            rule, got = self.axes.bound[model].rule, ", ".join(str(typed) for _, typed in reads)
+            self.refuse(node, "cannot be cut along the axis of what it reads", rule=rule, got=got)
+        return None if leaf is None or factor is None else Cut(leaf, factor)
+
+    def _new_cut(self, node: fx.Node, model: fx.Node, known: Cut | None) -> Cut | None:
+        """Along what an operator is cut that makes a dimension, as zeros and expand do: its local sizes tell.
+
+        Args:
+            known: along what else it is cut, on a part of the ranks.
+        """
+        bound = self.axes.bound[model]
+        made = [factor.axis for factor in bound.factors if not factor.ins and factor.mark != "^"]
+        if known is not None and self._is_call(node, *local_call(self.to, self.axes, node, model, known)):
+            return known
+        if self._is_call(node, model.target, bind(model)):
+            return None
+        for leaf in [*self._cuts_of(made, known), *self._cuts_made(made, known)]:
+            factor = cut_factor(bound, leaf)
+            cut = Cut(leaf, factor) if factor is not None else None
+            if cut is not None and self._is_call(node, *local_call(self.to, self.axes, node, model, cut)):
+                return cut
+        return None
+
+    def _cuts_of(self, made: Sequence[Axis], known: Cut | None) -> list[Axis]:
+        """The cuts of parameters and inputs that go through an axis that is made.
+
+        They come first: local sizes are the same for several cuts of an axis of several leaves (8 heads on 4 ranks, as
+        `2 x 4` the 4, or both by 2), and readers want the one that their other operands have.
+        """
+        return [leaf for leaf in self.cuts if known is None and any(touches(axis, leaf) for axis in made)]
+
+    def _cuts_made(self, made: Sequence[Axis], known: Cut | None) -> Iterator[Axis]:
+        """The cuts of one leaf of an axis that is made, beside what is known to be cut."""
+        for new in [leaf for axis in made for leaf in leaves(axis) if not leaf.size.symbols]:
+            leaf = extended(known.leaf if known else None, new, self.to.tp)
+            if leaf is not None:
+                yield leaf
+
+    def _typing(self, node: fx.Node, model: fx.Node, reads: Reads, cut: Cut | None) -> tuple[Typed, ...]:
+        """The types that an operator gives, if it may read its operands in theirs."""
+        bound = self.axes.bound[model]
+        wants, gives = placements(bound, [typed for _, typed in reads], cut)
+        for (operand, typed), want in zip(reads, wants, strict=True):
+            if not typed.fits(want):
+                self.refuse_read(node, operand, typed, want, rule=bound.rule)
+        flows = model.target not in NO_GRADIENT and any(typed.flows for _, typed in reads)
+        values = zip(outputs_of(model), self.axes.dims[model], gives, strict=True)
+        types = tuple(Typed(v.dtype, dims, placement, flows and _is_floating(v)) for v, dims, placement in values)
+        if model.target is custom_vjp.output:  # A value that is differentiated, and its gradient, which is not.
+            types = replace(types[0], flows=True), replace(types[1], flows=False)
+        for typed in types:
+            if typed.flows and typed.placement == Partial("max"):
+                self.refuse(node, "loses its gradient where it is reduced", rule=bound.rule, got=typed)
+        return types
+
+    # ---- conjugates
+
+    def _conjugate(self, node: fx.Node, x: Any, axis: Any, *rest: Any) -> None:
+        """A row of the table of conjugates, in its place and over the dimension that is cut."""
+        (typed,), kinds = self.types[x], CONJUGATES[node.target]
+        leaf = moved_leaf(typed, *self.erased(rest)) if Shard in kinds else None
+        allowed = {collectives.copy: ([],), collectives.reduce: ([], ["sum"], ["max"])}.get(node.target, ())  # type: ignore[arg-type]
+        if axis != self.to.axis or node.kwargs or (leaf is None and list(rest) not in allowed):
+            self.refuse(node, "does not move along the axis that is cut", got=f"{called(node)} of {typed}")
+        make: dict[type[Placement], Any] = {Shard: lambda: Shard(leaf), Partial: lambda: Partial(*rest[: leaf is None])}  # type: ignore[arg-type]
+        want, give = (make.get(kind, kind)() for kind in kinds)
+        if not typed.fits(want):
+            self.refuse_read(node, x, typed, want)
+        self.give(node, self.whole[x], (replace(typed, placement=give),))
+
+    def _share(self, node: fx.Node, x: Any, axis: Any, dim: Any, ranges: Any) -> None:
+        """What several ranks hold, each of which does a part of the work that reads it."""
+        (typed,) = self.types[x]
+        if node.kwargs or not shares(self.to, typed, axis, dim, ranges):
+            self.refuse(node, "does not sum the gradient of what several ranks hold", got=f"{called(node)} of {typed}")
+        self.give(node, self.whole[x], (replace(typed, placement=Shard(typed.leaf)),))  # type: ignore[arg-type]
+
+    def _together(self, node: fx.Node, xs: Any, axis: Any, where: Any) -> None:
+        """Several of what `copy` and `share` read, as these read it."""
+        found = []
+        for x, at in zip(xs, where, strict=True):
+            (typed,) = self.types[x]
+            whole = at is None and axis == self.to.axis and typed.fits(Replicate())
+            held = at is not None and shares(self.to, typed, axis, *at)
+            if x.op != "placeholder" or node.kwargs or not (whole or held):
+                self.refuse(node, f"does not sum the gradient of `{x}`", got=f"{called(node)} of {typed}")
+            found.append(replace(typed, placement=Shard(typed.leaf) if held else Copied()))  # type: ignore[arg-type]
+        self.bundles[node], self.types[node] = xs, tuple(found)
+
+    def _move(self, node: fx.Node, x: Any) -> None:
+        """A row of the table in `several.py`."""
+        (typed,) = self.types[x]
+        row = moved(self.to, node.target, typed, bind(node))
+        if row is None or node.kwargs:
+            self.refuse(node, "is no move of what this rank has", got=f"{called(node)} of {typed}")
+        if not typed.fits(row[0]):
+            self.refuse_read(node, x, typed, row[0])
+        self.give(node, self.whole[x], (replace(typed, placement=row[1]),))
+
+    def _open(self, node: fx.Node, end: fx.Node) -> None:
+        """A dimension taken apart, so that one part of it can be cut or joined (`passes/exchange.py`)."""
+        x: Any
+        dim: Any
+        x, *rest = node.args
+        sizes, dim = rest if node.target is SPLIT else reversed(rest)
+        (typed,) = self.types[x]
+        for parts in openings(node.target, find(typed.dims[dim])):
+            if plain([local_length(self.to, part, typed.leaf) for part in parts]) == plain(self.erased(sizes)):
+                break
+        else:
+            self.refuse(node, "takes a dimension apart otherwise than its axis", expected=typed, got=called(node))
+        inner = [[part] for part in parts] if node.target is SPLIT else [parts]
+        types = (replace(typed, dims=(*typed.dims[:dim], *axes, *typed.dims[dim + 1 :])) for axes in inner)
+        self.opened[end] = node
+        self.give(node, node, tuple(types))
+
+    def _close(self, node: fx.Node, opening: fx.Node) -> None:
+        """The dimension put together again, all its parts moved alike."""
+        x: Any = opening.args[0]
+        (typed,), moved = self.types[x], [self.types[n][0] for n in node.all_input_nodes if n in self.types]
+        if any(part.placement != moved[0].placement for part in moved):
+            self.refuse(node, "joins parts that were moved differently", got=", ".join(map(str, moved)))
+        self.give(node, self.whole[x], (replace(typed, placement=moved[0].placement),))
+
+
+def _is_floating(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()

@@ -1,0 +1,172 @@
+"""Erasure, for `check`: nodes of a rank's graph and of the model's, their operators and arguments, in the same terms.
+
+rank's  split_with_sizes(x, [3, 3, 3], 2)   family SPLIT, operands [x]
+model's chunk(x, 3, 2)                      family SPLIT, operands [x]
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from autotp.ops import experts as routing
+from autotp.ops import parallel_forms as parallel
+from autotp.passes.check.types import CONJUGATES
+from autotp.rules.call import draws, is_tensor, operand_nodes, outputs_of
+from autotp.sharding.axis import Axis, Size, product
+
+aten = torch.ops.aten
+
+NUMBERS = int | float | torch.SymInt | torch.SymFloat | torch.SymBool
+SPLIT, SLICE = aten.split_with_sizes.default, aten.slice.Tensor
+SDPA = aten.scaled_dot_product_attention.default
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+FORMS: dict[Any, tuple[Any, tuple[str, ...], str]] = {
+    parallel.embedding: (aten.embedding.default, ("weight", "indices", "start", "size", "padding_idx"), ""),
+    parallel.gather: (aten.gather.default, ("self", "dim", "index", "start", "size"), ""),
+    parallel.class_terms: (parallel.class_terms, ("x", "top", "classes", "dim", "start", "size"), ""),
+    parallel.exact_dropout: (aten.dropout.default, ("input", "p"), "exact"),
+    parallel.fast_dropout: (aten.dropout.default, ("input", "p"), "fast"),
+    parallel.exact_attention: (SDPA, _ATTENTION, "exact"),
+    parallel.fast_attention: (SDPA, _ATTENTION, "fast"),
+    routing.dispatch: (routing.dispatch, ("chosen", "number", "grouped", "start", "stop"), ""),
+    routing.counts: (routing.counts, ("chosen", "number", "grouped", "start", "stop"), ""),
+}
+"""A parallel form -> what it is the form of, the arguments it takes over, the randomness it is for."""
+BIASED = {aten.linear.default: (aten.linear.default, (0, 1, 2)), aten.addmm.default: (aten.mm.default, (1, 2, 0))}
+"""A product with a bias -> the bare product, and the places of its operands and of the bias."""
+
+
+class ModelNodes:
+    """The model's graph: the nodes whose order counts; the others by region, operator and operands, in order."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.region, self.ordered = 0, iter([n for n in graph.nodes if is_ordered(n)])
+        self.pure: dict[Any, Any] = {}
+        region, live = 0, _live(graph)
+        for node in graph.nodes:
+            region += is_ordered(node) and not outputs_of(node)
+            if node in live and not is_ordered(node) and not is_number(node):
+                self.pure.setdefault((region, family(node), *tensor_operands(node)), []).append(node)
+
+    def next(self) -> fx.Node | None:
+        """The next node whose order counts; an effect, such as entering an autocast region, begins a region."""
+        node = next(self.ordered, None)
+        self.region += node is not None and not outputs_of(node)
+        return node
+
+    def on(self, name: Any, *operands: fx.Node) -> list[fx.Node]:
+        """The pure operators of this family on these operands that nothing has stood for yet."""
+        return self.pure.get((self.region, name, *operands), [])
+
+
+def _live(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that something needs whose order counts."""
+    live: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if is_ordered(node) or node in live:
+            live.update([node, *node.all_input_nodes])
+    return live
+
+
+def is_ordered(node: fx.Node) -> bool:
+    """True for inputs and outputs, random draws, and calls for their effect."""
+    return node.op != "call_function" or draws(node) or node.meta.get("val") is None
+
+
+def is_number(node: fx.Node) -> bool:
+    """True for a size, and for what is computed from sizes alone."""
+    number = isinstance(node.meta.get("val"), NUMBERS)
+    return number and (node.target is aten.sym_size.int or not any(map(is_tensor, node.all_input_nodes)))
+
+
+def tensor_operands(node: fx.Node) -> list[fx.Node]:
+    """The operands that are tensors, in order; one that a parallel form reads twice is there twice."""
+    if isinstance(node.target, OpOverload):
+        return [operand for operand in operand_nodes(node) if operand is not None]
+    return [arg for arg in node.args if isinstance(arg, fx.Node) and outputs_of(arg)]
+
+
+def family(node: Any) -> Any:
+    """What a node's operator is called in the model's graph, or one name for operators that a cut makes one."""
+    if node.target is operator.getitem:
+        return node.target, node.args[1]
+    packet = getattr(node.target, "overloadpacket", node.target)
+    splits, slices = (aten.split, aten.split_with_sizes, aten.chunk, aten.tensor_split), (aten.slice, aten.narrow)
+    return SPLIT if packet in splits else SLICE if packet in slices else FORMS.get(node.target, (node.target,))[0]
+
+
+def valued(arguments: Any) -> Any:
+    """Arguments of the model's graph, sizes as numbers."""
+    return plain(fx.map_arg(arguments, lambda n: n.meta["val"] if isinstance(n.meta.get("val"), NUMBERS) else n))
+
+
+def plain(value: Any) -> Any:
+    """A form in which arguments of two graphs are equal if they mean the same."""
+    if isinstance(value, torch.SymInt | Size):
+        size = Size.of(value)
+        return size if size.symbols and size.number else size.number
+    if isinstance(value, list | tuple):
+        return tuple(map(plain, value))
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return str(value) if isinstance(value, float | torch.SymFloat | torch.SymBool) else value
+
+
+def target_name(target: Any) -> str:
+    """What a message calls an operator."""
+    return str(target) if isinstance(target, OpOverload | str) else str(target.__name__)
+
+
+def called(node: fx.Node) -> str:
+    """A node's call, for messages: `aten.add.Tensor(x, y)`"""
+    return f"{target_name(node.target)}({', '.join(map(listed, [*node.args, *node.kwargs.values()]))})"
+
+
+def listed(value: Any) -> str:
+    """An argument, for messages: `[s0, 6]`, items as `str` has them."""
+    return f"[{', '.join(map(listed, value))}]" if isinstance(value, list | tuple) else str(value)
+
+
+# ---- a dimension taken apart and put together around a conjugate
+
+
+def closing(node: fx.Node) -> fx.Node | None:
+    """What undoes a split or an unflatten, with nothing but conjugates between; None for other nodes."""
+    args: Any = node.args
+    if node.target is aten.unflatten.int:
+        end = _reader(moved := _after(node))
+        undone = end is not None and end.target is aten.flatten.using_ints and end.args == (moved, args[1], args[1] + 2)
+        return end if undone else None
+    if node.target is not SPLIT or len(args) != 3:
+        return None
+    items = {item.args[1]: item for item in node.users if item.target is operator.getitem}
+    ends = [_after(items.get(i)) for i in range(len(args[1]))]
+    end = _reader(ends[0])
+    undone = end is not None and end.target is aten.cat.default and list(end.args) == [ends, args[2]]
+    return end if undone and len(node.users) == len(ends) and all(_reader(one) is end for one in ends) else None
+
+
+def _after(node: fx.Node | None) -> fx.Node | None:
+    """What a value is once conjugates, and nothing else, have moved it."""
+    reader = _reader(node)
+    return reader if reader is None or reader.target in CONJUGATES else closing(reader)
+
+
+def _reader(node: fx.Node | None) -> fx.Node | None:
+    """The only reader of a value."""
+    return next(iter(node.users)) if node is not None and len(node.users) == 1 else None
+
+
+def openings(target: Any, axis: Axis) -> Iterator[list[Axis]]:
+    """The ways in which an axis can be taken apart: a concatenation into its parts, a product around one of them."""
+    if target is SPLIT and axis.kind == "concat":
+        yield list(axis.parts)
+    if target is not SPLIT and axis.kind == "product":
+        for i, part in enumerate(axis.parts):
+            yield [product(axis.parts[:i]), part, product(axis.parts[i + 1 :])]

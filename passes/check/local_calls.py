@@ -1,0 +1,126 @@
+"""What one rank has of a call of the model's graph, for `check`: found anew from axes and the leaf that is cut alone.
+
+Before: view(x, [b, s, 12, 64]), cut along 12 heads
+After:  view(x, [b, s, 3, 64]), on each of 4 ranks
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from autotp.passes.check.erase import FORMS, SDPA, SLICE, SPLIT, family
+from autotp.passes.check.types import Cut
+from autotp.passes.lower.local_sizes import Target
+from autotp.passes.plan.infer_axes import Axes, Dims
+from autotp.rules.call import bind, outputs_of
+from autotp.rules.table import SIZE_ARGUMENTS
+from autotp.sharding.axis import Axis, Size, find, open_product, touches
+from autotp.sharding.grid import part_of
+from autotp.sharding.layout import Range, ranges
+from autotp.sharding.partition import chunk_size, chunk_start, chunk_stop
+
+
+def local_length(to: Target, axis: Axis, leaf: Axis | None) -> Size:
+    """The length of an axis on this rank where `leaf` is cut."""
+    size = find(axis).size
+    if leaf is None or not touches(axis, leaf):
+        return size
+    if find(leaf).kind == "grid" and not size.symbols:
+        return Size(sum(b - a for a, b in ranges(axis, leaf, to.tp, to.rank)))
+    whole, number = part_of(axis, leaf, to.tp, to.rank)
+    mine = _known(to, chunk_size, leaf) if find(leaf).size.symbols else Size(number)
+    rest = size.divided(whole)
+    if rest is None:
+        raise ValueError(f"{axis} is not whole times {leaf}")
+    return mine * rest
+
+
+def _known(to: Target, what: Callable[..., int], leaf: Axis) -> Size:
+    """Start, stop or length of this rank's part of a leaf, where the graph has computed it."""
+    size = find(leaf).size
+    if not size.symbols:
+        return Size(what(size.number, to.tp, to.rank))
+    if (what, size) not in to.parts:
+        raise ValueError(f"nothing computes this rank's part of {size}")
+    return to.parts[what, size]
+
+
+def pieces_by_rank(to: Target, axis: Axis, leaf: Axis) -> tuple[tuple[Range, ...], ...] | None:
+    """The positions of an axis that each rank holds; None where they depend on the inputs' sizes."""
+    if find(axis).size.symbols:
+        return None
+    return tuple(tuple(ranges(axis, leaf, to.tp, rank)) for rank in range(to.tp))
+
+
+def local_call(to: Target, axes: Axes, node: fx.Node, model: fx.Node, cut: Cut | None) -> tuple[Any, dict[str, Any]]:
+    """The call that computes this rank's part: its target and its arguments."""
+    arguments, target, name = bind(model), model.target, str(model.target).rsplit(".", 1)[0]
+    if cut is None:
+        return target, arguments
+    ins, outs, leaf = axes.bound[model].dims[0], axes.dims[model], cut.leaf
+    if cut.factor.mark == "!":
+        return _form(to, node.target, model.target, arguments, ins, cut)
+    if family(model) is SPLIT:
+        dim = arguments["dim"] % len(ins[0])
+        sizes = [local_length(to, out[dim], leaf) for out in outs]
+        return SPLIT, {"self": arguments["self"], "split_sizes": sizes, "dim": dim}
+    if family(model) is SLICE and touches(ins[0][arguments["dim"]], leaf):
+        return SLICE, _local_slice(to, model, arguments, ins[0], leaf)
+    if name in SIZE_ARGUMENTS:
+        at, out = SIZE_ARGUMENTS[name], outs[0]
+        first = arguments["dim"] % len(ins[0]) if name == "aten.unflatten" else len(out) - len(arguments[at])
+        arguments[at] = [local_length(to, axis, leaf) for axis in out[first : first + len(arguments[at])]]
+    return target, arguments
+
+
+def _local_slice(to: Target, model: fx.Node, arguments: dict[str, Any], dims: Dims, leaf: Axis) -> dict[str, Any]:
+    """A slice of a dimension that is cut takes what the rank holds between its bounds; every k-th place, to the end."""
+    dim, start = arguments["dim"] % len(dims), arguments["start"] or 0
+    if arguments.get("step", 1) != 1:
+        return arguments | {"dim": dim, "start": start, "end": sys.maxsize}
+    pieces = pieces_by_rank(to, dims[dim], leaf) or ()
+    first = max(start + find(dims[dim]).size.number, 0) if start < 0 else start
+    bounds = first, first + outputs_of(model)[0].shape[dim]
+    at = [sum(max(min(b, bound) - a, 0) for a, b in pieces[to.rank]) for bound in bounds]
+    return {"self": arguments["self"], "dim": dim, "start": at[0], "end": at[1], "step": 1}
+
+
+def _form(
+    to: Target, form: Any, target: Any, arguments: dict[str, Any], ins: Sequence[Dims], cut: Cut
+) -> tuple[Any, dict[str, Any]]:
+    """The call of a parallel form, by position; one that no graph has where `form` is not the right one."""
+    of, names, only = FORMS.get(form, (None, (), ""))
+    if of is not target or only not in ("", to.randomness) or not arguments.get("train", True):
+        return f"a parallel form of {target}", {}
+    axis, leaf = ins[0][arguments.get("dim", 0)] if cut.factor.ins else cut.factor.axis, cut.leaf
+    start = _start(to, axis, leaf)
+    length = local_length(to, axis, leaf) if start is not None else Size(0)
+    arguments |= {"start": start, "stop": Size((start or 0) + length.number), "size": find(axis).size.number}
+    given = [arguments[name] for name in names]
+    if only:
+        drawn = ins[0] if of is not SDPA else (*ins[0][:-1], ins[1][-2])
+        given += [to.rank] if only == "fast" else _mask(to, drawn, leaf)
+    return form, dict(zip(inspect.signature(form).parameters, given, strict=False))  # `fresh` comes later
+
+
+def _start(to: Target, axis: Axis, leaf: Axis) -> int | None:
+    """Where this rank's rows start, if they are in one piece."""
+    pieces = pieces_by_rank(to, axis, leaf)
+    if pieces is None or len(pieces[to.rank]) > 1:
+        return None
+    return pieces[to.rank][0][0] if pieces[to.rank] else find(axis).size.number
+
+
+def _mask(to: Target, dims: Dims, leaf: Axis) -> list[Any]:
+    """The shape of one device's mask, the axis that is cut opened; its dimension; what this rank keeps of it."""
+    (dim,) = (d for d, axis in enumerate(dims) if touches(axis, leaf))
+    sizes, opened = [find(axis).size for axis in dims], open_product(dims[dim], leaf)
+    if opened is None:
+        return [sizes, dim, (pieces_by_rank(to, dims[dim], leaf) or ())[to.rank]]
+    mine = _known(to, chunk_start, leaf), _known(to, chunk_stop, leaf)
+    return [[*sizes[:dim], opened[0], find(leaf).size, opened[1], *sizes[dim + 1 :]], dim + 1, (mine,)]

@@ -1,0 +1,96 @@
+"""What `check` has proved of a rank's graph so far: the type of every value, and how it says what is wrong.
+
+x f32[B, T@tp, 768]        known: its type, the model's value of which it is this rank's part, what T@tp is called
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from autotp.errors import Error
+from autotp.passes.check.erase import ModelNodes, called, listed, plain
+from autotp.passes.check.local_calls import local_length
+from autotp.passes.check.types import Typed
+from autotp.passes.lower.local_sizes import PARTS, Target
+from autotp.passes.plan.infer_axes import infer_axes
+from autotp.rules.call import outputs_of
+from autotp.sharding.axis import ONE, Axis, Size, find, touches
+from autotp.sharding.partition import chunk_size
+from autotp.sharding.placement import Placement
+from autotp.source_location import line_of
+
+aten = torch.ops.aten
+
+
+class Proof:
+    """What has been proved of a rank's nodes so far."""
+
+    def __init__(self, graph: fx.Graph, held: Any, trainable: Any, to: Target, local_outputs: Any) -> None:
+        self.held, self.trainable, self.local_outputs = held, trainable, local_outputs
+        self.to = replace(to, parts={})
+        self.axes = infer_axes(graph)
+        self.model = ModelNodes(graph)
+        self.types: dict[fx.Node, tuple[Typed, ...]] = {}
+        self.whole: dict[fx.Node, fx.Node] = {}  # The node of the model's graph whose value, or part of it, this is.
+        self.numbers: dict[fx.Node, Any] = {}
+        self.bundles: dict[Any, Any] = {}  # What reads several parameters at once -> these.
+        self.cuts: list[Axis] = []  # What parameters and inputs are cut along, each once.
+        self.opened: dict[fx.Node, fx.Node] = {}  # What puts a value together again -> what took it apart.
+
+    def give(self, node: fx.Node, whole: fx.Node, types: tuple[Typed, ...]) -> None:
+        """Remembers what was proved of a node, if the example values that it carries agree."""
+        for value, typed in zip(outputs_of(node), types, strict=True):
+            self._learn_part(node, value, typed)
+            shape = [local_length(self.to, axis, typed.leaf) for axis in typed.dims]
+            if plain(list(value.shape)) != plain(shape) or value.dtype != typed.dtype:
+                self.refuse(node, f"is not this rank's {typed}", expected=listed(shape), got=listed(value.shape))
+        self.types[node], self.whole[node] = types, whole
+
+    def refuse(self, node: fx.Node, problem: str, **facts: Any) -> NoReturn:
+        where = f"rank {self.to.rank} of {self.to.tp}: `{node}` "
+        raise Error(where + problem, **{label: str(fact) for label, fact in facts.items()}, at=line_of(node))
+
+    def refuse_read(self, node: fx.Node, operand: fx.Node, typed: Typed, want: Placement, **facts: Any) -> NoReturn:
+        expected, got = (f"{type(t.placement).__name__} {t}" for t in (replace(typed, placement=want), typed))
+        self.refuse(node, f"reads `{operand}`", **facts, expected=expected, got=got)
+
+    def number(self, node: fx.Node) -> Any:
+        """A size, or what is computed from sizes."""
+        if node.target in PARTS:
+            return self._part(node, node.target, *self.erased(node.args))
+        if node.target is not aten.sym_size.int:
+            return node.target(*self.erased(node.args), **self.erased(node.kwargs))  # type: ignore[operator]
+        x, dim = node.args
+        (typed,), size = self.types[x], self.whole[x].meta["val"].shape[dim]  # type: ignore[index]
+        if typed.leaf is not None and touches(typed.dims[dim], typed.leaf):  # type: ignore[index]
+            self.refuse(node, f"reads from `{x}` a size that is cut", got=typed)
+        return size
+
+    def _part(self, node: fx.Node, what: Any, whole: Any, *where: Any) -> Any:
+        """What a graph computes of this rank's part of a symbolic length: a size that nothing else is."""
+        if where != (self.to.tp, self.to.rank):
+            self.refuse(node, "is not of this rank's part", expected=(self.to.tp, self.to.rank), got=called(node))
+        self._name_part(node, what, Size.of(whole), Size.of(node.meta["val"]))
+        return node.meta["val"]
+
+    def _learn_part(self, node: fx.Node, value: torch.Tensor, typed: Typed) -> None:
+        """The first value that is cut along a symbolic length tells what the graph calls this rank's part of it."""
+        size = find(typed.leaf).size if typed.leaf is not None else ONE
+        if size.symbols and (chunk_size, size) not in self.to.parts:
+            (dim,) = typed.cut_dims(typed.leaf)
+            rest = find(typed.dims[dim]).size.divided(size) or ONE
+            self._name_part(node, chunk_size, size, Size.of(value.shape[dim]).divided(rest) or ONE)
+
+    def _name_part(self, node: fx.Node, what: Any, whole: Size, part: Size) -> None:
+        known = self.to.parts.setdefault((what, whole), part)
+        others = {whole, *(size for key, size in self.to.parts.items() if key != (what, whole))}
+        if known != part or part in others or part.number != 1 or len(part.symbols) != 1:
+            self.refuse(node, "has a part of its own of what is cut", expected=known, got=part)
+
+    def erased(self, value: Any) -> Any:
+        """Arguments in terms of the model's graph: values as its nodes, sizes as numbers."""
+        return fx.map_arg(value, lambda n: self.numbers[n] if n in self.numbers else self.whole[n])

@@ -1,0 +1,117 @@
+"""Where several ranks hold the same, for `check`: grids found anew from layouts, and the moves that such values make.
+
+share        Held -> Shard            take     Copied -> Shard
+first        Shard -> Held            place    Shard -> Partial
+first        Copied -> Replicate
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from autotp.ops import parallel_forms as parallel
+from autotp.passes.check.local_calls import pieces_by_rank
+from autotp.passes.check.types import Typed
+from autotp.passes.lower.local_sizes import Target
+from autotp.sharding.axis import Axis, find, holds, leaves
+from autotp.sharding.grid import all_grids, grid, same_cut, slices_of
+from autotp.sharding.layout import Layout, Range
+from autotp.sharding.placement import Copied, Held, Partial, Placement, Replicate, Shard
+
+MOVES = (parallel.take, parallel.place, parallel.first)
+"""Functions that change a placement and send nothing."""
+Pieces = tuple[tuple[Range, ...], ...]
+
+
+def cut_of(to: Target, axis: Axis, pieces: Pieces) -> Axis | None:
+    """The leaf, or the grid, whose cut gives every rank just these pieces of an axis."""
+    for leaf in leaves(axis):
+        if holds(axis, leaf) and pieces_by_rank(to, axis, leaf) == pieces:
+            return leaf
+    for one in all_grids((leaf for leaf in leaves(axis) if not leaf.size.symbols), to.tp):
+        if holds(axis, one) and pieces_by_rank(to, axis, one) == pieces:
+            return one
+    return None
+
+
+def stored(leaf: Axis, layout: Layout) -> Placement:
+    """The placement of a parameter that is held so."""
+    return Held(leaf) if layout.repeated else Shard(leaf)
+
+
+def joined(cuts: Iterable[Axis], tp: int) -> Axis | None:
+    """One cut that all of these are a part of; None where two cut one leaf differently."""
+    cuts = list(cuts)
+    if not any(find(leaf).kind == "grid" for leaf in cuts):
+        return cuts[0] if cuts and all(same_cut(cuts[0], leaf) for leaf in cuts) else None
+    found: dict[int, tuple[Axis, int, int]] = {}
+    for leaf, parts, run in (one for cut in cuts for one in slices_of(cut, tp)):
+        if found.setdefault(id(find(leaf)), (leaf, parts, run))[1:] != (parts, run):
+            return None
+    slices = sorted(found.values(), key=lambda one: -one[2])
+    at = tp
+    for _, parts, run in slices:  # Each slice is a factor of the ranks of its own.
+        if parts * run > at:
+            return None
+        at = run
+    return grid(slices, tp)
+
+
+def extended(leaf: Axis | None, made: Axis, tp: int) -> Axis | None:
+    """The cut that also cuts `made`, on the factor of the ranks that `leaf` leaves; None where it leaves none."""
+    if leaf is None:
+        return made
+    slices = slices_of(leaf, tp)
+    if len(slices) != 1 or slices[0][1] == tp:
+        return None
+    _, parts, run = slices[0]
+    new = (made, run, 1) if run > 1 else (made, tp // parts, parts)
+    return grid(sorted([*slices, new], key=lambda one: -one[2]), tp)
+
+
+def moved(to: Target, target: Any, typed: Typed, arguments: Mapping[str, Any]) -> tuple[Placement, Placement] | None:
+    """The placements that a move reads and gives; None where it is not this rank's."""
+    dim = arguments["dim"]
+    if target is parallel.take:
+        leaf = cut_of(to, typed.dims[dim], arguments["pieces"])
+        return (Copied(), Shard(leaf)) if leaf is not None and arguments["rank"] == to.rank else None
+    if typed.leaf is None:
+        mine = None if to.rank == 0 else ()
+        return (Copied(), Replicate()) if target is parallel.first and arguments["ranges"] == mine else None
+    layout = _layout(to, typed, dim)
+    if layout is None or arguments["ranges"] != (first := tuple(layout.first(to.rank))):
+        return None
+    if target is parallel.first:
+        return Shard(typed.leaf), Held(typed.leaf)
+    placed = (
+        arguments["places"] == tuple(layout.places(to.rank, list(first))) and arguments["size"] == layout.shape[dim]
+    )
+    return (Shard(typed.leaf), Partial()) if placed else None
+
+
+def shares(to: Target, typed: Typed, axis: str, dim: int, ranges: tuple[Range, ...]) -> bool:
+    """True if a `share` sums what several ranks hold, and over just those that hold it."""
+    layout = _layout(to, typed, dim) if type(typed.placement) is Held else None
+    if layout is None or ranges != tuple(layout.shared(to.rank)):
+        return False
+    name, _, run = axis.partition("/")
+    count = int(run or to.tp)
+    group = range(to.rank // count * count, to.rank // count * count + count)
+    places = [layout.places(rank, layout.shared(rank)) for rank in group]
+    alone = [rank for rank in range(to.tp) if rank not in group]
+    outside = any(_meet(places[0], list(layout.pieces[rank])) for rank in alone)
+    return name == to.axis and all(place == places[0] for place in places) and not outside
+
+
+def _meet(a: list[Range], b: list[Range]) -> bool:
+    return any(max(x[0], y[0]) < min(x[1], y[1]) for x in a for y in b)
+
+
+def _layout(to: Target, typed: Typed, dim: int) -> Layout | None:
+    """How a value is cut, where that is in one dimension of a known length."""
+    assert typed.leaf is not None
+    if typed.cut_dims(typed.leaf) != [dim] or (pieces := pieces_by_rank(to, typed.dims[dim], typed.leaf)) is None:
+        return None
+    sizes = tuple(find(axis).size.number if not find(axis).size.symbols else -1 for axis in typed.dims)
+    return Layout(sizes, dim, pieces)

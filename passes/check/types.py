@@ -1,0 +1,135 @@
+"""The types of `check`: what one is, and which of them operators and conjugates read and give.
+
+    linear reads x f32[B, T, 768]{tp}, w f32[3072@tp, 768]
+    and gives    y f32[B, T, 3072@tp]
+
+NOTE [No gradient, no difference]
+Replicate and Copied are the same number on every rank and differ in the gradient. A value that has none is either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autotp.ops import collectives
+from autotp.passes.plan.infer_axes import Bound, Dims, Factor
+from autotp.sharding.axis import Axis, Size, find, holds, touches
+from autotp.sharding.grid import grid, slices_of
+from autotp.sharding.placement import Copied, Held, Partial, Placement, Replicate, Shard
+
+CONJUGATES: dict[Any, tuple[type[Placement], type[Placement]]] = {
+    collectives.copy: (Replicate, Copied),
+    collectives.reduce: (Partial, Replicate),
+    collectives.scatter: (Replicate, Shard),
+    collectives.gather: (Shard, Replicate),
+    collectives.all_gather: (Shard, Copied),
+    collectives.reduce_scatter: (Partial, Shard),
+    collectives.share: (Held, Shard),
+}
+"""The placements that each conjugate reads and gives."""
+
+
+@dataclass(frozen=True)
+class Typed:
+    """The type of one tensor of a rank's graph.
+
+    Attributes:
+        dtype: its dtype.
+        dims: the axes of its dimensions.
+        placement: which part of the whole value it is.
+        flows: a gradient may flow through it.
+    """
+
+    dtype: torch.dtype
+    dims: Dims
+    placement: Placement
+    flows: bool
+
+    @property
+    def leaf(self) -> Axis | None:
+        """The axis that is cut, or None."""
+        return self.placement.axis if isinstance(self.placement, Shard) else None
+
+    def cut_dims(self, leaf: Axis | None) -> list[int]:
+        """The dimensions that have `leaf` anywhere."""
+        return [d for d, axis in enumerate(self.dims) if leaf is not None and touches(axis, leaf)]
+
+    def fits(self, want: Placement) -> bool:
+        """True if this can be read as `want`. See NOTE [No gradient, no difference]."""
+        same = (Replicate(), Copied())
+        return self.placement == want or (not self.flows and self.placement in same and want in same)
+
+    def __str__(self) -> str:
+        sizes = [f"{find(a).size}{'@tp' * (d in self.cut_dims(self.leaf))}" for d, a in enumerate(self.dims)]
+        dtype = str(self.dtype).removeprefix("torch.").replace("float", "f").replace("int", "i")
+        return f"{dtype}[{', '.join(sizes)}]{str(self.placement) * (self.leaf is None)}"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What an operator is cut along: the leaf, and the factor that has it."""
+
+    leaf: Axis
+    factor: Factor
+
+
+def placements(bound: Bound, types: list[Typed], cut: Cut | None) -> tuple[list[Placement], list[Placement]]:
+    """The placements that an operator reads and gives, cut or whole."""
+    n_outs = len(bound.rule.outs)
+    if cut is not None and find(cut.leaf).kind == "grid":
+        return _on_grid(bound, cut)
+    if cut is not None:
+        shard, lost = Shard(cut.leaf), Partial(bound.rule.reducer)
+        wants: list[Placement] = [shard if i in cut.factor.ins else Copied() for i in range(len(types))]
+        return wants, [shard if i in cut.factor.outs else lost for i in range(n_outs)]
+    partial = frozenset(i for i, typed in enumerate(types) if typed.placement == Partial())
+    if partial in bound.rule.linear:
+        return [Partial() if i in partial else Copied() for i in range(len(types))], [Partial()] * n_outs
+    copied = not bound.rule.exact and any(typed.flows and typed.placement == Copied() for typed in types)
+    kind: Placement = Copied() if copied else Replicate()
+    return [kind] * len(types), [kind] * n_outs
+
+
+def _on_grid(bound: Bound, cut: Cut) -> tuple[list[Placement], list[Placement]]:
+    """What has none of a grid's leaves is the same on every rank; the others are cut by those that they have."""
+    lost: Placement = Partial(bound.rule.reducer) if cut.factor.summed else Copied()
+    sides = zip(bound.dims, (cut.factor.ins, cut.factor.outs), (Copied(), lost), strict=True)
+    found = [
+        [Shard(restricted(cut.leaf, dims)) if i in places else other for i, dims in enumerate(terms)]
+        for terms, places, other in sides
+    ]
+    return found[0], found[1]
+
+
+def restricted(leaf: Axis, dims: Dims) -> Axis:
+    """What of a cut is in a value of these dimensions."""
+    if find(leaf).kind != "grid":
+        return leaf
+    tp = find(leaf).tp
+    return grid([one for one in slices_of(leaf, tp) if any(touches(axis, one[0]) for axis in dims)], tp)
+
+
+def cut_factor(bound: Bound, leaf: Axis) -> Factor | None:
+    """The factor along which an operator can be cut, the leaf in one dimension at most of each operand and output."""
+    factor = bound.cuttable(leaf)
+    if find(leaf).kind == "grid":
+        return factor
+    for places, terms in zip((factor.ins, factor.outs) if factor else (), bound.dims, strict=False):
+        for i, dims in enumerate(terms):
+            has = [d for d, axis in enumerate(dims) if touches(axis, leaf)]
+            if has != [places[j] for j in (i,) if j in places] or not all(holds(dims[d], leaf) for d in has):
+                return None
+    return factor
+
+
+def moved_leaf(typed: Typed, dim: int, size: Any, block: int = 1) -> Axis | None:
+    """The leaf that a conjugate cuts or joins: the outermost of its dimension, in blocks of the rest of it."""
+    axis = outermost = find(typed.dims[dim])
+    while outermost.kind == "product":
+        outermost = find(outermost.parts[0])
+    blocks = axis.size == Size.of(size) and axis.size.divided(outermost.size) == Size(block)
+    alone = typed.cut_dims(outermost) == [dim % len(typed.dims)]
+    return outermost if blocks and alone and holds(axis, outermost) else None

@@ -1,0 +1,49 @@
+"""bind: a lowered graph names its mesh axis and the device it was captured on; here it gets the real ones.
+
+Before: reduce(x, "tp"); arange(n, device="cpu")       After: reduce(x, "5"); arange(n, device="cuda:1")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import fx
+
+from autotp.diagnostics.lockstep import COLLECTIVES
+from autotp.ops.custom_vjp import Vjp
+from autotp.passes.capture.capture import DEVICE
+from autotp.passes.emit.in_place import WRITES, fresh, written
+
+CAPTURED = torch.device(DEVICE)
+
+
+def bind(
+    graph: fx.Graph,
+    device: torch.device,
+    groups: Mapping[str, str | None],
+    owned: Collection[str] = (),
+    reuse: bool = True,
+) -> fx.Graph:
+    """A copy of `graph` for `device`, its axis names replaced by process group names.
+
+    Args:
+        owned: placeholder names of the inputs that it may write to.
+        reuse: whether operators may write over what nobody else reads.
+    """
+    bound, in_place, into_input = fx.Graph(), fresh(graph) if reuse else set(), written(graph, owned)
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        new = bound.node_copy(node, lambda old: env[old])
+        env[node] = new
+        new.args = fx.node.map_aggregate(new.args, lambda a: device if a == CAPTURED else a)
+        new.kwargs = fx.node.map_aggregate(new.kwargs, lambda a: device if a == CAPTURED else a)
+        if isinstance(node.target, Vjp):
+            new.target = node.target.on(bind(node.target.graph, device, groups, reuse=False))
+        if node.target in COLLECTIVES and node.args[1] in groups:
+            new.args = (new.args[0], groups[str(node.args[1])], *new.args[2:])
+        if node in into_input:
+            new.target = WRITES[node.target]
+        if node in in_place:
+            new.kwargs = {"fresh": True}
+    return bound

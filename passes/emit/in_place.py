@@ -1,0 +1,90 @@
+"""reuse: the operators that may write over what they read, because nobody else reads it.
+
+    Before: p = reduce(linear(x, w), "tp")        After: p = reduce(linear(x, w), "tp", fresh=True)
+    Before: c = copy(x, "tp"); linear(c, w)       After: c = copy(x, "tp", fresh=True): so is its gradient
+    Before: class_terms(linear(x, w), m, t)       After: class_terms(linear(x, w), m, t, fresh=True)
+    Before: index_copy(cache, 2, at, keys)        After: index_copy_(cache, 2, at, keys): the caller wants it changed
+
+Products and sums do not keep their result for backward, and a product's gradient is a new tensor. If that were ever
+wrong, autograd would say so: it counts the writes to what it has saved.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.ops import collectives
+from autotp.ops import parallel_forms as parallel
+from autotp.ops.overlapped_linear import columns
+from autotp.source_location import block_of
+
+aten = torch.ops.aten
+PRODUCTS = {aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default}
+NEW = {*PRODUCTS, aten.addmm.default, parallel.embedding, parallel.class_terms}
+LOGITS = {*PRODUCTS, aten.addmm.default, aten.add.Tensor}
+VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints}
+
+
+def fresh(graph: fx.Graph) -> set[fx.Node]:
+    """The `copy`, `reduce` and `class_terms` nodes of a lowered graph that may work in place.
+
+    What another block made is left alone: where blocks are gathered one by one, a hook hangs on what each returns.
+    """
+    found = set()
+    for node in graph.nodes:
+        if any(block_of(n) != block_of(node) for n in node.all_input_nodes[:1]) and node.target is not collectives.copy:
+            continue
+        if node.target is collectives.reduce and len(node.args) == 2 and _is_new(node.args[0]):
+            found.add(node)
+        if node.target is collectives.copy and _gradient_is_new(node):
+            found.add(node)
+        if node.target is parallel.class_terms and _is_new(node.args[0], LOGITS, 2):
+            found.add(node)
+    return found
+
+
+WRITES = {aten.index_copy.default: aten.index_copy_.default}
+
+
+def written(graph: fx.Graph, owned: Collection[str]) -> set[fx.Node]:
+    """The nodes that may write into an input: one whose new value is what the caller is to find in it.
+
+    Args:
+        owned: placeholder names of such inputs.
+    """
+    found = (node for node in graph.nodes if node.target in WRITES)
+    return {n for n in found if n.args[0].op == "placeholder" and n.args[0].name in owned and _count(n.args[0]) == 1}
+
+
+def _is_new(node: fx.Node, makers: Collection[Any] = NEW, readers: int = 1) -> bool:
+    """True for a value that one operator has just made and nobody else reads, views of it included.
+
+    Args:
+        readers: how many readers it has; `class_terms` has its maximum read before it.
+    """
+    while node.target in VIEWS and _count(node) == readers:
+        node, readers = node.args[0], 1  # type: ignore[assignment]
+    return (node.target in makers or _is_item(node)) and _count(node) == readers
+
+
+def _is_item(node: fx.Node) -> bool:
+    """True for one of the products that are one operator."""
+    return node.target is operator.getitem and node.args[0].target is columns  # type: ignore[union-attr]
+
+
+def _count(node: fx.Node) -> int:
+    """How many read a value's elements, not its sizes only."""
+    return len([user for user in node.users if user.target is not aten.sym_size.int])
+
+
+def _gradient_is_new(node: fx.Node) -> bool:
+    """True if every reader sends back a tensor of its own."""
+    readers = list(node.users)
+    while len(readers) == 1 and readers[0].target in VIEWS:
+        readers = list(readers[0].users)
+    return bool(readers) and all(reader.target in PRODUCTS for reader in readers)

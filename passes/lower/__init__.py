@@ -1,0 +1,1 @@
+"""A planned graph -> the graph of one rank, with a conjugate wherever placements differ."""

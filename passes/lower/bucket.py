@@ -1,0 +1,49 @@
+"""bundle: the parameters of a block that are read in copy are read so together, and their gradients summed together.
+
+    Before: c = copy(w, "tp"); norm(x, c); d = copy(v, "tp"); norm(y, d)
+    After:  t = together((w, v), "tp", (None, None)); norm(x, t[0]); norm(y, t[1])
+
+One exchange a block, axis and dtype, and not one a parameter: what some ranks hold (`share`) is summed among these.
+What is before the blocks and what is behind them are two, for they may be stages of a pipeline.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx
+
+from autotp.ops.coalesced import together
+from autotp.ops.collectives import copy, share
+from autotp.passes.builder import Builder, fake_mode_of
+from autotp.source_location import block_of
+
+
+def bundle(graph: fx.Graph) -> fx.Graph:
+    """The same function, with one conjugate for all parameters of a block, an axis and a dtype."""
+    bundles: dict[Any, list[fx.Node]] = {}
+    behind = False
+    for node in graph.nodes:
+        behind = behind or bool(node.op == "call_function" and block_of(node))
+        if node.target in (copy, share) and node.args[0].op == "placeholder":
+            bundles.setdefault((block_of(node) or behind, node.args[1], node.meta["val"].dtype), []).append(node)
+    several = [nodes for nodes in bundles.values() if len(nodes) > 1]
+    first, inside = {nodes[0]: nodes for nodes in several}, {node for nodes in several for node in nodes}
+    builder = Builder(fake_mode_of(graph))
+    for node in graph.nodes:
+        builder.origin = node
+        if node in first:
+            _read_together(builder, first[node])
+        if node not in inside:
+            builder.copy(node)
+    return builder.graph
+
+
+def _read_together(builder: Builder, nodes: list[fx.Node]) -> None:
+    where = tuple(None if node.target is copy else (node.args[2], node.args[3]) for node in nodes)
+    new = builder.raw(together, (tuple(builder.env[node.args[0]] for node in nodes), nodes[0].args[1], where))  # type: ignore[index]
+    new.meta["val"] = [node.meta["val"] for node in nodes]
+    for i, node in enumerate(nodes):
+        builder.env[node] = builder.raw(operator.getitem, (new, i))
+        builder.env[node].meta["val"] = node.meta["val"]

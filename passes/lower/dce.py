@@ -1,0 +1,39 @@
+"""clean: what no rank needs any more goes.
+
+Before: m = le(a, b), which nothing reads              After: nothing
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autotp.passes.builder import Builder, fake_mode_of
+from autotp.rules.call import draws, outputs_of
+
+
+def clean(graph: fx.Graph) -> fx.Graph:
+    """The same function and the same collectives, without dead operators."""
+    builder, needed = Builder(fake_mode_of(graph)), live(graph)
+    for node in graph.nodes:
+        if node in needed:
+            builder.copy(node)
+    return builder.graph
+
+
+def live(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that the outputs need, and those that do more than give a value: inputs, regions, random draws."""
+    live: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        needed = node in live or node.op in ("placeholder", "output")
+        if needed or draws(node) or (not outputs_of(node) and _acts(node)):
+            live.add(node)
+            live.update(node.all_input_nodes)
+    return live
+
+
+def _acts(node: fx.Node) -> bool:
+    """True for a call for its effect: it gives neither a tensor nor a size."""
+    numbers = int | float | torch.SymInt | torch.SymFloat | torch.SymBool
+    gives = isinstance(node.meta.get("val"), torch.Tensor | numbers | list | tuple)
+    return node.op == "call_function" and not gives

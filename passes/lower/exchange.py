@@ -1,0 +1,81 @@
+"""exchange: the conjugates that move a value along a leaf, wherever in a dimension the leaf lies.
+
+    Before: gather of f32[b, s, (q: heads@tp x 64 | k: ... | v: ...)] along heads
+    After:  split; gather each part in whole heads; cat
+
+A collective moves contiguous blocks of one dimension. A leaf that is major in its dimension is that already; inside
+a product it is made so by a view, in a concatenation each part is moved by itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.ops.collectives import reduce_scatter, scatter
+from autotp.passes.lower.local_sizes import Local
+from autotp.sharding.axis import ONE, Axis, Size, find, holds
+
+aten = torch.ops.aten
+Conjugate = Callable[..., Any]
+
+
+def exchange(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: Conjugate) -> fx.Node:
+    """`kind` applied to `x`, whose dimension `dim` is `axis`, along the `leaf` inside it."""
+    axis, leaf = find(axis), find(leaf)
+    if axis is leaf:
+        return _blocks(local, x, axis, leaf, dim, kind, 1)
+    if axis.kind == "concat":
+        return _parts(local, x, axis, leaf, dim, kind)
+    at = next(i for i, part in enumerate(axis.parts) if holds(part, leaf))
+    major, minor = ONE, ONE
+    for i, part in enumerate(axis.parts):
+        major, minor = (major * part.size if i < at else major), (minor * part.size if i > at else minor)
+    if at == 0 and find(axis.parts[0]) is leaf and not minor.symbols:
+        return _blocks(local, x, axis, leaf, dim, kind, minor.number)
+    return _inside(local, x, axis.parts[at], (major, minor), leaf, dim, kind)
+
+
+def _inward(kind: Conjugate) -> bool:
+    """True for a conjugate that cuts, false for one that puts together."""
+    return kind in (scatter, reduce_scatter)
+
+
+def _blocks(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: Conjugate, block: int) -> fx.Node:
+    """The collective itself, along a dimension of which whole blocks belong together."""
+    size = local.size(axis.size)
+    args = (dim, size) if block == 1 else (dim, size, block)
+    length = local.local_size(axis.size, axis, leaf if _inward(kind) else None)
+    new = local.builder.raw(kind, (x, local.to.axis, *args))
+    new.meta["val"] = local.resized(x.meta["val"], dim, length.meta["val"] if isinstance(length, fx.Node) else length)
+    return new
+
+
+def _parts(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: Conjugate) -> fx.Node:
+    """Each part of a concatenation by itself."""
+    lengths = [local.local_size(part.size, part, None if _inward(kind) else leaf) for part in axis.parts]
+    pieces = local.builder.raw(aten.split_with_sizes.default, (x, lengths, dim))
+    pieces.meta["val"] = [local.resized(x.meta["val"], dim, n) for n in lengths]
+    moved = []
+    for i, part in enumerate(axis.parts):
+        piece = local.builder.raw(operator.getitem, (pieces, i))
+        piece.meta["val"] = pieces.meta["val"][i]
+        moved.append(exchange(local, piece, part, leaf, dim, kind))
+    whole = local.builder.raw(aten.cat.default, (moved, dim))
+    whole.meta["val"] = local.resized(x.meta["val"], dim, sum(m.meta["val"].shape[dim] for m in moved))
+    return whole
+
+
+def _inside(
+    local: Local, x: fx.Node, part: Axis, around: tuple[Size, Size], leaf: Axis, dim: int, kind: Conjugate
+) -> fx.Node:
+    """Splits a product into what is before the part that has the leaf, the part, and what is behind; moves the part."""
+    middle = local.local_size(part.size, part, None if _inward(kind) else leaf)
+    before, behind = (local.size(size) for size in around)
+    split = local.builder.call(aten.unflatten.int, x, dim, [before, middle, behind])
+    moved = exchange(local, split, part, leaf, dim + 1, kind)
+    return local.builder.call(aten.flatten.using_ints, moved, dim, dim + 2)

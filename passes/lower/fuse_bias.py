@@ -1,0 +1,63 @@
+"""biases: a bias that no reduction waits for goes back into its product.
+
+Before: y = linear(x, w); z = add(y, b)                After: z = linear(x, w, b)
+Before: p = reduce(linear(x, w)); z = add(p, b)        After: the same (NOTE [Why the bias leaves the linear])
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.passes.builder import Builder, fake_mode_of
+
+aten = torch.ops.aten
+
+
+def biased(graph: fx.Graph) -> fx.Graph:
+    """The same function and the same collectives, with biases inside their products."""
+    builder = Builder(fake_mode_of(graph))
+    joined = {node: product for node in graph.nodes if (product := _product(node)) is not None}
+    inside = set(joined.values())
+    for node in graph.nodes:
+        builder.origin = node
+        if node in joined:
+            builder.env[node] = _with_bias(builder, node, joined[node])
+        elif node not in inside:
+            builder.copy(node)
+    return builder.graph
+
+
+def _with_bias(builder: Builder, add: fx.Node, product: fx.Node) -> fx.Node:
+    bias = builder.map(next(arg for arg in add.args if arg is not product))
+    x, w = builder.map(product.args[:2])
+    linear = product.target is aten.linear.default
+    new = builder.raw(*((aten.linear.default, (x, w, bias)) if linear else (aten.addmm.default, (bias, x, w))))
+    new.meta["val"] = add.meta["val"]
+    return new
+
+
+def _product(node: fx.Node) -> fx.Node | None:
+    """The product that a sum adds a bias of one dimension to, if nothing else reads it."""
+    if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
+        return None
+    for product, bias in (node.args, reversed(node.args)):
+        if _is_product(product) and len(product.users) == 1 and _is_bias(bias, product, node):  # type: ignore[union-attr]
+            return product  # type: ignore[return-value]
+    return None
+
+
+def _is_product(node: Any) -> bool:
+    bare = {aten.linear.default: 2, aten.mm.default: 2}
+    return isinstance(node, fx.Node) and node.target in bare and len(node.args) == 2
+
+
+def _is_bias(bias: Any, product: Any, add: fx.Node) -> bool:
+    """True for a vector along the product's last dimension that exists before the product does."""
+    if not isinstance(bias, fx.Node) or bias.op != "placeholder":
+        return False
+    vector, matrix = bias.meta["val"], product.meta["val"]
+    same = vector.dtype == matrix.dtype == add.meta["val"].dtype
+    return vector.dim() == 1 and same and matrix.dim() >= 2 and vector.shape[0] == matrix.shape[-1]

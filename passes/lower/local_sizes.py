@@ -1,0 +1,186 @@
+"""What one rank has of sizes and values: shared by the passes that make its graph."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from autotp.errors import Error
+from autotp.passes.builder import Builder, evaluated
+from autotp.sharding.axis import ONE, Axis, Size, find, touches
+from autotp.sharding.grid import part_of
+from autotp.sharding.layout import ranges
+from autotp.sharding.partition import chunk_bounds, chunk_size, chunk_start, chunk_stop
+from autotp.source_location import line_of
+
+aten = torch.ops.aten
+OPERATORS: dict[Any, Callable[..., Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod, "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv, "Mod": operator.mod,
+    "PythonMod": operator.mod, "Max": torch.sym_max, "Min": torch.sym_min,
+}  # fmt: skip
+"""What sizes are computed by, as their terms are printed."""
+PARTS = (chunk_start, chunk_stop, chunk_size)
+"""What graphs compute of this rank's part of a length that the inputs' sizes decide."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Whose graph is made.
+
+    Attributes:
+        axis: the mesh axis's name.
+        tp, rank: its size, and the place of this rank on it.
+        randomness: "exact" draws the masks one device would, "fast" masks of the rank's own.
+        local_outputs: output positions that stay cut; the others are gathered.
+        parts: where this rank's part of a symbolic length starts, stops, and how long it is, once something computes
+            it: (one of `PARTS`, the length) -> that size.
+    """
+
+    axis: str
+    tp: int
+    rank: int
+    randomness: Literal["exact", "fast"] = "fast"
+    local_outputs: frozenset[int] = frozenset()
+    parts: dict[tuple[Callable[..., int], Size], Size] = field(default_factory=dict, compare=False)
+
+    def chunk(self, leaf: Axis) -> tuple[int, int]:
+        """Where this rank's part of a leaf starts and stops."""
+        return chunk_bounds(find(leaf).size.number, self.tp, self.rank)
+
+    def length(self, leaf: Axis) -> int:
+        """How many positions of a leaf this rank has."""
+        start, stop = self.chunk(leaf)
+        return stop - start
+
+
+class Local:
+    """Sizes and example values of one rank, as numbers or as nodes of its graph."""
+
+    def __init__(self, builder: Builder, to: Target) -> None:
+        self.builder, self.to = builder, to
+        self.symbols: dict[str, tuple[fx.Node, int]] = {}
+        self.read: dict[str, fx.Node] = {}
+        self.parts: dict[tuple[Callable[..., int], Size], fx.Node] = {}
+
+    def learn(self, node: fx.Node, whole: torch.Tensor | None, cut: Collection[int] = ()) -> None:
+        """Remembers which symbolic sizes a value shows: a symbol, or a sum of some (`s0 - 1`) as one.
+
+        Args:
+            node: the value in this rank's graph.
+            whole: the model's example value of it.
+            cut: the dimensions that are cut.
+        """
+        for d, length in enumerate(whole.shape if isinstance(whole, torch.Tensor) else ()):
+            size = Size.of(length)
+            if size.number == 1 and len(size.symbols) == 1 and d not in cut:
+                self.symbols.setdefault(size.symbols[0], (node, d))
+
+    # ---- sizes as arguments: numbers, or nodes that compute them from the inputs' sizes
+
+    def size(self, size: Any) -> Any:
+        """A global size."""
+        found: Any = Size.of(size).number
+        for symbol in Size.of(size).symbols:
+            if symbol not in self.read:
+                self.read[symbol] = self._symbol(symbol)
+            found = self.read[symbol] if found == 1 else self.times(found, self.read[symbol])
+        return found
+
+    def _symbol(self, symbol: str) -> fx.Node:
+        if symbol in self.symbols:
+            return self.call(aten.sym_size.int, *self.symbols[symbol])
+        try:  # A sum of others, which no tensor has yet.
+            term = ast.parse(symbol, mode="eval").body
+            found = None if isinstance(term, ast.Name) else self._computed(term)
+        except (SyntaxError, KeyError):
+            found = None
+        if not isinstance(found, fx.Node):
+            at = line_of(self.builder.origin) if self.builder.origin else "?"
+            raise Error(f"the size {symbol} cannot be computed from the inputs' shapes", at=at)
+        return found
+
+    def _computed(self, term: ast.AST) -> Any:
+        """An expression of sizes as calls. Raises KeyError where it is of what no size is made of."""
+        match term:
+            case ast.Constant(value=int() as number):
+                return number
+            case ast.Name(id=symbol):
+                return self.size(Size(1, (symbol,)))
+            case ast.BinOp(left=left, op=op, right=right):
+                parts = OPERATORS[type(op)], self._computed(left), self._computed(right)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                parts = operator.mul, -1, self._computed(operand)
+            case ast.Call(func=ast.Name(id=name), args=[left, right]):
+                parts = OPERATORS[name], self._computed(left), self._computed(right)
+            case _:
+                raise KeyError(ast.dump(term))
+        return self.call(*parts) if any(isinstance(n, fx.Node) for n in parts) else parts[0](*parts[1:])
+
+    def local_size(self, size: Any, axis: Axis, leaf: Axis | None) -> Any:
+        """The size of a dimension of a local tensor, which is `axis` and `size` globally."""
+        if leaf is None or not touches(axis, leaf):
+            return self.size(size)
+        if find(leaf).size.symbols:
+            return self.times(self.size(find(axis).size.divided(find(leaf).size) or ONE), self.part(chunk_size, leaf))
+        if not find(axis).size.symbols:
+            return sum(b - a for a, b in ranges(axis, leaf, self.to.tp, self.to.rank))
+        whole, mine = part_of(axis, leaf, self.to.tp, self.to.rank)
+        return self.times(mine, self.size(find(axis).size.divided(whole) or ONE))
+
+    def part(self, what: Callable[..., int], leaf: Axis) -> Any:
+        """One of `PARTS` of this rank's part of a leaf."""
+        size = find(leaf).size
+        if not size.symbols:
+            return what(size.number, self.to.tp, self.to.rank)
+        if (what, size) not in self.parts:
+            whole = self.size(size)
+            new = self.parts[what, size] = self.builder.raw(what, (whole, self.to.tp, self.to.rank))
+            hint = what(int(whole.meta["val"].node.hint), self.to.tp, self.to.rank)
+            new.meta["val"] = self.builder.length(
+                f"{what.__name__}({size}, {self.to.tp}, {self.to.rank})", max(hint, 2)
+            )
+        return self.parts[what, size]
+
+    def times(self, a: Any, b: Any) -> Any:
+        """A product of sizes. A local length of one is multiplied too: the graphs of all ranks have the same nodes."""
+        both = isinstance(a, int) and isinstance(b, int)
+        return a * b if both else self.call(operator.mul, a, b)
+
+    def call(self, target: Any, *args: Any) -> fx.Node:
+        """A call that gives a size."""
+        values = fx.map_arg(args, lambda n: n.meta["val"])
+        new = self.builder.raw(target, args)
+        new.meta["val"] = values[0].shape[values[1]] if target is aten.sym_size.int else target(*values)
+        return new
+
+    # ---- example values
+
+    def value(self, value: torch.Tensor, dims: tuple[Axis, ...], leaf: Axis) -> torch.Tensor:
+        """A global example value with the cut dimension local."""
+        shape: list[Any] = []
+        for size, axis in zip(value.shape, dims, strict=True):
+            if not touches(axis, leaf):
+                shape.append(size)
+            elif find(leaf).size.symbols:
+                whole, mine = self.size(find(leaf).size), self.part(chunk_size, leaf)
+                shape.append(size // whole.meta["val"] * mine.meta["val"])
+            elif isinstance(size, int):
+                shape.append(sum(b - a for a, b in ranges(axis, leaf, self.to.tp, self.to.rank)))
+            else:
+                whole, mine = part_of(axis, leaf, self.to.tp, self.to.rank)
+                shape.append(size // whole.number * mine)
+        return self.empty(shape, value)
+
+    def resized(self, value: torch.Tensor, dim: int, length: Any) -> torch.Tensor:
+        """An example value with another length along `dim`."""
+        return self.empty([length if d == dim else n for d, n in enumerate(value.shape)], value)
+
+    def empty(self, shape: list[Any], like: torch.Tensor) -> torch.Tensor:
+        return evaluated(self.builder.mode, torch.empty, shape, dtype=like.dtype, device=like.device)

@@ -1,0 +1,188 @@
+"""localize: one call on local operands. Sizes become local ones, lookups and dropout take their parallel form.
+
+Before: view(x, [b, s, 12, 64]); embedding(w, t); dropout(x, 0.1)              cut by heads, vocab, heads
+After:  view(x, [b, s, 6, 64]); parallel.embedding(w, t, 25129); parallel.fast_dropout(x, 0.1, rank)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.errors import Error
+from autotp.ops import experts as routing
+from autotp.ops import parallel_forms as parallel
+from autotp.passes.lower.local_sizes import Local
+from autotp.passes.plan.infer_axes import Axes, Factor
+from autotp.rules.call import bind
+from autotp.rules.table import SIZE_ARGUMENTS
+from autotp.sharding.axis import ONE, Axis, find, open_product, touches
+from autotp.sharding.layout import ranges
+from autotp.sharding.partition import chunk_start, chunk_stop
+from autotp.source_location import line_of
+
+aten = torch.ops.aten
+SPLITS = ("aten.split", "aten.chunk", "aten.tensor_split", "aten.split_with_sizes")
+SLICES = ("aten.slice", "aten.narrow")
+
+
+def localize(local: Local, node: fx.Node, axes: Axes, factor: Factor, leaf: Axis) -> fx.Node:
+    """The call of `node` on this rank's operands, which stand in `local.builder.env`, cut along `leaf`.
+
+    Raises:
+        Error: the operator mixes the factor and has no parallel form.
+    """
+    if factor.mark != "!":
+        new = local.builder.raw(*_localized(local, node, axes, leaf))
+    elif node.target in FORMS:
+        new = local.builder.raw(*FORMS[node.target](local, node, axes, leaf))
+    else:
+        raise Error(f"{node.target} has no parallel form along `{factor.name}`", at=line_of(node))
+    values = node.meta["val"]
+    tensors = list(values) if isinstance(values, list | tuple) else [values]
+    mine = [local.value(v, dims, leaf) for v, dims in zip(tensors, axes.dims[node], strict=True)]
+    new.meta["val"] = mine if isinstance(values, list | tuple) else mine[0]
+    return new
+
+
+Called = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+def _localized(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Called:
+    """Target and arguments of the local call, in the new graph."""
+    name = str(node.target).rsplit(".", 1)[0]
+    args, kwargs = local.builder.map(node.args), local.builder.map(node.kwargs)
+    if name in SPLITS:
+        return _split(local, node, axes, leaf)
+    if name in SLICES:
+        return _slice(local, node, axes, leaf)
+    if name in SIZE_ARGUMENTS:
+        schema = node.target._schema.arguments  # type: ignore[union-attr]
+        at = next(i for i, arg in enumerate(schema) if arg.name == SIZE_ARGUMENTS[name])
+        args = (*args[:at], _sizes(local, node, axes, leaf, len(node.args[at])), *args[at + 1 :])  # type: ignore[arg-type]
+    return node.target, args, kwargs  # type: ignore[return-value]
+
+
+def _sizes(local: Local, node: fx.Node, axes: Axes, leaf: Axis, count: int) -> list[Any]:
+    """The size argument for the local output: explicit everywhere, since -1 is ambiguous on an empty shard."""
+    shape, dims = node.meta["val"].shape, axes.of(node)
+    start = len(shape) - count
+    if str(node.target).startswith("aten.unflatten"):
+        start = bind(node)["dim"] % node.args[0].meta["val"].dim()  # type: ignore[union-attr]
+    return [local.local_size(shape[i], dims[i], leaf) for i in range(start, start + count)]
+
+
+def _split(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Called:
+    """A split into the lengths that the parts have here."""
+    dims, dim = axes.dims[node], bind(node)["dim"] % len(axes.dims[node][0])
+    lengths = [local.local_size(v.shape[dim], d[dim], leaf) for v, d in zip(node.meta["val"], dims, strict=True)]
+    return aten.split_with_sizes.default, (local.builder.env[node.args[0]], lengths, dim), {}  # type: ignore[index]
+
+
+def _slice(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Called:
+    """A slice out of a concatenation, which starts where the local parts before it end; or every k-th place."""
+    x, arguments = node.args[0], bind(node)
+    dim = arguments["dim"] % node.meta["val"].dim()
+    axis, taken = axes.of(x)[dim], axes.of(node)[dim]  # type: ignore[arg-type]
+    if not touches(axis, leaf):
+        return node.target, local.builder.map(node.args), local.builder.map(node.kwargs)  # type: ignore[return-value]
+    start, length = arguments["start"] or 0, x.meta["val"].shape[dim]  # type: ignore[union-attr]
+    if arguments.get("step", 1) != 1:
+        return aten.slice.Tensor, (local.builder.env[x], dim, start, sys.maxsize, arguments["step"]), {}  # type: ignore[index]
+    start = max(start + length, 0) if start < 0 else start
+    before = sum(max(min(b, start) - a, 0) for a, b in ranges(axis, leaf, local.to.tp, local.to.rank))
+    count = local.local_size(taken.size, taken, leaf)
+    return aten.slice.Tensor, (local.builder.env[x], dim, before, before + count), {}  # type: ignore[index]
+
+
+# ---- parallel forms
+
+Form = Callable[[Local, fx.Node, Axes, Axis], tuple[Callable[..., Any], tuple[Any, ...]]]
+
+
+def _embedding(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+    args = local.builder.map(bind(node))
+    axis = axes.of(bind(node)["weight"])[0]
+    return parallel.embedding, (
+        args["weight"], args["indices"], _start(local, node, axis, leaf), find(axis).size.number, args["padding_idx"],
+    )  # fmt: skip
+
+
+def _gather(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+    args = local.builder.map(bind(node))
+    axis = axes.of(bind(node)["self"])[args["dim"]]
+    start = _start(local, node, axis, leaf)
+    return parallel.gather, (args["self"], args["dim"], args["index"], start, find(axis).size.number)
+
+
+def _class_terms(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+    x, top, classes, dim, _, size = local.builder.map(node.args)
+    start = _start(local, node, axes.of(bind(node)["x"])[dim], leaf)
+    return parallel.class_terms, (x, top, classes, dim, start, size)
+
+
+def _routed(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+    factor = axes.bound[node].cuttable(leaf)
+    assert factor is not None
+    start, args = _start(local, node, factor.axis, leaf), local.builder.map(bind(node))
+    stop = start + local.local_size(factor.axis.size, factor.axis, leaf)
+    return node.target, (args["chosen"], args["number"], args["grouped"], start, stop)
+
+
+def _start(local: Local, node: fx.Node, axis: Axis, leaf: Axis) -> int:
+    """Where this rank's positions of `axis` start; they must be neighbours: the leaf is the axis, or major in it."""
+    opened = open_product(axis, leaf)
+    if opened is None or opened[0] != ONE or opened[1].symbols or find(leaf).size.symbols:
+        raise Error(f"{node.target} cannot be cut inside an axis of {axis}", at=line_of(node))
+    return local.to.chunk(leaf)[0] * opened[1].number
+
+
+def _dropout(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+    x, p = local.builder.env[node.args[0]], node.args[1]  # type: ignore[index]
+    if local.to.randomness == "fast":
+        return parallel.fast_dropout, (x, p, local.to.rank)
+    return parallel.exact_dropout, (x, p, *_whole(local, node.meta["val"].shape, axes.of(node), leaf))
+
+
+def _attention(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+    raw = bind(node)
+    args = local.builder.map(raw)
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    shared = tuple(args.get(name) for name in names)
+    if local.to.randomness == "fast":
+        return parallel.fast_attention, (*shared, local.to.rank)
+    query, key = raw["query"], raw["key"]
+    shape = [*query.meta["val"].shape[:-1], key.meta["val"].shape[-2]]
+    dims = (*axes.of(query)[:-1], axes.of(key)[-2])
+    return parallel.exact_attention, (*shared, *_whole(local, shape, dims, leaf))
+
+
+def _whole(local: Local, shape: Any, dims: tuple[Axis, ...], leaf: Axis) -> tuple[Any, ...]:
+    """The global shape, its cut dimension opened into (before, leaf, behind), and where this rank's part is.
+
+    A dimension that is a concatenation is not opened: the ranges are those of the dimension itself.
+    """
+    dim = next(d for d, axis in enumerate(dims) if touches(axis, leaf))
+    sizes: list[Any] = [local.size(n) for n in shape]
+    opened = open_product(dims[dim], leaf)
+    if opened is None:
+        return sizes, dim, tuple(ranges(dims[dim], leaf, local.to.tp, local.to.rank))
+    before, behind = opened
+    middle = [local.size(before), local.size(find(leaf).size), local.size(behind)]
+    mine = local.part(chunk_start, leaf), local.part(chunk_stop, leaf)
+    return [*sizes[:dim], *middle, *sizes[dim + 1 :]], dim + 1, (mine,)
+
+
+FORMS: dict[Any, Form] = {
+    aten.embedding.default: _embedding,
+    aten.gather.default: _gather,
+    parallel.class_terms: _class_terms,
+    aten.dropout.default: _dropout,
+    aten.scaled_dot_product_attention.default: _attention,
+    routing.dispatch: _routed,
+    routing.counts: _routed,
+}

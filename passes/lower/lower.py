@@ -1,0 +1,256 @@
+"""lower: the graph of one rank. Cut values become local, and a conjugate stands wherever placements differ.
+
+    Before: y = linear(x, w); z = gelu(y); o = linear(z, v); r = add(x, o)        w, v cut by width
+    After:  c = copy(x); y = linear(c, w); z = gelu(y); o = linear(z, v); p = reduce(o); r = add(x, p)
+
+Every communication is a row of the table of conjugates (`autotp/collectives.py`). A value that several cut
+operators read has one copy. Graphs name the mesh axis; `bind` gives the name a process group.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.errors import Error
+from autotp.ops.collectives import all_gather, copy, gather, reduce, reduce_scatter, scatter, share
+from autotp.ops.parallel_forms import first, place, take
+from autotp.passes.builder import Builder, fake_mode_of
+from autotp.passes.lower.exchange import exchange
+from autotp.passes.lower.local_sizes import Local, Target
+from autotp.passes.lower.localize import localize
+from autotp.passes.plan.choose import Decision
+from autotp.passes.plan.infer_axes import Axes, Bound, is_getitem
+from autotp.passes.plan.propagate import needs, stored
+from autotp.sharding.axis import Axis, find, touches
+from autotp.sharding.grid import holders, same_cut
+from autotp.sharding.layout import Layout, layout_of
+from autotp.sharding.placement import Copied, Held, Partial, Placement, Replicate, Shard
+from autotp.source_location import line_of
+
+
+def lower(
+    graph: fx.Graph,
+    axes: Axes,
+    decision: Decision,
+    differentiable: Collection[fx.Node],
+    to: Target,
+    hoisted: Collection[fx.Node] = (),
+) -> fx.Graph:
+    """The graph that `to.rank` runs.
+
+    Args:
+        differentiable: values a gradient may flow through; only these need their conjugate's backward.
+        hoisted: whole operators that are computed from copies.
+    """
+    lowering = _Lowering(graph, axes, decision, differentiable, to, hoisted)
+    for node in graph.nodes:
+        lowering.visit(node)
+    return lowering.builder.graph
+
+
+class _Lowering:
+    """The new graph, and for every old value the forms in which the new one has it."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        axes: Axes,
+        decision: Decision,
+        differentiable: Collection[fx.Node],
+        to: Target,
+        hoisted: Collection[fx.Node],
+    ) -> None:
+        self.axes, self.decision, self.to = axes, decision, to
+        self.differentiable, self.hoisted = differentiable, hoisted
+        self.builder = Builder(fake_mode_of(graph))
+        self.local = Local(self.builder, to)
+        self.have: dict[fx.Node, tuple[Placement, ...]] = {}
+        self.forms: dict[fx.Node, dict[Placement, fx.Node]] = {}
+
+    # ---- nodes
+
+    def visit(self, node: fx.Node) -> None:
+        self.builder.origin = node
+        if node.op == "placeholder":
+            self._placeholder(node)
+        elif node.op == "output":
+            self.builder.graph.output(tuple(self._output(n, i) for i, n in enumerate(node.args[0])))  # type: ignore[arg-type]
+        elif is_getitem(node) and node.args[0] in self.have:
+            self._getitem(node)
+        elif node in self.axes.bound:
+            self._operator(node, self.axes.bound[node])
+        else:
+            self._plain(node)
+
+    def _placeholder(self, node: fx.Node) -> None:
+        new, leaf = self.builder.copy(node), self.decision.held.get(node)
+        self.local.learn(new, node.meta.get("val"))
+        if leaf is not None:
+            new.meta["val"] = self.local.value(node.meta["val"], self.axes.of(node), leaf)
+        self._give(node, new, stored(self.axes.of(node), leaf) if leaf is not None else Replicate())
+
+    def _output(self, node: Any, position: int) -> Any:
+        if not isinstance(node, fx.Node) or node not in self.have:
+            return self.builder.map(node)
+        self.builder.origin = node
+        have = self.have[node][0]
+        if position not in self.to.local_outputs or not isinstance(have, Shard):
+            return self.read(node, Replicate())
+        return self.read(node, stored(self.axes.of(node), have.axis))
+
+    def _getitem(self, node: fx.Node) -> None:
+        source: Any = node.args[0]
+        at: Any = node.args[1]
+        placement = self.have[source][at]
+        pieces = self.forms[source][placement]
+        new = self.builder.raw(operator.getitem, (pieces, at))
+        new.meta["val"] = pieces.meta["val"][at]
+        self._give(node, new, placement)
+
+    def _plain(self, node: fx.Node) -> None:
+        """A node without tensors of its own: sizes, arithmetic on them, regions. A cut value is read whole.
+
+        The size of a dimension that is not cut is the same on every rank: nothing is gathered to read it.
+        """
+        if self._is_cut_size(node):
+            self.builder.env[node] = self.local.size(node.meta["val"])
+            return
+        for operand in node.all_input_nodes:
+            if operand in self.have:
+                have = self.have[operand][0]
+                whole = isinstance(have, Shard) and not self._is_uncut_size(node, have.axis)
+                self.builder.env[operand] = self.read(operand, Replicate()) if whole else self.forms[operand][have]
+        self.builder.copy(node)
+
+    def _is_uncut_size(self, node: fx.Node, leaf: Axis) -> bool:
+        x: Any = node.args[0]
+        at: Any = node.args[1] if node.target is torch.ops.aten.sym_size.int else None
+        return at is not None and not touches(self.axes.of(x)[at], leaf)
+
+    def _is_cut_size(self, node: fx.Node) -> bool:
+        """True for the size of a cut dimension, which is the model's: read where it is whole."""
+        x: Any = node.args[0] if node.target is torch.ops.aten.sym_size.int else None
+        have = self.have[x][0] if x in self.have else None
+        return isinstance(have, Shard) and not self._is_uncut_size(node, have.axis)
+
+    def _operator(self, node: fx.Node, bound: Bound) -> None:
+        leaf = self.decision.cuts.get(node)
+        wants = needs(node, self.axes, leaf, self.have, self.hoisted)
+        for operand, placement in zip(bound.operands, wants.operands, strict=True):
+            self.builder.env[operand] = self.read(operand, placement)
+        factor = bound.cuttable(leaf) if leaf is not None else None
+        if leaf is None or factor is None:
+            new = self.builder.copy(node)
+        else:
+            new = self.builder.env[node] = localize(self.local, node, self.axes, factor, leaf)
+        cut = [d for dims in self.axes.dims[node] for d, axis in enumerate(dims) if leaf and touches(axis, leaf)]
+        self.local.learn(new, node.meta["val"], cut)
+        self.have[node] = wants.outputs
+        self.forms[node] = dict.fromkeys(wants.outputs, new)
+
+    def _give(self, node: fx.Node, new: fx.Node, placement: Placement) -> None:
+        self.have[node], self.forms[node], self.builder.env[node] = (placement,), {placement: new}, new
+
+    # ---- conversions
+
+    def read(self, node: fx.Node, want: Placement) -> fx.Node:
+        """The form of a value in which a reader wants it, converted once however many readers there are."""
+        forms = self.forms[node]
+        if want not in forms:
+            forms[want] = self._converted(node, self.have[node][0], want)
+        return forms[want]
+
+    def _converted(self, node: fx.Node, have: Placement, want: Placement) -> fx.Node:
+        """One row of the table of conjugates, or two by way of the replicated form."""
+        x, through_whole = self.forms[node][have], Replicate() in self.forms[node]
+        if any(isinstance(placement, Shard) and find(placement.axis).kind == "grid" for placement in (have, want)):
+            return self._on_grid(node, have, want)
+        match have, want:
+            case Copied(), Replicate():
+                return self._kept(self.builder.raw(first, (x, 0, None if self.to.rank == 0 else ())), x)
+            case Replicate(), Copied():
+                return self._same_shape(copy, x) if node in self.differentiable else x
+            case Partial("sum"), Replicate() | Copied() if node in self.decision.scattered:
+                leaf = self.decision.scattered[node]
+                self.read(node, Shard(leaf))
+                return self._converted(node, Shard(leaf), want)
+            case Partial("sum"), Replicate():
+                return self._same_shape(reduce, x)
+            case Partial(reducer), Replicate():
+                return self._same_shape(reduce, x, reducer)
+            case Replicate(), Shard(leaf):
+                return self._along(node, x, leaf, scatter)
+            case Shard(leaf), Replicate():
+                return self._along(node, x, leaf, gather)
+            case Shard(leaf), Copied() if not through_whole:
+                return self._along(node, x, leaf, all_gather)
+            case Partial("sum"), Shard(leaf) if not through_whole:
+                return self._along(node, x, leaf, reduce_scatter)
+            case _:
+                self.read(node, Replicate())
+                return self._converted(node, Replicate(), want)
+
+    def _on_grid(self, node: fx.Node, have: Placement, want: Placement) -> fx.Node:
+        """A row of the table where what a grid does not cut is on several ranks: by way of a sum, or of the whole."""
+        x = self.forms[node][have]
+        match have, want:
+            case Held(leaf), Shard(other) if type(want) is Shard and same_cut(leaf, other):
+                dim, layout = self._layout(node, leaf)
+                axis = holders(self.to.axis, leaf, self.to.tp)
+                return self._kept(self.builder.raw(share, (x, axis, dim, tuple(layout.shared(self.to.rank)))), x)
+            case Shard(leaf), Held():
+                dim, layout = self._layout(node, leaf)
+                return self._kept(self.builder.raw(first, (x, dim, tuple(layout.first(self.to.rank)))), x)
+            case Held(leaf), _:
+                self.read(node, Shard(leaf))
+                return self._converted(node, Shard(leaf), want)
+            case Shard(leaf), Replicate():
+                return self._same_shape(reduce, self._placed(node, x, leaf))
+            case Replicate(), Shard(leaf):
+                dim, layout = self._layout(node, leaf)
+                new = self.builder.raw(take, (self.read(node, Copied()), dim, layout.pieces, self.to.rank))
+                new.meta["val"] = self.local.value(node.meta["val"], self.axes.of(node), leaf)
+                return new
+            case _:
+                self.read(node, Replicate())
+                return self._converted(node, Replicate(), want)
+
+    def _placed(self, node: fx.Node, x: fx.Node, leaf: Axis) -> fx.Node:
+        """A rank's summand of the whole."""
+        dim, layout = self._layout(node, leaf)
+        mine = layout.first(self.to.rank)
+        places = layout.places(self.to.rank, mine)
+        new = self.builder.raw(place, (x, dim, tuple(mine), tuple(places), layout.shape[dim]))
+        new.meta["val"] = self.local.resized(x.meta["val"], dim, layout.shape[dim])
+        return new
+
+    def _layout(self, node: fx.Node, leaf: Axis) -> tuple[int, Layout]:
+        """The dimension of a value that a grid cuts, and which of it each rank holds."""
+        dims = self.axes.of(node)
+        dim = self._dim(node, leaf)
+        shape = tuple(n if isinstance(n, int) else -1 for n in node.meta["val"].shape)
+        return dim, layout_of(shape, dims, leaf, self.to.tp, "")
+
+    def _kept(self, new: fx.Node, x: fx.Node) -> fx.Node:
+        new.meta["val"] = x.meta["val"]
+        return new
+
+    def _same_shape(self, kind: Callable[..., Any], x: fx.Node, *args: Any) -> fx.Node:
+        new = self.builder.raw(kind, (x, self.to.axis, *args))
+        new.meta["val"] = x.meta["val"]
+        return new
+
+    def _along(self, node: fx.Node, x: fx.Node, leaf: Axis, kind: Callable[..., torch.Tensor]) -> fx.Node:
+        dim = self._dim(node, leaf)
+        return exchange(self.local, x, self.axes.of(node)[dim], leaf, dim, kind)
+
+    def _dim(self, node: fx.Node, leaf: Axis) -> int:
+        dim = self.axes.dim_of(node, leaf)
+        if dim is None:
+            raise Error(f"cannot move `{node}` along an axis of {leaf}, in several dimensions", at=line_of(node))
+        return dim

@@ -1,0 +1,166 @@
+"""columns: the products that read one conjugate become one operator with it, whose backward overlaps.
+
+    Before: c = copy(x, "tp"); q = linear(c, w1, b1); k = linear(c, w2)
+    After:  t = columns(x, "tp", None, None, (w1, w2), (b1, None), (False, False)); q = t[0]; k = t[1]
+
+`separate` is the way back: it is what the checker reads, and what is counted.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from autotp.ops.collectives import all_gather, copy
+from autotp.ops.overlapped_linear import columns
+from autotp.passes.builder import Builder, fake_mode_of
+from autotp.rules.call import draws, outputs_of
+
+aten = torch.ops.aten
+
+
+class Product(NamedTuple):
+    """`x` times a weight [out hidden], or [hidden out] where it is turned, and a bias."""
+
+    node: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    turned: bool
+
+
+class Group(NamedTuple):
+    """A conjugate, the view of it that the products read if not itself, and these in order."""
+
+    conjugate: fx.Node
+    view: fx.Node | None
+    products: list[Product]
+
+
+def grouped(graph: fx.Graph) -> fx.Graph:
+    """The same function, each conjugate that products alone read in one operator with these."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    found = [group for node in graph.nodes if (group := _group(node, order)) is not None]
+    first = {group.products[0].node: group for group in found}
+    inside = {node for group in found for node in (group.conjugate, group.view, *(p.node for p in group.products))}
+    builder = Builder(fake_mode_of(graph))
+    for node in graph.nodes:
+        builder.origin = node
+        if node in first:
+            _together(builder, first[node])
+        if node not in inside and node not in builder.env:
+            builder.copy(node)
+    return builder.graph
+
+
+def _group(node: fx.Node, order: dict[fx.Node, int]) -> Group | None:
+    """The group of a conjugate, if products are all that reads it, and their weights wait for none of them."""
+    if node.target not in (copy, all_gather) or node.kwargs or not node.meta["val"].is_floating_point():
+        return None  # Of complex numbers the gradients are conjugated, too.
+    view = next(iter(node.users)) if len(node.users) == 1 else None
+    view = view if view is not None and view.target is aten.flatten.using_ints else None
+    read = node if view is None else view
+    products = [_product(user, read) for user in sorted(read.users, key=order.__getitem__)]
+    there = [product for product in products if product is not None]
+    start = order[there[0].node] if there else 0
+    early = all(_can_stand_before(p, start, order, read) for q in there for p in (q.weight, q.bias) if p is not None)
+    return Group(node, view, there) if there and len(there) == len(products) and early else None
+
+
+def _product(node: fx.Node, x: fx.Node) -> Product | None:
+    """A product of `x` with a matrix."""
+    args: Any = node.args
+    if node.kwargs or not isinstance(node.meta.get("val"), torch.Tensor):
+        return None
+    flat = x.meta["val"].dim() == 2
+    if node.target is aten.linear.default and args[0] is x and x not in args[1:]:
+        return Product(node, args[1], args[2] if len(args) == 3 else None, False)
+    if node.target is aten.addmm.default and len(args) == 3 and args[1] is x and args[0].meta["val"].dim() == 1:
+        return Product(node, args[2], args[0], True)
+    if node.target is (aten.mm.default if flat else aten.matmul.default) and args[0] is x and args[1] is not x:
+        return Product(node, args[1], None, True) if args[1].meta["val"].dim() == 2 else None
+    return None
+
+
+def _can_stand_before(node: fx.Node, start: int, order: dict[fx.Node, int], x: fx.Node) -> bool:
+    """True for what stands before a place, and what is computed from such alone (not from `x`): a weight's cast."""
+    if node is x or order[node] < start:
+        return node is not x
+    pure = node.op == "call_function" and bool(outputs_of(node)) and not draws(node)
+    return pure and all(_can_stand_before(operand, start, order, x) for operand in node.all_input_nodes)
+
+
+def _together(builder: Builder, group: Group) -> None:
+    """Writes the operator, and what its products' results are."""
+    node, products = group.conjugate, group.products
+    x, axis, *where = node.args
+    flat = None if group.view is None else group.view.args[1:]
+    gathered = None if node.target is copy else (*where, 1)[:3]
+    for operand in (n for p in products for n in (p.weight, p.bias) if n is not None):
+        _copy_early(builder, operand)
+    each = [builder.map(tuple(part)) for part in zip(*((p.weight, p.bias) for p in products), strict=True)]
+    turned = tuple(p.turned for p in products)
+    new = builder.raw(columns, (builder.map(x), axis, builder.map(gathered), flat, *each, turned))
+    new.meta["val"] = [p.node.meta["val"] for p in products]
+    for i, product in enumerate(products):
+        builder.env[product.node] = _item(builder, new, i)
+
+
+def _copy_early(builder: Builder, node: fx.Node) -> None:
+    if node not in builder.env:
+        for operand in node.all_input_nodes:
+            _copy_early(builder, operand)
+        builder.copy(node)
+
+
+def _item(builder: Builder, node: fx.Node, i: int) -> fx.Node:
+    new = builder.raw(operator.getitem, (node, i))
+    new.meta["val"] = node.meta["val"][i]
+    return new
+
+
+def separate(graph: fx.Graph) -> fx.Graph:
+    """The same function, each group as its conjugate and its products."""
+    builder = Builder(fake_mode_of(graph))
+    for node in graph.nodes:
+        builder.origin = node
+        source: Any = node.args[0] if node.args else None
+        if node.target is columns:
+            builder.env[node] = list(_apart(builder, node, *builder.map(node.args)))
+        elif node.target is operator.getitem and source.target is columns:
+            builder.env[node] = builder.env[source][node.args[1]]
+        else:
+            builder.copy(node)
+    return builder.graph
+
+
+def _apart(
+    builder: Builder, node: fx.Node, x: Any, axis: Any, gathered: Any, flat: Any, weights: Any, biases: Any, turned: Any
+) -> Iterable[fx.Node]:
+    """The conjugate and the products that a group stands for."""
+    rest = () if gathered is None else gathered[: 2 if gathered[2] == 1 else 3]
+    read = builder.raw(copy if gathered is None else all_gather, (x, axis, *rest))
+    read.meta["val"] = _resized(builder, x.meta["val"], gathered)
+    if flat is not None:
+        read = builder.call(aten.flatten.using_ints, read, *flat)
+    for weight, bias, turn, value in zip(weights, biases, turned, node.meta["val"], strict=True):
+        given = (read, weight) if bias is None else (bias, read, weight) if turn else (read, weight, bias)
+        bare = aten.mm.default if read.meta["val"].dim() == 2 else aten.matmul.default
+        target = aten.linear.default if not turn else bare if bias is None else aten.addmm.default
+        new = builder.raw(target, given)
+        new.meta["val"] = value
+        yield new
+
+
+def _resized(builder: Builder, value: torch.Tensor, gathered: Any) -> torch.Tensor:
+    """The example value of a whole, of one of a part."""
+    if gathered is None:
+        return value
+    dim, size, _ = gathered
+    shape: list[Any] = list(value.shape)
+    shape[dim] = size.meta["val"] if isinstance(size, fx.Node) else size
+    with builder.mode:
+        return value.new_empty(shape)

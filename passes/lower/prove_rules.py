@@ -1,0 +1,262 @@
+"""prove: is a rule true? An operator on slices, put together, against the operator on the whole, by brute force.
+
+    pass-through: op(slice of x) is the slice of op(x)          reduced: op(slice of x) sum to op(x)
+    introduced:   op with a local size is the slice of op       linear:  op(x1) + op(x2) is op(x1 + x2)
+
+Every factor is cut in chunks, uneven and empty ones included, and once strided, as the minor part of a product;
+parts of a concatenation are cut together. The local calls are those that graphs get (`passes/localize.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from autotp.errors import Error
+from autotp.passes.builder import Builder
+from autotp.passes.lower.local_sizes import Local, Target
+from autotp.passes.lower.localize import FORMS, localize
+from autotp.passes.plan.infer_axes import Axes, Bound, Factor, infer_axes
+from autotp.rules.call import outputs_of
+from autotp.rules.table import USER_RULES
+from autotp.sharding.axis import Axis, Size, find, leaves, product, unify
+from autotp.sharding.layout import layout_of
+from autotp.source_location import line_of
+
+TOLERANCE = 4096
+"""How far two ways to compute one number may be apart, in units of the last place: 1e-12 of the largest in float64."""
+
+
+def prove(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tp: int) -> list[str]:
+    """What is wrong with the rule of `op`, tried on these arguments cut on `tp` ranks: one line each, none if it holds.
+
+    Factors that need replication (`^`) claim nothing; those with a parallel form (`!`) are tried where the form is one
+    call. An operator without a rule has nothing to be proved.
+    """
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        node = _call_node(op, args, kwargs)
+        try:
+            axes = infer_axes(node.graph)
+        except Exception as error:  # Whatever a rule function stumbles over: it is the rule that is at fault.
+            return [f"{op}: the rule does not fit: {type(error).__name__}: {error}"]
+        bound = axes.bound.get(node)
+        if bound is None or not bound.known:
+            return []
+        trial = _Trial(node, axes, bound, tp)
+        if op in USER_RULES and not trial.repeats():
+            return [f"{op}: two runs on the same numbers differ, which no rule describes"]
+        return [f"{op}: {problem}" for problem in trial.problems()]
+
+
+def prove_node(node: fx.Node, tp: int = 2, device: str = "cpu") -> None:
+    """Proves the rule of a user's operator on an example like the values that a captured graph carries.
+
+    Raises:
+        Error: the rule is not true; says which factor, and what was computed instead.
+    """
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _example(n.meta["val"], device))
+    try:
+        problems = prove(node.target, args, kwargs, tp)  # type: ignore[arg-type]
+    except Exception as error:  # An operator of the user's may fail in any way.
+        problem = f"{node.target} does not run on numbers like the graph's, so its rule is not proved"
+        got = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise Error(problem, got=got, at=line_of(node)) from error
+    if problems:
+        shapes = ", ".join(str(list(x.shape)) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        raise Error(
+            f"the rule of {node.target} is not true of this call",
+            found=problems[0].partition(": ")[2],
+            shapes=shapes,
+            at=line_of(node),
+            **{"try": "mark what the operator mixes with ^, name only operands it is linear in"},
+        )
+
+
+def _example(value: Any, device: str) -> Any:
+    """Numbers in place of an example value that has none."""
+    if not isinstance(value, Tensor):
+        return value.node.hint if isinstance(value, torch.SymInt) else value
+    shape = [n if isinstance(n, int) else n.node.hint for n in value.shape]
+    if value.is_floating_point() or value.is_complex():
+        return torch.randn(shape, dtype=value.dtype, device=device)
+    return torch.randint(0, 2, shape, device=device).to(value.dtype)
+
+
+def _call_node(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """The only call of a graph, with real tensors as its example values."""
+    graph = fx.Graph()
+
+    def place(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        node = graph.placeholder("x")
+        node.meta["val"] = value.detach()
+        return node
+
+    node = graph.call_function(op, *pytree.tree_map(place, (tuple(args), kwargs)))
+    node.meta["val"] = op(*args, **kwargs)
+    return node
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One call whose rule is tried; its operands and outputs are real tensors."""
+
+    node: fx.Node
+    axes: Axes
+    bound: Bound
+    tp: int
+
+    def problems(self) -> Iterator[str]:
+        yield from (f"factor {f.name} does not line up" for f in self.bound.factors if find(f.axis).tangled)
+        values = self.repeats()
+        for leaf in self._leaves():
+            factor = self.bound.cuttable(leaf)
+            if factor is not None and (not factor.mark or (values and self._one_call(factor, leaf))):
+                found = self._cut(factor, leaf, values)
+                if found:
+                    yield f"factor {factor.name} of {leaf.size} on {self.tp} ranks, {_kind(factor)}: {found}"
+        for group in self.bound.rule.linear:
+            found = self._linear(sorted(group)) if values else ""
+            if found:
+                yield f"linear in operands {sorted(group)}: {found}"
+
+    def repeats(self) -> bool:
+        """False for an operator that draws random numbers, or leaves memory as it is: only shapes can be compared."""
+        again = _tensors(self._run(self.node, {}))
+        same = all(_apart(a, b) == "" for a, b in zip(outputs_of(self.node), again, strict=True))
+        return same and "empty" not in str(self.node.target)
+
+    def _one_call(self, factor: Factor, leaf: Axis) -> bool:
+        """True if the parallel form is one call, which knows where a rank's part of the factor starts."""
+        return self.node.target in FORMS and find(factor.axis) is find(leaf)
+
+    # ---- what is cut
+
+    def _leaves(self) -> Iterator[Axis]:
+        """The leaves of all factors; then those that parts of a concatenation share; then minor parts of each."""
+        yield from self._whole_leaves()
+        if self._tie():
+            yield from self._whole_leaves()
+        for leaf in self._whole_leaves():
+            n = leaf.size.number
+            major = next(d for d in range(2, n + 1) if n % d == 0)
+            if major < n and not leaf.tangled:
+                minor = Axis(Size(n // major))
+                unify(leaf, product([Axis(Size(major)), minor]))
+                yield minor
+
+    def _whole_leaves(self) -> list[Axis]:
+        found = {leaf: None for factor in self.bound.factors for leaf in leaves(factor.axis)}
+        return [leaf for leaf in found if leaf.size.number > 1]
+
+    def _tie(self) -> bool:
+        """Gives the parts of every concatenation a leaf in common; true if there were any."""
+        tied = False
+        for axis in {find(axis) for dims in (*self.bound.dims[0], *self.bound.dims[1]) for axis in dims}:
+            parts = [find(part) for part in axis.parts] if axis.kind == "concat" else []
+            shared = gcd(*(part.size.number for part in parts)) if parts else 1
+            if shared > 1 and all(part.kind == "leaf" for part in parts):
+                tied, leaf = True, Axis(Size(shared))
+                for part in parts:
+                    unify(part, product([leaf, Axis(Size(find(part).size.number // shared))]))
+        return tied
+
+    # ---- local calls
+
+    def _cut(self, factor: Factor, leaf: Axis, values: bool) -> str:
+        """What is wrong if the call is cut along `leaf`; "" if nothing."""
+        got = []
+        for rank in range(self.tp):
+            try:
+                got.append(_tensors(self._local(factor, leaf, rank)))
+            except Exception as error:  # An operator may refuse a slice in any way it likes.
+                return f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0]
+        for o, want in enumerate(outputs_of(self.node)):
+            mine = [found[o] for found in got]
+            apart = self._part(o, want, mine, leaf, values) if o in factor.outs else self._sum(want, mine, values)
+            if apart:
+                return f"output {o}{apart}"
+        return ""
+
+    def _local(self, factor: Factor, leaf: Axis, rank: int) -> Any:
+        """What `rank` computes."""
+        local = Local(Builder(nullcontext()), Target("tp", self.tp, rank))  # type: ignore[arg-type]
+        real: dict[fx.Node, Tensor] = {}
+        for node in self.node.all_input_nodes:
+            x, dims = node.meta["val"], self.axes.of(node)
+            real[local.builder.copy(node)] = layout_of(tuple(x.shape), dims, leaf, self.tp, "").take(x, rank)
+        return self._run(localize(local, self.node, self.axes, factor, leaf), real)
+
+    def _run(self, node: fx.Node, real: dict[fx.Node, Tensor]) -> Any:
+        """The call `node` on `real` tensors, or on its example values."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: real[n] if n in real else n.meta["val"])
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _part(self, o: int, want: Tensor, got: list[Tensor], leaf: Axis, values: bool) -> str:
+        layout = layout_of(tuple(want.shape), self.bound.dims[1][o], leaf, self.tp, "")
+        parts = (_apart(layout.take(want, rank), part, values) for rank, part in enumerate(got))
+        return next((f", rank {rank}{apart}" for rank, apart in enumerate(parts) if apart), "")
+
+    def _sum(self, want: Tensor, got: list[Tensor], values: bool) -> str:
+        wrong = next((part for part in got if part.shape != want.shape), None)
+        if wrong is not None:
+            return f": {_typed(wrong)} where {_typed(want)} was to come"
+        parts = torch.stack(got)
+        total = parts.sum(0, dtype=want.dtype) if self.bound.rule.reducer == "sum" else parts.amax(0)
+        return _apart(want, total, values, parts)
+
+    def _linear(self, group: list[int]) -> str:
+        """What is wrong if the operands of a group are sums; "" if nothing."""
+        nodes = [self.bound.operands[i] for i in group]
+        whole = [node.meta["val"] for node in nodes]
+        if any(x.dtype == torch.bool or not x.isfinite().all() for x in whole):
+            return ""
+        summands = [_summands(x, self.tp) for x in whole]
+        runs = [_tensors(self._run(self.node, dict(zip(nodes, xs, strict=True)))) for xs in zip(*summands, strict=True)]
+        for o, want in enumerate(outputs_of(self.node)):
+            apart = self._sum(want, [run[o] for run in runs], True)
+            if apart:
+                return f"output {o}{apart}"
+        return ""
+
+
+def _kind(factor: Factor) -> str:
+    return "pass-through" if factor.ins and factor.outs else "reduced" if factor.ins else "introduced"
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Tensor)]
+
+
+def _summands(x: Tensor, n: int) -> list[Tensor]:
+    """`n` tensors that sum to `x`."""
+    real = x.is_floating_point() or x.is_complex()
+    rest = [torch.randn_like(x) if real else torch.randint_like(x, 0, 4) for _ in range(n - 1)]
+    return [x - sum(rest), *rest] if n > 1 else [x]
+
+
+def _typed(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+def _apart(want: Tensor, got: Tensor, values: bool = True, parts: Tensor | None = None) -> str:
+    """How two tensors differ, "" if they do not; rounding is measured by the largest number in `want` and `parts`."""
+    if want.shape != got.shape or want.dtype != got.dtype:
+        return f": {_typed(got)} where {_typed(want)} was to come"
+    if not values or not want.numel():
+        return ""
+    if not want.is_floating_point() and not want.is_complex():
+        return "" if want.equal(got) else ": other numbers"
+    every = torch.cat([want.flatten(), *([] if parts is None else [parts.flatten()])]).abs()
+    finite = every[every.isfinite()]
+    room, largest = TOLERANCE * torch.finfo(want.dtype).eps, finite.max().item() if finite.numel() else 0
+    close = torch.isclose(got, want, rtol=room, atol=room * largest, equal_nan=True)
+    return "" if close.all() else f": off by {(got - want).abs().nan_to_num().max().item():.2g}"

@@ -1,0 +1,274 @@
+"""totals: a loss that is a mean over a batch becomes a sum, divided by what the whole batch counts.
+
+    Before: l = cross_entropy_loss(x, t)                                   the mean of the tokens that count
+    After:  l = div(cross_entropy_loss(x, t, reduction=sum), total_0)       counts(t) = sum(ne(t, -100))
+
+Given the whole batch's totals, the losses of its parts (microbatches, replicas) sum up to its loss, and their gradients
+to its gradients, however many tokens each of them counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from autotp.errors import Error
+from autotp.passes.builder import Builder, fake_mode_of
+from autotp.rules.call import bind, outputs_of
+from autotp.source_location import line_of
+
+aten = torch.ops.aten
+MEAN, SUM = 1, 2
+TOTAL = "total"
+"""What the placeholders of totals are called, with a number."""
+
+OF_CLASSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
+SUMS = (aten.add.Tensor, aten.sub.Tensor)
+PRODUCTS = (aten.mul.Tensor, aten.div.Tensor)
+NUMBERS = (*range(2, 34), 48, 63, 64, 65, 100, 127, 128, 129, 255, 256, 257, 512, 1000, 1024, 4096)
+"""Numbers of rows for which a comparison that the model makes is tried."""
+LENGTHS = ("size", "sizes", "shape", "repeats", "dims")
+"""The names of arguments that list how long a result is."""
+PASSED_ON = (aten.neg.default, aten.to.dtype, aten._to_copy.default, aten.view.default, aten.squeeze.default)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """A loss as a sum over the batch.
+
+    Attributes:
+        graph: returns the loss alone, of the placeholders there were and `total_0`, ..., floats of no dimension.
+        counts: returns what a part of the batch adds to each total, of the placeholders it needs, under their names.
+    """
+
+    graph: fx.Graph
+    counts: fx.Graph
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """What is made of nothing; of inputs alone; of anything but inputs' values."""
+
+    constant: Collection[fx.Node]
+    free: Collection[fx.Node]
+    fixed: Collection[fx.Node]
+
+    def varies(self, value: Any) -> bool:
+        """True for a value that is made of something."""
+        return isinstance(value, fx.Node) and value not in self.constant
+
+
+def totals(graph: fx.Graph, loss: fx.Node, inputs: Sequence[str]) -> Totals:
+    """The graph with its loss as a sum over the batch; other outputs are dropped.
+
+    Args:
+        loss: a scalar that the graph returns.
+        inputs: names of the placeholders of the inputs that are a batch, along their first dimension.
+
+    Raises:
+        Error: the loss is not made of means over the batch, by adding and scaling.
+    """
+    _expect_any_number(graph, inputs)
+    kinds = Kinds(_made_of(graph, ()), _made_of(graph, inputs), _made_of(graph, _places(graph) - set(inputs), True))
+    divided = _divided(loss, kinds)
+    builder, counts, given = Builder(fake_mode_of(graph)), list[fx.Node](), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        builder.origin = node
+        if node.op != "placeholder" and not given:
+            given = {one: _total(builder, i, one) for i, one in enumerate(divided)}
+            rows = next(new for old, new in builder.env.items() if old.name == inputs[0])
+        if node in given:
+            builder.env[node], count = _by_total(builder, node, given[node], None if divided[node] else rows)
+            counts.append(builder.call(aten.to.dtype, count, torch.float64))
+        elif node.op != "output":
+            builder.copy(node)
+    return Totals(returning(builder.graph, [builder.env[loss]]), returning(builder.graph, counts, places=False))
+
+
+def returning(graph: fx.Graph, wanted: Sequence[fx.Node], places: bool = True) -> fx.Graph:
+    """What of a graph these values need.
+
+    Args:
+        places: whether placeholders stay that are not needed.
+    """
+    needed = set(wanted)
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    new, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        if node in needed or (places and node.op == "placeholder"):
+            env[node] = new.node_copy(node, lambda old: env[old])
+    new.output(tuple(env[node] for node in wanted))
+    return new
+
+
+def _total(builder: Builder, i: int, of: fx.Node) -> fx.Node:
+    node = builder.graph.placeholder(f"{TOTAL}_{i}")
+    with builder.mode:
+        node.meta["val"] = torch.empty_like(of.meta["val"], dtype=_wide(of.meta["val"].dtype))
+    return node
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums of this dtype are taken in: 65,504 is the largest number of float16, and bfloat16 has 8 bits."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _widened(builder: Builder, value: Any) -> Any:
+    """A floating tensor in the dtype that sums are taken in; anything else as it is."""
+    example = value.meta.get("val") if isinstance(value, fx.Node) else None
+    if not isinstance(example, torch.Tensor) or _wide(example.dtype) == example.dtype:
+        return value
+    return builder.call(aten.to.dtype, value, _wide(example.dtype))
+
+
+def _places(graph: fx.Graph) -> set[str]:
+    return {node.name for node in graph.nodes if node.op == "placeholder"}
+
+
+def _made_of(graph: fx.Graph, names: Collection[str], sizes: bool = False) -> set[fx.Node]:
+    """What is made of these placeholders, and of constants, alone; of `sizes`, whosever they are, if asked for."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        made = node.name in names if node.op == "placeholder" else all(n in found for n in node.all_input_nodes)
+        if made or (sizes and node.target is aten.sym_size.int):
+            found.add(node)
+    return found
+
+
+def _divided(node: fx.Node, kinds: Kinds) -> dict[fx.Node, bool]:
+    """What of a loss the whole batch has to count: means and what no input is part of; True for counts themselves."""
+    x, y = (*node.args, None, None)[:2]
+    if node.target is aten.mul.Tensor and not kinds.varies(x):
+        x, y = y, x
+    if (is_mean(node) or _is_sum(node)) and isinstance(x, fx.Node) and x.meta["val"].dim() == 0 and y is None:
+        return _divided(x, kinds)  # Of one number: itself.
+    if is_mean(node) or node in kinds.fixed:
+        return {node: False}
+    if _is_sum(node):
+        return {}
+    terms = [x] if node.target in PASSED_ON or (node.target in PRODUCTS and not kinds.varies(y)) else []
+    terms = [x, y] if node.target in SUMS and kinds.varies(x) and kinds.varies(y) else terms
+    counts = _counts(y, kinds) if node.target is aten.div.Tensor and kinds.varies(y) else []  # type: ignore[arg-type]
+    if not terms and not counts:
+        raise Error(
+            f"the loss is no mean over the batch, or sum of some: `{node.target}`",
+            at=line_of(node),
+            **{"try": "cross_entropy, mse_loss, ... with reduction='mean', x.mean(), or x.sum() / counts.sum()"},
+        )
+    found = dict.fromkeys(counts, True)
+    for term in terms or [x]:
+        found |= _divided(term, kinds)  # type: ignore[arg-type]
+    return found
+
+
+def _expect_any_number(graph: fx.Graph, inputs: Sequence[str]) -> None:
+    """Raises Error where a graph depends on how many rows there are: parts of a batch have fewer."""
+    lengths = [node.meta["val"].shape[0] for node in graph.nodes if node.name in inputs]
+    rows = {symbol for length in lengths for symbol in symbols(length)}
+    if not rows and lengths[0] > 1:  # A single row is no batch: `pipeline.analysed` looks at two.
+        raise Error(
+            f"the model can be traced for batches of {lengths[0]} rows only, and parts of a batch have fewer",
+            **{"try": "in the model, x.shape[0] as it is, without int(); or autotp.parallelize, for whole batches"},
+        )
+    for node in graph.nodes:
+        if node.op == "call_function" and outputs_of(node) and not _only_lengths(node, rows):
+            raise Error(
+                f"`{node.target}` computes with the number of rows, which is another in each part of a batch",
+                at=line_of(node),
+                **{"try": "a mean, which is one over the whole batch"},
+            )
+    _expect_no_branches(graph, rows)
+
+
+def _expect_no_branches(graph: fx.Graph, rows: Collection[Any]) -> None:
+    """Raises Error where the model did one thing for so many rows, and would do another for others."""
+    environment: Any = getattr(fake_mode_of(graph), "shape_env", None)
+    for made in environment.guards if environment is not None else ():
+        guard, known = environment.replace(made.expr), environment.backed_var_to_val
+        if not guard.free_symbols & set(rows):
+            continue
+        others = {symbol: known[symbol] for symbol in guard.free_symbols - set(rows) if symbol in known}
+        if not all(guard.xreplace({**others, **dict.fromkeys(rows, sympy.Integer(n))}) for n in NUMBERS):
+            raise Error(
+                "the model branches on the number of rows, which is another in each part of a batch",
+                at=str(made.sloc),
+                **{"try": "a branch on other sizes, or on settings"},
+            )
+
+
+def _only_lengths(node: fx.Node, rows: Collection[Any]) -> bool:
+    """True if the number of rows says nothing but how long a result is, or a slice of what has as many rows."""
+    if node.target is aten.slice.Tensor:
+        x, dim, *_ = (*node.args, 0)
+        if symbols(x.meta["val"].shape[dim]) & set(rows):  # type: ignore[union-attr]
+            return True
+    if node.target in (aten.arange.default, aten.arange.start, aten.arange.start_step):  # `rows.py` looks at these.
+        return True
+    for name, value in bind(node).items():
+        sizes = list[fx.Node]()
+        fx.map_arg(value, sizes.append)
+        listed = isinstance(value, list | tuple) and name in LENGTHS
+        if not listed and any(symbols(n.meta.get("val")) & set(rows) for n in sizes):
+            return False
+    return True
+
+
+def symbols(size: Any) -> set[Any]:
+    """What a size is computed from; nothing for a number, or for a tensor."""
+    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt | torch.SymFloat) else set()
+
+
+def _counts(node: fx.Node, kinds: Kinds) -> list[fx.Node]:
+    """The sums that a divisor is made of; none if it is not made of sums of what is made of inputs alone."""
+    if _is_sum(node):
+        return [node] if node in kinds.free else []
+    found = [_counts(n, kinds) for n in node.all_input_nodes if kinds.varies(n)]
+    return [n for some in found for n in some] if all(found) else []
+
+
+def is_mean(node: fx.Node) -> bool:
+    """True for a mean over all there is."""
+    return node.target is aten.mean.default or (node.op == "call_function" and bind(node).get("reduction") == MEAN)
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """True for a sum over all there is."""
+    return node.target is aten.sum.default or (node.op == "call_function" and bind(node).get("reduction") == SUM)
+
+
+def _by_total(builder: Builder, node: fx.Node, total: fx.Node, rows: fx.Node | None) -> tuple[fx.Node, fx.Node]:
+    """A mean as a sum divided by `total`; without `rows` a count as `total`; and what this part adds to it.
+
+    A mean of all elements counts rows, and so does what no input is part of; a mean of classes counts the targets that
+    are not ignored.
+    """
+    if rows is None:
+        return total, builder.copy(node)
+    arguments = builder.map(bind(node))
+    if node.target in OF_CLASSES and not arguments["target"].meta["val"].is_floating_point():
+        wide = {name: _widened(builder, value) for name, value in arguments.items()}
+        summed = builder.call(node.target, *(wide | {"reduction": SUM}).values())
+        count = _counted(builder, arguments)
+    else:
+        size = builder.call(aten.sym_size.int, rows, 0)
+        summed = builder.call(aten.mul.Tensor, _widened(builder, builder.copy(node)), size)
+        count = builder.call(aten.full.default, [], size, dtype=torch.float64)
+    return builder.call(aten.div.Tensor, summed, total), count
+
+
+def _counted(builder: Builder, arguments: dict[str, Any]) -> fx.Node:
+    """How many targets count, or what they weigh."""
+    target, weight, ignored = arguments["target"], arguments["weight"], arguments["ignore_index"]
+    counts = builder.call(aten.ne.Scalar, target, ignored)
+    if weight is None:
+        return builder.call(aten.sum.default, counts)
+    known = builder.call(aten.where.ScalarOther, counts, target, 0)
+    weights = builder.call(aten.mul.Tensor, builder.call(aten.index.Tensor, weight, [known]), counts)
+    return builder.call(aten.sum.default, weights)

@@ -1,0 +1,245 @@
+"""plan: which leaf every operator is cut along, and which every parameter is stored cut along.
+
+    Before: candidates heads (h.0), width (h.0), vocab, hidden, ...
+    After:  cuts {linear: heads, attention: heads, ...}, held {c_attn.weight: heads, ...}; hidden is not cut
+
+The choice is greedy: heads come first, those that share the attentions best, and widths; then what divides most weights
+for its communication, which is taken if it is worth it. So the hidden axis, which every weight has and which would be
+exchanged at every turn, comes last, when nothing is left to divide. An operator is cut along one leaf at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from math import ceil, prod
+
+import torch
+from torch import fx
+
+from autotp.errors import Error
+from autotp.ops.channels import conv_transpose, convolution
+from autotp.passes.plan.infer_axes import Axes
+from autotp.passes.plan.match import ATTENTION, MLP, Candidate, contracts, cut_values, maker, readers, root
+from autotp.sharding.axis import Axis, Size, find, leaves, touches
+from autotp.sharding.grid import slices_of
+from autotp.sharding.layout import Layout, layout_of, ranges
+from autotp.source_location import line_of
+
+NOMINAL = 512
+"""The length assumed of a symbolic dimension (batch, sequence) when communication is weighed."""
+WORTH = 8
+"""A vocabulary is cut if it divides this many parameters for each element exchanged per token."""
+WORTH_UNKNOWN = 32
+"""So is an axis that nobody recognised, or of which another axis took a part, for this many."""
+SHARE = 0.005
+"""Such an axis must also divide at least this share of all parameters."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is cut.
+
+    Attributes:
+        cuts: node -> the leaf that the operator is cut along.
+        held: parameter placeholder -> the leaf along which it is stored cut.
+        chosen: the candidates that were accepted, in the order of acceptance.
+        scattered: sum over ranks -> the sequence along which it is scattered, and never reduced as a whole.
+    """
+
+    cuts: dict[fx.Node, Axis] = field(default_factory=dict)
+    held: dict[fx.Node, Axis] = field(default_factory=dict)
+    chosen: list[Candidate] = field(default_factory=list)
+    scattered: dict[fx.Node, Axis] = field(default_factory=dict)
+
+
+def decide(
+    axes: Axes,
+    candidates: list[Candidate],
+    trainable: Collection[fx.Node],
+    total: int,
+    tp: int,
+    kept: Collection[fx.Node] = (),
+) -> Decision:
+    """The cuts for `tp` ranks.
+
+    Args:
+        kept: what is returned and stays cut; other outputs that are cut are gathered, which costs communication.
+        trainable: values that a gradient flows through: only those cost communication in backward.
+        total: elements of all parameters.
+    """
+    decision = Decision()
+
+    def worth(candidate: Candidate) -> float:
+        """Elements of weights divided for each element exchanged per token, or place of a convolution."""
+        cost = _cost(candidate, decision, axes, trainable, kept)
+        reads = _gain(candidate, decision, axes, tp, lambda weight: _places(weight, candidate, axes))
+        return reads / max(cost, 1)
+
+    def key(i: int) -> tuple[int, float, float, int]:
+        it = candidates[i]
+        return it.turn, _busiest(it.leaf, tp) if it.pattern == ATTENTION else 0, -worth(it), i
+
+    queue = [key(i) for i in range(len(candidates))]
+    heapify(queue)
+    while queue:
+        stale = heappop(queue)
+        i = stale[-1]
+        now = worth(candidates[i])
+        if queue and key(i) > max(stale, queue[0]):  # It lost to what was cut since: it queues again.
+            heappush(queue, key(i))
+        elif _acceptable(candidates[i], decision, axes, now, _gain(candidates[i], decision, axes, tp), total):
+            accept(candidates[i], decision)
+    return decision
+
+
+def _acceptable(candidate: Candidate, decision: Decision, axes: Axes, worth: float, gain: float, total: int) -> bool:
+    """True for a block's own axis where nothing else took part of it, and for what is worth its communication.
+
+    Convolutions have few weights for what they make of each place, so the channels between two must be worth it, too.
+    """
+    if find(candidate.leaf).kind == "grid" and candidate.pattern != ATTENTION:
+        return False
+    if candidate.core and not any(node in decision.cuts for node, _ in candidate.nodes):
+        convolved = candidate.pattern == MLP and any(_convolves(node, axes) for node, _ in candidate.nodes)
+        return gain > 0 and (worth >= WORTH_UNKNOWN or not convolved)
+    if candidate.name == "vocab":
+        return gain > 0 and worth >= WORTH
+    return gain > SHARE * total and worth >= WORTH_UNKNOWN
+
+
+def decide_as(axes: Axes, candidates: list[Candidate], stored: Mapping[fx.Node, Layout], tp: int) -> Decision:
+    """The cuts for a further graph of a model whose parameters are stored already.
+
+    A parameter stays stored as it is, whatever reads it here; operators that cannot follow read it gathered.
+
+    Args:
+        stored: placeholder of a parameter, or of an input that comes cut -> how it is held.
+
+    Raises:
+        Error: it is cut along what is no axis in this graph.
+    """
+    decision = Decision()
+    grids = [c for c in candidates if find(c.leaf).kind == "grid" and _stored_so(c, stored, axes, tp)]
+    for candidate in grids:
+        decision.held.update((node, candidate.leaf) for node in candidate.parameters if node in stored)
+    for node, layout in stored.items():
+        if layout.dim is not None and node not in decision.held:
+            decision.held[node] = _leaf_of(node, layout, axes, tp, [candidate.leaf for candidate in grids])
+    kept = {find(leaf) for leaf in decision.held.values()}
+    for candidate in candidates:
+        if find(candidate.leaf) in kept:
+            for cuttable, _ in candidate.nodes:
+                decision.cuts.setdefault(cuttable, candidate.leaf)
+            decision.chosen.append(candidate)
+    return decision
+
+
+def _stored_so(candidate: Candidate, stored: Mapping[fx.Node, Layout], axes: Axes, tp: int) -> bool:
+    """True if all parameters of a candidate are stored as its leaf cuts them."""
+    rows = [(axes.of(node), stored[node]) for node in candidate.parameters if node in stored]
+    return bool(rows) and all(layout_of(it.shape, dims, candidate.leaf, tp, it.axis) == it for dims, it in rows)
+
+
+def _leaf_of(node: fx.Node, layout: Layout, axes: Axes, tp: int, grids: Sequence[Axis]) -> Axis:
+    """The leaf of a parameter that, cut, stores it as `layout` does."""
+    dims = axes.of(node)
+    for leaf in [*grids, *leaves(dims[layout.dim or 0])]:
+        if layout_of(layout.shape, dims, leaf, tp, layout.axis) == layout:
+            return leaf
+    raise Error(
+        f"this call uses a tensor {list(layout.shape)} in a way that its cut by {layout.axis} does not fit",
+        at=line_of(next(iter(node.users), node)),
+        **{"try": "give parallelize this call's arguments as example_inputs"},
+    )
+
+
+def accept(candidate: Candidate, decision: Decision) -> None:
+    """Cuts what is free along a candidate's leaf, and stores the parameters cut that only cut operators read."""
+    for node, _ in candidate.nodes:
+        decision.cuts.setdefault(node, candidate.leaf)
+    for parameter in candidate.parameters:
+        if parameter not in decision.held and _only_read_cut(parameter, candidate, decision):
+            decision.held[parameter] = candidate.leaf
+    decision.chosen.append(candidate)
+
+
+def _only_read_cut(parameter: fx.Node, candidate: Candidate, decision: Decision) -> bool:
+    leaf = find(candidate.leaf)
+    nodes = {node for node, _ in candidate.nodes}
+    readers = [node for node in parameter.users if isinstance(node.meta.get("val"), torch.Tensor | list | tuple)]
+    return bool(readers) and all(n in nodes and find(decision.cuts.get(n, leaf)) is leaf for n in readers)
+
+
+def _gain(
+    candidate: Candidate, decision: Decision, axes: Axes, tp: int, counts: Callable[[fx.Node], float] = lambda p: 1
+) -> float:
+    """Elements of weights that the fullest rank no longer holds, each counted so often."""
+    cut = [p for p in candidate.weights if p not in decision.held and _only_read_cut(p, candidate, decision)]
+    return sum(p.meta["val"].numel() * (1 - _fullest(candidate.leaf, p, axes, tp)) * counts(p) for p in cut)
+
+
+def _places(weight: fx.Node, candidate: Candidate, axes: Axes) -> float:
+    """How often a step reads each element of a weight: once a token; of a convolution once for each of its places."""
+    for node, _ in candidate.nodes:
+        operands = axes.bound[node].operands
+        if _convolves(node, axes) and root(operands[1]) is weight:
+            return max(elements(node) // _channels(node), 1)
+    return float(NOMINAL**2)
+
+
+def _channels(node: fx.Node) -> int:
+    """How many channels a convolution makes."""
+    places = node.args[1].meta["val"].dim() - (2 if node.target is convolution else 3)  # type: ignore[union-attr]
+    return int(node.meta["val"].shape[-1 - places])
+
+
+def _convolves(node: fx.Node, axes: Axes) -> bool:
+    """True for a convolution that sums over channels."""
+    return node.target in (convolution, conv_transpose) and contracts(axes.bound[node])
+
+
+def _fullest(leaf: Axis, parameter: fx.Node, axes: Axes, tp: int) -> float:
+    """The share of a parameter that the fullest rank holds."""
+    axis = next(axis for axis in axes.of(parameter) if touches(axis, leaf))
+    if find(leaf).kind != "grid":
+        return ceil(leaf.size.number / tp) / leaf.size.number
+    held = [sum(b - a for a, b in ranges(axis, leaf, tp, rank)) for rank in range(tp)]
+    return max(held) / axis.size.number
+
+
+def _busiest(leaf: Axis, tp: int) -> float:
+    """The share of all attentions that the fullest rank computes, where `leaf` counts them."""
+    return prod(ceil(one.size.number / parts) / one.size.number for one, parts, _ in slices_of(leaf, tp))
+
+
+def _cost(
+    candidate: Candidate, decision: Decision, axes: Axes, trainable: Collection[fx.Node], kept: Collection[fx.Node]
+) -> float:
+    """Elements exchanged in a step, forward and backward, at nominal batch and sequence."""
+    free = {node: factor for node, factor in candidate.nodes if node not in decision.cuts}
+    summed = [node for node, factor in free.items() if not factor.outs and factor.summed]
+    copied, moved = set(), set()
+    for node, factor in free.items():
+        for i, operand in enumerate(axes.bound[node].operands):
+            if i not in factor.ins and operand in trainable and operand.op != "placeholder":
+                copied.add(operand)
+            if i in factor.ins and maker(operand) not in free and operand.op != "placeholder":
+                moved.add(operand)
+        for it in cut_values(node, candidate.leaf, axes) if factor.outs else ():
+            if any(reader not in free for reader in readers(it) if node not in kept or reader.op != "output"):
+                moved.add(it)
+    return sum(elements(node) for node in [*summed, *copied, *moved])
+
+
+def elements(node: fx.Node) -> int:
+    """Elements of a node's value at nominal batch and sequence."""
+    value = node.meta["val"]
+    total = 0
+    for tensor in value if isinstance(value, list | tuple) else [value]:
+        size = Size.of(1)
+        for n in tensor.shape if isinstance(tensor, torch.Tensor) else ():
+            size = size * Size.of(n)
+        total += size.number * NOMINAL ** len(size.symbols)
+    return total

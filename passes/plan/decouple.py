@@ -1,0 +1,100 @@
+"""apart: what no parameter made (a mask, ALiBi's slopes) and does not fit the axes it meets is read apart from them.
+
+    Before: slopes = cat(a[4], b[2]); scores + slopes        heads would be `4 | 2`, and never cut
+    After:  slopes = cat(a[4], b[2]); scores + apart(slopes)
+
+`apart(x)` is `x` on axes of its own. It is whole on every rank, so a cut reader takes its part without communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import fx
+
+from autotp.ops.parallel_forms import apart as read_apart
+from autotp.passes.builder import Builder, fake_mode_of
+from autotp.passes.plan.infer_axes import Axes, named_dims, visit
+from autotp.rules.call import call_of, operand_nodes
+from autotp.rules.table import rule_of
+from autotp.sharding.axis import ONE, Axis, Size, find
+
+Wanted = dict[fx.Node, list[Size | None]]
+"""Operand -> for each of its dimensions the size that the others at this operator have, or None."""
+
+
+def apart(graph: fx.Graph, parameters: Collection[str]) -> tuple[fx.Graph, Axes]:
+    """The same function, its parameter-free values of other axes read apart, and the axes of all values.
+
+    Args:
+        parameters: placeholder names of the parameters.
+    """
+    builder, axes, made = Builder(fake_mode_of(graph)), Axes(), set[fx.Node]()
+    for node in graph.nodes:
+        builder.origin = node
+        aside = {n: builder.env[n] for n in node.all_input_nodes}
+        for operand, sizes in _misfits(node, axes, made, builder).items():
+            builder.env[operand] = _read_apart(builder, builder.env[operand], sizes)
+            visit(builder.env[operand], axes)
+        visit(builder.copy(node), axes)
+        builder.env.update(aside)
+        if node.name in parameters or any(n in made for n in node.all_input_nodes):
+            made.add(node)
+    return builder.graph, axes
+
+
+def _misfits(node: fx.Node, axes: Axes, made: Collection[fx.Node], builder: Builder) -> Wanted:
+    """The operands that no parameter made, with a dimension that does not fit what parameters made."""
+    operands = [n for n in operand_nodes(node) if n is not None] if node.op == "call_function" else []
+    if len({n in made for n in operands}) < 2 or (rule := rule_of(call_of(node))) is None:
+        return {}
+    dims = [axes.of(builder.env[n]) for n in operands]
+    known: dict[str, Axis] = {}
+    terms = list(named_dims(rule, dims))
+    for operand, named in zip(operands, terms, strict=True):
+        known |= {name: find(axis) for name, axis in named if name and operand in made}
+    found: Wanted = {}
+    for operand, named in zip(operands, terms, strict=True):
+        sizes = [_misfit(find(axis), known.get(name)) for name, axis in named]
+        if operand not in made and any(sizes):
+            found[operand] = sizes
+    return found
+
+
+def _misfit(axis: Axis, other: Axis | None) -> Size | None:
+    """The size that a dimension should have, where `other`, unified with it, would be cut up or not be cut at all."""
+    if other is None or other is axis or ONE in (axis.size, other.size):
+        return None
+    if axis.size != other.size:
+        return None if other.size.symbols else other.size
+    return other.size if _splits(list(_factors(axis)), list(_factors(other))) else None
+
+
+def _factors(axis: Axis) -> Iterator[Axis]:
+    """The factors of a product, major to minor."""
+    axis = find(axis)
+    if axis.kind == "product":
+        for part in axis.parts:
+            yield from _factors(part)
+    else:
+        yield axis
+
+
+def _splits(factors: list[Axis], others: list[Axis]) -> bool:
+    """True if a factor of numbers among `others` meets one that is a concatenation of other parts."""
+    for factor, other in zip(factors, others, strict=False):
+        if factor.size != other.size or (factor.kind == "concat" and factor is not other and not other.size.symbols):
+            return True
+    return False
+
+
+def _read_apart(builder: Builder, x: fx.Node, sizes: list[Size | None]) -> fx.Node:
+    """`apart(x)`, with sizes as numbers that the exporter has as terms (`6*s0 // s1`)."""
+    value = x.meta["val"]
+    plain = [size if size is None or size.symbols else size.number for size in sizes]
+    shape = [size if isinstance(size, int) else n for n, size in zip(value.shape, plain, strict=True)]
+    new = builder.raw(read_apart, (x,))
+    with builder.mode:
+        new.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
+    return new

@@ -1,0 +1,273 @@
+"""experts: rows that each choose an expert are brought into the experts' order, so that experts can be cut.
+
+    Before: v = index(w, [chosen]); y = bmm(x, v); z = gelu(y)                     w[8, 64, 256], chosen[rows]
+    After:  p = dispatch(chosen, 8, ...); c = counts(chosen, 8, ...)
+            v = spread(w, c, p); y = bmm(index_select(x, 0, p), v); z = combine(gelu(y), p, chosen)
+
+Between dispatch and combine stands what works on each row by itself. A rank that holds two experts has their rows
+there and no others; what `combine` makes of them is its summand. Products of groups of rows (`grouped_mm`) likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.ops import experts as routing
+from autotp.passes.builder import Builder, fake_mode_of
+from autotp.passes.plan.infer_axes import Axes, infer_axes, is_getitem
+from autotp.passes.plan.match import contracts, root
+from autotp.rules.call import bind, operand_nodes
+from autotp.rules.table import SIZE_ARGUMENTS, is_grouped
+from autotp.sharding.axis import Axis, Size, find
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Routed:
+    """Rows that choose among one number of experts.
+
+    Attributes:
+        chosen: the node that says which, [rows].
+        number: how many experts there are.
+        grouped: rows stand in the experts' order already.
+        reads: the nodes that read the experts' weights: a row's own (`index`), or of rows in groups.
+        inside: those, and what works on each of their rows by itself before the last of them is used.
+    """
+
+    chosen: fx.Node
+    number: int
+    grouped: bool
+    reads: list[fx.Node] = field(default_factory=list)
+    inside: set[fx.Node] = field(default_factory=set)
+
+
+def experts(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int) -> tuple[fx.Graph, Axes]:
+    """The same function, experts' rows in the experts' order where their number divides by `tp`; and its axes.
+
+    Args:
+        parameters: placeholder names of the parameters.
+    """
+    found = _routed(graph, axes, parameters, tp)
+    if not found:
+        return graph, axes
+    rewriting = _Rewriting(graph, axes, found)
+    for node in graph.nodes:
+        rewriting.visit(node)
+    return rewriting.builder.graph, infer_axes(rewriting.builder.graph)
+
+
+def _routed(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int) -> list[Routed]:
+    """What is routed to experts, of whose weights some product reads each row's own. No node is in two of them."""
+    found: dict[tuple[fx.Node, int], Routed] = {}
+    in_groups: dict[tuple[fx.Node, int], Routed] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and is_grouped(node.target) and node in axes.bound and axes.bound[node].known:
+            number, chosen = _experts_of(node, 1), _counted(node)
+            if chosen is not None and number % tp == 0:
+                in_groups.setdefault((chosen, number), Routed(chosen, number, True)).reads.append(node)
+    for node in graph.nodes:
+        if _is_read(node, parameters) and (number := _experts_of(node, 0)) % tp == 0:
+            (chosen,) = bind(node)["indices"]
+            own = in_groups.get((_source(chosen, number), number))
+            (own or found.setdefault((_source(chosen), number), Routed(chosen, number, False))).reads.append(node)
+    every = [*in_groups.values(), *found.values()]
+    taken = {read for routed in every for read in routed.reads}
+    for routed in every:
+        _fill(routed, graph, axes, taken - set(routed.reads))
+        taken |= routed.inside
+    return [routed for routed in every if routed.inside]
+
+
+def _experts_of(node: fx.Node, position: int) -> int:
+    """How many experts an operand's weights are of."""
+    return int(operand_nodes(node)[position].meta["val"].shape[0])  # type: ignore[union-attr]
+
+
+def _is_read(node: fx.Node, parameters: Collection[str]) -> bool:
+    """True for rows, by a list of integers, of a stack of parameters or of a view of one."""
+    if node.target is not aten.index.Tensor:
+        return False
+    weight, indices = operand_nodes(node)[0], bind(node)["indices"]
+    if weight is None or len(indices) != 1 or root(weight).name not in parameters:
+        return False
+    value = indices[0].meta["val"]
+    return (
+        value.dim() == 1 and value.dtype in (torch.int32, torch.int64) and isinstance(weight.meta["val"].shape[0], int)
+    )
+
+
+def _counted(node: fx.Node) -> fx.Node | None:
+    """The experts that rows in groups chose, in order: their groups end at `cumsum(histc(chosen))`."""
+    x, weight, ends = (operand_nodes(node))[:3]
+    number = int(weight.meta["val"].shape[0])  # type: ignore[union-attr]
+    counts: Any = ends.args[0] if ends is not None and ends.target is aten.cumsum.default else None
+    if not isinstance(counts, fx.Node) or counts.target is not aten.histc.default:
+        return None
+    bins = bind(counts)
+    chosen = _source(bins["self"], number)
+    lengths = [Size.of(value.meta["val"].shape[0]) for value in (chosen, x)]  # type: ignore[union-attr]
+    as_many = (bins["bins"], bins["min"], bins["max"]) == (number, 0, number - 1)
+    return chosen if as_many and lengths[0] == lengths[1] and _is_sorted(chosen) else None
+
+
+def _is_sorted(chosen: fx.Node) -> bool:
+    """True for the values of a sort, or for a choice read in the order that sorts it, smallest first."""
+    if is_getitem(chosen):
+        return bool(chosen.args[1] == 0) and _sorts(chosen.args[0])
+    if chosen.target is not aten.index.Tensor:
+        return False
+    (order,) = bind(chosen)["indices"]
+    by: Any = order.args[0] if is_getitem(order) and order.args[1] == 1 else order
+    return _sorts(by) and bool(bind(by)["self"] is chosen.args[0])
+
+
+def _sorts(node: Any) -> bool:
+    name = str(node.target).rsplit(".", 1)[0]
+    return (
+        name in ("aten.sort", "aten.argsort") and not bind(node)["descending"] and node.args[0].meta["val"].dim() == 1
+    )
+
+
+def _source(chosen: fx.Node, number: int | None = None) -> fx.Node:
+    """The choice without casts, and without bounds that hold of all of `number` experts."""
+    while chosen.op == "call_function":
+        arguments, name = bind(chosen), str(chosen.target).rsplit(".", 1)[0]
+        bounded = number is not None and name == "aten.clamp"
+        bounded = bounded and arguments["min"] in (None, 0) and arguments["max"] in (None, (number or 0) - 1)
+        if not bounded and not (name in SAME and _are_exact(chosen, arguments["self"])):
+            break
+        chosen = arguments["self"]
+    return chosen
+
+
+def _are_exact(*chosen: fx.Node) -> bool:
+    """True if the numbers of experts are whole before a cast, and as good behind it."""
+    dtypes = [node.meta["val"].dtype for node in chosen]
+    return dtypes[-1] in EXACT[:2] and dtypes[0] in EXACT
+
+
+def _fill(routed: Routed, graph: fx.Graph, axes: Axes, others: Collection[fx.Node]) -> None:
+    """Finds what is inside: on the way from a read to where the last of them is used; nothing, without a product.
+
+    Args:
+        others: what belongs to other rows.
+    """
+    rows, after = find(axes.of(routed.reads[0])[0]), set(routed.reads)
+    for node in graph.nodes:
+        follows = node not in others and any(operand in after for operand in node.all_input_nodes)
+        if follows and _by_rows(node, rows, axes):
+            after.add(node)
+    needed = {read for read in routed.reads if is_grouped(read.target)}
+    queue = [user for read in set(routed.reads) - needed for user in read.users]
+    while queue:
+        user = queue.pop()
+        if user in after and user not in needed:
+            needed.add(user)
+            queue += user.users if len(operand_nodes(user)) == 1 else ()
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(operand for operand in node.all_input_nodes if operand in after)
+    if any(contracts(axes.bound.get(node)) for node in needed):
+        routed.inside = needed
+
+
+def _by_rows(node: fx.Node, rows: Axis, axes: Axes) -> bool:
+    """True if every result row comes from the operands' rows at its place; rows are the first dimension of all."""
+    if is_getitem(node):
+        return True
+    if node not in axes.bound or str(node.target).rsplit(".", 1)[0] in SIZE_ARGUMENTS:
+        return False
+    bound = axes.bound[node]
+    here = [factor for factor in bound.factors if find(factor.axis) is rows and not factor.mark]
+    places = [(bound.dims[side], (here[0].ins, here[0].outs)[side]) for side in (0, 1)] if len(here) == 1 else []
+    return bool(places) and len(here[0].outs) == len(bound.rule.outs) and all(
+        place.get(i) == 0 if has else i not in place
+        for terms, place in places
+        for i, dims in enumerate(terms)
+        for has in [any(find(axis) is rows for axis in dims)]
+    )  # fmt: skip
+
+
+class _Rewriting:
+    """The new graph. Inside, `env` has rows in the experts' order; what reads them from outside gets them combined."""
+
+    def __init__(self, graph: fx.Graph, axes: Axes, found: list[Routed]) -> None:
+        self.axes, self.builder = axes, Builder(fake_mode_of(graph))
+        self.of = {node: routed for routed in found for node in routed.inside}
+        self.choices = {routed.chosen for routed in found}
+        self.ordered: dict[fx.Node, fx.Node] = {}  # Node inside -> its rows in the experts' order.
+        self.routes: dict[int, tuple[fx.Node, fx.Node]] = {}
+        self.sent: dict[tuple[int, fx.Node], fx.Node] = {}
+
+    def visit(self, node: fx.Node) -> None:
+        self.builder.origin = node
+        routed = self.of.get(node)
+        if routed is None:
+            self.builder.copy(node)
+            return
+        new = self._read(routed, node) if node in routed.reads else self._inner(routed, node)
+        self.ordered[node] = new
+        outside = node in self.choices or any(self.of.get(user) is not routed for user in node.users)
+        if outside and isinstance(node.meta["val"], torch.Tensor):
+            places, _ = self._route(routed)
+            back = self.builder.raw(routing.combine, (new, places, self.builder.env[routed.chosen]))
+            back.meta["val"] = node.meta["val"]
+            self.builder.env[node] = back
+
+    def _route(self, routed: Routed) -> tuple[fx.Node, fx.Node]:
+        """The rows of each expert in order, and how many they are."""
+        if id(routed) not in self.routes:
+            chosen, number = self.builder.env[routed.chosen], routed.number
+            arguments = (chosen, number, routed.grouped, 0, number)
+            places, count = (self.builder.raw(f, arguments) for f in (routing.dispatch, routing.counts))
+            with self.builder.mode:
+                rows = number * self.builder.length(f"rows_of_an_expert_{len(self.routes)}", ROWS)
+                places.meta["val"] = torch.empty(rows, dtype=torch.int64, device=chosen.meta["val"].device)
+                count.meta["val"] = places.meta["val"].new_empty(number)
+            self.routes[id(routed)] = places, count
+        return self.routes[id(routed)]
+
+    def _read(self, routed: Routed, node: fx.Node) -> fx.Node:
+        """A read of the experts' weights."""
+        places, count = self._route(routed)
+        if is_grouped(node.target):
+            x, weight, _ = (n for n in operand_nodes(node) if n is not None)
+            arguments = (self._rows(routed, x), self.builder.env[weight], count, str(node.target).startswith("aten."))
+            new = self.builder.raw(routing.grouped_mm, arguments)
+        else:
+            new = self.builder.raw(routing.spread, (self.builder.env[node.args[0]], count, places))  # type: ignore[index]
+        value = node.meta["val"]
+        with self.builder.mode:
+            new.meta["val"] = value.new_empty([places.meta["val"].shape[0], *value.shape[1:]])
+        return new
+
+    def _inner(self, routed: Routed, node: fx.Node) -> fx.Node:
+        """An operator on rows, on what it reads in the experts' order."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._rows(routed, n))
+        return self.builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+
+    def _rows(self, routed: Routed, node: fx.Node) -> fx.Node:
+        """A value in the experts' order, if it has rows; else as it is."""
+        if node in self.ordered and self.of[node] is routed:
+            return self.ordered[node]
+        rows = find(self.axes.of(routed.reads[0])[0])
+        if not self.axes.dims.get(node) or not any(find(axis) is rows for axis in self.axes.of(node)):
+            return self.builder.env[node]
+        key = id(routed), node
+        if key not in self.sent:
+            places, _ = self._route(routed)
+            self.sent[key] = self.builder.call(aten.index_select.default, self.builder.env[node], 0, places)
+        return self.sent[key]
+
+
+SAME = ("aten.to", "aten._to_copy", "aten.contiguous", "aten.clone")
+"""Operators that leave a number of an expert as it is."""
+EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
+ROWS = 7
+"""How many rows an expert has in examples: a number that is nothing else's."""

@@ -1,0 +1,119 @@
+"""hoist: a copy moves up through whole work to where it, or what takes its place, carries least in backward.
+
+    Before: n = norm(x, w); m = norm(x, v); linear(copy(n), q); linear(copy(m), u)
+    After:  c = copy(x); n = norm(c, copy(w)); m = norm(c, copy(v)); linear(n, q); linear(m, u)
+
+What all ranks compute alike may read Copied values, whatever it is: its result is then Copied, and its gradient, linear
+in that of the result, a summand. So a copy can stand before an operator or behind it. Before it are its parameters,
+which are small beside activations; what others read copied anyway costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import fx
+
+from autotp.passes.plan.choose import elements
+from autotp.passes.plan.infer_axes import Axes
+from autotp.passes.plan.propagate import Have
+from autotp.passes.plan.sums import VIEWS
+from autotp.rules.call import draws
+from autotp.sharding.axis import Axis
+from autotp.sharding.placement import Copied, Replicate
+
+aten = torch.ops.aten
+Cuts = Mapping[fx.Node, Axis]
+
+
+def hoisted(graph: fx.Graph, axes: Axes, cuts: Cuts, have: Have, differentiable: Collection[fx.Node]) -> set[fx.Node]:
+    """The operators to be computed from copies of what they read, rather than their result copied.
+
+    Args:
+        have: the placements that all values come in.
+        differentiable: values a gradient may flow through: the others need no copy.
+    """
+    found = set(_wanted(graph, axes, cuts, have, differentiable))
+    while True:  # What shares a copy shares its price; where one drops out, the others pay more.
+        cheap = _cheap(graph, found, axes, cuts, have, differentiable)
+        if cheap == found:
+            return found
+        found = cheap
+
+
+def _wanted(
+    graph: fx.Graph, axes: Axes, cuts: Cuts, have: Have, differentiable: Collection[fx.Node]
+) -> Iterator[fx.Node]:
+    """The whole operators whose result is read in copy alone, by cut work or by each other; or returned."""
+    found, last = set(), _returned(graph, axes, cuts)
+    for node in reversed(graph.nodes):
+        alike = node in differentiable and node in axes.bound and have[node] == (Replicate(),) and node not in cuts
+        alike = alike and not axes.bound[node].rule.exact
+        if alike and isinstance(node.meta.get("val"), torch.Tensor) and not draws(node):
+            users = [user for user in node.users if user not in last and user.target is not aten.sym_size.int]
+            if users and all(user in found or _in_copy(node, user, axes, cuts) for user in users):
+                found.add(node)
+                yield node
+
+
+def _returned(graph: fx.Graph, axes: Axes, cuts: Cuts) -> set[fx.Node]:
+    """The output, and parts of values that are only returned, as of a cache: they take a value in either form."""
+    found = {graph.output_node()}
+    for node in reversed(graph.nodes):
+        bound = axes.bound.get(node)
+        part = (
+            bound is not None and node not in cuts and len(bound.operands) == 1 and frozenset({0}) in bound.rule.linear
+        )
+        if part and node.users and all(user in found for user in node.users):
+            found.add(node)
+    return found
+
+
+def _cheap(
+    graph: fx.Graph,
+    wanted: Collection[fx.Node],
+    axes: Axes,
+    cuts: Cuts,
+    have: Have,
+    differentiable: Collection[fx.Node],
+) -> set[fx.Node]:
+    """Those that copies before them make cheaper, if all of `wanted` that share one do; and whose readers are so."""
+    price: dict[fx.Node, float] = {}
+    for node in graph.nodes:
+        if node in wanted:
+            before = [o for o in dict.fromkeys(axes.bound[node].operands) if o in differentiable]
+            price[node] = sum(_price(o, price, wanted, axes, cuts, have) for o in before)
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node in wanted and all(user in found or user not in wanted for user in node.users):
+            least, plain = elements(node), all(o.op == "placeholder" for o in axes.bound[node].operands)
+            if price[node] < least or ((plain or node.target in VIEWS) and price[node] == least):
+                found.add(node)
+    return found
+
+
+def _in_copy(node: fx.Node, reader: fx.Node, axes: Axes, cuts: Cuts) -> bool:
+    """True if a cut operator reads a value in copy."""
+    bound, leaf = axes.bound.get(reader), cuts.get(reader)
+    factor = bound.cuttable(leaf) if bound is not None and leaf is not None else None
+    return bound is not None and factor is not None and not any(bound.operands[i] is node for i in factor.ins)
+
+
+def _price(
+    node: fx.Node, price: Mapping[fx.Node, float], wanted: Collection[fx.Node], axes: Axes, cuts: Cuts, have: Have
+) -> float:
+    """What a copy of an operand costs each of those that share it; nothing where there is one anyway."""
+    if have.get(node) == (Copied(),) or _copied_anyway(node, wanted, axes, cuts):
+        return 0
+    sharing = len([reader for reader in node.users if reader in wanted])
+    return min(elements(node), price.get(node, float("inf"))) / max(sharing, 1)
+
+
+def _copied_anyway(node: fx.Node, wanted: Collection[fx.Node], axes: Axes, cuts: Cuts) -> bool:
+    """True if cut work reads a copy of a value, or of a view of it: that is a view of the one copy."""
+    return any(
+        _in_copy(node, reader, axes, cuts)
+        or (reader in wanted and reader.target in VIEWS and _copied_anyway(reader, wanted, axes, cuts))
+        for reader in node.users
+    )

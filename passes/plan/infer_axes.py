@@ -1,0 +1,303 @@
+"""infer axes: names every dimension of every tensor, by unifying what the operators' rules say.
+
+Before: x f32[s77, s27, 768], w f32[2304, 768], linear(x, w), split(...), view(...), attention(...)
+After:  w[0] = (q: heads x 64 | k: heads x 64 | v: heads x 64), w[1] = width, ...
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.rules.call import Call, call_of, operand_nodes
+from autotp.rules.language import STAR, UNIT, Expr, Group, Name, Rule, Term, names
+from autotp.rules.table import rule_of, unknown
+from autotp.sharding.axis import ONE, Axis, Size, concat, find, holds, leaves, product, tangle, touches, unify
+from autotp.sharding.grid import is_full
+
+Dims = tuple[Axis, ...]
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One factor of a rule at one node.
+
+    Attributes:
+        name: its name in the rule.
+        axis: the axis it is.
+        mark: "" it may be cut, "^" never, "!" in the operator's parallel form.
+        ins: operand position -> the operand's dimension that has the factor.
+        outs: output position -> dimension.
+        summed: False where an output that does not have the factor has all that it needs: another part of `q | k | v`.
+    """
+
+    name: str
+    axis: Axis
+    mark: str
+    ins: dict[int, int]
+    outs: dict[int, int]
+    summed: bool = True
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A rule bound to the axes of one node's operands and outputs.
+
+    Attributes:
+        rule: the rule.
+        operands: the operand nodes, in the order of the rule's terms.
+        factors: the rule's factors.
+        dims: the axes of the operands' and of the outputs' dimensions.
+        known: False for an operator without a rule.
+    """
+
+    rule: Rule
+    operands: tuple[fx.Node, ...]
+    factors: tuple[Factor, ...]
+    dims: tuple[list[Dims], list[Dims]]
+    known: bool = True
+
+    def renamed(self, copy: fx.Node) -> Bound:
+        """The same rule at a copy of the node in another graph."""
+        operands = tuple(n for n in operand_nodes(copy) if n is not None)
+        return Bound(self.rule, operands, self.factors, self.dims, self.known)
+
+    def cuttable(self, leaf: Axis) -> Factor | None:
+        """The factor along which this operator can be cut by `leaf`, or None.
+
+        Several factors may have the leaf only where one dimension is their concatenation (`q | k | v`): then they
+        are cut together, and come back as one.
+        """
+        found = [factor for factor in self.factors if touches(factor.axis, leaf)]
+        if find(leaf).kind == "grid":
+            return None if self.rule.exact else self._on_grid(found, find(leaf))
+        if not found or any(factor.mark == "^" or not holds(factor.axis, leaf) for factor in found):
+            return None
+        factor = found[0] if len(found) == 1 else self._siblings(found, leaf)
+        return factor if factor is not None and self._held(factor, leaf) else None
+
+    def _on_grid(self, found: list[Factor], grid: Axis) -> Factor | None:
+        """The factors that a grid cuts, as one: they pass through, or are parts left out, or all are reduced."""
+        dims = [axis for side in self.dims for term in side for axis in term if touches(axis, grid)]
+        if not found or any(factor.mark == "^" for factor in found) or not all(holds(axis, grid) for axis in dims):
+            return None
+        parts = {name.name for term in self.rule.ins for expr in term for name in _parts(expr)}
+        summed = [factor for factor in found if not factor.outs and factor.name not in parts]
+        some = [f for f in found if 0 < len(f.outs) < len(self.rule.outs) and f.name not in parts]
+        every = all(any(holds(factor.axis, leaf) for factor in found) for leaf in grid.parts)
+        if some or (summed and (len(summed) < len(found) or not (every and is_full(grid)))):
+            return None
+        if not every and any(factor.mark == "!" for factor in found):  # Holders of the same would draw other numbers.
+            return None
+        ins, outs = _places(found)
+        return Factor(" ".join(f.name for f in found), grid, max(f.mark for f in found), ins, outs, bool(summed))
+
+    def _held(self, factor: Factor, leaf: Axis) -> bool:
+        """True if cutting `leaf` cuts every dimension that has the factor, not one part of a concatenation only."""
+        places = ((self.dims[0], factor.ins), (self.dims[1], factor.outs))
+        return all(holds(dims[at][d], leaf) for dims, place in places for at, d in place.items())
+
+    def _siblings(self, found: list[Factor], leaf: Axis) -> Factor | None:
+        ins = set.intersection(*(set(factor.ins.items()) for factor in found))
+        outs = set.intersection(*(set(factor.outs.items()) for factor in found))
+        whole = [self.dims[0][i][d] for i, d in ins] + [self.dims[1][o][d] for o, d in outs]
+        if not any(holds(axis, leaf) for axis in whole):
+            return None
+        places = _places(found)
+        sides = [(own, places[side]) for f in found for side, own in enumerate((f.ins, f.outs))]
+        clash = any(own.get(at, d) != d for own, all_ in sides for at, d in all_.items())
+        mark = max(factor.mark for factor in found)
+        return None if clash else Factor(" | ".join(f.name for f in found), whole[0], mark, *places)
+
+
+def _parts(expr: Expr, inside: bool = False) -> Iterator[Name]:
+    """The factors in the concatenations of an expression."""
+    if isinstance(expr, Group):
+        for part in expr.parts:
+            yield from _parts(part, inside or expr.kind == "concat")
+    elif inside:
+        yield expr
+
+
+def _places(factors: Sequence[Factor]) -> tuple[dict[int, int], dict[int, int]]:
+    """Where any of the factors are, in operands and outputs."""
+    ins = {at: dim for factor in factors for at, dim in factor.ins.items()}
+    return ins, {at: dim for factor in factors for at, dim in factor.outs.items()}
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What the pass found.
+
+    Attributes:
+        dims: node -> for each of its output tensors the axes of its dimensions.
+        bound: node -> its rule, bound.
+    """
+
+    dims: dict[fx.Node, tuple[Dims, ...]] = field(default_factory=dict)
+    bound: dict[fx.Node, Bound] = field(default_factory=dict)
+
+    def of(self, node: fx.Node) -> Dims:
+        """The axes of a tensor-valued node's dimensions."""
+        return self.dims[node][0]
+
+    def dim_of(self, node: fx.Node, leaf: Axis) -> int | None:
+        """The dimension of `node` that is cut where `leaf` is, or None."""
+        at = [d for d, axis in enumerate(self.of(node)) if holds(axis, leaf)]
+        return at[0] if len(at) == 1 else None
+
+
+def infer_axes(graph: fx.Graph) -> Axes:
+    """The axes of all values in `graph`, whose nodes carry example values in `node.meta["val"]`."""
+    axes = Axes()
+    for node in graph.nodes:
+        visit(node, axes)
+    return axes
+
+
+def visit(node: fx.Node, axes: Axes) -> None:
+    """Adds one node to `axes`; its operands must be there."""
+    if node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor) and is_getitem(node):
+        axes.dims[node] = (axes.dims[node.args[0]][_tensor_index(node)],)  # type: ignore[index]
+        return
+    call = call_of(node) if node.op == "call_function" else None
+    values = call.outputs if call else outputs(node)
+    axes.dims[node] = tuple(tuple(Axis(Size.of(n)) for n in value.shape) for value in values)
+    if call is not None and values:
+        axes.bound[node] = bind_rule(node, call, axes)
+
+
+def bind_rule(node: fx.Node, call: Call, axes: Axes) -> Bound:
+    """The rule of a node, after unifying its factors with the axes of what it reads and writes."""
+    found = rule_of(call)
+    rule = found or unknown(call)
+    operands = tuple(n for n in operand_nodes(node) if n is not None)
+    dims = [axes.of(n) for n in operands]
+    outs = list(axes.dims[node])
+    return Bound(rule, operands, _unify_terms(rule, dims, outs), (dims, outs), found is not None)
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """True for the node that picks one output of a tuple-valued operator."""
+    return node.target is operator.getitem and isinstance(node.args[0], fx.Node)
+
+
+def outputs(node: fx.Node) -> Sequence[Any]:
+    """The example value of what a graph reads from outside; nothing for other nodes."""
+    value = node.meta.get("val")
+    return (value,) if node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor) else ()
+
+
+def _tensor_index(node: fx.Node) -> int:
+    """Which of the tuple's tensors a getitem picks; what is no tensor does not count."""
+    source, at = node.args
+    values = source.meta["val"]  # type: ignore[union-attr]
+    return sum(isinstance(v, torch.Tensor) for v in values[:at])
+
+
+def named_dims(rule: Rule, ins: list[Dims]) -> Iterator[list[tuple[str, Axis]]]:
+    """For each operand the factor of each of its dimensions ("" for a group of factors, or none) and its axis."""
+    for term, dims in zip(_spelled(rule.ins, ins), ins, strict=True):
+        names_ = [expr.name if isinstance(expr, Name) and expr != UNIT else "" for expr in term]
+        yield list(zip(names_, dims, strict=True))
+
+
+def _unify_terms(rule: Rule, ins: list[Dims], outs: list[Dims]) -> tuple[Factor, ...]:
+    if len(rule.ins) != len(ins) or len(rule.outs) != len(outs):
+        given = f"{len(ins)} -> {len(outs)}"
+        raise ValueError(f'the rule "{rule}" has {len(rule.ins)} -> {len(rule.outs)} terms, not {given}')
+    tensors = (*ins, *outs)
+    terms = _spelled((*rule.ins, *rule.outs), tensors)
+    pairs = [pair for term, dims in zip(terms, tensors, strict=True) for pair in zip(term, dims, strict=True)]
+    known = {name: Axis(size) for name, size in rule.sizes.items()}
+    apart: set[str] = set()  # Factors of two lengths that are one on these inputs only: whole, here.
+    for expr, axis in pairs:
+        if isinstance(expr, Name) and expr != UNIT and not unify(known.setdefault(expr.name, axis), axis):
+            apart.add(expr.name)
+    for expr in (expr for term in (*rule.ins, *rule.outs) for expr in term if isinstance(expr, Name)):
+        known.setdefault(expr.name, Axis(ONE))  # Of one element wherever it stands alone: it may be part of a group.
+    for expr, axis in sorted(pairs, key=lambda pair: _unknown_parts(pair[0], known)):
+        if isinstance(expr, Group) and not unify(_build(expr, find(axis).size, known), axis):
+            apart.update(name.name for name in names(expr))
+    found = _factors(terms[: len(ins)], terms[len(ins) :], known)
+    return tuple(replace(factor, mark="^") if factor.name in apart else factor for factor in found)
+
+
+def _spelled(terms: Sequence[Term], tensors: Sequence[Dims]) -> list[Term]:
+    """The terms without `*`."""
+    both = list(zip(terms, tensors, strict=True))
+    stars = max((len(dims) - len(term) + 1 for term, dims in both if STAR in term), default=0)
+    return [_without_star(term, dims, stars) for term, dims in both]
+
+
+def _without_star(term: Term, dims: Dims, stars: int) -> Term:
+    """`*` spelled out as named factors, aligned right; a dimension of one element has none."""
+    if STAR in term:
+        at = term.index(STAR)
+        mine = len(dims) - len(term) + 1
+        spelled = [Name(f"*{stars - mine + i}") for i in range(mine)]
+        term = (*term[:at], *spelled, *term[at + 1 :])
+    if len(term) != len(dims):
+        raise ValueError(f"a term of {len(term)} dimensions for a tensor of {len(dims)}")
+    return tuple(UNIT if find(axis).size == ONE else expr for expr, axis in zip(term, dims, strict=True))
+
+
+def _unknown_parts(expr: Expr, known: dict[str, Axis]) -> int:
+    return len([name for name in names(expr) if name.name not in known])
+
+
+def _build(expr: Expr, size: Size, known: dict[str, Axis]) -> Axis:
+    """The axis that an expression spells, whose size is known; at most one factor in a group may be new."""
+    if isinstance(expr, Name):
+        return known.setdefault(expr.name, Axis(size))
+    if expr.kind == "concat":
+        lengths = [_size(part, known) for part in expr.parts]
+        if size.symbols or any(n.symbols for n in lengths if n):
+            return Axis(size, tangled=True)
+        others = Size(size.number - sum(n.number for n in lengths if n))
+        return concat([_build(part, n or others, known) for part, n in zip(expr.parts, lengths, strict=True)])
+    rest: Size | None = size
+    for part in expr.parts:
+        inner = _size(part, known)
+        rest = rest.divided(inner) if rest is not None and inner is not None else rest
+    return product([_build(part, _size(part, known) or rest or size, known) for part in expr.parts])
+
+
+def _size(expr: Expr, known: dict[str, Axis]) -> Size | None:
+    """The size of an expression if all its factors are known."""
+    if isinstance(expr, Name):
+        return find(known[expr.name]).size if expr.name in known else None
+    sizes = []
+    for part in expr.parts:
+        size = _size(part, known)
+        if size is None:
+            return None
+        sizes.append(size)
+    if expr.kind == "concat":
+        return Size(sum([size.number for size in sizes]))
+    total = ONE
+    for size in sizes:
+        total = total * size
+    return total
+
+
+def _factors(ins: list[Term], outs: list[Term], known: dict[str, Axis]) -> Iterator[Factor]:
+    places: dict[str, tuple[dict[int, int], dict[int, int], set[str]]] = {}
+    for side, terms in enumerate((ins, outs)):
+        for position, term in enumerate(terms):
+            for dim, expr in enumerate(term):
+                for named in names(expr):
+                    entry = places.setdefault(named.name, ({}, {}, set()))
+                    (entry[0] if side == 0 else entry[1])[position] = dim
+                    entry[2].add(named.mark)
+    for name, (in_dims, out_dims, marks) in places.items():
+        mark = "^" if "^" in marks else "!" if "!" in marks else ""
+        yield Factor(name, known[name], mark, in_dims, out_dims)
+
+
+__all__ = ["Axes", "Bound", "Factor", "bind_rule", "infer_axes", "leaves", "named_dims", "tangle", "visit"]

@@ -1,0 +1,166 @@
+"""flow: the placement of every value that follows from what is cut; shared by the passes that plan and lower.
+
+Before: linear cut along `heads`       After: operands Copied and Shard(heads), result Shard(heads)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autotp.ops.custom_vjp import is_gradient, kept, output
+from autotp.ops.parallel_forms import peak
+from autotp.passes.plan.infer_axes import Axes, Bound, is_getitem
+from autotp.passes.plan.sums import is_sum, outermost, terms
+from autotp.sharding.axis import ONE, Axis, Size, find, holds, touches
+from autotp.sharding.placement import Copied, Held, Partial, Placement, Replicate, Shard
+
+Cuts = Mapping[fx.Node, Axis]
+"""Node -> the leaf that it is cut along; a node that is not in it is whole."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The placements an operator reads its operands in, and gives its outputs."""
+
+    operands: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+
+
+Have = Mapping[fx.Node, tuple[Placement, ...]]
+"""Node -> the placements of its outputs, for what stands before in the graph."""
+
+
+def needs(node: fx.Node, axes: Axes, leaf: Axis | None, have: Have, hoisted: Collection[fx.Node] = ()) -> Needs:
+    """What `node` reads and gives where it is cut along `leaf`, or whole; `have` holds its operands' placements.
+
+    Args:
+        hoisted: whole operators that read copies (`passes/hoist.py`).
+    """
+    bound = axes.bound[node]
+    n_outs = len(bound.rule.outs)
+    if leaf is not None:
+        factor = bound.cuttable(leaf)
+        assert factor is not None
+        ins: tuple[Placement, ...] = tuple(
+            Shard(leaf) if i in factor.ins else Copied() for i in range(len(bound.operands))
+        )
+        lost: Placement = Partial(bound.rule.reducer)
+        if not factor.summed:
+            lost = Copied()
+        return Needs(ins, tuple(Shard(leaf) if o in factor.outs else lost for o in range(n_outs)))
+    group = _deferred(node, axes, have)
+    if group is not None:
+        ins = tuple(Partial() if i in group else Copied() for i in range(len(bound.operands)))
+        return Needs(ins, (Partial(),) * n_outs)
+    copied = not bound.rule.exact and (
+        node in hoisted or any(have[n] == (Copied(),) for n in bound.operands)
+    )  # Read whole, its gradient would be summed here.
+    kind: Placement = Copied() if copied else Replicate()
+    return Needs((kind,) * len(bound.operands), (kind,) * n_outs)
+
+
+def _deferred(node: fx.Node, axes: Axes, have: Have) -> frozenset[int] | None:
+    """The operands that can stay partial sums through this operator: it is linear in them and their only reader."""
+    bound = axes.bound[node]
+    for group in bound.rule.linear:
+        operands = [bound.operands[i] for i in group]
+        if operands and all(waits(n, have) for n in operands):
+            return group if _grows_not(node, operands) or _joins(node, axes, have) else None
+    return None
+
+
+def waits(node: fx.Node, have: Have) -> bool:
+    """True for a partial sum that only one operator reads, which may take it on."""
+    return have.get(node) == (Partial(),) and len(node.users) == 1
+
+
+def _joins(node: fx.Node, axes: Axes, have: Have) -> bool:
+    """True if the result becomes, by linear operators alone, a term of a sum that waits for its reduction anyway.
+
+    So a LoRA adapter of a row-parallel layer, `B(A(x)) * scaling`, is reduced together with the layer.
+    """
+    while len(node.users) == 1:
+        reader = next(iter(node.users))
+        if is_sum(reader):
+            return any(waits(term, have) for term in terms(outermost(reader)) if term is not node)
+        if reader not in axes.bound or not _is_linear(axes.bound[reader], node):
+            return False
+        node = reader
+    return False
+
+
+def _is_linear(bound: Bound, operand: fx.Node) -> bool:
+    return any([bound.operands[i] for i in group] == [operand] for group in bound.rule.linear)
+
+
+def _grows_not(node: fx.Node, operands: list[fx.Node]) -> bool:
+    """True if the result has no more elements than the operands: reducing it later costs no more."""
+    value = node.meta["val"]
+    values = value if isinstance(value, list | tuple) else [value]
+    wanted = [_count(v) for v in values if isinstance(v, torch.Tensor)]
+    return all(_count(n.meta["val"]).divided(count) is not None for n in operands for count in wanted)
+
+
+def _count(value: torch.Tensor) -> Size:
+    total = ONE
+    for n in value.shape:
+        total = total * Size.of(n)
+    return total
+
+
+STOPS = (torch.ops.aten.detach.default, peak, kept)
+"""Operators that no gradient passes."""
+
+
+def flow(graph: fx.Graph, axes: Axes, cuts: Cuts, held: Cuts) -> dict[fx.Node, tuple[Placement, ...]]:
+    """The placements in which every node's outputs come, before any conversion.
+
+    Args:
+        cuts: node -> leaf it is cut along.
+        held: placeholder -> leaf along which it is stored cut.
+    """
+    have: dict[fx.Node, tuple[Placement, ...]] = {}
+    for node in graph.nodes:
+        if is_getitem(node) and node.args[0] in have:
+            have[node] = (have[node.args[0]][node.args[1]],)
+        elif node in axes.bound:
+            have[node] = needs(node, axes, cuts.get(node), have).outputs
+        elif axes.dims.get(node):
+            have[node] = (stored(axes.of(node), held[node]) if node in held else Replicate(),)
+    return have
+
+
+def stored(dims: tuple[Axis, ...], leaf: Axis) -> Placement:
+    """The placement of a parameter that is held cut along `leaf`."""
+    return Held(leaf) if find(leaf).kind == "grid" and overlaps(dims, leaf) else Shard(leaf)
+
+
+def overlaps(dims: tuple[Axis, ...], leaf: Axis) -> bool:
+    """True if some positions of a value that is cut by a grid are on several ranks."""
+    cut = [axis for axis in dims if touches(axis, leaf)]
+    leaves_there = {id(find(part)) for part in find(leaf).parts if any(touches(axis, part) for axis in cut)}
+    mixed = any(not _every(axis, part) for part in find(leaf).parts for axis in cut if touches(axis, part))
+    return mixed or len(leaves_there) < len(find(leaf).parts)
+
+
+def _every(axis: Axis, leaf: Axis) -> bool:
+    """True if a leaf is in all parts of an axis."""
+    return find(leaf).tangled or holds(axis, leaf)
+
+
+def needs_grad(graph: fx.Graph, trainable: frozenset[fx.Node]) -> set[fx.Node]:
+    """The values a gradient can flow through: floating, and computed from `trainable` without a detach."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        values = value if isinstance(value, list | tuple) else [value]
+        floating = any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
+        stops = node.target in STOPS or is_gradient(node)
+        flows = node.target is output or any(n in found for n in node.all_input_nodes)
+        if floating and (node in trainable or (flows and not stops)):
+            found.add(node)
+    return found
