@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.compiler import Choices, Experts, Outputs, analyse
+from autotp.compiler import analyse
 from autotp.diagnostics.plan_text import Plan, report
-from autotp.distributed.consistency import CheckInputs, agree_on_graph, digest
-from autotp.distributed.live_models import models
-from autotp.distributed.mesh import Mesh, expect_size, make_mesh
-from autotp.errors import Error, within
-from autotp.hf.overrides import checkpoints
-from autotp.options import Settings, expect_choices
-from autotp.passes.capture.autocast_regions import ambient
+from autotp.distributed.mesh import expect_size, make_mesh
+from autotp.errors import within
+from autotp.options import CheckInputs, Choices, Experts, Outputs, Recompute, Settings, expect_choices
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
-from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.passes.emit.recompute import Recompute
-from autotp.runtime.graph_entry import Entry, prepare
-from autotp.runtime.module import ParallelModule, Part, adopt, classes_of, executable_of
-from autotp.runtime.shard_parameters import TAKEN, take
-from autotp.runtime.torch_hooks.install import watched
-from autotp.runtime.torch_hooks.wrappers import expect_unwrapped
-from autotp.runtime.tree import Tree, state_of
-from autotp.sharding.layout import Layout
-
-Read = Callable[[Mapping[str, Layout]], Mapping[str, Tensor]]
+from autotp.runtime.build import BEFORE, build, expect_ordinary
+from autotp.runtime.module import ParallelModule
 
 
 def parallelize(
@@ -88,39 +74,9 @@ def parallelize(
     settings = Settings(outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute)
 
     def run() -> ParallelModule:
-        return on_mesh(model, make_mesh(tp, mesh, device, timeout), example_inputs, settings, strict)
+        return build(model, make_mesh(tp, mesh, device, timeout), example_inputs, settings, strict)
 
-    return within(f"parallelize({_name(model)}{size})", run)
-
-
-def on_mesh(
-    model: nn.Module, place: Mesh, given: Any, settings: Settings, strict: bool, read: Read | None = None
-) -> ParallelModule:
-    """As `parallelize`, on a mesh that is there.
-
-    Args:
-        read: layouts by first parameter name -> this rank's part of tensors that are not taken from the model.
-    """
-
-    if settings.recompute == "none" and checkpoints(model):
-        settings = replace(settings, recompute="full")
-
-    def make() -> tuple[Entry, Mapping[nn.Module, type[Part]]]:
-        expect_ordinary(model)
-        expect_choices(settings)
-        args, kwargs = signature_of(model).by_name(*find_inputs(model, given))
-        analysis = analyse(skeleton_of(model), args, kwargs, place.size, settings, autocast=ambient(place.device))
-        if strict:
-            _expect_cut(report(analysis, _name(model)))
-        return prepare(analysis, place, settings), classes_of(model)
-
-    # Whatever can fail is behind us when the first parameter is touched, on every rank.
-    first, classes = agree_on_graph(place, make, lambda made: f"{digest(made[0].analysis)} {settings} {_flags(model)}")
-    layouts = first.analysis.layouts
-    taken = take(model, layouts, place.rank, place, read(layouts) if read else {})
-    adopt(model, classes, taken, Tree(place, settings), layouts)
-    executable_of(model).first(first)
-    return watched(cast(ParallelModule, model))
+    return within(f"parallelize({type(model).__name__}{size})", run)
 
 
 def explain(
@@ -144,47 +100,6 @@ def explain(
         expect_choices(choices)
         expect_ordinary(model, BEFORE.format("explain"))
         args, kwargs = find_inputs(model, example_inputs)
-        return report(analyse(skeleton_of(model), args, kwargs, tp, choices), _name(model))
+        return report(analyse(skeleton_of(model), args, kwargs, tp, choices), type(model).__name__)
 
-    return within(f"explain({_name(model)}, tp={tp})", run)
-
-
-def _flags(model: nn.Module) -> str:
-    """Which parameters want a gradient, and what is in training: what backward waits for on all ranks."""
-    return f"{[p.requires_grad for p in model.parameters()]} {[m.training for m in model.modules()]}"
-
-
-def _name(model: Any) -> str:
-    return type(model).__name__
-
-
-BEFORE = "{} the original model, before autotp.parallelize"
-
-
-def expect_ordinary(model: Any, remedy: str = "parallelize the original model once") -> None:
-    """Raises Error where a model is none, or was cut already.
-
-    Args:
-        remedy: what to do with one that is parallel already.
-    """
-    if not isinstance(model, nn.Module):
-        raise Error(f"a {_name(model)} is no torch.nn.Module", **{"try": "pass the model itself"})
-    parallel = set(models())
-    if any(state_of(module) is not None or module in parallel for module in model.modules()):
-        raise Error("the model is parallel already", **{"try": remedy})
-    if any(hasattr(tensor, TAKEN) for tensor in model.parameters()):
-        raise Error(
-            "the model was parallelized before, which took its parameters over",
-            **{"try": "use what parallelize returned then"},
-        )
-    expect_unwrapped(model)
-
-
-def _expect_cut(plan: Plan) -> None:
-    whole = [w for w in plan.whole if w.in_block]
-    if whole:
-        rows = "; ".join(f"{w.name} ({w.reason}, {w.at})" for w in whole)
-        raise Error(
-            f"strict=True, and weights in a block would stay whole: {rows}",
-            **{"try": "strict=False, or autotp.rule(...)"},
-        )
+    return within(f"explain({type(model).__name__}, tp={tp})", run)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from autotp.errors import Error
 from autotp.ops.eager_mode import uncollected
+from autotp.options import AS_USUAL, Choices, Outputs
 from autotp.passes.canonicalize.autocast import cast
 from autotp.passes.canonicalize.canonical_order import ordered
 from autotp.passes.canonicalize.canonicalize import canonicalize
@@ -49,42 +50,6 @@ from autotp.rules.table import USER_RULES
 from autotp.sharding.axis import find
 from autotp.sharding.layout import Layout, layout_of
 from autotp.sharding.placement import Shard
-
-Outputs = Literal["auto", "full", "local"]
-Experts = Literal["width", "expert"]
-
-
-@dataclass(frozen=True)
-class Choices:
-    """What a user may choose of what is cut; see `autotp.parallelize`.
-
-    Attributes:
-        outputs: whether cut outputs are gathered.
-        experts: along what experts are cut: each through its width, or "expert", each rank having some whole.
-        sequence_parallel: whether what lies between a block's products is cut along the sequence.
-        without: those of OPTIONAL that are left out.
-        summed: the graph returns the loss alone, as a sum over the batch (`passes/totals.py`).
-    """
-
-    outputs: Outputs = "auto"
-    experts: Experts = "width"
-    sequence_parallel: bool = False
-    without: Collection[str] = ()
-    summed: bool = field(default=False, kw_only=True)
-
-    def __post_init__(self) -> None:
-        one = isinstance(self.without, str) or not isinstance(self.without, Collection)
-        names = [self.without] if one else self.without
-        object.__setattr__(self, "without", tuple(sorted(set(names), key=str)))  # The same on all ranks.
-
-    def optional(self, name: str) -> bool:
-        """True if a pass that may be left out is not."""
-        return name not in self.without
-
-
-OPTIONAL = ("repeats", "share", "defer", "hoist", "biases", "bundle", "columns", "reuse", "outline")
-"""Passes that change what a model costs to capture, run or compile, and nothing that it computes."""
-AS_USUAL = Choices()
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from autotp.compiler import OPTIONAL, Choices
-from autotp.distributed.consistency import CheckInputs
 from autotp.errors import Error
-from autotp.passes.emit.recompute import Recompute
+
+Outputs = Literal["auto", "full", "local"]
+Experts = Literal["width", "expert"]
+Randomness = Literal["fast", "exact"]
+CheckInputs = Literal["always", "first", "never"]
+Recompute = Literal["none", "selective", "full"]
+OPTIONAL = ("repeats", "share", "defer", "hoist", "biases", "bundle", "columns", "reuse", "outline")
+"""Passes that change what a model costs to capture, run or compile, and nothing that it computes."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a user may choose of what is cut; see `autotp.parallelize`.
+
+    Attributes:
+        outputs: whether cut outputs are gathered.
+        experts: along what experts are cut: each through its width, or "expert", each rank having some whole.
+        sequence_parallel: whether what lies between a block's products is cut along the sequence.
+        without: those of OPTIONAL that are left out.
+        summed: the graph returns the loss alone, as a sum over the batch (`passes/pipeline/loss_totals.py`).
+    """
+
+    outputs: Outputs = "auto"
+    experts: Experts = "width"
+    sequence_parallel: bool = False
+    without: Collection[str] = ()
+    summed: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        one = isinstance(self.without, str) or not isinstance(self.without, Collection)
+        names = [self.without] if one else self.without
+        object.__setattr__(self, "without", tuple(sorted(set(names), key=str)))  # The same on all ranks.
+
+    def optional(self, name: str) -> bool:
+        """True if a pass that may be left out is not."""
+        return name not in self.without
+
+
+AS_USUAL = Choices()
 
 
 @dataclass(frozen=True)
 class Settings(Choices):
     """What `parallelize` was asked for beyond the size."""
 
-    randomness: Literal["fast", "exact"] = "fast"
+    randomness: Randomness = "fast"
     check_inputs: CheckInputs = "first"
     recompute: Recompute = "none"
 

@@ -36,9 +36,10 @@ from step import (
 from torch import Tensor, nn
 
 import autotp
-from autotp.compiler import Choices, analyse, rank_graph
+from autotp.compiler import analyse, rank_graph
 from autotp.models.configs import GPT_SIZES
 from autotp.models.gpt import GPT
+from autotp.options import Choices
 from autotp.passes.capture.example_inputs import example_inputs
 from autotp.passes.capture.skeleton import skeleton_of
 

@@ -14,7 +14,8 @@ from grouped import Grouped
 from mixture import Mixture
 from torch import Tensor, nn
 
-from autotp.compiler import OPTIONAL, Analysis, Choices, analyse
+from autotp.compiler import Analysis, analyse
+from autotp.options import OPTIONAL, Choices
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.lower.local_sizes import Target
 from autotp.sharding.layout import Layout

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection
 from typing import Any
 
-from autotp.compiler import OPTIONAL
+from autotp.options import OPTIONAL
 
 CUTS = [name for name in OPTIONAL if name != "outline"]
 """Those that a rank's graph is made by."""

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformer import arguments, model
 
-from autotp.compiler import AS_USUAL, Choices
 from autotp.diagnostics.plan_text import Plan
 from autotp.diagnostics.verify import Trial, compare, prepare
+from autotp.options import AS_USUAL, Choices
 
 TOLERANCE = 1e-10
 RANKS = (2, 3, 4, 8)

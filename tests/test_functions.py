@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import autotp
-from autotp.compiler import OPTIONAL
+from autotp.options import OPTIONAL
 
 X = torch.linspace(-1, 1, 24).view(3, 8)
 CALL = "return self.down(self.function.apply(self.up(x), *self.more))"

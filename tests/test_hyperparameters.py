@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autotp.checkpoint.hyperparameters import differences, hyperparameters
+from autotp.training.hyperparameters import differences, hyperparameters
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from helpers import Checks
 from torch import Tensor, nn
 
 import autotp
-from autotp.compiler import AS_USUAL, analyse, flat_graph
-from autotp.distributed.consistency import digest
+from autotp.compiler import analyse, flat_graph
+from autotp.options import AS_USUAL
 from autotp.passes.capture.skeleton import skeleton_of
+from autotp.runtime.graph_digest import digest
 
 X = torch.linspace(-1, 1, 24).view(3, 8)
 TYPES = ("full_attention", "sliding_attention")

@@ -11,12 +11,13 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import autotp
-from autotp.compiler import OPTIONAL, Choices, analyse, rank_graph
+from autotp.compiler import analyse, rank_graph
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.ops import collectives
 from autotp.ops import parallel_forms as parallel
 from autotp.ops.coalesced import together
 from autotp.ops.overlapped_linear import columns
+from autotp.options import OPTIONAL, Choices
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.bind import bind
 from autotp.passes.emit.recompute import outline

@@ -11,8 +11,9 @@ from test_match import MLP, TOKENS, Attention, Language
 from torch import Tensor, nn
 
 import autotp
-from autotp.compiler import Choices, Outputs, analyse
+from autotp.compiler import analyse
 from autotp.errors import Error
+from autotp.options import Choices, Outputs
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.plan.choose import Decision, decide, decide_as, elements
 from autotp.passes.plan.infer_axes import infer_axes

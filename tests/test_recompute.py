@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 import autotp
 from autotp.models.gpt import GPT, GPTConfig
+from autotp.options import Recompute
 from autotp.passes.emit.outline import blocks, outlined
-from autotp.passes.emit.recompute import Recompute, Recomputed, outline
+from autotp.passes.emit.recompute import Recomputed, outline
 
 aten = torch.ops.aten
 checks = Checks()

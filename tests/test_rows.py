@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autotp.compiler import Choices, analyse
+from autotp.compiler import analyse
 from autotp.errors import Error
+from autotp.options import Choices
 from autotp.passes.capture.skeleton import skeleton_of
 
 X, Y = torch.randn(6, 5, 8), torch.zeros(6, 5, dtype=torch.int64)

@@ -17,12 +17,12 @@ from transformer import arguments, model
 
 import autotp
 from autotp import compiler as transform
-from autotp.compiler import Choices
 from autotp.diagnostics.verify import Difference, Report, Trial, compare, prepare
 from autotp.models.bert import BERT, BERTConfig
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.ops import collectives
 from autotp.ops import parallel_forms as parallel
+from autotp.options import Choices
 from autotp.passes.canonicalize.functionalize import functionalize
 from autotp.passes.plan.propagate import needs_grad
 

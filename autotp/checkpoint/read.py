@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autotp.checkpoint.hyperparameters import differences
 from autotp.checkpoint.keys import (
     NAMES,
     NOTHING,
@@ -32,6 +31,7 @@ from autotp.distributed.mesh import gather_ints
 from autotp.errors import Error
 from autotp.runtime.holdings import Parts
 from autotp.sharding.boxes import local_of
+from autotp.training.hyperparameters import differences
 from autotp.training.trainer import Trainer
 
 

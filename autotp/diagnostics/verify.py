@@ -14,15 +14,14 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autotp.api import BEFORE, expect_ordinary
-from autotp.compiler import AS_USUAL, Analysis, Choices, Experts, Outputs, analyse, rank_graph
+from autotp.compiler import Analysis, analyse, rank_graph
 from autotp.diagnostics.lockstep import run_lockstep
 from autotp.diagnostics.plan_text import Plan, report
 from autotp.distributed.mesh import expect_size
 from autotp.errors import within
-from autotp.hf.overrides import without_checkpointing
+from autotp.model_library import keep_activations
 from autotp.ops.grouped_mm import grouped_mm
-from autotp.options import expect_choices
+from autotp.options import AS_USUAL, Choices, Experts, Outputs, expect_choices
 from autotp.passes.capture.captured import Captured, Place, Size
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, keyed, opened
@@ -31,6 +30,7 @@ from autotp.passes.capture.guards.python_state import Wanted
 from autotp.passes.capture.pytree import flatten, outcome, states
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.bind import bind
+from autotp.runtime.build import BEFORE, expect_ordinary
 from autotp.sharding.layout import Layout
 
 TOLERANCE = 1e-9
@@ -108,7 +108,8 @@ def prepare(
         analysis = analyse(skeleton_of(model), args, kwargs, tp, choices)
         return Trial(model, args, kwargs, analysis, (), report(analysis, name))
     with all_double():
-        whole = without_checkpointing(_moved(_copied(model).cpu().double()))
+        whole = _moved(_copied(model).cpu().double())
+        keep_activations(whole)
         args, kwargs = pytree.tree_map_only(Tensor, _doubled, (args, kwargs))
         tensors = [x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         wanted = Wanted(inputs=tuple(tensors), parameters=tuple(p.requires_grad for p in whole.parameters()))

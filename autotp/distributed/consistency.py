@@ -1,58 +1,27 @@
-"""Agreement between ranks: they must be called with the same inputs, draw the same numbers, and run the same graph.
+"""Agreement between ranks: what one of them raises, all raise; what must be the same on all is compared.
 
-Ranks that do not would drift apart without a word, or wait for each other for ever; here each says what differs, and
+Ranks that differ would drift apart without a word, or wait for each other for ever; here each says what differs, and
 on which ranks.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import TypeVar
 
-import numpy
 import torch
-from torch import Tensor, fx
-from torch._ops import OpOverload
+from torch import Tensor
 
-from autotp.compiler import Analysis
 from autotp.distributed.mesh import Mesh, gather_ints
-from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error
-from autotp.passes.capture.captured import Captured
-from autotp.passes.capture.guards.argument_keys import plain
-from autotp.rules.call import outputs_of
-from autotp.source_location import line_of
 
-CheckInputs = Literal["always", "first", "never"]
 T = TypeVar("T")
 SHOWN = 60
 """Characters that are shown of a list of settings."""
 SOURCE = "\t"
 """Stands in a line before what is for readers: two ranks may have it from different lines of source."""
-
-
-def agree_on_call(mesh: Mesh, leaves: Sequence[Any], mode: Any, random: bool) -> None:
-    """Raises Error on every rank if some rank was called otherwise, or would draw other random numbers.
-
-    Inside a torch.func transform values cannot be looked at, and nothing is compared.
-
-    Args:
-        leaves: the flattened arguments.
-        mode: what else decides which graph runs: train or eval, dtypes, autocast.
-        random: True if the call draws random numbers.
-    """
-    if mesh.size == 1 or torch._C._functorch.peek_interpreter_stack() is not None:
-        return
-    called = _printed(leaves)
-    state = random_state(mesh) if random else 0
-    rows = gather_ints([called, zlib.crc32(repr(mode).encode()), state], mesh)
-    _compare(rows, 0, mesh, "got other inputs than rank 0", "give every rank of the axis the same batch")
-    alike = "model.train(), model.eval(), .to(dtype) and autocast on all ranks alike"
-    _compare(rows, 1, mesh, "was called in another mode than rank 0", alike)
-    agree_on_random(mesh, [row[2] for row in rows])
 
 
 def agree_on_random(mesh: Mesh, states: Sequence[int] | None = None) -> None:
@@ -62,17 +31,13 @@ def agree_on_random(mesh: Mesh, states: Sequence[int] | None = None) -> None:
         states: what stands for each rank's random state, if that is known already.
     """
     rows = [[state] for state in states] if states is not None else gather_ints([random_state(mesh)], mesh)
-    _compare(
+    expect_same(
         rows,
         0,
         mesh,
         "would draw other random numbers than rank 0",
         "torch.manual_seed(seed) with one seed on all ranks",
     )
-
-
-def _printed(leaves: Sequence[Any]) -> int:
-    return zlib.crc32(repr([_print(leaf) for leaf in leaves]).encode())
 
 
 def agree_on_graph(mesh: Mesh, make: Callable[[], T], text: Callable[[T], str]) -> T:
@@ -95,7 +60,7 @@ def agree_on_graph(mesh: Mesh, make: Callable[[], T], text: Callable[[T], str]) 
     other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
     found = {} if other is None else _first_difference(lines, other, mesh)
     alike = "build the same model and call it alike on all ranks"
-    _compare(rows, 0, mesh, "would run another graph than rank 0", alike, **found)
+    expect_same(rows, 0, mesh, "would run another graph than rank 0", alike, **found)
     return made[0]
 
 
@@ -109,7 +74,7 @@ def _first_difference(lines: Sequence[str], other: int, mesh: Mesh) -> dict[str,
     mine = [zlib.crc32(_compared(line).encode()) for line in lines]
     rows = gather_ints([*mine, *[-1] * (longest - len(mine))], mesh)
     at = next(i for i, pair in enumerate(zip(rows[0], rows[other], strict=True)) if pair[0] != pair[1])
-    told = _told(lines[at] if at < len(lines) else "nothing more", mesh)
+    told = gather_texts(lines[at] if at < len(lines) else "nothing more", mesh)
     pair = told[0], told[other]
     if not any(line.startswith("%") for line in pair):  # No operators, but a list of settings.
         pair = _around(*pair)
@@ -138,12 +103,12 @@ def agree(mesh: Mesh, make: Callable[[], T]) -> T:
         Error: on every rank: where `make` failed its own, elsewhere that of the first rank where it did.
     """
     made, problem = tried(make)
-    return settled(mesh, made, problem, _told(spelled(problem), mesh))
+    return settled(mesh, made, problem, gather_texts(spelled(problem), mesh))
 
 
 def agreed(problem: Exception | None, mesh: Mesh) -> None:
     """Raises, on every rank, what some have: there their own, elsewhere an Error that says what the first has."""
-    settled(mesh, [None], problem, _told(spelled(problem), mesh))
+    settled(mesh, [None], problem, gather_texts(spelled(problem), mesh))
 
 
 def spelled(problem: Exception | None) -> str:
@@ -166,7 +131,7 @@ def _spelled(error: Exception) -> tuple[str, dict[str, str]]:
     return (error.problem, error.facts) if isinstance(error, Error) else (f"{type(error).__name__}: {error}", {})
 
 
-def _told(text: str, mesh: Mesh) -> list[str]:
+def gather_texts(text: str, mesh: Mesh) -> list[str]:
     """Every rank's `text`, by rank."""
     mine = text.encode()
     lengths = [row[0] for row in gather_ints([len(mine)], mesh)]
@@ -176,62 +141,10 @@ def _told(text: str, mesh: Mesh) -> list[str]:
     return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
 
 
-def digest(analysis: Analysis) -> str:
-    """The graph, its constants and the layouts as text, the same on ranks that agree: names of nodes are not in it."""
-    number = {node: f"%{i}" for i, node in enumerate(analysis.graph.nodes)}
-    nodes = [_line(node, number, analysis.captured) for node in analysis.graph.nodes]
-    text = re.sub(r"cuda:\d+", "cuda", "\n".join(nodes))  # Each rank names its own device.
-    return "\n".join([text, *(f"{name} {layout}" for name, layout in analysis.layouts.items())])
-
-
-def _line(node: fx.Node, number: dict[fx.Node, str], captured: Captured) -> str:
-    """A node as `%2 = aten.add.Tensor(%0, %1)  float32[2, 3]`, and where it is from."""
-    if node.op == "placeholder":
-        return f"{number[node]} = {_placed(node, captured)}  {_shaped(node)}"
-    given = fx.map_arg((node.args, node.kwargs), number.__getitem__)
-    parts = [*map(str, given[0]), *(f"{name}={value}" for name, value in given[1].items())]
-    called = re.sub(r"'(%\d+)'", r"\1", f"{_called(node)}({', '.join(parts)})")
-    line = f"{number[node]} = {called}  {_shaped(node)}".rstrip()
-    return line if (at := line_of(node)) == "?" else f"{line}{SOURCE}{at}"
-
-
-def _placed(node: fx.Node, captured: Captured) -> str:
-    """What a placeholder is."""
-    for kind, names in (("parameter", captured.parameters), ("buffer", captured.buffers)):
-        if node.name in names:
-            return f"{kind} `{names[node.name]}`"
-    if node.name in captured.constants:
-        return f"a tensor made in forward, with checksum {checksum(captured.constants[node.name]):08x}"
-    return f"input {captured.inputs.index(node.name)}" if node.name in captured.inputs else node.name
-
-
-def _shaped(node: fx.Node) -> str:
-    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in outputs_of(node))
-
-
-def _called(node: fx.Node) -> str:
-    target: Any = node.target
-    return str(target) if isinstance(target, OpOverload | str) else target.__name__
-
-
 def checksum(tensor: Tensor) -> int:
     """A number that two tensors share if they are bit-equal."""
     data = tensor.detach().cpu().contiguous().view(-1)
     return zlib.crc32(data.view(torch.uint8).numpy().tobytes()) if data.numel() else 0
-
-
-def shown(leaf: Any) -> Any:
-    """What is compared of an argument but a tensor's values: its shape and dtype; a plain value; an object's class."""
-    if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), str(leaf.dtype)
-    if isinstance(leaf, numpy.ndarray):
-        return plain(leaf)
-    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf).__qualname__
-
-
-def _print(leaf: Any) -> Any:
-    """The same with values; of a `Sharded` each rank has other ones."""
-    return (*shown(leaf), checksum(leaf)) if isinstance(leaf, Tensor) and not isinstance(leaf, Sharded) else shown(leaf)
 
 
 def random_state(mesh: Mesh) -> int:
@@ -242,7 +155,7 @@ def random_state(mesh: Mesh) -> int:
     return zlib.crc32(b"".join(state.numpy().tobytes() for state in states))
 
 
-def _compare(rows: Sequence[Sequence[int]], column: int, mesh: Mesh, what: str, remedy: str, **facts: str) -> None:
+def expect_same(rows: Sequence[Sequence[int]], column: int, mesh: Mesh, what: str, remedy: str, **facts: str) -> None:
     other = [rank for rank, row in enumerate(rows) if row[column] != rows[0][column]]
     if other:
         raise Error(f"{mesh.named(other)} {what}", **facts, **{"try": remedy})

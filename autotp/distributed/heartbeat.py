@@ -26,6 +26,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from autotp.ops.collectives import ask_of_lost_peers
+
 T = TypeVar("T")
 INTERVAL = 1.0
 """Seconds after which a process looks whether it is called."""
@@ -132,6 +134,7 @@ def begin() -> None:
     store = dist.distributed_c10d._get_default_store()
     heart = Heart(dist.PrefixStore("autotp/heartbeat", store), world.rank())
     _hearts[world] = heart
+    ask_of_lost_peers(reason)
     weakref.finalize(world, heart.stop)
 
 

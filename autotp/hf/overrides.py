@@ -26,20 +26,6 @@ def overrides(original: type) -> tuple[type, ...]:
     return tuple(mine for theirs, mine in classes if theirs is not None and issubclass(original, theirs))
 
 
-def checkpoints(model: object) -> bool:
-    """True for a model of which `gradient_checkpointing_enable()` was called."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    return any(getattr(module, "gradient_checkpointing", False) is True for module in modules)
-
-
-def without_checkpointing(model: nn.Module) -> nn.Module:
-    """`model`, every activation kept. What is computed twice is computed alike; autograd's second time has no modes."""
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False) is True:
-            module.gradient_checkpointing = False  # type: ignore[assignment]
-    return model
-
-
 class Saves:
     """A model of transformers: of a shard of it no checkpoint is written."""
 

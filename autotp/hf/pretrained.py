@@ -24,20 +24,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from autotp.api import on_mesh
 from autotp.checkpoint.files.checksums import SENSELESS, SIDE_FILE, STALE, expect_unchanged, opened, seen, summed
 from autotp.checkpoint.files.lazy_tensor import Lazy, told
 from autotp.checkpoint.files.safetensors_files import Stored, stored
 from autotp.checkpoint.files.tensor_sources import Source, read
 from autotp.checkpoint.weights import parse_size, read_parts, write_checkpoint
 from autotp.checkpoint.whole_tensors import Whole
-from autotp.compiler import Experts, Outputs
-from autotp.distributed.consistency import CheckInputs, agree
+from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import expect_alike, make_mesh
 from autotp.errors import Error, within
 from autotp.hf.processor_files import copy_beside
-from autotp.options import Settings
-from autotp.passes.emit.recompute import Recompute
+from autotp.options import CheckInputs, Experts, Outputs, Recompute, Settings
+from autotp.runtime.build import build
 from autotp.runtime.holdings import parallel_of
 from autotp.runtime.module import ParallelModule
 from autotp.sharding.layout import Layout
@@ -116,7 +114,7 @@ def from_pretrained(
         def read_all(layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
             return agree(place, lambda: _staying(Path(path), before, lambda: read_parts(sources, layouts, place)))
 
-        return on_mesh(model, place, example_inputs, settings, strict, read_all)
+        return build(model, place, example_inputs, settings, strict, read_all)
 
     return within(f"from_pretrained({os.fspath(path)}{size})", run)
 

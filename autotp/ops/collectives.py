@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 
-from autotp.distributed.heartbeat import reason
 from autotp.errors import Error
 from autotp.ops.eager_mode import apply, is_plain
 from autotp.ops.strides import inverse, memory_order
@@ -267,6 +266,17 @@ def _start(name: str, *args: Any) -> Started:
     return lambda: tried(lambda: ops.wait_tensor(sent))
 
 
+Informed = Callable[[Callable[[int], str]], str]
+"""Says why other ranks do not answer, or nothing. It is given what names a global rank."""
+_informed: list[Informed] = []
+
+
+def ask_of_lost_peers(informed: Informed) -> None:
+    """Has errors of collectives say what `informed` knows of ranks that do not answer."""
+    if informed not in _informed:
+        _informed.append(informed)
+
+
 def communicate_all(xs: Sequence[Tensor], group: str) -> list[Tensor]:
     """The sums of several tensors over the group, in one exchange. Raises Error as `communicate` does."""
     ops = torch.ops._c10d_functional
@@ -302,7 +312,7 @@ def peer_error(what: str, group: str, error: RuntimeError, mesh: Any = None) -> 
     def named(rank: int) -> str:
         return _called(rank, group) if mesh is None else mesh.named([rank])
 
-    why = reason(named) or seen
+    why = next((said for ask in _informed if (said := ask(named))), seen)
     rank, size = _seat(group)
     return Error(
         f"{what} over axis `{_axis(group)}` failed on rank {rank} of {size} (global rank {dist.get_rank()}): {why}",

@@ -14,7 +14,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from autotp.errors import Error
-from autotp.hf.operators import NAMED
+from autotp.model_library import rule_function_of
 from autotp.ops import channels, custom_vjp
 from autotp.ops import experts as routing
 from autotp.ops import parallel_forms as parallel
@@ -252,7 +252,7 @@ def rule_of(call: Call) -> Rule | None:
 
 
 def _function_of(op: Operator) -> f.RuleFunction | None:
-    return RULES.get(op) or NAMED.get(getattr(op, "_name", "").removesuffix(".default"))
+    return RULES.get(op) or rule_function_of(getattr(op, "_name", "").removesuffix(".default"))
 
 
 def is_grouped(op: Any) -> bool:

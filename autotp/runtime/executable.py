@@ -16,13 +16,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autotp.compiler import analyse
-from autotp.distributed.consistency import CheckInputs, agree_on_call, agree_on_graph, digest
+from autotp.distributed.consistency import agree_on_graph
 from autotp.distributed.gather import mark, marked
 from autotp.distributed.mesh import Mesh
 from autotp.distributed.replica_check import expect_own_ranks
 from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error, within
 from autotp.ops.eager_mode import alone, is_plain
+from autotp.options import CheckInputs
 from autotp.passes.capture.autocast_regions import Autocast, ambient
 from autotp.passes.capture.captured import NOTHING, Captured, Opened, Place, Size
 from autotp.passes.capture.guards.argument_keys import plain
@@ -35,7 +36,9 @@ from autotp.passes.capture.guards.sizes import Shapes
 from autotp.passes.capture.pytree import flatten, signature_of, states
 from autotp.passes.emit.attach_parameters import BlockCall, places, value_at, works
 from autotp.passes.emit.recompute import Recomputed
+from autotp.runtime.call_consistency import agree_on_call
 from autotp.runtime.fsdp import dtypes, expect_whole
+from autotp.runtime.graph_digest import digest
 from autotp.runtime.graph_entry import Entry, prepare
 from autotp.runtime.tree import Tree, attribute_of, held_in, original_class, original_of, state_of, table_of
 from autotp.sharding.layout import Layout

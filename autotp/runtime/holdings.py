@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autotp.distributed.consistency import CheckInputs
 from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
+from autotp.options import CheckInputs
 from autotp.passes.emit.attach_parameters import places
 from autotp.runtime.module import ParallelModule, executable_of
 from autotp.sharding.boxes import Box, boxes, local_of
 from autotp.sharding.layout import Layout
-from autotp.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -70,21 +69,29 @@ class Parts:
                 box.of(local_of(self.held[name])).copy_(whole[box.place])
 
 
+class HasParts(nn.Module):
+    """A module that knows what this rank holds of a model."""
+
+    def parts(self) -> Parts:
+        """What this rank holds."""
+        raise NotImplementedError
+
+
 def parts_of(model: Any, call: str) -> Parts:
     """What a rank holds of a model: of a Trainer, or of a parallel model, out of what torch wrapped around it.
 
     Raises:
         Error: it is neither.
     """
-    inner = _unwrapped(model, (ParallelModule, Trainer))
-    if isinstance(inner, Trainer):
-        return _of_trainer(inner)
+    inner = _unwrapped(model, (ParallelModule, HasParts))
+    if isinstance(inner, HasParts):
+        return inner.parts()
     inner = parallel_of(model, call)
     it = executable_of(inner)
-    saved, here = _saved(inner)  # First: asked for its state, `fully_shard` frees what it had gathered.
+    saved, here = saved_names(inner)  # First: asked for its state, `fully_shard` frees what it had gathered.
     held, shapes = it.tensors(), {name: layout.shape for name, layout in it.layouts.items()}
     check = it.tree.settings.check_inputs
-    alike = ((it.mesh, _whole(held, it.layouts)),)
+    alike = ((it.mesh, uncut(held, it.layouts)),)
     return Parts(held, frozenset(held), saved, here | shapes, it.layouts, it.mesh, it.mesh, check=check, alike=alike)
 
 
@@ -105,27 +112,12 @@ def _unwrapped(model: Any, kinds: tuple[type, ...]) -> Any:
     return model
 
 
-def _of_trainer(trainer: Trainer) -> Parts:
-    held = {**dict(trainer.named_parameters()), **dict(trainer.named_buffers())}
-    rank, ranks = trainer.mesh["pp"].get_local_rank(), trainer.mesh["pp"].size()
-    later = {name for name, (holders, _) in trainer.shared.items() if holders[0] != rank}
-    group = trainer.mesh.get_group("pp").group_name if ranks > 1 else None
-    replica = trainer.mesh["dp"].get_local_rank()
-    alike = [(trainer.place, _whole(held, trainer.layouts)), (trainer.replicas, frozenset(held))]
-    for mesh in dict.fromkeys(trainer.tied.values()):
-        alike.append((mesh, frozenset(name for name, its in trainer.tied.items() if its is mesh)))
-    return Parts(
-        held, frozenset(held) - later, *_saved(trainer.skeleton), trainer.layouts, trainer.place, trainer.everyone,
-        group, replica, alike=tuple(alike),
-    )  # fmt: skip
-
-
-def _whole(held: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> frozenset[str]:
+def uncut(held: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> frozenset[str]:
     """What the tensor-parallel ranks do not cut."""
     return frozenset(name for name in held if name not in layouts or layouts[name].dim is None)
 
 
-def _saved(model: nn.Module) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+def saved_names(model: nn.Module) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
     """The names in a model's state dict, each with its first; and all shapes by first names."""
     first = places(model)[0]
     tensors = [*model.named_parameters(), *model.named_buffers()]

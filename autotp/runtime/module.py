@@ -23,10 +23,10 @@ from autotp.distributed.live_models import watch
 from autotp.distributed.mesh import Mesh, broadcast_from_first
 from autotp.distributed.sharded_parameter import Cut, as_cut, is_ordinary, warn_of_parts
 from autotp.errors import Error
-from autotp.hf.overrides import overrides
+from autotp.model_library import classes_before
+from autotp.options import Recompute
 from autotp.passes.capture.guards.attributes import STATE, is_internal
 from autotp.passes.emit.attach_parameters import BlockCall
-from autotp.passes.emit.recompute import Recompute
 from autotp.runtime.executable import Executable, refuse_capture
 from autotp.runtime.shard_parameters import TAKEN
 from autotp.runtime.tree import ORIGINAL, State, Tree, copied, held_in, original_class, state_of
@@ -302,7 +302,7 @@ def _made(original: Any, role: Any) -> type[Part]:
         "__module__": original.__module__, "__qualname__": original.__qualname__,
     }  # fmt: skip
     meta: Any = type(original)
-    made: type[Part] = _kind_of(meta)(original.__name__, (*overrides(original), role, original), names)
+    made: type[Part] = _kind_of(meta)(original.__name__, (*classes_before(original), role, original), names)
     return made
 
 

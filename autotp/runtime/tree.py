@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 from autotp.distributed.mesh import Mesh
 from autotp.distributed.sharded_parameter import Warned
-from autotp.options import Settings, expect_choices
+from autotp.options import Recompute, Settings, expect_choices
 from autotp.passes.capture.guards.attributes import STATE
 from autotp.passes.capture.guards.guard import looked_up
 from autotp.passes.capture.skeleton import close_over, stand_ins
-from autotp.passes.emit.recompute import Recompute
 from autotp.sharding.layout import Layout
 
 

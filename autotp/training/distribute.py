@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.api import expect_ordinary
 from autotp.distributed.mesh import TIMEOUT, start, world_size
 from autotp.errors import Error, within
-from autotp.options import expect_choices
-from autotp.passes.emit.recompute import Recompute
+from autotp.options import Recompute, expect_choices
+from autotp.runtime.build import expect_ordinary
 from autotp.runtime.torch_hooks.install import watched
 from autotp.training.pipeline_stage import ENGINES, Schedule, Training
 from autotp.training.process_groups import mesh_of

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.distributed.consistency import agreed, checksum, compared, random_state, shown
+from autotp.distributed.consistency import agreed, checksum, compared, random_state
 from autotp.distributed.mesh import Mesh, gather_ints
 from autotp.passes.capture.pytree import flatten
+from autotp.runtime.call_consistency import shown
 
 
 class Said(NamedTuple):

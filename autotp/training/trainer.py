@@ -22,9 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autotp.checkpoint.hyperparameters import hyperparameters
 from autotp.compiler import Analysis, rank_graph
-from autotp.distributed.consistency import agree, agree_on_graph, digest, tried
+from autotp.distributed.consistency import agree, agree_on_graph, tried
 from autotp.distributed.heartbeat import leave_note, take_note_back
 from autotp.distributed.mesh import Mesh, broadcast_from_first, make_mesh, new_group
 from autotp.errors import Error, within
@@ -40,11 +39,14 @@ from autotp.passes.pipeline.stages import Division, Stage, staged
 from autotp.rules.call import placeholders, returned
 from autotp.runtime.executable import CHECKED_CALLS
 from autotp.runtime.fsdp import pace, shard
+from autotp.runtime.graph_digest import digest
+from autotp.runtime.holdings import HasParts, Parts, saved_names, uncut
 from autotp.runtime.shard_parameters import take
 from autotp.sharding.boxes import local_of
 from autotp.sharding.layout import Layout
 from autotp.source_location import numbered
 from autotp.training import process_groups as groups
+from autotp.training.hyperparameters import hyperparameters
 from autotp.training.microbatches import Batch, expect_values, key_of, of_rows, rows_of, tensors_of, totals_of
 from autotp.training.nonfinite import refuse
 from autotp.training.pipeline_stage import (
@@ -92,7 +94,7 @@ class Pipeline:
         return bool(self.key[0])
 
 
-class Trainer(nn.Module):
+class Trainer(HasParts):
     """One rank's part of a model. Made by `autotp.distribute`; parameters have the names of the original model.
 
     Attributes:
@@ -165,6 +167,21 @@ class Trainer(nn.Module):
         self._seed()
 
     # ---- what this rank holds
+
+    def parts(self) -> Parts:
+        """What this rank holds of the model."""
+        held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        rank, ranks = self.mesh["pp"].get_local_rank(), self.mesh["pp"].size()
+        later = {name for name, (holders, _) in self.shared.items() if holders[0] != rank}
+        group = self.mesh.get_group("pp").group_name if ranks > 1 else None
+        replica = self.mesh["dp"].get_local_rank()
+        alike = [(self.place, uncut(held, self.layouts)), (self.replicas, frozenset(held))]
+        for mesh in dict.fromkeys(self.tied.values()):
+            alike.append((mesh, frozenset(name for name, its in self.tied.items() if its is mesh)))
+        return Parts(
+            held, frozenset(held) - later, *saved_names(self.skeleton), self.layouts, self.place, self.everyone,
+            group, replica, alike=tuple(alike),
+        )  # fmt: skip
 
     @property
     def _mine(self) -> list[int]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
-from autotp.hf.generation import is_state, read_attribute, shown_attribute
+from autotp.model_library import is_state, read_attribute, shown_attribute
 
 
 @dataclass(frozen=True)

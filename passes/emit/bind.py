@@ -10,12 +10,20 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import fx
 
-from autotp.diagnostics.lockstep import COLLECTIVES
+from autotp.ops import collectives
+from autotp.ops.coalesced import together
 from autotp.ops.custom_vjp import Vjp
+from autotp.ops.overlapped_linear import columns
 from autotp.passes.capture.capture import DEVICE
 from autotp.passes.emit.in_place import WRITES, fresh, written
 
 CAPTURED = torch.device(DEVICE)
+
+COMMUNICATING = frozenset({
+    collectives.copy, collectives.reduce, collectives.scatter, collectives.gather, collectives.all_gather,
+    collectives.reduce_scatter, collectives.share, together, columns,
+})  # fmt: skip
+"""Operators whose second argument is the mesh axis over which they communicate."""
 
 
 def bind(
@@ -40,7 +48,7 @@ def bind(
         new.kwargs = fx.node.map_aggregate(new.kwargs, lambda a: device if a == CAPTURED else a)
         if isinstance(node.target, Vjp):
             new.target = node.target.on(bind(node.target.graph, device, groups, reuse=False))
-        if node.target in COLLECTIVES and node.args[1] in groups:
+        if node.target in COMMUNICATING and node.args[1] in groups:
             new.args = (new.args[0], groups[str(node.args[1])], *new.args[2:])
         if node in into_input:
             new.target = WRITES[node.target]

@@ -11,7 +11,7 @@ Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tra
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from autotp.ops import parallel_forms as parallel
 from autotp.ops.eager_mode import is_plain
+from autotp.options import Recompute
 from autotp.passes.emit.outline import blocks, outlined
 from autotp.rules.call import bind, draws
 
 aten = torch.ops.aten
-Recompute = Literal["none", "selective", "full"]
 FUSED = (aten.scaled_dot_product_attention.default, parallel.fast_attention, parallel.exact_attention)
 PRODUCTS = (aten.matmul.default, aten.bmm.default, aten.baddbmm.default)
 

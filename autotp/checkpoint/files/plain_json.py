@@ -96,11 +96,6 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
     return tensor(of) if kind == "tensor" else READERS[kind](of)
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text, or nothing."""
-    return value is None or type(value) in (bool, int, float, str)
-
-
 def _is_object(value: Any) -> bool:
     """Whether JSON has such a dict."""
     return type(value) is dict and all(type(key) is str and key != KIND for key in value)

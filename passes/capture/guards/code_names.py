@@ -32,14 +32,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from autotp.errors import Error
+from autotp.model_library import is_of_models
 from autotp.passes.capture.guards.attribute_writes import content_of, fill, same_content
 from autotp.passes.capture.guards.attributes import LARGEST, is_container, reached
 from autotp.passes.capture.guards.comparison import PLAIN
 
 ABSENT: Any = object()
 """Stands for the value of a name that is not there."""
-LIBRARIES = frozenset({"torch", "numpy", "autotp", "transformers"})
-"""Packages whose code is followed no further."""
+LIBRARIES = ("torch", "numpy", "autotp")
+"""Packages whose code is followed no further, beside libraries of models."""
 STANDARD = sysconfig.get_path("stdlib")
 """The folder of Python's own modules."""
 SETTINGS = (types.SimpleNamespace, ChainMap, deque)
@@ -151,11 +152,11 @@ class Named:
 def is_followed(kind: type) -> bool:
     """True for a class whose attributes may be another tomorrow."""
     package = kind.__module__.partition(".")[0]
-    return package == "transformers" or not is_library(kind.__module__)
+    return is_of_models(package) or not is_library(kind.__module__)
 
 
 def is_library(module: str) -> bool:
-    """True for a module of Python whose code is a library's: Python's own, torch, numpy, transformers, autotp.
+    """True for a module of Python whose code is a library's: Python's own, torch, numpy, autotp, or one of models.
 
     A file of the user's may have the name of one of Python's own: `token.py`, a folder `test`.
     """
@@ -163,7 +164,7 @@ def is_library(module: str) -> bool:
     if package in sys.stdlib_module_names:
         file = getattr(sys.modules.get(package), "__file__", None)
         return file is None or file.startswith(STANDARD)
-    return package in LIBRARIES and not module.startswith("autotp.models.")
+    return is_of_models(package) or (package in LIBRARIES and not module.startswith("autotp.models."))
 
 
 def is_setting(value: Any) -> bool:

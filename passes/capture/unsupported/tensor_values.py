@@ -8,6 +8,7 @@ import traceback
 from torch import nn
 
 from autotp.errors import Error
+from autotp.model_library import instead_of_expert_loop
 from autotp.source_location import user_line
 
 OPERATOR = "torch.library.custom_op with register_fake and register_autograd, and autotp.rule"
@@ -24,9 +25,9 @@ def refused(error: Exception, model: nn.Module) -> Error:
     """The Error of a model that reads a tensor's values: by the line that does, a loop, a number or a branch."""
     at = user_line(traceback.extract_tb(error.__traceback__))
     code = at.partition("  ")[2]
-    if "expert" in code and _loops_over_experts(model):
+    if "expert" in code and (instead := instead_of_expert_loop(model)):
         what = "the model loops over the experts that are hit: torch.export has no loop that is as long as values say"
-        return Error(what, at=at, **{"try": 'model.set_experts_implementation("grouped_mm"), which has no loop'})
+        return Error(what, at=at, **{"try": instead})
     if re.match(LOOP, code) and not re.search(r"\bif\b", code):
         what = "the model loops as often as the values of a tensor say: torch.export has no such loop"
         return Error(what, at=at, **{"try": f"do all rounds, and mask with torch.where; or one operator: {OPERATOR}"})
@@ -41,12 +42,4 @@ def refused(error: Exception, model: nn.Module) -> Error:
         "the model branches on the values of a tensor, which one graph cannot do",
         at=at,
         **{"try": "choose with torch.where, or branch on shapes and configuration only"},
-    )
-
-
-def _loops_over_experts(model: nn.Module) -> bool:
-    """True for a model of transformers that is told to loop over its experts, and could do otherwise."""
-    configs = (getattr(module, "config", None) for module in model.modules())
-    return hasattr(model, "set_experts_implementation") and any(
-        getattr(config, "_experts_implementation", None) == "eager" for config in configs
     )

@@ -15,13 +15,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from autotp.checkpoint.files.plain_json import is_plain
-
 NOT_OF_THE_MODEL = (
     "training", "name_or_path", "transformers_version", "architectures", "generation_config", "gradient_checkpointing",
     "use_cache", "return_dict", "output_attentions", "output_hidden_states",
 )  # fmt: skip
 """Attributes that may be others although the model is the same."""
+PLAIN = (bool, int, float, str)
 LONGEST = 200  # characters of a value; of a longer one a checksum is kept
 DEEPEST = 4  # objects within objects
 
@@ -55,7 +54,7 @@ def _within(attributes: Mapping[Any, Any], path: str, seen: set[int], depth: int
         if not isinstance(name, str) or name.startswith("_") or name in NOT_OF_THE_MODEL or "drop" in name:
             continue
         key = f"{path}.{name}" if path else name
-        if is_plain(value) or isinstance(value, list | tuple):
+        if value is None or type(value) in PLAIN or isinstance(value, list | tuple):
             if (told := _told(value)) is not None:
                 yield key, told
         elif hasattr(value, "__qualname__"):

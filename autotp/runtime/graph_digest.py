@@ -1,0 +1,53 @@
+"""A planned graph as text, by which ranks compare what they would run."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import fx
+from torch._ops import OpOverload
+
+from autotp.compiler import Analysis
+from autotp.distributed.consistency import SOURCE, checksum
+from autotp.passes.capture.captured import Captured
+from autotp.rules.call import outputs_of
+from autotp.source_location import line_of
+
+
+def digest(analysis: Analysis) -> str:
+    """The graph, its constants and the layouts as text, the same on ranks that agree: names of nodes are not in it."""
+    number = {node: f"%{i}" for i, node in enumerate(analysis.graph.nodes)}
+    nodes = [_line(node, number, analysis.captured) for node in analysis.graph.nodes]
+    text = re.sub(r"cuda:\d+", "cuda", "\n".join(nodes))  # Each rank names its own device.
+    return "\n".join([text, *(f"{name} {layout}" for name, layout in analysis.layouts.items())])
+
+
+def _line(node: fx.Node, number: dict[fx.Node, str], captured: Captured) -> str:
+    """A node as `%2 = aten.add.Tensor(%0, %1)  float32[2, 3]`, and where it is from."""
+    if node.op == "placeholder":
+        return f"{number[node]} = {_placed(node, captured)}  {_shaped(node)}"
+    given = fx.map_arg((node.args, node.kwargs), number.__getitem__)
+    parts = [*map(str, given[0]), *(f"{name}={value}" for name, value in given[1].items())]
+    called = re.sub(r"'(%\d+)'", r"\1", f"{_called(node)}({', '.join(parts)})")
+    line = f"{number[node]} = {called}  {_shaped(node)}".rstrip()
+    return line if (at := line_of(node)) == "?" else f"{line}{SOURCE}{at}"
+
+
+def _placed(node: fx.Node, captured: Captured) -> str:
+    """What a placeholder is."""
+    for kind, names in (("parameter", captured.parameters), ("buffer", captured.buffers)):
+        if node.name in names:
+            return f"{kind} `{names[node.name]}`"
+    if node.name in captured.constants:
+        return f"a tensor made in forward, with checksum {checksum(captured.constants[node.name]):08x}"
+    return f"input {captured.inputs.index(node.name)}" if node.name in captured.inputs else node.name
+
+
+def _shaped(node: fx.Node) -> str:
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in outputs_of(node))
+
+
+def _called(node: fx.Node) -> str:
+    target: Any = node.target
+    return str(target) if isinstance(target, OpOverload | str) else target.__name__

@@ -1,0 +1,71 @@
+"""The order of the folders: each file imports only what stands before it."""
+
+import ast
+from pathlib import Path
+
+import autotp
+
+ORDER = [
+    "errors",
+    "source_location",
+    "model_library",
+    "sharding",
+    "ops",
+    "rules",
+    "options",
+    "distributed",
+    "passes.builder",
+    "passes.capture",
+    "passes.canonicalize",
+    "passes.plan",
+    "passes.lower",
+    "passes.check",
+    "passes.emit",
+    "passes.pipeline",
+    "compiler",
+    "deferred_init",
+    "diagnostics.plan_text",
+    "runtime",
+    "diagnostics",
+    "training",
+    "checkpoint",
+    "hf",
+    "api",
+]
+ROOT = Path(autotp.__file__).parent.parent
+FILES = [*(ROOT / "autotp").rglob("*.py"), *(ROOT / "passes").rglob("*.py")]
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(part for part in (parts[1:] if parts[0] == "autotp" else parts) if part != "__init__")
+
+
+def layer(module: str) -> int:
+    """The place of a module in the order; that of `autotp` itself is behind all others."""
+    found = [i for i, name in enumerate(ORDER) if f"{module}.".startswith(f"{name}.")]
+    return max(found, key=lambda i: len(ORDER[i]), default=len(ORDER))
+
+
+def imported(file: Path) -> set[str]:
+    """The modules of autotp that a file imports, also those inside functions."""
+    modules, found = {module_of(file) for file in FILES}, set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "autotp":
+            base = (node.module or "").removeprefix("autotp").removeprefix(".")
+            below = {f"{base}.{alias.name}".removeprefix(".") for alias in node.names}
+            found |= (below & modules) or {base}
+    return found
+
+
+def test_nothing_is_imported_from_further_down():
+    upwards = [
+        (module_of(file), other)
+        for file in FILES
+        for other in imported(file)
+        if layer(other) > layer(module_of(file)) and module_of(file)
+    ]
+    assert upwards == []
+    assert layer("") == len(ORDER) and {module_of(file) for file in FILES if layer(module_of(file)) == len(ORDER)} == {
+        "", "passes",
+    }  # fmt: skip
