@@ -5,7 +5,12 @@ from pathlib import Path
 
 import autotp
 
-ORDER = [
+ORDER = (
+    "errors", "source_location", "model_library", "sharding", "ops", "rules", "options", "distributed",
+    "passes.builder", "passes.capture", "passes.canonicalize", "passes.plan", "passes.lower", "passes.check",
+    "passes.emit", "passes.pipeline",
+    "compiler", "deferred_init", "diagnostics.plan_text", "runtime", "diagnostics", "training", "checkpoint", "hf", "api",
+)  # fmt: skip
     "errors",
     "source_location",
     "model_library",
