@@ -1,7 +1,7 @@
 """What a checkpoint of a training holds: a file that is written last, and that says what all others must be.
 
-It is JSON and ends in its own checksum; of every tensor it has the pieces and their checksums (`pieces.py`). A folder
-without it is no checkpoint.
+It is JSON and ends in its own checksum; of every tensor it has the pieces and their checksums (`tensor_pieces.py`). A
+folder without it is no checkpoint.
 """
 
 from __future__ import annotations

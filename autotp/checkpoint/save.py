@@ -1,8 +1,9 @@
 """save, load: a training's state in files, written by the ranks that hold it, read by any others.
 
-Each rank writes the boxes of the whole tensors that it holds (`boxes.py`, `pieces.py`) into a folder of another name;
-once all have, the first rank writes what there is and its checksums (`manifest.py`), and gives the folder its name.
-What reads them takes from each file the boxes that it needs. All that is read is tensors and plain data (`plain.py`).
+Each rank writes the boxes of the whole tensors that it holds (`boxes.py`, `tensor_pieces.py`) into a folder of another
+name; once all have, the first rank writes what there is and its checksums (`manifest.py`), and gives the folder its
+name. What reads them takes from each file the boxes that it needs. All that is read is tensors and plain data
+(`plain_json.py`).
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def write_checkpoint(
 ) -> None:
     """Writes tensors into `folder`, in one file or in several with an index; the first rank does, all take part.
 
-    The folder changes as a whole at the end (`folder.py`): after a failure it is as it was.
+    The folder changes as a whole at the end (`atomic_folder.py`): after a failure it is as it was.
 
     Args:
         largest: bytes of tensors in a file; one that is larger has a file of its own.

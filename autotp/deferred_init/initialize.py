@@ -23,7 +23,7 @@ from autotp.sharding.layout import Layout
 # the constructors really kept to this can be checked: `_version` of a parameter on meta counts the in-place writes
 # since it was made, and a first replay, on meta, has to count the same. The model itself is never written: during an
 # event a function mode puts stand-ins in the place of its tensors, and they are cut when the event is over.
-# The events are found in `construction.py`, checked in `traces.py` and run again in `replay.py`.
+# The events are found in `events.py`, checked in `write_counts.py` and run again in `replay.py`.
 
 
 def initialize(model: nn.Module, layouts: Mapping[str, Layout], rank: int, device: torch.device) -> dict[str, Tensor]:

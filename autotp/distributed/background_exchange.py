@@ -53,7 +53,7 @@ class Peers:
         """What `make()` returns, once it has returned on every rank.
 
         Raises:
-            Error: on every rank, as `agree` of `agree.py`.
+            Error: on every rank, as `agree` of `consistency.py`.
         """
         made, problem = tried(make)
         return settled(self.mesh, made, problem, self.tell(spelled(problem)))

@@ -1,8 +1,8 @@
 """Checkpoints of Hugging Face's transformers, from and to the shards of a parallel model.
 
 What its files call a tensor, which of them are joined, cut or turned on their way into a module, what is tied and how
-buffers are made: all that transformers does itself here, on tensors that are not there yet (`lazy.py`), and only what
-this rank holds is read then. Saving goes the same way back.
+buffers are made: all that transformers does itself here, on tensors that are not there yet (`lazy_tensor.py`), and only
+what this rank holds is read then. Saving goes the same way back.
 """
 
 from __future__ import annotations

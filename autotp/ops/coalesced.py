@@ -1,7 +1,7 @@
 """The conjugates of several parameters at once: their gradients are summed over ranks in one exchange.
 
-`together` is `copy` or `share` of each (`autotp/collectives.py`), and its backward waits for the gradients of all. One
-that has none, in a backward of a part of what was computed, has none here either.
+`together` is `copy` or `share` of each (`autotp/ops/collectives.py`), and its backward waits for the gradients of all.
+One that has none, in a backward of a part of what was computed, has none here either.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ def copy(x: Tensor, group: str | None, fresh: bool = False) -> Tensor:
 def reduce(x: Tensor, group: str | None, op: str = "sum", fresh: bool = False) -> Tensor:
     """Partial -> Replicate: the sum of the ranks' `x`; the gradient passes. With op="max": the maximum, no gradient.
 
-    With `fresh` the sum takes the memory of `x`, which nobody else reads (`passes/reuse.py` says which values are).
+    With `fresh` the sum takes the memory of `x`, which nobody else reads (`passes/emit/in_place.py` says which values
+    are).
     """
     if op == "max":
         return _convert("max", x.detach(), group)

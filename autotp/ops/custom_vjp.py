@@ -4,7 +4,8 @@
     At run time:         y, = vjp(f(detach(x)), x)         whose backward is g(x, dy)
 
 The operators of `g` stand in the graph as those of `f` do: they have rules, are planned, cut and checked like others,
-and what they exchange between ranks is found as it is for forward work. `passes/custom_vjp.py` writes both forms.
+and what they exchange between ranks is found as it is for forward work. `passes/canonicalize/custom_vjp.py` writes both
+forms.
 
 NOTE [Why these marks are Replicate or Shard]
 `output` gives a value and its gradient in one placement, `sent` reads a value and its gradient in one. That is true of
@@ -82,7 +83,7 @@ MARKS = (output, kept, sent, result)
 
 
 def _never_run() -> NoReturn:
-    raise AssertionError("passes/custom_vjp.py makes one operator of these")
+    raise AssertionError("passes/canonicalize/custom_vjp.py makes one operator of these")
 
 
 def is_gradient(node: fx.Node) -> bool:

@@ -2,7 +2,7 @@
 
 Rows here stand in the order of the experts that they chose, so an axis of them is `experts x rows of an expert`. The
 second factor is another number for each expert, known when the model runs; nothing but `experts` is ever cut of it.
-Plain functions on plain tensors, the targets of calls in graphs (`passes/experts.py`).
+Plain functions on plain tensors, the targets of calls in graphs (`passes/plan/experts.py`).
 """
 
 from __future__ import annotations

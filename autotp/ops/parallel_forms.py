@@ -53,7 +53,7 @@ def gather(x: Tensor, dim: int, index: Tensor, start: int, size: int) -> Tensor:
 
 
 def apart(x: Tensor) -> Tensor:
-    """`x`, on axes of its own: see `passes/apart.py`. x: [...]"""
+    """`x`, on axes of its own: see `passes/plan/decouple.py`. x: [...]"""
     return x.view_as(x)
 
 
@@ -122,7 +122,7 @@ def class_terms(
         x: [* v *] logits of the classes `start` to `start + v`, along `dim`.
         top: [* 1 *] the maximum over the classes of all ranks.
         classes: [* *] a class for each row, counted over all ranks, which have `size` together.
-        fresh: nobody else reads `x` (`passes/reuse.py`): the exponentials may take its memory.
+        fresh: nobody else reads `x` (`passes/emit/in_place.py`): the exponentials may take its memory.
 
     Returns:
         [2 * *] the sum of `exp(x - top)`, and `x - top` at the class, 0 where another rank has it.

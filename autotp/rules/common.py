@@ -1,7 +1,7 @@
 """Rule functions, one for each family of operators that share their factors: `Call -> Rule`.
 
 A function here may return None: then nothing is known of this call and all it touches stays replicated.
-Products are in `products.py`, movement of elements in `movement.py`, lookups and updates by index in `indexing.py`.
+Products are in `products.py`, movement of elements in `views.py`, lookups and updates by index in `indexing.py`.
 """
 
 from __future__ import annotations

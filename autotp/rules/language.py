@@ -8,8 +8,8 @@
 One term for each tensor operand (an absent optional operand drops its term), one for each output.
 A factor in inputs and outputs is passed through; one missing from the outputs is reduced; one missing from
 the inputs is introduced. `name^` needs replication at this operator. `name!` can be cut, but only in the
-operator's own parallel form (`passes/expand.py`, `passes/lower.py`). `(a b)` is a product, major to minor,
-`(a | b)` a concatenation (`(h | h)`: of two parts that are cut together), `*` the leading dimensions broadcast
+operator's own parallel form (`passes/lower/decompose.py`, `passes/lower/lower.py`). `(a b)` is a product, major to
+minor, `(a | b)` a concatenation (`(h | h)`: of two parts that are cut together), `*` the leading dimensions broadcast
 as pointwise operators do, `1` a dimension without a factor, `()` a tensor without dimensions.
 """
 

@@ -1,4 +1,4 @@
-"""Rule functions of products: what sums over factors that its operands share. See `families.py`."""
+"""Rule functions of products: what sums over factors that its operands share. See `common.py`."""
 
 from __future__ import annotations
 

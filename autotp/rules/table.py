@@ -1,6 +1,6 @@
 """The table of operators: what autotp knows of each. A new operator is one line here.
 
-The rule is a factor string or a function of the call (`families.py` names the files). An operator that is not
+The rule is a factor string or a function of the call (`common.py` names the files). An operator that is not
 listed is replicated, and the plan says so.
 """
 
@@ -213,8 +213,9 @@ def rule(op: Operator, factors: str | f.RuleFunction, linear: f.Linear = ()) -> 
 
     Args:
         op: an operator (`torch.ops.lib.name`, all its overloads, or one of them).
-        factors: the factor string, in the language of `autotp/rule.py`, or a function of the call that returns a Rule.
-        linear: `"each"` operand by itself, `"all"` operands together, or groups of operand positions in which
+        factors: the factor string, in the language of `autotp/rules/language.py`, or a function of the call that
+        returns a Rule. linear: `"each"` operand by itself, `"all"` operands together, or groups of operand positions in
+        which
             the operator is linear; only there may a partial sum enter before it is reduced.
 
     Raises:

@@ -1,6 +1,6 @@
 """Rule functions of operators that move elements and compute nothing: views, permutations, parts, joins, repeats.
 
-All of them are linear. Functions may return None, as in `families.py`.
+All of them are linear. Functions may return None, as in `common.py`.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def shard(
         dtype: what is computed in; sums are in float32 then.
         ignored: parameters that stay as they are.
     """
-    # Nothing writes into what a block returns: passes/reuse.py.
+    # Nothing writes into what a block returns: passes/emit/in_place.py.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP\w+\) returned a view")
     policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
     for module in (*blocks, root):

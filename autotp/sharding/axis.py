@@ -114,7 +114,7 @@ class Axis:
 
     Attributes:
         size: the number of positions along the axis, over all ranks.
-        kind: leaf, or how `parts` make it up; "grid" for a cut of several leaves at once (`autotp/grid.py`).
+        kind: leaf, or how `parts` make it up; "grid" for a cut of several leaves at once (`autotp/sharding/grid.py`).
         tangled: two refinements of this axis did not line up (`6 x 4` against `4 x 6`), so it is never cut.
         counts: of a grid, for each leaf into how many parts it is cut, and how many ranks in a row hold the same.
         tp: of a grid, the number of ranks.

@@ -1,8 +1,9 @@
 """One rank of a model that is cut for three kinds of parallelism at once, and the step that trains it.
 
 A rank is at one place of a mesh of pipeline, data and tensor ranks. Its graph is that of its tensor rank
-(`transform.py`), of which it runs the stages of its pipeline rank (`passes/stages.py`), on the microbatches of its
-replica; the loss is a sum over all of them (`passes/totals.py`), so gradients add up and nothing is weighted by hand.
+(`compiler.py`), of which it runs the stages of its pipeline rank (`passes/pipeline/stages.py`), on the microbatches of
+its replica; the loss is a sum over all of them (`passes/pipeline/loss_totals.py`), so gradients add up and nothing is
+weighted by hand.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A `torch.autograd.Function` while a model is captured: its forward, and its backward behind it, are in the graph.
 
-`autotp/custom_vjp.py` says how its operators are marked. Both run as torch runs them: without gradients of their own,
-backward outside of autocast.
+`autotp/ops/custom_vjp.py` says how its operators are marked. Both run as torch runs them: without gradients of their
+own, backward outside of autocast.
 """
 
 from __future__ import annotations

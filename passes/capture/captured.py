@@ -56,7 +56,7 @@ NOTHING = Opened()
 class Captured:
     """One graph of a model.
 
-    A state is an argument that the model changes (`autotp/structure.py`): its tensors may be written to.
+    A state is an argument that the model changes (`passes/capture/pytree.py`): its tensors may be written to.
 
     Attributes:
         graph: placeholders in the order parameters, buffers, constants, inputs; one output, a tuple of tensors.

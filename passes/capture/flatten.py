@@ -216,7 +216,7 @@ def _held_before(modules: Mapping[str, nn.Module], written: Sequence[tuple[Path,
 def _assigned(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """The buffers that a forward has set anew (`self.mean = ...`), which the exporter does not see.
 
-    One of another shape or dtype is a change of the model's attributes (`autotp/changes.py`).
+    One of another shape or dtype is a change of the model's attributes (`passes/capture/guards/attribute_writes.py`).
     """
     found = {name: now for name, now in model.named_buffers() if name in before and now is not before[name]}
     return {name: now for name, now in found.items() if not is_new(now, before[name])}

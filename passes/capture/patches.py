@@ -6,12 +6,12 @@ a function of torch or Python is replaced, in the regions of this file and nowhe
 
 - `nn.Module.__getattribute__`: attributes that are read are noted (`guard.py`).
 - the same, `__setattr__` and `__delattr__`, `forward` of blocks' classes, all methods of the classes of objects that
-  blocks are given: blocks that are alike are captured once (`repeats.py`, `asked.py`).
-- `torch.autograd.Function.apply`: own backwards come into the graph (`lost.py`).
+  blocks are given: blocks that are alike are captured once (`repeats.py`, `queries.py`).
+- `torch.autograd.Function.apply`: own backwards come into the graph (`lost_gradients.py`).
 - `torch.is_grad_enabled`, `torch.is_inference_mode_enabled`: they answer for the call, not for the exporter
-  (`surroundings.py`).
-- `nn.TransformerEncoder.forward`, and torch's look whether a mask is causal (`slow_path.py`).
-- `torch.SymInt`'s text and hash: a size that is a text or a key is a number (`known_sizes.py`).
+  (`python_state.py`).
+- `nn.TransformerEncoder.forward`, and torch's look whether a mask is causal (`transformer_layers.py`).
+- `torch.SymInt`'s text and hash: a size that is a text or a key is a number (`sizes_as_keys.py`).
 - logging and stderr: the exporter prints a page about each error.
 
 Captures are for one thread at a time (`CAPTURING`).

@@ -8,8 +8,8 @@ Erasure: without conjugates, and with local numbers made global, the rank's grap
 is one of the model's on the same operands, random draws in the same order. Typing: every operator reads placements that
 its rule allows, and every conjugate stands between those of its row of the table. Together, on all ranks: the numbers
 and the gradients of one device. Nothing that was planned is looked at; cuts come from the parameters' layouts alone.
-So this file and its own, `proof.py`, `typed.py`, `erase.py` and `part.py`, import nothing of plan, lower and localize.
-On trust are the rules, `infer_axes`, slicing by layouts and the conjugates: these have tests of their own.
+So this file and its own, `proof.py`, `types.py`, `erase.py` and `local_calls.py`, import nothing of plan, lower and
+localize. On trust are the rules, `infer_axes`, slicing by layouts and the conjugates: these have tests of their own.
 
 NOTE [Why not by local sizes]
 A shard of one row looks like something to broadcast, a shard of none like anything. So axes and shapes are the model's,
@@ -233,7 +233,7 @@ class _Checking(Proof):
         self.give(node, model, self._typing(node, model, reads, cut))
 
     def _biased(self, node: fx.Node, x: fx.Node, w: fx.Node, bias: fx.Node) -> None:
-        """A product with the bias that was put back into it (`passes/biases.py`): product, then sum."""
+        """A product with the bias that was put back into it (`passes/lower/fuse_bias.py`): product, then sum."""
         read = {n: (n, self.types[n][0]) for n in (x, w, bias)}
         for model in self.model.on(BIASED[node.target][0], self.whole[x], self.whole[w]):  # type: ignore[index]
             for terms in ((model, self.whole[bias]), (self.whole[bias], model)):
@@ -342,7 +342,7 @@ class _Checking(Proof):
         self.bundles[node], self.types[node] = xs, tuple(found)
 
     def _move(self, node: fx.Node, x: Any) -> None:
-        """A row of the table in `several.py`."""
+        """A row of the table in `replication.py`."""
         (typed,) = self.types[x]
         row = moved(self.to, node.target, typed, bind(node))
         if row is None or node.kwargs:
@@ -352,7 +352,7 @@ class _Checking(Proof):
         self.give(node, self.whole[x], (replace(typed, placement=row[1]),))
 
     def _open(self, node: fx.Node, end: fx.Node) -> None:
-        """A dimension taken apart, so that one part of it can be cut or joined (`passes/exchange.py`)."""
+        """A dimension taken apart, so that one part of it can be cut or joined (`passes/lower/exchange.py`)."""
         x: Any
         dim: Any
         x, *rest = node.args

@@ -3,7 +3,7 @@
     Before: y = linear(x, w); z = gelu(y); o = linear(z, v); r = add(x, o)        w, v cut by width
     After:  c = copy(x); y = linear(c, w); z = gelu(y); o = linear(z, v); p = reduce(o); r = add(x, p)
 
-Every communication is a row of the table of conjugates (`autotp/collectives.py`). A value that several cut
+Every communication is a row of the table of conjugates (`autotp/ops/collectives.py`). A value that several cut
 operators read has one copy. Graphs name the mesh axis; `bind` gives the name a process group.
 """
 

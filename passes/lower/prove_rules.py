@@ -4,7 +4,7 @@
     introduced:   op with a local size is the slice of op       linear:  op(x1) + op(x2) is op(x1 + x2)
 
 Every factor is cut in chunks, uneven and empty ones included, and once strided, as the minor part of a product;
-parts of a concatenation are cut together. The local calls are those that graphs get (`passes/localize.py`).
+parts of a concatenation are cut together. The local calls are those that graphs get (`passes/lower/localize.py`).
 """
 
 from __future__ import annotations

@@ -209,7 +209,8 @@ def _only_lengths(node: fx.Node, rows: Collection[Any]) -> bool:
         x, dim, *_ = (*node.args, 0)
         if symbols(x.meta["val"].shape[dim]) & set(rows):  # type: ignore[union-attr]
             return True
-    if node.target in (aten.arange.default, aten.arange.start, aten.arange.start_step):  # `rows.py` looks at these.
+    if node.target in (aten.arange.default, aten.arange.start, aten.arange.start_step):
+        # `row_independence.py` looks at these.
         return True
     for name, value in bind(node).items():
         sizes = list[fx.Node]()

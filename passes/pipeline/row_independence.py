@@ -13,7 +13,8 @@ Each value is one of four kinds, and what an operator gives follows from what it
 NOTE [Two batches that are one]
 All inputs have as many rows (`one_batch` says so to torch), but how long their rows are the model need not say: `b x s`
 of one and `b x t` of another may be read side by side, flattened. Both are divided along the batch: where that is
-outermost in both, they go together. (A mean of all there is has been multiplied by the rows it is of: `totals.py`.)
+outermost in both, they go together. (A mean of all there is has been multiplied by the rows it is of:
+`loss_totals.py`.)
 
 NOTE [Each row reads itself]
 `mask[arange(batch)[:, None], keys]` reads row `i` of the mask where the result has row `i`, whichever part of the batch

@@ -38,7 +38,7 @@ def needs(node: fx.Node, axes: Axes, leaf: Axis | None, have: Have, hoisted: Col
     """What `node` reads and gives where it is cut along `leaf`, or whole; `have` holds its operands' placements.
 
     Args:
-        hoisted: whole operators that read copies (`passes/hoist.py`).
+        hoisted: whole operators that read copies (`passes/plan/hoist.py`).
     """
     bound = axes.bound[node]
     n_outs = len(bound.rule.outs)

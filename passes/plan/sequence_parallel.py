@@ -6,7 +6,7 @@
 The region begins where a product leaves a sum to be reduced, and goes on through all whole operators whose rule passes
 the sequence through: residual additions, norms, dropouts. Nothing is moved that was not: an all-reduce is a
 reduce-scatter and an all-gather. What ranks keep for backward there is divided among them, and each norms its own
-rows, so the parameters' gradients are partial and summed, those of a block in one exchange (`bundle.py`).
+rows, so the parameters' gradients are partial and summed, those of a block in one exchange (`bucket.py`).
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2.
 """

@@ -7,7 +7,7 @@ own, and compared by its settings.
 
 NOTE [When ranks are compared]
 Before the first steps of an optimizer and every `EVERY`-th after, ranks tell each other one number of what must be the
-same, through the store (`roll_call.py`): a rank that does not come to a step is waited for by name.
+same, through the store (`store_gather.py`): a rank that does not come to a step is waited for by name.
 Sums over replicas may be taken in another order on each rank (their buckets differ where parts do): a difference of
 round-off is not an Error. The first rank's numbers are everybody's then, and a warning says so once.
 """

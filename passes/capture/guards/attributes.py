@@ -1,7 +1,8 @@
 """What a model holds besides parameters, buffers and modules: its attributes, and what lies below, by place.
 
-A graph knows tensors that come in and tensors that go out. What a model writes besides is in `changes.py`, what it
-reads in `guard.py`. An attribute that a call writes and that holds tensors before is *opened*: these are inputs.
+A graph knows tensors that come in and tensors that go out. What a model writes besides is in `attribute_writes.py`,
+what it reads in `guard.py`. An attribute that a call writes and that holds tensors before is *opened*: these are
+inputs.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ NOTE [When a graph is still right]
 A forward that reads `self.drop.p` or `self.config.tau` has decided by it what the graph computes. So each attribute
 that it reads is noted, with its value: plain values, containers and objects by what they hold, functions with their
 closures, tensors by their identity (of an attribute that is opened, `attributes.py`, by their kind: they are inputs).
-So are attributes of classes and globals of Python that its code names (`named.py`). In each call it is asked whether
-all these are the very objects that they were, and hold the very objects: only where one is not, values are compared.
-What cannot be seen: state behind a class of C.
+So are attributes of classes and globals of Python that its code names (`code_names.py`). In each call it is asked
+whether all these are the very objects that they were, and hold the very objects: only where one is not, values are
+compared. What cannot be seen: state behind a class of C.
 
 NOTE [Compiled calls]
 Dynamo would trace each of these comparisons. It sees what is set on modules (`Tree.version`), and nothing else.

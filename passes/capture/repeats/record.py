@@ -3,7 +3,8 @@
     The first call:   x = begin([x], 3); what the block does, on x; y = end([y], own, 3, LAST)
     A later call:     y = again([x], own, 3, LAST)     `own` are the block's own parameters and buffers
 
-One that asks something of an object (`autotp/asked.py`) ends before and begins again after: it has several steps.
+One that asks something of an object (`passes/capture/repeats/queries.py`) ends before and begins again after: it has
+several steps.
 
 NOTE [Two kinds of tensors]
 All that an operator makes has a gradient if anything it is given has. Which attention runs depends on whether its mask

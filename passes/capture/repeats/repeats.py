@@ -3,9 +3,9 @@
     The first call:   x = begin([x], 3); what the block does, on x; y = end([y], own, 3)
     A later call:     y = again([x], own, 3)           `own` are the block's own parameters and buffers
 
-`passes/unfold.py` writes out what that stands for. The model's own code around its blocks runs as ever: which block is
-called with what, how often and in what order is not guessed; and so does what belongs to an object that a block is
-given, as a key-value cache (`autotp/asked.py`).
+`passes/capture/repeats/unfold.py` writes out what that stands for. The model's own code around its blocks runs as ever:
+which block is called with what, how often and in what order is not guessed; and so does what belongs to an object that
+a block is given, as a key-value cache (`passes/capture/repeats/queries.py`).
 
 NOTE [When a call does what another did]
 Both blocks have the same structure: classes, flags, shapes. The arguments have the same structure, sizes, strides and

@@ -1,8 +1,8 @@
 """What the exporter would drop from a graph without a word is kept, or refused: gradients of the model's own.
 
 A captured graph is differentiated by autograd, operator by operator. A `torch.autograd.Function`'s backward is put into
-it (`autotp/functions.py`); a hook on a gradient and inference mode are not in it, and are refused: with them gone the
-gradients would be wrong, and nobody would know.
+it (`passes/capture/autograd_functions.py`); a hook on a gradient and inference mode are not in it, and are refused:
+with them gone the gradients would be wrong, and nobody would know.
 """
 
 from __future__ import annotations
