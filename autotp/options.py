@@ -14,7 +14,9 @@ Experts = Literal["width", "expert"]
 Randomness = Literal["fast", "exact"]
 CheckInputs = Literal["always", "first", "never"]
 Recompute = Literal["none", "selective", "full"]
-OPTIONAL = ("repeats", "share", "defer", "hoist", "biases", "bundle", "columns", "reuse", "outline")
+OPTIONAL = (
+    "repeats", "cse", "defer_reductions", "hoist", "fuse_bias", "bucket", "overlap", "in_place", "outline",
+)  # fmt: skip
 """Passes that change what a model costs to capture, run or compile, and nothing that it computes."""
 
 

@@ -10,7 +10,6 @@ own. "linear" is the exponent of a power law fitted to the totals from the secon
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 import platform
@@ -27,53 +26,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotp import compiler as transform
+from autotp import compiler
 from autotp.models.configs import GPT_SIZES
 from autotp.models.gpt import GPT, GPTConfig
+from autotp.ops.eager_mode import uncollected
 from autotp.passes.capture.example_inputs import example_inputs
 from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.lower.local_sizes import Target
 
-STAGES = {
-    "capture": ["capture"],
-    "analyse": ["functionalize", "cast", "pick", "canonicalize", "share", "apart", "match"],
-    "plan": ["decide"],
-    "lower": ["expand", "defer", "_flow", "needs_grad", "lower", "clean", "biased", "bundle", "grouped"],
-    "check": ["check"],
-}
-"""Columns of the table, and the functions that `autotp.transform` calls for each."""
+STAGES = ("capture", "canonicalize", "plan", "lower", "check")
+"""Columns of the table: folders of `passes/`."""
 
-TARGET = 0.1  # seconds a layer, of capture + analyse + plan + lower
+TARGET = 0.1  # seconds a layer, of capture + canonicalize + plan + lower
 
 
 class Clock:
-    """Processor seconds by stage; those of a stage inside another are the inner one's alone."""
+    """Processor seconds by stage."""
 
     def __init__(self) -> None:
         self.spent: Counter[str] = Counter()
-        self.stage, self.since = "other", time.process_time()
+        self.since = time.process_time()
 
-    def enter(self, stage: str) -> str:
-        """Charges what has passed to the stage before, which is returned."""
-        before, now = self.stage, time.process_time()
-        self.spent[before] += now - self.since
-        self.stage, self.since = stage, now
-        return before
-
-    def watch(self, module: Any, name: str, stage: str) -> None:
-        """Times the function that `module` calls by this name, if it does."""
-        original: Callable[..., Any] | None = getattr(module, name, None)
-        if original is None:
-            return
-
-        @functools.wraps(original)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            before = self.enter(stage)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.enter(before)
-
-        setattr(module, name, timed)
+    def charge(self, stage: str) -> None:
+        """Charges a stage with what has passed since the last charge."""
+        now = time.process_time()
+        self.spent[stage] += now - self.since
+        self.since = now
 
 
 Make = Callable[[int], tuple[nn.Module, Any]]
@@ -113,15 +91,21 @@ def measure(make: Make, layers: int, tp: int) -> dict[str, float]:
     for n in (1, layers):  # Once to warm up.
         model, given = make(n)
         before, clock, start = memory(), Clock(), time.perf_counter()
-        undo = dict(vars(transform))
-        for stage, names in STAGES.items():
-            for name in names:
-                clock.watch(transform, name, stage)
-        analysis = transform.analyse(skeleton_of(model), *example_inputs(model, given), tp)
-        transform.rank_graph(analysis, 0, "fast")
-        clock.enter("other")
-        vars(transform).update(undo)
-        found = {stage: clock.spent[stage] for stage in (*STAGES, "other")}
+        args, kwargs = example_inputs(model, given)
+        with uncollected():
+            program = compiler.captured(skeleton_of(model), args, kwargs, tp)
+            clock.charge("capture")
+            for each, later in compiler.behind_each_pass(program):
+                clock.charge(each.stage)
+                program = later
+            to = Target("tp", tp, 0, "fast", frozenset(program.local_outputs))
+            lowered = program.graph
+            for _, graph in compiler.lowered_by_each_pass(program, to):
+                lowered = graph
+            clock.charge("lower")
+            compiler.expect_typed(lowered, program, to)
+            clock.charge("check")
+        found = {stage: clock.spent[stage] for stage in STAGES}
         found |= {"wall": time.perf_counter() - start, "before": before, "peak": memory()}
         found["parameters"] = sum(p.numel() for p in model.parameters())
     return found
@@ -172,17 +156,14 @@ def main() -> None:
         print(json.dumps(measure(llama_70b(which) if isinstance(which, bool) else gpt(GPTConfig(**which)), layers, tp)))
         return
     print(f"{platform.processor() or platform.machine()}, GPT-2 {args.size} width, tp={args.tp}, processor seconds")
-    print(
-        f"{'layers':>6}"
-        + "".join(f"{stage:>9}" for stage in (*STAGES, "other", "total", "a layer", "wall", "MB", "+MB"))
-    )
+    print(f"{'layers':>6}" + "".join(f"{stage:>9}" for stage in (*STAGES, "total", "a layer", "wall", "MB", "+MB")))
     totals, rows = [], []
     for layers in args.layers:
         row = in_a_process(GPT_SIZES[args.size], layers, args.tp)
-        total = sum(row[stage] for stage in (*STAGES, "other"))
+        total = sum(row[stage] for stage in STAGES)
         totals.append(total)
         rows.append((total - row["check"]) / layers)
-        cells = [*(row[stage] for stage in (*STAGES, "other")), total, total / layers, row["wall"]]
+        cells = [*(row[stage] for stage in STAGES), total, total / layers, row["wall"]]
         print(
             f"{layers:>6}"
             + "".join(f"{cell:>9.3f}" for cell in cells)
@@ -193,7 +174,7 @@ def main() -> None:
     print(f"linear {k:.2f}; without check {rows[-1]:.3f} s a layer at {args.layers[-1]} layers, target {TARGET}")
     for use_cache in (False, True) if args.llama else ():
         row = in_a_process(use_cache, 80, 8)
-        total = sum(row[stage] for stage in (*STAGES, "other"))
+        total = sum(row[stage] for stage in STAGES)
         cells = ", ".join(f"{stage} {row[stage]:.2f}" for stage in STAGES)
         print(f"Llama 3 70B, 80 layers, tp=8, use_cache={use_cache}: {total:.2f} s ({cells}), {row['peak']:.0f} MB")
 

@@ -55,7 +55,7 @@ class Sweep:
 def measure(name: str, points: Sequence[tuple[float, GPTConfig, int]]) -> Sweep:
     """A sweep, each point in a process of its own."""
     found = [in_a_process(config, config.n_layer, tp) for _, config, tp in points]
-    seconds = [sum(row[stage] for stage in (*STAGES, "other")) for row in found]
+    seconds = [sum(row[stage] for stage in STAGES) for row in found]
     grown = [row["peak"] - row["before"] for row in found]
     return Sweep(name, [value for value, _, _ in points], seconds, grown)
 

@@ -85,14 +85,14 @@ def _default(name: str, model: str, make: Made, **both: Any) -> Case:
 
 
 CASES = [
-    _default("share", "llama-small", ours("llama-small")),
-    _default("defer", "gptj 6 layers", parallel_blocks("gptj")),
+    _default("cse", "llama-small", ours("llama-small")),
+    _default("defer_reductions", "gptj 6 layers", parallel_blocks("gptj")),
     _default("hoist", "gpt_neox 6 layers", parallel_blocks("gpt_neox")),
-    _default("biases", "gpt-small", ours("gpt-small")),
-    _default("bundle", "gpt-small, sequence", ours("gpt-small"), sequence_parallel=True),
-    _default("columns", "llama-small", ours("llama-small")),
-    _default("columns", "llama-small, sequence", ours("llama-small"), sequence_parallel=True),
-    _default("reuse", "gpt-small", ours("gpt-small")),
+    _default("fuse_bias", "gpt-small", ours("gpt-small")),
+    _default("bucket", "gpt-small, sequence", ours("gpt-small"), sequence_parallel=True),
+    _default("overlap", "llama-small", ours("llama-small")),
+    _default("overlap", "llama-small, sequence", ours("llama-small"), sequence_parallel=True),
+    _default("in_place", "gpt-small", ours("gpt-small")),
     _default("outline", "gpt-small", ours("gpt-small")),
     Case("sequence", "gpt-small", ours("gpt-small"), {"sequence_parallel": True}, {}),
     Case("recompute selective", "gpt-small", ours("gpt-small"), {"recompute": "selective"}, {}),

@@ -14,7 +14,7 @@ from grouped import Grouped
 from mixture import Mixture
 from torch import Tensor, nn
 
-from autotp.compiler import Analysis, analyse
+from autotp.compiler import Program, analyse
 from autotp.options import OPTIONAL, Choices
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.lower.local_sizes import Target
@@ -112,11 +112,11 @@ class Case:
     sequence_parallel: bool = False
     without: tuple[str, ...] = ()
 
-    def analysed(self) -> Analysis:
+    def analysed(self) -> Program:
         choices = Choices(self.outputs, self.experts, self.sequence_parallel, self.without)
         return analyse(skeleton_of(self.model), (), self.inputs, self.tp, choices, self.layouts)
 
-    def target(self, analysis: Analysis, rank: int) -> Target:
+    def target(self, analysis: Program, rank: int) -> Target:
         return Target("tp", self.tp, rank, self.randomness, frozenset(analysis.local_outputs))
 
 
@@ -171,7 +171,7 @@ def grouped(layout: str, outputs: str) -> Case:
 
 
 @cache
-def case(name: str) -> tuple[Case, Analysis]:
+def case(name: str) -> tuple[Case, Program]:
     found = CASES[name]()
     return found, found.analysed()
 

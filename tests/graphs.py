@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from autotp.diagnostics.lockstep import COLLECTIVES
 from autotp.passes.builder import Builder
 from autotp.passes.canonicalize.canonicalize import canonicalize
-from autotp.passes.canonicalize.cse import share
+from autotp.passes.canonicalize.cse import cse
 from autotp.passes.canonicalize.functionalize import functionalize
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
 from autotp.passes.capture.capture import capture
@@ -55,7 +55,7 @@ class Function(nn.Module):
 def canonical(model: nn.Module, *args: Tensor) -> tuple[Captured, fx.Graph]:
     """What is captured of `model(*args)`, and the graph of which axes are inferred."""
     captured = capture(skeleton_of(model), args, {})
-    return captured, share(canonicalize(functionalize(captured.graph, captured.buffers)[0]))
+    return captured, cse(canonicalize(functionalize(captured.graph, captured.buffers)[0]))
 
 
 def lines(graph: fx.Graph) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autotp.passes.canonicalize.cse import share
+from autotp.passes.canonicalize.cse import cse
 from autotp.passes.capture.capture import capture
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.lower.dce import live
@@ -27,7 +27,7 @@ def told(graph: fx.Graph) -> list[str]:
     Values are named for all that they are made of, so that nothing depends on the order of what may come in any.
     """
     if not any(map(writes, graph.nodes)):
-        graph = share(graph)  # A size is computed once for all layers, or in each.
+        graph = cse(graph)  # A size is computed once for all layers, or in each.
     needed, names, found, drawn = live(graph), dict[fx.Node, str](), list[str](), 0
 
     for node in reversed(graph.nodes):

@@ -7,7 +7,7 @@ import torch
 from graphs import Function, draft, lines, ops, run, some
 from torch import Tensor
 
-from autotp.passes.canonicalize.autocast import cast
+from autotp.passes.canonicalize.autocast import autocast
 from autotp.passes.capture.autocast_regions import Autocast, enter_autocast, exit_autocast
 from autotp.passes.capture.capture import capture
 
@@ -82,7 +82,7 @@ def defaulted(x: Tensor, w: Tensor) -> Tensor:
     ],
 )
 def test_numbers(function: Callable[..., Tensor], around: Autocast, casts: int | None) -> None:
-    graph = cast(capture(Function(function), (X, W), {}, around).graph, around)
+    graph = autocast(capture(Function(function), (X, W), {}, around).graph, around)
     assert not {enter_autocast, exit_autocast} & {node.target for node in graph.nodes}
     assert casts is None or ops(graph).count("to") == casts
     with around.on():
@@ -93,7 +93,7 @@ def test_numbers(function: Callable[..., Tensor], around: Autocast, casts: int |
 
 
 def test_the_docstrings_example() -> None:
-    graph = cast(capture(Function(linear), (X, W), {}, BF16).graph, BF16)
+    graph = autocast(capture(Function(linear), (X, W), {}, BF16).graph, BF16)
     assert lines(graph) == [
         "to(tensors_0, bfloat16)",
         "to_1 = to(tensors_1, bfloat16)",
@@ -112,4 +112,4 @@ def test_regions_of_another_device_stay() -> None:
         return y
 
     graph = draft(make, x=W)
-    assert lines(cast(graph, OFF)) == lines(graph)
+    assert lines(autocast(graph, OFF)) == lines(graph)

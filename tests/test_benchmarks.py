@@ -151,7 +151,7 @@ def test_what_a_layer_keeps_is_what_the_formulas_say(ways):
 def with_and_without(rank: int, tp: int) -> list[tuple[object, object, int]]:
     config = GPTConfig(**SIZES)
     made = lambda: step.build(config, 2, "cpu")  # noqa: E731
-    cases = [passes._default("columns", "tiny", made), passes.Case("full", "tiny", made, {"recompute": "full"}, {})]
+    cases = [passes._default("overlap", "tiny", made), passes.Case("full", "tiny", made, {"recompute": "full"}, {})]
     return [(row.sent, row.kept, len(row.times)) for row in (passes.measure(case, 2) for case in cases)]
 
 

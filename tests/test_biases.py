@@ -9,7 +9,7 @@ from graphs import draft, expect_same, lines, some
 from torch import Tensor
 
 from autotp.ops import collectives
-from autotp.passes.lower.fuse_bias import biased
+from autotp.passes.lower.fuse_bias import fuse_bias
 
 aten = torch.ops.aten
 VALUES = {"x": some(5, 4), "w": some(4, 4), "b": some(4)}
@@ -37,8 +37,8 @@ def mm(call: Any, x: Any, w: Any, b: Any) -> Any:
 )
 def test_joined(make: Callable[..., Any], expected: str) -> None:
     graph = draft(make, **VALUES)
-    assert lines(biased(graph)) == [expected, f"return {expected.split('(')[0]}"]
-    expect_same(graph, biased(graph), list(VALUES.values()))
+    assert lines(fuse_bias(graph)) == [expected, f"return {expected.split('(')[0]}"]
+    expect_same(graph, fuse_bias(graph), list(VALUES.values()))
 
 
 def reduced(call: Any, x: Any, w: Any, b: Any) -> Any:
@@ -81,4 +81,4 @@ def biased_already(call: Any, x: Any, w: Any, b: Any) -> Any:
 )
 def test_not_joined(make: Callable[..., Any], other: dict[str, Tensor]) -> None:
     graph = draft(make, **VALUES | other)
-    assert lines(biased(graph)) == lines(graph)
+    assert lines(fuse_bias(graph)) == lines(graph)

@@ -12,7 +12,7 @@ from cases import CASES, Case, case
 from torch import Tensor, fx
 
 from autotp import compiler as transform
-from autotp.compiler import Analysis, rank_graph
+from autotp.compiler import Program, rank_graph
 from autotp.diagnostics.lockstep import run_lockstep
 from autotp.errors import Error
 from autotp.ops import collectives
@@ -22,21 +22,19 @@ from autotp.ops.coalesced import together
 from autotp.passes.check.check import check
 from autotp.passes.check.types import Typed
 from autotp.passes.emit.bind import bind
-from autotp.passes.lower.bucket import bundle
+from autotp.passes.lower.bucket import bucket
 from autotp.passes.lower.overlap import separate
 
 # ---- what is asked
 
 
-def graphs_of(found: Case, analysis: Analysis, apart: bool = True) -> list[fx.Graph]:
+def graphs_of(found: Case, analysis: Program, apart: bool = True) -> list[fx.Graph]:
     """Each rank's graph, its groups of products taken apart: so every conjugate is a node, and can be broken."""
     graphs = [rank_graph(analysis, rank, found.randomness) for rank in range(found.tp)]
     return [separate(graph) for graph in graphs] if apart else graphs
 
 
-def typed(
-    found: Case, analysis: Analysis, graph: fx.Graph, rank: int, **other: Any
-) -> dict[fx.Node, tuple[Typed, ...]]:
+def typed(found: Case, analysis: Program, graph: fx.Graph, rank: int, **other: Any) -> dict[fx.Node, tuple[Typed, ...]]:
     captured = analysis.captured
     given = {
         "held": {place: analysis.layouts[name] for place, name in captured.parameters.items()},
@@ -47,7 +45,7 @@ def typed(
     return check(graph, analysis.graph, **(given | other))  # type: ignore[arg-type]
 
 
-def refusal(found: Case, analysis: Analysis, graphs: Iterable[fx.Graph], **other: Any) -> Error | None:
+def refusal(found: Case, analysis: Program, graphs: Iterable[fx.Graph], **other: Any) -> Error | None:
     """Why the first rank that refuses its graph does; None if none does."""
     for rank, graph in enumerate(graphs):
         try:
@@ -57,7 +55,7 @@ def refusal(found: Case, analysis: Analysis, graphs: Iterable[fx.Graph], **other
     return None
 
 
-def results(found: Case, analysis: Analysis, graphs: list[fx.Graph]) -> list[Tensor]:
+def results(found: Case, analysis: Program, graphs: list[fx.Graph]) -> list[Tensor]:
     """Outputs of every rank in lockstep, and the gradients of every rank's parameters and floating inputs."""
     captured, queue = analysis.captured, list(found.inputs.values())
     own, buffers = dict(found.model.named_parameters()), dict(found.model.named_buffers())
@@ -88,7 +86,7 @@ def results(found: Case, analysis: Analysis, graphs: list[fx.Graph]) -> list[Ten
     ]
 
 
-def harmless(found: Case, analysis: Analysis, graphs: list[fx.Graph]) -> bool:
+def harmless(found: Case, analysis: Program, graphs: list[fx.Graph]) -> bool:
     """True if these graphs give the outputs and the gradients that the right ones do."""
     expected = results(found, analysis, graphs_of(found, analysis))
     try:
@@ -161,14 +159,14 @@ def test_the_pass_that_broke_a_graph_is_named(monkeypatch: pytest.MonkeyPatch) -
     """`bundle`, with a reduction that it loses; the passes before it, and behind, are not to blame."""
 
     def without_a_sum(graph: fx.Graph) -> fx.Graph:
-        graph = bundle(graph)
+        graph = bucket(graph)
         lost = next(node for node in graph.nodes if node.target is collectives.reduce)
         lost.replace_all_uses_with(lost.args[0])
         graph.erase_node(lost)
         return graph
 
     found, analysis = case("decoder")
-    monkeypatch.setattr(transform, "bundle", without_a_sum)
+    monkeypatch.setattr(transform, "bucket", without_a_sum)
     with pytest.raises(Error) as raised:
         rank_graph(analysis, 0, found.randomness)
-    assert raised.value.facts["after"] == "bundle"
+    assert raised.value.facts["after"] == "bucket"

@@ -8,7 +8,7 @@ from graphs import draft, expect_same, lines, ops, some
 
 from autotp.ops import parallel_forms as parallel
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
-from autotp.passes.lower.dce import clean
+from autotp.passes.lower.dce import dce
 
 aten = torch.ops.aten
 X = some(5, 4)
@@ -21,7 +21,7 @@ def unread(call: Any, x: Any) -> Any:
 
 
 def test_what_nobody_reads_goes() -> None:
-    assert ops(clean(draft(unread, x=X))) == ["relu"]
+    assert ops(dce(draft(unread, x=X))) == ["relu"]
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,8 @@ def test_draws_stay(draw: Any) -> None:
         return call(aten.dropout.default, x, 0.5, True)
 
     graph = draft(make, x=X)
-    assert lines(clean(graph)) == lines(graph)
-    expect_same(graph, clean(graph), [X])
+    assert lines(dce(graph)) == lines(graph)
+    expect_same(graph, dce(graph), [X])
 
 
 def test_dropout_in_evaluation_draws_nothing() -> None:
@@ -45,7 +45,7 @@ def test_dropout_in_evaluation_draws_nothing() -> None:
         call(aten.dropout.default, x, 0.5, False)
         return x
 
-    assert lines(clean(draft(make, x=X))) == ["return x"]
+    assert lines(dce(draft(make, x=X))) == ["return x"]
 
 
 def test_regions_stay() -> None:
@@ -57,10 +57,10 @@ def test_regions_stay() -> None:
         call(exit_autocast, region)
         return product
 
-    assert ops(clean(draft(make, x=some(3, 3)))) == ["enter_autocast", "mm", "exit_autocast"]
+    assert ops(dce(draft(make, x=some(3, 3)))) == ["enter_autocast", "mm", "exit_autocast"]
 
 
 def test_inputs_stay() -> None:
     """A rank's graph is called with all of them."""
-    graph = clean(draft(lambda call, x, y: call(aten.exp.default, x), x=X, y=X))
+    graph = dce(draft(lambda call, x, y: call(aten.exp.default, x), x=X, y=X))
     assert [node.name for node in graph.nodes if node.op == "placeholder"] == ["x", "y"]

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from autotp.ops.collectives import all_gather, copy, reduce
 from autotp.ops.overlapped_linear import columns, products
-from autotp.passes.lower.overlap import grouped, separate
+from autotp.passes.lower.overlap import overlap, separate
 from autotp.sharding.partition import chunk_bounds
 
 aten = torch.ops.aten
@@ -38,14 +38,14 @@ def pair(call: Any, x: Any, w: Any, v: Any, b: Any) -> Any:
 def test_products_of_one_copy_are_one_operator() -> None:
     """A weight that is computed between them stands before."""
     graph = of(pair, **SHAPES)
-    assert lines(grouped(graph)) == [
+    assert lines(overlap(graph)) == [
         "mul(v, 2)",
         "columns(x, 'tp', None, None, [w, mul], [b, None], [False, False])",
         "getitem(columns, 0)",
         "getitem_1 = getitem(columns, 1)",
         "return getitem, getitem_1",
     ]
-    assert sorted(lines(separate(grouped(graph)))[:-1]) == sorted(lines(graph)[:-1])
+    assert sorted(lines(separate(overlap(graph)))[:-1]) == sorted(lines(graph)[:-1])
 
 
 def flattened(call: Any, x: Any, w: Any, v: Any, b: Any) -> Any:
@@ -55,8 +55,8 @@ def flattened(call: Any, x: Any, w: Any, v: Any, b: Any) -> Any:
 
 def test_turned_weights_behind_a_flattening() -> None:
     graph = of(flattened, **SHAPES)
-    assert "columns(x, 'tp', [1, 3, 1], [0, 1], [t, t_1], [b, None], [True, True])" in lines(grouped(graph))
-    assert sorted(lines(separate(grouped(graph)))[:-1]) == sorted(lines(graph)[:-1])
+    assert "columns(x, 'tp', [1, 3, 1], [0, 1], [t, t_1], [b, None], [True, True])" in lines(overlap(graph))
+    assert sorted(lines(separate(overlap(graph)))[:-1]) == sorted(lines(graph)[:-1])
 
 
 def others(call: Any, x: Any, w: Any, v: Any, b: Any) -> Any:
@@ -78,14 +78,14 @@ def test_complex_products_stay() -> None:
     """Their gradients are conjugated, which the operator does not do."""
     given = {name: torch.ones(shape, dtype=torch.complex64) for name, shape in SHAPES.items()}
     graph = draft(pair, **given)
-    assert lines(grouped(graph)) == lines(graph)
+    assert lines(overlap(graph)) == lines(graph)
 
 
 @pytest.mark.parametrize("make", [others, chained, sums], ids=lambda make: make.__name__)
 def test_what_is_no_group_stays(make: Any) -> None:
     """Something else reads the copy; a weight is made of another product; no copy."""
     graph = of(make, **SHAPES)
-    assert lines(grouped(graph)) == lines(graph)
+    assert lines(overlap(graph)) == lines(graph)
 
 
 # ---- the operator

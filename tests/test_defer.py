@@ -8,7 +8,7 @@ import torch
 from graphs import call_named, draft, expect_same, lines, ops, some
 from torch import Tensor
 
-from autotp.passes.lower.defer_reductions import defer
+from autotp.passes.lower.defer_reductions import defer_reductions
 from autotp.passes.lower.local_sizes import Target
 from autotp.passes.lower.lower import lower
 from autotp.passes.plan.choose import Decision
@@ -27,7 +27,7 @@ def deferred(make: Callable[..., Any], partial: int, **other: Tensor) -> tuple[t
         decision.cuts[product] = axes.of(product.args[1])[1]
         for operand in product.args[:2]:
             decision.held[operand] = axes.of(operand)[1]
-    after, *rest = defer(graph, axes, decision)
+    after, *rest = defer_reductions(graph, axes, decision)
     expect_same(graph, after, list((VALUES | other).values()))
     return graph, after, ((axes, decision), tuple(rest))
 

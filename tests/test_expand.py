@@ -8,7 +8,7 @@ import torch
 from graphs import draft, lines, ops, run, some
 from torch import Tensor, fx
 
-from autotp.passes.lower.decompose import expand
+from autotp.passes.lower.decompose import decompose
 from autotp.passes.plan.choose import Decision
 from autotp.passes.plan.infer_axes import infer_axes
 from autotp.sharding.axis import find
@@ -35,7 +35,7 @@ def expanded(make: Make, dim: int, x: Tensor = X, t: Tensor = TARGET) -> tuple[f
     axes = infer_axes(graph)
     place, node = next(iter(graph.nodes)), next(node for node in graph.nodes if node.op == "call_function")
     leaf = axes.of(place)[dim]
-    after, *known = expand(graph, axes, Decision({node: leaf}, {place: leaf}))
+    after, *known = decompose(graph, axes, Decision({node: leaf}, {place: leaf}))
     return graph, after, (leaf, *known)
 
 
@@ -112,7 +112,7 @@ def test_left_alone(make: Make, dim: int) -> None:
 
 def test_uncut_is_left_alone() -> None:
     graph = draft(calls(CROSS_ENTROPY, "t"), x=X, t=TARGET, w=WEIGHT)
-    assert lines(expand(graph, infer_axes(graph), Decision())[0]) == lines(graph)
+    assert lines(decompose(graph, infer_axes(graph), Decision())[0]) == lines(graph)
 
 
 def test_what_is_made_is_cut() -> None:

@@ -10,7 +10,7 @@ from graphs import call_named, draft, some
 
 from autotp.ops.parallel_forms import peak
 from autotp.passes.plan.infer_axes import infer_axes
-from autotp.passes.plan.propagate import flow, needs, needs_grad
+from autotp.passes.plan.propagate import needs, needs_grad, propagate
 from autotp.sharding.axis import leaves
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ def test_placements_of_linear(source: str, dim: int | None, operands: list[str],
     axes, node = infer_axes(graph), call_named(graph, "linear")
     place = graph.find_nodes(op="placeholder", target=source)[0]
     leaf = None if dim is None else next(leaves(axes.of(place)[dim]))
-    found = needs(node, axes, leaf, flow(graph, axes, {}, {}))
+    found = needs(node, axes, leaf, propagate(graph, axes, {}, {}))
     assert [str(placement) for placement in found.operands] == operands
     assert [str(placement) for placement in found.outputs] == [output]
 
@@ -75,7 +75,7 @@ def test_sums_wait(make: Callable[..., Any], expected: str) -> None:
     axes, product = infer_axes(graph), call_named(graph, "linear")
     w = graph.find_nodes(op="placeholder", target="w")[0]
     leaf = axes.of(w)[1]
-    have = flow(graph, axes, {product: leaf}, {w: leaf})
+    have = propagate(graph, axes, {product: leaf}, {w: leaf})
     reader = next(iter(product.users))
     assert [str(p) for node in (w, product, reader) for p in have[node]] == ["@tp", "{+tp}", expected]
 
@@ -107,7 +107,7 @@ def test_a_sum_that_grows_waits_for_another(make: Callable[..., Any], expected: 
     leaf = axes.of(graph.find_nodes(op="placeholder", target="low")[0])[1]
     cuts = {n: leaf for n in products if axes.bound[n].cuttable(leaf)}
     assert len(cuts) == len(products) - 1
-    have = flow(graph, axes, cuts, {})
+    have = propagate(graph, axes, cuts, {})
     assert str(have[products[-1]][0]) == expected
 
 
@@ -119,9 +119,9 @@ def test_items_of_a_tuple_come_each_in_its_placement() -> None:
     graph = draft(make, x=VALUES["x"])
     axes, (place,) = infer_axes(graph), graph.find_nodes(op="placeholder")
     split = call_named(graph, "split_with_sizes")
-    cut = flow(graph, axes, {split: axes.of(place)[2]}, {})
+    cut = propagate(graph, axes, {split: axes.of(place)[2]}, {})
     assert [str(cut[call_named(graph, "getitem", i)][0]) for i in (0, 1)] == ["@tp", "@tp"]
-    assert [str(p) for p in flow(graph, axes, {}, {})[split]] == ["", ""]
+    assert [str(p) for p in propagate(graph, axes, {}, {})[split]] == ["", ""]
 
 
 def test_where_a_gradient_flows() -> None:

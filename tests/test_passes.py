@@ -92,7 +92,7 @@ def calls(without: tuple[str, ...], model: nn.Module | None = None, inputs: int 
     """What a rank's graph calls."""
     given = (torch.arange(10).view(2, 5),) * inputs
     analysis = analyse(skeleton_of(model or Model()), given, {}, 2, Choices(without=without))
-    graph = bind(rank_graph(analysis, 0, "exact"), torch.device("cpu"), {}, reuse="reuse" not in without)
+    graph = bind(rank_graph(analysis, 0, "exact"), torch.device("cpu"), {}, reuse="in_place" not in without)
     return [node for node in graph.nodes if node.op == "call_function"]
 
 
@@ -109,15 +109,17 @@ def has_bias(node: fx.Node) -> bool:
     ("name", "needs", "counts", "on", "off"),
     [
         # For queries, keys and values the same norm is taken; of two layers.
-        pytest.param("share", (), lambda n: n.target is aten.layer_norm.default, 2 * 2, 2 * 4, id="share"),
-        pytest.param("defer", (), lambda n: n.target is collectives.reduce, 2 * 1, 2 * 3, id="defer"),
+        pytest.param("cse", (), lambda n: n.target is aten.layer_norm.default, 2 * 2, 2 * 4, id="cse"),
+        pytest.param(
+            "defer_reductions", (), lambda n: n.target is collectives.reduce, 2 * 1, 2 * 3, id="defer_reductions"
+        ),
         # Two norms of one value.
-        pytest.param("hoist", ("share",), copied, 2 * 1, 2 * 2, id="hoist"),
-        pytest.param("biases", (), has_bias, 2 * 5, 0, id="biases"),
-        pytest.param("bundle", ("hoist",), lambda n: n.target is together, 2, 0, id="bundle"),
-        pytest.param("columns", ("share",), lambda n: n.target is columns, 2 * 2, 0, id="columns"),
+        pytest.param("hoist", ("cse",), copied, 2 * 1, 2 * 2, id="hoist"),
+        pytest.param("fuse_bias", (), has_bias, 2 * 5, 0, id="fuse_bias"),
+        pytest.param("bucket", ("hoist",), lambda n: n.target is together, 2, 0, id="bucket"),
+        pytest.param("overlap", ("cse",), lambda n: n.target is columns, 2 * 2, 0, id="overlap"),
         # The sums of attention, MLP and adapter, and of the gradients of what products read.
-        pytest.param("reuse", ("share",), lambda n: bool(n.kwargs.get("fresh")), 2 * 6, 0, id="reuse"),
+        pytest.param("in_place", ("cse",), lambda n: bool(n.kwargs.get("fresh")), 2 * 6, 0, id="in_place"),
     ],
 )
 def test_a_pass_that_is_off(name: str, needs: tuple[str, ...], counts: Any, on: int, off: int) -> None:
@@ -130,7 +132,7 @@ def test_a_pass_that_is_off(name: str, needs: tuple[str, ...], counts: Any, on: 
 def test_together_they_leave_the_loss_in_the_memory_of_the_logits() -> None:
     """Which the operator that the head's product is part of has just made."""
     model = GPT(GPTConfig(block_size=5, vocab_size=96, n_layer=1, n_head=2, n_embd=8))
-    for without in ((), ("columns",)):
+    for without in ((), ("overlap",)):
         found = [node.kwargs for node in calls(without, model, 2) if node.target is parallel.class_terms]
         assert found == [{"fresh": True}], without
 
@@ -145,7 +147,7 @@ def test_outline_off() -> None:
     ("given", "expected"),
     [
         ("colums", "without=['colums']: there is no such pass"),
-        (("columns", "defar"), "without=['defar']: there is no such pass"),
+        (("overlap", "defar"), "without=['defar']: there is no such pass"),
         (None, "without=[None]: there is no such pass"),
     ],
 )
@@ -156,4 +158,4 @@ def test_a_name_that_is_none(given: Any, expected: str) -> None:
 
 
 def test_one_name_is_as_good_as_several() -> None:
-    assert Choices(without="columns") == Choices(without=("columns", "columns"))
+    assert Choices(without="overlap") == Choices(without=("overlap", "overlap"))

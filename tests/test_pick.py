@@ -8,7 +8,7 @@ from graphs import canonical, ops
 from torch import Tensor, nn
 
 import autotp
-from autotp.passes.canonicalize.constant_index import pick
+from autotp.passes.canonicalize.constant_index import constant_index
 
 
 class Picked(nn.Module):
@@ -37,6 +37,6 @@ class Picked(nn.Module):
 def test_pick(places: list[int], kind: str) -> None:
     model, x = Picked(places), torch.randn(3, 24)
     captured, graph = canonical(model, x)
-    assert kind in " ".join(ops(pick(graph, captured.constants)))
+    assert kind in " ".join(ops(constant_index(graph, captured.constants)))
     report = autotp.verify(model, 2, example_inputs=x)
     assert report.ok, report

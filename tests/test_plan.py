@@ -15,7 +15,7 @@ from autotp.compiler import analyse
 from autotp.errors import Error
 from autotp.options import Choices, Outputs
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.passes.plan.choose import Decision, decide, decide_as, elements
+from autotp.passes.plan.choose import Decision, choose, choose_as, elements
 from autotp.passes.plan.infer_axes import infer_axes
 from autotp.passes.plan.match import match
 from autotp.passes.plan.propagate import needs_grad
@@ -31,7 +31,7 @@ def planned(model: nn.Module, x: Tensor = X, tp: int = 2) -> tuple[list[str], li
     candidates = match(graph, axes, captured.parameters, captured.inputs)
     places = [node for node in graph.nodes if node.name in captured.parameters]
     total = sum(place.meta["val"].numel() for place in places)
-    decision = decide(axes, candidates, needs_grad(graph, frozenset(places)), total, tp)
+    decision = choose(axes, candidates, needs_grad(graph, frozenset(places)), total, tp)
     return [c.name for c in decision.chosen], sorted(captured.parameters[node.name] for node in decision.held)
 
 
@@ -133,7 +133,7 @@ def stored(model: nn.Module, layouts: dict[str, Layout], x: Tensor = X) -> tuple
     places = {captured.parameters[node.name]: node for node in graph.nodes if node.name in captured.parameters}
     held = {node: layouts.get(name, Layout(tuple(node.meta["val"].shape))) for name, node in places.items()}
     candidates = match(graph, axes, captured.parameters, captured.inputs)
-    return decide_as(axes, candidates, held, 2), captured.parameters, axes
+    return choose_as(axes, candidates, held, 2), captured.parameters, axes
 
 
 def test_a_further_graph_follows_what_is_stored() -> None:

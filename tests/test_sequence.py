@@ -70,7 +70,7 @@ def test_an_all_reduce_becomes_its_two_halves(parallel: bool, each: int) -> None
     What groups of products read is gathered once more in backward, where they are groups.
     """
     choices: list[dict[str, Any]] = [
-        {}, {"sequence_parallel": True}, {"sequence_parallel": True, "without": ("columns",)}
+        {}, {"sequence_parallel": True}, {"sequence_parallel": True, "without": ("overlap",)}
     ]  # fmt: skip
     plans = {
         count: [

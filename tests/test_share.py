@@ -8,7 +8,7 @@ import pytest
 import torch
 from graphs import draft, expect_same, lines, ops, some
 
-from autotp.passes.canonicalize.cse import share
+from autotp.passes.canonicalize.cse import cse
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
 
 aten = torch.ops.aten
@@ -22,8 +22,8 @@ def test_the_docstrings_example() -> None:
 
     values = {"x": X, "q": some(4, 5), "k": some(4, 2)}
     graph = draft(products, **values)
-    assert lines(share(graph)) == ["reshape(x, [6, 4])", "mm(reshape, q)", "mm_1 = mm(reshape, k)", "return mm, mm_1"]
-    expect_same(graph, share(graph), list(values.values()))
+    assert lines(cse(graph)) == ["reshape(x, [6, 4])", "mm(reshape, q)", "mm_1 = mm(reshape, k)", "return mm, mm_1"]
+    expect_same(graph, cse(graph), list(values.values()))
     assert ops(graph).count("reshape") == 2, "the old graph stays as it is"
 
 
@@ -66,7 +66,7 @@ def numbers(call: Any, x: Any) -> Any:
 )
 def test_operators_left(make: Callable[..., Any], left: int) -> None:
     graph = draft(make, x=X)
-    shared = share(graph)
+    shared = cse(graph)
     assert len(ops(shared)) == left
     expect_same(graph, shared, [X])
 
@@ -82,6 +82,6 @@ def test_not_across_the_border_of_a_region() -> None:
         return before, *inside, call(aten.mm.default, x, x)
 
     graph, x = draft(regions, x=some(3, 3, dtype=torch.float32)), some(3, 3, dtype=torch.float32)
-    shared = share(graph)
+    shared = cse(graph)
     assert ops(shared) == ["mm", "enter_autocast", "mm", "exit_autocast", "mm"]
     expect_same(graph, shared, [x])

@@ -14,7 +14,7 @@ from autotp.errors import Error
 from autotp.passes.canonicalize.canonicalize import canonicalize
 from autotp.passes.capture.capture import capture
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.passes.pipeline.loss_totals import TOTAL, totals
+from autotp.passes.pipeline.loss_totals import TOTAL, loss_totals
 from autotp.rules.call import returned
 
 X, Y = torch.randn(6, 5, 7, generator=torch.Generator().manual_seed(0)), torch.arange(30).view(6, 5) % 7
@@ -77,7 +77,7 @@ def table(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
 def taken(function: Callable[..., Tensor]) -> Any:
     captured = capture(skeleton_of(Loss(function)), (X, SOME), {})
     graph = canonicalize(captured.graph)
-    return captured, totals(graph, returned(graph)[0], captured.inputs)
+    return captured, loss_totals(graph, returned(graph)[0], captured.inputs)
 
 
 def run(graph: fx.Graph, known: dict[str, Tensor]) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.compiler import Analysis, flat_graph
+from autotp.compiler import Program, flat_graph
 from autotp.ops import collectives
 from autotp.ops.coalesced import together
 from autotp.ops.overlapped_linear import columns
@@ -140,7 +140,7 @@ class Plan:
         return "\n".join(_lines(self))
 
 
-def report(analysis: Analysis, model: str) -> Plan:
+def report(analysis: Program, model: str) -> Plan:
     """The plan of an analysed model."""
     places = {n.name: n for n in analysis.graph.nodes if n.op == "placeholder"}
     nodes = {name: places[place] for place, name in analysis.captured.parameters.items()}
@@ -156,20 +156,20 @@ def report(analysis: Analysis, model: str) -> Plan:
     return Plan(model, analysis.tp, cuts, everything, total, max(ranks), count, _along_sequence(analysis), outputs)
 
 
-def _is_along(value: fx.Node, analysis: Analysis) -> bool:
+def _is_along(value: fx.Node, analysis: Program) -> bool:
     """True for what is cut along a sequence."""
     leaf = analysis.decision.cuts.get(value)
     return leaf is not None and find(leaf) in {find(other) for other in analysis.decision.scattered.values()}
 
 
-def _along_sequence(analysis: Analysis) -> int | None:
+def _along_sequence(analysis: Program) -> int | None:
     """How many operators are cut along a sequence, if that was asked for."""
     sequences = {find(leaf) for leaf in analysis.decision.scattered.values()}
     cut = [leaf for leaf in analysis.decision.cuts.values() if find(leaf) in sequences]
     return len(cut) if analysis.choices.sequence_parallel else None
 
 
-def traffic(graph: fx.Graph, analysis: Analysis) -> Traffic:
+def traffic(graph: fx.Graph, analysis: Program) -> Traffic:
     """The collectives of a lowered graph, forward and backward."""
     again = _gathered_again(graph, analysis)
     graph, sends = separate(graph), []
@@ -187,13 +187,13 @@ def traffic(graph: fx.Graph, analysis: Analysis) -> Traffic:
     return Traffic((*sends, *again), analysis.captured.example)
 
 
-def _learning(graph: fx.Graph, analysis: Analysis) -> tuple[frozenset[fx.Node], set[fx.Node]]:
+def _learning(graph: fx.Graph, analysis: Program) -> tuple[frozenset[fx.Node], set[fx.Node]]:
     """The parameters of a graph, and what a gradient flows through to them."""
     learnt = frozenset(node for node in graph.nodes if node.name in analysis.captured.parameters)
     return learnt, needs_grad(graph, learnt)
 
 
-def _gathered_again(graph: fx.Graph, analysis: Analysis) -> list[Sent]:
+def _gathered_again(graph: fx.Graph, analysis: Program) -> list[Sent]:
     """What products that are one operator gather a second time, in backward, rather than keep it."""
     (_, graded), found = _learning(graph, analysis), []
     for node in graph.nodes:
@@ -222,7 +222,7 @@ def _count(shape: Iterable[Any]) -> int:
     return total
 
 
-def _cut(name: str, node: fx.Node, layout: Layout, analysis: Analysis) -> Cut:
+def _cut(name: str, node: fx.Node, layout: Layout, analysis: Program) -> Cut:
     leaf = analysis.decision.held[node]
     chosen = next(c for c in analysis.decision.chosen if find(c.leaf) is find(leaf))
     forward = backward = ""
@@ -240,7 +240,7 @@ def _cut(name: str, node: fx.Node, layout: Layout, analysis: Analysis) -> Cut:
     return Cut(name, layout, forward, backward, why)
 
 
-def _whole(name: str, node: fx.Node, analysis: Analysis) -> Whole:
+def _whole(name: str, node: fx.Node, analysis: Program) -> Whole:
     reader = next(iter(node.users), None)
     shape = tuple(node.meta["val"].shape)
     if reader is None:
@@ -250,7 +250,7 @@ def _whole(name: str, node: fx.Node, analysis: Analysis) -> Whole:
     return Whole(name, shape, line_of(reader), _reason(node, reader, analysis), in_block)
 
 
-def _reason(node: fx.Node, reader: fx.Node, analysis: Analysis) -> str:
+def _reason(node: fx.Node, reader: fx.Node, analysis: Program) -> str:
     bound, kind = analysis.axes.bound.get(reader), str(reader.target)
     if analysis.tp == 1:
         return "there is one rank"
@@ -271,14 +271,14 @@ def _reason(node: fx.Node, reader: fx.Node, analysis: Analysis) -> str:
     return "read by work that every rank does whole"
 
 
-def _is_reduced(value: fx.Node, analysis: Analysis) -> bool:
+def _is_reduced(value: fx.Node, analysis: Program) -> bool:
     """True for what cut work sums over ranks."""
     leaf = analysis.decision.cuts.get(value)
     factor = analysis.axes.bound[value].cuttable(leaf) if leaf is not None else None
     return factor is not None and not factor.outs and factor.summed
 
 
-def _unknown(analysis: Analysis) -> Iterator[Whole]:
+def _unknown(analysis: Program) -> Iterator[Whole]:
     for node, bound in analysis.axes.bound.items():
         if not bound.known:
             value = node.meta["val"]

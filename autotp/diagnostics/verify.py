@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autotp.compiler import Analysis, analyse, rank_graph
+from autotp.compiler import Program, analyse, rank_graph
 from autotp.diagnostics.lockstep import run_lockstep
 from autotp.diagnostics.plan_text import Plan, report
 from autotp.distributed.mesh import expect_size
@@ -90,7 +90,7 @@ class Trial:
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    analysis: Analysis
+    analysis: Program
     graphs: tuple[fx.Graph, ...]
     plan: Plan
 
@@ -152,7 +152,7 @@ def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
         ranks = [_rank(trial, rank) for rank in range(analysis.tp)]
         placed = [_placed(graph, rank, trial) for graph, rank in zip(trial.graphs, ranks, strict=True)]
         torch.manual_seed(0)
-        bound = [bind(g, cpu, {}, reuse=analysis.choices.optional("reuse")) for g in trial.graphs]
+        bound = [bind(g, cpu, {}, reuse=analysis.choices.optional("in_place")) for g in trial.graphs]
         ran = run_lockstep([change(g, rank) for rank, g in enumerate(bound)], placed)
         found = [[_as_tensor(x) for x in row] for row in ran]
         torch.manual_seed(0)
@@ -295,7 +295,7 @@ def _same(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())
 
 
-def _backward(expected: Mapping[int, Tensor], found: Sequence[Sequence[Tensor]], analysis: Analysis) -> None:
+def _backward(expected: Mapping[int, Tensor], found: Sequence[Sequence[Tensor]], analysis: Program) -> None:
     """Gradients of one objective, on one device and on the ranks: of one that stays cut each rank has its part."""
     kept = [i for i, value in expected.items() if value.requires_grad]
     if not kept:
@@ -309,14 +309,14 @@ def _backward(expected: Mapping[int, Tensor], found: Sequence[Sequence[Tensor]],
     torch.autograd.backward(mine)
 
 
-def _gradients(whole: Held, ranks: Sequence[Held], analysis: Analysis) -> list[Difference]:
+def _gradients(whole: Held, ranks: Sequence[Held], analysis: Program) -> list[Difference]:
     wanted = {name: tensor for name, tensor in whole.items() if tensor.is_floating_point()}
     scale = _largest([t.grad for t in wanted.values() if t.grad is not None])
     layouts = {name: analysis.layouts.get(name, Layout(tuple(t.shape))) for name, t in wanted.items()}
     return [Difference(n, _apart(t.grad, [r[n].grad for r in ranks], layouts[n], scale)) for n, t in wanted.items()]
 
 
-def _steps(whole: Held, ranks: Sequence[Held], analysis: Analysis) -> list[Difference]:
+def _steps(whole: Held, ranks: Sequence[Held], analysis: Program) -> list[Difference]:
     """Takes a step of an optimizer, on one device and on the ranks."""
     for held in (whole, *ranks):
         trained = [held[name] for name in analysis.layouts if held[name].requires_grad]
@@ -347,14 +347,14 @@ def _objective(outputs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.stack([(value * weights).sum() for value, weights in outputs]).sum()
 
 
-def _output(i: int, value: Tensor, parts: list[Tensor], analysis: Analysis) -> Difference:
+def _output(i: int, value: Tensor, parts: list[Tensor], analysis: Program) -> Difference:
     layout = _whole_layout(i, value, analysis)
     kind = "loss" if value.dim() == 0 else f"output {i}"
     scale = _largest([value.detach()]) if value.dtype != torch.bool else 1.0
     return Difference(kind, _apart(value.detach(), [part.detach() for part in parts], layout, scale))
 
 
-def _whole_layout(i: int, value: Tensor, analysis: Analysis) -> Layout:
+def _whole_layout(i: int, value: Tensor, analysis: Program) -> Layout:
     """How an output is held, the sizes that a graph leaves open filled in."""
     layout = analysis.local_outputs.get(i, Layout(tuple(value.shape)))
     return Layout(tuple(value.shape), layout.dim, layout.pieces, layout.axis)

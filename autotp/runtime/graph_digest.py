@@ -8,14 +8,14 @@ from typing import Any
 from torch import fx
 from torch._ops import OpOverload
 
-from autotp.compiler import Analysis
+from autotp.compiler import Program
 from autotp.distributed.consistency import SOURCE, checksum
 from autotp.passes.capture.captured import Captured
 from autotp.rules.call import outputs_of
 from autotp.source_location import line_of
 
 
-def digest(analysis: Analysis) -> str:
+def digest(analysis: Program) -> str:
     """The graph, its constants and the layouts as text, the same on ranks that agree: names of nodes are not in it."""
     number = {node: f"%{i}" for i, node in enumerate(analysis.graph.nodes)}
     nodes = [_line(node, number, analysis.captured) for node in analysis.graph.nodes]

@@ -7,14 +7,12 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, fx, nn
 
-from autotp.compiler import Analysis, rank_graph
+from autotp.compiler import Program, emitted, rank_graph
 from autotp.distributed.gather import Held
 from autotp.distributed.mesh import Mesh
 from autotp.options import Settings
 from autotp.passes.capture.guards.guard import Guard
-from autotp.passes.emit.attach_parameters import Place, own
-from autotp.passes.emit.bind import bind
-from autotp.passes.emit.recompute import outline
+from autotp.passes.emit.attach_parameters import Place, attach_parameters
 from autotp.rules.call import draws, returned
 
 
@@ -35,7 +33,7 @@ class Entry:
         guard: the attributes of the model that it was captured with.
     """
 
-    analysis: Analysis
+    analysis: Program
     outlined: fx.GraphModule
     sources: dict[str, str | Tensor]
     updated: list[str]
@@ -48,12 +46,12 @@ class Entry:
 
     def on(self, places: Mapping[str, Place], owner_of: Callable[[str], nn.Module | None]) -> Entry:
         """The graph for a model whose parameters lie at these places: its blocks read theirs themselves."""
-        module = own(self.outlined, self.analysis.captured.parameters, places, owner_of)
+        module = attach_parameters(self.outlined, self.analysis.captured.parameters, places, owner_of)
         left = [node.name for node in module.graph.nodes if node.op == "placeholder"]
         return replace(self, module=module, operands=[self.sources[name] for name in left if name in self.sources])
 
 
-def prepare(analysis: Analysis, mesh: Mesh, settings: Settings) -> Entry:
+def prepare(analysis: Program, mesh: Mesh, settings: Settings) -> Entry:
     """The graph of this rank, bound to its device and process group.
 
     Raises:
@@ -61,19 +59,14 @@ def prepare(analysis: Analysis, mesh: Mesh, settings: Settings) -> Entry:
     """
     captured = analysis.captured
     lowered = rank_graph(analysis, mesh.rank, settings.randomness)
-    graph = bind(lowered, mesh.device, mesh.groups, captured.owned, settings.optional("reuse"))
+    module = emitted(lowered, analysis, settings, mesh.device, mesh.groups)
     names = captured.parameters | captured.buffers
     sources: dict[str, str | Tensor] = {
         node.name: names[node.name] if node.name in names else captured.constants[node.name].to(mesh.device)
-        for node in graph.nodes
+        for node in lowered.nodes
         if node.op == "placeholder" and (node.name in names or node.name in captured.constants)
     }
     updated = [captured.buffers[name] for name in analysis.updated]
-    count = len(returned(graph)) - len(updated)
+    count = len(returned(lowered)) - len(updated)
     held = [Held(analysis.local_outputs.get(i), mesh) for i in range(count)]
-    module = (
-        outline(graph, settings.recompute, analysis.updated)
-        if settings.optional("outline")
-        else fx.GraphModule(nn.Module(), graph)
-    )
-    return Entry(analysis, module, sources, updated, held, any(draws(node) for node in graph.nodes))
+    return Entry(analysis, module, sources, updated, held, any(draws(node) for node in lowered.nodes))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from autotp.compiler import Analysis
+from autotp.compiler import Program
 from autotp.errors import Error
 from autotp.passes.capture.captured import Captured
 from autotp.passes.capture.guards.argument_keys import plain
@@ -92,7 +92,7 @@ def of_rows(leaf: Any, size: int, made: Callable[[Tensor], Tensor]) -> Any:
     return made(leaf) if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == size else leaf
 
 
-def totals_of(analysis: Analysis, given: Mapping[str, Tensor], holder: nn.Module, replicas: Any) -> dict[str, Tensor]:
+def totals_of(analysis: Program, given: Mapping[str, Tensor], holder: nn.Module, replicas: Any) -> dict[str, Tensor]:
     """What the whole batch counts: each replica its own part, and the sum over them.
 
     Args:

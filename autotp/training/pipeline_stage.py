@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autotp.compiler import Analysis, analyse
+from autotp.compiler import Program, analyse
 from autotp.errors import Error
 from autotp.options import Settings
 from autotp.passes.capture.captured import Captured
@@ -101,7 +101,7 @@ def stages_of(training: Training, rank: int, ranks: int) -> list[int]:
     return ENGINES[training.schedule].stages(rank, ranks) if ranks > 1 else [0]
 
 
-def division(training: Training, ranks: int, analysis: Analysis, lowered: fx.Graph) -> Division:
+def division(training: Training, ranks: int, analysis: Program, lowered: fx.Graph) -> Division:
     """The blocks of a model, divided among the stages of so many ranks."""
     homes = {i: rank for rank in range(ranks) for i in stages_of(training, rank, ranks)}
     names, kind = list(analysis.captured.parameters), ENGINES[training.schedule]
@@ -258,7 +258,7 @@ def cast(arguments: Any, dtype: torch.dtype | None) -> Any:
 
 def analysed(
     skeleton: nn.Module, args: Any, kwargs: Any, tp: int, training: Training, layouts: Mapping[str, Layout] | None
-) -> Analysis:
+) -> Program:
     """The graph of a microbatch, cut as its parameters are held, if they are.
 
     Raises:

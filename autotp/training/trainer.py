@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autotp.compiler import Analysis, rank_graph
+from autotp.compiler import Program, emitted, rank_graph
 from autotp.distributed.consistency import agree, agree_on_graph, tried
 from autotp.distributed.heartbeat import leave_note, take_note_back
 from autotp.distributed.mesh import Mesh, broadcast_from_first, make_mesh, new_group
@@ -32,9 +32,7 @@ from autotp.ops.collectives import peer_error, reduce
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.passes.emit.attach_parameters import Owner, module_at, own, place_of, value_at
-from autotp.passes.emit.bind import bind
-from autotp.passes.emit.recompute import outline
+from autotp.passes.emit.attach_parameters import Owner, attach_parameters, module_at, place_of, value_at
 from autotp.passes.pipeline.row_independence import batched
 from autotp.passes.pipeline.stages import Division, Stage, staged
 from autotp.rules.call import placeholders, returned
@@ -85,7 +83,7 @@ class Pipeline:
 
     key: Any
     shapes: Sequence[Any]
-    analysis: Analysis
+    analysis: Program
     stages: Mapping[int, StageGraph]
     engine: Any
 
@@ -192,18 +190,18 @@ class Trainer(HasParts):
         """The stages of a rank of the pipeline."""
         return stages_of(self._training, rank, self.mesh["pp"].size())
 
-    def _analysed(self, training: bool, args: Any, kwargs: Any) -> Analysis:
+    def _analysed(self, training: bool, args: Any, kwargs: Any) -> Program:
         """The model's graph in one mode, cut as its parameters are held."""
         self.skeleton.train(training)
         return analysed(self.skeleton, args, kwargs, self.place.size, self._training, getattr(self, "layouts", None))
 
-    def _divided(self, analysis: Analysis, lowered: fx.Graph) -> Division:
+    def _divided(self, analysis: Program, lowered: fx.Graph) -> Division:
         return division(self._training, self.mesh["pp"].size(), analysis, lowered)
 
-    def _cut(self, analysis: Analysis, lowered: fx.Graph) -> list[Stage]:
+    def _cut(self, analysis: Program, lowered: fx.Graph) -> list[Stage]:
         return staged(lowered, self.plan.blocks, list(analysis.captured.parameters))
 
-    def _hold(self, model: nn.Module, analysis: Analysis, every: Sequence[Stage]) -> None:
+    def _hold(self, model: nn.Module, analysis: Program, every: Sequence[Stage]) -> None:
         """Registers this rank's part of what its stages read; blocks are modules that run."""
         names, stages = analysis.captured.parameters | analysis.captured.buffers, [every[i] for i in self._mine]
         read = {name for stage in stages for name in placeholders(stage.graph)}
@@ -232,7 +230,7 @@ class Trainer(HasParts):
         of = {group: groups.along(self.place, group, "pp") for group in every}
         return {name: of[group] for name, (_, group) in self.shared.items()}
 
-    def _readers(self, stages: Sequence[Stage], analysis: Analysis) -> dict[nn.Module, set[int]]:
+    def _readers(self, stages: Sequence[Stage], analysis: Program) -> dict[nn.Module, set[int]]:
         """The modules that hold what this rank's stages read, a block or what is in none, each with its stages."""
         names = analysis.captured.parameters | analysis.captured.buffers
         readers: dict[nn.Module, set[int]] = {}
@@ -258,12 +256,12 @@ class Trainer(HasParts):
             blocks = [block for block in blocks if mine.issuperset(block.parameters())]
             shard(work, blocks, self.mesh["dp"], self._training.zero, self._training.compute_dtype, every - mine)
 
-    def _pipeline(self, key: Any, shapes: Sequence[Any], analysis: Analysis, stages: Sequence[Stage]) -> Pipeline:
+    def _pipeline(self, key: Any, shapes: Sequence[Any], analysis: Program, stages: Sequence[Stage]) -> Pipeline:
         """What this rank runs in one mode."""
         graphs = {i: self._graph(stages[i], analysis) for i in self._mine}
         return Pipeline(key, shapes, analysis, graphs, self._engine(analysis, self._works))
 
-    def _engine(self, analysis: Analysis, works: Mapping[int, nn.Module]) -> Any:
+    def _engine(self, analysis: Program, works: Mapping[int, nn.Module]) -> Any:
         """What runs this rank's stages; None for the whole pipeline."""
         group = self.mesh.get_group("pp")
         if group.size() == 1:
@@ -272,14 +270,14 @@ class Trainer(HasParts):
             self._training, works, analysis.captured, self.place.device, group, lambda x, _: self._scaled(x.sum())
         )
 
-    def _graph(self, stage: Stage, analysis: Analysis) -> StageGraph:
+    def _graph(self, stage: Stage, analysis: Program) -> StageGraph:
         """A stage's graph, whose blocks read their parameters here."""
         captured, place = analysis.captured, self.place
         names = captured.parameters | captured.buffers
         places = {name: place_of(self, name) for name in (names[x] for x in placeholders(stage.graph) if x in names)}
         owners = {name: module_at(self, name) for name in stage.blocks}
-        bound = outline(bind(stage.graph, place.device, place.groups), self._training.recompute)
-        module = own(bound, captured.parameters, places, owners.get, reader(self._training.compute_dtype))
+        bound = emitted(stage.graph, analysis, self._training, place.device, place.groups)
+        module = attach_parameters(bound, captured.parameters, places, owners.get, reader(self._training.compute_dtype))
         left = placeholders(module.graph)
         return StageGraph(
             module,

@@ -26,7 +26,7 @@ from autotp.source_location import line_of
 aten = torch.ops.aten
 
 
-def cast(graph: fx.Graph, around: Autocast) -> fx.Graph:
+def autocast(graph: fx.Graph, around: Autocast) -> fx.Graph:
     """The graph with every cast written out, and without the regions of the device it was captured on.
 
     Args:

@@ -1,4 +1,4 @@
-"""order: the operators in an order that does not depend on the one they were recorded in, where that may be another.
+"""canonical_order: the operators in an order that does not depend on the order they were recorded in.
 
     Before: b = cos(x); a = sin(x); c = add(a, b)        on another rank a = sin(x); b = cos(x); c = add(a, b)
     After:  a = sin(x); b = cos(x); c = add(a, b)        on both
@@ -39,7 +39,7 @@ class Part:
     before: Part | None = None
 
 
-def ordered(graph: fx.Graph, constants: Collection[str], inputs: Collection[str]) -> fx.Graph:
+def canonical_order(graph: fx.Graph, constants: Collection[str], inputs: Collection[str]) -> fx.Graph:
     """The same function, its operators and its constants in the order of the function.
 
     Args:

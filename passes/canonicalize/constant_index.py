@@ -1,4 +1,4 @@
-"""pick: places of one dimension that the model writes as numbers are a slice.
+"""constant_index: places of one dimension that the model writes as numbers are a slice.
 
 Before: c = tensor([-2]); index(x, [None, c])        After: slice(x, 1, n - 2, n - 1)
 """
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 SAME = (aten.lift_fresh_copy.default, aten.detach.default, aten.alias.default, aten.clone.default)
 
 
-def pick(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> fx.Graph:
+def constant_index(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> fx.Graph:
     """The same function, its lookups by neighbouring constant places as slices.
 
     Args:

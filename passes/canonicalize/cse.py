@@ -1,4 +1,4 @@
-"""share: what is computed twice from the same values is computed once.
+"""cse: what is computed twice from the same values is computed once.
 
     Before: a = reshape(x, [n, h]); mm(a, q); b = reshape(x, [n, h]); mm(b, k)
     After:  a = reshape(x, [n, h]); mm(a, q); mm(a, k)
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 FILLED = (aten.empty.memory_format, aten.zeros.default, aten.ones.default, aten.full.default)
 
 
-def share(graph: fx.Graph) -> fx.Graph:
+def cse(graph: fx.Graph) -> fx.Graph:
     """The same function, without operators that another one has done. Random draws are never shared."""
     builder = Builder(fake_mode_of(graph))
     done: dict[Any, fx.Node] = {}

@@ -25,7 +25,7 @@ from autotp.rules.call import draws, outputs_of
 from autotp.source_location import line_of
 
 
-def marked(graph: fx.Graph) -> fx.Graph:
+def mark(graph: fx.Graph) -> fx.Graph:
     """The same function, its marks as passes know them."""
     builder = Builder(fake_mode_of(graph))
     for node in graph.nodes:
@@ -97,7 +97,7 @@ class Group:
     saved: tuple[fx.Node, ...]
 
 
-def fused(graph: fx.Graph) -> fx.Graph:
+def fuse(graph: fx.Graph) -> fx.Graph:
     """A rank's graph, each own backward in a graph of its own."""
     groups = _groups(graph)
     if not groups:

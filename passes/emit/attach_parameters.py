@@ -1,4 +1,4 @@
-"""own: a block reads its parameters itself, where the module that holds them is called.
+"""attach_parameters: a block reads its parameters itself, where the module that holds them is called.
 
     Before: b = block(x, w0); c = block(b, w1)     After: b = h_0(x); c = h_1(b), each `block` on what `h.0`, `h.1` hold
 
@@ -93,7 +93,7 @@ def works(module: nn.Module) -> dict[str, nn.Module]:
     return {f"block_{i}" if i else "block": part for i, part in enumerate(parts)}
 
 
-def own(
+def attach_parameters(
     outlined: fx.GraphModule,
     names: Mapping[str, str],
     places: Mapping[str, Place],

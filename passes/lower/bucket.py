@@ -1,4 +1,4 @@
-"""bundle: the parameters of a block that are read in copy are read so together, and their gradients summed together.
+"""bucket: the parameters of a block that are read in copy are read so together, and their gradients summed together.
 
     Before: c = copy(w, "tp"); norm(x, c); d = copy(v, "tp"); norm(y, d)
     After:  t = together((w, v), "tp", (None, None)); norm(x, t[0]); norm(y, t[1])
@@ -20,7 +20,7 @@ from autotp.passes.builder import Builder, fake_mode_of
 from autotp.source_location import block_of
 
 
-def bundle(graph: fx.Graph) -> fx.Graph:
+def bucket(graph: fx.Graph) -> fx.Graph:
     """The same function, with one conjugate for all parameters of a block, an axis and a dtype."""
     bundles: dict[Any, list[fx.Node]] = {}
     behind = False

@@ -1,4 +1,4 @@
-"""clean: what no rank needs any more goes.
+"""dce: what no rank needs any more goes.
 
 Before: m = le(a, b), which nothing reads              After: nothing
 """
@@ -12,7 +12,7 @@ from autotp.passes.builder import Builder, fake_mode_of
 from autotp.rules.call import draws, outputs_of
 
 
-def clean(graph: fx.Graph) -> fx.Graph:
+def dce(graph: fx.Graph) -> fx.Graph:
     """The same function and the same collectives, without dead operators."""
     builder, needed = Builder(fake_mode_of(graph)), live(graph)
     for node in graph.nodes:

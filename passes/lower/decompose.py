@@ -1,4 +1,4 @@
-"""expand: an operator that is cut along a factor it mixes becomes operators that a cut goes through.
+"""decompose: an operator that is cut along a factor it mixes becomes operators that a cut goes through.
 
     Before: log_softmax(x, v)            After: z = x - peak(x); z - log(sum(exp(z)))
     Before: cross_entropy(x, t)          After: e, z = class_terms(x, peak(x), t); mean(log(e) - z)
@@ -28,7 +28,7 @@ Expansion = Callable[[Builder, dict[str, Any]], fx.Node]
 MEAN, SUM = 1, 2
 
 
-def expand(graph: fx.Graph, axes: Axes, decision: Decision) -> tuple[fx.Graph, Axes, Decision]:
+def decompose(graph: fx.Graph, axes: Axes, decision: Decision) -> tuple[fx.Graph, Axes, Decision]:
     """The graph with its mixing operators spelled out where they are cut, and the axes and cuts of the new one."""
     builder, new_axes, new = Builder(fake_mode_of(graph)), Axes(), Decision(chosen=decision.chosen)
     for node in graph.nodes:

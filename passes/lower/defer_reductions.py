@@ -1,4 +1,4 @@
-"""defer: sums in which several terms are partial add those first, so that they are reduced once.
+"""defer_reductions: sums in which several terms are partial add those first, so that they are reduced once.
 
 Before: (x + (attention + b1)) + (mlp + b2)      attention, mlp Partial: two reductions
 After:  (attention + mlp) + x + b1 + b2          one
@@ -19,7 +19,7 @@ from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.lower.decompose import carry
 from autotp.passes.plan.choose import Decision
 from autotp.passes.plan.infer_axes import Axes, visit
-from autotp.passes.plan.propagate import Have, flow, waits
+from autotp.passes.plan.propagate import Have, propagate, waits
 from autotp.passes.plan.sums import VIEWS, inside, is_sum, terms, views
 
 aten = torch.ops.aten
@@ -30,10 +30,10 @@ How = Callable[[fx.Node, Builder], fx.Node]
 """(old node, builder of the new graph) -> the new node in its place."""
 
 
-def defer(graph: fx.Graph, axes: Axes, decision: Decision) -> Known:
+def defer_reductions(graph: fx.Graph, axes: Axes, decision: Decision) -> Known:
     """The graph with such sums regrouped, and the axes and cuts of the new one."""
     graph, axes, decision = _biases_behind_views(graph, axes, decision)
-    have = flow(graph, axes, decision.cuts, decision.held)
+    have = propagate(graph, axes, decision.cuts, decision.held)
     trees = {node: list(terms(node)) for node in graph.nodes if is_sum(node) and not inside(node)}
     partial = {n for n in have if waits(n, have)}
     regrouped = {n: tree for n, tree in trees.items() if sum(t in partial for t in tree) > 1 and len(tree) > 2}
@@ -47,7 +47,7 @@ def defer(graph: fx.Graph, axes: Axes, decision: Decision) -> Known:
 
 def _biases_behind_views(graph: fx.Graph, axes: Axes, decision: Decision) -> Known:
     """A bias that a view joins with a product that waits for its reduction is added behind the view."""
-    have = flow(graph, axes, decision.cuts, decision.held)
+    have = propagate(graph, axes, decision.cuts, decision.held)
 
     def added(node: fx.Node, builder: Builder) -> fx.Node:
         seen = views(node)

@@ -1,4 +1,4 @@
-"""biases: a bias that no reduction waits for goes back into its product.
+"""fuse_bias: a bias that no reduction waits for goes back into its product.
 
 Before: y = linear(x, w); z = add(y, b)                After: z = linear(x, w, b)
 Before: p = reduce(linear(x, w)); z = add(p, b)        After: the same (NOTE [Why the bias leaves the linear])
@@ -16,7 +16,7 @@ from autotp.passes.builder import Builder, fake_mode_of
 aten = torch.ops.aten
 
 
-def biased(graph: fx.Graph) -> fx.Graph:
+def fuse_bias(graph: fx.Graph) -> fx.Graph:
     """The same function and the same collectives, with biases inside their products."""
     builder = Builder(fake_mode_of(graph))
     joined = {node: product for node in graph.nodes if (product := _product(node)) is not None}

@@ -1,4 +1,4 @@
-"""columns: the products that read one conjugate become one operator with it, whose backward overlaps.
+"""overlap: the products that read one conjugate become one operator with it, whose backward overlaps.
 
     Before: c = copy(x, "tp"); q = linear(c, w1, b1); k = linear(c, w2)
     After:  t = columns(x, "tp", None, None, (w1, w2), (b1, None), (False, False)); q = t[0]; k = t[1]
@@ -40,7 +40,7 @@ class Group(NamedTuple):
     products: list[Product]
 
 
-def grouped(graph: fx.Graph) -> fx.Graph:
+def overlap(graph: fx.Graph) -> fx.Graph:
     """The same function, each conjugate that products alone read in one operator with these."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     found = [group for node in graph.nodes if (group := _group(node, order)) is not None]

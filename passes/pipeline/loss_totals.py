@@ -1,4 +1,4 @@
-"""totals: a loss that is a mean over a batch becomes a sum, divided by what the whole batch counts.
+"""loss_totals: a loss that is a mean over a batch becomes a sum, divided by what the whole batch counts.
 
     Before: l = cross_entropy_loss(x, t)                                   the mean of the tokens that count
     After:  l = div(cross_entropy_loss(x, t, reduction=sum), total_0)       counts(t) = sum(ne(t, -100))
@@ -63,7 +63,7 @@ class Kinds:
         return isinstance(value, fx.Node) and value not in self.constant
 
 
-def totals(graph: fx.Graph, loss: fx.Node, inputs: Sequence[str]) -> Totals:
+def loss_totals(graph: fx.Graph, loss: fx.Node, inputs: Sequence[str]) -> Totals:
     """The graph with its loss as a sum over the batch; other outputs are dropped.
 
     Args:

@@ -1,4 +1,4 @@
-"""plan: which leaf every operator is cut along, and which every parameter is stored cut along.
+"""choose: which leaf every operator is cut along, and which every parameter is stored cut along.
 
     Before: candidates heads (h.0), width (h.0), vocab, hidden, ...
     After:  cuts {linear: heads, attention: heads, ...}, held {c_attn.weight: heads, ...}; hidden is not cut
@@ -54,7 +54,7 @@ class Decision:
     scattered: dict[fx.Node, Axis] = field(default_factory=dict)
 
 
-def decide(
+def choose(
     axes: Axes,
     candidates: list[Candidate],
     trainable: Collection[fx.Node],
@@ -109,7 +109,7 @@ def _acceptable(candidate: Candidate, decision: Decision, axes: Axes, worth: flo
     return gain > SHARE * total and worth >= WORTH_UNKNOWN
 
 
-def decide_as(axes: Axes, candidates: list[Candidate], stored: Mapping[fx.Node, Layout], tp: int) -> Decision:
+def choose_as(axes: Axes, candidates: list[Candidate], stored: Mapping[fx.Node, Layout], tp: int) -> Decision:
     """The cuts for a further graph of a model whose parameters are stored already.
 
     A parameter stays stored as it is, whatever reads it here; operators that cannot follow read it gathered.

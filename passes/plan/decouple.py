@@ -1,4 +1,4 @@
-"""apart: what no parameter made (a mask, ALiBi's slopes) and does not fit the axes it meets is read apart from them.
+"""decouple: what no parameter made (a mask, ALiBi's slopes) and does not fit the axes it meets is read apart from them.
 
     Before: slopes = cat(a[4], b[2]); scores + slopes        heads would be `4 | 2`, and never cut
     After:  slopes = cat(a[4], b[2]); scores + apart(slopes)
@@ -24,7 +24,7 @@ Wanted = dict[fx.Node, list[Size | None]]
 """Operand -> for each of its dimensions the size that the others at this operator have, or None."""
 
 
-def apart(graph: fx.Graph, parameters: Collection[str]) -> tuple[fx.Graph, Axes]:
+def decouple(graph: fx.Graph, parameters: Collection[str]) -> tuple[fx.Graph, Axes]:
     """The same function, its parameter-free values of other axes read apart, and the axes of all values.
 
     Args:

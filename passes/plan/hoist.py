@@ -27,7 +27,7 @@ aten = torch.ops.aten
 Cuts = Mapping[fx.Node, Axis]
 
 
-def hoisted(graph: fx.Graph, axes: Axes, cuts: Cuts, have: Have, differentiable: Collection[fx.Node]) -> set[fx.Node]:
+def hoist(graph: fx.Graph, axes: Axes, cuts: Cuts, have: Have, differentiable: Collection[fx.Node]) -> set[fx.Node]:
     """The operators to be computed from copies of what they read, rather than their result copied.
 
     Args:

@@ -1,4 +1,4 @@
-"""infer axes: names every dimension of every tensor, by unifying what the operators' rules say.
+"""infer_axes: names every dimension of every tensor, by unifying what the operators' rules say.
 
 Before: x f32[s77, s27, 768], w f32[2304, 768], linear(x, w), split(...), view(...), attention(...)
 After:  w[0] = (q: heads x 64 | k: heads x 64 | v: heads x 64), w[1] = width, ...

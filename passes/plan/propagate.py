@@ -1,4 +1,4 @@
-"""flow: the placement of every value that follows from what is cut; shared by the passes that plan and lower.
+"""propagate: the placement of every value that follows from what is cut; shared by the passes that plan and lower.
 
 Before: linear cut along `heads`       After: operands Copied and Shard(heads), result Shard(heads)
 """
@@ -116,7 +116,7 @@ STOPS = (torch.ops.aten.detach.default, peak, kept)
 """Operators that no gradient passes."""
 
 
-def flow(graph: fx.Graph, axes: Axes, cuts: Cuts, held: Cuts) -> dict[fx.Node, tuple[Placement, ...]]:
+def propagate(graph: fx.Graph, axes: Axes, cuts: Cuts, held: Cuts) -> dict[fx.Node, tuple[Placement, ...]]:
     """The placements in which every node's outputs come, before any conversion.
 
     Args:

@@ -1,4 +1,4 @@
-"""sequence: between the blocks' products, values are cut along the sequence (sequence parallelism).
+"""sequence_parallel: between the blocks' products, values are cut along the sequence (sequence parallelism).
 
     Before: x = add(x, reduce(o)); n = norm(x, w); linear(copy(n), q)
     After:  x = add(x, reduce_scatter(o)); n = norm(x, copy(w)); linear(all_gather(n), q)       x, n f32[B, T@tp, 768]
@@ -22,7 +22,7 @@ from torch import fx
 from autotp.passes.plan.choose import Decision, elements
 from autotp.passes.plan.infer_axes import Axes
 from autotp.passes.plan.match import LOOKUPS, SDPA, contracts, readers, root
-from autotp.passes.plan.propagate import flow
+from autotp.passes.plan.propagate import propagate
 from autotp.rules.call import draws
 from autotp.sharding.axis import Axis, find, leaves
 from autotp.sharding.placement import Partial, Replicate
@@ -30,7 +30,7 @@ from autotp.sharding.placement import Partial, Replicate
 aten = torch.ops.aten
 
 
-def sequence(
+def sequence_parallel(
     graph: fx.Graph,
     axes: Axes,
     decision: Decision,
@@ -43,7 +43,7 @@ def sequence(
         differentiable: values a gradient may flow through: only those are kept for backward.
         hoisted: operators that all ranks compute from one copy, cheaper than a copy of what each of them gives.
     """
-    have = flow(graph, axes, decision.cuts, decision.held)
+    have = propagate(graph, axes, decision.cuts, decision.held)
     along = set(_sequences(axes))
     region: dict[fx.Node, Axis] = {}
     sums: dict[fx.Node, Axis] = {}  # Partial -> the sequence along which it may be scattered.

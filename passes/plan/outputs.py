@@ -1,0 +1,101 @@
+"""outputs: which outputs of a planned graph stay cut, and how they are held; how its parameters are.
+
+Before: outputs (logits, loss), training; logits are cut by vocabulary
+After:  {0: Layout(vocab)}: logits lie beside a loss that is computed from them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from autotp.options import Outputs
+from autotp.passes.capture.captured import Captured
+from autotp.passes.plan.choose import Decision
+from autotp.passes.plan.infer_axes import Axes
+from autotp.passes.plan.match import maker
+from autotp.passes.plan.propagate import Have
+from autotp.rules.call import returned
+from autotp.sharding.axis import find
+from autotp.sharding.layout import Layout, layout_of
+from autotp.sharding.placement import Shard
+
+
+def positions_that_stay(
+    graph: fx.Graph, captured: Captured, updated: int, training: bool, outputs: Outputs
+) -> list[int]:
+    """Positions of the outputs that stay cut if they are: all that the model returns for "local", none for "full".
+
+    For "auto" what is given back some day (of a state, of attributes that the next call reads) and what was made of
+    parameters alone; in training also what a loss is computed from that is returned beside it.
+
+    Args:
+        updated: how many of what is returned are no outputs, but the new values of buffers.
+    """
+    found = returned(graph)[: len(returned(graph)) - updated]
+    if outputs == "full":
+        return []
+    kept = set(captured.kept | captured.stays)
+    if outputs == "local":
+        kept |= set(range(captured.results))
+    elif training:
+        losses = [n for n in found[: captured.results] if isinstance(n, fx.Node) and is_loss(n)]
+        before = _ancestors(losses)
+        kept |= {i for i, n in enumerate(found[: captured.results]) if isinstance(n, fx.Node) and maker(n) in before}
+    given = set(captured.inputs)
+    for i, node in list(enumerate(found))[captured.results :]:
+        if isinstance(node, fx.Node) and not any(n.name in given for n in (node, *_ancestors([node]))):
+            kept.add(i)
+    kept -= {at for _, at in captured.into}
+    return [i for i in sorted(kept) if isinstance(found[i], fx.Node)]
+
+
+def makers(graph: fx.Graph, positions: Iterable[int]) -> set[fx.Node]:
+    """What makes the outputs at these positions."""
+    found = (returned(graph)[i] for i in positions)
+    return {maker(node) for node in found if isinstance(node, fx.Node)}
+
+
+def layouts_of_outputs(graph: fx.Graph, stay: Sequence[int], axes: Axes, have: Have, tp: int) -> dict[int, Layout]:
+    """How the outputs that stay cut are held, where they are cut."""
+    local = {}
+    for i in stay:
+        node = returned(graph)[i]
+        placement = have.get(node, (None,))[0]
+        if isinstance(placement, Shard) and not find(placement.axis).size.symbols:
+            shape = tuple(n if isinstance(n, int) else -1 for n in node.meta["val"].shape)
+            local[i] = layout_of(shape, axes.of(node), placement.axis, tp, "")
+    return local
+
+
+def layouts_of_parameters(
+    graph: fx.Graph, axes: Axes, decision: Decision, parameters: Mapping[str, str], tp: int
+) -> dict[str, Layout]:
+    """Parameter name -> how it is held. parameters: placeholder -> parameter name"""
+    names = {find(c.leaf): c.name for c in decision.chosen}
+    found = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.name in parameters:
+            leaf = decision.held.get(node)
+            name = names.get(find(leaf), "") if leaf is not None else ""
+            shape = tuple(node.meta["val"].shape)
+            found[parameters[node.name]] = layout_of(shape, axes.of(node), leaf, tp, name)
+    return found
+
+
+def is_loss(node: fx.Node) -> bool:
+    """True for a floating number: a tensor of no dimension."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """All that some nodes are computed from."""
+    found, queue = set[fx.Node](), list(nodes)
+    while queue:
+        new = set(queue.pop().all_input_nodes) - found
+        found |= new
+        queue += new
+    return found
