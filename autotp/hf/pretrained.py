@@ -275,16 +275,16 @@ def _expect_no_code(file: Path, given: Mapping[str, Any]) -> None:
         with opened(file) as source:
             config = json.loads(source.read(), parse_constant=_no_number)
         config |= {key: given[key] for key in given if key == "auto_map"}
-        entries = list(_entries(config))
-        if any(key == "__float__" and value == "NaN" for key, value in entries):
+        entries = [(key, value, _texts(value) if "_implementation" in key else []) for key, value in _entries(config)]
+        if any(key == "__float__" and value == "NaN" for key, value, _ in entries):
             _no_number("NaN")
     except (*SENSELESS, OSError) as error:
         raise Error(f"the configuration cannot be read: {_first_line(error)}", at=str(file)) from error
-    for key, value in entries:
+    for key, value, texts in entries:
         if key == "auto_map" and value:
             own = 'config={"auto_map": {}} for the class of transformers, if it has one of this model_type'
             raise Error("the checkpoint has code of its own (auto_map): it is not run", at=str(file), **{"try": own})
-        hubs = [text for text in _texts(value) if "/" in text] if "_implementation" in key and key not in given else []
+        hubs = [text for text in texts if "/" in text and key not in given]
         if hubs:
             named = f"the checkpoint names code in a hub ({key}: {hubs[0]}): it is not fetched"
             raise Error(named, at=str(file), **{"try": f'config={{"{key}": "sdpa"}}'})
