@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from generating import built, prompt
 from helpers import run_ranks
 from test_saving import fingerprint, started, trained
+from torch import Tensor
 
 import autotp
 from autotp.hf import pretrained
@@ -47,6 +49,16 @@ def test_training(tmp_path: Path) -> None:
         ], rank
 
 
+class Own(transformers.LogitsProcessor):
+    """Forces another token on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.token = 5 + rank
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([self.token]), 0.0)
+
+
 def of_transformers(rank: int, n: int, folder: str) -> list[str]:
     """Other files than the first rank's, files that change while they are read, other settings."""
     one, two = Path(folder, "one"), Path(folder, "two")
@@ -74,8 +86,20 @@ def of_transformers(rank: int, n: int, folder: str) -> list[str]:
     model = autotp.from_pretrained(one, tp=n)
     out = Path(folder, "out")
     found.append(problem(lambda: autotp.save_pretrained(model, out, max_shard_size="10KB" if rank else "20KB")))
-    for how in ({"max_new_tokens": 3 + rank}, {"max_new_tokens": 3, "do_sample": bool(rank)}):
+    masked = [transformers.SuppressTokensLogitsProcessor([i + 40 * rank for i in range(40)])]
+    stopped = [transformers.MaxLengthCriteria(9 + rank)]
+    for how in (
+        {"max_new_tokens": 3 + rank},
+        {"max_new_tokens": 3, "do_sample": bool(rank)},
+        {"max_new_tokens": 3, "logits_processor": transformers.LogitsProcessorList(masked)},
+        {"max_new_tokens": 3, "logits_processor": transformers.LogitsProcessorList(masked[:rank])},
+        {"max_new_tokens": 3, "stopping_criteria": transformers.StoppingCriteriaList(stopped)},
+    ):
         found.append(problem(lambda how=how: model.generate(**prompt(), **how)))
+    own = transformers.LogitsProcessorList([Own(rank)])
+    for beams in (1, 2):
+        of_first = model.generate(**prompt(), max_new_tokens=3, num_beams=beams, logits_processor=own)
+        assert of_first[:, 7:].eq(5).all()
     assert not out.exists() and model.generate(**prompt(), max_new_tokens=3).shape == (2, 10)
     return [text.partition(": ")[2] for text in found]
 
@@ -86,5 +110,5 @@ def test_of_transformers(tmp_path: Path) -> None:
             "tp rank 1 sees another checkpoint than rank 0",
             "the checkpoint was replaced while it was read",
             "tp rank 1 would write other files than rank 0",
-            *["tp rank 1 generates with other settings than rank 0"] * 2,
+            *["tp rank 1 generates with other settings than rank 0"] * 5,
         ]
