@@ -40,6 +40,22 @@ def training(rank: int, n: int, folder: str) -> list[str]:
     return found
 
 
+def apart(rank: int, n: int, folder: str) -> str:
+    """One rank asks for the state, the other loads a checkpoint: what one says is no length of what the other does."""
+    trainer, optimizer = started((2, 1, 1))
+    trained(trainer, optimizer, range(1))
+    autotp.save_checkpoint(folder, trainer, optimizer, 1)
+    if rank:
+        return problem(lambda: autotp.load_checkpoint(folder, trainer, optimizer))
+    return problem(lambda: autotp.full_state_dict(trainer))
+
+
+def test_another_call(tmp_path: Path) -> None:
+    assert run_ranks(apart, 2, str(tmp_path), timeout=60)[1] == (
+        "load_checkpoint: global rank 0 made another call than this one"
+    )
+
+
 def test_training(tmp_path: Path) -> None:
     for rank, found in enumerate(run_ranks(training, 2, str(tmp_path), timeout=100)):
         assert found == [
