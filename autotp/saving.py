@@ -28,7 +28,7 @@ from autotp.checkpoint_keys import NOTHING, STEPS, path_of
 from autotp.errors import Error, within
 from autotp.manifest import MANIFEST, OF_FORMAT_1, read_manifest
 from autotp.mesh import gather_ints
-from autotp.parts import parts_of
+from autotp.parts import expect_all_saved, parts_of
 from autotp.peers import Peers
 from autotp.reading import expect_one, expect_same, load_more, put, read
 from autotp.trainer import Trainer
@@ -111,6 +111,7 @@ def load_checkpoint(
         manifest = agree(everyone, lambda: _staying(path, lambda: read_manifest(path)))
         expect_one(manifest, trainer)
         parts = parts_of(trainer, "load_checkpoint")
+        expect_all_saved(parts)
         agree(everyone, lambda: expect_same(manifest, trainer, parts, learning, more, changed))
         found = agree(everyone, lambda: _staying(path, lambda: read(manifest, trainer, parts, learning, more)))
         load_more(more, found.more, trainer)

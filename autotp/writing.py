@@ -23,7 +23,7 @@ from autotp.errors import Error
 from autotp.folder import sync
 from autotp.manifest import MANIFEST, OF_FORMAT_1, Item, written
 from autotp.mesh import gather_ints
-from autotp.parts import Parts, parts_of
+from autotp.parts import Parts, expect_all_saved, parts_of
 from autotp.peers import Peers
 from autotp.pieces import file_of, write_pieces
 from autotp.plain import encode
@@ -73,7 +73,9 @@ def begun(folder: Path, trainer: Trainer, optimizer: Optimizer, step: int, more:
     if trainer.everyone.rank == 0:
         _filed(folder, lambda: _claim(folder))
     _expect_nothing_beside(optimizer)
-    return _state(trainer, parts_of(trainer, "save_checkpoint"), optimizer, step, more)
+    parts = parts_of(trainer, "save_checkpoint")
+    expect_all_saved(parts)
+    return _state(trainer, parts, optimizer, step, more)
 
 
 def _expect_nothing_beside(optimizer: Optimizer) -> None:
