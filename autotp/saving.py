@@ -27,7 +27,7 @@ from autotp.agree import agree
 from autotp.checkpoint_keys import NOTHING, STEPS, path_of
 from autotp.errors import Error, within
 from autotp.manifest import MANIFEST, OF_FORMAT_1, read_manifest
-from autotp.mesh import gather_ints
+from autotp.mesh import expect_alike, gather_ints
 from autotp.parts import expect_all_saved, parts_of
 from autotp.peers import Peers
 from autotp.reading import expect_one, expect_same, load_more, put, read
@@ -102,6 +102,8 @@ def load_checkpoint(
         _expect_trainer(trainer)
         _finish(trainer)
         everyone = trainer.everyone
+        asked = type(optimizer).__name__, sorted(more), sorted(changed)
+        expect_alike(asked, everyone, "loads something else", "the same arguments of load_checkpoint")
         # The first rank's list decides: on another machine it may lag behind.
         newest = agree(everyone, lambda: max([-1, *saved_steps(folder)]) if everyone.rank == 0 else -1)
         step = gather_ints([newest], everyone)[0][0]
