@@ -118,6 +118,10 @@ def of_transformers(rank: int, n: int, folder: str) -> list[str]:
         {"max_new_tokens": 3, "stopping_criteria": transformers.StoppingCriteriaList(stopped)},
     ):
         found.append(problem(lambda how=how: model.generate(**prompt(), **how)))
+    for config, name, value in ((model.generation_config, "temperature", 0.5), (model.config, "own", problem)):
+        setattr(config, name, value)
+        found.append(problem(lambda: autotp.save_pretrained(model, out)).partition(" cannot be written: ")[0])
+        delattr(config, name)
     own = transformers.LogitsProcessorList([Own(rank)])
     for beams in (1, 2):
         of_first = model.generate(**prompt(), max_new_tokens=3, num_beams=beams, logits_processor=own)
@@ -133,4 +137,6 @@ def test_of_transformers(tmp_path: Path) -> None:
             "the checkpoint was replaced while it was read",
             "tp rank 1 would write other files than rank 0",
             *["tp rank 1 generates with other settings than rank 0"] * 5,
+            "model.generation_config",
+            "model.config",
         ]

@@ -413,11 +413,23 @@ def _write_beside(folder: Path, parallel: ParallelModule) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = next(p.dtype for p in parallel.parameters() if p.is_floating_point())
-    config.save_pretrained(folder)
+    with _refused("config"):
+        config.save_pretrained(folder)
     if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+        with _refused("generation_config"):
+            model.generation_config.save_pretrained(folder)
     if model.config.name_or_path:
         copy_beside(Path(model.config.name_or_path), folder)
+
+
+@contextmanager
+def _refused(name: str) -> Iterator[None]:
+    """Within, what transformers does not write is an Error."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        said = " ".join(str(error).split())
+        raise Error(f"model.{name} cannot be written: {said}", **{"try": f"change model.{name}"}) from error
 
 
 # ---- transformers
