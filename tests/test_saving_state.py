@@ -234,6 +234,7 @@ OPTIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "`betas` is 0.9": lambda options: options.update(betas=0.9),
     "`amsgrad` is 'no'": lambda options: options.update(amsgrad="no"),
     "`eps` is missing": lambda options: options.pop("eps"),
+    "makes no sense: RuntimeError": lambda options: options.update(lr={"": "tensor", "of": "model|wte.weight"}),
 }
 
 
