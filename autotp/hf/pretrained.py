@@ -176,7 +176,7 @@ def _load(folder: Path, wanted: Wanted) -> nn.Module:
     _expect_fit(model, info, files, folder, wanted)
     if any(p.is_meta for p in model.parameters()):  # Also those of which transformers says that no file has them.
         model, _ = _built(build, config, lazies, wanted.dtype, nullcontext())
-    model.config.name_or_path = str(folder)
+    model.config.name_or_path = os.path.abspath(folder)  # It is read again once the model is saved, wherever that is.
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = _read(folder / "generation_config.json", type(model.generation_config))
     return model
