@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,46 @@ def test_a_failure_leaves_the_old_one(tmp_path: Path) -> None:
         raise ZeroDivisionError
     assert content(tmp_path / "out") == OLD
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "renames"])
+def test_what_cannot_move_on_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    """As a mount point in the folder: with it all other files of the user stay where they were."""
+    if not exchange:
+        monkeypatch.setattr(module.sys, "platform", "elsewhere")
+    out, rename = tmp_path / "out", Path.rename
+    fill(out, OLD | {name: name for name in "abcdefgh"})
+
+    def renamed(self: Path, target: Path) -> Path:
+        if self.name == last and target.parent == out:
+            raise OSError(errno.EBUSY, "busy")
+        return rename(self, target)
+
+    last = [entry.name for entry in out.iterdir() if not ours(entry.name)][-1]
+    monkeypatch.setattr(Path, "rename", renamed)
+    with pytest.raises(OSError, match="busy"), replaced(out, ours) as new:
+        fill(new, NEW)
+    assert content(out) == OLD | {name: name for name in "abcdefgh"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_that_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left beside it; a mount point, as a container's volume, is refused before anything is written."""
+    out = tmp_path / "out"
+    fill(out, OLD)
+
+    def busy(*paths: Path) -> None:
+        raise OSError(errno.EBUSY, "busy")
+
+    monkeypatch.setattr(module, "_exchange", busy)
+    with pytest.raises(OSError, match="busy"), replaced(out, ours) as new:
+        fill(new, NEW)
+    monkeypatch.setattr(Path, "is_mount", lambda self: self == out)
+    with pytest.raises(OSError, match="a mount point cannot be replaced"), replaced(out, ours):
+        raise AssertionError("it was begun")
+    assert content(out) == OLD and [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -29,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
 from autotp.distributed.background_exchange import Peers
+from autotp.distributed.heartbeat import INTERVAL, Heart
 from autotp.ops import collectives
 from autotp.runtime.torch_hooks import optimizer_guard
 
@@ -284,6 +286,27 @@ def losing_any_time(rank: int, n: int, layout: Layout, lost: int, how: int, seco
     if rank == lost:
         threading.Timer(seconds, os.kill, (os.getpid(), how)).start()
     return error_of(phases, Path(folder, f"pid-{lost}"))
+
+
+class Busy:
+    """A store that takes its time."""
+
+    def clone(self) -> Any:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        """Nothing is kept."""
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(2.5 * INTERVAL)
+        return False
+
+
+def test_no_thread_is_in_the_store_when_python_ends() -> None:
+    heart = Heart(Busy(), 0)
+    time.sleep(1.5 * INTERVAL)  # It has asked.
+    heart.stop()
+    assert not heart.thread.is_alive()
 
 
 @pytest.mark.rare

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +60,42 @@ def test_what_there_is() -> None:
         "blocks.*.norm.eps": 0.001,
         "blocks.*.norm.normalized_shape": (2,),
         "blocks.*.drop": "Dropout",
+    }
+
+
+class Act(Enum):
+    GELU = 1
+
+
+@dataclass(frozen=True)
+class Slots:
+    __slots__ = ("heads", "inner")
+    heads: int
+    inner: Any
+
+
+def test_values_of_other_kinds() -> None:
+    """Whatever says how a model computes, and has a text that stays the same."""
+    model = nn.Module()
+    model.config, model.layers = Slots(4, Slots(8, None)), [Config(heads=3), Config(heads=5)]
+    model.act, model.gelu, model.cast = Act.GELU, partial(F.gelu, approximate="tanh"), torch.bfloat16
+    model.heads, model.kept, model.drop_heads, model.drop_rates = {2, 1}, range(3), 4, [0.0, 0.5]
+    assert hyperparameters(model) == {
+        "": "Module",
+        "config.heads": 4,
+        "config.inner.heads": 8,
+        "config.inner.inner": None,
+        "layers.0.heads": 3,
+        "layers.0.inner": None,
+        "layers.1.heads": 5,
+        "layers.1.inner": None,
+        "act": "Act.GELU",
+        "gelu.0": "gelu",
+        "gelu.approximate": "tanh",
+        "cast": "torch.bfloat16",
+        "heads": [1, 2],
+        "kept": [0, 1, 2],
+        "drop_heads": 4,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -174,6 +175,51 @@ def loops(rank: int, n: int) -> None:
             expect_equal_state(whole, parallel, 1e-11)
         except AssertionError as error:
             raise AssertionError(loop.__name__) from error
+
+
+def trained_before(model: Any, optimizer: Optimizer) -> Tensor:
+    """Some steps on one device, a gradient of which nothing was made yet, and an output that somebody keeps."""
+    trained(model, optimizer, range(3))
+    kept = loss_of(model, 5)
+    loss_of(model, 6).backward()
+    return kept
+
+
+def old_weight_norm(model: nn.Module) -> nn.Module:
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        for name in ("up", "down"):
+            nn.utils.weight_norm(getattr(model, name))
+    return model
+
+
+@checks.on(2)
+@checks.on(3, rare=True)
+def go_on_from_one_device(rank: int, n: int) -> None:
+    """What was computed before the model is parallel: its graph, gradients and the optimizer's state are taken over."""
+    for prepare, kind in ((nn.Module.train, torch.optim.AdamW), (old_weight_norm, torch.optim.Adagrad)):
+        models: list[Any] = [prepare(pair(n)[0]) for _ in range(2)]
+        optimizers = [kind(model.parameters(), lr=1e-2) for model in models]
+        kept = [trained_before(*each) for each in zip(models, optimizers, strict=True)]
+        autotp.parallelize(models[1], tp=n, example_inputs=X[FLOAT64])
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss_of(model, 7).backward()
+            optimizer.step()
+            trained(model, optimizer)
+        expect_equal_state(models[0], models[1], 1e-11)
+        assert torch.equal(*kept)
+
+
+@checks.on(2)
+def take_the_state_of_one_device(rank: int, n: int) -> None:
+    """An optimizer's state of the whole model, given after many steps of the parallel one, is cut."""
+    whole, parallel = pair(n)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (whole, parallel)]
+    for model, optimizer in zip((whole, parallel), optimizers, strict=True):
+        trained(model, optimizer)
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    for model, optimizer in zip((whole, parallel), optimizers, strict=True):
+        trained(model, optimizer)
+    expect_equal_state(whole, parallel, 1e-11)
 
 
 @checks.on(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import sys
 import warnings
@@ -39,6 +40,23 @@ theirs.set_verbosity_error()
 @checks.on(3)
 def there_and_back(rank: int, n: int) -> None:
     expect_there_and_back(rank, n, ["gpt2", "mixtral"])
+
+
+@checks.on(2)
+def from_another_working_directory(rank: int, n: int) -> None:
+    """The tokenizer's files come along, although the path that was read is none here."""
+    root, before = shared(rank), Path.cwd()
+    model, _, given = family("gpt2")
+    saved(model, root / "a", rank)
+    (root / "a" / "tokenizer.json").write_text("{}")
+    try:
+        os.chdir(root)
+        parallel = autotp.from_pretrained("a", n, **given)
+        os.chdir(before)
+        autotp.save_pretrained(parallel, root / "b")
+    finally:
+        os.chdir(before)
+    assert (root / "b" / "tokenizer.json").read_text() == "{}"
 
 
 @checks.on(3, rare=True)

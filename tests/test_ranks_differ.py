@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from generating import built, prompt
 from helpers import run_ranks
 from test_saving import fingerprint, started, trained
+from torch import Tensor
 
 import autotp
 from autotp.hf import pretrained
@@ -35,7 +37,28 @@ def training(rank: int, n: int, folder: str) -> list[str]:
     before = fingerprint(trainer, optimizer)
     autotp.save_checkpoint(both, trainer, optimizer, 1)
     assert autotp.load_checkpoint(both, trainer, optimizer) == 1 and fingerprint(trainer, optimizer) == before
+    trained(trainer, optimizer, range(1))
+    before = fingerprint(trainer, optimizer)
+    found.append(problem(lambda: autotp.load_checkpoint(both, trainer, optimizer if rank else None)))
+    more = {"optimizer_again": optimizer} if rank else {}
+    found.append(problem(lambda: autotp.load_checkpoint(both, trainer, optimizer, **more)))
+    assert fingerprint(trainer, optimizer) == before
     return found
+
+
+def apart(rank: int, n: int, folder: str) -> str:
+    """One rank asks for the state, the other saves: what one says is no length of what the other does."""
+    trainer, optimizer = started((2, 1, 1))
+    trained(trainer, optimizer, range(1))
+    if rank:
+        return problem(lambda: autotp.save_checkpoint(folder, trainer, optimizer, 1))
+    return problem(lambda: autotp.full_state_dict(trainer))
+
+
+def test_another_call(tmp_path: Path) -> None:
+    assert run_ranks(apart, 2, str(tmp_path), timeout=60)[1] == (
+        "save_checkpoint: global rank 0 made another call than this one"
+    )
 
 
 def test_training(tmp_path: Path) -> None:
@@ -44,7 +67,18 @@ def test_training(tmp_path: Path) -> None:
             f"save_checkpoint: rank 0 does not see what rank 1 wrote: rank-00001.tensors is not in {tmp_path}/of-0",
             "save_checkpoint: step is not the same on rank 1 as on rank 0",
             "full_state_dict: global rank 1 wants other names than rank 0",
+            *["load_checkpoint: global rank 1 loads something else than rank 0"] * 2,
         ], rank
+
+
+class Own(transformers.LogitsProcessor):
+    """Forces another token on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.token = 5 + rank
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([self.token]), 0.0)
 
 
 def of_transformers(rank: int, n: int, folder: str) -> list[str]:
@@ -74,8 +108,24 @@ def of_transformers(rank: int, n: int, folder: str) -> list[str]:
     model = autotp.from_pretrained(one, tp=n)
     out = Path(folder, "out")
     found.append(problem(lambda: autotp.save_pretrained(model, out, max_shard_size="10KB" if rank else "20KB")))
-    for how in ({"max_new_tokens": 3 + rank}, {"max_new_tokens": 3, "do_sample": bool(rank)}):
+    masked = [transformers.SuppressTokensLogitsProcessor([i + 40 * rank for i in range(40)])]
+    stopped = [transformers.MaxLengthCriteria(9 + rank)]
+    for how in (
+        {"max_new_tokens": 3 + rank},
+        {"max_new_tokens": 3, "do_sample": bool(rank)},
+        {"max_new_tokens": 3, "logits_processor": transformers.LogitsProcessorList(masked)},
+        {"max_new_tokens": 3, "logits_processor": transformers.LogitsProcessorList(masked[:rank])},
+        {"max_new_tokens": 3, "stopping_criteria": transformers.StoppingCriteriaList(stopped)},
+    ):
         found.append(problem(lambda how=how: model.generate(**prompt(), **how)))
+    for config, name, value in ((model.generation_config, "temperature", 0.5), (model.config, "own", problem)):
+        setattr(config, name, value)
+        found.append(problem(lambda: autotp.save_pretrained(model, out)).partition(" cannot be written: ")[0])
+        delattr(config, name)
+    own = transformers.LogitsProcessorList([Own(rank)])
+    for beams in (1, 2):
+        of_first = model.generate(**prompt(), max_new_tokens=3, num_beams=beams, logits_processor=own)
+        assert of_first[:, 7:].eq(5).all()
     assert not out.exists() and model.generate(**prompt(), max_new_tokens=3).shape == (2, 10)
     return [text.partition(": ")[2] for text in found]
 
@@ -86,5 +136,7 @@ def test_of_transformers(tmp_path: Path) -> None:
             "tp rank 1 sees another checkpoint than rank 0",
             "the checkpoint was replaced while it was read",
             "tp rank 1 would write other files than rank 0",
-            *["tp rank 1 generates with other settings than rank 0"] * 2,
+            *["tp rank 1 generates with other settings than rank 0"] * 5,
+            "model.generation_config",
+            "model.config",
         ]

@@ -16,6 +16,7 @@ from torch.optim import SGD, AdamW
 
 import autotp
 from autotp.checkpoint.save import saved_steps
+from autotp.models.gpt import GPT, GPTConfig
 
 
 def problem(call: Callable[[], Any]) -> str:
@@ -46,6 +47,50 @@ def with_names(rank: int, n: int, folder: str) -> None:
 
 def test_names_follow_from_the_parameters(tmp_path: Path) -> None:
     run_ranks(with_names, 2, str(tmp_path), timeout=100)
+
+
+# ---- a model whose state_dict() is not its parameters and buffers
+
+
+class ExtraState(GPT):
+    """Has state that is no tensor of the model."""
+
+    def get_extra_state(self) -> Any:
+        return torch.ones(3)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing of it is used."""
+
+
+class LeavesOut(GPT):
+    """Does not save what it learns."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: x for name, x in super().state_dict(*args, **kwargs).items() if "mlp" not in name}
+
+
+def other_states(rank: int, n: int, folder: str) -> list[str]:
+    config, found = GPTConfig(block_size=8, vocab_size=49, n_layer=2, n_head=4, n_embd=16, dropout=0.0), list[str]()
+    for kind in (ExtraState, LeavesOut):
+        trainer, optimizer = started((2, 1, 1), model=kind(config))
+        found.append(problem(lambda: autotp.save_checkpoint(folder, trainer, optimizer, 1)))  # noqa: B023  Called here.
+        trained(trainer, optimizer, range(1))
+        autotp.clip_grad_norm_(trainer, 1.0)
+    model = autotp.parallelize(ExtraState(config), tp=2)
+    found.append(problem(lambda: autotp.full_state_dict(model)))
+    assert not saved_steps(folder)
+    return found
+
+
+def test_a_state_dict_of_something_else(tmp_path: Path) -> None:
+    beside = "`_extra_state` in the model's state_dict() is no parameter or buffer of the model"
+    for found in run_ranks(other_states, 2, str(tmp_path), timeout=100):
+        assert found == [
+            f"save_checkpoint: {beside}",
+            "save_checkpoint: `h.0.mlp.c_fc.weight` learns, and the model's state_dict() leaves it out: "
+            "it would not be saved",
+            f"full_state_dict: {beside}",
+        ]
 
 
 # ---- a folder that cannot be read
@@ -189,6 +234,7 @@ OPTIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "`betas` is 0.9": lambda options: options.update(betas=0.9),
     "`amsgrad` is 'no'": lambda options: options.update(amsgrad="no"),
     "`eps` is missing": lambda options: options.pop("eps"),
+    "makes no sense: RuntimeError": lambda options: options.update(lr={"": "tensor", "of": "model|wte.weight"}),
 }
 
 

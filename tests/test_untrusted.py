@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import json
 import math
 import pickle
@@ -172,6 +173,10 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an attention inside": (
         {"_attn_implementation_internal": KERNEL}, f"names code in a hub (_attn_implementation_internal: {KERNEL})",
+    ),
+    "an attention without end": (
+        {"attn_implementation": functools.reduce(lambda inner, _: {"a": inner}, range(700), KERNEL)},
+        "the configuration cannot be read: maximum recursion depth",
     ),
     "no number": ({"rms_norm_eps": float("nan")}, "the configuration cannot be read: NaN is no number"),
     "a number without end": ({"rms_norm_eps": float("inf")}, "the configuration cannot be read: Infinity is no number"),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autotp.checkpoint.files.checksums import SENSELESS, senseless
 from autotp.checkpoint.keys import (
     NAMES,
     NOTHING,
@@ -187,7 +188,11 @@ def _options(manifest: Manifest, parts: Parts, optimizer: Optimizer) -> list[dic
     names, found = names_of(optimizer, parts), list[dict[str, Any]]()
     for i, group in enumerate(optimizer.param_groups):
         mine = [_own(manifest, had[names[p]]) for p in group["params"]]
-        if any(options != mine[0] for options in mine):
+        try:
+            several = any(options != mine[0] for options in mine)
+        except SENSELESS as error:  # Tensors where numbers were.
+            raise senseless(manifest.folder / MANIFEST, error) from error
+        if several:
             raise Error(
                 f"{manifest.folder} has the parameters of group {i} in several groups", **{"try": "the groups of then"}
             )

@@ -30,9 +30,9 @@ from autotp.checkpoint.read import expect_one, expect_same, load_more, put, read
 from autotp.checkpoint.write import UNFINISHED, begun, same_on_all, write
 from autotp.distributed.background_exchange import Peers
 from autotp.distributed.consistency import agree
-from autotp.distributed.mesh import gather_ints
+from autotp.distributed.mesh import expect_alike, gather_ints
 from autotp.errors import Error, within
-from autotp.runtime.holdings import parts_of
+from autotp.runtime.holdings import expect_all_saved, parts_of
 from autotp.training.trainer import Trainer
 
 T = TypeVar("T")
@@ -103,6 +103,8 @@ def load_checkpoint(
         _expect_trainer(trainer)
         _finish(trainer)
         everyone = trainer.everyone
+        asked = type(optimizer).__name__, sorted(more), sorted(changed)
+        expect_alike(asked, everyone, "loads something else", "the same arguments of load_checkpoint")
         # The first rank's list decides: on another machine it may lag behind.
         newest = agree(everyone, lambda: max([-1, *saved_steps(folder)]) if everyone.rank == 0 else -1)
         step = gather_ints([newest], everyone)[0][0]
@@ -112,6 +114,7 @@ def load_checkpoint(
         manifest = agree(everyone, lambda: _staying(path, lambda: read_manifest(path)))
         expect_one(manifest, trainer)
         parts = parts_of(trainer, "load_checkpoint")
+        expect_all_saved(parts)
         agree(everyone, lambda: expect_same(manifest, trainer, parts, learning, more, changed))
         found = agree(everyone, lambda: _staying(path, lambda: read(manifest, trainer, parts, learning, more)))
         load_more(more, found.more, trainer)

@@ -14,7 +14,9 @@ from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import broadcast_from_first, expect_alike, group_of
 from autotp.errors import Error, within
 from autotp.ops.collectives import naming_lost
-from autotp.runtime.holdings import Parts, parts_of
+from autotp.runtime.holdings import Parts, expect_nothing_beside, parts_of
+
+OWN_NAMES = "a state_dict() of the modules' own tensors, under their own names"
 
 
 def full_state_dict(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
@@ -30,6 +32,7 @@ def full_state_dict(model: nn.Module, wanted: Callable[[str], bool] = lambda nam
         Error: on every rank: they want other names.
     """
     parts = parts_of(model, "full_state_dict")
+    within("full_state_dict", lambda: expect_nothing_beside(parts, OWN_NAMES))
     whole: dict[str, Tensor | None] = {}
     names = list(dict.fromkeys(first for saved, first in parts.saved.items() if wanted(saved)))
     within("full_state_dict", lambda: expect_alike(names, parts.everyone, "wants other names", "the same `wanted`"))
@@ -47,6 +50,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         Error: names are missing or unexpected, or shapes differ; on every rank, before anything is changed.
     """
     parts = parts_of(model, "load_full_state_dict")
+    within("load_full_state_dict", lambda: expect_nothing_beside(parts, OWN_NAMES))
     first = parts.everyone.rank == 0
 
     def look() -> None:

@@ -78,9 +78,10 @@ def write_checkpoint(
 
     with ExitStack() as stack:
         new = on_first(lambda: stack.enter_context(replaced(folder, lambda name: bool(WEIGHTS.fullmatch(name)))))
+        on_first(lambda: beside(new))  # First: what is refused is known before the weights are written.
         with bar("writing", sum(map(nbytes, tensors.values())), mesh) as count:
             files = [_write_shard(new, shard, tensors, mesh, count) for shard in shards]
-        on_first(lambda: _write_rest(new, shards, tensors, files, beside))
+        on_first(lambda: _write_rest(new, shards, tensors, files))
         on_first(stack.pop_all().close)
 
 
@@ -125,7 +126,6 @@ def _write_rest(
     shards: Sequence[Shard],
     tensors: Mapping[str, Source],
     files: Sequence[Summed | None],
-    beside: Callable[[Path], None],
 ) -> None:
     written = [file for file in files if file is not None]
     if len(shards) > 1:
@@ -133,7 +133,6 @@ def _write_rest(
             written.append(Summed(opened))
             written[-1].write(index_of(shards, sum(map(nbytes, tensors.values()))).encode())
     write_whole(new / SIDE_FILE, side_file({Path(file.name).name: (file.size, file.sums) for file in written}))
-    beside(new)
 
 
 def _written(at: Path | None, run: Callable[[], Any]) -> Any:

@@ -25,7 +25,7 @@ from autotp.checkpoint.manifest import MANIFEST, OF_FORMAT_1, Item, written
 from autotp.distributed.background_exchange import Peers
 from autotp.distributed.mesh import gather_ints
 from autotp.errors import Error
-from autotp.runtime.holdings import Parts, parts_of
+from autotp.runtime.holdings import Parts, expect_all_saved, parts_of
 from autotp.sharding.boxes import local_of
 from autotp.training.trainer import Trainer
 
@@ -73,7 +73,9 @@ def begun(folder: Path, trainer: Trainer, optimizer: Optimizer, step: int, more:
     if trainer.everyone.rank == 0:
         _filed(folder, lambda: _claim(folder))
     _expect_nothing_beside(optimizer)
-    return _state(trainer, parts_of(trainer, "save_checkpoint"), optimizer, step, more)
+    parts = parts_of(trainer, "save_checkpoint")
+    expect_all_saved(parts)
+    return _state(trainer, parts, optimizer, step, more)
 
 
 def _expect_nothing_beside(optimizer: Optimizer) -> None:

@@ -33,6 +33,8 @@ INTERVAL = 1.0
 """Seconds after which a process looks whether it is called."""
 SILENCE = 4 * INTERVAL
 """Seconds without an answer after which a process is lost, and so is the one that keeps the store."""
+LEAVING = 10 * INTERVAL
+"""Seconds for which the end of a process waits for an answer of the store."""
 JOINED, CALLED, HERE = "joined", "called", "here"
 """Before the number of a rank: it answers calls. Before that of a call: it was made; who answered it, by rank."""
 VERDICT, KEEPER = "lost", "keeper"
@@ -104,9 +106,9 @@ class Heart:
         return found
 
     def stop(self) -> None:
-        """Ends the thread, which must not run when Python ends."""
+        """Ends the thread. One that is in the store while Python ends would end the process by SIGABRT."""
         self.stopped.set()
-        self.thread.join(INTERVAL)
+        self.thread.join(LEAVING)  # It waits for a store that is busy; one whose keeper is stopped never answers.
 
 
 def keeps(store: dist.Store) -> bool:

@@ -128,8 +128,7 @@ class Generates:
         whole = generation_config.output_scores or generation_config.output_logits
         if not whole and not any(hasattr(one, "model") for one in logits_processor):
             LOGITS[self] = "cut"
-        processors = partial(processed, logits_processor)
-        return self._decoded("_sample", input_ids, processors, stopping_criteria, generation_config, kwargs)
+        return self._decoded("_sample", input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
 
     def _beam_search(
         self, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kwargs: Any
@@ -149,23 +148,24 @@ class Generates:
         self, name: str, ids: Tensor, processors: Any, criteria: Any, config: Any, rest: dict[str, Any]
     ) -> Any:
         """What transformers' loop of this name returns, where the first rank's chance and clock decide for all."""
-        mesh = self.mesh
-        expect_alike((name, _asked(config)), mesh, "generates with other settings", "the same arguments of generate")
+        from autotp.hf.generation_settings import (  # Later: it compares as inputs are, whose structure is read here.
+            asked,
+            known,
+        )
+
+        mesh, said = self.mesh, (name, *asked(config, (*processors, *criteria)))
+        expect_alike(said, mesh, "generates with other settings", "the same arguments of generate")
         if config.do_sample:
             follow_first_random_state(mesh)
         criteria[:] = [one if type(one).__name__ in ALIKE else _FirstRanks(one, mesh) for one in criteria]
         loop = getattr(super(), name)
-        return loop(ids, logits_processor=processors, stopping_criteria=criteria, generation_config=config, **rest)
+        all_alike = type(processors)(one if known(one) else _FirstRanksScores(one, mesh) for one in processors)
+        chosen = partial(processed, all_alike) if name == "_sample" else all_alike
+        return loop(ids, logits_processor=chosen, stopping_criteria=criteria, generation_config=config, **rest)
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         """False: a graph is captured already."""
         return False
-
-
-def _asked(config: Any) -> list[tuple[str, str]]:
-    """The plain settings of a generation."""
-    kinds = bool | int | float | str | list | tuple | dict
-    return sorted((key, repr(value)) for key, value in config.to_dict().items() if isinstance(value, kinds))
 
 
 ALIKE = ("MaxLengthCriteria", "EosTokenCriteria", "StopStringCriteria")
@@ -184,6 +184,16 @@ class _FirstRanks:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.criterion, name)
+
+
+class _FirstRanksScores:
+    """A processor of the user's, of which the first rank's scores count: it may draw numbers, or read a file."""
+
+    def __init__(self, processor: Any, mesh: Mesh) -> None:
+        self.processor, self.mesh = processor, mesh
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return broadcast_from_first(self.processor(input_ids, scores).contiguous(), self.mesh)
 
 
 # ---- logits processors

@@ -174,7 +174,7 @@ def _load(folder: Path, wanted: Wanted) -> nn.Module:
     _expect_fit(model, info, files, folder, wanted)
     if any(p.is_meta for p in model.parameters()):  # Also those of which transformers says that no file has them.
         model, _ = _built(build, config, lazies, wanted.dtype, nullcontext())
-    model.config.name_or_path = str(folder)
+    model.config.name_or_path = os.path.abspath(folder)  # It is read again once the model is saved, wherever that is.
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = _read(folder / "generation_config.json", type(model.generation_config))
     return model
@@ -273,16 +273,16 @@ def _expect_no_code(file: Path, given: Mapping[str, Any]) -> None:
         with opened(file) as source:
             config = json.loads(source.read(), parse_constant=_no_number)
         config |= {key: given[key] for key in given if key == "auto_map"}
-        entries = list(_entries(config))
-        if any(key == "__float__" and value == "NaN" for key, value in entries):
+        entries = [(key, value, _texts(value) if "_implementation" in key else []) for key, value in _entries(config)]
+        if any(key == "__float__" and value == "NaN" for key, value, _ in entries):
             _no_number("NaN")
     except (*SENSELESS, OSError) as error:
         raise Error(f"the configuration cannot be read: {_first_line(error)}", at=str(file)) from error
-    for key, value in entries:
+    for key, value, texts in entries:
         if key == "auto_map" and value:
             own = 'config={"auto_map": {}} for the class of transformers, if it has one of this model_type'
             raise Error("the checkpoint has code of its own (auto_map): it is not run", at=str(file), **{"try": own})
-        hubs = [text for text in _texts(value) if "/" in text] if "_implementation" in key and key not in given else []
+        hubs = [text for text in texts if "/" in text and key not in given]
         if hubs:
             named = f"the checkpoint names code in a hub ({key}: {hubs[0]}): it is not fetched"
             raise Error(named, at=str(file), **{"try": f'config={{"{key}": "sdpa"}}'})
@@ -411,11 +411,23 @@ def _write_beside(folder: Path, parallel: ParallelModule) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = next(p.dtype for p in parallel.parameters() if p.is_floating_point())
-    config.save_pretrained(folder)
+    with _refused("config"):
+        config.save_pretrained(folder)
     if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+        with _refused("generation_config"):
+            model.generation_config.save_pretrained(folder)
     if model.config.name_or_path:
         copy_beside(Path(model.config.name_or_path), folder)
+
+
+@contextmanager
+def _refused(name: str) -> Iterator[None]:
+    """Within, what transformers does not write is an Error."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        said = " ".join(str(error).split())
+        raise Error(f"model.{name} cannot be written: {said}", **{"try": f"change model.{name}"}) from error
 
 
 # ---- transformers

@@ -47,11 +47,13 @@ def is_of(file: Path, source: Path) -> bool:
 
 
 def copy_beside(source: Path, folder: Path) -> None:
-    """Copies what goes along with the weights.
+    """Copies what goes along with the weights; a warning where the folder that the model was read from is gone.
 
     Raises:
         OSError: as the file system says.
     """
+    if source.is_absolute() and not source.is_dir():  # Another is a name on a hub.
+        warnings.warn(f"{source} is gone: its tokenizer's files are not copied to {folder}", stacklevel=2)
     for file in sorted(source.iterdir()) if source.is_dir() else ():
         if belongs(file) and is_of(file, source):
             shutil.copyfile(file, folder / file.name)

@@ -34,6 +34,8 @@ class Parts:
         replica: which of the ranks that hold the same this is, from 0; what is sharded over them is no replica.
         check: when ranks are compared.
         alike: this rank among ranks that hold the same -> what of it. Of what is sharded over them each has its own.
+        beside: names in the original's state dict that are of no parameter or buffer.
+        left_out: parameters that learn, and that its state dict does not name.
     """
 
     held: Mapping[str, Tensor]
@@ -47,6 +49,8 @@ class Parts:
     replica: int = 0
     check: CheckInputs = "first"
     alike: tuple[tuple[Mesh, frozenset[str]], ...] = ()
+    beside: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def layout(self, name: str) -> Layout:
         """How a parameter or buffer is held; buffers are whole."""
@@ -88,11 +92,16 @@ def parts_of(model: Any, call: str) -> Parts:
         return inner.parts()
     inner = parallel_of(model, call)
     it = executable_of(inner)
-    saved, here = saved_names(inner)  # First: asked for its state, `fully_shard` frees what it had gathered.
+    saved, here, beside, left_out = saved_names(
+        inner
+    )  # First: asked for its state, `fully_shard` frees what it had gathered.
     held, shapes = it.tensors(), {name: layout.shape for name, layout in it.layouts.items()}
     check = it.tree.settings.check_inputs
     alike = ((it.mesh, uncut(held, it.layouts)),)
-    return Parts(held, frozenset(held), saved, here | shapes, it.layouts, it.mesh, it.mesh, check=check, alike=alike)
+    return Parts(
+        held, frozenset(held), saved, here | shapes, it.layouts, it.mesh, it.mesh,
+        check=check, alike=alike, beside=beside, left_out=left_out,
+    )  # fmt: skip
 
 
 def parallel_of(model: Any, call: str) -> ParallelModule:
@@ -117,8 +126,28 @@ def uncut(held: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> frozense
     return frozenset(name for name in held if name not in layouts or layouts[name].dim is None)
 
 
-def saved_names(model: nn.Module) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-    """The names in a model's state dict, each with its first; and all shapes by first names."""
+def saved_names(
+    model: nn.Module,
+) -> tuple[dict[str, str], dict[str, tuple[int, ...]], tuple[str, ...], tuple[str, ...]]:
+    """The names in a model's state dict, each with its first; all shapes by first names; what does not fit together."""
     first = places(model)[0]
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {name: first[name] for name in model.state_dict()}, {name: tuple(x.shape) for name, x in tensors}
+    tensors, names = [*model.named_parameters(), *model.named_buffers()], list(model.state_dict())
+    saved = {name: first[name] for name in names if name in first}
+    left_out = [name for name, x in model.named_parameters() if x.requires_grad and name not in saved.values()]
+    beside = tuple(name for name in names if name not in first)
+    return saved, {name: tuple(x.shape) for name, x in tensors}, beside, tuple(left_out)
+
+
+def expect_nothing_beside(parts: Parts, remedy: str) -> None:
+    """Raises Error where a state dict has what is no parameter or buffer: nobody knows how it is cut."""
+    if parts.beside:
+        problem = f"`{parts.beside[0]}` in the model's state_dict() is no parameter or buffer of the model"
+        raise Error(problem, **{"try": remedy})
+
+
+def expect_all_saved(parts: Parts) -> None:
+    """Raises Error where a checkpoint would not be the model's state."""
+    expect_nothing_beside(parts, "the modules' own names, and save_checkpoint(..., name=thing) for what is beside them")
+    if parts.left_out:
+        problem = f"`{parts.left_out[0]}` learns, and the model's state_dict() leaves it out: it would not be saved"
+        raise Error(problem, **{"try": "a state_dict() of all that learns, or requires_grad_(False)"})

@@ -57,17 +57,21 @@ def _moved(
     wanted: Collection[str] | None,
 ) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for name, holders in _held(model).items():
+    held = _held(model)
+    learning = gather_ints([table[key].grad is not None for ((table, key), *_) in held.values()], everyone)[0]
+    for (name, holders), learns in zip(held.items(), learning, strict=True):
         table, key = holders[0]
         tensor = table[key]
         local = read[name] if name in read else _part(tensor, layouts.get(name), rank, everyone)
+        full = tensor if tensor.grad is None else tensor.grad  # Where the first has none, nobody's is kept.
+        gradient = _part(full, layouts.get(name), rank, everyone) if learns else None
         empty: Tensor = torch.empty_like(tensor, device="meta", requires_grad=False)
         empty = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
         empty.__dict__.update(tensor.__dict__)
         for table, key in holders:
             table[key] = empty
         if wanted is None or name in wanted:
-            found[name] = _now(tensor, local)
+            found[name] = _now(tensor, local, gradient)
     return found
 
 
@@ -77,12 +81,26 @@ def _part(tensor: Tensor, layout: Layout | None, rank: int, everyone: Mesh) -> T
     return layout.take(full, rank) if layout is not None and layout.dim is not None else full
 
 
-def _now(tensor: Tensor, local: Tensor) -> Tensor:
+def _now(tensor: Tensor, local: Tensor, gradient: Tensor | None) -> Tensor:
     """A parameter stays the object it was, as under `.to()`: an optimizer that was made before has the right one."""
     if not isinstance(tensor, nn.Parameter) or not torch._has_compatible_shallow_copy_type(tensor, local):
         return local
-    tensor.data, tensor.grad = local, None
+    tensor.grad = None
+    if local.shape != tensor.shape:
+        _forget_graphs(tensor)
+    tensor.data = local
+    tensor.grad = gradient
     return tensor
+
+
+def _forget_graphs(parameter: nn.Parameter) -> None:
+    """Has a parameter be a leaf of none of the graphs that were made with it, which somebody may still hold.
+
+    Such a graph (an output that is kept, the weight that torch's old `weight_norm` makes) keeps the one node that
+    gathers the parameter's gradient, and the shape in it. Torch makes a new one where the data becomes another dtype.
+    """
+    other = torch.float32 if parameter.dtype == torch.bfloat16 else torch.bfloat16
+    parameter.data = parameter.data.new_empty(0, dtype=other)
 
 
 def _on(tensor: Tensor, device: torch.device) -> Tensor:

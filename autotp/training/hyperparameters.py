@@ -9,15 +9,18 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from enum import Enum
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 NOT_OF_THE_MODEL = (
     "training", "name_or_path", "transformers_version", "architectures", "generation_config", "gradient_checkpointing",
-    "use_cache", "return_dict", "output_attentions", "output_hidden_states",
+    "use_cache", "return_dict", "output_attentions", "output_hidden_states", "dtype", "torch_dtype",
 )  # fmt: skip
 """Attributes that may be others although the model is the same."""
 PLAIN = (bool, int, float, str)
@@ -51,19 +54,53 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], changed: Coll
 def _within(attributes: Mapping[Any, Any], path: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
     """The plain values of an object's attributes or a dict's items, and of those that these are."""
     for name, value in attributes.items():
-        if not isinstance(name, str) or name.startswith("_") or name in NOT_OF_THE_MODEL or "drop" in name:
+        if not isinstance(name, str) or name.startswith("_") or name in NOT_OF_THE_MODEL:
             continue
-        key = f"{path}.{name}" if path else name
-        if value is None or type(value) in PLAIN or isinstance(value, list | tuple):
-            if (told := _told(value)) is not None:
-                yield key, told
-        elif hasattr(value, "__qualname__"):
-            yield from [] if "<" in value.__qualname__ else [(key, value.__qualname__)]
-        elif not isinstance(value, Tensor | nn.Module) and id(value) not in seen and depth < DEEPEST:
-            seen.add(id(value))
-            yield from _within(
-                value if isinstance(value, Mapping) else getattr(value, "__dict__", {}), key, seen, depth + 1
-            )
+        if not ("drop" in name and _is_rate(value)):
+            yield from _of(value, f"{path}.{name}" if path else name, seen, depth)
+
+
+def _of(value: Any, key: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    """What is kept of one value: itself, or what it is made of."""
+    if isinstance(value, Enum | torch.dtype):
+        yield key, str(value)
+    elif _is_plain(value) or isinstance(value, list | tuple | set | frozenset | range):
+        value = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+        if value is None or (told := _told(list(value) if isinstance(value, range) else value)) is not None:
+            yield key, value if value is None else told
+        elif depth < DEEPEST and not _is_plain(value):
+            for i, item in enumerate(value[:LONGEST]):
+                yield from _of(item, f"{key}.{i}", seen, depth + 1)
+    elif isinstance(value, partial):
+        yield from _of([value.func, *value.args], key, seen, depth + 1)
+        yield from _within(value.keywords, key, seen, depth + 1)
+    elif hasattr(value, "__qualname__"):
+        yield from [] if "<" in value.__qualname__ else [(key, value.__qualname__)]
+    elif not isinstance(value, Tensor | nn.Module) and id(value) not in seen and depth < DEEPEST:
+        seen.add(id(value))
+        yield from _within(_attributes(value), key, seen, depth + 1)
+
+
+def _attributes(value: Any) -> Mapping[Any, Any]:
+    """A dict's items, or an object's attributes: those of `__slots__`, too."""
+    if isinstance(value, Mapping):
+        return value
+    slots = [name for kind in type(value).__mro__ for name in _names(kind.__dict__.get("__slots__", ()))]
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
+
+
+def _names(slots: Any) -> Iterable[str]:
+    return [slots] if isinstance(slots, str) else slots
+
+
+def _is_rate(value: Any) -> bool:
+    """Whether a value may say how much is dropped: a model that learns with another is the same model."""
+    several = isinstance(value, list | tuple)
+    return value is None or all(isinstance(x, int | float) and 0 <= x <= 1 for x in (value if several else [value]))
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or type(value) in PLAIN
 
 
 def _told(value: Any) -> Any:

@@ -177,9 +177,10 @@ class Trainer(HasParts):
         alike = [(self.place, uncut(held, self.layouts)), (self.replicas, frozenset(held))]
         for mesh in dict.fromkeys(self.tied.values()):
             alike.append((mesh, frozenset(name for name, its in self.tied.items() if its is mesh)))
+        saved, shapes, beside, left_out = saved_names(self.skeleton)
         return Parts(
-            held, frozenset(held) - later, *saved_names(self.skeleton), self.layouts, self.place, self.everyone,
-            group, replica, alike=tuple(alike),
+            held, frozenset(held) - later, saved, shapes, self.layouts, self.place, self.everyone,
+            group, replica, alike=tuple(alike), beside=beside, left_out=left_out,
         )  # fmt: skip
 
     @property

@@ -7,9 +7,11 @@ After:  out/ with the new files in the place of the old ones; what is not of the
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +37,8 @@ def replaced(folder: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file")
+    if folder.is_mount():
+        raise OSError(errno.EBUSY, "a mount point cannot be replaced as a whole; a folder in it can", str(folder))
     new = folder.parent / f".{folder.name}.{uuid4().hex[:8]}.new"
     new.mkdir()
     try:
@@ -43,23 +47,35 @@ def replaced(folder: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
         yield new
         for path in (*new.rglob("*"), new):
             sync(path)
+        if replaces := folder.exists():
+            _exchange(folder, new)
+        else:
+            new.rename(folder)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
-    if folder.exists():
-        _exchange(folder, new)
+    if replaces:
         _clear(new, folder, ours)
-    else:
-        new.rename(folder)
     sync(folder.parent)
 
 
 def _clear(old: Path, folder: Path, ours: Callable[[str], bool]) -> None:
-    """Takes the old folder away; what is not ours moves into the new one."""
-    for entry in old.iterdir():
-        if not ours(entry.name) and not (folder / entry.name).exists():
-            entry.rename(folder / entry.name)
-    shutil.rmtree(old)
+    """Takes the old folder away; what is not ours moves into the new one. If it cannot, the old one comes back."""
+    moved = list[str]()
+    try:
+        for entry in list(old.iterdir()):
+            if not ours(entry.name) and not (folder / entry.name).exists():
+                entry.rename(folder / entry.name)
+                moved.append(entry.name)
+    except OSError:
+        for name in moved:
+            (folder / name).rename(old / name)
+        _exchange(folder, old)
+        shutil.rmtree(old, ignore_errors=True)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+    if old.exists():
+        warnings.warn(f"of what {folder} held before, {old} is left: it cannot be removed", stacklevel=2)
 
 
 def sync(path: Path) -> None:

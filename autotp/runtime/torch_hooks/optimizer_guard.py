@@ -40,6 +40,7 @@ from autotp.errors import Error, within
 from autotp.ops.collectives import reduce
 from autotp.runtime.holdings import Parts, parts_of
 from autotp.sharding.boxes import local_of
+from autotp.sharding.layout import Layout
 
 CHECKED_STEPS, EVERY = 4, 64
 """How many first steps are compared, and which later ones."""
@@ -54,10 +55,11 @@ OF_ALL = re.compile("lbfgs|dadapt|prodigy")
 
 @dataclass
 class Watched:
-    """An optimizer: how often it stepped, with how many parameters; if each is compared, if a warning was given."""
+    """An optimizer: how often it stepped, with how many parameters, and which state; if each is compared; if warned."""
 
     steps: int = 0
     size: int = -1
+    state: int = 0
     always: bool = False
     warned: bool = False
 
@@ -75,9 +77,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     step, size = watched.steps, sum(len(group["params"]) for group in optimizer.param_groups)
     due = watched.always or step < CHECKED_STEPS or step % EVERY == 0
     watched.steps += 1
-    if (not due and size == watched.size) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    known = (watched.size, watched.state) == (size, id(optimizer.state))
+    if (not due and known) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return
-    watched.size = size
+    watched.size, watched.state = size, id(optimizer.state)
     held, _ = sorted_by_model(p for group in optimizer.param_groups for p in group["params"])
     for model, parameters in held.items():
         parts = parts_of(model, "step")
@@ -105,6 +108,8 @@ def _checked(optimizer: Optimizer, parts: Parts, parameters: Mapping[str, Tensor
             f"each rank has a part of `{cut[0]}`, and this optimizer does not work element by element",
             **{"try": "AdamW, SGD, Lion or their like for parameters that are cut (`model.layouts` tells which)"},
         )
+    for name in cut:
+        _cut_state(optimizer, parameters[name], parts.layout(name), parts.place.rank)
     if not compared:
         return ""
     apart = ""
@@ -113,6 +118,13 @@ def _checked(optimizer: Optimizer, parts: Parts, parameters: Mapping[str, Tensor
         if place.size > 1 and (same or place is parts.place):
             apart = apart or _differing(optimizer, same, place, step)
     return apart
+
+
+def _cut_state(optimizer: Optimizer, parameter: Tensor, layout: Layout, rank: int) -> None:
+    """Of what an optimizer keeps of the whole, from before its parameter was cut or from a file, takes this part."""
+    kept = optimizer.state.get(parameter, {}) if parameter.shape != layout.shape else {}
+    whole = [key for key, x in kept.items() if type(x) is Tensor and x.shape == layout.shape]
+    kept.update({key: layout.take(kept[key], rank).to(parameter.device) for key in whole})
 
 
 def _is(kind: re.Pattern[str], optimizer: Optimizer) -> bool:

@@ -1,0 +1,49 @@
+"""What ranks are asked to generate, as they compare it before the first token.
+
+What a processor adds to a rank's own columns is nowhere gathered: ranks with other lists of tokens would each mask
+theirs, and choose alike a token that neither asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from autotp.distributed.consistency import checksum, shown
+
+CLOCKS = ("initial_timestamp",)
+"""When a criterion was made: each rank's own."""
+
+
+def asked(config: Any, parts: Iterable[Any]) -> list[Any]:
+    """What prints alike where the settings of a generation, its processors and its criteria are the same.
+
+    Of the user's own only the classes are compared: they may hold a clock or a file, and the first rank's count.
+    """
+    plain = bool | int | float | str | list | tuple | dict
+    settings = sorted((key, repr(value)) for key, value in config.to_dict().items() if isinstance(value, plain))
+    return [settings, [_part(one) for one in parts]]
+
+
+def known(part: Any) -> bool:
+    """Whether a processor or criterion is transformers' own."""
+    return type(part).__module__.startswith("transformers.generation.")
+
+
+def _part(part: Any) -> Any:
+    held = sorted(vars(part).items()) if known(part) else []
+    return type(part).__qualname__, [(key, _value(value)) for key, value in held if key not in CLOCKS]
+
+
+def _value(value: Any) -> Any:
+    """A setting; of a tensor the checksum, of a function the name, of another object the class."""
+    if isinstance(value, Tensor):
+        return shown(value), checksum(value)
+    if isinstance(value, Mapping):
+        return sorted((repr(key), repr(_value(inner))) for key, inner in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        inner = [_value(one) for one in value]
+        return sorted(inner, key=repr) if isinstance(value, set | frozenset) else inner
+    return getattr(value, "__qualname__", None) or shown(value)
