@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from autotp.distributed.consistency import checksum, shown
+from autotp.distributed.consistency import checksum
+from autotp.runtime.call_consistency import shown
 
 CLOCKS = ("initial_timestamp",)
 """When a criterion was made: each rank's own."""
