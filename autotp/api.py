@@ -14,7 +14,7 @@ from autotp.compiler import analyse
 from autotp.diagnostics.plan_text import Plan, report
 from autotp.distributed.mesh import expect_size, make_mesh
 from autotp.errors import within
-from autotp.options import CheckInputs, Choices, Experts, Outputs, Recompute, Settings, expect_choices
+from autotp.options import CheckInputs, Experts, Options, Outputs, Recompute, expect_choices
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.runtime.build import BEFORE, build, expect_ordinary
@@ -71,7 +71,7 @@ def parallelize(
         Error: bad input of any kind; nothing of `model` is changed then.
     """
     size = "" if tp is None else f", tp={tp}"
-    settings = Settings(outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute)
+    settings = Options(outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute)
 
     def run() -> ParallelModule:
         return build(model, make_mesh(tp, mesh, device, timeout), example_inputs, settings, strict)
@@ -96,7 +96,7 @@ def explain(
 
     def run() -> Plan:
         expect_size(tp)
-        choices = Choices(outputs, experts, sequence_parallel, without)
+        choices = Options(outputs, experts, sequence_parallel, without)
         expect_choices(choices)
         expect_ordinary(model, BEFORE.format("explain"))
         args, kwargs = find_inputs(model, example_inputs)

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from autotp.errors import Error
 from autotp.ops.eager_mode import uncollected
-from autotp.options import AS_USUAL, Choices, Settings
+from autotp.options import DEFAULTS, Options
 from autotp.passes.canonicalize import autocast as autocasts
 from autotp.passes.canonicalize.canonical_order import canonical_order
 from autotp.passes.canonicalize.canonicalize import canonicalize
@@ -102,7 +102,7 @@ class Program:
     captured: Captured
     graph: fx.Graph
     tp: int
-    choices: Choices
+    choices: Options
     training: bool
     autocast: Autocast
     stored: Mapping[str, Layout] | None
@@ -135,10 +135,10 @@ class Pass:
     stage: str
     name: str
     run: Callable[..., Any]
-    wanted: Callable[[Choices], bool] = lambda choices: True
+    wanted: Callable[[Options], bool] = lambda choices: True
 
 
-def _unless_left_out(name: str) -> Callable[[Choices], bool]:
+def _unless_left_out(name: str) -> Callable[[Options], bool]:
     return lambda choices: choices.optional(name)
 
 
@@ -348,7 +348,7 @@ def analyse(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tp: int,
-    choices: Choices = AS_USUAL,
+    choices: Options = DEFAULTS,
     layouts: Mapping[str, Layout] | None = None,
     autocast: Autocast = OFF,
     given: Mapping[int | Path, Layout] | None = None,
@@ -378,7 +378,7 @@ def captured(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tp: int,
-    choices: Choices = AS_USUAL,
+    choices: Options = DEFAULTS,
     layouts: Mapping[str, Layout] | None = None,
     autocast: Autocast = OFF,
     given: Mapping[int | Path, Layout] | None = None,
@@ -464,7 +464,7 @@ def _is_typed(graph: fx.Graph, program: Program, to: Target) -> bool:
 
 
 def emitted(
-    graph: fx.Graph, program: Program, settings: Settings, device: torch.device, groups: Mapping[str, str | None]
+    graph: fx.Graph, program: Program, settings: Options, device: torch.device, groups: Mapping[str, str | None]
 ) -> fx.GraphModule:
     """A rank's graph, or that of one of its stages, as a module that runs: on its device, its blocks submodules.
 

@@ -1,4 +1,4 @@
-"""What a user chose, of what is cut and of how it runs; and that there is such a choice."""
+"""What a user may choose, of what is cut and of how it runs; and that there is such a choice."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ OPTIONAL = (
 
 
 @dataclass(frozen=True)
-class Choices:
-    """What a user may choose of what is cut; see `autotp.parallelize`.
+class Options:
+    """What a user may choose; see `autotp.parallelize`.
 
     Attributes:
         outputs: whether cut outputs are gathered.
         experts: along what experts are cut: each through its width, or "expert", each rank having some whole.
         sequence_parallel: whether what lies between a block's products is cut along the sequence.
         without: those of OPTIONAL that are left out.
+        randomness: whether dropout draws the numbers of one device.
+        check_inputs: when ranks compare what they are called with.
+        recompute: what backward computes again.
         summed: the graph returns the loss alone, as a sum over the batch (`passes/pipeline/loss_totals.py`).
     """
 
@@ -36,6 +39,9 @@ class Choices:
     experts: Experts = "width"
     sequence_parallel: bool = False
     without: Collection[str] = ()
+    randomness: Randomness = "fast"
+    check_inputs: CheckInputs = "first"
+    recompute: Recompute = "none"
     summed: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -48,19 +54,10 @@ class Choices:
         return name not in self.without
 
 
-AS_USUAL = Choices()
+DEFAULTS = Options()
 
 
-@dataclass(frozen=True)
-class Settings(Choices):
-    """What `parallelize` was asked for beyond the size."""
-
-    randomness: Randomness = "fast"
-    check_inputs: CheckInputs = "first"
-    recompute: Recompute = "none"
-
-
-def expect_choices(choices: Choices, more: Mapping[str, tuple[Any, ...]] = MappingProxyType({})) -> None:
+def expect_choices(options: Options, more: Mapping[str, tuple[Any, ...]] = MappingProxyType({})) -> None:
     """Raises Error for a choice that there is not.
 
     Args:
@@ -75,10 +72,10 @@ def expect_choices(choices: Choices, more: Mapping[str, tuple[Any, ...]] = Mappi
         "sequence_parallel": (True, False),
         "recompute": ("none", "selective", "full"),
     }  # fmt: skip
-    for name, value in vars(choices).items():
+    for name, value in vars(options).items():
         if name in allowed and value not in allowed[name]:
             raise Error(f"{name}={value!r}", expected=", ".join(map(repr, allowed[name])))
-    if unknown := [name for name in choices.without if name not in OPTIONAL]:
+    if unknown := [name for name in options.without if name not in OPTIONAL]:
         raise Error(f"without={unknown}: there is no such pass", expected=", ".join(map(repr, OPTIONAL)))
-    if "outline" in choices.without and getattr(choices, "recompute", "none") != "none":
+    if "outline" in options.without and options.recompute != "none":
         raise Error("without=('outline',): what is computed again is a block", **{"try": 'recompute="none"'})

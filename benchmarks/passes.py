@@ -39,7 +39,7 @@ import autotp
 from autotp.compiler import analyse, rank_graph
 from autotp.models.configs import GPT_SIZES
 from autotp.models.gpt import GPT
-from autotp.options import Choices
+from autotp.options import Options
 from autotp.passes.capture.example_inputs import example_inputs
 from autotp.passes.capture.skeleton import skeleton_of
 
@@ -150,7 +150,7 @@ def seconds_to_capture(layers: int, without: tuple[str, ...]) -> float:
     with torch.device("meta"):
         model = GPT(replace(GPT_SIZES["1.2B"], n_layer=layers)).train()
     start = time.process_time()
-    choices = Choices(without=without)
+    choices = Options(without=without)
     rank_graph(analyse(skeleton_of(model), *example_inputs(model, None), 8, choices), 0, "fast")
     return time.process_time() - start
 

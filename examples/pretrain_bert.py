@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 examples/pretrain_bert.py --size 334M --data TEXT.jsonl --pairing order --tp 2 --dp 4
 
 It fills in masked tokens and tells right pairs of segments from wrong ones (`masking.py`, `segments.py`); a sentence is
-a line. The tokenizer is a WordPiece of the text itself; a tenth of the text is held out. Settings of the papers' sizes
+a line. The tokenizer is a WordPiece of the text itself; a tenth of the text is held out. Options of the papers' sizes
 are those of Shoeybi et al. 2019, section 4.2, but for the learning rate, which falls as a cosine. In the end the folder
 has `model.pt`, `config.json` and `tokenizer.json`, beside `log.csv`, TensorBoard's events and `loss.png`.
 """

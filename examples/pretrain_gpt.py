@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/pretrain_gpt.py
     torchrun --nproc-per-node 8 examples/pretrain_gpt.py --size 355M --data TEXT.jsonl --tp 2 --pp 2 --microbatches 4
 
-The tokenizer is a byte-level BPE of the text itself; a tenth of the text is held out. Settings of the papers' sizes are
+The tokenizer is a byte-level BPE of the text itself; a tenth of the text is held out. Options of the papers' sizes are
 those of Shoeybi et al. 2019, section 4.2. In the end the folder has `model.pt`, `config.json` and `tokenizer.json`, for
 `evaluate_lm.py`, beside `log.csv`, TensorBoard's events and `loss.png`.
 """

@@ -15,7 +15,7 @@ from mixture import Mixture
 from torch import Tensor, nn
 
 from autotp.compiler import Program, analyse
-from autotp.options import OPTIONAL, Choices
+from autotp.options import OPTIONAL, Options
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.lower.local_sizes import Target
 from autotp.sharding.layout import Layout
@@ -113,7 +113,7 @@ class Case:
     without: tuple[str, ...] = ()
 
     def analysed(self) -> Program:
-        choices = Choices(self.outputs, self.experts, self.sequence_parallel, self.without)
+        choices = Options(self.outputs, self.experts, self.sequence_parallel, self.without)
         return analyse(skeleton_of(self.model), (), self.inputs, self.tp, choices, self.layouts)
 
     def target(self, analysis: Program, rank: int) -> Target:

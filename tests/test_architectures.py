@@ -15,7 +15,7 @@ from transformer import arguments, model
 
 from autotp.diagnostics.plan_text import Plan
 from autotp.diagnostics.verify import Trial, compare, prepare
-from autotp.options import AS_USUAL, Choices
+from autotp.options import DEFAULTS, Options
 
 TOLERANCE = 1e-10
 RANKS = (2, 3, 4, 8)
@@ -28,7 +28,7 @@ on_ranks = pytest.mark.parametrize(
 )
 
 
-def trial(arch: Architecture, tp: int, choices: Choices = AS_USUAL) -> Trial:
+def trial(arch: Architecture, tp: int, choices: Options = DEFAULTS) -> Trial:
     return prepare(model(arch), (), arguments(arch), tp, choices)
 
 
@@ -37,7 +37,7 @@ def trial(arch: Architecture, tp: int, choices: Choices = AS_USUAL) -> Trial:
 @settings(max_examples=EXAMPLES // len(RANKS))
 @given(arch=architectures(), names=st.just(tuple(CUTS)) | st.sets(st.sampled_from(PASSES)))
 def test_equals_one_device(arch: Architecture, tp: int, names: Collection[str]) -> None:
-    report = replace(compare(trial(arch, tp, Choices(**only(names)))), tolerance=TOLERANCE)
+    report = replace(compare(trial(arch, tp, Options(**only(names)))), tolerance=TOLERANCE)
     assert report.ok, str(report)
     assert not uncut(arch, report.plan), str(report.plan)
 

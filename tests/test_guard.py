@@ -21,7 +21,7 @@ from autotp.runtime.module import executable_of
 checks = Checks()
 
 
-class Settings:
+class Options:
     def __init__(self) -> None:
         self.tau, self.options, self.unread = 1.0, {"scale": 1}, [1]
 
@@ -33,7 +33,7 @@ class Told(Mlp):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cfg, self.act, self.drop, self.names = Settings(), nn.GELU(), nn.Dropout(0.0), ["a"]
+        self.cfg, self.act, self.drop, self.names = Options(), nn.GELU(), nn.Dropout(0.0), ["a"]
         self.scale, self.head = torch.ones(8, dtype=torch.float64), nn.Linear(8, 8)
         self.note = 0
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.compiler import analyse, flat_graph
-from autotp.options import AS_USUAL
+from autotp.options import DEFAULTS
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.runtime.graph_digest import digest
 
@@ -121,7 +121,7 @@ def _family(name: str) -> tuple[nn.Module, dict[str, Any]]:
 def _printed(name: str) -> str:
     """The digest of a model, and what a rank of it runs, as numbers."""
     model, given = _family(name)
-    analysis = analyse(skeleton_of(model), (), given, 2, AS_USUAL)
+    analysis = analyse(skeleton_of(model), (), given, 2, DEFAULTS)
     number = {node: i for i, node in enumerate(flat_graph(analysis, 0, "fast").nodes)}
     lowered = [(str(n.target), torch.fx.map_arg((n.args, n.kwargs), number.__getitem__)) for n in number]
     calls = [f"{target.partition(' at 0x')[0]} {given}" for target, given in lowered]

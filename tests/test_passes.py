@@ -17,7 +17,7 @@ from autotp.ops import collectives
 from autotp.ops import parallel_forms as parallel
 from autotp.ops.coalesced import together
 from autotp.ops.overlapped_linear import columns
-from autotp.options import OPTIONAL, Choices
+from autotp.options import OPTIONAL, Options
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.bind import bind
 from autotp.passes.emit.recompute import outline
@@ -91,7 +91,7 @@ def test_all_but_one() -> None:
 def calls(without: tuple[str, ...], model: nn.Module | None = None, inputs: int = 1) -> list[fx.Node]:
     """What a rank's graph calls."""
     given = (torch.arange(10).view(2, 5),) * inputs
-    analysis = analyse(skeleton_of(model or Model()), given, {}, 2, Choices(without=without))
+    analysis = analyse(skeleton_of(model or Model()), given, {}, 2, Options(without=without))
     graph = bind(rank_graph(analysis, 0, "exact"), torch.device("cpu"), {}, reuse="in_place" not in without)
     return [node for node in graph.nodes if node.op == "call_function"]
 
@@ -158,4 +158,4 @@ def test_a_name_that_is_none(given: Any, expected: str) -> None:
 
 
 def test_one_name_is_as_good_as_several() -> None:
-    assert Choices(without="overlap") == Choices(without=("overlap", "overlap"))
+    assert Options(without="overlap") == Options(without=("overlap", "overlap"))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autotp
 from autotp.compiler import analyse
 from autotp.errors import Error
-from autotp.options import Choices, Outputs
+from autotp.options import Options, Outputs
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.plan.choose import Decision, choose, choose_as, elements
 from autotp.passes.plan.infer_axes import infer_axes
@@ -121,7 +121,7 @@ class LossAndLogits(nn.Module):
 def test_outputs_that_stay_cut_cost_nothing(outputs: Outputs, training: bool, dim: int | None) -> None:
     """Then the weight is cut by the vocabulary. Logits that are gathered cost more than that is worth."""
     inputs = {"x": some(2, 3, 8), "labels": TOKENS}
-    analysis = analyse(skeleton_of(LossAndLogits().double().train(training)), (), inputs, 2, Choices(outputs))
+    analysis = analyse(skeleton_of(LossAndLogits().double().train(training)), (), inputs, 2, Options(outputs))
     assert analysis.layouts["head.weight"].dim == dim
     assert list(analysis.local_outputs) == ([] if dim is None else [1])
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from autotp.compiler import analyse
 from autotp.errors import Error
-from autotp.options import Choices
+from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
 
 X, Y = torch.randn(6, 5, 8), torch.zeros(6, 5, dtype=torch.int64)
@@ -50,7 +50,7 @@ class Model(nn.Module):
 
 
 def analysed(model: nn.Module) -> None:
-    analyse(skeleton_of(model), (X, Y), {}, 2, Choices(summed=True))
+    analyse(skeleton_of(model), (X, Y), {}, 2, Options(summed=True))
 
 
 @pytest.mark.parametrize(
@@ -159,4 +159,4 @@ def test_another_number_of_rows() -> None:
 def test_an_input_with_the_batch_twice() -> None:
     """Batch and sequence of one length: nothing says that they are one."""
     model, x, y = Model(lambda x: x.softmax(1)), torch.randn(5, 5, 8), torch.zeros(5, 5, dtype=torch.int64)
-    analyse(skeleton_of(model), (x, y), {}, 2, Choices(summed=True))
+    analyse(skeleton_of(model), (x, y), {}, 2, Options(summed=True))

@@ -22,7 +22,7 @@ from autotp.models.bert import BERT, BERTConfig
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.ops import collectives
 from autotp.ops import parallel_forms as parallel
-from autotp.options import Choices
+from autotp.options import Options
 from autotp.passes.canonicalize.functionalize import functionalize
 from autotp.passes.plan.propagate import needs_grad
 
@@ -49,7 +49,7 @@ def bert() -> Trial:
 def alibi() -> Trial:
     """Slopes of heads that are scattered, logits that are gathered beside the loss."""
     arch = Architecture(positions="alibi", hidden=64, vocab=61, logits=True)
-    return apart(prepare(model(arch), (), arguments(arch), 2, Choices("full")))
+    return apart(prepare(model(arch), (), arguments(arch), 2, Options("full")))
 
 
 TRIALS = pytest.mark.parametrize("trial", [gpt, bert, alibi], ids=["gpt", "bert", "alibi"])

@@ -7,28 +7,61 @@ ranks' tensors at once, and has its conjugate as its backward. Deterministic, wi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from autotp.ops import collectives, custom_vjp
 from autotp.ops.coalesced import together
 from autotp.ops.custom_vjp import Vjp
 from autotp.ops.overlapped_linear import columns, products
 from autotp.ops.strides import inverse, memory_order
+from autotp.passes.emit.attach_parameters import BlockCall
+from autotp.passes.emit.recompute import Recomputed
 from autotp.sharding.partition import chunk_sizes
 
 Ranks = tuple[Tensor, ...]
 
 
-def run_lockstep(graphs: Sequence[fx.Graph], inputs: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-    """The outputs of every rank.
+Runs = fx.Graph | nn.Module
+"""One rank's graph; or a module that it became: a GraphModule, and what `emit` makes of its blocks."""
+
+
+def run_lockstep(ranks: Sequence[Runs], inputs: Sequence[Sequence[Any]]) -> list[Any]:
+    """What every rank returns.
 
     Args:
-        graphs: one lowered graph for each rank.
+        ranks: the graph of each rank, or its module.
         inputs: for each rank the values of its placeholders, in order.
     """
+    if isinstance(ranks[0], BlockCall):
+        calls = cast(Sequence[BlockCall], ranks)
+        given = [call.operands_of(row) for call, row in zip(calls, inputs, strict=True)]
+        return run_lockstep([call.work for call in calls], given)
+    if isinstance(ranks[0], Recomputed):
+        return _recomputed(cast(Sequence[Recomputed], ranks), inputs)
+    graphs = [rank if isinstance(rank, fx.Graph) else cast(fx.GraphModule, rank).graph for rank in ranks]
+    return _run(graphs, ranks, inputs)
+
+
+def _recomputed(ranks: Sequence[Recomputed], inputs: Sequence[Sequence[Any]]) -> list[Any]:
+    """The blocks of all ranks, whose operators run again in backward."""
+    inner, width = [rank.inner for rank in ranks], len(inputs[0])
+
+    def run(*flat: Any) -> list[Any]:
+        return run_lockstep(inner, [flat[i * width : (i + 1) * width] for i in range(len(inner))])
+
+    if not torch.is_grad_enabled():
+        return run_lockstep(inner, inputs)
+    flat = [x for row in inputs for x in row]
+    found: list[Any] = checkpoint(run, *flat, use_reentrant=False, preserve_rng_state=ranks[0].draws)
+    return found
+
+
+def _run(graphs: Sequence[fx.Graph], ranks: Sequence[Runs], inputs: Sequence[Sequence[Any]]) -> list[Any]:
+    """The graphs' nodes, one after the other, each on all ranks."""
     envs: list[dict[str, Any]] = [{} for _ in graphs]
     queues = [iter(values) for values in inputs]
     for nodes in zip(*(graph.nodes for graph in graphs), strict=True):
@@ -41,6 +74,10 @@ def run_lockstep(graphs: Sequence[fx.Graph], inputs: Sequence[Sequence[Any]]) ->
             arguments = [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)]
             several = kind in (_share, _together, _columns)
             values = kind(arguments) if several else kind(*(a[0] for a in arguments), rest=arguments[0][2:])
+        elif nodes[0].op == "call_module":
+            modules = cast(Sequence[nn.Module], ranks)
+            parts = [rank.get_submodule(str(node.target)) for rank, node in zip(modules, nodes, strict=True)]
+            values = run_lockstep(parts, [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)])
         elif isinstance(nodes[0].target, Vjp):
             arguments = [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)]
             values = custom_vjp.run_lockstep([node.target for node in nodes], arguments, run_lockstep)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,14 +14,14 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autotp.compiler import Program, analyse, rank_graph
+from autotp.compiler import Program, analyse, emitted, rank_graph
 from autotp.diagnostics.lockstep import run_lockstep
 from autotp.diagnostics.plan_text import Plan, report
 from autotp.distributed.mesh import expect_size
 from autotp.errors import within
-from autotp.model_library import keep_activations
+from autotp.model_library import keep_activations, recomputes
 from autotp.ops.grouped_mm import grouped_mm
-from autotp.options import AS_USUAL, Choices, Experts, Outputs, expect_choices
+from autotp.options import DEFAULTS, Experts, Options, Outputs, Recompute, expect_choices
 from autotp.passes.capture.captured import Captured, Place, Size
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, keyed, opened
@@ -29,7 +29,8 @@ from autotp.passes.capture.guards.attributes import everything, found_at, put_at
 from autotp.passes.capture.guards.python_state import Wanted
 from autotp.passes.capture.pytree import flatten, outcome, states
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.passes.emit.bind import bind
+from autotp.passes.emit.attach_parameters import Place as ParameterPlace
+from autotp.passes.emit.attach_parameters import attach_parameters, places
 from autotp.runtime.build import BEFORE, expect_ordinary
 from autotp.sharding.layout import Layout
 
@@ -93,6 +94,7 @@ class Trial:
     analysis: Program
     graphs: tuple[fx.Graph, ...]
     plan: Plan
+    settings: Options
 
 
 def prepare(
@@ -100,22 +102,24 @@ def prepare(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tp: int,
-    choices: Choices = AS_USUAL,
+    settings: Options = DEFAULTS,
 ) -> Trial:
     """A copy of `model`, and the graphs of its `tp` ranks."""
     name = type(model).__name__
+    if settings.recompute == "none" and recomputes(model):
+        settings = replace(settings, recompute="full")
     if _on_meta(model):
-        analysis = analyse(skeleton_of(model), args, kwargs, tp, choices)
-        return Trial(model, args, kwargs, analysis, (), report(analysis, name))
+        analysis = analyse(skeleton_of(model), args, kwargs, tp, settings)
+        return Trial(model, args, kwargs, analysis, (), report(analysis, name), settings)
     with all_double():
         whole = _moved(_copied(model).cpu().double())
         keep_activations(whole)
         args, kwargs = pytree.tree_map_only(Tensor, _doubled, (args, kwargs))
         tensors = [x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         wanted = Wanted(inputs=tuple(tensors), parameters=tuple(p.requires_grad for p in whole.parameters()))
-        analysis = analyse(skeleton_of(whole), args, kwargs, tp, choices, wanted=wanted)
+        analysis = analyse(skeleton_of(whole), args, kwargs, tp, settings, wanted=wanted)
         graphs = tuple(rank_graph(analysis, rank, "exact") for rank in range(tp))
-        return Trial(whole, args, kwargs, analysis, graphs, report(analysis, name))
+        return Trial(whole, args, kwargs, analysis, graphs, report(analysis, name), settings)
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -146,14 +150,14 @@ def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
     """The differences between a model and its ranks in lockstep, both drawing the same numbers."""
     if not trial.graphs:
         return Report(trial.plan, (), (), ())
-    analysis, cpu = trial.analysis, torch.device("cpu")
+    analysis = trial.analysis
     with all_double(), torch.random.fork_rng(devices=[]):
         model, inputs = _copied(trial.model), _inputs(trial)
         ranks = [_rank(trial, rank) for rank in range(analysis.tp)]
-        placed = [_placed(graph, rank, trial) for graph, rank in zip(trial.graphs, ranks, strict=True)]
+        modules = [_module(change(graph, i), ranks[i], trial) for i, graph in enumerate(trial.graphs)]
+        placed = [_placed(module.graph, rank, trial) for module, rank in zip(modules, ranks, strict=True)]
         torch.manual_seed(0)
-        bound = [bind(g, cpu, {}, reuse=analysis.choices.optional("in_place")) for g in trial.graphs]
-        ran = run_lockstep([change(g, rank) for rank, g in enumerate(bound)], placed)
+        ran = run_lockstep(modules, placed)
         found = [[_as_tensor(x) for x in row] for row in ran]
         torch.manual_seed(0)
         expected, others = _returned(model, trial, inputs)
@@ -197,6 +201,21 @@ def _rank(trial: Trial, rank: int) -> Held:
     parts = {n: layout.take(own[n].detach(), rank) for n, layout in trial.analysis.layouts.items()}
     buffers = {name: buffer.clone() for name, buffer in trial.model.named_buffers()}
     return {n: part.requires_grad_(own[n].requires_grad) for n, part in parts.items()} | buffers | _inputs(trial)
+
+
+def _module(graph: fx.Graph, held: Held, trial: Trial) -> fx.GraphModule:
+    """A rank's graph as it runs on processes, but for these: its blocks read the parameters that the rank holds."""
+    program, model = trial.analysis, trial.model
+    outlined = emitted(graph, program, trial.settings, torch.device("cpu"), {})
+    where = places(model)[1]
+    names = {(id(module), key): name for name, (module, key) in where.items()}
+    blocks = dict(model.named_modules(remove_duplicate=False))
+    del blocks[""]
+
+    def read(place: ParameterPlace) -> Tensor:
+        return held[names[id(place[0]), place[1]]]
+
+    return attach_parameters(outlined, program.captured.parameters, where, blocks.get, read)
 
 
 def _placed(graph: fx.Graph, held: Held, trial: Trial) -> list[Tensor]:
@@ -458,6 +477,7 @@ def verify(
     outputs: Outputs = "auto",
     experts: Experts = "width",
     sequence_parallel: bool = False,
+    recompute: Recompute = "none",
     without: Collection[str] = (),
 ) -> Report:
     """How far `tp` ranks of `model` are from the model itself: outputs, loss, every gradient, a step of an optimizer.
@@ -469,7 +489,7 @@ def verify(
     Args:
         model: an ordinary model, in the mode (train or eval) that is to be verified.
         tp: how many ranks.
-        example_inputs, outputs, experts, sequence_parallel, without: as for `parallelize`.
+        example_inputs, outputs, experts, sequence_parallel, recompute, without: as for `parallelize`.
 
     Raises:
         Error: as `parallelize`; the model is parallel already.
@@ -477,10 +497,10 @@ def verify(
 
     def run() -> Report:
         expect_size(tp)
-        choices = Choices(outputs, experts, sequence_parallel, without)
-        expect_choices(choices)
+        settings = Options(outputs, experts, sequence_parallel, without, recompute=recompute)
+        expect_choices(settings)
         expect_ordinary(model, BEFORE.format("verify"))
-        trial = prepare(model, *find_inputs(model, example_inputs), tp, choices)
+        trial = prepare(model, *find_inputs(model, example_inputs), tp, settings)
         found = compare(trial)
         if not trial.analysis.captured.changes or not trial.graphs:
             return found
@@ -488,6 +508,6 @@ def verify(
             called, changed = _copied(trial.model), copy.deepcopy((trial.args, trial.kwargs))
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 called(*changed[0], **changed[1])
-        return _joined(found, compare(prepare(called, trial.args, trial.kwargs, tp, choices)))
+        return _joined(found, compare(prepare(called, trial.args, trial.kwargs, tp, settings)))
 
     return within(f"verify({type(model).__name__}, tp={tp})", run)

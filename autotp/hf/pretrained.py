@@ -34,7 +34,7 @@ from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import expect_alike, make_mesh
 from autotp.errors import Error, within
 from autotp.hf.processor_files import copy_beside
-from autotp.options import CheckInputs, Experts, Outputs, Recompute, Settings
+from autotp.options import CheckInputs, Experts, Options, Outputs, Recompute
 from autotp.runtime.build import build
 from autotp.runtime.holdings import parallel_of
 from autotp.runtime.module import ParallelModule
@@ -101,7 +101,7 @@ def from_pretrained(
             another shape (names the tensor and the file); on every rank, as all that `parallelize` refuses.
     """
     size = "" if tp is None else f", tp={tp}"
-    settings = Settings(outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute)
+    settings = Options(outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute)
     wanted = Wanted(dtype, model_class, config or {}, missing, unexpected)
 
     def run() -> ParallelModule:

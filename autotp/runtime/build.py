@@ -15,7 +15,7 @@ from autotp.distributed.live_models import models
 from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
 from autotp.model_library import recomputes
-from autotp.options import Settings, expect_choices
+from autotp.options import Options, expect_choices
 from autotp.passes.capture.autocast_regions import ambient
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.pytree import signature_of
@@ -33,7 +33,7 @@ Read = Callable[[Mapping[str, Layout]], Mapping[str, Tensor]]
 
 
 def build(
-    model: nn.Module, place: Mesh, given: Any, settings: Settings, strict: bool, read: Read | None = None
+    model: nn.Module, place: Mesh, given: Any, settings: Options, strict: bool, read: Read | None = None
 ) -> ParallelModule:
     """As `parallelize`, on a mesh that is there.
 

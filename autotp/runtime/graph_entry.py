@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from autotp.compiler import Program, emitted, rank_graph
 from autotp.distributed.gather import Held
 from autotp.distributed.mesh import Mesh
-from autotp.options import Settings
+from autotp.options import Options
 from autotp.passes.capture.guards.guard import Guard
 from autotp.passes.emit.attach_parameters import Place, attach_parameters
 from autotp.rules.call import draws, returned
@@ -51,7 +51,7 @@ class Entry:
         return replace(self, module=module, operands=[self.sources[name] for name in left if name in self.sources])
 
 
-def prepare(analysis: Program, mesh: Mesh, settings: Settings) -> Entry:
+def prepare(analysis: Program, mesh: Mesh, settings: Options) -> Entry:
     """The graph of this rank, bound to its device and process group.
 
     Raises:

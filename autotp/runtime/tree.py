@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from autotp.distributed.mesh import Mesh
 from autotp.distributed.sharded_parameter import Warned
-from autotp.options import Recompute, Settings, expect_choices
+from autotp.options import Options, Recompute, expect_choices
 from autotp.passes.capture.guards.attributes import STATE
 from autotp.passes.capture.guards.guard import looked_up
 from autotp.passes.capture.skeleton import close_over, stand_ins
@@ -42,7 +42,7 @@ class Tree:
     """
 
     mesh: Mesh
-    settings: Settings
+    settings: Options
     version: int = 0
     read: set[str] = field(default_factory=set)
     modes: int = 0

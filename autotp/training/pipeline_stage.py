@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.compiler import Program, analyse
 from autotp.errors import Error
-from autotp.options import Settings
+from autotp.options import Options
 from autotp.passes.capture.captured import Captured
 from autotp.passes.emit.attach_parameters import Place, Read, value_at
 from autotp.passes.pipeline.cost import block_costs
@@ -29,7 +29,7 @@ Schedule = Literal["1F1B", "interleaved", "GPipe", "zero-bubble", "zero-bubble-v
 
 
 @dataclass(frozen=True)
-class Training(Settings):
+class Training(Options):
     """What `distribute` was asked for beyond the sizes."""
 
     microbatches: int = 1

@@ -7,7 +7,7 @@ What hangs on a module then has a time: hooks that gather its parameters before 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -40,7 +40,11 @@ class BlockCall(nn.Module):
 
     def run(self, given: tuple[Any, ...]) -> Any:
         """What the block returns, on the parameters that its module holds now."""
-        return self.work(*(given[x] if isinstance(x, int) else self.read(x) for x in self.operands))
+        return self.work(*self.operands_of(given))
+
+    def operands_of(self, given: Sequence[Any]) -> list[Any]:
+        """What `work` is called with."""
+        return [given[x] if isinstance(x, int) else self.read(x) for x in self.operands]
 
 
 class Owner(nn.Module):
