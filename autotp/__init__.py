@@ -15,6 +15,7 @@ from autotp.api import explain, parallelize  # noqa: E402  The path above comes 
 from autotp.checkpoint.save import load_checkpoint, save_checkpoint  # noqa: E402
 from autotp.checkpoint.state_dict import full_state_dict, load_full_state_dict  # noqa: E402
 from autotp.diagnostics.plan_text import Plan  # noqa: E402
+from autotp.diagnostics.stages import Stages, stages  # noqa: E402
 from autotp.diagnostics.verify import Report, verify  # noqa: E402
 from autotp.distributed.gather import gather  # noqa: E402
 from autotp.errors import Error  # noqa: E402
@@ -36,6 +37,7 @@ __all__ = [
     "Plan",
     "Report",
     "Sampler",
+    "Stages",
     "Trainer",
     "clip_grad_norm_",
     "distribute",
@@ -49,6 +51,7 @@ __all__ = [
     "rule",
     "save_checkpoint",
     "save_pretrained",
+    "stages",
     "verify",
     "weight_decay_groups",
 ]

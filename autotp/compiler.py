@@ -29,6 +29,7 @@ from autotp.passes.capture.guards.attribute_writes import Change, apply
 from autotp.passes.capture.guards.attributes import Path
 from autotp.passes.capture.guards.python_state import Wanted
 from autotp.passes.check.check import check
+from autotp.passes.check.types import Typed
 from autotp.passes.emit.bind import bind
 from autotp.passes.emit.recompute import outline
 from autotp.passes.lower.bucket import bucket
@@ -80,7 +81,7 @@ class Program:
         captured: the graph as it was captured, and what surrounds it.
         graph: the graph behind the last pass.
         tp: ranks.
-        choices: what the user chose.
+        options: what the user chose.
         training: whether the model was in training.
         autocast: what was on around the model.
         stored: how the parameters are held already, for a further graph of a parallel model; None for its first.
@@ -102,7 +103,7 @@ class Program:
     captured: Captured
     graph: fx.Graph
     tp: int
-    choices: Options
+    options: Options
     training: bool
     autocast: Autocast
     stored: Mapping[str, Layout] | None
@@ -139,7 +140,7 @@ class Pass:
 
 
 def _unless_left_out(name: str) -> Callable[[Options], bool]:
-    return lambda choices: choices.optional(name)
+    return lambda options: options.optional(name)
 
 
 # ---- canonicalize
@@ -201,7 +202,7 @@ CANONICALIZE = (
     Pass("canonicalize", "canonicalize", lambda p: replace(p, graph=canonicalize(p.graph))),
     Pass("canonicalize", "custom_vjp", lambda p: replace(p, graph=mark(p.graph))),
     Pass("canonicalize", "canonical_order", _canonical_order),
-    Pass("pipeline", "loss_totals", _loss_totals, lambda choices: choices.summed),
+    Pass("pipeline", "loss_totals", _loss_totals, lambda options: options.summed),
     Pass("canonicalize", "cse", lambda p: replace(p, graph=cse(p.graph)), _unless_left_out("cse")),
 )
 
@@ -238,7 +239,7 @@ def _prove_rules(p: Program) -> Program:
 
 def _match(p: Program) -> Program:
     captured, graph, results = p.captured, p.graph, returned(p.graph)
-    stay = positions_that_stay(graph, captured, len(p.updated), p.training, p.choices.outputs)
+    stay = positions_that_stay(graph, captured, len(p.updated), p.training, p.options.outputs)
     if any(i in p.given for i, _ in captured.into):
         raise Error("the model writes into an argument that comes in parts", **{"try": "autotp.gather it before"})
     moved = {node for node in results[len(results) - len(p.updated) :] if isinstance(node, fx.Node)}
@@ -281,7 +282,7 @@ def _hoist(p: Program) -> Program:
 def _sequence_parallel(p: Program) -> Program:
     decision = sequence_parallel(p.graph, p.axes, p.decision, p.differentiable, set(p.hoisted))
     p = _propagate(replace(p, decision=decision))
-    return _hoist(p) if p.choices.optional("hoist") else p
+    return _hoist(p) if p.options.optional("hoist") else p
 
 
 def _outputs(p: Program) -> Program:
@@ -295,8 +296,8 @@ def _outputs(p: Program) -> Program:
 
 PLAN = (
     Pass("plan", "decouple", _decouple),
-    Pass("pipeline", "row_independence", _row_independence, lambda choices: choices.summed),
-    Pass("plan", "experts", _experts, lambda choices: choices.experts == "expert"),
+    Pass("pipeline", "row_independence", _row_independence, lambda options: options.summed),
+    Pass("plan", "experts", _experts, lambda options: options.experts == "expert"),
     Pass("lower", "prove_rules", _prove_rules),
     Pass("plan", "match", _match),
     Pass("plan", "choose", _choose),
@@ -304,7 +305,7 @@ PLAN = (
     Pass("lower", "defer_reductions", _defer_reductions, _unless_left_out("defer_reductions")),
     Pass("plan", "propagate", _propagate),
     Pass("plan", "hoist", _hoist, _unless_left_out("hoist")),
-    Pass("plan", "sequence_parallel", _sequence_parallel, lambda choices: choices.sequence_parallel),
+    Pass("plan", "sequence_parallel", _sequence_parallel, lambda options: options.sequence_parallel),
     Pass("plan", "outputs", _outputs),
 )
 
@@ -348,7 +349,7 @@ def analyse(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tp: int,
-    choices: Options = DEFAULTS,
+    options: Options = DEFAULTS,
     layouts: Mapping[str, Layout] | None = None,
     autocast: Autocast = OFF,
     given: Mapping[int | Path, Layout] | None = None,
@@ -359,7 +360,7 @@ def analyse(
 
     Args:
         skeleton: the model on `meta`.
-        choices: what the user chose.
+        options: what the user chose.
         layouts: how the parameters are held already, for a further graph of a parallel model.
         autocast: what is on around the model.
         given: how those tensors are held that come cut, by their place among the arguments', or below attributes.
@@ -367,7 +368,7 @@ def analyse(
         wanted: of what gradients are wanted in the call, should the model ask.
     """
     with uncollected():
-        program = captured(skeleton, args, kwargs, tp, choices, layouts, autocast, given, opened, wanted)
+        program = captured(skeleton, args, kwargs, tp, options, layouts, autocast, given, opened, wanted)
         for _, found in behind_each_pass(program):
             program = found
     return program
@@ -378,7 +379,7 @@ def captured(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tp: int,
-    choices: Options = DEFAULTS,
+    options: Options = DEFAULTS,
     layouts: Mapping[str, Layout] | None = None,
     autocast: Autocast = OFF,
     given: Mapping[int | Path, Layout] | None = None,
@@ -388,17 +389,17 @@ def captured(
     """The program behind its first stage. Arguments as for `analyse`."""
 
     def found() -> Captured:
-        return capture(skeleton, args, kwargs, autocast, choices.optional("repeats"), opened, wanted)
+        return capture(skeleton, args, kwargs, autocast, options.optional("repeats"), opened, wanted)
 
     it = found()
-    if choices.summed and (it.changes or it.sets) and not it.computes_changes:
+    if options.summed and (it.changes or it.sets) and not it.computes_changes:
         # What a first call settles for good, as which kind of labels there are.
         apply([c for c in it.changes if isinstance(c, Change)], dict(skeleton.named_modules()), lambda x: x)
         for name, value in it.sets:
             name.scope.put(name.name, value)
         it = found()
     return Program(
-        captured=it, graph=it.graph, tp=tp, choices=choices, training=skeleton.training, autocast=autocast,
+        captured=it, graph=it.graph, tp=tp, options=options, training=skeleton.training, autocast=autocast,
         stored=layouts, given=given or {},
     )  # fmt: skip
 
@@ -406,7 +407,7 @@ def captured(
 def behind_each_pass(program: Program) -> Iterator[tuple[Pass, Program]]:
     """A captured program after each pass of the stages canonicalize and plan."""
     for each in (*CANONICALIZE, *PLAN):
-        if each.wanted(program.choices):
+        if each.wanted(program.options):
             program = each.run(program)
             yield each, program
 
@@ -443,16 +444,16 @@ def lowered_by_each_pass(program: Program, to: Target) -> Iterator[tuple[Pass, f
     """One rank's graph after each pass of the stage lower."""
     graph = program.graph
     for each in LOWER:
-        if each.wanted(program.choices):
+        if each.wanted(program.options):
             graph = each.run(program, to, graph)
             yield each, graph
 
 
-def expect_typed(graph: fx.Graph, program: Program, to: Target) -> None:
-    """The stage check. Raises Error for a rank's graph whose types do not add up."""
+def expect_typed(graph: fx.Graph, program: Program, to: Target) -> dict[fx.Node, tuple[Typed, ...]]:
+    """The stage check: the types of all tensors in a rank's graph. Raises Error where these do not add up."""
     captured = program.captured
     held = {place: program.layouts[name] for place, name in captured.parameters.items()} | program.local_inputs
-    check(graph, program.graph, held, [*captured.parameters, *captured.inputs], to, program.local_outputs)
+    return check(graph, program.graph, held, [*captured.parameters, *captured.inputs], to, program.local_outputs)
 
 
 def _is_typed(graph: fx.Graph, program: Program, to: Target) -> bool:

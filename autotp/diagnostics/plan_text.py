@@ -166,7 +166,7 @@ def _along_sequence(analysis: Program) -> int | None:
     """How many operators are cut along a sequence, if that was asked for."""
     sequences = {find(leaf) for leaf in analysis.decision.scattered.values()}
     cut = [leaf for leaf in analysis.decision.cuts.values() if find(leaf) in sequences]
-    return len(cut) if analysis.choices.sequence_parallel else None
+    return len(cut) if analysis.options.sequence_parallel else None
 
 
 def traffic(graph: fx.Graph, analysis: Program) -> Traffic:

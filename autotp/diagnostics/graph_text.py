@@ -1,0 +1,233 @@
+"""A graph as a page to read: one line a node, its type first, blocks that are alike printed once.
+
+x: f32[b, s, 768]
+h.0:
+  up = linear(x, mlp.up.weight): f32[b, s, 3072]
+h.1 ... h.11 are as h.0
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autotp.ops.custom_vjp import Vjp
+from autotp.rules.call import outputs_of
+from autotp.source_location import block_of
+
+LETTERS = "bstuvwxyz"
+"""What symbolic sizes are called, in the order in which the inputs have them: batch, sequence, ..."""
+INDENT = "  "
+
+TypeText = Callable[[fx.Node], str]
+
+
+def graph_text(
+    graph: fx.Graph,
+    held: Mapping[str, str],
+    given: Mapping[str, str] = MappingProxyType({}),
+    types: TypeText | None = None,
+    block: str | None = None,
+) -> str:
+    """A graph as text. Sizes stand as letters where they are read, parts of a tuple as `split[0]`.
+
+    Args:
+        held: placeholder -> name of a parameter or buffer.
+        given: placeholder -> name of an input.
+        types: what is printed as the type of a node; None is the dtype and shape of its example.
+        block: the block that the whole graph is, as `h.0`; None looks for blocks in it.
+    """
+    return "\n".join(_Page(graph, held, given, types, block).lines())
+
+
+class _Page:
+    """The names that nodes have on a page, and its lines."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        held: Mapping[str, str],
+        given: Mapping[str, str],
+        types: TypeText | None,
+        block: str | None,
+    ) -> None:
+        self.graph, self.held, self.given, self.block = graph, held, given, block
+        self.letters = sizes_of(graph)
+        self.types = types or self.shape_of
+        self.called: dict[fx.Node, str] = {}
+
+    def shape_of(self, node: fx.Node) -> str:
+        """The dtypes and shapes of a node's example."""
+        return ", ".join(
+            type_text(value.dtype, [size_text(n, self.letters) for n in value.shape]) for value in outputs_of(node)
+        )
+
+    def lines(self) -> Iterator[str]:
+        """The page, line by line."""
+        known: dict[tuple[str, ...], str] = {}
+        alike: list[str] = []
+        shown = [node for node in self.graph.nodes if not self._is_inline(node)]
+        if self.block is not None:
+            yield from self._region(self.block, shown)
+            return
+        for block, nodes in _regions(shown):
+            text = tuple(self._region(block, nodes))
+            if block and text in known:
+                alike.append(block)
+                continue
+            yield from self._said(alike, known)
+            if block:
+                known[text] = block
+                yield f"{block}:"
+            yield from (INDENT * bool(block) + line for line in text)
+        yield from self._said(alike, known)
+
+    def _said(self, alike: list[str], known: Mapping[tuple[str, ...], str]) -> Iterator[str]:
+        """What stands for blocks that are as one before."""
+        if alike:
+            first = list(known.values())[-1]
+            yield f"{alike[0]} {'is' if len(alike) == 1 else f'... {alike[-1]} are'} as {first}"
+            alike.clear()
+
+    def _is_inline(self, node: fx.Node) -> bool:
+        """True for what has no line: a parameter, which stands before its reader; a size; a part of a tuple."""
+        is_held = node.op == "placeholder" and node.name in self.held
+        return is_held or _is_size(node) or node.target is operator.getitem
+
+    def _region(self, block: str, nodes: Sequence[fx.Node]) -> Iterator[str]:
+        """The lines of some nodes, each parameter before its first reader.
+
+        In a block names start anew, and the values that it reads are `x`, `x1`, ...
+        """
+        local = {} if block else dict(self.called)
+        taken: dict[str, int] = {}
+        outside = 0
+        for node in nodes:
+            for read in dict.fromkeys(map(_source, node.all_input_nodes)):
+                if read in local or _is_size(read):
+                    continue
+                if read.name in self.held:
+                    local[read] = self.held[read.name].removeprefix(f"{block}.")
+                    if node.op != "call_module":
+                        yield f"{local[read]}: {self.types(read)}"
+                else:
+                    local[read] = f"x{outside or ''}"
+                    outside += 1
+            if node.op == "placeholder":
+                local[node] = self.given.get(node.name, "x" if self.block else node.name)
+            elif node.op != "output":
+                local[node] = _fresh(_base(node), taken, set(local.values()))
+            self.called[node] = f"{block}.{local[node]}" if block and node in local else local.get(node, "")
+            yield self._line(node, local)
+
+    def _line(self, node: fx.Node, local: Mapping[fx.Node, str]) -> str:
+        if node.op == "placeholder":
+            return f"{local[node]}: {self.types(node)}"
+        if node.op == "output":
+            return f"return {_value(node.args[0], local, self.letters)}"
+        args = [a for a in node.args if node.op != "call_module" or not self._is_inline(_source(a))]
+        given = [_value(a, local, self.letters) for a in args]
+        given += [f"{key}={_value(a, local, self.letters)}" for key, a in node.kwargs.items()]
+        typed = self.types(node)
+        return f"{local[node]} = {operator_text(node)}({', '.join(given)})" + (f": {typed}" if typed else "")
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), int | torch.SymInt)
+
+
+def _source(node: Any) -> Any:
+    """What makes the tuple that a node is a part of; any other node itself."""
+    while node.target is operator.getitem:
+        node = node.args[0]
+    return node
+
+
+def _regions(nodes: Sequence[fx.Node]) -> Iterator[tuple[str, list[fx.Node]]]:
+    """Runs of nodes of one block."""
+    run: list[fx.Node] = []
+    block = ""
+    for node in nodes:
+        here = block_of(node) if node.op in ("call_function", "call_module") else ""
+        if here != block and run:
+            yield block, run
+            run = []
+        block = here
+        run.append(node)
+    if run:
+        yield block, run
+
+
+def _base(node: fx.Node) -> str:
+    """What a value is called for: the last name of its module, or its operator."""
+    return operator_text(node).rpartition(".")[2].strip("_")
+
+
+def _fresh(base: str, taken: dict[str, int], others: set[str]) -> str:
+    while True:
+        taken[base] = taken.get(base, 0) + 1
+        name = base if taken[base] == 1 else f"{base}{taken[base]}"
+        if name not in others:
+            return name
+
+
+def operator_text(node: fx.Node) -> str:
+    """An operator's name, without the library that it is from: `linear`, `reduce`."""
+    target: Any = node.target
+    if isinstance(target, Vjp):
+        return "custom_vjp"
+    if isinstance(target, str):
+        return target
+    name = str((getattr(target, "_schema", None) and target._schema.name) or getattr(target, "__name__", target))
+    return name.rpartition("::")[2]
+
+
+def _value(value: Any, local: Mapping[fx.Node, str], letters: Mapping[str, str]) -> str:
+    if isinstance(value, fx.Node) and _is_size(value):
+        return size_text(value.meta["val"], letters)
+    if isinstance(value, fx.Node) and value.target is operator.getitem:
+        return f"{_value(value.args[0], local, letters)}[{value.args[1]}]"
+    if isinstance(value, fx.Node):
+        return local[value]
+    if isinstance(value, list | tuple):
+        inside = ", ".join(_value(x, local, letters) for x in value)
+        return f"[{inside}]"
+    if isinstance(value, torch.dtype):
+        return dtype_text(value)
+    return repr(value) if isinstance(value, str) else str(value)
+
+
+def type_text(dtype: torch.dtype, sizes: Sequence[str]) -> str:
+    """A type as `f32[b, s, 768]`."""
+    return f"{dtype_text(dtype)}[{', '.join(sizes)}]"
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """A dtype as `f32`, `bf16`, `i64`."""
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "f").replace("int", "i")
+
+
+def sizes_of(graph: fx.Graph) -> dict[str, str]:
+    """Symbolic size -> letter, in the order in which the inputs have them."""
+    found: dict[str, str] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        for size in value.shape if node.op == "placeholder" and isinstance(value, Tensor) else ():
+            for symbol in sorted(map(str, _symbols(size))):
+                found.setdefault(symbol, LETTERS[len(found)] if len(found) < len(LETTERS) else symbol)
+    return found
+
+
+def _symbols(size: Any) -> set[Any]:
+    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
+
+
+def size_text(size: Any, letters: Mapping[str, str]) -> str:
+    """A size with letters for its symbols."""
+    return re.sub(r"\b[a-z]\d+\b", lambda m: letters.get(m.group(), m.group()), str(size))

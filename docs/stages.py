@@ -1,0 +1,82 @@
+"""Writes docs/stages.md: an MLP and an attention on two ranks, stage by stage.
+
+python docs/stages.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import fill
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autotp
+
+PAGE = Path(__file__).with_suffix(".md")
+STAGES = {
+    "model": "What the user wrote.",
+    "capture": "The graph of ATen operators that one call runs. Sizes that may change are letters; a value's type is "
+    "its dtype and its shape.",
+    "canonicalize": "The same in one way of writing each thing: a bias is an addition of its own, nothing is computed "
+    "twice, nothing writes into its input.",
+    "axes": "Rules of the operators name every dimension. Those that a cut may follow have a name before their size.",
+    "plan": "What is cut, what it costs, and what stays whole and why.",
+    "lower": "The graph of the first rank: local sizes, and a conjugate wherever the placement of a value changes. "
+    "`columns` is a linear that reads a copy, whose all-reduce in backward runs beside other work.",
+    "check": "The same graph, typed anew from the parameters' layouts alone. `@tp` is behind a size that is cut, "
+    "`{tp}` behind a copy of which each rank uses a part (its gradient is summed), `{+tp}` behind a term of a sum.",
+    "emit": "What runs: blocks as modules, sums in the memory of what nobody else reads.",
+}
+
+
+class MLP(nn.Module):
+    """Two products around an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(768, 3072), nn.Linear(3072, 768)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Attention(nn.Module):
+    """Twelve heads that look back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(768, 3 * 768), nn.Linear(768, 768)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (12, 64)).transpose(1, 2) for part in self.qkv(x).split(768, 2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def page() -> str:
+    """The page as text."""
+    parts = [
+        "# From a model to what a rank runs",
+        fill(
+            "`print(autotp.stages(model, tp=2))` prints what a model becomes on its way, stage by stage, on any machine "
+            'and without processes. `autotp.stages(model, tp=2)["plan"]` is one stage. Each stage is a folder of '
+            "`passes/`. Look here first when you change a pass, or want to know why something is cut, or is not. This "
+            "page is written by `python docs/stages.py`.",
+            120,
+        ),
+    ]
+    for title, kind in (("An MLP", MLP), ("An attention", Attention)):
+        with torch.device("meta"):
+            model = kind()
+        found = autotp.stages(model, 2, example_inputs=torch.empty(2, 5, 768, device="meta"))
+        parts.append(f"## {title}")
+        for stage, text in found.pages.items():
+            parts.append(f"### {stage}\n\n{fill(STAGES[stage], 120) if title == 'An MLP' else ''}".rstrip())
+            parts.append(f"```\n{text}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

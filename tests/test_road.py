@@ -1,0 +1,81 @@
+"""stages: a model on its road as text; blocks that are alike are printed once."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autotp
+from autotp.models.gpt import GPT, GPTConfig
+
+ROOT = Path(__file__).parent.parent
+NAMES = ["model", "capture", "canonicalize", "axes", "plan", "lower", "check", "emit"]
+X = torch.ones(2, 5, 8)
+
+
+@pytest.fixture(scope="module")
+def gpt() -> autotp.Stages:
+    torch.manual_seed(0)
+    return autotp.stages(GPT(GPTConfig(n_layer=3, n_head=4, n_embd=32, vocab_size=64, block_size=16)), 2)
+
+
+def test_every_stage_has_a_page(gpt: autotp.Stages) -> None:
+    assert list(gpt.pages) == NAMES
+    assert [line for line in str(gpt).splitlines() if line.startswith("====")] == [f"==== {name}" for name in NAMES]
+
+
+@pytest.mark.parametrize("stage", ["capture", "canonicalize", "axes", "lower", "check", "emit"])
+def test_blocks_that_are_alike_are_printed_once(gpt: autotp.Stages, stage: str) -> None:
+    lines = gpt[stage].splitlines()
+    assert "h.0:" in lines and "h.1 ... h.2 are as h.0" in lines and "h.1:" not in lines
+    assert lines[0] == ("tokens: i64[b, s]")
+    assert not any("sym_size" in line or "getitem" in line for line in lines)
+
+
+def test_types_have_placements(gpt: autotp.Stages) -> None:
+    lines = [line.strip() for line in gpt["check"].splitlines()]
+    assert "mlp.c_fc.weight: f32[128@tp, 32]" in lines
+    assert "copy2 = copy(layer_norm2, 'tp'): f32[b, s, 32]{tp}" in lines
+    assert "linear4 = linear(gelu, mlp.c_proj.weight): f32[b, s, 32]{+tp}" in lines
+    assert "mlp.c_fc.weight: f32[width:128, 32]" in gpt["axes"]
+    assert "mlp.c_fc.weight: f32[64, 32]" in gpt["lower"]
+    assert "block = block(x): f32[b, s, 32]" in gpt["emit"] and "fresh=True" in gpt["emit"]
+
+
+class Odd(nn.Module):
+    """Another width in the last block; a dict as an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(8, n), nn.GELU(), nn.Linear(n, 8)) for n in (16, 16, 32))
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        x = batch["x"]
+        for block in self.h:
+            x = x + block(x)
+        return x
+
+
+def test_another_block_is_printed_by_itself() -> None:
+    page = autotp.stages(Odd(), 2, example_inputs={"batch": {"x": X}}, recompute="full")
+    lines = page["capture"].splitlines()
+    assert [line for line in lines if line.startswith("h.")] == ["h.0:", "h.1 is as h.0", "h.2:"]
+    assert lines[0] == "batch.x: f32[b, s, 8]"
+    assert "block, computed again in backward:" in page["emit"] and "block_1, computed" in page["emit"]
+
+
+def test_without_a_pass() -> None:
+    found = autotp.stages(Odd(), 2, example_inputs={"batch": {"x": X}}, without=("overlap", "outline"))
+    assert "columns" not in found["lower"] and "block" not in found["emit"].replace("h.", "")
+    with pytest.raises(autotp.Error, match="there is no such pass"):
+        autotp.stages(Odd(), 2, example_inputs={"batch": {"x": X}}, without=("overlapp",))
+
+
+def test_the_page_of_the_docs_is_current() -> None:
+    spec = importlib.util.spec_from_file_location("stages_page", ROOT / "docs" / "stages.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PAGE.read_text() == module.page(), "python docs/stages.py"
