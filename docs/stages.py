@@ -60,8 +60,8 @@ def page() -> str:
     parts = [
         "# From a model to what a rank runs",
         fill(
-            "`print(autotp.stages(model, tp=2))` prints what a model becomes on its way, stage by stage, on any machine "
-            'and without processes. `autotp.stages(model, tp=2)["plan"]` is one stage. Each stage is a folder of '
+            "`print(autotp.stages(model, tp=2))` prints what a model becomes on its way, stage by stage, on any "
+            'machine and without processes. `autotp.stages(model, tp=2)["plan"]` is one stage. Each stage is a folder of '
             "`passes/`. Look here first when you change a pass, or want to know why something is cut, or is not. This "
             "page is written by `python docs/stages.py`.",
             120,
