@@ -184,15 +184,16 @@ def _expect_one_batch(p: Program, loss: fx.Node | None) -> None:
         names = ", ".join(sorted({f"`{one}`" for one in written}))
         raise Error(
             f"the model sets {names} in forward, which parts of a batch cannot share",
-            **{"try": "add it to the returned loss, if it is a part of that", "or": "autotp.parallelize(model, tp)"},
+            fix="add it to the returned loss, if it is a part of that",
+            alternative="autotp.parallelize(model, tp)",
         )
     if p.updated:
         names = ", ".join(captured.buffers[place] for place in p.updated)
         raise Error(f"the model changes its buffers ({names}), which parts of a batch cannot share")
     if loss is None:
-        raise Error("the model returns no loss, a tensor of no dimension", **{"try": "labels among the inputs"})
+        raise Error("the model returns no loss, a tensor of no dimension", fix="labels among the inputs")
     if not captured.example or not captured.example[0]:
-        raise Error("the model's first input has no rows, and so there is no batch", **{"try": "the batch first"})
+        raise Error("the model's first input has no rows, and so there is no batch", fix="the batch first")
 
 
 CANONICALIZE = (
@@ -241,7 +242,7 @@ def _match(p: Program) -> Program:
     captured, graph, results = p.captured, p.graph, returned(p.graph)
     stay = positions_that_stay(graph, captured, len(p.updated), p.training, p.options.outputs)
     if any(i in p.given for i, _ in captured.into):
-        raise Error("the model writes into an argument that comes in parts", **{"try": "autotp.gather it before"})
+        raise Error("the model writes into an argument that comes in parts", fix="autotp.gather it before")
     moved = {node for node in results[len(results) - len(p.updated) :] if isinstance(node, fx.Node)}
     kept = makers(graph, captured.kept) | moved
     candidates = match(graph, p.axes, captured.parameters, captured.inputs, p.tp, kept)

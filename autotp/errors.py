@@ -19,11 +19,14 @@ class Error(RuntimeError):
 
     Args:
         problem: one line, what is wrong.
-        facts: label -> text, in the order printed; usual labels: rule, expected, got, at, try.
+        fix: what to write instead; printed behind `try`.
+        alternative: what else would do; printed behind `or`.
+        facts: label -> text, in the order printed; usual labels: rule, expected, got, at.
     """
 
-    def __init__(self, problem: str, **facts: str) -> None:
-        self.problem, self.facts, self.call = problem, facts, ""
+    def __init__(self, problem: str, *, fix: str = "", alternative: str = "", **facts: str) -> None:
+        remedies = {label: text for label, text in (("try", fix), ("or", alternative)) if text}
+        self.problem, self.facts, self.call = problem, facts | remedies, ""
         super().__init__(problem)
 
     def within(self, call: str) -> Error:

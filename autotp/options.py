@@ -78,4 +78,4 @@ def expect_choices(options: Options, more: Mapping[str, tuple[Any, ...]] = Mappi
     if unknown := [name for name in options.without if name not in OPTIONAL]:
         raise Error(f"without={unknown}: there is no such pass", expected=", ".join(map(repr, OPTIONAL)))
     if "outline" in options.without and options.recompute != "none":
-        raise Error("without=('outline',): what is computed again is a block", **{"try": 'recompute="none"'})
+        raise Error("without=('outline',): what is computed again is a block", fix='recompute="none"')

@@ -31,6 +31,12 @@ STAGES = {
 }
 
 
+OPENING = """`print(autotp.stages(model, tp=2))` prints what a model becomes on its way, stage by stage, on any machine
+and without processes; `autotp.stages(model, tp=2)["plan"]` is one stage. Each stage is a folder of `passes/`. Look here
+first when you change a pass, or want to know why something is cut, or is not. `python docs/stages.py` writes this
+page."""
+
+
 class MLP(nn.Module):
     """Two products around an activation."""
 
@@ -59,13 +65,7 @@ def page() -> str:
     """The page as text."""
     parts = [
         "# From a model to what a rank runs",
-        fill(
-            "`print(autotp.stages(model, tp=2))` prints what a model becomes on its way, stage by stage, on any "
-            'machine and without processes. `autotp.stages(model, tp=2)["plan"]` is one stage. Each stage is a folder of '
-            "`passes/`. Look here first when you change a pass, or want to know why something is cut, or is not. This "
-            "page is written by `python docs/stages.py`.",
-            120,
-        ),
+        fill(OPENING, 120),
     ]
     for title, kind in (("An MLP", MLP), ("An attention", Attention)):
         with torch.device("meta"):

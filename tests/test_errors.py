@@ -233,6 +233,6 @@ def test_an_error_travels() -> None:
     """Pickled, as between processes, an Error keeps its call and its facts."""
     import pickle
 
-    error = autotp.Error("a problem", at="here", **{"try": "this"}).within("parallelize(GPT, tp=2)")
+    error = autotp.Error("a problem", at="here", fix="this").within("parallelize(GPT, tp=2)")
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error) == "parallelize(GPT, tp=2): a problem\n  at       here\n  try      this"

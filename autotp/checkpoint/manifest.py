@@ -154,5 +154,5 @@ def _expect_size(file: Path, size: int) -> None:
 def _other_format(folder: Path, number: Any) -> Error:
     if number == 1:
         remedy = "the autotp that wrote it, and full_state_dict there: reading this format can run code"
-        return Error(f"{folder} is of format 1, and this autotp reads {FORMAT}", **{"try": remedy})
-    return Error(f"{folder} is of format {number}, and this autotp reads {FORMAT}", **{"try": "a newer autotp"})
+        return Error(f"{folder} is of format 1, and this autotp reads {FORMAT}", fix=remedy)
+    return Error(f"{folder} is of format {number}, and this autotp reads {FORMAT}", fix="a newer autotp")

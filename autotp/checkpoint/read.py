@@ -61,7 +61,7 @@ def expect_one(manifest: Manifest, trainer: Trainer) -> None:
     other = [rank for rank, row in enumerate(rows) if row != rows[0]]
     if other:
         problem = f"{manifest.folder} is another one on rank {other[0]} than on rank 0"
-        raise Error(problem, **{"try": "one folder, that all machines share"})
+        raise Error(problem, fix="one folder, that all machines share")
 
 
 def expect_same(
@@ -75,7 +75,7 @@ def expect_same(
     """Raises Error where a checkpoint is of another kind of training, or another model's."""
     about, path = manifest.about, manifest.folder
     if path != path_of(path.parent, about["step"]):
-        raise Error(f"{path} is of step {about['step']}", **{"try": "the name that it was written under"})
+        raise Error(f"{path} is of step {about['step']}", fix="the name that it was written under")
     if optimizer is not NOTHING and about["optimizer"] != type(optimizer).__name__:
         raise Error(f"{path} has the state of {about['optimizer']}, and this is {type(optimizer).__name__}")
     if missing := sorted(set(more) - set(about["more"])):
@@ -85,7 +85,7 @@ def expect_same(
     if trainer.everyone.rank == 0 and (found := differences(about["model"], trainer.hyperparameters, changed)):
         other = list(dict.fromkeys(line.split("`")[1].rpartition(".")[2] for line in found))
         remedy = f"the model that was saved; if it is meant, load_checkpoint(..., changed={other})"
-        raise Error(f"{path} is another model's: {listed(found)}", **{"try": remedy})
+        raise Error(f"{path} is another model's: {listed(found)}", fix=remedy)
     _expect_state(manifest, list(names.values()))
 
 
@@ -112,7 +112,7 @@ def _expect_state(manifest: Manifest, names: Sequence[str]) -> None:
     if lacking:
         problem = f"{manifest.folder} has no state of the optimizer for {listed(lacking)}"
         remedy = "an optimizer of the parameters of then, or none: load_checkpoint(folder, trainer)"
-        raise Error(problem, **{"try": remedy})
+        raise Error(problem, fix=remedy)
     for name in names:
         for key in (key_of("optimizer", name, key) for key in holds[name]):
             if key not in manifest.tensors and key not in manifest.about["values"]:
@@ -194,7 +194,7 @@ def _options(manifest: Manifest, parts: Parts, optimizer: Optimizer) -> list[dic
             raise senseless(manifest.folder / MANIFEST, error) from error
         if several:
             raise Error(
-                f"{manifest.folder} has the parameters of group {i} in several groups", **{"try": "the groups of then"}
+                f"{manifest.folder} has the parameters of group {i} in several groups", fix="the groups of then"
             )
         if mine:
             _expect_options(manifest, mine[0], group, optimizer.defaults)
@@ -210,7 +210,7 @@ def _expect_options(
     wrong += [f"`{key}` is {there[key]!r}" for key in there if key in here and not _like(there[key], here[key])]
     if wrong:
         file = manifest.folder / MANIFEST
-        raise Error(f"{file} makes no sense: of the optimizer's options {listed(wrong)}", **{"try": "an older one"})
+        raise Error(f"{file} makes no sense: of the optimizer's options {listed(wrong)}", fix="an older one")
 
 
 def _like(value: Any, own: Any) -> bool:

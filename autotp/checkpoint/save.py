@@ -129,10 +129,8 @@ def _expect_trainer(given: object) -> None:
     if not isinstance(given, Trainer):
         raise Error(
             f"a {type(given).__name__} in place of a trainer of autotp.distribute",
-            **{
-                "try": "trainer = autotp.distribute(model, tp=...), whose state is all that training needs",
-                "or": "autotp.full_state_dict(model), autotp.save_pretrained(model, folder): the parameters alone",
-            },
+            fix="trainer = autotp.distribute(model, tp=...), whose state is all that training needs",
+            alternative="autotp.full_state_dict(model), autotp.save_pretrained(model, folder): the parameters alone",
         )
 
 
@@ -144,7 +142,7 @@ def _staying(path: Path, run: Callable[[], T]) -> T:
         # It was there when the manifest was compared with it.
         if isinstance(error.__cause__, FileNotFoundError) or not _is_whole(path):
             remedy = "load_checkpoint again: it takes the newest that is there"
-            raise Error(f"{path} was removed while it was read", **{"try": remedy}) from error
+            raise Error(f"{path} was removed while it was read", fix=remedy) from error
         raise
 
 
@@ -181,7 +179,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _unreadable(path: Path, error: OSError) -> Error:
-    return Error(f"{path} cannot be read: {error.strerror}", **{"try": "the folder that was saved into"})
+    return Error(f"{path} cannot be read: {error.strerror}", fix="the folder that was saved into")
 
 
 # ---- a save that is under way

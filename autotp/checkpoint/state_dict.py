@@ -55,7 +55,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
     def look() -> None:
         if first and (problem := _mismatch(parts, state)):
-            remedy = {"try": "the state dict of the model that was parallelized"}
+            remedy = {"fix": "the state dict of the model that was parallelized"}
             raise Error(f"load_full_state_dict: {problem}", **remedy)
 
     agree(parts.everyone, look)

@@ -62,14 +62,14 @@ def begun(folder: Path, trainer: Trainer, optimizer: Optimizer, step: int, more:
     """
     if not isinstance(optimizer, Optimizer):
         problem = f"{type(optimizer).__name__} is no optimizer"
-        raise Error(problem, **{"try": "autotp.full_state_dict(trainer) for the parameters alone"})
+        raise Error(problem, fix="autotp.full_state_dict(trainer) for the parameters alone")
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEPS:
-        raise Error(f"step={step!r} is no number of steps", **{"try": "trainer.steps"})
+        raise Error(f"step={step!r} is no number of steps", fix="trainer.steps")
     path = path_of(folder, step)
     if path.exists():
         whole = any((path / name).exists() for name in (MANIFEST, OF_FORMAT_1))
         remedy = "another folder, or another step" if whole else "remove it: it is not whole"
-        raise Error(f"{path} is there already", **{"try": remedy})
+        raise Error(f"{path} is there already", fix=remedy)
     if trainer.everyone.rank == 0:
         _filed(folder, lambda: _claim(folder))
     _expect_nothing_beside(optimizer)
@@ -87,7 +87,7 @@ def _expect_nothing_beside(optimizer: Optimizer) -> None:
         key = f"a tensor of {list(beside[0].shape)}" if isinstance(beside[0], Tensor) else f"`{beside[0]}`"
         told = f"{type(optimizer).__name__} keeps {key} beside the state of its parameters"
         remedy = "an option of a group, or save_checkpoint(..., name=thing) with a state_dict() of its own"
-        raise Error(f"{told}, which a checkpoint does not hold", **{"try": remedy})
+        raise Error(f"{told}, which a checkpoint does not hold", fix=remedy)
 
 
 def _claim(folder: Path) -> None:
@@ -116,7 +116,7 @@ def same_on_all(trainer: Trainer, mark: int, step: int, more: int) -> int:
     for at, what, remedy in ((1, "step", "trainer.steps"), (2, "what is saved by name", share)):
         other = [rank for rank, row in enumerate(rows) if row[at] != rows[0][at]]
         if other:
-            raise Error(f"{what} is not the same on rank {other[0]} as on rank 0", **{"try": remedy})
+            raise Error(f"{what} is not the same on rank {other[0]} as on rank 0", fix=remedy)
     return rows[0][0]
 
 
@@ -188,7 +188,7 @@ def _as_parameter(value: Tensor, name: str, key: str, parts: Parts, optimizer: O
     raise Error(
         f"`{key}` of `{name}` is {list(value.shape)} in {type(optimizer).__name__}, and the parameter "
         f"{list(parts.held[name].shape)}: where it lies in the whole is not known",
-        **{"try": "an optimizer whose state is shaped as the parameters are, such as AdamW"},
+        fix="an optimizer whose state is shaped as the parameters are, such as AdamW",
     )
 
 
@@ -251,7 +251,7 @@ def _expect_alike(peers: Peers, state: State, choices: Sequence[Sequence[Any]], 
         if differ:
             problem = f"{_called(key.partition(SEPARATOR)[2])} is another on rank {differ[0]} than on rank {first}"
             remedy = "the same steps on all ranks; of a cut parameter, state that is shaped as it is"
-            raise Error(problem, **{"try": remedy})
+            raise Error(problem, fix=remedy)
 
 
 def _called(key: str) -> str:
@@ -290,7 +290,7 @@ def _name(state: State, every: Sequence[Any], path: Path, new: Path) -> None:
         file = new / file_of(rank)
         if not file.exists() or file.stat().st_size != size:
             problem = f"rank 0 does not see what rank {rank} wrote: {file.name} is not in {path.parent}"
-            raise Error(problem, **{"try": "one folder, the same on all ranks and shared by all machines"})
+            raise Error(problem, fix="one folder, the same on all ranks and shared by all machines")
     told = {json.dumps(group): group for some in groups for group in some}
     about = {
         **state.about,

@@ -106,7 +106,7 @@ def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 def how_to_fill(place: Place) -> dict[str, str]:
     """What to do about a tensor that its initialisers leave empty, as facts of an Error."""
     own, key = type(place.module).__name__, place.key
-    advice = {"try": f"fill self.{key} in {own}.reset_parameters(self) and call that in the constructor,"}
+    advice = {"fix": f"fill self.{key} in {own}.reset_parameters(self) and call that in the constructor,"}
     advice["or"] = "in _init_weights(self, module) of the model, applied at the end of its constructor"
     if not isinstance(place.tensor, nn.Parameter):
         advice["or else"] = 'make it with device="cpu": what is not on meta keeps its value'

@@ -126,7 +126,7 @@ class Replay(TorchFunctionMode):
         if self.at in past:
             raise Error(
                 f"{self.events[self.at]} comes back to `{self.places[key].name}` after another module's tensors",
-                **{"try": "initialise the modules one after the other"},
+                fix="initialise the modules one after the other",
             )
         if tensor.is_floating_point():
             tensor.data.fill_(torch.nan)

@@ -64,7 +64,7 @@ def _settle(places: list[Place], own: list[list[Write]], events: Sequence[Event]
     if len(fitting) > 1:
         raise Error(
             f"`{places[0].name}` is tied to `{places[1].name}`, and which was initialised last cannot be told",
-            **{"try": "tie them in the constructor that has both: self.head.weight = self.embedding.weight"},
+            fix="tie them in the constructor that has both: self.head.weight = self.embedding.weight",
         )
     if not fitting:
         raise _other_writes(places[0], counts[0], [str(events[i]) for mine in own for i, _ in mine])
@@ -135,7 +135,7 @@ def _expect_traces(model: nn.Module, events: Sequence[Event]) -> None:
         if draws and module not in again:
             raise Error(
                 f"the constructor of {own}, `{name or 'the model'}`, draws random numbers itself: {draws[0]}",
-                **{"try": f"draw them in {own}.reset_parameters(self), and call that in the constructor"},
+                fix=f"draw them in {own}.reset_parameters(self), and call that in the constructor",
             )
 
 
@@ -149,7 +149,7 @@ def expect_all(tied: Tied, found: Collection[str]) -> None:
 
 def _other_writes(place: Place, count: int, events: list[str]) -> Error:
     seen = place.tensor._version
-    not_a_copy = {"try": 'the model built under torch.device("meta") itself, not a copy of it'}
+    not_a_copy = {"fix": 'the model built under torch.device("meta") itself, not a copy of it'}
     return Error(
         f"the constructors wrote `{place.name}` otherwise than its initialisers do",
         expected=f"{count} writes: {', '.join(events)}",

@@ -46,7 +46,7 @@ class Peers:
         except RuntimeError as error:
             why = reason(lambda rank: self.mesh.named([rank])) or str(error).splitlines()[0]
             problem = f"{self.mesh.axis} rank {self.mesh.rank} of {self.mesh.size} cannot save: {why}"
-            raise Error(problem, **{"try": "read the other ranks' logs"}) from error
+            raise Error(problem, fix="read the other ranks' logs") from error
         return [json.loads(row.numpy().tobytes()) for row in rows]
 
     def agree(self, make: Callable[[], T]) -> T:

@@ -56,7 +56,7 @@ def agree_on_graph(mesh: Mesh, make: Callable[[], T], text: Callable[[T], str]) 
         raise problem
     failed = [rank for rank, row in enumerate(rows) if row[0] == -1]
     if failed:
-        raise Error(f"{mesh.named(failed)} could not build a graph", **{"try": "read the error there: here is none"})
+        raise Error(f"{mesh.named(failed)} could not build a graph", fix="read the error there: here is none")
     other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
     found = {} if other is None else _first_difference(lines, other, mesh)
     alike = "build the same model and call it alike on all ranks"
@@ -140,7 +140,7 @@ def gather_texts(text: str, mesh: Mesh) -> list[str]:
     mine = text.encode()
     lengths = [row[0] ^ MARK for row in gather_ints([len(mine) ^ MARK], mesh)]
     if other := [rank for rank, length in enumerate(lengths) if not 0 <= length < LONGEST_TEXT]:
-        raise Error(f"{mesh.named(other)} made another call than this one", **{"try": "the same calls on all ranks"})
+        raise Error(f"{mesh.named(other)} made another call than this one", fix="the same calls on all ranks")
     if not any(lengths):
         return [""] * mesh.size
     rows = gather_ints([*mine, *[0] * (max(lengths) - len(mine))], mesh)
@@ -164,7 +164,7 @@ def random_state(mesh: Mesh) -> int:
 def expect_same(rows: Sequence[Sequence[int]], column: int, mesh: Mesh, what: str, remedy: str, **facts: str) -> None:
     other = [rank for rank, row in enumerate(rows) if row[column] != rows[0][column]]
     if other:
-        raise Error(f"{mesh.named(other)} {what}", **facts, **{"try": remedy})
+        raise Error(f"{mesh.named(other)} {what}", **facts, fix=remedy)
 
 
 def compared(
@@ -173,4 +173,4 @@ def compared(
     """Raises Error if some of these ranks said other than the first of them."""
     other = [rank for rank in ranks if rows[rank][column] != rows[ranks[0]][column]]
     if other:
-        raise Error(f"{mesh.named(other)} {what} than {mesh.named(ranks[:1])}", **{"try": remedy})
+        raise Error(f"{mesh.named(other)} {what} than {mesh.named(ranks[:1])}", fix=remedy)

@@ -76,7 +76,7 @@ def _gathered(output: Tensor) -> Tensor:
     if held is None:
         raise Error(
             f"gather: a tensor {list(output.shape)} that is no output of a parallel model",
-            **{"try": "autotp.gather(output) on what the model returned, before anything is computed from it"},
+            fix="autotp.gather(output) on what the model returned, before anything is computed from it",
         )
     if held.layout is None or held.mesh.size == 1:
         return output

@@ -120,7 +120,7 @@ def _on_one_machine(started: Launch, timeout: timedelta) -> dist.Store:
         flags = {"srun": f"{given} srun", "mpirun": "mpirun " + given.replace("MASTER", "-x MASTER")}
         raise Error(
             f"{started.by} started {started.size} processes ({started.local_size} here), and none knows where to meet",
-            **{"try": f"{flags[started.by]} ... (or torchrun on each machine)"},
+            fix=f"{flags[started.by]} ... (or torchrun on each machine)",
         )
     file = _folder() / re.sub(r"[^\w.-]", "_", started.job)
     if started.rank == 0:
@@ -142,7 +142,7 @@ def _port_in(file: Path, timeout: timedelta) -> int:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
             return port
         time.sleep(0.05)
-    raise Error(f"the first process did not come within {timeout}", **{"try": "read its log"})
+    raise Error(f"the first process did not come within {timeout}", fix="read its log")
 
 
 def _folder() -> Path:
@@ -151,5 +151,5 @@ def _folder() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise Error(f"{folder} is not this user's alone", **{"try": "TMPDIR=<a folder of yours>"})
+        raise Error(f"{folder} is not this user's alone", fix="TMPDIR=<a folder of yours>")
     return folder

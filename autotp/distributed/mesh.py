@@ -126,7 +126,7 @@ def waiting(mesh: Mesh, timeout: timedelta | None) -> Iterator[None]:
         Error: that is no time.
     """
     if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
-        raise Error(f"timeout={timeout!r}", expected="a datetime.timedelta", **{"try": "timedelta(seconds=60)"})
+        raise Error(f"timeout={timeout!r}", expected="a datetime.timedelta", fix="timedelta(seconds=60)")
     groups = [] if timeout is None else [_resolved(name) for name in mesh.groups.values() if name is not None]
     before = [timeout_of(group) for group in groups]
     for group in groups:
@@ -141,7 +141,7 @@ def waiting(mesh: Mesh, timeout: timedelta | None) -> Iterator[None]:
 def expect_size(tp: Any) -> None:
     """Raises Error unless `tp` is a number of ranks."""
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
-        raise Error(f"tp={tp!r} is not a whole number of 1 or more", **{"try": "tp=2"})
+        raise Error(f"tp={tp!r} is not a whole number of 1 or more", fix="tp=2")
 
 
 def broadcast_from_first(tensor: Tensor, mesh: Mesh) -> Tensor:
@@ -176,29 +176,29 @@ def expect_alike(said: Any, mesh: Mesh, what: str, remedy: str) -> None:
     rows = gather_ints([zlib.crc32(repr(said).encode())], mesh)
     other = [rank for rank, row in enumerate(rows) if row != rows[0]]
     if other:
-        raise Error(f"{mesh.named(other)} {what} than rank 0", **{"try": f"{remedy} on all ranks"})
+        raise Error(f"{mesh.named(other)} {what} than rank 0", fix=f"{remedy} on all ranks")
 
 
 def _from_device_mesh(
     tp: int | None, mesh: DeviceMesh, device: torch.device | str | None, timeout: timedelta | None
 ) -> Mesh:
     if not isinstance(mesh, DeviceMesh):
-        raise Error(f"mesh is a {type(mesh).__name__}, not a DeviceMesh", **{"try": _mesh_line(tp or 2, 1)})
+        raise Error(f"mesh is a {type(mesh).__name__}, not a DeviceMesh", fix=_mesh_line(tp or 2, 1))
     names = mesh.mesh_dim_names or ()
     if mesh.ndim > 1 and "tp" not in names:
         shape = tuple(mesh.shape)
         raise Error(
             f"no dimension of the mesh is named tp: {names or 'none has a name'}",
-            **{"try": f'init_device_mesh("{mesh.device_type}", {shape}, mesh_dim_names=(..., "tp"))'},
+            fix=f'init_device_mesh("{mesh.device_type}", {shape}, mesh_dim_names=(..., "tp"))',
         )
     if mesh.get_coordinate() is None:
         raise Error(
             f"global rank {dist.get_rank()} is not in the mesh",
-            **{"try": "call parallelize on the mesh's ranks only, or make the mesh over all of them"},
+            fix="call parallelize on the mesh's ranks only, or make the mesh over all of them",
         )
     group = mesh.get_group("tp") if mesh.ndim > 1 else mesh.get_group()
     if tp not in (None, group.size()):
-        raise Error(f"tp={tp}, but the mesh has tp={group.size()}", **{"try": "leave tp out"})
+        raise Error(f"tp={tp}, but the mesh has tp={group.size()}", fix="leave tp out")
     where = _mesh_device(mesh, device)
     begin()
     if timeout is not None and timeout != timeout_of(group):  # The caller's group keeps its own.
@@ -249,14 +249,15 @@ def _check_world(tp: int | None, world: int) -> None:
     if tp is None or tp == world:
         return
     if not dist.is_initialized() and launch() is None:
-        raise Error(f"tp={tp} needs {tp} processes, and this is one", **{"try": _command(tp)})
+        raise Error(f"tp={tp} needs {tp} processes, and this is one", fix=_command(tp))
     if world < tp:
-        raise Error(f"tp={tp} needs {tp} processes, and the world has {world}", **{"try": _command(tp)})
+        raise Error(f"tp={tp} needs {tp} processes, and the world has {world}", fix=_command(tp))
     if world % tp:
-        raise Error(f"{world} processes are not a multiple of tp={tp}", **{"try": _command(tp)})
+        raise Error(f"{world} processes are not a multiple of tp={tp}", fix=_command(tp))
     raise Error(
         f"{world} processes are more than tp={tp}: without a mesh the replicas would silently drift apart",
-        **{"try": _mesh_line(tp, world // tp), "then": "parallelize(model, mesh=mesh), and DDP over mesh['dp']"},
+        fix=_mesh_line(tp, world // tp),
+        then="parallelize(model, mesh=mesh), and DDP over mesh['dp']",
     )
 
 
@@ -298,7 +299,7 @@ def _own_device(device: torch.device | str | None) -> torch.device:
     if _local_rank() >= torch.cuda.device_count():
         raise Error(
             f"LOCAL_RANK {_local_rank()} has no GPU of its own: this machine has {torch.cuda.device_count()}",
-            **{"try": 'fewer processes, or device="cuda:0" on each to share a card (slow: gloo instead of NCCL)'},
+            fix='fewer processes, or device="cuda:0" on each to share a card (slow: gloo instead of NCCL)',
         )
     return torch.device("cuda", _local_rank())
 

@@ -43,10 +43,8 @@ def expect_apart(what: str, theirs: Iterable[int], mesh: Mesh) -> None:
     shown = "process_group=mesh['dp'].get_group()" if what != "fully_shard" else "mesh=mesh['dp']"
     raise Error(
         f"{what} over ranks {ranks} of one tensor-parallel model, which are no replicas",
-        **{
-            "try": f"no {what}: they hold the model together, and autotp has summed their gradients",
-            "or": f"with replicas: parallelize(model, mesh=mesh), and {what}(model, {shown})",
-        },
+        fix=f"no {what}: they hold the model together, and autotp has summed their gradients",
+        alternative=f"with replicas: parallelize(model, mesh=mesh), and {what}(model, {shown})",
     )
 
 

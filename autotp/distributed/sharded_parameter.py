@@ -272,10 +272,8 @@ def _expect_replicas(what: str, cut: Cut, group: Any) -> None:
     if len(ranks) > 1:
         raise Error(
             f"{what} of `{cut.name}` over ranks {ranks}, of which each has another part of it",
-            **{
-                "try": "no such loop over parameters: autotp has broadcast them, and has summed their gradients",
-                "or": "with replicas: parallelize(model, mesh=mesh), and group=mesh['dp'].get_group()",
-            },
+            fix="no such loop over parameters: autotp has broadcast them, and has summed their gradients",
+            alternative="with replicas: parallelize(model, mesh=mesh), and group=mesh['dp'].get_group()",
         )
 
 
@@ -323,10 +321,8 @@ def _whole_given(cut: Cut, func: Any) -> Error:
     return Error(
         f"`{_name_of(func)}` of a tensor {list(cut.layout.shape)}, which is the whole `{cut.name}`, and of this rank's "
         f"part {list(cut.layout.local_shape(cut.mesh.rank))}",
-        **{
-            "try": "autotp.load_full_state_dict(model, state), which writes the whole model's state",
-            "or": "autotp.gather(tensor) is the whole of a part",
-        },
+        fix="autotp.load_full_state_dict(model, state), which writes the whole model's state",
+        alternative="autotp.gather(tensor) is the whole of a part",
     )
 
 

@@ -99,7 +99,8 @@ def _expect_about(func: Any) -> None:
 def _of_a_part(what: Any) -> Error:
     return Error(
         f"{what} on a tensor of which each rank holds a part",
-        **{"try": "autotp.gather(tensor), which is whole", "or": 'parallelize(..., outputs="full")'},
+        fix="autotp.gather(tensor), which is whole",
+        alternative='parallelize(..., outputs="full")',
     )
 
 
@@ -114,7 +115,7 @@ def _along(place: int) -> Followed:
     def followed(cut: int, func: Any, part: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, int]:
         dim = args[place] if len(args) > place else kwargs.get("dim")
         if dim is None or dim % part.dim() == cut:
-            raise Error(f"{func.__name__} along a dimension that is cut", **{"try": "autotp.gather(tensor) first"})
+            raise Error(f"{func.__name__} along a dimension that is cut", fix="autotp.gather(tensor) first")
         return func(part, *args, **kwargs), cut
 
     return followed
@@ -130,7 +131,7 @@ def _indexed(cut: int, func: Any, part: Tensor, index: Any) -> tuple[Tensor, int
     lists = [item for item in items if isinstance(item, Tensor)]
     plain = all(isinstance(item, int | slice) or (isinstance(item, Tensor) and item.dim() == 1) for item in items)
     if not plain or len(lists) > 1 or items[cut] != slice(None):
-        raise Error("indexed along a dimension that is cut", **{"try": "autotp.gather(tensor) first"})
+        raise Error("indexed along a dimension that is cut", fix="autotp.gather(tensor) first")
     return func(part, tuple(items)), cut - sum(isinstance(item, int) for item in items[:cut])
 
 

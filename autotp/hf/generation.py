@@ -45,7 +45,7 @@ def shown_attribute(name: str, value: Any) -> Any:
     """
     if (name == "offloading" and value) or name == "q_group_size":
         how = "offloaded" if name == "offloading" else "quantized"
-        raise Error(f"a cache that is {how} cannot be cut", **{"try": 'cache_implementation="dynamic" or "static"'})
+        raise Error(f"a cache that is {how} cannot be cut", fix='cache_implementation="dynamic" or "static"')
     if name in COUNTS and isinstance(value, int | torch.SymInt):
         return torch.zeros((), dtype=torch.bool).expand(value)
     return None if isinstance(value, torch.device) else value
@@ -109,7 +109,7 @@ class Generates:
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Raises Error."""
-        raise Error("continuous batching of a parallel model is not here yet", **{"try": "model.generate(**inputs)"})
+        raise Error("continuous batching of a parallel model is not here yet", fix="model.generate(**inputs)")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         logits = LOGITS.get(self)

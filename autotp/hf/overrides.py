@@ -42,7 +42,7 @@ class Saves:
         others = given.keys() - {"max_shard_size"}
         if others:
             names = ", ".join(sorted(others))
-            raise Error(f"a parallel model is not saved with {names}", **{"try": "autotp.save_pretrained(model, path)"})
+            raise Error(f"a parallel model is not saved with {names}", fix="autotp.save_pretrained(model, path)")
         save_pretrained(cast(nn.Module, self), save_directory, **given)
 
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
@@ -60,7 +60,7 @@ class Saves:
 
     def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
         """Raises Error."""
-        raise Error("a parallel model is not pushed to a hub", **{"try": "autotp.save_pretrained(model, path)"})
+        raise Error("a parallel model is not pushed to a hub", fix="autotp.save_pretrained(model, path)")
 
 
 class Adapts:
@@ -70,13 +70,13 @@ class Adapts:
         """Raises Error."""
         raise Error(
             "the adapters of a parallel model are cut",
-            **{"try": "autotp.full_state_dict(model, wanted) and peft on one device, as examples/hf_lora.py does"},
+            fix="autotp.full_state_dict(model, wanted) and peft on one device, as examples/hf_lora.py does",
         )
 
     def _before(self, *_: Any, **__: Any) -> NoReturn:
         raise Error(
             "adapters of a parallel model are not merged, switched off or exchanged",
-            **{"try": "do so with the peft model, and parallelize it then"},
+            fix="do so with the peft model, and parallelize it then",
         )
 
     push_to_hub = save_pretrained

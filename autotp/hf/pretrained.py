@@ -152,7 +152,7 @@ def _staying(folder: Path, before: Any, run: Callable[[], T]) -> T:
     Raises:
         Error: they are not those that were there before.
     """
-    problem = Error("the checkpoint was replaced while it was read", at=str(folder), **{"try": "read it again"})
+    problem = Error("the checkpoint was replaced while it was read", at=str(folder), fix="read it again")
     try:
         found = run()
     except Error as error:
@@ -185,7 +185,7 @@ def _expect_summed(folder: Path, files: Mapping[str, Stored]) -> None:
     known, used = summed(folder), sorted({tensor.file.name for tensor in files.values()})
     other = [name for name in used if known and name not in known]
     if other:
-        raise Error(f"{SIDE_FILE} has no checksums of {other[0]}", at=str(folder), **{"try": STALE.format(SIDE_FILE)})
+        raise Error(f"{SIDE_FILE} has no checksums of {other[0]}", at=str(folder), fix=STALE.format(SIDE_FILE))
 
 
 class StaysOnMeta(TorchFunctionMode):
@@ -257,13 +257,13 @@ def _config(folder: Path, wanted: Wanted) -> Any:
         raise Error("no checkpoint of transformers: config.json is not there", at=str(folder))
     if (folder / ADAPTER).is_file():
         remedy = "load both with peft, and autotp.parallelize what it returns; or merge_and_unload() and save that"
-        raise Error(f"an adapter is beside the model: {ADAPTER}", at=str(folder), **{"try": remedy})
+        raise Error(f"an adapter is beside the model: {ADAPTER}", at=str(folder), fix=remedy)
     _expect_no_code(file, wanted.config)
     own = getattr(wanted.model_class, "config_class", None)
     source, local = (own, {}) if own else (_transformers().AutoConfig, LOCAL)
     config = _read(file, source, **wanted.config, **local)
     if getattr(config, "quantization_config", None) is not None:
-        raise Error("the checkpoint is quantized", at=str(file), **{"try": "a checkpoint of floating tensors"})
+        raise Error("the checkpoint is quantized", at=str(file), fix="a checkpoint of floating tensors")
     return config
 
 
@@ -281,11 +281,11 @@ def _expect_no_code(file: Path, given: Mapping[str, Any]) -> None:
     for key, value, texts in entries:
         if key == "auto_map" and value:
             own = 'config={"auto_map": {}} for the class of transformers, if it has one of this model_type'
-            raise Error("the checkpoint has code of its own (auto_map): it is not run", at=str(file), **{"try": own})
+            raise Error("the checkpoint has code of its own (auto_map): it is not run", at=str(file), fix=own)
         hubs = [text for text in texts if "/" in text and key not in given]
         if hubs:
             named = f"the checkpoint names code in a hub ({key}: {hubs[0]}): it is not fetched"
-            raise Error(named, at=str(file), **{"try": f'config={{"{key}": "sdpa"}}'})
+            raise Error(named, at=str(file), fix=f'config={{"{key}": "sdpa"}}')
 
 
 def _no_number(text: str) -> None:
@@ -324,7 +324,7 @@ def _class(config: Any, wanted: Wanted, folder: Path) -> Any:
             known = "which is no model that transformers has"
             named = f"names {config.architectures[0]}, {known}" if found else "names no class"
             remedy = "model_class=transformers.AutoModelForCausalLM, or the class itself"
-            raise Error(f"config.json {named}", at=str(folder / "config.json"), **{"try": remedy})
+            raise Error(f"config.json {named}", at=str(folder / "config.json"), fix=remedy)
         return found[0]
     if isinstance(given, type) and issubclass(given, hf.PreTrainedModel):
         return given
@@ -363,7 +363,7 @@ def _expect_fit(
         "shape": "the configuration that the tensors were saved with",
     }
     remedy = "; ".join(remedies[kind] for kind in facts)
-    raise Error(f"the tensors are not those of {type(model).__name__}", **facts, at=str(folder), **{"try": remedy})
+    raise Error(f"the tensors are not those of {type(model).__name__}", **facts, at=str(folder), fix=remedy)
 
 
 def _in_file(name: str, files: Mapping[str, Stored]) -> str:
@@ -390,7 +390,7 @@ def _as_saved(parallel: ParallelModule) -> dict[str, Lazy]:
     if not isinstance(parallel, _transformers().PreTrainedModel):
         raise Error(
             f"a {type(parallel).__name__} is no model of transformers",
-            **{"try": "autotp.full_state_dict(model), and torch.save on the first rank"},
+            fix="autotp.full_state_dict(model), and torch.save on the first rank",
         )
     # transformers looks at parts here because we ask it to: nobody takes them for the whole, nobody is warned.
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -427,7 +427,7 @@ def _refused(name: str) -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         said = " ".join(str(error).split())
-        raise Error(f"model.{name} cannot be written: {said}", **{"try": f"change model.{name}"}) from error
+        raise Error(f"model.{name} cannot be written: {said}", fix=f"change model.{name}") from error
 
 
 # ---- transformers
@@ -442,7 +442,7 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise Error(f"transformers cannot be imported: {error}", **{"try": "pip install autotp[hf]"}) from error
+        raise Error(f"transformers cannot be imported: {error}", fix="pip install autotp[hf]") from error
     return transformers
 
 

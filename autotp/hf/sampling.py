@@ -35,9 +35,7 @@ class Scores:
             return scores.best()
         if func is torch.multinomial:
             return scores.drawn().unsqueeze(1)
-        raise Error(
-            f"{func.__name__} of scores that are cut by vocabulary", **{"try": "output_scores=True: whole scores"}
-        )
+        raise Error(f"{func.__name__} of scores that are cut by vocabulary", fix="output_scores=True: whole scores")
 
 
 @dataclass(frozen=True)

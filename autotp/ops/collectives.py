@@ -317,10 +317,8 @@ def peer_error(what: str, group: str, error: RuntimeError, mesh: Any = None) -> 
     rank, size = _seat(group)
     return Error(
         f"{what} over axis `{_axis(group)}` failed on rank {rank} of {size} (global rank {dist.get_rank()}): {why}",
-        **{
-            "try": "every call is made by all ranks (none under `if rank == 0`); read the logs of the others",
-            "or": "if it was only slow: timeout= of autotp.parallelize, or of init_process_group",
-        },
+        fix="every call is made by all ranks (none under `if rank == 0`); read the logs of the others",
+        alternative="if it was only slow: timeout= of autotp.parallelize, or of init_process_group",
     )
 
 
@@ -372,5 +370,5 @@ def _expect(x: Tensor, dim: int, length: int, group: str) -> None:
         rank, size = _seat(group)
         raise Error(
             f"dimension {dim} of {list(x.shape)} should have length {length} on rank {rank} of {size}",
-            **{"try": "pass the value as the parallel model returned it, with the global size of the cut dimension"},
+            fix="pass the value as the parallel model returned it, with the global size of the cut dimension",
         )

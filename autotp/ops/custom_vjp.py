@@ -233,10 +233,8 @@ class Once(torch.autograd.Function):
 def _no_derivative(name: str, how: str) -> Error:
     return Error(
         f"the backward of the torch.autograd.Function `{name}` would be differentiated {how}",
-        **{
-            "try": "first derivatives in backward mode (loss.backward(), torch.func.grad, torch.func.vjp); for others "
-            "torch.library.custom_op with register_autograd, and autotp.rule"
-        },
+        fix="first derivatives in backward mode (loss.backward(), torch.func.grad, torch.func.vjp); for others "
+        "torch.library.custom_op with register_autograd, and autotp.rule",
     )
 
 

@@ -34,7 +34,7 @@ def dispatch(chosen: Tensor, number: int, grouped: bool, start: int, stop: int) 
         wrong = int(ordered[0] if below else ordered[-1])
         raise Error(
             f"a row chose expert {wrong} of {number}",
-            **{"try": 'experts="width", which leaves to the model what that means'},
+            fix='experts="width", which leaves to the model what that means',
         )
     return places[first:last]
 

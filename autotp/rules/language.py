@@ -138,7 +138,7 @@ def _spread(expr: Expr) -> list[set[str]]:
 
 
 def _malformed(text: str, expected: str) -> Error:
-    return Error(f'the rule "{text}" does not parse', expected=expected, **{"try": 'for example "* i, o i -> * o"'})
+    return Error(f'the rule "{text}" does not parse', expected=expected, fix='for example "* i, o i -> * o"')
 
 
 _TOKEN = re.compile(r"\s*([A-Za-z_][A-Za-z_0-9]*[\^!]?|[()|*1])")

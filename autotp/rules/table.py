@@ -222,17 +222,17 @@ def rule(op: Operator, factors: str | f.RuleFunction, linear: f.Linear = ()) -> 
         Error: the string does not parse, or `op` is no operator.
     """
     if not isinstance(op, OpOverload | OpOverloadPacket):
-        raise Error(f"{op!r} is no operator", **{"try": "torch.ops.mylib.myop"}).within("rule")
+        raise Error(f"{op!r} is no operator", fix="torch.ops.mylib.myop").within("rule")
     try:
         if isinstance(factors, str):
             parse(factors)
             if "!" in factors:
-                raise Error("`!` is for operators that autotp has a parallel form of", **{"try": "`^`"})
+                raise Error("`!` is for operators that autotp has a parallel form of", fix="`^`")
     except Error as error:
         raise error.within(f"rule({op})") from None
     found = overloads(op)
     if not found or any(isinstance(one, OpOverload) and one._schema.is_mutable for one in found):
-        raise Error(f"{op} writes into its operands", **{"try": "an operator that returns a new tensor"}).within("rule")
+        raise Error(f"{op} writes into its operands", fix="an operator that returns a new tensor").within("rule")
     for one in found:
         RULES[one] = f.fixed(factors, linear) if isinstance(factors, str) else factors
         USER_RULES.add(one)

@@ -81,14 +81,14 @@ def expect_ordinary(model: Any, remedy: str = "parallelize the original model on
         remedy: what to do with one that is parallel already.
     """
     if not isinstance(model, nn.Module):
-        raise Error(f"a {_name(model)} is no torch.nn.Module", **{"try": "pass the model itself"})
+        raise Error(f"a {_name(model)} is no torch.nn.Module", fix="pass the model itself")
     parallel = set(models())
     if any(state_of(module) is not None or module in parallel for module in model.modules()):
-        raise Error("the model is parallel already", **{"try": remedy})
+        raise Error("the model is parallel already", fix=remedy)
     if any(hasattr(tensor, TAKEN) for tensor in model.parameters()):
         raise Error(
             "the model was parallelized before, which took its parameters over",
-            **{"try": "use what parallelize returned then"},
+            fix="use what parallelize returned then",
         )
     expect_unwrapped(model)
 
@@ -99,5 +99,5 @@ def _expect_cut(plan: Plan) -> None:
         rows = "; ".join(f"{w.name} ({w.reason}, {w.at})" for w in whole)
         raise Error(
             f"strict=True, and weights in a block would stay whole: {rows}",
-            **{"try": "strict=False, or autotp.rule(...)"},
+            fix="strict=False, or autotp.rule(...)",
         )

@@ -157,7 +157,7 @@ class Executable:
         if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in mine.values()):
             raise Error(
                 f"{self.name}.forward writes into an argument of which a gradient is wanted",
-                **{"try": "give it a clone()"},
+                fix="give it a clone()",
             )
         for i, _ in captured.into:
             tensors[i] = tensors[i].clone()
@@ -373,7 +373,7 @@ class Executable:
         changed = "since its modules or parameters were exchanged" if self.entries else "by itself"
         raise Error(
             f"the {self.name} was not called {changed}, and its plan is made in a call",
-            **{"try": "call it once, on all ranks, and read the plan then"},
+            fix="call it once, on all ranks, and read the plan then",
         )
 
     @property
@@ -397,7 +397,7 @@ class Executable:
             options: as for `torch.compile`.
         """
         if not self.tree.settings.optional("outline"):
-            raise Error("compile_blocks: without=('outline',) left no blocks", **{"try": "torch.compile(model)"})
+            raise Error("compile_blocks: without=('outline',) left no blocks", fix="torch.compile(model)")
         self.tree.compiles = options
         for _, entry in self.entries:
             _compile_blocks(entry.module, options)
@@ -449,7 +449,7 @@ def refuse_capture(name: str) -> None:
     """Raises Error: a call that no graph is known for is being compiled."""
     raise Error(
         f"{name}.forward: the first call of its kind is inside torch.compile, where autotp cannot capture a graph",
-        **{"try": "make one such call (same arguments, mode, dtypes and settings) before the compiled one"},
+        fix="make one such call (same arguments, mode, dtypes and settings) before the compiled one",
     )
 
 

@@ -37,7 +37,7 @@ def expect_whole(name: str, tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         raise Error(
             f"`{name}` is sharded where the graph reads it outside of its block",
-            **{"try": 'parallelize(..., without="overlap"), or no fully_shard on its block'},
+            fix='parallelize(..., without="overlap"), or no fully_shard on its block',
         )
     return tensor
 

@@ -35,9 +35,7 @@ def clip_grad_norm_(
     parameters = {name: p for name, p in parts.held.items() if isinstance(p, nn.Parameter)}
     total = total_norm(parts, {name: p.grad for name, p in parameters.items() if p.grad is not None}, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
-        raise Error(
-            f"clip_grad_norm_: the norm of the gradient is {total.item()}", **{"try": "error_if_nonfinite=False"}
-        )
+        raise Error(f"clip_grad_norm_: the norm of the gradient is {total.item()}", fix="error_if_nonfinite=False")
     _scale(list(parameters.values()), torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total.to(next((p.dtype for p in parameters.values() if p.is_floating_point()), total.dtype))
 

@@ -110,7 +110,7 @@ def parallel_of(model: Any, call: str) -> ParallelModule:
     if not isinstance(inner, ParallelModule):
         raise Error(
             f"{call}: a {type(model).__name__} is no parallel model",
-            **{"try": f"{call}(model, ...), with what autotp.parallelize returned"},
+            fix=f"{call}(model, ...), with what autotp.parallelize returned",
         )
     return inner
 
@@ -142,7 +142,7 @@ def expect_nothing_beside(parts: Parts, remedy: str) -> None:
     """Raises Error where a state dict has what is no parameter or buffer: nobody knows how it is cut."""
     if parts.beside:
         problem = f"`{parts.beside[0]}` in the model's state_dict() is no parameter or buffer of the model"
-        raise Error(problem, **{"try": remedy})
+        raise Error(problem, fix=remedy)
 
 
 def expect_all_saved(parts: Parts) -> None:
@@ -150,4 +150,4 @@ def expect_all_saved(parts: Parts) -> None:
     expect_nothing_beside(parts, "the modules' own names, and save_checkpoint(..., name=thing) for what is beside them")
     if parts.left_out:
         problem = f"`{parts.left_out[0]}` learns, and the model's state_dict() leaves it out: it would not be saved"
-        raise Error(problem, **{"try": "a state_dict() of all that learns, or requires_grad_(False)"})
+        raise Error(problem, fix="a state_dict() of all that learns, or requires_grad_(False)")

@@ -103,7 +103,7 @@ class Part(nn.Module):
                 if isinstance(given, Tensor) and given.shape != module.get_parameter(key).shape:
                     raise Error(
                         "load_state_dict: these are not the parts that this rank holds",
-                        **{"try": "autotp.load_full_state_dict(model, state), for the original model's"},
+                        fix="autotp.load_full_state_dict(model, state), for the original model's",
                     )
         return super().load_state_dict(state_dict, *args, **kwargs)
 
@@ -119,7 +119,7 @@ class Part(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise Error(
             "a parallel model cannot be pickled: it is tied to its process group",
-            **{"try": "save model.state_dict() on each rank, or autotp.full_state_dict(model)"},
+            fix="save model.state_dict() on each rank, or autotp.full_state_dict(model)",
         )
 
 
@@ -135,14 +135,12 @@ class Submodule(Part):
         if state is not None and not getattr(hook, "__module__", "").startswith("torch.distributed."):
             raise Error(
                 "a hook on a submodule of a parallel model would never run: its work is part of the model's graph",
-                **{
-                    "try": "register it on the original model before autotp.parallelize, or on the whole parallel model"
-                },
+                fix="register it on the original model before autotp.parallelize, or on the whole parallel model",
             )
         if state is not None and not state.is_block:
             raise Error(
                 f"fully_shard({type(self).__name__}): this part of a parallel model is no block, and never called",
-                **{"try": "fully_shard each numbered block, as model.h[0], and the model"},
+                fix="fully_shard each numbered block, as model.h[0], and the model",
             )
         return getattr(super(), kind)(hook, *args, **given)
 
@@ -404,7 +402,7 @@ def _expect_unparametrized(path: str, module: nn.Module) -> None:
     if parametrize.is_parametrized(module) and parts is not None and state_of(parts) is None:
         raise Error(
             f"`{path}` was parametrized when its model was parallel already, and its weight is in parts",
-            **{"try": "parametrize the original model, before autotp.parallelize"},
+            fix="parametrize the original model, before autotp.parallelize",
         )
 
 
@@ -413,7 +411,7 @@ def _layout_now(name: str, tensor: Tensor, before: Layout | None, mesh: Mesh) ->
     if not is_ordinary(tensor):
         raise Error(
             f"`{name}` was replaced by a {type(tensor).__name__} when its model was parallel already",
-            **{"try": "quantize the original model, or do without"},
+            fix="quantize the original model, or do without",
         )
     shape = tuple(tensor.shape)
     if before is None or before.dim is None or shape == before.shape:
@@ -423,5 +421,5 @@ def _layout_now(name: str, tensor: Tensor, before: Layout | None, mesh: Mesh) ->
     raise Error(
         f"`{name}` was replaced by a parameter {list(shape)}, which is neither {list(before.shape)}, the whole, nor "
         f"{list(before.local_shape(mesh.rank))}, this rank's part",
-        **{"try": "another module, or do so before autotp.parallelize"},
+        fix="another module, or do so before autotp.parallelize",
     )

@@ -75,7 +75,7 @@ def distribute(
         sizes = {"pp": pp, "dp": dp, "tp": tp}
         for name, size in {**sizes, "microbatches": microbatches}.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise Error(f"{name}={size!r} is not a whole number of 1 or more", **{"try": f"{name}=2"})
+                raise Error(f"{name}={size!r} is not a whole number of 1 or more", fix=f"{name}=2")
         return watched(Trainer(model, _mesh(sizes, timeout), training, example_inputs, loss_scaler, timeout))
 
     return within(f"distribute({type(model).__name__}, tp={tp}, pp={pp}, dp={dp})", run)
@@ -85,7 +85,5 @@ def _mesh(sizes: dict[str, int], timeout: timedelta) -> DeviceMesh:
     """The processes, by axis; each group of them waits no longer than `timeout`."""
     count, world = math.prod(sizes.values()), world_size()
     if count != world:
-        raise Error(
-            f"tp * pp * dp is {count}, and the world has {world}", **{"try": f"torchrun --nproc-per-node {count}"}
-        )
+        raise Error(f"tp * pp * dp is {count}, and the world has {world}", fix=f"torchrun --nproc-per-node {count}")
     return mesh_of(sizes, start(timeout), timeout)

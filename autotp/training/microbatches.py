@@ -45,7 +45,7 @@ def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors among arguments, of which the first has rows."""
     found = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
     if not found or not found[0].dim():
-        raise Error("the first tensor of a batch has no rows", **{"try": "the batch first"})
+        raise Error("the first tensor of a batch has no rows", fix="the batch first")
     return found
 
 
@@ -54,7 +54,7 @@ def expect_values(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         if tensor.is_meta or tensor.layout is not torch.strided:
             what = "has no values: it is on meta" if tensor.is_meta else f"is not dense: {tensor.layout}"
-            raise Error(f"a tensor of the batch {what}", **{"try": "a dense tensor on the CPU or on the rank's device"})
+            raise Error(f"a tensor of the batch {what}", fix="a dense tensor on the CPU or on the rank's device")
 
 
 def key_of(training: bool, args: Any, kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ def rows_of(tensors: Sequence[Tensor], parts: int, known: Sequence[Captured]) ->
     if not size or size % parts:
         fits = max(size // parts, 1) * parts
         problem = f"a batch of {size} does not divide into {parts} microbatches"
-        raise Error(problem, **{"try": f"{fits} rows, or drop_last=True for the last batch"})
+        raise Error(problem, fix=f"{fits} rows, or drop_last=True for the last batch")
     return size
 
 

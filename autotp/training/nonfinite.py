@@ -26,7 +26,7 @@ def refuse(loss: float, step: int, model: nn.Module, everyone: Mesh) -> NoReturn
             if tensor is not None and not torch.isfinite(local_of(tensor)).all():
                 raise Error(
                     f"the loss of step {step} is {loss}: {what}`{name}` is infinite or undefined",
-                    **{"try": "autotp.load_checkpoint(...), and a smaller learning rate from there"},
+                    fix="autotp.load_checkpoint(...), and a smaller learning rate from there",
                 )
 
     parameters = dict(model.named_parameters())

@@ -191,7 +191,7 @@ def expect_splits(training: Training, tp: int, all_learn: bool) -> None:
         problem = "cannot halve the backward of a residual stream that is cut along the sequence"
     else:
         return
-    raise Error(f'schedule="{training.schedule}" {problem}', **{"try": 'schedule="interleaved"'})
+    raise Error(f'schedule="{training.schedule}" {problem}', fix='schedule="interleaved"')
 
 
 def engine(
@@ -243,7 +243,7 @@ def engine(
     except ValueError as error:
         raise Error(
             f'schedule="{training.schedule}" on {group.size()} ranks cannot run {microbatches} microbatches: {error}',
-            **{"try": f"microbatches={-(-microbatches // group.size()) * group.size()}"},
+            fix=f"microbatches={-(-microbatches // group.size()) * group.size()}",
         ) from error
 
 
@@ -275,7 +275,7 @@ def analysed(
             found = sorted({str(x.dtype).removeprefix("torch.") for x in values if x.is_floating_point()})
             if len(found) > 1:
                 problem = f"compute_dtype: a product of {' and '.join(found)}"
-                raise Error(problem, at=line_of(node), **{"try": "`buffer.to(x.dtype)` there: buffers are not cast"})
+                raise Error(problem, at=line_of(node), fix="`buffer.to(x.dtype)` there: buffers are not cast")
     return analysis
 
 

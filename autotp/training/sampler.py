@@ -32,9 +32,7 @@ class Sampler(data.Sampler[list[int]]):
     def __init__(self, size: int, batch_size: int, trainer: Trainer, seed: int | None = 0) -> None:
         dp = trainer.mesh["dp"].size()
         if batch_size < 1 or batch_size % dp:
-            raise Error(
-                f"Sampler: batch_size={batch_size} does not divide into {dp} replicas", **{"try": f"batch_size={dp}"}
-            )
+            raise Error(f"Sampler: batch_size={batch_size} does not divide into {dp} replicas", fix=f"batch_size={dp}")
         if size < batch_size:
             raise Error(f"Sampler: a data set of {size} rows, and a batch has {batch_size}")
         self.size, self.batch_size, self.trainer, self.seed = size, batch_size, trainer, seed

@@ -298,7 +298,7 @@ class Trainer(HasParts):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raises Error: a trainer is told what to do with a batch."""
-        raise Error("a trainer is no model to call", **{"try": "trainer.step(...), or trainer.evaluate(...)"})
+        raise Error("a trainer is no model to call", fix="trainer.step(...), or trainer.evaluate(...)")
 
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of this step's whole batch, of which this replica is given a part; gradients are added to `.grad`.
@@ -331,7 +331,7 @@ class Trainer(HasParts):
         """
         if self._training.schedule == "zero-bubble-v" and self.mesh["pp"].size() > 1:
             problem = 'Trainer.evaluate: torch\'s schedule "zero-bubble-v" always runs backward'
-            raise Error(problem, **{"try": 'schedule="zero-bubble"'})
+            raise Error(problem, fix='schedule="zero-bubble"')
         pipeline, given = self._begin(False, args, kwargs)
         losses = self._together("Trainer.evaluate", lambda: self._run(pipeline, given))
         for module in (module for work in self._works.values() for module in work.modules()):

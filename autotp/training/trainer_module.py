@@ -24,7 +24,7 @@ class TrainerModule(nn.Module):
         if not is_internal(name) and name in known and known[name] is not value and known[name] != value:
             raise Error(
                 f"`{name}` is {known[name]!r} in the graphs of the trainer, and setting it would change nothing",
-                **{"try": "set it on the original model before autotp.distribute"},
+                fix="set it on the original model before autotp.distribute",
             )
         super().__setattr__(name, value)
 
@@ -45,7 +45,7 @@ def _made(original: Any, role: Any) -> Any:
             return args[0].run(args[1:])
         raise Error(
             f"a part of a trainer, a {original.__name__}, is not called by itself",
-            **{"try": "trainer.evaluate(...), or autotp.full_state_dict(trainer) into a model of your own"},
+            fix="trainer.evaluate(...), or autotp.full_state_dict(trainer) into a model of your own",
         )
 
     roles = () if role is nn.Module else (role,)

@@ -64,7 +64,7 @@ def _visit(builder: Builder, node: fx.Node, state: Autocast) -> None:
     if [v.dtype for v in outputs_of(new)] != [v.dtype for v in outputs_of(node)]:
         raise Error(
             f"autocast casts in the middle of {node.target}", at=line_of(node),
-            **{"try": "torch.autocast(..., enabled=False) around it"},
+            fix="torch.autocast(..., enabled=False) around it",
         )  # fmt: skip
 
 

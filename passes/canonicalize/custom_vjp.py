@@ -66,7 +66,7 @@ def _expect_no_draws(group: Group) -> None:
             raise Error(
                 f"the backward of the torch.autograd.Function `{group.outputs[0].args[1]}` draws random numbers",
                 at=line_of(group.outputs[0]),
-                **{"try": "draw them in forward, and save them for backward"},
+                fix="draw them in forward, and save them for backward",
             )
 
 

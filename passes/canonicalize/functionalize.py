@@ -264,5 +264,5 @@ def _refused(node: fx.Node, why: str) -> Error:
     return Error(
         f"the model changes a tensor in place where autotp cannot follow: {why}",
         at=line_of(node),
-        **{"try": "write the new value to a new tensor"},
+        fix="write the new value to a new tensor",
     )

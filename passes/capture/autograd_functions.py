@@ -163,5 +163,5 @@ def _refused(function: Function, error: Exception) -> Error:
         f"the backward of the torch.autograd.Function `{function.__name__}` cannot be in a graph: "
         f"{type(error).__name__}: {first}",
         at=user_line(traceback.extract_stack()),
-        **{"try": "torch.library.custom_op with register_autograd, and autotp.rule"},
+        fix="torch.library.custom_op with register_autograd, and autotp.rule",
     )

@@ -69,7 +69,7 @@ def capture(
                 return found
             if opened | found == opened:
                 names = ", ".join(f"`{spelled(slot)}`" for slot in sorted(found.slots))
-                raise Error(f"forward writes into {names} in a way that a graph cannot", **{"try": "a buffer"})
+                raise Error(f"forward writes into {names} in a way that a graph cannot", fix="a buffer")
             opened |= found
 
 

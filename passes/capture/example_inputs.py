@@ -199,7 +199,7 @@ def _cannot_infer(model: nn.Module, needed: list[inspect.Parameter], value: Tens
     listed = ", ".join(shown.values()) or "torch.randn(...)"
     return Error(
         f"cannot infer what {type(model).__name__}.forward takes as {' and '.join(missing) or '*args'}",
-        **{"try": f"example_inputs=({listed},)" if positional else f"example_inputs={{{dictionary}}}"},
+        fix=f"example_inputs=({listed},)" if positional else f"example_inputs={{{dictionary}}}",
     )
 
 

@@ -206,7 +206,7 @@ def _expect_unshared(flat: Flat) -> None:
             if shared and storage_of(mine) is not None:
                 raise Error(
                     f"forward writes into `{spelled(path)}`, with which `{spelled(other)}` shares memory",
-                    **{"try": "make the view in forward"},
+                    fix="make the view in forward",
                 )
 
 
@@ -221,7 +221,7 @@ def _expect_own(constants: Mapping[str, Tensor], model: nn.Module) -> None:
         if any(storage_of(x) in held or isinstance(x, FakeTensor) for x in (*value.parameters(), *value.buffers())):
             raise Error(
                 f"{where} leads to a {type(value).__name__} that is no submodule: what it learns would be lost",
-                **{"try": "self.name = module, nn.ModuleList or nn.ModuleDict, before autotp.parallelize"},
+                fix="self.name = module, nn.ModuleList or nn.ModuleDict, before autotp.parallelize",
             )
 
 
@@ -230,7 +230,7 @@ def _expect_no_gradients(constants: Mapping[str, Tensor]) -> None:
     if wanted:
         raise Error(
             f"forward uses a tensor {list(wanted[0].shape)} that wants a gradient, and which no module holds",
-            **{"try": "self.name = nn.Parameter(...)"},
+            fix="self.name = nn.Parameter(...)",
         )
 
 
@@ -239,7 +239,7 @@ def _expect_values(constants: dict[str, torch.Tensor]) -> None:
         if constant.is_meta or isinstance(constant, FakeTensor):
             raise Error(
                 f"a tensor of the model, no parameter and no buffer, has no values: {name} {list(constant.shape)}",
-                **{"try": "make it in forward, or register it as a buffer with an initialiser"},
+                fix="make it in forward, or register it as a buffer with an initialiser",
             )
 
 

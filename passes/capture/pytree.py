@@ -72,7 +72,7 @@ def flatten(tree: Any, known: Sequence[Any] = ()) -> tuple[list[Any], Any]:
         if not dataclasses.is_dataclass(kind):
             raise Error(
                 f"a {kind.__name__} holds tensors, and torch does not know how to take one apart",
-                **{"try": f"torch.utils._pytree.register_pytree_node({kind.__name__}, ...), or a tuple or dict"},
+                fix=f"torch.utils._pytree.register_pytree_node({kind.__name__}, ...), or a tuple or dict",
             )
         torch.export.register_dataclass(kind)
     return flatten(tree, known) if closed else (leaves, spec)

@@ -42,7 +42,7 @@ def copy_on(model: nn.Module, device: str) -> nn.Module:
         first = str(error).strip().splitlines()[0]
         raise Error(
             f"copy.deepcopy fails on the model: {first}",
-            **{"try": "delete computed tensors and open handles from its attributes before the call"},
+            fix="delete computed tensors and open handles from its attributes before the call",
         ) from error
 
 
@@ -84,7 +84,7 @@ def _expect_no_views(model: nn.Module) -> None:
         if storage is not None and storage in held:
             raise Error(
                 f"`{spelled(path)}` is a view of `{held[storage]}`, and would be none of the parallel model's",
-                **{"try": "make it in forward"},
+                fix="make it in forward",
             )
 
 
@@ -108,7 +108,7 @@ def close_over(memo: dict[Any, Any], model: nn.Module, aside: Sequence[Any] = ()
         if isinstance(x, weakref.ref) and key_of(x()) in own:
             raise Error(
                 f"`{spelled(path)}` is a weak reference to the model, which a copy of it would not follow",
-                **{"try": "the module itself, in a list if it is not to be a submodule: `self.parent = [parent]`"},
+                fix="the module itself, in a list if it is not to be a submodule: `self.parent = [parent]`",
             )
     hooks = [hook for module in model.modules() for name in HOOKS for hook in vars(module)[name].values()]
     every = [x for _, x in reached(model)] + [x for one in (*hooks, *aside) for x in (one, *hidden(one))]

@@ -75,7 +75,7 @@ def prove_node(node: fx.Node, tp: int = 2, device: str = "cpu") -> None:
             found=problems[0].partition(": ")[2],
             shapes=shapes,
             at=line_of(node),
-            **{"try": "mark what the operator mixes with ^, name only operands it is linear in"},
+            fix="mark what the operator mixes with ^, name only operands it is linear in",
         )
 
 

@@ -160,7 +160,7 @@ def _divided(node: fx.Node, kinds: Kinds) -> dict[fx.Node, bool]:
         raise Error(
             f"the loss is no mean over the batch, or sum of some: `{node.target}`",
             at=line_of(node),
-            **{"try": "cross_entropy, mse_loss, ... with reduction='mean', x.mean(), or x.sum() / counts.sum()"},
+            fix="cross_entropy, mse_loss, ... with reduction='mean', x.mean(), or x.sum() / counts.sum()",
         )
     found = dict.fromkeys(counts, True)
     for term in terms or [x]:
@@ -175,14 +175,14 @@ def _expect_any_number(graph: fx.Graph, inputs: Sequence[str]) -> None:
     if not rows and lengths[0] > 1:  # A single row is no batch: `pipeline.analysed` looks at two.
         raise Error(
             f"the model can be traced for batches of {lengths[0]} rows only, and parts of a batch have fewer",
-            **{"try": "in the model, x.shape[0] as it is, without int(); or autotp.parallelize, for whole batches"},
+            fix="in the model, x.shape[0] as it is, without int(); or autotp.parallelize, for whole batches",
         )
     for node in graph.nodes:
         if node.op == "call_function" and outputs_of(node) and not _only_lengths(node, rows):
             raise Error(
                 f"`{node.target}` computes with the number of rows, which is another in each part of a batch",
                 at=line_of(node),
-                **{"try": "a mean, which is one over the whole batch"},
+                fix="a mean, which is one over the whole batch",
             )
     _expect_no_branches(graph, rows)
 
@@ -199,7 +199,7 @@ def _expect_no_branches(graph: fx.Graph, rows: Collection[Any]) -> None:
             raise Error(
                 "the model branches on the number of rows, which is another in each part of a batch",
                 at=str(made.sloc),
-                **{"try": "a branch on other sizes, or on settings"},
+                fix="a branch on other sizes, or on settings",
             )
 
 

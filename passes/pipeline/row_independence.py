@@ -245,5 +245,5 @@ def _refuse(node: fx.Node, what: str) -> None:
     raise Error(
         f"`{node.target}` {what}, which cannot be computed in parts",
         at=line_of(node),
-        **{"try": "autotp.parallelize, for whole batches"},
+        fix="autotp.parallelize, for whole batches",
     )

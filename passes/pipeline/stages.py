@@ -86,7 +86,7 @@ def divided(blocks: Sequence[str], costs: Sequence[Cost], homes: Sequence[int], 
         Error: there are fewer blocks.
     """
     if len(blocks) < len(homes) and len(homes) > 1:
-        raise Error(f"{len(homes)} stages, and the model has {len(blocks)} blocks", **{"try": "fewer pipeline ranks"})
+        raise Error(f"{len(homes)} stages, and the model has {len(blocks)} blocks", fix="fewer pipeline ranks")
     total = [Cost(), *itertools.accumulate(costs)]
 
     def work(_: int, run: range) -> float:
@@ -188,7 +188,7 @@ def _homes(graph: fx.Graph, again: Collection[fx.Node], of_block: dict[str, int]
                 raise Error(
                     f"stage {stage} would need what stage {before} computes, in `{block_of(node)}`",
                     at=line_of(node),
-                    **{"try": "fewer stages"},
+                    fix="fewer stages",
                 )
             homes[node] = stage
             behind.add(node)

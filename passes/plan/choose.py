@@ -151,7 +151,7 @@ def _leaf_of(node: fx.Node, layout: Layout, axes: Axes, tp: int, grids: Sequence
     raise Error(
         f"this call uses a tensor {list(layout.shape)} in a way that its cut by {layout.axis} does not fit",
         at=line_of(next(iter(node.users), node)),
-        **{"try": "give parallelize this call's arguments as example_inputs"},
+        fix="give parallelize this call's arguments as example_inputs",
     )
 
 

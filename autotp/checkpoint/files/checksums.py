@@ -140,7 +140,7 @@ def expect_unchanged(folder: Path, rank: int, ranks: int) -> None:
             raise Error(f"{file} cannot be read: {error.strerror}") from error
         if not same:
             stale = STALE.format(folder / SIDE_FILE)
-            raise Error(f"{name} is not what was written, by {SIDE_FILE}", at=str(file), **{"try": stale})
+            raise Error(f"{name} is not what was written, by {SIDE_FILE}", at=str(file), fix=stale)
 
 
 SAMPLES, SAMPLE = 16, 4096

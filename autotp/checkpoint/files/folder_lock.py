@@ -52,7 +52,7 @@ def _locked(opened: int, folder: Path) -> bool:
     except (BlockingIOError, PermissionError) as error:
         owner = os.read(opened, 200).decode(errors="replace") or "another process"
         os.close(opened)
-        raise Error(f"{owner} saves into {folder}", **{"try": "another folder, or end it"}) from error
+        raise Error(f"{owner} saves into {folder}", fix="another folder, or end it") from error
     except (ImportError, OSError) as error:
         os.close(opened)
         warnings.warn(f"{folder} cannot be locked ({error}): see to it that one job saves there", stacklevel=2)

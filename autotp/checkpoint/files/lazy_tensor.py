@@ -182,7 +182,7 @@ VIEWS: dict[Any, Callable[..., Source | list[Source] | None]] = {
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     """The outputs as they are on meta, each lazy."""
     if func._schema.is_mutable:
-        raise Error(f"{func} writes into a tensor that is only read", **{"try": "clone it first"})
+        raise Error(f"{func} writes into a tensor that is only read", fix="clone it first")
     on_meta = {"device": torch.device("meta")} if "device" in kwargs else {}
     empty = pytree.tree_map_only(Tensor, _empty, (args, {**kwargs, **on_meta}))
     found, spec = pytree.tree_flatten(func(*empty[0], **empty[1]))

@@ -41,9 +41,9 @@ def encode(value: Any, at: str, keep: Callable[[Tensor], str], depth: int = 0) -
     """
     kind = type(value)
     if depth > DEEPEST:
-        raise Error(f"{at[:SHOWN]}... is nested more than {DEEPEST} deep, or holds itself", **{"try": PLAIN})
+        raise Error(f"{at[:SHOWN]}... is nested more than {DEEPEST} deep, or holds itself", fix=PLAIN)
     if kind is int and abs(value) >= 10**LONGEST:
-        raise Error(f"{at} is a number of more than {LONGEST:,} digits", **{"try": "its str()"})
+        raise Error(f"{at} is a number of more than {LONGEST:,} digits", fix="its str()")
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is list:
@@ -62,7 +62,7 @@ def encode(value: Any, at: str, keep: Callable[[Tensor], str], depth: int = 0) -
         return {KIND: text[0], "of": text[1]}
     raise Error(
         f"{at} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint does not hold",
-        **{"try": PLAIN},
+        fix=PLAIN,
     )
 
 

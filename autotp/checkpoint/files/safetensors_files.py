@@ -120,11 +120,11 @@ def stored(folder: Path) -> dict[str, Stored]:
 def _no_checkpoint(folder: Path) -> Error:
     if not folder.is_dir():
         remedy = "the path of a local folder that holds a checkpoint: nothing is fetched from a hub"
-        return Error("no such folder", **{"at": str(folder), "try": remedy})
+        return Error("no such folder", at=str(folder), fix=remedy)
     pickled = [file.name for file in sorted(folder.iterdir()) if file.suffix in (".bin", ".pt", ".pth", ".ckpt", ".h5")]
     if pickled:
         convert = "load it once with transformers and write it with model.save_pretrained(folder), which is safetensors"
-        return Error(f"only safetensors are read, and here is {pickled[0]}", **{"at": str(folder), "try": convert})
+        return Error(f"only safetensors are read, and here is {pickled[0]}", at=str(folder), fix=convert)
     return Error(f"no checkpoint: neither {ONE_FILE} nor {INDEX} is there", **{"at": str(folder)})
 
 

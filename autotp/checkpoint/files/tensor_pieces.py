@@ -145,5 +145,5 @@ def read_piece(folder: Path, name: str, piece: Piece, dtype: torch.dtype) -> Ten
     except OSError as error:
         raise Error(f"{file} cannot be read: {error.strerror}") from error
     if count != data.numel() or zlib.crc32(data.numpy().data) != piece.crc32:
-        raise Error(f"{file} is damaged: `{name}` is not what was written", **{"try": f"remove {folder}"})
+        raise Error(f"{file} is damaged: `{name}` is not what was written", fix=f"remove {folder}")
     return data.view(dtype).view(piece.sizes)

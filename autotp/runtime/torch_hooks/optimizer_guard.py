@@ -101,12 +101,12 @@ def _checked(optimizer: Optimizer, parts: Parts, parameters: Mapping[str, Tensor
     if parts.pipeline is not None and _is(OF_ALL, optimizer):
         raise Error(
             "a rank of the pipeline has some of the parameters, and this optimizer goes by the gradients of all",
-            **{"try": "AdamW, SGD, Lion or their like; or pp=1"},
+            fix="AdamW, SGD, Lion or their like; or pp=1",
         )
     if cut and (_is(OF_A_MATRIX, optimizer) or _is(OF_ALL, optimizer)):
         raise Error(
             f"each rank has a part of `{cut[0]}`, and this optimizer does not work element by element",
-            **{"try": "AdamW, SGD, Lion or their like for parameters that are cut (`model.layouts` tells which)"},
+            fix="AdamW, SGD, Lion or their like for parameters that are cut (`model.layouts` tells which)",
         )
     for name in cut:
         _cut_state(optimizer, parameters[name], parts.layout(name), parts.place.rank)
@@ -158,7 +158,7 @@ def _differing(optimizer: Optimizer, same: Mapping[str, Tensor], place: Mesh, st
     except Error as error:
         raise Error(
             f"step {step} is not taken by all ranks: {error.problem}",
-            **{"try": "step on all ranks alike: whether to is decided by what is the same on all"},
+            fix="step on all ranks alike: whether to is decided by what is the same on all",
         ) from error
     _expect_same_calls(every, place)
     return _expect_close(same, every, place)
@@ -197,16 +197,16 @@ def _settings(group: Mapping[str, Any]) -> str:
 def _expect_same_calls(every: list[dict[str, Any]], place: Mesh) -> None:
     """Raises Error if the ranks step different parameters, another number of times, or with other settings."""
     steps, settings = [one["step"] for one in every], [one["settings"] for one in every]
-    alike = {"try": "whatever decides it must be the same on all ranks: a loss, not what a rank has of its own"}
+    alike = {"fix": "whatever decides it must be the same on all ranks: a loss, not what a rank has of its own"}
     _same(steps, place, "the steps taken so far differ", alike)
     _same(settings, place, "the settings differ", alike)
     for name in dict.fromkeys(name for one in every for name in one["values"]):
         where = ["stepped" if name in one["values"] else "left out" for one in every]
         _same(
-            where, place, f"`{name}` is not stepped on all ranks", {"try": "give all ranks' optimizers all parameters"}
+            where, place, f"`{name}` is not stepped on all ranks", {"fix": "give all ranks' optimizers all parameters"}
         )
         where = ["none" if one["gradients"][name] is None else "one" for one in every]
-        _same(where, place, f"`{name}` does not have a gradient on all ranks", {"try": "one backward for all ranks"})
+        _same(where, place, f"`{name}` does not have a gradient on all ranks", {"fix": "one backward for all ranks"})
 
 
 def _same(values: list[Any], place: Mesh, problem: str, facts: dict[str, str]) -> None:
@@ -228,7 +228,7 @@ def _expect_close(same: Mapping[str, Tensor], every: list[dict[str, Any]], place
                 raise Error(
                     f"{what}`{name}` differs between ranks by {off:.1e} of its largest element: they would drift apart",
                     likely="each rank changed it by a number of its own: a norm of its own gradients, a batch, noise",
-                    **{"try": "autotp.clip_grad_norm_(model, ...); a number that all ranks share, from one all_reduce"},
+                    fix="autotp.clip_grad_norm_(model, ...); a number that all ranks share, from one all_reduce",
                 )
             if not tensor.is_sparse:
                 local_of(tensor.detach()).copy_(first)

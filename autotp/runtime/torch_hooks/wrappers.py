@@ -44,17 +44,17 @@ def expect_unwrapped(model: nn.Module) -> None:
         if isinstance(module, AROUND):
             raise Error(
                 f"{what} is a wrapper around a model",
-                **{"try": "parallelize the model itself; the ranks of one model need no wrapper, replicas mesh="},
+                fix="parallelize the model itself; the ranks of one model need no wrapper, replicas mesh=",
             )
         if isinstance(module, FSDPModule) or any(isinstance(p, DTensor) for p in module._parameters.values()):
             raise Error(
                 f"{what} is sharded already, by fully_shard or as DTensors",
-                **{"try": "parallelize the original model; fully_shard(model, mesh=mesh['dp']) after that"},
+                fix="parallelize the original model; fully_shard(model, mesh=mesh['dp']) after that",
             )
         if isinstance(module, torch.jit.ScriptModule):
-            raise Error(f"{what} is compiled by torch.jit", **{"try": "parallelize the Python module"})
+            raise Error(f"{what} is compiled by torch.jit", fix="parallelize the Python module")
     if isinstance(getattr(model, "_orig_mod", None), nn.Module):
         raise Error(
             "the model is compiled already, and what autotp makes of it would not be",
-            **{"try": "torch.compile(autotp.parallelize(model, ...)), or model.compile_blocks()"},
+            fix="torch.compile(autotp.parallelize(model, ...)), or model.compile_blocks()",
         )

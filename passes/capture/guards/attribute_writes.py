@@ -170,7 +170,7 @@ def _refused(what: str, restore: Callable[[], None]) -> Error:
     restore()
     return Error(
         f"forward changes {what}, which a graph cannot do",
-        **{"try": "set an attribute of the module (`self.name = value`), which is put back after each call"},
+        fix="set an attribute of the module (`self.name = value`), which is put back after each call",
     )
 
 
@@ -285,7 +285,7 @@ def opened(value: Any, places: Mapping[int, Path]) -> tuple[list[Any], Any]:
     """
 
     if isinstance(value, set) and any(isinstance(item, Tensor) for item in value):
-        raise Error("a set holds tensors", **{"try": "a list or a dict"})
+        raise Error("a set holds tensors", fix="a list or a dict")
 
     def closed(one: Any) -> Any:
         return At(places[key_of(one)]) if key_of(one) in places and type(one) not in PLAIN else one

@@ -235,7 +235,7 @@ class NamedBefore:
             what = "an attribute of its class" if odd[0].scope.kind is not None else "a global of Python"
             raise Error(
                 f"forward changes `{odd[0]}`, {what}, which a graph cannot do",
-                **{"try": "set an attribute of the module (`self.name = value`), which is put back after each call"},
+                fix="set an attribute of the module (`self.name = value`), which is put back after each call",
             )
         return [(name, now) for name, _, now in found]
 

@@ -90,7 +90,7 @@ class Asked(TorchFunctionMode):
             raise Error(
                 "the model draws from a torch.Generator of its own, of which a graph knows nothing",
                 at=user_line(traceback.extract_stack()),
-                **{"try": "the default one: no `generator=`"},
+                fix="the default one: no `generator=`",
             )
         found = func(*args, **(kwargs or {}))
         if args and isinstance(args[0], Tensor):
@@ -160,7 +160,7 @@ def without_chance(model: nn.Module) -> Iterator[None]:
     if drawn:
         raise Error(
             f"forward draws a number from {drawn[0]}, which every later call would find unchanged",
-            **{"try": "torch.rand(()), and torch.where on it; or draw it outside, as an argument of forward"},
+            fix="torch.rand(()), and torch.where on it; or draw it outside, as an argument of forward",
         )
 
 

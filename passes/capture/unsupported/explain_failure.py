@@ -33,18 +33,18 @@ def explained(error: Exception, plain: Exception | None, model: nn.Module) -> Er
         return Error(
             "the model calls an operator that does not say what shape it returns",
             at=user_line(traceback.extract_tb(shown.__traceback__)),
-            **{"try": "torch.library.register_fake, on the operator"},
+            fix="torch.library.register_fake, on the operator",
         )
     if "HigherOrderOp" in type(shown).__name__:
         return Error(
             "the model calls an operator that takes functions (cond, while_loop, scan)",
             at=user_line(traceback.extract_tb(shown.__traceback__)),
-            **{"try": "torch.where of what both branches compute, or a loop of Python as long as shapes say"},
+            fix="torch.where of what both branches compute, or a loop of Python as long as shapes say",
         )
     kind, text = type(shown).__name__, str(shown).strip()
     at = user_line(traceback.extract_tb(shown.__traceback__))
     return Error(
         f"the model does not run on these inputs: {kind}: {text.splitlines()[0] if text else ''}".rstrip(": "),
         **({"at": at} if at != "?" else {}),
-        **{"try": "arguments that the original model accepts; example_inputs={...}, if you gave none"},
+        fix="arguments that the original model accepts; example_inputs={...}, if you gave none",
     )

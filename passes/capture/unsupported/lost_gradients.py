@@ -61,7 +61,7 @@ class _Watch(TorchFunctionMode):
 
 def _lost(what: str, instead: str) -> Error:
     at = user_line(traceback.extract_stack())
-    return Error(f"{what} would be lost: a graph of the model does not have it", at=at, **{"try": instead})
+    return Error(f"{what} would be lost: a graph of the model does not have it", at=at, fix=instead)
 
 
 def _expect_no_backward_hooks(model: nn.Module) -> None:
@@ -69,5 +69,5 @@ def _expect_no_backward_hooks(model: nn.Module) -> None:
         if module._backward_hooks or module._backward_pre_hooks:
             raise Error(
                 f"the backward hook on `{name or 'the model'}` would be lost: a graph of the model does not have it",
-                **{"try": "remove it, or register it on what autotp.parallelize returns"},
+                fix="remove it, or register it on what autotp.parallelize returns",
             )

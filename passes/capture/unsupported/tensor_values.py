@@ -27,19 +27,19 @@ def refused(error: Exception, model: nn.Module) -> Error:
     code = at.partition("  ")[2]
     if "expert" in code and (instead := instead_of_expert_loop(model)):
         what = "the model loops over the experts that are hit: torch.export has no loop that is as long as values say"
-        return Error(what, at=at, **{"try": instead})
+        return Error(what, at=at, fix=instead)
     if re.match(LOOP, code) and not re.search(r"\bif\b", code):
         what = "the model loops as often as the values of a tensor say: torch.export has no such loop"
-        return Error(what, at=at, **{"try": f"do all rounds, and mask with torch.where; or one operator: {OPERATOR}"})
+        return Error(what, at=at, fix=f"do all rounds, and mask with torch.where; or one operator: {OPERATOR}")
     if re.search(NUMBER, code) and not re.match(r"(el)?if |assert ", code):
         what = "the model makes a number of a tensor's values: torch.export knows none, and can decide nothing by it"
         return Error(
             what,
             at=at,
-            **{"try": f"a mask, `torch.arange(n) < lengths[:, None]`; the number as an argument; or {OPERATOR}"},
+            fix=f"a mask, `torch.arange(n) < lengths[:, None]`; the number as an argument; or {OPERATOR}",
         )
     return Error(
         "the model branches on the values of a tensor, which one graph cannot do",
         at=at,
-        **{"try": "choose with torch.where, or branch on shapes and configuration only"},
+        fix="choose with torch.where, or branch on shapes and configuration only",
     )
