@@ -20,12 +20,13 @@ class Error(RuntimeError):
     Args:
         problem: one line, what is wrong.
         fix: what to write instead; printed behind `try`.
-        alternative: what else would do; printed behind `or`.
+        alternative: what else would do; printed behind `or`, a second one behind `or else`.
         facts: label -> text, in the order printed; usual labels: rule, expected, got, at.
     """
 
-    def __init__(self, problem: str, *, fix: str = "", alternative: str = "", **facts: str) -> None:
-        remedies = {label: text for label, text in (("try", fix), ("or", alternative)) if text}
+    def __init__(self, problem: str, *, fix: str = "", alternative: str | tuple[str, ...] = (), **facts: str) -> None:
+        ways = [fix, *([alternative] if isinstance(alternative, str) else alternative)]
+        remedies = dict(zip(("try", "or", "or else"), filter(None, ways), strict=False))
         self.problem, self.facts, self.call = problem, facts | remedies, ""
         super().__init__(problem)
 

@@ -41,14 +41,14 @@ def different_models(rank: int, n: int) -> None:
         ({}, gpt(dropout=0.1).train(not last),
          f"%23 = aten.dropout.default(%22, 0.1, True)  float32[s95, s85, 48]  at {dropped}",
          "%23 = aten.sym_size.int(%16, 0)"),
-        ({}, gpt().requires_grad_(not last), "... recompute='none') [True, True, True, True, True, True, True, ...",
-         "... recompute='none') [False, False, False, False, False, False, ..."),
+        ({}, gpt().requires_grad_(not last), "... summed=False) [True, True, True, True, True, True, True, Tru ...",
+         "... summed=False) [False, False, False, False, False, False, Fal ..."),
         ({"outputs": "full" if last else "local"}, gpt(),
          "... [48] Options(outputs='local', experts='width', sequence_par ...",
          "... [48] Options(outputs='full', experts='width', sequence_para ..."),
         ({"randomness": "exact" if last else "fast"}, gpt(),
-         "... summed=False, randomness='fast', check_inputs='first', recom ...",
-         "... summed=False, randomness='exact', check_inputs='first', reco ..."),
+         "... without=(), randomness='fast', check_inputs='first', recompu ...",
+         "... without=(), randomness='exact', check_inputs='first', recomp ..."),
     ]  # fmt: skip
     for given, model, one, other in rows:
         assert refusal(model, n, **given) == (

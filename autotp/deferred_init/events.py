@@ -103,14 +103,14 @@ def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def how_to_fill(place: Place) -> dict[str, str]:
-    """What to do about a tensor that its initialisers leave empty, as facts of an Error."""
+def how_to_fill(place: Place) -> dict[str, Any]:
+    """What to do about a tensor that its initialisers leave empty, as arguments of an Error."""
     own, key = type(place.module).__name__, place.key
-    advice = {"fix": f"fill self.{key} in {own}.reset_parameters(self) and call that in the constructor,"}
-    advice["or"] = "in _init_weights(self, module) of the model, applied at the end of its constructor"
+    fix = f"fill self.{key} in {own}.reset_parameters(self) and call that in the constructor,"
+    others = ["in _init_weights(self, module) of the model, applied at the end of its constructor"]
     if not isinstance(place.tensor, nn.Parameter):
-        advice["or else"] = 'make it with device="cpu": what is not on meta keeps its value'
-    return advice
+        others.append('make it with device="cpu": what is not on meta keeps its value')
+    return {"fix": fix, "alternative": tuple(others)}
 
 
 # ---- what it ran
