@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hf_families
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,10 +15,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import autotp
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
-import hf_families
 
 LAYOUTS = {
     "gpt2": "fused q | k | v, turned weights, a tied head, no head in the file",

@@ -1,15 +1,19 @@
 """How hypothesis draws (the same cases in each `make test`, new ones with `--deep`), and which tests are left out.
 
 A test marked `rare` runs with `--all` only (`make test-all`): of many cases, those that a few others stand for.
+What tests the examples and the benchmarks runs where it is named (`make test-examples`), or with `--all`.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
+
+NAMED_ONLY = [Path(__file__).parent / name for name in ("examples", "benchmarks")]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,6 +28,13 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("deep", deadline=None, max_examples=5000, print_blob=True)
     settings.register_profile("all", settings.get_profile("default"))
     settings.load_profile(next((name for name in ("deep", "all") if config.getoption(name)), "default"))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if collection_path not in NAMED_ONLY or config.getoption("all"):
+        return None
+    named = [Path(config.invocation_params.dir, arg.partition("::")[0]).resolve() for arg in config.args]
+    return True if not any(path.is_relative_to(collection_path) for path in named) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

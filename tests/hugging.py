@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +9,6 @@ import torch
 from torch import nn
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
 from hf_families import FAMILIES
 
 TARGETS = {

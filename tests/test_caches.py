@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from autotp.passes.capture.pytree import flatten, states
 from autotp.passes.capture.skeleton import skeleton_of
 
 transformers = pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 FAMILIES = __import__("hf_families").FAMILIES
 
 NAMES = ("llama", "mistral", "qwen3", "gpt2", "gemma", "gemma3", "phi3")

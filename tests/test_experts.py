@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +22,6 @@ from autotp.ops.grouped_mm import OPERATOR
 from autotp.passes.plan.experts import experts
 from autotp.passes.plan.infer_axes import infer_axes
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 pytest.importorskip("transformers.integrations.moe")  # It brings the product of groups in every dtype.
 
 from hf_families import FAMILIES

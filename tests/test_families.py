@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from torch import Tensor, nn
 
 import autotp
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 pytest.importorskip("transformers")
 
 from hf_coverage import HEADER, TABLE, share, stacks

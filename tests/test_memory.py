@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
+import memory
 import pytest
 import torch
 from helpers import run_ranks
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-
-import memory
 
 import autotp
 from autotp.models.bert import BERT, BERTConfig

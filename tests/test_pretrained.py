@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,8 +23,6 @@ from torch import Tensor
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, Interleave, Transpose, WeightConverter
 from transformers.utils import logging as theirs
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import autotp
 from autotp.checkpoint.files.safetensors_files import Stored

@@ -16,8 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.utils import logging as theirs
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
 import autotp
 from autotp.models.gpt import GPT, GPTConfig
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from autotp.models.gpt import Block as Layer
 from autotp.passes.capture.capture import capture
 from autotp.passes.capture.skeleton import skeleton_of
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 FAMILIES = pytest.importorskip("hf_families").FAMILIES
 
 

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import metrics
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
-import metrics
 import windows
 from formats import Answer, Question
 from tokens import word_pieces

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
 import bert_samples
 import formats
+import pytest
 import tasks
 from formats import Answer, Choice, Pair, Question
 

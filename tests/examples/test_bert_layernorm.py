@@ -6,14 +6,11 @@ import csv
 import sys
 from pathlib import Path
 
+import bert_layernorm
 import pytest
 import torch
-from helpers import run_ranks
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
-import bert_layernorm
 from bert_layernorm import Run
+from helpers import run_ranks
 
 
 def run(folder: Path, *more: str) -> None:

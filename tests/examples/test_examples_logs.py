@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
 import logs
+import pytest
 
 
 def values(loss: float) -> dict[str, float]:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
+import corpus
 import numpy as np
 import pytest
+import tokens
 from filelock import FileLock, Timeout
 from helpers import run_ranks
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
-import corpus
-import tokens
 
 TEXT = ["The cat sat.\n\n    The dog\tran <|endoftext|> away.\r\n", "é ☃ [MASK] x" * 20, "a cat\nthe dog\n \nthe cat\n"]
 

@@ -7,23 +7,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import inputs
 import pytest
 import torch
-from helpers import run_ranks
-from torch import Tensor
-
-import autotp
-from autotp.models.bert import BERT, BERTConfig
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
-import inputs
 from formats import Answer, Choice, Pair, Question
 from heads import MultipleChoice, PairClassifier, SpanExtractor
+from helpers import run_ranks
 from initial import initial
 from inputs import Reader
 from tokens import SEP, word_pieces
+from torch import Tensor
 from windows import windows
+
+import autotp
+from autotp.models.bert import BERT, BERTConfig
 
 SIZES: dict[str, Any] = {"block_size": 16, "vocab_size": 50, "n_layer": 2, "n_head": 4, "n_embd": 16, "dropout": 0.1}
 HEADS = {"pair": lambda bert: PairClassifier(bert, 3), "span": SpanExtractor, "choice": MultipleChoice}

@@ -6,17 +6,14 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+import corpus
 import pytest
 import torch
-from helpers import run_ranks
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
-import corpus
 import train_bert
 import train_gpt
 import training
+from helpers import run_ranks
+from torch import Tensor, nn
 
 
 def write(folder: Path, name: str, data: bytes) -> Path:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
+import masking
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
-import masking
 from segments import Pairs, Runs, runs, shortened
 from tokenizers import Tokenizer, models
 from tokens import SPECIAL, Tokens
+from torch import Tensor
 
 WORDS = 200
 PAD, _, CLS, SEP, MASK = range(5)

@@ -10,22 +10,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
-import torch
-from helpers import run_ranks
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
 import evaluate_lm
 import lm_samples
 import logs
+import numpy as np
 import pretrain_bert
 import pretrain_gpt
 import pretraining
+import pytest
 import tokens
+import torch
+from helpers import run_ranks
 from tokenizers import Tokenizer, models
+from torch import Tensor, nn
 
 import autotp
 from autotp.models.bert import BERT, BERTConfig

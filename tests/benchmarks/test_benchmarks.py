@@ -11,13 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-import torch
-import torch.distributed as dist
-from helpers import run_ranks
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-
 import activations
 import bubble
 import capture
@@ -25,9 +18,13 @@ import checkpoint
 import gpu
 import growth
 import megatron
+import pytest
 import share
 import step
+import torch
+import torch.distributed as dist
 import zero
+from helpers import run_ranks
 
 import passes
 from autotp import compiler as transform

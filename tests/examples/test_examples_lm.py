@@ -8,18 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from helpers import run_ranks
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
 import evaluate_lm
 import lm_samples
+import pytest
 import tokens
+import torch
 import training
+from helpers import run_ranks
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from autotp.models.gpt import GPT, GPTConfig
 
