@@ -22,7 +22,7 @@ train: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SHARED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SHARED) --budget 8
 
 test-examples: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SHARED) tests/examples tests/benchmarks

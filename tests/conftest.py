@@ -2,15 +2,18 @@
 
 A test marked `rare` runs with `--all` only (`make test-all`): of many cases, those that a few others stand for.
 What tests the examples and the benchmarks runs where it is named (`make test-examples`), or with `--all`.
+With `--budget` a test that is not `rare` fails if it takes longer.
 """
 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers import BILL
 from hypothesis import Phase, settings
 
 NAMED_ONLY = [Path(__file__).parent / name for name in ("examples", "benchmarks")]
@@ -19,6 +22,7 @@ NAMED_ONLY = [Path(__file__).parent / name for name in ("examples", "benchmarks"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the rare cases, too: every family in every way; an hour")
     parser.addoption("--deep", action="store_true", help="5,000 random architectures instead of 24; takes two hours")
+    parser.addoption("--budget", type=float, help="the seconds of CPU that a test may take that is not rare")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,6 +45,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left = [item for item in items if item.get_closest_marker("rare") and not config.getoption("all")]
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item not in left]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """CPU is counted, that of pytest's process and of the busiest rank: a busy machine does not change it.
+
+    What the tests of a file share (a launch of ranks, or fixtures) is nobody's; programs that a test starts, such as
+    torchrun, are not counted.
+    """
+    BILL.ranks, began = 0.0, time.process_time()
+    yield
+    spent = time.process_time() - began + BILL.ranks
+    item.user_properties.append(("seconds of CPU", round(spent, 2)))
+    budget = item.config.getoption("budget")
+    if budget is not None and spent > budget and not item.get_closest_marker("rare"):
+        pytest.fail(f"{spent:.1f} s of CPU: more than the budget of {budget:g} s. Ask less of it, or mark it rare")
 
 
 @pytest.fixture

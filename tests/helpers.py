@@ -22,9 +22,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-PRELOADED = ["torch", "autotp", "torch.export._trace", "transformers.modeling_utils"]
-"""What every rank would import, or most: forked, they have it already."""
+PRELOADED = ["torch", "autotp", "torch.export._trace", "transformers.modeling_utils", "warm"]
+"""What every rank would import, or most: forked, they have it already. A failure in one of them is not told."""
 LAST_WORDS = 0.5  # seconds the other ranks have to answer once one has failed
+
+
+@dataclass
+class Bill:
+    """The CPU that the running test is charged beside that of its own process, in seconds. `conftest.py` reads it."""
+
+    ranks: float = 0.0  # of each launch, that of its busiest rank
+
+
+BILL = Bill()
 
 
 class Died(RuntimeError):
@@ -38,6 +48,7 @@ class Reply:
     value: Any = None
     error: BaseException | None = None
     where: str = ""
+    cpu: float = 0.0  # seconds
 
 
 def run_ranks(
@@ -66,6 +77,7 @@ def run_ranks(
     payload = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory() as folder, _started(payload, n, folder, timeout, fresh) as ranks:
         replies = _replies(ranks, time.monotonic() + timeout, may_die)
+    BILL.ranks += max((reply.cpu for reply in replies.values()), default=0.0)
     errors = {rank: reply.error for rank, reply in replies.items() if reply.error is not None}
     failed = [rank for rank, error in errors.items() if not (isinstance(error, Died) and rank in may_die)]
     if failed:  # a death counts before what it made the others raise
@@ -140,7 +152,8 @@ def _replies(ranks: list[tuple[BaseProcess, Connection]], deadline: float, may_d
 
 def _rank(payload: bytes, rank: int, n: int, folder: str, timeout: float, pipe: Connection) -> None:
     try:
-        reply = pickle.dumps(Reply(_run(payload, rank, n, folder, timeout)))
+        value = _run(payload, rank, n, folder, timeout)
+        reply = pickle.dumps(Reply(value, cpu=time.process_time()))
     except BaseException as error:
         reply = _failure(error)
     pipe.send_bytes(reply)
@@ -165,11 +178,19 @@ def _run(payload: bytes, rank: int, n: int, folder: str, timeout: float) -> Any:
 def _failure(error: BaseException) -> bytes:
     where = "".join(traceback.format_exception(error))
     try:
-        reply = pickle.dumps(Reply(error=error, where=where))
+        reply = pickle.dumps(Reply(error=error, where=where, cpu=time.process_time()))
         pickle.loads(reply)
     except Exception:  # an exception that cannot travel
         return pickle.dumps(Reply(error=RuntimeError(repr(error)), where=where))
     return reply
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a function did on a rank."""
+
+    failure: str  # empty if it held
+    cpu: float  # seconds
 
 
 class Checks:
@@ -181,7 +202,7 @@ class Checks:
     def __init__(self, timeout: float = 240, fresh: bool = False) -> None:
         self.timeout, self.fresh = timeout, fresh
         self.functions: dict[tuple[int, bool], list[Callable[[int, int], None]]] = {}
-        self.outcomes: dict[tuple[int, bool], list[dict[str, str]] | BaseException] = {}
+        self.outcomes: dict[tuple[int, bool], list[dict[str, Outcome]] | BaseException] = {}
 
     def on(self, *sizes: int, rare: bool = False) -> Callable[[Callable[[int, int], None]], Callable[[int, int], None]]:
         """Registers a module-level function of the rank and the number of ranks; a `rare` one is for `--all` only."""
@@ -202,34 +223,43 @@ class Checks:
         """Fails with the traceback of the first rank on which the function failed."""
         key = next(key for key, functions in self.functions.items() if key[0] == n and name in map(_name, functions))
         if key not in self.outcomes:
-            try:
-                self.outcomes[key] = run_ranks(_in_turn, n, self.functions[key], timeout=self.timeout, fresh=self.fresh)
-            except Exception as error:
-                self.outcomes[key] = error
+            self.outcomes[key] = self._launched(*key)
         outcome = self.outcomes[key]
         if isinstance(outcome, BaseException):
             raise outcome
+        BILL.ranks += max((found[name].cpu for found in outcome if name in found), default=0.0)
         for rank, found in enumerate(outcome):
             assert name in found, f"not run on rank {rank}: {list(found)[-1]} failed before"
-            assert not found[name], f"on rank {rank} of {n}:\n{found[name]}"
+            assert not found[name].failure, f"on rank {rank} of {n}:\n{found[name].failure}"
+
+    def _launched(self, n: int, rare: bool) -> list[dict[str, Outcome]] | BaseException:
+        """What all functions of a size did. A test pays for its own, not for being the first that asked."""
+        before = BILL.ranks
+        try:
+            return run_ranks(_in_turn, n, self.functions[n, rare], timeout=self.timeout, fresh=self.fresh)
+        except Exception as error:
+            return error
+        finally:
+            BILL.ranks = before
 
 
 def _name(fn: Callable[..., Any]) -> str:
     return fn.__name__
 
 
-def _in_turn(rank: int, n: int, functions: Sequence[Callable[[int, int], None]]) -> dict[str, str]:
-    """Function name -> what it raised, or nothing. Ends at the first failure on any rank: then nothing is in step."""
-    found: dict[str, str] = {}
+def _in_turn(rank: int, n: int, functions: Sequence[Callable[[int, int], None]]) -> dict[str, Outcome]:
+    """Outcomes by name. Ends at the first failure on any rank: then nothing is in step."""
+    found: dict[str, Outcome] = {}
     for fn in functions:
         torch.manual_seed(0)
+        began, failure = time.process_time(), ""
         try:
             with warnings.catch_warnings():
                 fn(rank, n)
-            found[fn.__name__] = ""
         except BaseException as error:  # pytest's own failures are no Exceptions
-            found[fn.__name__] = "".join(traceback.format_exception(error))
-        failed = torch.tensor(bool(found[fn.__name__]), dtype=torch.int32)
+            failure = "".join(traceback.format_exception(error))
+        found[fn.__name__] = Outcome(failure, time.process_time() - began)
+        failed = torch.tensor(bool(failure), dtype=torch.int32)
         dist.all_reduce(failed, dist.ReduceOp.MAX)
         if failed:
             break
