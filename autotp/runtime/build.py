@@ -23,7 +23,7 @@ from autotp.passes.capture.skeleton import skeleton_of
 from autotp.runtime.graph_digest import digest
 from autotp.runtime.graph_entry import GraphEntry, prepare
 from autotp.runtime.module import ParallelModule, Part, adopt, classes_of, executable_of
-from autotp.runtime.shard_parameters import TAKEN, shard_parameters
+from autotp.runtime.shard_parameters import shard_parameters, was_taken
 from autotp.runtime.torch_hooks.install import watched
 from autotp.runtime.torch_hooks.wrappers import expect_unwrapped
 from autotp.runtime.tree import Tree, state_of
@@ -85,7 +85,7 @@ def expect_ordinary(model: Any, remedy: str = "parallelize the original model on
     parallel = set(models())
     if any(state_of(module) is not None or module in parallel for module in model.modules()):
         raise Error("the model is parallel already", fix=remedy)
-    if any(hasattr(tensor, TAKEN) for tensor in model.parameters()):
+    if was_taken(model):
         raise Error(
             "the model was parallelized before, which took its parameters over",
             fix="use what parallelize returned then",
