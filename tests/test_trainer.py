@@ -223,7 +223,7 @@ def test_ranks_of_a_replica_with_other_batches() -> None:
 
 def taken_over(rank: int, n: int) -> list[str]:
     model = gpt()
-    trainer, _ = started((1, 1, 1), model=model)
+    started((1, 1, 1), model=model)
     found = []
     for again in (lambda: started((1, 1, 1), model=model), lambda: autotp.parallelize(model, 1)):
         with pytest.raises(autotp.Error) as raised:
@@ -234,8 +234,8 @@ def taken_over(rank: int, n: int) -> list[str]:
 
 def test_a_model_is_taken_over_once() -> None:
     (found,) = run_ranks(taken_over, 1)
-    remedy = "  try      use what parallelize returned then"
-    assert found == [f"the model was parallelized before, which took its parameters over\n{remedy}"] * 2
+    remedy = "  try      use what autotp.parallelize or autotp.distribute returned then"
+    assert found == [f"the model was cut before, and its parameters were taken over\n{remedy}"] * 2
 
 
 def in_two_modes(rank: int, n: int) -> str:

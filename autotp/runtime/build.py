@@ -87,8 +87,8 @@ def expect_ordinary(model: Any, remedy: str = "parallelize the original model on
         raise Error("the model is parallel already", fix=remedy)
     if was_taken(model):
         raise Error(
-            "the model was parallelized before, which took its parameters over",
-            fix="use what parallelize returned then",
+            "the model was cut before, and its parameters were taken over",
+            fix="use what autotp.parallelize or autotp.distribute returned then",
         )
     expect_unwrapped(model)
 
