@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -20,13 +21,17 @@ class Error(RuntimeError):
     Args:
         problem: one line, what is wrong.
         fix: what to write instead; printed behind `try`.
+        then: what to write behind that.
         alternative: what else would do; printed behind `or`, a second one behind `or else`.
         facts: label -> text, in the order printed; usual labels: rule, expected, got, at.
     """
 
-    def __init__(self, problem: str, *, fix: str = "", alternative: str | tuple[str, ...] = (), **facts: str) -> None:
-        ways = [fix, *([alternative] if isinstance(alternative, str) else alternative)]
-        remedies = dict(zip(("try", "or", "or else"), filter(None, ways), strict=False))
+    def __init__(
+        self, problem: str, *, fix: str = "", then: str = "", alternative: str | tuple[str, ...] = (), **facts: str
+    ) -> None:
+        others = [alternative] if isinstance(alternative, str) else alternative
+        ways = {"try": fix, "then": then, **dict(zip(("or", "or else"), others, strict=False))}
+        remedies = {label: text for label, text in ways.items() if text}
         self.problem, self.facts, self.call = problem, facts | remedies, ""
         super().__init__(problem)
 
@@ -40,13 +45,24 @@ class Error(RuntimeError):
         return "\n".join([head, *(f"  {label:<9}{text}" for label, text in self.facts.items())])
 
 
+_calls: ContextVar[tuple[str, ...]] = ContextVar("calls", default=())
+
+
 def within(call: str, run: Callable[[], T]) -> T:
     """What `run` returns; an Error it raises gets the public call's name."""
+    before = _calls.set((*_calls.get(), call.partition("(")[0]))
     try:
         return run()
     except Error as error:
         error.within(call)
         raise
+    finally:
+        _calls.reset(before)
+
+
+def call_in_progress() -> str:
+    """The public call that this thread is in, as `Trainer.step`; "" outside of all."""
+    return _calls.get()[0] if _calls.get() else ""
 
 
 Error.__module__ = "autotp"
