@@ -31,7 +31,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "bloom": lambda: transformers.BloomConfig(vocab_size=VOCAB, hidden_size=48, n_layer=1, n_head=4),
     "mistral": lambda: transformers.MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=9),
     "t5": lambda: transformers.T5Config(
-        vocab_size=VOCAB, d_model=48, d_kv=8, d_ff=80, num_layers=2, num_heads=6, decoder_start_token_id=0
+        vocab_size=VOCAB, d_model=48, d_kv=8, d_ff=80, num_layers=1, num_heads=6, decoder_start_token_id=0
     ),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,7 +24,6 @@ TOLERANCE = {"gpt": 1e-10, "bert": 1e-10}
 """In the models of transformers norms and losses compute in float32: 1e-5 there."""
 LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
 """Ranks of tensor, pipeline and data parallelism."""
-USUAL = [((2, 2, 1), "interleaved", True)]
 
 
 def built(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -104,16 +104,24 @@ def steps(
     torch.testing.assert_close(found, expected, **close)
 
 
-def all_models(rank: int, n: int, layout: tuple[int, int, int], schedule: str, along: bool) -> None:
-    for name in MODELS:
+def each_model(
+    rank: int, n: int, names: Sequence[str], layout: tuple[int, int, int], schedule: str, along: bool
+) -> None:
+    for name in names:
         steps(rank, n, name, layout, schedule, along)
+
+
+@pytest.mark.timeout(300)
+def test_every_parallelism_but_data() -> None:
+    """The mechanisms together, on the one model whose stages share a weight."""
+    run_ranks(each_model, 4, ("gpt",), (2, 2, 1), "interleaved", True, timeout=280)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("layout", "schedule", "along"),
     [
-        pytest.param(*case, marks=[pytest.mark.rare] * (case not in USUAL))
+        pytest.param(*case, marks=pytest.mark.rare)
         for case in itertools.product(
             LAYOUTS, ("1F1B", "interleaved", "GPipe", "zero-bubble", "zero-bubble-v"), (False, True)
         )
@@ -123,11 +131,11 @@ def all_models(rank: int, n: int, layout: tuple[int, int, int], schedule: str, a
 )
 def test_layout(layout: tuple[int, int, int], schedule: str, along: bool) -> None:
     tp, pp, dp = layout
-    run_ranks(all_models, tp * pp * dp, layout, schedule, along, timeout=280)
+    run_ranks(each_model, tp * pp * dp, MODELS, layout, schedule, along, timeout=280)
 
 
-def sharded(rank: int, n: int, layout: tuple[int, int, int], zero: int, schedule: str) -> None:
-    for name in ("gpt", "llama-tied"):
+def sharded(rank: int, n: int, names: Sequence[str], layout: tuple[int, int, int], zero: int, schedule: str) -> None:
+    for name in names:
         steps(rank, n, name, layout, schedule, zero=zero)
 
 
@@ -135,7 +143,7 @@ def sharded(rank: int, n: int, layout: tuple[int, int, int], zero: int, schedule
 @pytest.mark.parametrize(
     ("layout", "zero", "schedule"),
     [
-        ((1, 1, 2), 1, "1F1B"),
+        pytest.param((1, 1, 2), 1, "1F1B", marks=pytest.mark.rare),
         pytest.param((1, 1, 2), 2, "1F1B", marks=pytest.mark.rare),
         pytest.param((2, 1, 2), 3, "1F1B", marks=pytest.mark.rare),
         pytest.param((1, 2, 2), 1, "interleaved", marks=pytest.mark.rare),
@@ -146,7 +154,11 @@ def sharded(rank: int, n: int, layout: tuple[int, int, int], zero: int, schedule
 )
 def test_zero(layout: tuple[int, int, int], zero: int, schedule: str) -> None:
     tp, pp, dp = layout
-    run_ranks(sharded, tp * pp * dp, layout, zero, schedule, timeout=280)
+    run_ranks(sharded, tp * pp * dp, ("gpt", "llama-tied"), layout, zero, schedule, timeout=280)
+
+
+def test_zero_of_a_tied_weight() -> None:
+    run_ranks(sharded, 2, ("gpt",), (1, 1, 2), 1, "1F1B", timeout=100)
 
 
 def accumulated(rank: int, n: int) -> None:

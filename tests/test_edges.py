@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import autotp
 
 CALLS = 6
-USUAL, RARE = 4, 500
+USUAL, RARE = 2, 500
 LAUNCH = 25
 """So many cases are run by one launch of ranks."""
 

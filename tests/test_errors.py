@@ -194,7 +194,7 @@ def lose_a_peer(rank: int, n: int, when: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("when", ["before", "backward"])
+@pytest.mark.parametrize("when", ["backward", pytest.param("before", marks=pytest.mark.rare)])
 def test_a_peer_dies_in_a_step(when: str) -> None:
     with pytest.raises(autotp.Error) as raised:
         run_ranks(lose_a_peer, 2, when, timeout=60, may_die=[1])

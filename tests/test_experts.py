@@ -90,7 +90,7 @@ def test_equal_to_one_device(product: Any, tp: int) -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("deepseek_v3", marks=pytest.mark.rare),
     pytest.param("mixtral-batched", marks=pytest.mark.rare), pytest.param("qwen3_moe", marks=pytest.mark.rare),
-    "gpt_oss"])  # fmt: skip
+    pytest.param("gpt_oss", marks=pytest.mark.rare)])  # fmt: skip
 def test_families(name: str) -> None:
     torch.manual_seed(0)
     model, inputs = FAMILIES[name]()

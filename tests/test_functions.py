@@ -194,7 +194,8 @@ def _expect_equal(kind: str, n: int, **how: Any) -> None:
         torch.testing.assert_close(tensor, one.state_dict()[name], rtol=1e-11, atol=1e-12)
 
 
-@checks.on(2, 3)
+@checks.on(2)
+@checks.on(3, rare=True)
 def trains(rank: int, n: int) -> None:
     for kind in ("inside-Tanh", "layer", "several", "weighed", "stack"):
         _expect_equal(kind, n)

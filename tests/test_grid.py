@@ -142,7 +142,7 @@ def test_layout_without_repetition() -> None:
 # ---- whole attentions
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=6 if settings.get_current_profile_name() == "default" else 24)
 @given(
     st.integers(1, 4),
     st.integers(1, 5),

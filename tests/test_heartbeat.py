@@ -226,7 +226,7 @@ USUAL = [
     ("step", (1, 2, 1), 1, 3, KILL),
     ("backward", (2, 1, 1), 1, 2, STOP),
     ("read", (2, 1, 1), 1, 2, KILL),
-    ("generate", (2, 1, 1), 1, 5, KILL),
+    pytest.param("generate", (2, 1, 1), 1, 5, KILL, marks=pytest.mark.rare),
 ]
 
 

@@ -29,11 +29,17 @@ def test_equal_to_one_device(family: str, tp: int, dropout: float) -> None:
     assert report.ok, report
 
 
+@cache
+def llama_and_twin(n: int) -> tuple[nn.Module, Any]:
+    """One model for all that changes nothing of it."""
+    whole, inputs = adapted("llama")
+    return whole, autotp.parallelize(copy.deepcopy(whole), n, example_inputs=inputs)
+
+
 @checks.on(2)
 def what_is_done_before(rank: int, n: int) -> None:
     """Adapters of a parallel model are not merged, exchanged, or saved in parts: one error, that says what to do."""
-    model, inputs = adapted("llama")
-    parallel = autotp.parallelize(model, n, example_inputs=inputs)
+    _, parallel = llama_and_twin(n)
     for name in ("merge_adapter", "merge_and_unload", "disable_adapter", "add_adapter"):
         with pytest.raises(autotp.Error, match="adapters of a parallel model are not merged"):
             getattr(parallel, name)()
@@ -122,9 +128,14 @@ def test_one_reduction_for_layer_and_adapter(family: str) -> None:
 @checks.on(3, rare=True)
 def only_adapters_train(rank: int, n: int) -> None:
     """Gradients and parameters after steps of AdamW, its decay too, are one device's; nothing else has moved."""
-    for family in TARGETS:
-        with all_double():  # transformers computes its losses in float32
-            train_both(family, rank, n)
+    with all_double():  # transformers computes its losses in float32
+        train_both("llama", rank, n)
+
+
+@checks.on(2, 3, rare=True)
+def only_adapters_of_fused_weights_train(rank: int, n: int) -> None:
+    with all_double():
+        train_both("gpt2", rank, n)
 
 
 def train_both(family: str, rank: int, n: int) -> None:
@@ -161,8 +172,7 @@ def expect_gradients(whole: nn.Module, parallel: Any) -> None:
 
 @checks.on(2)
 def adapters_alone_are_gathered(rank: int, n: int) -> None:
-    whole, inputs = adapted("llama")
-    parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=inputs)
+    whole, parallel = llama_and_twin(n)
     found = autotp.full_state_dict(parallel, lambda name: "lora_" in name)
     expected = {name: tensor for name, tensor in whole.state_dict().items() if "lora_" in name and rank == 0}
     assert found.keys() == expected.keys()

@@ -90,10 +90,11 @@ def record(op: Any, sample: Any, calls: Recorded) -> None:
     Recorder(graph, calls).run(*tensors)
 
 
+@pytest.mark.parametrize("sizes", [(2, 3), pytest.param((4,), marks=pytest.mark.rare)], ids=["2-3", "4"])
 @pytest.mark.parametrize("name", PACKETS)
-def test_rule(name: str, recorded: Recorded) -> None:
+def test_rule(name: str, sizes: tuple[int, ...], recorded: Recorded) -> None:
     for op, args, kwargs in recorded.get(name, []):
-        for tp in (2, 3, 4):
+        for tp in sizes:
             assert prove(op, args, kwargs, tp) == []
 
 

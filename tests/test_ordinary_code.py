@@ -273,6 +273,16 @@ def padding(batch: int, length: int) -> Tensor:
 
 @ordinary
 def a_transformer_with_masks() -> tuple[nn.Module, list[Given]]:
+    model, calls = a_transformer_with_masks_of_all_kinds()
+    return model, calls[-1:]
+
+
+@rarely_run
+def a_transformer_with_all_masks() -> tuple[nn.Module, list[Given]]:
+    return a_transformer_with_masks_of_all_kinds()
+
+
+def a_transformer_with_masks_of_all_kinds() -> tuple[nn.Module, list[Given]]:
     model = nn.Transformer(8, 4, 1, 1, 16, dropout=0.1, batch_first=True)
     source, target, padded = numbers(2, 5, 8), numbers(2, 6, 8), {"src_key_padding_mask": padding(2, 5)}
     padded |= {"memory_key_padding_mask": padding(2, 5), "tgt_key_padding_mask": padding(2, 6)}
@@ -287,7 +297,7 @@ def a_transformer_with_masks() -> tuple[nn.Module, list[Given]]:
 @ordinary
 def a_frozen_encoder_in_evaluation() -> tuple[nn.Module, list[Given]]:
     layer = nn.TransformerEncoderLayer(8, 4, 16, batch_first=True, norm_first=False)
-    model = Evaluated(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).requires_grad_(False))
+    model = Evaluated(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).requires_grad_(False))
     x = numbers(2, 5, 8)
     return model, [
         {"x": x, "padding": padding(2, 5)},
