@@ -5,6 +5,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from mlp import Plain
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
@@ -121,3 +123,42 @@ def some(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """A tensor of numbers that are all different, from -1 to 1."""
     count = torch.Size(shape).numel()
     return (torch.linspace(-1, 1, count, dtype=torch.float64) ** 3).roll(count // 3).reshape(shape).to(dtype)
+
+
+TOKENS = torch.arange(6).view(2, 3)
+
+
+class MLP(Plain):
+    def __init__(self) -> None:
+        super().__init__(12, 10)
+
+
+class Attention(nn.Module):
+    """Three query heads for each of two heads of keys and values."""
+
+    def __init__(self, group: int = 3) -> None:
+        super().__init__()
+        self.q, self.out = nn.Linear(12, group * 8), nn.Linear(group * 8, 12)
+        self.k, self.v = nn.Linear(12, 8), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in (self.q(x), self.k(x), self.v(x)))
+        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.size(1) != k.size(1))
+
+
+class Language(nn.Module):
+    """Tokens and positions, a head of its own or the embedding's weight, with or without a loss."""
+
+    def __init__(self, tied: bool, loss: bool) -> None:
+        super().__init__()
+        self.tokens, self.places, self.head = nn.Embedding(47, 12), nn.Embedding(8, 12), nn.Linear(12, 47, bias=False)
+        self.loss = loss
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.tokens(tokens) + self.places(torch.arange(tokens.size(1))))
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()) if self.loss else logits

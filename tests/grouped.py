@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from autotp.sharding.axis import Axis, find
 
 
 class Grouped(nn.Module):
@@ -36,3 +39,17 @@ class Grouped(nn.Module):
             return tuple(z.unflatten(-1, (-1, 4)) for z in y.split([4 * heads, 4 * self.kv, 4 * self.kv], -1))
         y = y.unflatten(-1, (self.kv, self.group + 2, 4))
         return y[..., :-2, :].flatten(2, 3), y[..., -2, :], y[..., -1, :]
+
+
+def places(of: Axis, leaf: Axis) -> torch.Tensor:
+    """The oracle: for each position of an axis, where it lies along `leaf` (-1: nowhere). [size]"""
+    of = find(of)
+    if of is find(leaf):
+        return torch.arange(of.size.number)
+    if of.kind == "leaf":
+        return torch.full((of.size.number,), -1)
+    parts = [places(part, leaf) for part in of.parts]
+    if of.kind == "concat":
+        return torch.cat(parts)
+    grids = torch.meshgrid(*parts, indexing="ij")
+    return torch.stack(grids).amax(0).flatten()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -21,9 +23,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 PRELOADED = ["torch", "autotp", "torch.export._trace", "transformers.modeling_utils", "warm"]
 """What every rank would import, or most: forked, they have it already. A failure in one of them is not told."""
+HERE = Path(__file__).resolve().parent
 LAST_WORDS = 0.5  # seconds the other ranks have to answer once one has failed
 EXPECTED = (
     ".*this rank's part", ".* is captured for the",  # Tests compare parts, and change models.
@@ -270,3 +274,58 @@ def _in_turn(rank: int, n: int, functions: Sequence[Callable[[int, int], None]])
         if failed:
             break
     return found
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """A region in which a warning is an error: in the ranks' processes it is none by itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that run, in-place ones too (which torch's CommDebugMode does not see)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = func._schema.name.partition("::")
+        if space in ("c10d", "_c10d_functional") and name != "wait_tensor":
+            name = name.rstrip("_").replace("_", "-")
+            self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def job(folder: Path, script: str, given: Sequence[str], restarts: int) -> Iterator[subprocess.Popen[str]]:
+    """torchrun with two processes of a script here; ended, with its own processes, in any case."""
+    folder.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--monitor-interval", "0.1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}"}
+    process = subprocess.Popen(
+        [*command, *where, str(HERE / script), str(folder), *given],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.communicate()
+
+
+def over(process: subprocess.Popen[str], seconds: float) -> bool:
+    """Whether a process is over within a time."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True

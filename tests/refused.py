@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from mlp import Plain
 from torch import Tensor, nn
 
 import autotp
@@ -46,3 +47,41 @@ def refusal(model: nn.Module, n: int, **given: Any) -> str:
     assert list(now) == list(before)
     assert all(now[name] is before[name] and torch.equal(now[name], values[name]) for name in now)
     return text
+
+
+OPERATOR = "torch.library.custom_op with register_fake and register_autograd, and autotp.rule"
+LOOPS = "the model loops as often as the values of a tensor say: torch.export has no such loop"
+ROUNDS = f"do all rounds, and mask with torch.where; or one operator: {OPERATOR}"
+
+
+class Branching(Plain):
+    def __init__(self) -> None:
+        super().__init__(16, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:  # a branch on data
+            x = x + 1
+        return self.mlp(x)
+
+
+class Odd(Branching):
+    """A block's weight that an operator needs whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.h = nn.ModuleList([nn.Linear(16, 16, bias=False)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x + self.mlp(x))
+        return x @ torch.linalg.matrix_exp(self.h[0].weight)
+
+
+BRANCHES = "the model branches on the values of a tensor, which one graph cannot do"
+TRY_WHERE = "\n  try      choose with torch.where, or branch on shapes and configuration only"
+
+
+DATA_BRANCH = line_of(__file__, "if x.sum() > 0:  # a")
+"""Where `Branching` branches, as an error names it."""
+NO_RULE = line_of(__file__, "return x @ torch")
+"""Where `Odd` has an operator without a rule."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Checks, run_ranks
+from mlp import Mlp, as_gathered, expect_same, twins, x
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -18,20 +19,6 @@ from autotp.runtime.module import executable_of
 
 checks = Checks()
 CALLS = 5
-
-
-class Mlp(nn.Module):
-    """What the others remember something of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 30), nn.Linear(30, 8)
-
-    def inner(self, x: Tensor) -> Tensor:
-        return torch.relu(self.up(x))
-
-    def mlp(self, x: Tensor) -> Tensor:
-        return self.down(self.inner(x))
 
 
 class Previous(Mlp):
@@ -194,27 +181,6 @@ class Both(nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         return x
-
-
-def x(call: int = 0) -> Tensor:
-    return torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(call))
-
-
-def twins(model: nn.Module, n: int, **given: Any) -> tuple[nn.Module, Any]:
-    return model.double(), autotp.parallelize(copy.deepcopy(model.double()), n, example_inputs=(x(),), **given)
-
-
-def expect_same(whole: nn.Module, parallel: Any, context: object = "") -> None:
-    for (name, mine), p in zip(whole.named_parameters(), parallel.parameters(), strict=True):
-        layout = parallel.layout_of(name)
-        expected = layout.take(mine.grad, parallel.mesh.rank)
-        torch.testing.assert_close(
-            p.grad, expected, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{context} {n}: {m}"
-        )
-
-
-def as_gathered(value: Any) -> Any:
-    return autotp.gather(value) if type(value).__name__ == "Sharded" else value
 
 
 def expect_attributes(whole: nn.Module, parallel: nn.Module) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import family, message, shared
+from checkpoints import bit_flips, changed, family, message, shared, torn
 from helpers import Checks
 from safetensors.torch import save_file
-from test_damage import bit_flips, changed, torn
 
 import autotp
 from autotp.checkpoint.files import checksums

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from graphs import draft, lines
-from helpers import Checks
-from test_processes import Collectives
+from helpers import Checks, Collectives
 from torch import Tensor, fx
 
 from autotp.ops.collectives import all_gather, copy, reduce

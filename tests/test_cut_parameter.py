@@ -4,16 +4,14 @@ import copy
 import io
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Checks
-from test_attributes import Mlp, x
+from helpers import Checks, silence
+from mlp import Mlp, x
 from torch import Tensor, nn
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
@@ -31,14 +29,6 @@ class Net(Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mlp(x)
-
-
-@contextmanager
-def silence() -> Iterator[None]:
-    """A region in which a warning is an error: in the ranks' processes it is none by itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
 
 
 def norm_of(x: Tensor) -> Tensor:

@@ -5,54 +5,16 @@ from __future__ import annotations
 import random
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from checkpoints import bit_flips, changed, torn
 from helpers import run_ranks
-from test_saving import fingerprint, started, trained
 from torch.optim.lr_scheduler import StepLR
+from trainers import fingerprint, started, trained
 
 import autotp
-
-
-@contextmanager
-def changed(file: Path, rank: int, content: bytes | None) -> Iterator[None]:
-    """Within, a file has another content, or is gone."""
-    before = file.read_bytes()
-    dist.barrier()
-    if rank == 0:
-        file.unlink()
-        if content is not None:
-            file.write_bytes(content)
-    dist.barrier()
-    yield
-    dist.barrier()
-    if rank == 0:
-        file.write_bytes(before)
-    dist.barrier()
-
-
-def bit_flips(file: Path, draw: random.Random, count: int) -> Iterator[bytes]:
-    """The content of a file with one bit changed, so many times."""
-    before = file.read_bytes()
-    for _ in range(count):
-        at = draw.randrange(len(before))
-        yield before[:at] + bytes([before[at] ^ 1 << draw.randrange(8)]) + before[at + 1 :]
-
-
-def torn(file: Path, draw: random.Random, count: int) -> Iterator[bytes | None]:
-    """The content of a file that ends too early, is longer, has a page of zeros or of another place, or is gone."""
-    before = file.read_bytes()
-    yield None
-    yield b""
-    yield before + b"\0"
-    for _ in range(count):
-        at, size = draw.randrange(len(before)), draw.randrange(1, 4096)
-        yield before[:at]
-        yield before[:at] + b"\xff" * len(before[at : at + size]) + before[at + size :]
 
 
 def damaged(rank: int, n: int, folder: str, count: int) -> None:

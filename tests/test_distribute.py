@@ -12,6 +12,7 @@ import torch
 from helpers import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from trainers import mine
 
 import autotp
 from autotp.models.bert import BERT, BERTConfig
@@ -49,11 +50,6 @@ def built(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 def loss_of(found: Any) -> Tensor:
     return found if isinstance(found, Tensor) else found[0] if isinstance(found, tuple) else found.loss
-
-
-def mine(batch: dict[str, Tensor], rank: int, dp: int) -> dict[str, Tensor]:
-    """A replica's part of a batch."""
-    return {name: value.chunk(dp)[rank] for name, value in batch.items()}
 
 
 def whole_of(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import run_ranks
-from test_attributes import as_gathered
+from mlp import as_gathered
 from torch import Tensor, nn
 
 import autotp

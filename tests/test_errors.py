@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import Checks, run_ranks
-from refused import gpt, line_of, message, refusal, tokens
-from test_refusals import BRANCHES, TRY_WHERE, Branching, Odd, line
+from refused import BRANCHES, DATA_BRANCH, TRY_WHERE, Branching, Odd, gpt, line_of, message, refusal, tokens
 from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
@@ -63,7 +62,7 @@ def one_rank_fails(rank: int, n: int) -> None:
     model = Branching() if rank == 1 else Odd()
     found = refusal(model, n, example_inputs=torch.randn(4, 16))
     if rank == 1:
-        assert found == f"parallelize(Branching, tp=3): {BRANCHES}\n  at       {line('if x.sum() > 0:')}{TRY_WHERE}"
+        assert found == f"parallelize(Branching, tp=3): {BRANCHES}\n  at       {DATA_BRANCH}{TRY_WHERE}"
     else:
         assert found == (
             "parallelize(Odd, tp=3): tp rank 1 could not build a graph\n  try      read the error there: here is none"

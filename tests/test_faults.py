@@ -4,44 +4,15 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import resuming
 import torch
-from helpers import run_ranks
+from helpers import job, run_ranks
 from resuming import SAVE_EVERY
 
 from autotp.checkpoint.save import saved_steps
-
-HERE = Path(__file__).resolve().parent
-
-
-@contextmanager
-def job(folder: Path, script: str, given: Sequence[str], restarts: int) -> Iterator[subprocess.Popen[str]]:
-    """torchrun with two processes of a script here; ended, with its own processes, in any case."""
-    folder.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
-    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--monitor-interval", "0.1"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}"}
-    process = subprocess.Popen(
-        [*command, *where, str(HERE / script), str(folder), *given],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.terminate()
-        process.communicate()
 
 
 def told(folder: Path) -> list[tuple[int, int, str]]:
@@ -60,15 +31,6 @@ def kills(times: int, steps: int, draw: random.Random) -> list[str]:
         step = -(-step // SAVE_EVERY) * SAVE_EVERY if moment == "save" else step
         found.append(f"{attempt}:{step}:{draw.randrange(2)}:{moment}")
     return found
-
-
-def over(process: subprocess.Popen[str], seconds: float) -> bool:
-    """Whether a process is over within a time."""
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
 
 
 def alone(rank: int, n: int, folder: Path, steps: int) -> None:

@@ -87,7 +87,7 @@ def test_parts_of_files(tmp_path: Path, largest: int) -> None:
 
 
 def test_a_file_stays_open_for_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotp.checkpoint.weights.files.safetensors_files.BLOCK", 100)
+    monkeypatch.setattr("autotp.checkpoint.files.safetensors_files.BLOCK", 100)
     found = stored(written(tmp_path, {name: torch.ones(9) for name in "abc"}))
     handles = []
     for name in "abcabc":  # 36 bytes each

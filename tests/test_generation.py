@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from generating import NEW, both, built, prompt, transformers
-from helpers import Checks
-from test_processes import Collectives
+from helpers import Checks, Collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from grouped import Grouped
+from grouped import places as places_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_layout import places as places_of
 from torch import Tensor, nn
 
 import autotp

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import Checks
-from test_attributes import Mlp, expect_same, twins, x
+from mlp import Mlp, expect_same, twins, x
 from torch import Tensor, nn
 
 import autotp

@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 from generating import built, prompt
 from helpers import run_ranks
-from test_processes import gpt
-from test_saving import batch
-from test_saving import gpt as small
 from torch.distributed.device_mesh import DeviceMesh
+from trainers import batch
+from trainers import gpt as small
 
 import autotp
 from autotp.distributed.background_exchange import BackgroundExchange
@@ -130,7 +129,7 @@ def generate(layout: Layout, folder: Path) -> Calls:
 
 def parallel() -> Any:
     mesh = DeviceMesh.from_group(dist.new_group(timeout=TIMEOUT, group_desc="tp"), "cpu", mesh_dim_names=("tp",))
-    return autotp.parallelize(gpt(dropout=0.0), mesh=mesh)
+    return autotp.parallelize(small(), mesh=mesh)
 
 
 PHASES = {

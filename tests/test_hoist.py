@@ -2,41 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from grouped import Grouped
+from mlp import Branches, normed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autotp
-
-
-class Branches(nn.Module):
-    """`x + mlp(before(x))` for each branch, all of the same `x`, as GPT-NeoX has it."""
-
-    def __init__(
-        self, *before: Callable[[nn.Module, Tensor], Tensor], returned: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        super().__init__()
-        self.before, self.returned, self.scale = before, returned, nn.Parameter(torch.ones(16))
-        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in before)
-        self.ups = nn.ModuleList(nn.Linear(16, 64) for _ in before)
-        self.downs = nn.ModuleList(nn.Linear(64, 16) for _ in before)
-
-    def forward(self, x: Tensor) -> Any:
-        """x: [batch seq 16]"""
-        x = torch.tanh(x * self.scale)
-        read = [before(norm, x) for before, norm in zip(self.before, self.norms, strict=True)]
-        pairs = zip(self.ups, self.downs, read, strict=True)
-        y = x + torch.stack([down(F.gelu(up(n))) for up, down, n in pairs]).sum(0)
-        return y if self.returned is None else (y, *map(self.returned, read))
-
-
-def normed(norm: nn.Module, x: Tensor) -> Tensor:
-    return norm(x)
 
 
 def dropped(norm: nn.Module, x: Tensor) -> Tensor:

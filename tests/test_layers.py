@@ -68,3 +68,13 @@ def test_folders_are_small_and_say_what_they_are_for() -> None:
         assert len(files) <= 12, folder
         door = ast.parse((folder / "__init__.py").read_text())
         assert len(door.body) == 1 and (ast.get_docstring(door) or "").splitlines()[0].endswith("."), folder
+
+
+def test_no_test_file_imports_another() -> None:
+    """What several need has a file of its own."""
+    files = {path.stem: path for path in Path(__file__).parent.rglob("test_*.py")}
+    for path in files.values():
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+        names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        assert not names & files.keys(), path

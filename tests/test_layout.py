@@ -6,10 +6,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from grouped import places
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotp.sharding.axis import Axis, Size, concat, find, holds, product
+from autotp.sharding.axis import Axis, Size, concat, holds, product
 from autotp.sharding.layout import Layout, layout_of, ranges
 from autotp.sharding.partition import chunk_bounds
 
@@ -28,20 +29,6 @@ def trees(leaf: Axis, depth: int = 3) -> st.SearchStrategy[Axis]:
     others = st.lists(st.integers(1, 3).map(axis), max_size=2)
     products = st.tuples(others, inner, others).map(lambda found: product([*found[0], found[1], *found[2]]))
     return st.one_of(inner, products, st.lists(inner, min_size=1, max_size=3).map(concat))
-
-
-def places(of: Axis, leaf: Axis) -> torch.Tensor:
-    """The oracle: for each position of an axis, where it lies along `leaf` (-1: nowhere). [size]"""
-    of = find(of)
-    if of is find(leaf):
-        return torch.arange(of.size.number)
-    if of.kind == "leaf":
-        return torch.full((of.size.number,), -1)
-    parts = [places(part, leaf) for part in of.parts]
-    if of.kind == "concat":
-        return torch.cat(parts)
-    grids = torch.meshgrid(*parts, indexing="ij")
-    return torch.stack(grids).amax(0).flatten()
 
 
 @st.composite

@@ -5,38 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import Given
 from torch import Tensor
 
 import autotp
 from autotp.checkpoint.files.lazy_tensor import Lazy
 from autotp.checkpoint.files.safetensors_files import Stored
 from autotp.checkpoint.files.tensor_sources import Box, sliceable
-
-
-@dataclass(frozen=True, eq=False)
-class Given:
-    """A tensor that counts how many elements were read of it."""
-
-    tensor: Tensor
-    counts: list[int] = field(default_factory=list)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    def read(self, box: Box) -> Tensor:
-        self.counts.append(math.prod(b - a for a, b in box))
-        return self.tensor[tuple(slice(a, b) for a, b in box)]
 
 
 def tensors(count: int, *shape: int) -> list[Tensor]:

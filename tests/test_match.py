@@ -4,22 +4,14 @@ import math
 from typing import Any
 
 import pytest
-import torch
 import torch.nn.functional as F
-from graphs import canonical, some
-from mlp import Plain
+from graphs import MLP, TOKENS, Attention, Language, canonical, some
 from torch import Tensor, nn
 
 from autotp.passes.plan.infer_axes import infer_axes
 from autotp.passes.plan.match import Candidate, match
 
 X = some(2, 3, 12)
-TOKENS = torch.arange(6).view(2, 3)
-
-
-class MLP(Plain):
-    def __init__(self) -> None:
-        super().__init__(12, 10)
 
 
 class Gated(MLP):
@@ -61,42 +53,11 @@ class Adapted(MLP):
 RANK_3 = ((12, 3), (10, 3)), ((3, 10), (3, 12))
 
 
-class Attention(nn.Module):
-    """Three query heads for each of two heads of keys and values."""
-
-    def __init__(self, group: int = 3) -> None:
-        super().__init__()
-        self.q, self.out = nn.Linear(12, group * 8), nn.Linear(group * 8, 12)
-        self.k, self.v = nn.Linear(12, 8), nn.Linear(12, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in (self.q(x), self.k(x), self.v(x)))
-        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.size(1) != k.size(1))
-
-
 class Written(Attention):
     """Attention as products and a softmax."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (q @ k.mT / math.sqrt(4)).softmax(-1) @ v
-
-
-class Language(nn.Module):
-    """Tokens and positions, a head of its own or the embedding's weight, with or without a loss."""
-
-    def __init__(self, tied: bool, loss: bool) -> None:
-        super().__init__()
-        self.tokens, self.places, self.head = nn.Embedding(47, 12), nn.Embedding(8, 12), nn.Linear(12, 47, bias=False)
-        self.loss = loss
-        if tied:
-            self.head.weight = self.tokens.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits = self.head(self.tokens(tokens) + self.places(torch.arange(tokens.size(1))))
-        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()) if self.loss else logits
 
 
 def found(model: nn.Module, *args: Tensor) -> tuple[list[Candidate], dict[str, str]]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from helpers import Checks
-from test_attributes import Mlp, expect_same, x
+from mlp import Mlp, expect_same, x
 from torch import Tensor, nn
 
 import autotp

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import Checks, run_ranks
-from test_saving import batch, started
-from test_torch_calls import STEPS, Normed, X, expect_equal_state, pair
+from mlp import STEPS, Normed, X, expect_equal_state, pair
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
+from trainers import batch, started
 
 import autotp
 from autotp.runtime.torch_hooks import optimizer_guard

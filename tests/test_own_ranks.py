@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import Checks
-from test_torch_calls import Normed, X, expect_equal_state, pair
+from mlp import Normed, X, expect_equal_state, pair
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

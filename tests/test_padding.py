@@ -10,8 +10,8 @@ import pytest
 import torch
 from helpers import run_ranks
 from hugging import tiny
-from test_distribute import mine
 from torch import Tensor, nn
+from trainers import mine
 
 from autotp.training.distribute import distribute
 

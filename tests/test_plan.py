@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import canonical, some
-from test_match import MLP, TOKENS, Attention, Language
+from graphs import MLP, TOKENS, Attention, Language, canonical, some
 from torch import Tensor, nn
 
 import autotp

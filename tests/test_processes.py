@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Checks
+from helpers import Checks, Collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -143,21 +143,6 @@ def _counted(model: nn.Module, n: int) -> tuple[int, int]:
     assert [forward.counts, backward.counts] == [planned.forward, planned.backward]
     assert {*forward.counts, *backward.counts} == {"all-reduce"}
     return forward.counts["all-reduce"], backward.counts["all-reduce"]
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the collectives that run, in-place ones too (which torch's CommDebugMode does not see)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        space, _, name = func._schema.name.partition("::")
-        if space in ("c10d", "_c10d_functional") and name != "wait_tensor":
-            name = name.rstrip("_").replace("_", "-")
-            self.counts[name] = self.counts.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
 
 
 class Copies(TorchDispatchMode):

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import transformers
 from generating import built, prompt
 from helpers import run_ranks
-from test_saving import fingerprint, started, trained
 from torch import Tensor
+from trainers import fingerprint, started, trained
 
 import autotp
 from autotp.hf import pretrained

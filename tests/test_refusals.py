@@ -6,9 +6,21 @@ from typing import Any
 import pytest
 import torch
 from helpers import Checks
-from mlp import Plain
-from refused import gpt, line_of, message, refusal, tokens
-from test_values import LOOPS, ROUNDS
+from refused import (
+    BRANCHES,
+    DATA_BRANCH,
+    LOOPS,
+    NO_RULE,
+    ROUNDS,
+    TRY_WHERE,
+    Branching,
+    Odd,
+    gpt,
+    line_of,
+    message,
+    refusal,
+    tokens,
+)
 from torch import Tensor, nn
 
 import autotp
@@ -17,16 +29,6 @@ checks = Checks()
 line = partial(line_of, __file__)
 
 # ---- models that cannot be captured
-
-
-class Branching(Plain):
-    def __init__(self) -> None:
-        super().__init__(16, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.sum() > 0:  # a branch on data
-            x = x + 1
-        return self.mlp(x)
 
 
 class Looping(Branching):
@@ -75,29 +77,14 @@ class Shapeless(Branching):
         return self.down(shapeless(self.up(x)))
 
 
-class Odd(Branching):
-    """A block's weight that an operator needs whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.h = nn.ModuleList([nn.Linear(16, 16, bias=False)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x + self.mlp(x))
-        return x @ torch.linalg.matrix_exp(self.h[0].weight)
-
-
-BRANCHES = "the model branches on the values of a tensor, which one graph cannot do"
 UNFIT = "the model does not run on these inputs"
 TRY_INPUTS = "\n  try      arguments that the original model accepts; example_inputs={...}, if you gave none"
-TRY_WHERE = "\n  try      choose with torch.where, or branch on shapes and configuration only"
 
 
 @checks.on(2)
 def models(rank: int, n: int) -> None:
     expected = {
-        Branching: f"{BRANCHES}\n  at       {line('if x.sum() > 0:')}{TRY_WHERE}",
+        Branching: f"{BRANCHES}\n  at       {DATA_BRANCH}{TRY_WHERE}",
         Looping: f"{LOOPS}\n  at       {line('for _ in range(int(')}\n  try      {ROUNDS}",
         Misfit: f"{UNFIT}: RuntimeError: a and b must have same reduction dim, but got [4, 64] X [16, 64]."
         f"\n  at       {line('return self.up(self.up(x))')}{TRY_INPUTS}",
@@ -144,7 +131,7 @@ def strictness(rank: int, n: int) -> None:
     x = torch.randn(4, 16)
     assert refusal(Odd(), n, example_inputs=x, strict=True) == (
         "parallelize(Odd, tp=2): strict=True, and weights in a block would stay whole: "
-        f"h.0.weight (aten.linalg_matrix_exp.default has no rule, {line('return x @ torch')})\n"
+        f"h.0.weight (aten.linalg_matrix_exp.default has no rule, {NO_RULE})\n"
         "  try      strict=False, or autotp.rule(...)"
     )
     autotp.parallelize(Odd(), n, example_inputs=x)

@@ -19,9 +19,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
-from test_faults import job, over
-from test_saving import fingerprint, started, trained
+from helpers import job, over, run_ranks
+from trainers import fingerprint, started, trained
 
 import autotp
 from autotp.checkpoint import save as saving
@@ -30,8 +29,6 @@ from autotp.checkpoint.files import tensor_pieces as pieces
 from autotp.checkpoint.files.folder_lock import claim
 from autotp.checkpoint.save import saved_steps
 from autotp.distributed import heartbeat
-
-HERE = Path(__file__).resolve().parent
 
 
 def problem(call: Any) -> str:

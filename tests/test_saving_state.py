@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import edited
 from helpers import run_ranks
-from test_saving import started, trained
-from test_untrusted import edited
 from torch.optim import SGD, AdamW
+from trainers import started, trained
 
 import autotp
 from autotp.checkpoint.save import saved_steps

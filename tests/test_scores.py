@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Checks
-from test_processes import Collectives
+from helpers import Checks, Collectives
 from torch import Tensor
 
 import autotp

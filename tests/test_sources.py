@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_lazy import Given
+from checkpoints import Given
 
 from autotp.checkpoint.files.lazy_tensor import Lazy
 from autotp.checkpoint.files.tensor_sources import blocks, fill, read, whole
@@ -36,7 +36,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("run", [lambda x: x, lambda x: x.t().t(), lambda x: 1 * x], ids=["stored", "view", "computed"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_fill_is_take(layout: Layout, run: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotp.checkpoint.weights.files.tensor_sources.BLOCK", 12)  # less than a row
+    monkeypatch.setattr("autotp.checkpoint.files.tensor_sources.BLOCK", 12)  # less than a row
     full = torch.arange(24.0).view(6, 4)
     for rank in range(3):
         part = torch.full(layout.local_shape(rank), torch.nan)

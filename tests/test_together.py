@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Checks
-from test_hoist import Branches, normed
-from test_processes import Collectives
+from helpers import Checks, Collectives
+from mlp import Branches, normed
 from torch import Tensor, nn
 
 import autotp

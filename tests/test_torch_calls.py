@@ -4,54 +4,18 @@ from __future__ import annotations
 
 import copy
 import gc
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from helpers import Checks
-from mlp import Plain
+from mlp import STEPS, Normed, X, _made, expect_equal_state, pair
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import autotp
 
 checks = Checks()
-STEPS = 10
-X = {dtype: torch.randn(5, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
-     for dtype in (torch.float32, torch.float64)}  # fmt: skip
-
-
-class Normed(Plain):
-    """Cut weights, and replicated ones: a bias, a norm's."""
-
-    def __init__(self) -> None:
-        super().__init__(8, 30)
-        self.norm = nn.LayerNorm(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ((self.norm(x + self.mlp(x)) - x.roll(1, -1)) ** 2).mean()
-
-
-@cache
-def _made(n: int, dtype: torch.dtype) -> tuple[nn.Module, Any]:
-    torch.manual_seed(0)
-    whole = Normed().to(dtype)
-    return whole, autotp.parallelize(copy.deepcopy(whole), n, example_inputs=X[dtype])
-
-
-def pair(n: int, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Any]:
-    """One device's model, and a rank of it."""
-    whole, parallel = _made(n, dtype)
-    return copy.deepcopy(whole), copy.deepcopy(parallel)
-
-
-def expect_equal_state(whole: nn.Module, parallel: Any, tolerance: float) -> None:
-    for (name, mine), theirs in zip(parallel.named_parameters(), whole.parameters(), strict=True):
-        expected = parallel.layouts[name].take(theirs.detach(), parallel.mesh.rank)
-        torch.testing.assert_close(
-            mine.detach(), expected, rtol=0, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
-        )
 
 
 def expect_equal_training(n: int, dtype: torch.dtype, tolerance: float, clip: Any) -> None:

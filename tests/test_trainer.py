@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import run_ranks
-from test_saving import batch, gpt, started, trained
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
+from trainers import batch, gpt, started, trained
 
 import autotp
 from autotp.training.sampler import Sampler

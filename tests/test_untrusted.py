@@ -18,12 +18,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import family
+from checkpoints import edited, family
 from helpers import run_ranks
-from test_saving import started, trained
+from trainers import started, trained
 
 import autotp
-from autotp.checkpoint.files.checksums import sealed, unsealed
 
 
 class Command:
@@ -51,14 +50,6 @@ def saved(folder: Path) -> Path:
     trained(trainer, optimizer, range(1))
     autotp.save_checkpoint(folder, trainer, optimizer, 1, schedule=Schedule())
     return folder / "step-00000001"
-
-
-def edited(step: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Changes what the manifest says, its checksum included."""
-    content = unsealed(step / "manifest.json")
-    change(content)
-    del content["crc32"]
-    (step / "manifest.json").write_bytes(sealed(content))
 
 
 def with_code(step: Path, bad: bytes) -> dict[str, Callable[[], Any]]:

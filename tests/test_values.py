@@ -7,16 +7,13 @@ from functools import partial
 import pytest
 import torch
 from mlp import Plain
-from refused import line_of, message
+from refused import LOOPS, OPERATOR, ROUNDS, line_of, message
 from torch import Tensor, nn
 
 import autotp
 
 X = torch.linspace(-1, 1, 24).view(3, 8)
 line = partial(line_of, __file__)
-OPERATOR = "torch.library.custom_op with register_fake and register_autograd, and autotp.rule"
-LOOPS = "the model loops as often as the values of a tensor say: torch.export has no such loop"
-ROUNDS = f"do all rounds, and mask with torch.where; or one operator: {OPERATOR}"
 NUMBERS = "the model makes a number of a tensor's values: torch.export knows none, and can decide nothing by it"
 MASKS = f"a mask, `torch.arange(n) < lengths[:, None]`; the number as an argument; or {OPERATOR}"
 BRANCHES = "the model branches on the values of a tensor, which one graph cannot do"
