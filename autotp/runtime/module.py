@@ -28,7 +28,7 @@ from autotp.options import Recompute
 from autotp.passes.capture.guards.attributes import STATE, is_internal
 from autotp.passes.emit.attach_parameters import BlockCall
 from autotp.runtime.executable import Executable, refuse_capture
-from autotp.runtime.tree import ORIGINAL, State, Tree, copied, held_in, original_class, state_of
+from autotp.runtime.tree import ORIGINAL, ModuleState, Tree, copied, held_in, original_class, state_of
 from autotp.sharding.layout import Layout
 from autotp.source_location import is_users
 
@@ -239,7 +239,7 @@ def executable_of(module: nn.Module) -> Executable:
     The whole's graphs contain the work of its parts. A part that is called by itself (an encoder, before its decoder
     generates) captures graphs of its own, in which its parameters are held as they are.
     """
-    state: State = module.__dict__[STATE]
+    state: ModuleState = module.__dict__[STATE]
     if state.executable is None:
         state.executable = Executable(module, state.tree)
     found: Executable = state.executable
@@ -360,7 +360,7 @@ def _give(module: nn.Module, kind: type[Part], tree: Tree, held: Mapping[str, La
     for name in own:
         module.__dict__.pop(name)
     module.__dict__.update({name: OrderedDict() for name in HOOKS if name in own})
-    module.__dict__[STATE] = state = State(tree, held, own)
+    module.__dict__[STATE] = state = ModuleState(tree, held, own)
     state.known = {key: p for key, p in module._parameters.items() if p is not None}
     module.__class__ = kind
 

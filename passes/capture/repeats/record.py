@@ -35,7 +35,7 @@ LAST = -1
 
 
 @dataclass
-class Call:
+class RecordedCall:
     """A call that was captured.
 
     Attributes:
@@ -105,7 +105,7 @@ class Call:
         )
 
 
-CALLS: list[list[Call]] = []
+CALLS: list[list[RecordedCall]] = []
 """The calls of each model that is being captured: a model may be while another is."""
 
 
