@@ -25,7 +25,7 @@ from autotp.passes.lower.local_sizes import Local, Target
 from autotp.passes.lower.localize import FORMS, localize
 from autotp.passes.plan.infer_axes import Axes, Bound, Factor, infer_axes
 from autotp.rules.call import outputs_of
-from autotp.rules.table import USER_RULES
+from autotp.rules.registry import USER_RULES
 from autotp.sharding.axis import Axis, Size, find, leaves, product, unify
 from autotp.sharding.layout import layout_of
 from autotp.source_location import line_of
