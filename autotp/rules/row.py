@@ -1,6 +1,13 @@
 """What one row of the table says of an operator: its rule, and its traits, which passes ask for.
 
 A trait is a claim. What a row does not say of its operator is not known, and no pass rests on it.
+
+NOTE [What an operator is, and what a pass does with it]
+What is true of an operator, whoever asks, is a trait. What one pass writes in an operator's place is no trait: it is a
+function of that pass. Four passes have a table of such functions: `canonicalize` (REWRITES), `functionalize`
+(SCATTERS), `decompose` (EXPANSIONS) and `localize` (FORMS). Nobody lists an operator's form in place, or the form that
+returns a new tensor: torch's names and schemas tell them. `passes/check` writes what it needs a second time, so that
+the check does not believe a wrong trait that the passes believed.
 """
 
 from __future__ import annotations
@@ -19,7 +26,7 @@ class Trait(Flag):
     # Elements: where the result has those of the first operand.
     SAME = auto()  # At their places; perhaps in another dtype, in other memory.
     CAST = auto()  # The dtype may be another.
-    MAY_BE_OPERAND = auto()  # The result is the operand itself where there is nothing to do, whatever the schema says.
+    MAY_ALIAS = auto()  # Perhaps in the first operand's own memory, whatever the schema says.
     RESHAPE = auto()  # In their order, under other sizes.
     PERMUTE = auto()  # With the dimensions in another order.
     MOVABLE = auto()  # Among these views: sums and copies may be moved past it.

@@ -209,7 +209,7 @@ def _viewed(node: fx.Node, mode: FakeTensorMode) -> fx.Node | None:
     if not isinstance(node.target, OpOverload):
         return None
     schema = node.target._schema
-    aliased = has(node.target, Trait.MAY_BE_OPERAND) or any(r.alias_info is not None for r in schema.returns)
+    aliased = has(node.target, Trait.MAY_ALIAS) or any(r.alias_info is not None for r in schema.returns)
     source = node.args[0] if aliased and node.args else None
     return source if isinstance(source, fx.Node) and _shares(node, source, mode) else None
 
@@ -234,7 +234,7 @@ def _scattered(builder: Builder, view: fx.Node, rest: Any, base: Any, new: fx.No
         return builder.call(SCATTERS[target], base, new, *rest)
     if has(target, Trait.RESHAPE):
         return builder.call(aten.reshape.default, new, _sizes(builder, base))
-    if has(target, Trait.SAME | Trait.MAY_BE_OPERAND) or writes(view):
+    if has(target, Trait.SAME | Trait.MAY_ALIAS) or writes(view):
         return new  # What an in-place operator returns is what it wrote to.
     if has(target, Trait.SWAP):
         return builder.call(target, new, *rest)

@@ -258,7 +258,7 @@ def _by_total(builder: Builder, node: fx.Node, total: fx.Node, rows: fx.Node | N
     arguments = builder.map(bind(node))
     if has(node.target, Trait.CLASS_LOSS) and not arguments["target"].meta["val"].is_floating_point():
         wide = {name: _widened(builder, value) for name, value in arguments.items()}
-        summed = builder.call(node.target, *(wide | {"reduction": SUM}).values())
+        summed = builder.call(node.target, *(wide | {"reduction": SUM}).values())  # type: ignore[arg-type]
         count = _counted(builder, arguments)
     else:
         size = builder.call(aten.sym_size.int, rows, 0)

@@ -189,7 +189,7 @@ def _first(node: Any) -> fx.Node:
 
 
 def _may_be_operand(node: fx.Node) -> bool:
-    return has(node.target, Trait.SAME) and has(node.target, Trait.MAY_BE_OPERAND)
+    return has(node.target, Trait.SAME) and has(node.target, Trait.MAY_ALIAS)
 
 
 def _stack(node: fx.Node) -> dict[str, Any]:
