@@ -19,16 +19,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import parametrize
 
 from autotp.diagnostics.plan_text import Plan, report
+from autotp.distributed.cut_parameter import Cut, as_cut, is_ordinary, warn_of_parts
 from autotp.distributed.live_models import watch
 from autotp.distributed.mesh import Mesh, broadcast_from_first
-from autotp.distributed.sharded_parameter import Cut, as_cut, is_ordinary, warn_of_parts
 from autotp.errors import Error
 from autotp.model_library import classes_before
 from autotp.options import Recompute
 from autotp.passes.capture.guards.attributes import STATE, is_internal
 from autotp.passes.emit.attach_parameters import BlockCall
 from autotp.runtime.executable import Executable, refuse_capture
-from autotp.runtime.shard_parameters import TAKEN
 from autotp.runtime.tree import ORIGINAL, State, Tree, copied, held_in, original_class, state_of
 from autotp.sharding.layout import Layout
 from autotp.source_location import is_users
@@ -346,7 +345,7 @@ def adopt(
     for name, p in model.named_parameters():
         mine = tensors[name]
         own = mine if isinstance(mine, nn.Parameter) else nn.Parameter(mine, p.requires_grad)
-        own.__dict__.update({key: value for key, value in p.__dict__.items() if key != TAKEN})
+        own.__dict__.update(p.__dict__)
         parts[id(p)] = as_cut(own, Cut(name, layouts[name], tree.mesh, tree.warned)), layouts[name]
     for module, kind in classes.items():
         held = {key: parts[id(p)][1] for key, p in module._parameters.items() if p is not None}
