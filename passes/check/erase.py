@@ -2,6 +2,8 @@
 
 rank's  split_with_sizes(x, [3, 3, 3], 2)   family SPLIT, operands [x]
 model's chunk(x, 3, 2)                      family SPLIT, operands [x]
+
+The operators that are listed here are listed a second time, on purpose: see NOTE [What is proved] in `check.py`.
 """
 
 from __future__ import annotations

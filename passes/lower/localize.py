@@ -19,15 +19,14 @@ from autotp.ops import parallel_forms as parallel
 from autotp.passes.lower.local_sizes import Local
 from autotp.passes.plan.infer_axes import Axes, Factor
 from autotp.rules.call import bind
-from autotp.rules.table import SIZE_ARGUMENTS
+from autotp.rules.row import Trait
+from autotp.rules.traits import has, size_argument
 from autotp.sharding.axis import ONE, Axis, find, open_product, touches
 from autotp.sharding.layout import ranges
 from autotp.sharding.partition import chunk_start, chunk_stop
 from autotp.source_location import line_of
 
 aten = torch.ops.aten
-SPLITS = ("aten.split", "aten.chunk", "aten.tensor_split", "aten.split_with_sizes")
-SLICES = ("aten.slice", "aten.narrow")
 
 
 def localize(local: Local, node: fx.Node, axes: Axes, factor: Factor, leaf: Axis) -> fx.Node:
@@ -54,15 +53,14 @@ Called = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 def _localized(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Called:
     """Target and arguments of the local call, in the new graph."""
-    name = str(node.target).rsplit(".", 1)[0]
     args, kwargs = local.builder.map(node.args), local.builder.map(node.kwargs)
-    if name in SPLITS:
+    if has(node.target, Trait.SPLIT):
         return _split(local, node, axes, leaf)
-    if name in SLICES:
+    if has(node.target, Trait.SLICE):
         return _slice(local, node, axes, leaf)
-    if name in SIZE_ARGUMENTS:
+    if name := size_argument(node.target):
         schema = node.target._schema.arguments  # type: ignore[union-attr]
-        at = next(i for i, arg in enumerate(schema) if arg.name == SIZE_ARGUMENTS[name])
+        at = next(i for i, arg in enumerate(schema) if arg.name == name)
         args = (*args[:at], _sizes(local, node, axes, leaf, len(node.args[at])), *args[at + 1 :])  # type: ignore[arg-type]
     return node.target, args, kwargs  # type: ignore[return-value]
 

@@ -17,7 +17,7 @@ from autotp.ops.parallel_forms import apart as read_apart
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.plan.infer_axes import Axes, named_dims, visit
 from autotp.rules.call import call_of, operand_nodes
-from autotp.rules.table import rule_of
+from autotp.rules.registry import rule_of
 from autotp.sharding.axis import ONE, Axis, Size, find
 
 Wanted = dict[fx.Node, list[Size | None]]
