@@ -31,7 +31,7 @@ from autotp.passes.capture.guards.python_state import Wanted
 from autotp.passes.check.check import check
 from autotp.passes.check.types import Typed
 from autotp.passes.emit.bind import bind
-from autotp.passes.emit.recompute import outline
+from autotp.passes.emit.recompute import recompute
 from autotp.passes.lower.bucket import bucket
 from autotp.passes.lower.dce import dce
 from autotp.passes.lower.decompose import decompose
@@ -476,4 +476,4 @@ def emitted(
     bound = bind(graph, device, groups, program.captured.owned, settings.optional("in_place"))
     if not settings.optional("outline"):
         return fx.GraphModule(nn.Module(), bound)
-    return outline(bound, settings.recompute, program.updated)
+    return recompute(bound, settings.recompute, program.updated)

@@ -20,13 +20,17 @@ class Error(RuntimeError):
     Args:
         problem: one line, what is wrong.
         fix: what to write instead; printed behind `try`.
+        then: what to write behind that.
         alternative: what else would do; printed behind `or`, a second one behind `or else`.
         facts: label -> text, in the order printed; usual labels: rule, expected, got, at.
     """
 
-    def __init__(self, problem: str, *, fix: str = "", alternative: str | tuple[str, ...] = (), **facts: str) -> None:
-        ways = [fix, *([alternative] if isinstance(alternative, str) else alternative)]
-        remedies = dict(zip(("try", "or", "or else"), filter(None, ways), strict=False))
+    def __init__(
+        self, problem: str, *, fix: str = "", then: str = "", alternative: str | tuple[str, ...] = (), **facts: str
+    ) -> None:
+        others = [alternative] if isinstance(alternative, str) else alternative
+        ways = {"try": fix, "then": then, **dict(zip(("or", "or else"), others, strict=False))}
+        remedies = {label: text for label, text in ways.items() if text}
         self.problem, self.facts, self.call = problem, facts | remedies, ""
         super().__init__(problem)
 

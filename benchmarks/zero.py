@@ -61,7 +61,7 @@ def measured(zero: int, width: int = 64, layers: int = 4) -> dict[str, tuple[flo
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=8, vocab_size=128, n_layer=layers, n_head=4, n_embd=width, dropout=0.0))
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    rows = torch.arange(32).view(4, 8)
+    rows = torch.arange(32).view(4, 8) + int(os.environ["RANK"])  # Each replica has its own.
     n = int(os.environ["WORLD_SIZE"])
     base = held() - size
     trainer = autotp.distribute(

@@ -5,6 +5,7 @@ python docs/stages.py
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from textwrap import fill
 
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autotp
+from autotp.compiler import CANONICALIZE, LOWER, PLAN
+from autotp.options import OPTIONAL
 
 PAGE = Path(__file__).with_suffix(".md")
 STAGES = {
@@ -61,11 +64,24 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
+def table() -> str:
+    """The passes in the order in which the compiler runs them, each with the first line of its file."""
+    rows = ["| folder of `passes/` | pass | | left out by |", "|---|---|---|---|"]
+    for each in (*CANONICALIZE, *PLAN, *LOWER):
+        module = importlib.import_module(f"autotp.passes.{each.stage}.{each.name}")
+        what = (module.__doc__ or "").splitlines()[0].removeprefix(f"{each.name}: ")
+        rows.append(f"| {each.stage} | {each.name} | {what} | {f'`without={each.name!r}`' * (each.name in OPTIONAL)} |")
+    return "\n".join(rows)
+
+
 def page() -> str:
     """The page as text."""
     parts = [
         "# From a model to what a rank runs",
         fill(OPENING, 120),
+        "## The passes, in order",
+        "`capture` comes before these, `check` and `emit` behind them.",
+        table(),
     ]
     for title, kind in (("An MLP", MLP), ("An attention", Attention)):
         with torch.device("meta"):

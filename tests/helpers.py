@@ -27,6 +27,14 @@ PRELOADED = ["torch", "autotp", "torch.export._trace", "transformers.modeling_ut
 LAST_WORDS = 0.5  # seconds the other ranks have to answer once one has failed
 
 
+EXPECTED = (
+    ".*this rank's part", ".* is captured for the",  # Tests compare parts, and change models.
+    "Converting a tensor with requires_grad", "The .grad attribute of a Tensor that is not a leaf",
+    "There is a performance drop",
+)  # fmt: skip
+"""Warnings that tests on ranks give rise to, of autotp and of torch."""
+
+
 class Died(RuntimeError):
     """A rank ended without an answer."""
 
@@ -157,8 +165,8 @@ def _run(payload: bytes, rank: int, n: int, folder: str, timeout: float) -> Any:
     fn, args = pickle.loads(payload)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # setup.cfg asks for the same, of the process of pytest only.
-        for own in (".*this rank's part", ".* is captured for the"):  # Tests compare parts, and change models.
-            warnings.filterwarnings("ignore", own, UserWarning)
+        for message in EXPECTED:
+            warnings.filterwarnings("ignore", message, UserWarning)
         return fn(rank, n, *args)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 import autotp
-from autotp.distributed.sharded_parameter import CutTensor
+from autotp.distributed.cut_parameter import CutTensor
 from autotp.runtime.torch_hooks.optimizer_guard import CHECKED_STEPS
 
 checks = Checks()

@@ -29,7 +29,7 @@ from test_saving import gpt as small
 from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
-from autotp.distributed.background_exchange import Peers
+from autotp.distributed.background_exchange import BackgroundExchange
 from autotp.distributed.heartbeat import INTERVAL, Heart
 from autotp.ops import collectives
 from autotp.runtime.torch_hooks import optimizer_guard
@@ -192,7 +192,7 @@ def _end_at(at: int, how: int) -> None:
         return collective
 
     collectives._start = counted(collectives._start)
-    Peers._gather = counted(Peers._gather)  # type: ignore[method-assign]
+    BackgroundExchange._gather = counted(BackgroundExchange._gather)  # type: ignore[method-assign]
     optimizer_guard.roll_call = counted(optimizer_guard.roll_call)
     for name in TORCHS:
         setattr(dist, name, counted(getattr(dist, name)))

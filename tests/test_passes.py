@@ -20,7 +20,7 @@ from autotp.ops.overlapped_linear import columns
 from autotp.options import OPTIONAL, Options
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.bind import bind
-from autotp.passes.emit.recompute import outline
+from autotp.passes.emit.recompute import recompute
 
 aten = torch.ops.aten
 
@@ -140,7 +140,7 @@ def test_together_they_leave_the_loss_in_the_memory_of_the_logits() -> None:
 def test_outline_off() -> None:
     analysis = analyse(skeleton_of(Model()), (torch.arange(10).view(2, 5),), {}, 2)
     graph = rank_graph(analysis, 0, "fast")
-    assert [name for name, _ in outline(graph, "none").named_children()] == ["block"]
+    assert [name for name, _ in recompute(graph, "none").named_children()] == ["block"]
 
 
 @pytest.mark.parametrize(

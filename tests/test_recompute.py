@@ -17,7 +17,7 @@ import autotp
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.options import Recompute
 from autotp.passes.emit.outline import blocks, outlined
-from autotp.passes.emit.recompute import Recomputed, outline
+from autotp.passes.emit.recompute import Recomputed, recompute
 
 aten = torch.ops.aten
 checks = Checks()
@@ -53,7 +53,7 @@ def test_blocks_that_compute_alike_are_one_module(
     names: list[str], scales: tuple[float, ...], kinds: int, calls: int
 ) -> None:
     graph = chain(names, *scales)
-    module = outline(graph, "none")
+    module = recompute(graph, "none")
     called = [node.target for node in module.graph.nodes if node.op == "call_module"]
     assert (len(dict(module.named_children())), len(called)) == (kinds, calls)
     values = some(2, 3), some(3)
@@ -360,7 +360,7 @@ def test_a_core_is_what_makes_and_reads_scores() -> None:
                 node.meta["nn_module_stack"] = {"m": ("L['self'].h.0", nn.Module)}
         return outs
 
-    module = outline(draft(make, q=some(2, 3), k=some(3, 4), v=some(4, 3)), "selective")
+    module = recompute(draft(make, q=some(2, 3), k=some(3, 4), v=some(4, 3)), "selective")
     (block,) = module.children()
     (core,) = block.children()
     assert isinstance(core, Recomputed)

@@ -173,7 +173,8 @@ def vanishing(rank: int, n: int, folder: str) -> list[str]:
         def removed(*given: Any, run: Any = run, calls: Any = calls, gone: Path = gone, count: int = count) -> Any:
             value = run(*given)
             if next(calls) == count and rank == n - 1:
-                shutil.rmtree(gone)
+                gone.rename(f"{gone}-elsewhere")  # At once: half of it is another error.
+                shutil.rmtree(f"{gone}-elsewhere")
             return value
 
         setattr(module, name, removed)

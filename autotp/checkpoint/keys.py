@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autotp.errors import Error
-from autotp.runtime.holdings import Parts
+from autotp.runtime.holdings import Holdings
 from autotp.training.trainer import Trainer
 
 SEPARATOR = "|"
@@ -42,12 +42,12 @@ def sizes(trainer: Trainer) -> dict[str, int]:
     return dict(zip(("pp", "dp", "tp"), trainer.mesh.shape, strict=True))
 
 
-def names_held(parts: Parts) -> list[str]:
+def names_held(parts: Holdings) -> list[str]:
     """What of this rank's is in the model's state dict."""
     return [name for name in dict.fromkeys(parts.saved.values()) if name in parts.held]
 
 
-def names_of(optimizer: Optimizer, parts: Parts) -> dict[nn.Parameter, str]:
+def names_of(optimizer: Optimizer, parts: Holdings) -> dict[nn.Parameter, str]:
     """The optimizer's parameters, by name."""
     known = {id(tensor): name for name, tensor in parts.held.items()}
     found = [p for group in optimizer.param_groups for p in group["params"]]

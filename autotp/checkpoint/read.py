@@ -30,7 +30,7 @@ from autotp.checkpoint.manifest import MANIFEST, Manifest
 from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import gather_ints
 from autotp.errors import Error
-from autotp.runtime.holdings import Parts
+from autotp.runtime.holdings import Holdings
 from autotp.sharding.boxes import local_of
 from autotp.training.hyperparameters import differences
 from autotp.training.trainer import Trainer
@@ -67,7 +67,7 @@ def expect_one(manifest: Manifest, trainer: Trainer) -> None:
 def expect_same(
     manifest: Manifest,
     trainer: Trainer,
-    parts: Parts,
+    parts: Holdings,
     optimizer: Optimizer,
     more: Mapping[str, Any],
     changed: Collection[str],
@@ -89,7 +89,7 @@ def expect_same(
     _expect_state(manifest, list(names.values()))
 
 
-def _expect_model(manifest: Manifest, parts: Parts) -> None:
+def _expect_model(manifest: Manifest, parts: Holdings) -> None:
     """Raises Error where a checkpoint has other tensors."""
     path, prefix = manifest.folder, f"model{SEPARATOR}"
     known = {key.removeprefix(prefix): pieces for key, pieces in manifest.tensors.items() if key.startswith(prefix)}
@@ -119,7 +119,7 @@ def _expect_state(manifest: Manifest, names: Sequence[str]) -> None:
                 raise Error(f"{manifest.folder / MANIFEST} makes no sense: {key} is missing")
 
 
-def read(manifest: Manifest, trainer: Trainer, parts: Parts, optimizer: Optimizer, more: Mapping[str, Any]) -> Found:
+def read(manifest: Manifest, trainer: Trainer, parts: Holdings, optimizer: Optimizer, more: Mapping[str, Any]) -> Found:
     """Reads everything that this rank is given."""
     random = {}
     if manifest.about["sizes"] == sizes(trainer):
@@ -150,7 +150,7 @@ def _random_state(manifest: Manifest, key: str, kind: str) -> Tensor:
     return state
 
 
-def _part(manifest: Manifest, key: str, parts: Parts, name: str) -> Tensor:
+def _part(manifest: Manifest, key: str, parts: Holdings, name: str) -> Tensor:
     """What this rank holds of a tensor that lies as a parameter or buffer does."""
     there = manifest.pieces(key)
     found = torch.empty_like(parts.held[name].detach(), dtype=there.dtype)
@@ -159,7 +159,7 @@ def _part(manifest: Manifest, key: str, parts: Parts, name: str) -> Tensor:
     return found
 
 
-def _moment(manifest: Manifest, parts: Parts, name: str, key: str) -> Any:
+def _moment(manifest: Manifest, parts: Holdings, name: str, key: str) -> Any:
     """A value of the optimizer's state."""
     at = key_of("optimizer", name, key)
     if at in manifest.about["values"]:
@@ -178,7 +178,7 @@ def _own(manifest: Manifest, encoded: Any) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key not in NAMES}
 
 
-def _options(manifest: Manifest, parts: Parts, optimizer: Optimizer) -> list[dict[str, Any]]:
+def _options(manifest: Manifest, parts: Holdings, optimizer: Optimizer) -> list[dict[str, Any]]:
     """The saved options of each group here: those that its parameters had.
 
     Raises:
@@ -247,7 +247,7 @@ def load_more(more: Mapping[str, Any], states: Mapping[str, Any], trainer: Train
         raise
 
 
-def put(found: Found, trainer: Trainer, parts: Parts, optimizer: Optimizer) -> None:
+def put(found: Found, trainer: Trainer, parts: Holdings, optimizer: Optimizer) -> None:
     """Gives everything what was read."""
     with torch.no_grad():
         for name, tensor in found.model.items():

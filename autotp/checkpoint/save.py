@@ -28,11 +28,11 @@ from autotp.checkpoint.keys import NOTHING, STEPS, path_of
 from autotp.checkpoint.manifest import MANIFEST, OF_FORMAT_1, read_manifest
 from autotp.checkpoint.read import expect_one, expect_same, load_more, put, read
 from autotp.checkpoint.write import UNFINISHED, begun, same_on_all, write
-from autotp.distributed.background_exchange import Peers
+from autotp.distributed.background_exchange import BackgroundExchange
 from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import expect_alike, gather_ints
 from autotp.errors import Error, within
-from autotp.runtime.holdings import expect_all_saved, parts_of
+from autotp.runtime.holdings import expect_all_saved, holdings_of
 from autotp.training.trainer import Trainer
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def save_checkpoint(
         mark = same_on_all(trainer, uuid4().int >> 66, step, zlib.crc32(json.dumps(state.more).encode()))
         path = path_of(Path(folder), step)
         new = path.with_name(f".{path.name}.{mark:016x}{UNFINISHED}")
-        trainer.saving = Saving(lambda: write(state, path, new, Peers(trainer.everyone, trainer.files)))
+        trainer.saving = Saving(lambda: write(state, path, new, BackgroundExchange(trainer.everyone, trainer.files)))
         return trainer.saving
 
     saving = within("save_checkpoint", run)
@@ -113,7 +113,7 @@ def load_checkpoint(
         path = path_of(Path(folder), step)
         manifest = agree(everyone, lambda: _staying(path, lambda: read_manifest(path)))
         expect_one(manifest, trainer)
-        parts = parts_of(trainer, "load_checkpoint")
+        parts = holdings_of(trainer, "load_checkpoint")
         expect_all_saved(parts)
         agree(everyone, lambda: expect_same(manifest, trainer, parts, learning, more, changed))
         found = agree(everyone, lambda: _staying(path, lambda: read(manifest, trainer, parts, learning, more)))

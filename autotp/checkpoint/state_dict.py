@@ -14,7 +14,7 @@ from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import broadcast_from_first, expect_alike, group_of
 from autotp.errors import Error, within
 from autotp.ops.collectives import naming_lost
-from autotp.runtime.holdings import Parts, expect_nothing_beside, parts_of
+from autotp.runtime.holdings import Holdings, expect_nothing_beside, holdings_of
 
 OWN_NAMES = "a state_dict() of the modules' own tensors, under their own names"
 
@@ -31,7 +31,7 @@ def full_state_dict(model: nn.Module, wanted: Callable[[str], bool] = lambda nam
     Raises:
         Error: on every rank: they want other names.
     """
-    parts = parts_of(model, "full_state_dict")
+    parts = holdings_of(model, "full_state_dict")
     within("full_state_dict", lambda: expect_nothing_beside(parts, OWN_NAMES))
     whole: dict[str, Tensor | None] = {}
     names = list(dict.fromkeys(first for saved, first in parts.saved.items() if wanted(saved)))
@@ -49,7 +49,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     Raises:
         Error: names are missing or unexpected, or shapes differ; on every rank, before anything is changed.
     """
-    parts = parts_of(model, "load_full_state_dict")
+    parts = holdings_of(model, "load_full_state_dict")
     within("load_full_state_dict", lambda: expect_nothing_beside(parts, OWN_NAMES))
     first = parts.everyone.rank == 0
 
@@ -72,7 +72,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             parts.fill(name, whole)
 
 
-def _gathered(parts: Parts, name: str) -> Tensor | None:
+def _gathered(parts: Holdings, name: str) -> Tensor | None:
     """The whole tensor on the first rank's CPU, None on the others."""
     tensor, mine = parts.held.get(name), []
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -94,7 +94,7 @@ def _gathered(parts: Parts, name: str) -> Tensor | None:
     return whole
 
 
-def _mismatch(parts: Parts, state: Mapping[str, Tensor]) -> str:
+def _mismatch(parts: Holdings, state: Mapping[str, Tensor]) -> str:
     missing, unexpected = [n for n in parts.saved if n not in state], [n for n in state if n not in parts.saved]
     if missing or unexpected:
         lines = [

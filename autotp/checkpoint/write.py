@@ -22,10 +22,10 @@ from autotp.checkpoint.files.plain_json import encode
 from autotp.checkpoint.files.tensor_pieces import file_of, write_pieces
 from autotp.checkpoint.keys import NAMES, SEPARATOR, STEPS, key_of, names_held, names_of, path_of, random_states, sizes
 from autotp.checkpoint.manifest import MANIFEST, OF_FORMAT_1, Item, written
-from autotp.distributed.background_exchange import Peers
+from autotp.distributed.background_exchange import BackgroundExchange
 from autotp.distributed.mesh import gather_ints
 from autotp.errors import Error
-from autotp.runtime.holdings import Parts, expect_all_saved, parts_of
+from autotp.runtime.holdings import Holdings, expect_all_saved, holdings_of
 from autotp.sharding.boxes import local_of
 from autotp.training.trainer import Trainer
 
@@ -73,7 +73,7 @@ def begun(folder: Path, trainer: Trainer, optimizer: Optimizer, step: int, more:
     if trainer.everyone.rank == 0:
         _filed(folder, lambda: _claim(folder))
     _expect_nothing_beside(optimizer)
-    parts = parts_of(trainer, "save_checkpoint")
+    parts = holdings_of(trainer, "save_checkpoint")
     expect_all_saved(parts)
     return _state(trainer, parts, optimizer, step, more)
 
@@ -120,7 +120,7 @@ def same_on_all(trainer: Trainer, mark: int, step: int, more: int) -> int:
     return rows[0][0]
 
 
-def _state(trainer: Trainer, parts: Parts, optimizer: Optimizer, step: int, more: Mapping[str, Any]) -> State:
+def _state(trainer: Trainer, parts: Holdings, optimizer: Optimizer, step: int, more: Mapping[str, Any]) -> State:
     rank, items = trainer.everyone.rank, list[Item]()
 
     def keeper(at: str) -> Callable[[Tensor], str]:
@@ -161,14 +161,14 @@ def _state(trainer: Trainer, parts: Parts, optimizer: Optimizer, step: int, more
     return State(about, {"more": shared, "tensors": prints}, groups, values, items)
 
 
-def _group(group: Mapping[str, Any], optimizer: Optimizer, parts: Parts, keep: Callable[[Tensor], str]) -> list[Any]:
+def _group(group: Mapping[str, Any], optimizer: Optimizer, parts: Holdings, keep: Callable[[Tensor], str]) -> list[Any]:
     names = names_of(optimizer, parts)
     options = {key: value for key, value in group.items() if key not in NAMES}
     holds = {names[p]: list(optimizer.state.get(p, {})) for p in group["params"]}
     return [encode(options, "a group of the optimizer", keep), holds]
 
 
-def _boxed(key: str, parts: Parts, name: str, tensor: Tensor) -> Iterator[Item]:
+def _boxed(key: str, parts: Holdings, name: str, tensor: Tensor) -> Iterator[Item]:
     """What this rank has of a parameter, or of what lies as it does, and no rank before this one on the axis."""
     local = local_of(tensor.detach())
     if not math.prod(parts.shapes[name]):
@@ -177,7 +177,7 @@ def _boxed(key: str, parts: Parts, name: str, tensor: Tensor) -> Iterator[Item]:
         yield Item(key, box.whole, parts.shapes[name], box.of(local).to("cpu", copy=True))
 
 
-def _as_parameter(value: Tensor, name: str, key: str, parts: Parts, optimizer: Optimizer) -> Tensor:
+def _as_parameter(value: Tensor, name: str, key: str, parts: Holdings, optimizer: Optimizer) -> Tensor:
     """`value`, which lies as its parameter does.
 
     Raises:
@@ -192,7 +192,7 @@ def _as_parameter(value: Tensor, name: str, key: str, parts: Parts, optimizer: O
     )
 
 
-def _moments(optimizer: Optimizer, parts: Parts) -> Iterator[tuple[str, str, Any]]:
+def _moments(optimizer: Optimizer, parts: Holdings) -> Iterator[tuple[str, str, Any]]:
     for parameter, name in names_of(optimizer, parts).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             yield name, key, value
@@ -201,7 +201,7 @@ def _moments(optimizer: Optimizer, parts: Parts) -> Iterator[tuple[str, str, Any
 # ---- writing it, in a thread
 
 
-def write(state: State, path: Path, new: Path, peers: Peers) -> None:
+def write(state: State, path: Path, new: Path, peers: BackgroundExchange) -> None:
     """Writes a checkpoint into the folder `new`, which is `path` in the end.
 
     Raises:
@@ -230,7 +230,7 @@ def _holders(every: Sequence[Sequence[Any]]) -> Holders:
     return found
 
 
-def _expect_alike(peers: Peers, state: State, choices: Sequence[Sequence[Any]], holders: Holders) -> None:
+def _expect_alike(peers: BackgroundExchange, state: State, choices: Sequence[Sequence[Any]], holders: Holders) -> None:
     """Raises Error, on every rank, where ranks hold the same of a tensor, or a number, and it is not the same."""
     rank, several = peers.mesh.rank, [(key[0], places) for key, places in holders.items() if len(places) > 1]
     mine = [

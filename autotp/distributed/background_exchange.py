@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Peers:
+class BackgroundExchange:
     """All ranks of a mesh, over a group of their own.
 
     Its own methods are called, not those of torch.distributed: these no longer know it after `destroy_process_group()`,

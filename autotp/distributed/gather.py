@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from autotp.distributed.cut_parameter import Cut, CutTensor
 from autotp.distributed.live_models import sorted_by_model
 from autotp.distributed.mesh import Mesh
-from autotp.distributed.sharded_parameter import Cut, CutTensor
 from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error
 from autotp.ops import collectives

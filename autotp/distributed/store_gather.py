@@ -17,7 +17,7 @@ _calls: dict[int, int] = {}
 """Number of a mesh -> how often its ranks told each other something."""
 
 
-def roll_call(text: str, place: Mesh) -> list[str]:
+def store_gather(text: str, place: Mesh) -> list[str]:
     """Every rank's `text`, by rank.
 
     Raises:

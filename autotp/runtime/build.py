@@ -21,9 +21,9 @@ from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.runtime.graph_digest import digest
-from autotp.runtime.graph_entry import Entry, prepare
+from autotp.runtime.graph_entry import GraphEntry, prepare
 from autotp.runtime.module import ParallelModule, Part, adopt, classes_of, executable_of
-from autotp.runtime.shard_parameters import TAKEN, take
+from autotp.runtime.shard_parameters import TAKEN, shard_parameters
 from autotp.runtime.torch_hooks.install import watched
 from autotp.runtime.torch_hooks.wrappers import expect_unwrapped
 from autotp.runtime.tree import Tree, state_of
@@ -44,7 +44,7 @@ def build(
     if settings.recompute == "none" and recomputes(model):
         settings = replace(settings, recompute="full")
 
-    def make() -> tuple[Entry, Mapping[nn.Module, type[Part]]]:
+    def make() -> tuple[GraphEntry, Mapping[nn.Module, type[Part]]]:
         expect_ordinary(model)
         expect_choices(settings)
         args, kwargs = signature_of(model).by_name(*find_inputs(model, given))
@@ -56,7 +56,7 @@ def build(
     # Whatever can fail is behind us when the first parameter is touched, on every rank.
     first, classes = agree_on_graph(place, make, lambda made: f"{digest(made[0].analysis)} {settings} {_flags(model)}")
     layouts = first.analysis.layouts
-    taken = take(model, layouts, place.rank, place, read(layouts) if read else {})
+    taken = shard_parameters(model, layouts, place.rank, place, read(layouts) if read else {})
     adopt(model, classes, taken, Tree(place, settings), layouts)
     executable_of(model).first(first)
     return watched(cast(ParallelModule, model))

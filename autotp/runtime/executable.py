@@ -39,7 +39,7 @@ from autotp.passes.emit.recompute import Recomputed
 from autotp.runtime.call_consistency import agree_on_call
 from autotp.runtime.fsdp import dtypes, expect_whole
 from autotp.runtime.graph_digest import digest
-from autotp.runtime.graph_entry import Entry, prepare
+from autotp.runtime.graph_entry import GraphEntry, prepare
 from autotp.runtime.tree import Tree, attribute_of, held_in, original_class, original_of, state_of, table_of
 from autotp.sharding.layout import Layout
 
@@ -79,7 +79,7 @@ class Executable:
 
     def __init__(self, module: nn.Module, tree: Tree) -> None:
         self.module, self.tree = module, tree
-        self.entries: list[tuple[Key, Entry]] = []
+        self.entries: list[tuple[Key, GraphEntry]] = []
         self.opened = NOTHING
         self.look_again()
 
@@ -164,7 +164,12 @@ class Executable:
         return mine
 
     def _returned(
-        self, entry: Entry, found: Sequence[Any], changed: Sequence[Any], mine: Mapping[int, Tensor], shapes: Shapes
+        self,
+        entry: GraphEntry,
+        found: Sequence[Any],
+        changed: Sequence[Any],
+        mine: Mapping[int, Tensor],
+        shapes: Shapes,
     ) -> Any:
         """The outputs as the model returns them, each tensor with a note of how it is held.
 
@@ -229,7 +234,7 @@ class Executable:
         asked = autocast.dtype, torch.get_default_dtype(), settings.outputs, settings.recompute
         return spec, kinds, self.structure, self.modes, used, *asked
 
-    def _find(self, key: Key, tensors: Sequence[Tensor]) -> Entry | None:
+    def _find(self, key: Key, tensors: Sequence[Tensor]) -> GraphEntry | None:
         for known, entry in self.entries:
             if known == key and entry.guard is not None and entry.guard.holds(self.tree.version):
                 captured = entry.analysis.captured
@@ -238,7 +243,7 @@ class Executable:
                     return entry
         return None
 
-    def _agreed(self, entry: Entry | None, called: Called, mode: Key) -> Entry:
+    def _agreed(self, entry: GraphEntry | None, called: Called, mode: Key) -> GraphEntry:
         """The graph for a call, captured now if there is none, once the ranks agree on it.
 
         Args:
@@ -252,7 +257,7 @@ class Executable:
             return entry
         return within(f"{self.name}.forward", lambda: self._checked(entry, called, mode, check))
 
-    def _checked(self, entry: Entry | None, called: Called, mode: Key, check: CheckInputs) -> Entry:
+    def _checked(self, entry: GraphEntry | None, called: Called, mode: Key, check: CheckInputs) -> GraphEntry:
         if entry is None:
             if check != "never":
                 agree_on_call(self.mesh, called.leaves, mode, False)
@@ -262,7 +267,7 @@ class Executable:
         entry.calls += 1
         return entry
 
-    def _capture(self, called: Called) -> Entry:
+    def _capture(self, called: Called) -> GraphEntry:
         """A further graph, for a signature not met before, on the parameters as they are held."""
         self._open_what_changes(called)
         mesh, settings = self.mesh, self.tree.settings
@@ -270,7 +275,7 @@ class Executable:
         opened, wanted = self.opened, self._wanted(called.tensors)
         given |= {at: x.held for at, x in everything(self.module) if isinstance(x, Sharded)}
 
-        def make() -> Entry:
+        def make() -> GraphEntry:
             args, kwargs = pytree.tree_unflatten(called.leaves, called.spec)
             skeleton = original_of(self.module, self._whole())
             analysis = analyse(
@@ -326,12 +331,12 @@ class Executable:
             found[name] = whole if same else _as(whole, dtype, flag)
         return found
 
-    def first(self, entry: Entry) -> None:
+    def first(self, entry: GraphEntry) -> None:
         """Takes the graph that was made with the model."""
         captured = entry.analysis.captured
         self.keep(self._key(captured.leaves, captured.spec, captured.autocast, self.tensors()), entry)
 
-    def keep(self, key: Key, made: Entry) -> Entry:
+    def keep(self, key: Key, made: GraphEntry) -> GraphEntry:
         """A graph for calls to come, whose blocks read their parameters in this model."""
         parts = dict(self.module.named_modules(remove_duplicate=False))
         entry = made.on(self.places, lambda block: parts.get(block) if block else None)
@@ -361,7 +366,7 @@ class Executable:
     # ---- what a user reads
 
     @property
-    def latest(self) -> Entry:
+    def latest(self) -> GraphEntry:
         """The graph that was captured last, of those for the modules and parameters that there are now.
 
         Raises:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autotp.errors import Error
 from autotp.ops.collectives import reduce
-from autotp.runtime.holdings import Parts, parts_of
+from autotp.runtime.holdings import Holdings, holdings_of
 from autotp.sharding.boxes import local_of
 
 
@@ -31,7 +31,7 @@ def clip_grad_norm_(
     Raises:
         Error: no such norm, or with `error_if_nonfinite` a norm that is infinite or undefined; on every rank.
     """
-    parts = parts_of(model, "clip_grad_norm_")
+    parts = holdings_of(model, "clip_grad_norm_")
     parameters = {name: p for name, p in parts.held.items() if isinstance(p, nn.Parameter)}
     total = total_norm(parts, {name: p.grad for name, p in parameters.items() if p.grad is not None}, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
@@ -40,7 +40,7 @@ def clip_grad_norm_(
     return total.to(next((p.dtype for p in parameters.values() if p.is_floating_point()), total.dtype))
 
 
-def total_norm(parts: Parts, tensors: Mapping[str, Tensor], norm_type: float = 2.0) -> Tensor:
+def total_norm(parts: Holdings, tensors: Mapping[str, Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of what the ranks hold of a model's parameters, or of their gradients, as one device has it.
 
     All ranks that hold the model call this together.

@@ -17,7 +17,7 @@ from autotp.rules.call import draws, returned
 
 
 @dataclass
-class Entry:
+class GraphEntry:
     """A graph that is ready to run.
 
     Attributes:
@@ -44,14 +44,14 @@ class Entry:
     calls: int = 0
     guard: Guard | None = None
 
-    def on(self, places: Mapping[str, Place], owner_of: Callable[[str], nn.Module | None]) -> Entry:
+    def on(self, places: Mapping[str, Place], owner_of: Callable[[str], nn.Module | None]) -> GraphEntry:
         """The graph for a model whose parameters lie at these places: its blocks read theirs themselves."""
         module = attach_parameters(self.outlined, self.analysis.captured.parameters, places, owner_of)
         left = [node.name for node in module.graph.nodes if node.op == "placeholder"]
         return replace(self, module=module, operands=[self.sources[name] for name in left if name in self.sources])
 
 
-def prepare(analysis: Program, mesh: Mesh, settings: Options) -> Entry:
+def prepare(analysis: Program, mesh: Mesh, settings: Options) -> GraphEntry:
     """The graph of this rank, bound to its device and process group.
 
     Raises:
@@ -69,4 +69,4 @@ def prepare(analysis: Program, mesh: Mesh, settings: Options) -> Entry:
     updated = [captured.buffers[name] for name in analysis.updated]
     count = len(returned(lowered)) - len(updated)
     held = [Held(analysis.local_outputs.get(i), mesh) for i in range(count)]
-    return Entry(analysis, module, sources, updated, held, any(draws(node) for node in lowered.nodes))
+    return GraphEntry(analysis, module, sources, updated, held, any(draws(node) for node in lowered.nodes))

@@ -19,7 +19,7 @@ from autotp.sharding.layout import Layout
 
 
 @dataclass(frozen=True)
-class Parts:
+class Holdings:
     """What a rank holds.
 
     Attributes:
@@ -73,23 +73,23 @@ class Parts:
                 box.of(local_of(self.held[name])).copy_(whole[box.place])
 
 
-class HasParts(nn.Module):
+class HasHoldings(nn.Module):
     """A module that knows what this rank holds of a model."""
 
-    def parts(self) -> Parts:
+    def holdings(self) -> Holdings:
         """What this rank holds."""
         raise NotImplementedError
 
 
-def parts_of(model: Any, call: str) -> Parts:
+def holdings_of(model: Any, call: str) -> Holdings:
     """What a rank holds of a model: of a Trainer, or of a parallel model, out of what torch wrapped around it.
 
     Raises:
         Error: it is neither.
     """
-    inner = _unwrapped(model, (ParallelModule, HasParts))
-    if isinstance(inner, HasParts):
-        return inner.parts()
+    inner = _unwrapped(model, (ParallelModule, HasHoldings))
+    if isinstance(inner, HasHoldings):
+        return inner.holdings()
     inner = parallel_of(model, call)
     it = executable_of(inner)
     saved, here, beside, left_out = saved_names(
@@ -98,7 +98,7 @@ def parts_of(model: Any, call: str) -> Parts:
     held, shapes = it.tensors(), {name: layout.shape for name, layout in it.layouts.items()}
     check = it.tree.settings.check_inputs
     alike = ((it.mesh, uncut(held, it.layouts)),)
-    return Parts(
+    return Holdings(
         held, frozenset(held), saved, here | shapes, it.layouts, it.mesh, it.mesh,
         check=check, alike=alike, beside=beside, left_out=left_out,
     )  # fmt: skip
@@ -138,14 +138,14 @@ def saved_names(
     return saved, {name: tuple(x.shape) for name, x in tensors}, beside, tuple(left_out)
 
 
-def expect_nothing_beside(parts: Parts, remedy: str) -> None:
+def expect_nothing_beside(parts: Holdings, remedy: str) -> None:
     """Raises Error where a state dict has what is no parameter or buffer: nobody knows how it is cut."""
     if parts.beside:
         problem = f"`{parts.beside[0]}` in the model's state_dict() is no parameter or buffer of the model"
         raise Error(problem, fix=remedy)
 
 
-def expect_all_saved(parts: Parts) -> None:
+def expect_all_saved(parts: Holdings) -> None:
     """Raises Error where a checkpoint would not be the model's state."""
     expect_nothing_beside(parts, "the modules' own names, and save_checkpoint(..., name=thing) for what is beside them")
     if parts.left_out:

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import parametrize
 
 from autotp.diagnostics.plan_text import Plan, report
+from autotp.distributed.cut_parameter import Cut, as_cut, is_ordinary, warn_of_parts
 from autotp.distributed.live_models import watch
 from autotp.distributed.mesh import Mesh, broadcast_from_first
-from autotp.distributed.sharded_parameter import Cut, as_cut, is_ordinary, warn_of_parts
 from autotp.errors import Error
 from autotp.model_library import classes_before
 from autotp.options import Recompute

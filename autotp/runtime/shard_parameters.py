@@ -20,7 +20,7 @@ TAKEN = "autotp_taken"
 """The mark on parameters that were taken over."""
 
 
-def take(
+def shard_parameters(
     model: nn.Module,
     layouts: Mapping[str, Layout],
     rank: int,

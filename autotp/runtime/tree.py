@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autotp.distributed.cut_parameter import Warned
 from autotp.distributed.mesh import Mesh
-from autotp.distributed.sharded_parameter import Warned
 from autotp.options import Options, Recompute, expect_choices
 from autotp.passes.capture.guards.attributes import STATE
 from autotp.passes.capture.guards.guard import looked_up

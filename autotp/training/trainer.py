@@ -39,8 +39,8 @@ from autotp.rules.call import placeholders, returned
 from autotp.runtime.executable import CHECKED_CALLS
 from autotp.runtime.fsdp import pace, shard
 from autotp.runtime.graph_digest import digest
-from autotp.runtime.holdings import HasParts, Parts, saved_names, uncut
-from autotp.runtime.shard_parameters import take
+from autotp.runtime.holdings import HasHoldings, Holdings, saved_names, uncut
+from autotp.runtime.shard_parameters import shard_parameters
 from autotp.sharding.boxes import local_of
 from autotp.sharding.layout import Layout
 from autotp.source_location import numbered
@@ -93,7 +93,7 @@ class Pipeline:
         return bool(self.key[0])
 
 
-class Trainer(HasParts):
+class Trainer(HasHoldings):
     """One rank's part of a model. Made by `autotp.distribute`; parameters have the names of the original model.
 
     Attributes:
@@ -167,7 +167,7 @@ class Trainer(HasParts):
 
     # ---- what this rank holds
 
-    def parts(self) -> Parts:
+    def holdings(self) -> Holdings:
         """What this rank holds of the model."""
         held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         rank, ranks = self.mesh["pp"].get_local_rank(), self.mesh["pp"].size()
@@ -178,7 +178,7 @@ class Trainer(HasParts):
         for mesh in dict.fromkeys(self.tied.values()):
             alike.append((mesh, frozenset(name for name, its in self.tied.items() if its is mesh)))
         saved, shapes, beside, left_out = saved_names(self.skeleton)
-        return Parts(
+        return Holdings(
             held, frozenset(held) - later, saved, shapes, self.layouts, self.place, self.everyone,
             group, replica, alike=tuple(alike), beside=beside, left_out=left_out,
         )  # fmt: skip
@@ -213,7 +213,9 @@ class Trainer(HasParts):
         parameters = {name for name, _ in model.named_parameters()}
         for name in (name for stage in stages for name in stage.blocks):
             module_at(self, name, Owner)
-        for name, tensor in take(model, self.layouts, self.place.rank, self.everyone, wanted=wanted).items():
+        for name, tensor in shard_parameters(
+            model, self.layouts, self.place.rank, self.everyone, wanted=wanted
+        ).items():
             path, _, key = name.rpartition(".")
             module = module_at(self, path)
             if name in parameters:

@@ -47,7 +47,7 @@ class Recomputed(nn.Module):
             return self.inner(*args)
 
 
-def outline(graph: fx.Graph, how: Recompute, updated: Collection[str] = ()) -> fx.GraphModule:
+def recompute(graph: fx.Graph, how: Recompute, updated: Collection[str] = ()) -> fx.GraphModule:
     """The graph as a module whose blocks are submodules, and keep as little as was asked for.
 
     A block that writes into buffers (batch norm) is computed once.

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
+from autotp.distributed.cut_parameter import CutTensor, warn_of
 from autotp.distributed.live_models import Undo, sorted_by_model
-from autotp.distributed.sharded_parameter import CutTensor, warn_of
 from autotp.ops.collectives import reduce
 from autotp.runtime.grad_norm import total_norm
-from autotp.runtime.holdings import Parts, parts_of
+from autotp.runtime.holdings import Holdings, holdings_of
 
 
 def install() -> Undo:
@@ -56,12 +56,12 @@ def _instead(old: Callable[..., Any], new: Callable[..., Any]) -> Any:
     return torch.compiler.disable(call)
 
 
-def _of_parallel(tensors: Iterable[Tensor]) -> tuple[list[tuple[Parts, dict[str, Tensor]]], list[Tensor]]:
+def _of_parallel(tensors: Iterable[Tensor]) -> tuple[list[tuple[Holdings, dict[str, Tensor]]], list[Tensor]]:
     """What belongs to models that several ranks hold together, each with its parts; and the other tensors."""
     held, others = sorted_by_model(tensors)
     found = []
     for model, some in held.items():
-        parts = parts_of(model, "clip_grad_norm_")
+        parts = holdings_of(model, "clip_grad_norm_")
         if parts.everyone.size > 1:
             found.append((parts, some))
         else:

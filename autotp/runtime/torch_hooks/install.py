@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotp.distributed import sharded_parameter as cut_parameter
+from autotp.distributed import cut_parameter as cut_parameter
 from autotp.distributed.live_models import Model, watch
 from autotp.runtime.torch_hooks import clip_and_scale as torch_calls
 from autotp.runtime.torch_hooks import optimizer_guard, wrappers

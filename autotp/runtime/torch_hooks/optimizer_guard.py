@@ -35,10 +35,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autotp.distributed.consistency import checksum
 from autotp.distributed.live_models import Undo, sorted_by_model
 from autotp.distributed.mesh import Mesh, broadcast_from_first
-from autotp.distributed.store_gather import roll_call
+from autotp.distributed.store_gather import store_gather
 from autotp.errors import Error, within
 from autotp.ops.collectives import reduce
-from autotp.runtime.holdings import Parts, parts_of
+from autotp.runtime.holdings import Holdings, holdings_of
 from autotp.sharding.boxes import local_of
 from autotp.sharding.layout import Layout
 
@@ -83,7 +83,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     watched.size, watched.state = size, id(optimizer.state)
     held, _ = sorted_by_model(p for group in optimizer.param_groups for p in group["params"])
     for model, parameters in held.items():
-        parts = parts_of(model, "step")
+        parts = holdings_of(model, "step")
         if parts.everyone.size > 1:
             watched.always |= parts.check == "always"
             compared = due and parts.check != "never"
@@ -95,7 +95,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 warnings.warn(apart, stacklevel=3)
 
 
-def _checked(optimizer: Optimizer, parts: Parts, parameters: Mapping[str, Tensor], step: int, compared: bool) -> str:
+def _checked(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Tensor], step: int, compared: bool) -> str:
     """What is to be warned of before a step. Raises Error if it would be another than one device's."""
     cut = [name for name in parameters if parts.layout(name).dim is not None and parts.place.size > 1]
     if parts.pipeline is not None and _is(OF_ALL, optimizer):
@@ -152,9 +152,9 @@ def _differing(optimizer: Optimizer, same: Mapping[str, Tensor], place: Mesh, st
     }
     text = json.dumps(mine)
     try:
-        if len(set(roll_call(str(zlib.crc32(text.encode())), place))) == 1:
+        if len(set(store_gather(str(zlib.crc32(text.encode())), place))) == 1:
             return ""
-        every = [json.loads(one) for one in roll_call(text, place)]
+        every = [json.loads(one) for one in store_gather(text, place)]
     except Error as error:
         raise Error(
             f"step {step} is not taken by all ranks: {error.problem}",

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from autotp.distributed.live_models import Undo, models
 from autotp.distributed.replica_check import expect_apart
 from autotp.errors import Error
-from autotp.runtime.holdings import parts_of
+from autotp.runtime.holdings import holdings_of
 
 
 def install() -> Undo:
@@ -31,7 +31,7 @@ def _put(around: nn.Module, name: str, module: nn.Module | None) -> None:
     if isinstance(group, dist.ProcessGroup) and module is not None:
         inside, theirs = set(module.modules()), dist.get_process_group_ranks(group)
         for model in (model for model in models() if model in inside):
-            expect_apart(type(around).__name__, theirs, parts_of(model, "").everyone)
+            expect_apart(type(around).__name__, theirs, holdings_of(model, "").everyone)
 
 
 AROUND = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)

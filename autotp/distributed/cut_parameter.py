@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from autotp.distributed.elementwise_names import Kind, kind_of
+from autotp.distributed.cut_operators import Kind, kind_of
 from autotp.distributed.live_models import Undo
 from autotp.distributed.mesh import Mesh
 from autotp.distributed.replica_check import common_ranks
