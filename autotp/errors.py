@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -60,13 +61,24 @@ class Error(RuntimeError):
         return "\n".join([head, *(f"  {label:<9}{text}" for label, text in self.facts.items())])
 
 
+_calls: ContextVar[tuple[str, ...]] = ContextVar("calls", default=())
+
+
 def within(call: str, run: Callable[[], T]) -> T:
     """What `run` returns; an Error it raises gets the public call's name."""
+    before = _calls.set((*_calls.get(), call.partition("(")[0]))
     try:
         return run()
     except Error as error:
         error.within(call)
         raise
+    finally:
+        _calls.reset(before)
+
+
+def call_in_progress() -> str:
+    """The public call that this thread is in, as `Trainer.step`; "" outside of all."""
+    return _calls.get()[0] if _calls.get() else ""
 
 
 Error.__module__ = "autotp"

@@ -221,6 +221,33 @@ def wholes_are_not_written_over_parts(rank: int, n: int) -> None:
 
 
 @checks.on(2)
+def of_a_trainer(rank: int, n: int) -> None:
+    """What a trainer of `distribute` holds warns as well; its steps do not."""
+    example = {"x": x().float(), "y": x().float()}
+    trainer = autotp.distribute(Loss().float(), tp=n, example_inputs=example)
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=0.01)
+    with silence():
+        for _ in range(3):
+            trainer.step(**example)
+            autotp.clip_grad_norm_(trainer, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        trainer.evaluate(**example)
+    with pytest.warns(UserWarning, match="`net.up.weight` is this rank's part") as told:
+        trainer.get_parameter("net.up.weight").norm()
+    assert len(told) == 1
+
+
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.net(x) - y).square().mean()
+
+
+@checks.on(2)
 def loops_over_replicas(rank: int, n: int) -> None:
     """`broadcast` and `all_reduce` of each parameter, as replicas are kept alike: over these ranks an Error."""
     parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))

@@ -40,11 +40,15 @@ def full_state_dict(model: nn.Module, wanted: Callable[[str], bool] = lambda nam
         >>> {name: list(tensor.shape) for name, tensor in state.items()}
         {'weight': [6, 4], 'bias': [6]}
     """
+    return within("full_state_dict", lambda: _full(model, wanted))
+
+
+def _full(model: nn.Module, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     parts = holdings_of(model, "full_state_dict")
-    within("full_state_dict", lambda: expect_nothing_beside(parts, OWN_NAMES))
+    expect_nothing_beside(parts, OWN_NAMES)
     whole: dict[str, Tensor | None] = {}
     names = list(dict.fromkeys(first for saved, first in parts.saved.items() if wanted(saved)))
-    within("full_state_dict", lambda: expect_alike(names, parts.everyone, "wants other names", "the same `wanted`"))
+    expect_alike(names, parts.everyone, "wants other names", "the same `wanted`")
     for name in names:
         whole[name] = _gathered(parts, name)
     if parts.everyone.rank:
@@ -68,14 +72,17 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         >>> model = autotp.parallelize(nn.Linear(4, 6), tp=1, example_inputs=torch.ones(2, 4))
         >>> autotp.load_full_state_dict(model, nn.Linear(4, 6).state_dict())
     """
+    within("load_full_state_dict", lambda: _fill(model, state))
+
+
+def _fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     parts = holdings_of(model, "load_full_state_dict")
-    within("load_full_state_dict", lambda: expect_nothing_beside(parts, OWN_NAMES))
+    expect_nothing_beside(parts, OWN_NAMES)
     first = parts.everyone.rank == 0
 
     def look() -> None:
         if first and (problem := _mismatch(parts, state)):
-            remedy = {"fix": "the state dict of the model that was parallelized"}
-            raise Error(f"load_full_state_dict: {problem}", **remedy)
+            raise Error(problem, fix="the state dict of the model that was parallelized")
 
     agree(parts.everyone, look)
     for name, saved in {first: saved for saved, first in parts.saved.items()}.items():

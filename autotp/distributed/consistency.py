@@ -131,20 +131,13 @@ def _spelled(error: Exception) -> tuple[str, dict[str, str]]:
     return (error.problem, error.facts) if isinstance(error, Error) else (f"{type(error).__name__}: {error}", {})
 
 
-MARK = 0x6175746F << 32  # "auto": tells a text's length from what a rank says that makes another call.
-LONGEST_TEXT = 2**24  # bytes
-
-
 def gather_texts(text: str, mesh: Mesh) -> list[str]:
     """Every rank's `text`, by rank."""
     mine = text.encode()
-    lengths = [row[0] ^ MARK for row in gather_ints([len(mine) ^ MARK], mesh)]
-    if other := [rank for rank, length in enumerate(lengths) if not 0 <= length < LONGEST_TEXT]:
-        raise Error(f"{mesh.named(other)} made another call than this one", fix="the same calls on all ranks")
-    if not any(lengths):
-        return [""] * mesh.size
-    rows = gather_ints([*mine, *[0] * (max(lengths) - len(mine))], mesh)
-    return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
+    words = [int.from_bytes(mine[i : i + 8].ljust(8, b"\0"), "little", signed=True) for i in range(0, len(mine), 8)]
+    rows = gather_ints([len(mine), *words], mesh)
+    packed = [b"".join(word.to_bytes(8, "little", signed=True) for word in row[1:]) for row in rows]
+    return [found[: row[0]].decode() for found, row in zip(packed, rows, strict=True)]
 
 
 def checksum(tensor: Tensor) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.distributed.heartbeat import begin
 from autotp.distributed.launch import Launch, launch, store_of
-from autotp.errors import Error
+from autotp.errors import Error, call_in_progress
 from autotp.ops.collectives import communicate, gather, naming_lost
 
 TIMEOUT = timedelta(minutes=10)
@@ -165,10 +165,56 @@ def follow_first_random_state(mesh: Mesh) -> None:
         torch.cuda.set_rng_state(broadcast_from_first(state, mesh).cpu(), mesh.device)
 
 
-def gather_ints(values: list[int], mesh: Mesh) -> list[list[int]]:
-    """Every rank's `values`, by rank, in one exchange: as many on each rank, each within 64 bits, signed."""
+FRAME = 64
+"""Whole numbers in the first exchange of `gather_ints`. The first two say how many follow, and of which call."""
+MARK = 0x6175746F << 32
+"""Is in the first: what is no frame has another, with all likelihood."""
+
+
+def gather_ints(values: Sequence[int], mesh: Mesh) -> list[list[int]]:
+    """Every rank's `values`, by rank; each within 64 bits, signed. A second exchange where they are many.
+
+    NOTE [Frames]
+    Ranks that make different calls (`if rank == 0: save_checkpoint(...)`) would pair exchanges of different sizes: gloo
+    ends a process then, and NCCL waits. So all that is exchanged beside tensors of the model is of one size at first,
+    and says of which call it is.
+
+    Raises:
+        Error: on every rank: some rank makes another call.
+    """
+    if mesh.size == 1:
+        return [list(values)]
+    call = call_in_progress()
+    head = [MARK | len(values), zlib.crc32(call.encode()), *values[: FRAME - 2]]
+    frames = _gathered([*head, *[0] * (FRAME - len(head))], mesh)
+    if any(frame[0] & ~0xFFFFFFFF != MARK or frame[1] != frames[0][1] for frame in frames):
+        _refuse_calls(call, mesh)
+    counts = [frame[0] ^ MARK for frame in frames]
+    rows = [frame[2:] for frame in frames]
+    if max(counts) > FRAME - 2:
+        rest = list(values[FRAME - 2 :])
+        longest = max(counts) - (FRAME - 2)
+        more = _gathered([*rest, *[0] * (longest - len(rest))], mesh)
+        rows = [row + later for row, later in zip(rows, more, strict=True)]
+    return [row[:count] for row, count in zip(rows, counts, strict=True)]
+
+
+def _gathered(values: list[int], mesh: Mesh) -> list[list[int]]:
     mine = torch.tensor([values], dtype=torch.int64, device=mesh.device)
     return gather(mine, mesh.group, 0, mesh.size).tolist()
+
+
+def _refuse_calls(call: str, mesh: Mesh) -> NoReturn:
+    """Raises Error: the ranks make different calls."""
+    name = call.encode()[: 8 * FRAME].ljust(8 * FRAME, b"\0")
+    rows = _gathered([int.from_bytes(name[i : i + 8], "little", signed=True) for i in range(0, len(name), 8)], mesh)
+    names = [b"".join(n.to_bytes(8, "little", signed=True) for n in row).rstrip(b"\0") for row in rows]
+    spelled = [name.decode(errors="replace") or "outside autotp" for name in names]
+    other = next((rank for rank, name in enumerate(spelled) if name != spelled[0]), 0)
+    raise Error(
+        f"{mesh.named([0])} is in {spelled[0]}, and {mesh.named([other])} in {spelled[other]}",
+        fix="the same calls on all ranks, in the same order: none under `if rank == 0`",
+    )
 
 
 def expect_alike(said: Any, mesh: Mesh, what: str, remedy: str) -> None:

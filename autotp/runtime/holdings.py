@@ -109,9 +109,9 @@ def parallel_of(model: Any, call: str) -> ParallelModule:
     inner = _unwrapped(model, (ParallelModule,))
     if not isinstance(inner, ParallelModule):
         raise Error(
-            f"{call}: a {type(model).__name__} is no parallel model",
+            f"a {type(model).__name__} is no parallel model",
             fix=f"{call}(model, ...), with what autotp.parallelize returned",
-        )
+        ).within(call)
     return inner
 
 

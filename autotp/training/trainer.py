@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.compiler import Program, emitted, rank_graph
 from autotp.distributed.consistency import agree, agree_on_graph, tried
+from autotp.distributed.cut_parameter import Cut, Warned, as_cut
 from autotp.distributed.heartbeat import leave_note, take_note_back
 from autotp.distributed.mesh import Mesh, broadcast_from_first, make_mesh, new_group
 from autotp.errors import Error, within
@@ -177,6 +178,9 @@ class Trainer(HasHoldings):
         self._pipelines = [self._pipeline(key_of(True, args, kwargs), shapes, analysis, stages)]
         if training.zero and mesh["dp"].size() > 1:
             self._shard(stages, analysis.captured.parameters)
+        warned = Warned()
+        for name, parameter in self.named_parameters():
+            as_cut(parameter, Cut(name, self.layouts[name], self.place, warned))
         self._seed()
 
     # ---- what this rank holds
