@@ -50,6 +50,7 @@ from autotp.training.hyperparameters import hyperparameters
 from autotp.training.microbatches import Batch, expect_values, key_of, of_rows, rows_of, tensors_of, totals_of
 from autotp.training.nonfinite import refuse
 from autotp.training.pipeline_stage import (
+    ENGINES,
     StageGraph,
     Training,
     Work,
@@ -363,10 +364,11 @@ class Trainer(HasHoldings):
             args, kwargs: as for `step`.
 
         Raises:
-            Error: as `step`; or the schedule is "zero-bubble-v", which always runs backward.
+            Error: as `step`; or the schedule always runs backward, as "zero-bubble-v" does.
         """
-        if self._training.schedule == "zero-bubble-v" and self.mesh["pp"].size() > 1:
-            problem = 'Trainer.evaluate: torch\'s schedule "zero-bubble-v" always runs backward'
+        schedule = self._training.schedule
+        if not ENGINES[schedule].evaluates and self.mesh["pp"].size() > 1:
+            problem = f'Trainer.evaluate: torch\'s schedule "{schedule}" always runs backward'
             raise Error(problem, fix='schedule="zero-bubble"')
         pipeline, given = self._begin(False, args, kwargs)
         losses = self._together("Trainer.evaluate", lambda: self._run(pipeline, given))
