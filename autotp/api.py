@@ -1,4 +1,4 @@
-"""The one-line API."""
+"""`parallelize` and `explain`, the calls that cut a model along one mesh axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one error type of autotp, given its context once at the entry point."""
+"""Error: the one exception of autotp, which names the public call that raised it."""
 
 from __future__ import annotations
 

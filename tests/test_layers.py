@@ -49,3 +49,22 @@ def test_nothing_is_imported_from_further_down():
     assert layer("") == len(ORDER) and {module_of(file) for file in FILES if layer(module_of(file)) == len(ORDER)} == {
         "", "passes",
     }  # fmt: skip
+
+
+def test_only_hf_imports_libraries_of_models() -> None:
+    for file in FILES:
+        names = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add((node.module or "").partition(".")[0])
+        assert not names & {"transformers", "peft"} or module_of(file).startswith("hf."), file
+
+
+def test_folders_are_small_and_say_what_they_are_for() -> None:
+    for folder in {file.parent for file in FILES} - {ROOT / "autotp"}:
+        files = [file for file in folder.glob("*.py") if file.name != "__init__.py"]
+        assert len(files) <= 12, folder
+        door = ast.parse((folder / "__init__.py").read_text())
+        assert len(door.body) == 1 and (ast.get_docstring(door) or "").splitlines()[0].endswith("."), folder

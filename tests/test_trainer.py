@@ -221,6 +221,23 @@ def test_ranks_of_a_replica_with_other_batches() -> None:
     assert run_ranks(otherwise, 2, timeout=100) == [expected] * 2
 
 
+def taken_over(rank: int, n: int) -> list[str]:
+    model = gpt()
+    started((1, 1, 1), model=model)
+    found = []
+    for again in (lambda: started((1, 1, 1), model=model), lambda: autotp.parallelize(model, 1)):
+        with pytest.raises(autotp.Error) as raised:
+            again()
+        found.append(str(raised.value).partition(": ")[2])
+    return found
+
+
+def test_a_model_is_taken_over_once() -> None:
+    (found,) = run_ranks(taken_over, 1)
+    remedy = "  try      use what autotp.parallelize or autotp.distribute returned then"
+    assert found == [f"the model was cut before, and its parameters were taken over\n{remedy}"] * 2
+
+
 def in_two_modes(rank: int, n: int) -> str:
     trainer, optimizer = started((1, 1, 2))
     trained(trainer, optimizer, range(3))

@@ -1,4 +1,4 @@
-"""save, load: a training's state in files, written by the ranks that hold it, read by any others.
+"""save_checkpoint and load_checkpoint: every rank writes its part of a training, and any layout reads it.
 
 Each rank writes the boxes of the whole tensors that it holds (`boxes.py`, `tensor_pieces.py`) into a folder of another
 name; once all have, the first rank writes what there is and its checksums (`manifest.py`), and gives the folder its

@@ -1,4 +1,4 @@
-"""The whole model's state from and to its shards."""
+"""The state dict of the original model, from and to the shards of a parallel model."""
 
 from __future__ import annotations
 

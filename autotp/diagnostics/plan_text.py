@@ -1,4 +1,4 @@
-"""The plan as a reader sees it: what is cut and why, what it costs, and everything that stayed whole."""
+"""The plan as a table: which parameters are cut and why, what a step costs, and what stays whole."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BACKWARD = {
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutRow:
     """A parameter that is cut.
 
     Attributes:
@@ -56,7 +56,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeRow:
     """Something that stayed replicated: a parameter, or an operator that autotp has no rule for."""
 
     name: str
@@ -137,8 +137,8 @@ class Plan:
 
     model: str
     tp: int
-    cuts: tuple[Cut, ...]
-    whole: tuple[Whole, ...]
+    cuts: tuple[CutRow, ...]
+    whole: tuple[WholeRow, ...]
     bytes_total: int
     bytes_rank: int
     traffic: Traffic
@@ -231,7 +231,7 @@ def _count(shape: Iterable[Any]) -> int:
     return total
 
 
-def _cut(name: str, node: fx.Node, layout: Layout, analysis: Program) -> Cut:
+def _cut(name: str, node: fx.Node, layout: Layout, analysis: Program) -> CutRow:
     leaf = analysis.decision.held[node]
     chosen = next(c for c in analysis.decision.chosen if find(c.leaf) is find(leaf))
     forward = backward = ""
@@ -246,17 +246,17 @@ def _cut(name: str, node: fx.Node, layout: Layout, analysis: Program) -> Cut:
             forward, backward = ("all-gather", "reduce-scatter") if along else (forward, "all-reduce")
     size = find(leaf).size
     why = f"{size} {chosen.name}: {chosen.pattern}" if chosen.name else f"an axis of {size} that all its readers divide"
-    return Cut(name, layout, forward, backward, why)
+    return CutRow(name, layout, forward, backward, why)
 
 
-def _whole(name: str, node: fx.Node, analysis: Program) -> Whole:
+def _whole(name: str, node: fx.Node, analysis: Program) -> WholeRow:
     reader = next(iter(node.users), None)
     shape = tuple(node.meta["val"].shape)
     if reader is None:
-        return Whole(name, shape, "?", "nothing reads it on these inputs")
+        return WholeRow(name, shape, "?", "nothing reads it on these inputs")
     matrix = len(shape) > 1 and not str(reader.target).startswith(LOOKUPS)
     in_block = matrix and numbered(name) != ""
-    return Whole(name, shape, line_of(reader), _reason(node, reader, analysis), in_block)
+    return WholeRow(name, shape, line_of(reader), _reason(node, reader, analysis), in_block)
 
 
 def _reason(node: fx.Node, reader: fx.Node, analysis: Program) -> str:
@@ -287,12 +287,12 @@ def _is_reduced(value: fx.Node, analysis: Program) -> bool:
     return factor is not None and not factor.outs and factor.summed
 
 
-def _unknown(analysis: Program) -> Iterator[Whole]:
+def _unknown(analysis: Program) -> Iterator[WholeRow]:
     for node, bound in analysis.axes.bound.items():
         if not bound.known:
             value = node.meta["val"]
             shape = tuple(str(n) for n in value.shape) if isinstance(value, torch.Tensor) else ()
-            yield Whole(f"{layer_of(node)} {node.target}".strip(), shape, line_of(node), "no rule: replicated")  # type: ignore[arg-type]
+            yield WholeRow(f"{layer_of(node)} {node.target}".strip(), shape, line_of(node), "no rule: replicated")  # type: ignore[arg-type]
 
 
 # ---- text

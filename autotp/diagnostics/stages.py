@@ -1,4 +1,4 @@
-"""stages: what a model becomes on its road, stage by stage, as text."""
+"""stages: prints a model at each stage of the compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gather, later: a cut output of a parallel model, put together when somebody does want it whole."""
+"""gather: puts together an output or a parameter that is cut."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ HELD = "autotp_held"
 
 
 @dataclass(frozen=True)
-class Held:
+class OutputLayout:
     """How an output is held: whole, or cut by a layout over a mesh axis. (In its shape -1 is a size not known yet.)"""
 
     layout: Layout | None
     mesh: Mesh
 
 
-def mark(value: Any, held: Held) -> None:
+def mark(value: Any, held: OutputLayout) -> None:
     """Notes on an output tensor how it is held."""
     if isinstance(value, Tensor):
         setattr(value, HELD, held)
@@ -41,7 +41,7 @@ def mark(value: Any, held: Held) -> None:
 
 def marked(value: Any) -> Any:
     """A tensor that a parallel model returned cut, as the whole that it is a part of; anything else as it is."""
-    held: Held | None = getattr(value, HELD, None) if isinstance(value, Tensor) else None
+    held: OutputLayout | None = getattr(value, HELD, None) if isinstance(value, Tensor) else None
     return value if held is None or held.layout is None else Sharded(value, held.layout, held.mesh)
 
 
@@ -80,7 +80,7 @@ def _gathered(output: Tensor) -> Tensor:
         return _joined(output.part, output.held, output.mesh)
     if isinstance(output, CutTensor):
         return cast(Tensor, _Whole.apply(output, output.autotp_cut))
-    held: Held | None = getattr(output, HELD, None)
+    held: OutputLayout | None = getattr(output, HELD, None)
     if held is None and sorted_by_model([output])[0]:
         return output
     if held is None:

@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face's transformers, from and to the shards of a parallel model.
+"""from_pretrained and save_pretrained: transformers' checkpoints, from and to the shards of a parallel model.
 
 What its files call a tensor, which of them are joined, cut or turned on their way into a module, what is tied and how
 buffers are made: all that transformers does itself here, on tensors that are not there yet (`lazy_tensor.py`), and only

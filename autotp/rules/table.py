@@ -1,4 +1,4 @@
-"""The table of operators: what autotp knows of each. A new operator is one line here.
+"""The table of operators, one row for each: its rule. A new operator is one line here.
 
 The rule is a factor string or a function of the call (`common.py` names the files). An operator that is not
 listed is replicated, and the plan says so.

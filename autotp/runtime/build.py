@@ -1,4 +1,4 @@
-"""A model becomes parallel: what is planned on all ranks is agreed upon, and then the parameters are taken."""
+"""Makes a model parallel: plans it, compares the plan between ranks, and shards the parameters."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from autotp.passes.capture.skeleton import skeleton_of
 from autotp.runtime.graph_digest import digest
 from autotp.runtime.graph_entry import GraphEntry, prepare
 from autotp.runtime.module import ParallelModule, Part, adopt, classes_of, executable_of
-from autotp.runtime.shard_parameters import TAKEN, shard_parameters
+from autotp.runtime.shard_parameters import shard_parameters, was_taken
 from autotp.runtime.torch_hooks.install import watched
 from autotp.runtime.torch_hooks.wrappers import expect_unwrapped
 from autotp.runtime.tree import Tree, state_of
 from autotp.sharding.layout import Layout
 
-Read = Callable[[Mapping[str, Layout]], Mapping[str, Tensor]]
+ReadParts = Callable[[Mapping[str, Layout]], Mapping[str, Tensor]]
 
 
 def build(
-    model: nn.Module, place: Mesh, given: Any, settings: Options, strict: bool, read: Read | None = None
+    model: nn.Module, place: Mesh, given: Any, settings: Options, strict: bool, read: ReadParts | None = None
 ) -> ParallelModule:
     """As `parallelize`, on a mesh that is there.
 
@@ -85,10 +85,10 @@ def expect_ordinary(model: Any, remedy: str = "parallelize the original model on
     parallel = set(models())
     if any(state_of(module) is not None or module in parallel for module in model.modules()):
         raise Error("the model is parallel already", fix=remedy)
-    if any(hasattr(tensor, TAKEN) for tensor in model.parameters()):
+    if was_taken(model):
         raise Error(
-            "the model was parallelized before, which took its parameters over",
-            fix="use what parallelize returned then",
+            "the model was cut before, and its parameters were taken over",
+            fix="use what autotp.parallelize or autotp.distribute returned then",
         )
     expect_unwrapped(model)
 

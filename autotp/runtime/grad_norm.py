@@ -1,4 +1,4 @@
-"""The norm of the whole model's gradient, of which each rank holds some."""
+"""The norm of the whole model's gradient, of which each rank holds a part."""
 
 from __future__ import annotations
 

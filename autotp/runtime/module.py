@@ -1,4 +1,4 @@
-"""The modules of a parallel model: the user's own, each an instance of a subclass of its class.
+"""The modules of a parallel model: each is an instance of a subclass of its original class.
 
 See NOTE [The model stays the user's] in `tree.py`. `copy.deepcopy` of a parallel model is another parallel model.
 """
@@ -28,8 +28,7 @@ from autotp.options import Recompute
 from autotp.passes.capture.guards.attributes import STATE, is_internal
 from autotp.passes.emit.attach_parameters import BlockCall
 from autotp.runtime.executable import Executable, refuse_capture
-from autotp.runtime.shard_parameters import TAKEN
-from autotp.runtime.tree import ORIGINAL, State, Tree, copied, held_in, original_class, state_of
+from autotp.runtime.tree import ORIGINAL, ModuleState, Tree, copied, held_in, original_class, state_of
 from autotp.sharding.layout import Layout
 from autotp.source_location import is_users
 
@@ -258,7 +257,7 @@ def executable_of(module: nn.Module) -> Executable:
     The whole's graphs contain the work of its parts. A part that is called by itself (an encoder, before its decoder
     generates) captures graphs of its own, in which its parameters are held as they are.
     """
-    state: State = module.__dict__[STATE]
+    state: ModuleState = module.__dict__[STATE]
     if state.executable is None:
         state.executable = Executable(module, state.tree)
     found: Executable = state.executable
@@ -364,7 +363,7 @@ def adopt(
     for name, p in model.named_parameters():
         mine = tensors[name]
         own = mine if isinstance(mine, nn.Parameter) else nn.Parameter(mine, p.requires_grad)
-        own.__dict__.update({key: value for key, value in p.__dict__.items() if key != TAKEN})
+        own.__dict__.update(p.__dict__)
         parts[id(p)] = as_cut(own, Cut(name, layouts[name], tree.mesh, tree.warned)), layouts[name]
     for module, kind in classes.items():
         held = {key: parts[id(p)][1] for key, p in module._parameters.items() if p is not None}
@@ -379,7 +378,7 @@ def _give(module: nn.Module, kind: type[Part], tree: Tree, held: Mapping[str, La
     for name in own:
         module.__dict__.pop(name)
     module.__dict__.update({name: OrderedDict() for name in HOOKS if name in own})
-    module.__dict__[STATE] = state = State(tree, held, own)
+    module.__dict__[STATE] = state = ModuleState(tree, held, own)
     state.known = {key: p for key, p in module._parameters.items() if p is not None}
     module.__class__ = kind
 

@@ -1,4 +1,4 @@
-"""take: a model's parameters and buffers, taken over: each rank keeps its parts, and the model is left on meta.
+"""shard_parameters: broadcasts a model's parameters and buffers, and keeps this rank's parts.
 
 The first rank's values are everybody's. One full parameter at a time is on the device.
 """
@@ -10,14 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autotp.deferred_init.initialize import initialize
 from autotp.distributed.consistency import agree_on_random
 from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints
 from autotp.sharding.layout import Layout
 
-TAKEN = "autotp_taken"
-"""The mark on parameters that were taken over."""
+_left_behind = WeakTensorKeyDictionary()
+"""The parameters on meta that stand where others were taken over."""
+
+
+def was_taken(model: nn.Module) -> bool:
+    """True for a model whose parameters were taken over."""
+    return any(tensor in _left_behind for tensor in model.parameters())
 
 
 def shard_parameters(
@@ -44,7 +50,7 @@ def shard_parameters(
     else:
         found = _moved(model, layouts, rank, everyone, read, wanted)
     for tensor in model.parameters():
-        setattr(tensor, TAKEN, True)
+        _left_behind[tensor] = True
     return found if wanted is None else {name: found[name] for name in wanted}
 
 

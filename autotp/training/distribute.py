@@ -1,4 +1,4 @@
-"""distribute: the one call that cuts a model for tensor, pipeline and data parallelism."""
+"""distribute: cuts a model for tensor, pipeline and data parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's stages of a pipeline, and torch's engines that run them."""
+"""The pipeline stages of one rank, and torch's schedules that run them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autotp.compiler import Program, analyse
 from autotp.errors import Error
 from autotp.options import Options
 from autotp.passes.capture.captured import Captured
-from autotp.passes.emit.attach_parameters import Place, Read, value_at
+from autotp.passes.emit.attach_parameters import ParameterPlace, ReadParameter, value_at
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.row_independence import batched
 from autotp.passes.pipeline.stages import Division, Stage, blocks_in_order, divided
@@ -129,7 +129,7 @@ class StageGraph:
 
     module: fx.GraphModule
     received: tuple[str, ...]
-    places: Mapping[str, tuple[str, Place]]
+    places: Mapping[str, tuple[str, ParameterPlace]]
     constants: Mapping[str, Tensor]
 
 
@@ -160,7 +160,7 @@ class Work(nn.Module):
     graph: StageGraph
     totals: Mapping[str, Tensor]
 
-    def __init__(self, holders: Sequence[nn.Module], read: Read) -> None:
+    def __init__(self, holders: Sequence[nn.Module], read: ReadParameter) -> None:
         super().__init__()
         self.holders = nn.ModuleList(holders)
         self.read = read
@@ -284,10 +284,10 @@ def analysed(
     return analysis
 
 
-def reader(dtype: torch.dtype | None) -> Read:
+def reader(dtype: torch.dtype | None) -> ReadParameter:
     """What reads a parameter in the dtype that is computed in; its gradient comes back in its own."""
 
-    def read(place: Place) -> Tensor:
+    def read(place: ParameterPlace) -> Tensor:
         value = value_at(place)
         return value.to(dtype) if dtype and isinstance(value, nn.Parameter) and value.is_floating_point() else value
 

@@ -1,4 +1,4 @@
-"""Which rows of a data set a replica takes at each step, and which parameters decay."""
+"""The rows that a replica takes in each step, and the parameters that decay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of a model that is cut for three kinds of parallelism at once, and the step that trains it.
+"""Trainer: one rank of a model that is cut three ways, and the step that trains it.
 
 A rank is at one place of a mesh of pipeline, data and tensor ranks. Its graph is that of its tensor rank
 (`compiler.py`), of which it runs the stages of its pipeline rank (`passes/pipeline/stages.py`), on the microbatches of
