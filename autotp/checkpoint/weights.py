@@ -1,4 +1,4 @@
-"""Checkpoints, one tensor at a time: each rank reads what it holds, the first writes what all of them hold."""
+"""Model weights, one tensor at a time: each rank reads its part, and the first rank writes all parts."""
 
 from __future__ import annotations
 

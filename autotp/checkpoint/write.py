@@ -1,4 +1,4 @@
-"""What each rank writes of a training, and how a checkpoint comes to have its name."""
+"""Writes a rank's part of a training, and renames the folder when all ranks have written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What building a model did: the tensors it put in places, and the initialisers it ran, as its structure tells.
+"""Lists what a constructor did, from a model's structure: tensors that it registered, initialisers that it ran.
 
 Before: GPT(config) on meta
 After:  places: wte.weight = lm_head.weight, ...; events: Embedding.reset_parameters(), ..., GPT._init_weights(GPT)

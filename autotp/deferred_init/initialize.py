@@ -1,4 +1,4 @@
-"""Models too big for one device: a model built on `meta` -> one rank's shards, as if it had been built whole and cut.
+"""A model on `meta` -> one rank's shards, with the values that the whole model would have had.
 
 Before: a model on meta, the layouts of its parameters, the random state
 After:  this rank's part of what its constructors would have drawn; the random state as after drawing all of it

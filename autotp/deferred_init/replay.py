@@ -1,4 +1,4 @@
-"""Initialisers run again on stand-ins: every random number drawn again, one module's tensors at a time.
+"""Runs initialisers again on stand-ins for tensors: draws every random number, one module at a time.
 
 Before: Linear.reset_parameters(), its weight on meta
 After:  the same call on a real weight, which is handed on when the event is over

@@ -1,4 +1,4 @@
-"""Whether the initialisers are what a construction ran: the traces that it left, sources and counts of writes, agree.
+"""Checks that the initialisers did all that a constructor did, by its source and counts of writes.
 
 Before: writes of a replay on meta: Linear.reset_parameters() one, GPT._init_weights(Linear) one
 After:  `_version` of the weight is 2; of tied tensors, the one whose value stays

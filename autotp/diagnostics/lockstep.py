@@ -1,4 +1,4 @@
-"""Lockstep simulation: all ranks of a tensor-parallel model in one process, node by node.
+"""Simulates all ranks of a tensor-parallel model in one process, node by node.
 
 The rank graphs are the same but for their numbers. An ordinary node runs once for each rank; a collective sees all
 ranks' tensors at once, and has its conjugate as its backward. Deterministic, without process groups.

@@ -1,4 +1,4 @@
-"""The plan as a reader sees it: what is cut and why, what it costs, and everything that stayed whole."""
+"""The plan as a table: which parameters are cut and why, what a step costs, and what stays whole."""
 
 from __future__ import annotations
 
@@ -115,17 +115,26 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `explain` finds. `str(plan)` is a table of at most 100 columns.
+    """What a model's parameters become on `tp` ranks, returned by `explain`; `str(plan)` is a table of 100 columns.
 
     Attributes:
-        model: the model's class.
-        tp: ranks.
-        cuts: the parameters that are cut.
-        whole: what stayed replicated, with source line and reason.
-        bytes_total, bytes_rank: bytes of all parameters, and of those the fullest rank holds.
-        traffic: the collectives of a step.
-        outputs: how the outputs are held that stay cut.
-        along_sequence: how many operators are cut along a sequence; None where that was not asked for.
+        model: the name of the model's class.
+        tp: the number of ranks.
+        cuts: the parameters that are cut, with the collectives that they cause and the reason.
+        whole: the parameters and operators that stay replicated, with source line and reason.
+        bytes_total: bytes of all parameters.
+        bytes_rank: bytes of the parameters of the rank that holds most.
+        traffic: the collectives of a step, forward and backward, and their bytes.
+        along_sequence: the number of operators that are cut along the sequence; None without `sequence_parallel`.
+        outputs: the layouts of the outputs that stay cut.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+        >>> plan = autotp.explain(model, 2, example_inputs=torch.ones(2, 4))
+        >>> plan.bytes_total, plan.bytes_rank, plan.traffic.forward, plan.traffic.backward
+        (592, 304, {'all-reduce': 1}, {})
+        >>> [(whole.name, whole.reason) for whole in plan.whole]
+        [('2.bias', 'read after the reduction, by every rank')]
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""verify: a parallel model against the untouched one, on a laptop, in one process and in float64."""
+"""verify: compares a parallel model with the original model, in one process and in float64."""
 
 from __future__ import annotations
 
@@ -54,13 +54,22 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found; `str(report)` is for reading.
+    """How far a parallel model is from the original, returned by `verify`; `str(report)` is a text to read.
 
     Attributes:
-        plan: what was verified, its sizes those of float64.
-        outputs, gradients, steps: differences of the outputs, of the gradient of every parameter and floating
-            input, and of every parameter after an optimizer step, largest first; empty for a model on meta.
-        tolerance: what is allowed.
+        plan: the plan that was verified; its sizes in bytes are those of float64.
+        outputs: the difference of each output, and of each buffer, largest first.
+        gradients: the difference of the gradient of each parameter and floating input, largest first.
+        steps: the difference of each parameter after an optimizer step, largest first.
+        tolerance: the largest relative difference that counts as equal.
+
+        All differences are relative to the scale of what is compared. A model on `meta` has none: nothing is computed.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+        >>> report = autotp.verify(model, 2, example_inputs=torch.ones(2, 4))
+        >>> report.ok, report.worst.error < report.tolerance
+        (True, True)
     """
 
     plan: Plan
@@ -71,12 +80,12 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """True if nothing differs by more than round-off. Not a number is never ok."""
+        """True if no difference is larger than `tolerance`; an undefined number (NaN) never is ok."""
         return all(d.error <= self.tolerance for d in (*self.outputs, *self.gradients, *self.steps))
 
     @property
     def worst(self) -> Difference:
-        """The parameter whose gradient differs most."""
+        """The largest difference of a gradient: name and error."""
         return self.gradients[0] if self.gradients else Difference("nothing compared", 0.0)
 
     def __str__(self) -> str:
@@ -479,19 +488,25 @@ def verify(
     recompute: Recompute = "none",
     without: Collection[str] = (),
 ) -> Report:
-    """How far `tp` ranks of `model` are from the model itself: outputs, loss, every gradient, a step of an optimizer.
+    """Compares `tp` ranks of `model` with the model itself, and returns the differences.
 
-    In one process, without process groups: the ranks run in lockstep, in float64, and draw the numbers that one
-    device draws. `model` is not touched; what is compared are copies of it, their parameters moved by noise. A model
-    on `meta` is proved statically and counted, and nothing computed.
+    Compared are the outputs, the loss, every gradient, and the parameters after a step of an optimizer. All ranks run
+    in one process, in lockstep and in float64, and draw the random numbers that one device draws. The model is not
+    changed: copies run, their parameters moved by noise. For a model on `meta` the graph is proved and counted, and
+    nothing is computed.
 
     Args:
         model: an ordinary model, in the mode (train or eval) that is to be verified.
-        tp: how many ranks.
+        tp: the number of ranks.
         example_inputs, outputs, experts, sequence_parallel, recompute, without: as for `parallelize`.
 
     Raises:
-        Error: as `parallelize`; the model is parallel already.
+        Error: as `parallelize`; or the model is parallel already.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+        >>> report = autotp.verify(model, tp=2, example_inputs=torch.ones(2, 4))
+        >>> assert report.ok, report
     """
 
     def run() -> Report:

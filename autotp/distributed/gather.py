@@ -1,4 +1,4 @@
-"""gather, later: a cut output of a parallel model, put together when somebody does want it whole."""
+"""gather: puts together an output or a parameter that is cut."""
 
 from __future__ import annotations
 
@@ -46,16 +46,26 @@ def marked(value: Any) -> Any:
 
 
 def gather(output: Any) -> Any:
-    """What one device would have returned, of an output that stayed cut (`outputs="local"`, or logits beside a loss).
+    """Returns whole tensors in place of cut ones: what one device would have returned.
 
-    Differentiable: every rank's part gets its part of the gradient. An output that is whole comes back as it is. A cut
-    parameter, its gradient and what is computed from them element by element are put together in the same way.
+    An output stays cut with `outputs="local"`, and in training beside a loss: logits [batch seq vocab/tp] become
+    [batch seq vocab]. A cut parameter, its gradient, and values computed from them element by element are gathered too.
+    A whole tensor comes back as it is. The call is differentiable: each rank gets its part of the gradient. Call it on
+    every rank.
 
     Args:
-        output: a tensor as the parallel model returned it, a parameter of one, or a structure of such tensors.
+        output: a tensor that the parallel model returned, a parameter of the model, or a structure of such tensors.
 
     Raises:
-        Error: a tensor that no parallel model returned, or what was computed from one.
+        Error: a tensor is neither: it does not belong to a parallel model, or was computed from its output.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+        >>> model = autotp.parallelize(model, tp=1, example_inputs=torch.ones(2, 4), outputs="local")
+        >>> autotp.gather(model(torch.ones(2, 4))).shape
+        torch.Size([2, 4])
+        >>> autotp.gather(model[0].weight).shape  # with tp=2 each rank holds [8, 4] of it
+        torch.Size([16, 4])
     """
     return pytree.tree_map_only(Tensor, _gathered, output)
 

@@ -1,4 +1,4 @@
-"""What autotp knows of transformers' generation: its caches, its `generate`, its logits processors.
+"""Connects parallel models with transformers' `generate`: caches, decoding loops, logits processors.
 
 Nothing here imports transformers before the user has.
 """

@@ -1,4 +1,4 @@
-"""The scores of the next token, [batch vocab], of which each rank holds some columns; choosing from them.
+"""Chooses tokens from scores [batch vocab] of which each rank holds some columns.
 
 The whole row is never sent. A greedy token is the best of the ranks' best, one (score, index) pair each. A token is
 drawn as torch.multinomial draws it, the best of `probability / noise`, with a noise of Exp(1) that every rank draws for

@@ -1,4 +1,4 @@
-"""The conjugates: six functions that change the placement of a value, each the other's backward.
+"""The conjugates: functions that change the placement of a value, each the backward of another.
 
 They are targets of `torch.fx` call_function nodes and run as they are: in eager, under `torch.compile(fullgraph=True)`,
 `torch.func.grad`, `vmap` and double backward. `group` is a process group's name; `None` and a group of one are the

@@ -1,4 +1,4 @@
-"""Operators in their parallel form: what a rank computes of a lookup, a maximum, a dropout on cut values.
+"""Operators on a rank's part of a value: lookup, maximum, dropout, and moves that send nothing.
 
 Plain functions on plain tensors, the targets of calls in lowered graphs. Each has its rule in the table.
 """

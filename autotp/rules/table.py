@@ -1,4 +1,4 @@
-"""The table of operators: what autotp knows of each. A new operator is one row here.
+"""The table of operators, one row for each: its rule and its traits. A new operator is one row here.
 
 A row is a rule and traits (`row.py`). The rule is a factor string or a function of the call (`common.py` names the
 files). An operator that is not listed, or has no rule, is replicated, and the plan says so.

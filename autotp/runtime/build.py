@@ -1,4 +1,4 @@
-"""A model becomes parallel: what is planned on all ranks is agreed upon, and then the parameters are taken."""
+"""Makes a model parallel: plans it, compares the plan between ranks, and shards the parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call of a module of a parallel model: it finds its graph, or captures one, and runs it.
+"""Executable: runs a call of a module, by a graph that fits the call or that is captured now.
 
 A module has one graph for each kind of call that it has met. A call hands its graph the parameters and the tensors
 among the arguments, and puts the outputs back into the structure that the model returns.

@@ -1,4 +1,4 @@
-"""What autotp keeps on the modules of a parallel model, and what the model was before.
+"""The state that autotp keeps on the modules of a parallel model.
 
 NOTE [The model stays the user's]
 `parallelize` changes a model in place, as `.to()` and `fully_shard` do: parameters become this rank's parts, and each

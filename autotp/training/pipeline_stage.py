@@ -1,4 +1,4 @@
-"""One rank's stages of a pipeline, and torch's engines that run them."""
+"""The pipeline stages of one rank, and torch's schedules that run them."""
 
 from __future__ import annotations
 
@@ -48,11 +48,15 @@ class Engine:
         kind: the name of its class in torch.distributed.pipelining.
         rounds: how many stages each rank of the pipeline has.
         folded: whether the second round runs back, from the last rank to the first.
+        halves: whether backward runs in two halves, for the gradients of inputs and of weights.
+        evaluates: whether the schedule can run forward alone.
     """
 
     kind: str
     rounds: int = 1
     folded: bool = False
+    halves: bool = False
+    evaluates: bool = True
 
     def stages(self, rank: int, ranks: int) -> list[int]:
         """Which stages a rank of the pipeline has."""
@@ -93,8 +97,8 @@ ENGINES: dict[str, Engine] = {
     "1F1B": Engine("Schedule1F1B"),
     "interleaved": Engine("ScheduleInterleaved1F1B", 2),
     "GPipe": Engine("ScheduleGPipe"),
-    "zero-bubble": Engine("ScheduleInterleavedZeroBubble", 2),
-    "zero-bubble-v": Engine("ScheduleZBVZeroBubble", 2, True),
+    "zero-bubble": Engine("ScheduleInterleavedZeroBubble", 2, halves=True),
+    "zero-bubble-v": Engine("ScheduleZBVZeroBubble", 2, folded=True, halves=True, evaluates=False),
 }
 
 
@@ -186,7 +190,7 @@ class Work(nn.Module):
 
 def expect_splits(training: Training, tp: int, all_learn: bool) -> None:
     """Raises an Error if the schedule halves backward, into inputs' and weights', where torch cannot do so."""
-    if not training.schedule.startswith("zero-bubble"):
+    if not ENGINES[training.schedule].halves:
         return
     if not all_learn:
         problem = "loses gradients where parameters are frozen"

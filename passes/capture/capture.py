@@ -1,4 +1,4 @@
-"""capture: an nn.Module and example inputs -> a torch.fx graph of ATen operators, and the guards it is right under.
+"""capture: an nn.Module and example inputs -> a torch.fx graph of ATen operators, and its guards.
 
 Before: nn.Module, on any device or on meta
 After:  graph(parameters..., buffers..., constants..., tensor inputs...) -> flat tensor outputs

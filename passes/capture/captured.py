@@ -1,4 +1,4 @@
-"""What a capture gives: a graph of ATen operators, what its placeholders are, and what surrounds it."""
+"""Captured: a graph of ATen operators, what its placeholders mean, and the facts of the call around it."""
 
 from __future__ import annotations
 

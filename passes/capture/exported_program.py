@@ -1,4 +1,4 @@
-"""exported_program: the exporter's program -> a graph whose placeholders we know by what they are in the model.
+"""exported_program: torch.export's program -> a graph whose placeholders have the model's names.
 
 Before: graph(p_model_up_weight, p_model_tied, c_lifted_tensor_0, x) with a placeholder for each name of a tensor
 After:  graph(p_model_up_weight, c_lifted_tensor_0, x), blocks written out, without what nobody reads

@@ -1,4 +1,4 @@
-"""A model as a function of tensors alone, which the exporter can run: of its arguments', and of its attributes'."""
+"""A model as a function of tensors alone, which torch.export can run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes into a model and what comes out of it, as a flat list of leaves and a structure (torch's pytree).
+"""A model's inputs and outputs as a flat list of leaves and a structure (torch's pytree).
 
 NOTE [Objects that a call changes]
 A key-value cache is an argument that the model writes to. It is opened into its attributes on the way in, and built

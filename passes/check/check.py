@@ -1,4 +1,4 @@
-"""check: the type of every value in one rank's graph, and so of its gradient; a graph that does not type is refused.
+"""check: derives the type of every value in one rank's graph, and raises Error where types do not fit.
 
     Before: c = copy(x); y = linear(c, w); z = linear(gelu(y), v); r = reduce(z); add(r, b)
     After:  c f32[B, T, 768]{tp}, y f32[B, T, 3072@tp], z f32[B, T, 768]{+tp}, r f32[B, T, 768]

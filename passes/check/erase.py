@@ -1,4 +1,4 @@
-"""Erasure, for `check`: nodes of a rank's graph and of the model's, their operators and arguments, in the same terms.
+"""Erases placements, for `check`: a rank's operators and the model's, in the same terms.
 
 rank's  split_with_sizes(x, [3, 3, 3], 2)   family SPLIT, operands [x]
 model's chunk(x, 3, 2)                      family SPLIT, operands [x]

@@ -1,4 +1,4 @@
-"""What one rank has of a call of the model's graph, for `check`: found anew from axes and the leaf that is cut alone.
+"""Derives a rank's part of a call of the model's graph, for `check`, from axes and the cut leaf alone.
 
 Before: view(x, [b, s, 12, 64]), cut along 12 heads
 After:  view(x, [b, s, 3, 64]), on each of 4 ranks

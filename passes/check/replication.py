@@ -1,4 +1,4 @@
-"""Where several ranks hold the same, for `check`: grids found anew from layouts, and the moves that such values make.
+"""Values that several ranks hold, for `check`: grids derived from layouts, and the moves of such values.
 
 share        Held -> Shard            take     Copied -> Shard
 first        Shard -> Held            place    Shard -> Partial

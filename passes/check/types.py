@@ -1,4 +1,4 @@
-"""The types of `check`: what one is, and which of them operators and conjugates read and give.
+"""The types of `check`, and which types operators and conjugates take and give.
 
     linear reads x f32[B, T, 768]{tp}, w f32[3072@tp, 768]
     and gives    y f32[B, T, 3072@tp]

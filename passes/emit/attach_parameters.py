@@ -1,4 +1,4 @@
-"""attach_parameters: a block reads its parameters itself, where the module that holds them is called.
+"""attach_parameters: lets a block read its parameters itself, where its module is called.
 
     Before: b = block(x, w0); c = block(b, w1)     After: b = h_0(x); c = h_1(b), each `block` on what `h.0`, `h.1` hold
 

@@ -1,4 +1,4 @@
-"""in_place: the operators that may write over what they read, because nobody else reads it.
+"""in_place: marks operators that may write over their input, because no other operator reads it.
 
     Before: p = reduce(linear(x, w), "tp")        After: p = reduce(linear(x, w), "tp", fresh=True)
     Before: c = copy(x, "tp"); linear(c, w)       After: c = copy(x, "tp", fresh=True): so is its gradient

@@ -1,4 +1,4 @@
-"""decompose: an operator that is cut along a factor it mixes becomes operators that a cut goes through.
+"""decompose: replaces an operator that mixes the cut factor, such as softmax, by operators that can be cut.
 
     Before: log_softmax(x, v)            After: z = x - peak(x); z - log(sum(exp(z)))
     Before: cross_entropy(x, t)          After: e, z = class_terms(x, peak(x), t); mean(log(e) - z)

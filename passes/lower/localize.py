@@ -1,4 +1,4 @@
-"""localize: one call on local operands. Sizes become local ones, lookups and dropout take their parallel form.
+"""localize: rewrites one call for local operands: local sizes, and parallel forms of lookups and dropout.
 
 Before: view(x, [b, s, 12, 64]); embedding(w, t); dropout(x, 0.1)              cut by heads, vocab, heads
 After:  view(x, [b, s, 6, 64]); parallel.embedding(w, t, 25129); parallel.fast_dropout(x, 0.1, rank)

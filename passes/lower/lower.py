@@ -1,4 +1,4 @@
-"""lower: the graph of one rank. Cut values become local, and a conjugate stands wherever placements differ.
+"""lower: makes the graph of one rank: cut values are local, and conjugates stand where placements differ.
 
     Before: y = linear(x, w); z = gelu(y); o = linear(z, v); r = add(x, o)        w, v cut by width
     After:  c = copy(x); y = linear(c, w); z = gelu(y); o = linear(z, v); p = reduce(o); r = add(x, p)

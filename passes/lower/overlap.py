@@ -1,4 +1,4 @@
-"""overlap: the products that read one conjugate become one operator with it, whose backward overlaps.
+"""overlap: joins the products that read one conjugate into an operator whose backward overlaps communication.
 
     Before: c = copy(x, "tp"); q = linear(c, w1, b1); k = linear(c, w2)
     After:  t = columns(x, "tp", None, None, (w1, w2), (b1, None), (False, False)); q = t[0]; k = t[1]

@@ -1,4 +1,4 @@
-"""row_independence: a batch may be computed in parts where no row depends on another, which the axes show.
+"""row_independence: proves from the axes that no row of a batch depends on other rows.
 
 Before: x = norm(x, w); m = mean(x, [0]); y = sub(x, m)
 After:  an Error that names `mean`: it has the batch's axis in what it reads, and not in what it gives

@@ -1,4 +1,4 @@
-"""Files of tensors in the safetensors format, read and written in part.
+"""Reads and writes parts of files in the safetensors format.
 
 A file is 8 bytes, the length of the header; the header, in JSON: name -> dtype, shape and place of each tensor; and the
 tensors' bytes one after the other (https://huggingface.co/docs/safetensors, "Format").

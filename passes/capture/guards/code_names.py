@@ -1,4 +1,4 @@
-"""What the code of a model names besides what the model holds: attributes of classes, and globals of Python.
+"""Class attributes and globals that the code of a model names.
 
     class Block(nn.Module):
         scale = 2                                     `Block.scale`: of a class

@@ -1,4 +1,4 @@
-"""Which attributes of a model a graph was captured with, and whether they are still the same.
+"""The attributes that a graph was captured with, and whether they are still the same.
 
 NOTE [When a graph is still right]
 A forward that reads `self.drop.p` or `self.config.tau` has decided by it what the graph computes. So each attribute

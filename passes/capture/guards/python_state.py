@@ -1,4 +1,4 @@
-"""What a model asks of what is around it while it is captured: whether gradients are wanted, and Python's own chance.
+"""Notes what a model asks of Python and torch during capture: gradient mode, random numbers.
 
 NOTE [Whether gradients are wanted]
 A graph is right with gradients and without, unless the model's own code asks (`torch.is_grad_enabled()`,

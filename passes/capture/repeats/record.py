@@ -1,4 +1,4 @@
-"""A call of a block that was captured: its border, which tensors cross, and what a later call must have in common.
+"""The record of a captured block: the tensors that go in and out, and the facts that a later call must share.
 
     The first call:   x = begin([x], 3); what the block does, on x; y = end([y], own, 3, LAST)
     A later call:     y = again([x], own, 3, LAST)     `own` are the block's own parameters and buffers

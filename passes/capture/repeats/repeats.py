@@ -1,4 +1,4 @@
-"""Blocks that are alike are captured once: where a later one would do the same, one operator says so.
+"""repeats: captures blocks that are alike once; one operator stands for each later call.
 
     The first call:   x = begin([x], 3); what the block does, on x; y = end([y], own, 3)
     A later call:     y = again([x], own, 3)           `own` are the block's own parameters and buffers
