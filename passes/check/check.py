@@ -29,8 +29,7 @@ import torch
 from torch import fx
 
 from autotp.errors import Error
-from autotp.ops import collectives, custom_vjp
-from autotp.ops import parallel_forms as parallel
+from autotp.ops import collectives, cross_entropy, custom_vjp
 from autotp.ops.coalesced import together
 from autotp.passes.check.erase import (
     BIASED,
@@ -61,7 +60,7 @@ from autotp.sharding.placement import Copied, Partial, Placement, Replicate, Sha
 
 aten = torch.ops.aten
 
-NO_GRADIENT = (aten.detach.default, parallel.peak, custom_vjp.kept)
+NO_GRADIENT = (aten.detach.default, cross_entropy.peak, custom_vjp.kept)
 """Operators that no gradient passes: written a second time, see NOTE [What is proved]."""
 
 

@@ -32,7 +32,7 @@ import torch
 from torch import fx
 
 from autotp.errors import Error
-from autotp.ops.parallel_forms import apart
+from autotp.ops.placement_moves import apart
 from autotp.passes.pipeline.loss_totals import is_mean, symbols
 from autotp.passes.plan.infer_axes import Axes, Bound, Dims, is_getitem, named_dims
 from autotp.rules.call import bind, draws, operator_name, outputs_of
