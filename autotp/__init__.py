@@ -7,6 +7,8 @@ What may stand here: the public names, and nothing that does work at import.
 
 from pathlib import Path
 
+__version__ = "0.1.0"  # setup.cfg reads it from here.
+
 _checkout = Path(__file__).resolve().parent.parent
 if (_checkout / "setup.cfg").is_file():  # A checkout that is not installed: autotp.passes and autotp.models lie beside.
     __path__ = [*__path__, str(_checkout)]
@@ -22,7 +24,7 @@ from autotp.errors import Error  # noqa: E402
 from autotp.hf.library import Transformers  # noqa: E402
 from autotp.hf.pretrained import from_pretrained, save_pretrained  # noqa: E402
 from autotp.model_library import register  # noqa: E402
-from autotp.rules.table import rule  # noqa: E402
+from autotp.rules.registry import rule  # noqa: E402
 from autotp.runtime.grad_norm import clip_grad_norm_  # noqa: E402
 from autotp.runtime.module import ParallelModule  # noqa: E402
 from autotp.training.distribute import distribute  # noqa: E402

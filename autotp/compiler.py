@@ -27,7 +27,7 @@ from autotp.passes.capture.capture import ALWAYS, OFF, capture
 from autotp.passes.capture.captured import NOTHING, Captured, Opened
 from autotp.passes.capture.guards.attribute_writes import Change, apply
 from autotp.passes.capture.guards.attributes import Path
-from autotp.passes.capture.guards.python_state import Wanted
+from autotp.passes.capture.guards.python_state import GradientsWanted
 from autotp.passes.check.check import check
 from autotp.passes.check.types import Typed
 from autotp.passes.emit.bind import bind
@@ -59,7 +59,7 @@ from autotp.passes.plan.outputs import (
 from autotp.passes.plan.propagate import Have, needs_grad, propagate
 from autotp.passes.plan.sequence_parallel import sequence_parallel
 from autotp.rules.call import operand_nodes, returned
-from autotp.rules.table import USER_RULES
+from autotp.rules.registry import USER_RULES
 from autotp.sharding.layout import Layout
 
 
@@ -355,7 +355,7 @@ def analyse(
     autocast: Autocast = OFF,
     given: Mapping[int | Path, Layout] | None = None,
     opened: Opened = NOTHING,
-    wanted: Wanted = ALWAYS,
+    wanted: GradientsWanted = ALWAYS,
 ) -> Program:
     """Captures `skeleton` on these arguments and decides what is cut on `tp` ranks.
 
@@ -385,7 +385,7 @@ def captured(
     autocast: Autocast = OFF,
     given: Mapping[int | Path, Layout] | None = None,
     opened: Opened = NOTHING,
-    wanted: Wanted = ALWAYS,
+    wanted: GradientsWanted = ALWAYS,
 ) -> Program:
     """The program behind its first stage. Arguments as for `analyse`."""
 

@@ -70,7 +70,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture
 def registry() -> Iterator[None]:
     """The rules are, after the test, what they were; users have none before it."""
-    from autotp.rules.table import RULES, USER_RULES
+    from autotp.rules.registry import RULES, USER_RULES
 
     before, users = dict(RULES), set(USER_RULES)
     USER_RULES.clear()

@@ -1,4 +1,4 @@
-"""fuse_bias: a bias that no reduction waits for goes back into its product.
+"""fuse_bias: puts a bias back into its product, where the product is not reduced.
 
 Before: y = linear(x, w); z = add(y, b)                After: z = linear(x, w, b)
 Before: p = reduce(linear(x, w)); z = add(p, b)        After: the same (NOTE [Why the bias leaves the linear])
@@ -12,6 +12,8 @@ import torch
 from torch import fx
 
 from autotp.passes.builder import Builder, fake_mode_of
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 
 aten = torch.ops.aten
 
@@ -50,8 +52,7 @@ def _product(node: fx.Node) -> fx.Node | None:
 
 
 def _is_product(node: Any) -> bool:
-    bare = {aten.linear.default: 2, aten.mm.default: 2}
-    return isinstance(node, fx.Node) and node.target in bare and len(node.args) == 2
+    return isinstance(node, fx.Node) and has(node.target, Trait.TAKES_BIAS) and len(node.args) == 2
 
 
 def _is_bias(bias: Any, product: Any, add: fx.Node) -> bool:
