@@ -247,10 +247,6 @@ def _weights(
     return torch.ops.aten._safe_softmax.default(scores, -1), value
 
 
-DRAWS = (exact_dropout, fast_dropout, exact_attention, fast_attention)
-"""The forms that take numbers from the random stream: passes keep these, in order."""
-
-
 @torch.library.custom_op("autotp::keep", mutates_args=())
 def keep(x: Tensor, p: float, seed: Tensor, rank: int) -> Tensor:
     """A mask like `x`, true with probability `1 - p`, from a stream of this rank's own: of `seed` plus the rank.
