@@ -7,6 +7,8 @@ What may stand here: the public names, and nothing that does work at import.
 
 from pathlib import Path
 
+__version__ = "0.1.0"  # setup.cfg reads it from here.
+
 _checkout = Path(__file__).resolve().parent.parent
 if (_checkout / "setup.cfg").is_file():  # A checkout that is not installed: autotp.passes and autotp.models lie beside.
     __path__ = [*__path__, str(_checkout)]

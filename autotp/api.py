@@ -1,4 +1,4 @@
-"""The one-line API."""
+"""`parallelize` and `explain`, the calls that cut a model along one mesh axis."""
 
 from __future__ import annotations
 
@@ -38,37 +38,52 @@ def parallelize(
     without: Collection[str] = (),
     timeout: timedelta | None = None,
 ) -> ParallelModule:
-    """This rank's part of `model`, which computes the same outputs, loss and gradients as `model` did.
+    """Makes `model` this rank's part of a tensor-parallel model, and returns it.
 
-    The parameters are taken over: each is broadcast from the first rank, cut, and the full one freed; `model` stays
-    behind on `meta`. A model on `meta` is initialised piece by piece with its own initialisers.
+    The outputs, the loss and the gradients are those of the original model. The model is changed in place: the same
+    object comes back, an instance of its own class. Each parameter is broadcast from the first rank and cut, and the
+    whole parameter is freed. A model on `meta` is initialised piece by piece, with its own initialisers. Call it on
+    every rank.
 
     Args:
         model: an ordinary single-device model.
-        tp: how many ranks; None means all of them.
-        mesh: a DeviceMesh of one dimension or with one named "tp". Without it the process groups are made from
-            torchrun's environment.
-        device: where this rank computes; None is the mesh's, or the GPU of LOCAL_RANK, or the CPU.
-        example_inputs: keyword arguments (a dict), positional ones (a tuple), or one tensor; of tensors only shapes
-            and dtypes are read. None: the model's `dummy_inputs`, or found from its signature.
-        outputs: "full" gathers cut outputs, "local" leaves them cut, "auto" leaves them cut in training beside a loss.
-        randomness: "exact" draws the dropout masks that one device would, "fast" the rank's own masks for cut values.
-        strict: True raises where a weight in a transformer block would stay whole.
-        check_inputs: when ranks compare checksums of their inputs and random states.
-        experts: "width" cuts every expert of a mixture; "expert" gives each rank as many whole ones where their number
-            divides by `tp`: a rank works on the rows that chose its own, and waits for the device to know how many.
-        sequence_parallel: True cuts what lies between a block's products (residuals, norms, dropouts) along the
-            sequence: ranks keep 1/tp of it for backward, and send a quarter more (over NCCL), as what is gathered is
-            gathered again in backward, beside work. gloo has no reduce-scatter and sends three quarters more.
-        recompute: "full" keeps of each numbered block its inputs for backward, and computes it again there;
-            "selective" all but the scores of attentions that are not fused; "none" everything.
-        without: passes that are left out, to find the one that a difference or a slow step comes from. None changes
-            what is computed; docs/performance.md has their names.
-        timeout: how long a collective waits for other ranks; None is what the default process group was started with,
-            or ten minutes where there is none yet. Of a mesh that is given None is its own.
+        tp: the number of ranks; None means all of them.
+        mesh: a DeviceMesh of one dimension, or with a dimension named "tp". Without a mesh, the process groups are made
+            from the environment that torchrun sets.
+        device: where this rank computes; None means the mesh's device, the GPU of LOCAL_RANK, or the CPU.
+        example_inputs: keyword arguments (a dict), positional arguments (a tuple), or one tensor. Of the tensors
+            ([batch ...]) only shapes and dtypes are read. None means the model's `dummy_inputs`, or inputs that are
+            found from the signature of `forward`.
+        outputs: "full" gathers outputs that are cut, "local" leaves them cut. "auto" gathers them, except in training
+            for an output that comes beside a loss: logits stay [batch seq vocab/tp].
+        randomness: "exact" draws the dropout masks that one device would draw; "fast" lets each rank draw its own masks
+            for values that are cut.
+        strict: True raises Error where a weight in a transformer block would stay whole.
+        check_inputs: "first" compares the ranks' inputs and random states (by checksum) in the first calls, "always" in
+            each call, "never" in none.
+        experts: "width" cuts every expert of a mixture through its width. "expert" gives each rank some experts whole,
+            where the number of experts divides by `tp`: a rank computes the rows that chose its experts.
+        sequence_parallel: True cuts the values between a block's products (residuals, norms, dropouts) along the
+            sequence. Each rank keeps 1/tp of them for backward, and sends a quarter more bytes (three quarters more
+            over gloo, which has no reduce-scatter).
+        recompute: "full" keeps only the inputs of each numbered block for backward, and computes the block again there;
+            "selective" computes the scores of attention again, where attention is not fused; "none" keeps everything.
+        without: names of passes to leave out, to find the pass that a difference or a slow step comes from. No pass
+            that can be left out changes what is computed; docs/performance.md lists the names.
+        timeout: how long a collective waits for other ranks. None means the timeout of the default process group, or of
+            `mesh`, or ten minutes where there is neither.
 
     Raises:
-        Error: bad input of any kind; nothing of `model` is changed then.
+        Error: the model, an option or the launch cannot be used. `model` is then unchanged. The error is the same on
+            every rank.
+
+    Example:
+        One process is one rank. With `tp=8` the same lines run under `torchrun --nproc-per-node 8 train.py`.
+
+        >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+        >>> model = autotp.parallelize(model, tp=1, example_inputs=torch.ones(2, 4))
+        >>> model(torch.ones(3, 4)).shape
+        torch.Size([3, 4])
     """
     size = "" if tp is None else f", tp={tp}"
     settings = Options(outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute)
@@ -89,9 +104,26 @@ def explain(
     sequence_parallel: bool = False,
     without: Collection[str] = (),
 ) -> Plan:
-    """What `parallelize(model, tp)` would cut, what it would cost and what would stay whole; `model` is not touched.
+    """Returns the plan of `parallelize(model, tp)`: what would be cut, what it would cost, and what would stay whole.
 
-    Runs on any machine, without processes; the model may be on `meta`. Arguments as for `parallelize`.
+    It runs on any machine, without processes. The model may be on `meta`, and is not changed.
+
+    Args:
+        model: an ordinary single-device model.
+        tp: the number of ranks.
+        example_inputs, outputs, experts, sequence_parallel, without: as for `parallelize`.
+
+    Raises:
+        Error: `parallelize` could not use the model or an option either.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+        >>> plan = autotp.explain(model, 2, example_inputs=torch.ones(2, 4))
+        >>> for cut in plan.cuts:
+        ...     print(cut.name, cut.layout)
+        0.weight [16@tp, 4]
+        0.bias [16@tp]
+        2.weight [4, 16@tp]
     """
 
     def run() -> Plan:

@@ -27,7 +27,7 @@ from autotp.passes.capture.capture import ALWAYS, OFF, capture
 from autotp.passes.capture.captured import NOTHING, Captured, Opened
 from autotp.passes.capture.guards.attribute_writes import Change, apply
 from autotp.passes.capture.guards.attributes import Path
-from autotp.passes.capture.guards.python_state import Wanted
+from autotp.passes.capture.guards.python_state import GradientsWanted
 from autotp.passes.check.check import check
 from autotp.passes.check.types import Typed
 from autotp.passes.emit.bind import bind
@@ -355,7 +355,7 @@ def analyse(
     autocast: Autocast = OFF,
     given: Mapping[int | Path, Layout] | None = None,
     opened: Opened = NOTHING,
-    wanted: Wanted = ALWAYS,
+    wanted: GradientsWanted = ALWAYS,
 ) -> Program:
     """Captures `skeleton` on these arguments and decides what is cut on `tp` ranks.
 
@@ -385,7 +385,7 @@ def captured(
     autocast: Autocast = OFF,
     given: Mapping[int | Path, Layout] | None = None,
     opened: Opened = NOTHING,
-    wanted: Wanted = ALWAYS,
+    wanted: GradientsWanted = ALWAYS,
 ) -> Program:
     """The program behind its first stage. Arguments as for `analyse`."""
 

@@ -1,4 +1,4 @@
-"""The one error type of autotp, given its context once at the entry point."""
+"""Error: the one exception of autotp, which names the public call that raised it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,32 @@ T = TypeVar("T")
 
 
 class Error(RuntimeError):
-    """What a user can cause, and what to do about it.
+    """Raised for every problem that a user can cause, and says what to write instead.
 
-    Printed as the public call and the problem on the first line, then one indented line for each fact::
+    The first line names the public call and the problem; each fact has a line of its own::
 
         autotp.Error: parallelize(GPT, tp=8): cannot cut `h.0.attn.c_attn` by heads
           at      gpt.py:52  q, k, v = self.c_attn(x).split(...)
           try     ...
 
     Args:
-        problem: one line, what is wrong.
+        problem: what is wrong, in one line.
         fix: what to write instead; printed behind `try`.
-        then: what to write behind that.
-        alternative: what else would do; printed behind `or`, a second one behind `or else`.
+        then: a second line to write after that; printed behind `then`.
+        alternative: another way out; printed behind `or`, and a second one behind `or else`.
         facts: label -> text, in the order printed; usual labels: rule, expected, got, at.
+
+    Attributes:
+        problem: the argument of this name.
+        facts: label -> text of every line below the first, `try`, `then` and `or` included.
+        call: the public call that raised the error, such as "parallelize(GPT, tp=8)"; "" before it is known.
+
+    Example:
+        >>> try:
+        ...     autotp.explain(nn.Linear(4, 4), tp=0, example_inputs=torch.ones(2, 4))
+        ... except autotp.Error as error:
+        ...     print(error.call)
+        explain(Linear, tp=0)
     """
 
     def __init__(
@@ -36,7 +48,11 @@ class Error(RuntimeError):
         super().__init__(problem)
 
     def within(self, call: str) -> Error:
-        """This error with the public call it happened in, unless it already has one."""
+        """Returns this error with the name of the public call that it happened in, unless it has one already.
+
+        Args:
+            call: such as "parallelize(GPT, tp=8)".
+        """
         self.call = self.call or call
         return self
 

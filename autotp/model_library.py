@@ -1,4 +1,4 @@
-"""What autotp asks of a library of models, such as transformers: `autotp.hf` answers for that one.
+"""What autotp asks of a library of models; `autotp.hf` answers for transformers.
 
 The core knows no library by name. Each question has an answer for models of no library; a library that is registered
 answers for its own.

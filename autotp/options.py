@@ -1,4 +1,4 @@
-"""What a user may choose, of what is cut and of how it runs; and that there is such a choice."""
+"""The options that a user may choose, and the check that each has an allowed value."""
 
 from __future__ import annotations
 

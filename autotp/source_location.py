@@ -1,4 +1,4 @@
-"""Where in the user's code a value comes from."""
+"""The line of the user's code that a value comes from."""
 
 from __future__ import annotations
 

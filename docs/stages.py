@@ -22,9 +22,9 @@ STAGES = {
     "model": "What the user wrote.",
     "capture": "The graph of ATen operators that one call runs. Sizes that may change are letters; a value's type is "
     "its dtype and its shape.",
-    "canonicalize": "The same in one way of writing each thing: a bias is an addition of its own, nothing is computed "
-    "twice, nothing writes into its input.",
-    "axes": "Rules of the operators name every dimension. Those that a cut may follow have a name before their size.",
+    "canonicalize": "The same function, with one way to write each thing: a bias is an addition of its own, no "
+    "operator is computed twice, and no operator writes into its input.",
+    "axes": "The rules of the operators name every dimension. A dimension that can be cut has a name before its size.",
     "plan": "What is cut, what it costs, and what stays whole and why.",
     "lower": "The graph of the first rank: local sizes, and a conjugate wherever the placement of a value changes. "
     "`columns` is a linear that reads a copy, whose all-reduce in backward runs beside other work.",

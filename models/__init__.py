@@ -1,1 +1,1 @@
-"""Ordinary single-device models, as one would write them without autotp: they import nothing of it."""
+"""Ordinary single-device models, which import nothing of autotp."""

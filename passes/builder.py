@@ -1,4 +1,4 @@
-"""Building one torch.fx graph out of another: passes are graph -> graph, and the old graph stays as it is."""
+"""Builder: makes a torch.fx graph from another; the old graph stays as it is."""
 
 from __future__ import annotations
 

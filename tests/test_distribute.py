@@ -16,6 +16,7 @@ import autotp
 from autotp.models.bert import BERT, BERTConfig
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.training.distribute import distribute
+from autotp.training.pipeline_stage import ENGINES
 
 BATCH, PARTS = 8, 2
 MODELS = ("gpt", "bert", "llama-tied", "llama-untied")
@@ -93,7 +94,7 @@ def steps(
             torch.testing.assert_close(whole_of(parameter.grad), grad, **close, msg=lambda m, key=key: f"{key}: {m}")
         for optimizer in optimizers:
             optimizer.step()
-    if schedule == "zero-bubble-v" and pp > 1:
+    if not ENGINES[schedule].evaluates and pp > 1:
         with pytest.raises(autotp.Error, match="torch's schedule"):
             trainer.evaluate(**mine(batch, trainer.mesh["dp"].get_local_rank(), dp))
         return
@@ -114,10 +115,8 @@ def all_models(rank: int, n: int, layout: tuple[int, int, int], schedule: str, a
     ("layout", "schedule", "along"),
     [
         pytest.param(*case, marks=[pytest.mark.rare] * (case not in USUAL))
-        for case in itertools.product(
-            LAYOUTS, ("1F1B", "interleaved", "GPipe", "zero-bubble", "zero-bubble-v"), (False, True)
-        )
-        if not (case[0][:2] == (2, 2) and case[1].startswith("zero-bubble") and case[2])  # That is refused.
+        for case in itertools.product(LAYOUTS, ENGINES, (False, True))
+        if not (case[0][:2] == (2, 2) and ENGINES[case[1]].halves and case[2])  # That is refused.
     ],
     ids=lambda it: "tp{}-pp{}-dp{}".format(*it) if isinstance(it, tuple) else str(it),
 )

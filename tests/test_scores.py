@@ -11,7 +11,7 @@ from torch import Tensor
 import autotp
 from autotp.distributed.mesh import Mesh, make_mesh
 from autotp.distributed.sharded_tensor import Sharded
-from autotp.hf.sampling import Cut, Few
+from autotp.hf.sampling import CutScores, Few
 from autotp.sharding.layout import Layout
 from autotp.sharding.partition import chunk_bounds
 
@@ -20,12 +20,12 @@ NOTHING, NAN = float("-inf"), float("nan")
 WIDTH = 5  # on four ranks 2, 2, 1 and none
 
 
-def cut(whole: Tensor, mesh: Mesh) -> tuple[Cut, Sharded]:
+def cut(whole: Tensor, mesh: Mesh) -> tuple[CutScores, Sharded]:
     """This rank's columns of whole: [batch vocab]"""
     bounds = [chunk_bounds(whole.shape[1], mesh.size, rank) for rank in range(mesh.size)]
     layout = Layout(tuple(whole.shape), 1, tuple(((a, b),) if b > a else () for a, b in bounds))
     logits = Sharded(layout.take(whole, mesh.rank), layout, mesh)
-    return Cut.of(logits), logits
+    return CutScores.of(logits), logits
 
 
 def rows(batch: int = 400, width: int = WIDTH) -> Tensor:

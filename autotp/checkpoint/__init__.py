@@ -1,4 +1,4 @@
-"""A training's state in files: written by the ranks that hold it, read by any others.
+"""Reads and writes model and training state in files, in part on each rank.
 
 What may not enter: formats of other libraries' models.
 """

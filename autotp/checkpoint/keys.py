@@ -1,4 +1,4 @@
-"""The names of what a checkpoint of a training holds, and what they are names of."""
+"""The names of the entries of a training checkpoint, and what they stand for."""
 
 from __future__ import annotations
 

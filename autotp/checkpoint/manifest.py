@@ -1,4 +1,4 @@
-"""What a checkpoint of a training holds: a file that is written last, and that says what all others must be.
+"""The manifest of a training checkpoint: written last, it lists what every file must contain.
 
 It is JSON and ends in its own checksum; of every tensor it has the pieces and their checksums (`tensor_pieces.py`). A
 folder without it is no checkpoint.

@@ -1,4 +1,4 @@
-"""What each rank reads of a checkpoint, and what is refused before anything is changed."""
+"""Reads a rank's part of a training checkpoint, and raises Error before anything of the training is changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""save, load: a training's state in files, written by the ranks that hold it, read by any others.
+"""save_checkpoint and load_checkpoint: every rank writes its part of a training, and any layout reads it.
 
 Each rank writes the boxes of the whole tensors that it holds (`boxes.py`, `tensor_pieces.py`) into a folder of another
 name; once all have, the first rank writes what there is and its checksums (`manifest.py`), and gives the folder its
@@ -41,22 +41,36 @@ T = TypeVar("T")
 def save_checkpoint(
     folder: str | Path, trainer: Trainer, optimizer: Optimizer, step: int, *, wait: bool = True, **more: Any
 ) -> Future[None]:
-    """Writes `folder/step-00000100`: parameters, the optimizer's state, random states, `more`. Call it on every rank.
+    """Writes a training's state into `folder/step-00000100`, and returns a future of the save.
 
-    Nothing is overwritten; a save that does not come to its end leaves no folder of this name. The first rank's process
-    has `folder` to itself from its first save on, until it ends.
+    The state is the parameters, the optimizer's state, the random states, and `more`. Nothing is overwritten, and a
+    save that fails leaves no folder of this name. From its first save until it ends, the first rank's process has
+    `folder` to itself. Call it on every rank.
 
     Args:
-        step: how many steps were done.
-        wait: False copies the state to the CPU, and writes it while training goes on: the next save, and `.result()` of
-            what is returned, wait for it and raise what went wrong. So does the end of the program, which ends in 1.
-        more: by name, what else has a `state_dict()` of tensors and plain data, the same on all ranks: a schedule, a
+        folder: the folder of the checkpoints; it is made if it does not exist.
+        trainer: as `distribute` returned it.
+        optimizer: of the trainer's parameters.
+        step: the number of steps done.
+        wait: False copies the state to the CPU, and writes while training goes on. The next save and `.result()` of the
+            future wait for the writing and raise its error. So does the end of the program, with exit status 1.
+        more: name -> object with a `state_dict()` of tensors and plain data, the same on all ranks: a schedule, a
             scaler.
 
     Raises:
-        Error: on every rank: the step is there already; another process saves into the folder, or it cannot be written;
-            the optimizer holds other parameters, state that is not shaped as they are, or state beside theirs; `more`
-            differs between ranks, or what several of them hold of one tensor.
+        Error: on every rank. A checkpoint of this step exists; another process saves into the folder; the folder cannot
+            be written; the optimizer has other parameters, state of other shapes than theirs, or state of its own;
+            `more` differs between ranks; or ranks that hold the same tensor hold different values.
+
+    Example:
+        `Regression` is a linear layer whose `forward(x, y)` returns the mean squared error.
+
+        >>> trainer = autotp.distribute(Regression(), example_inputs=(torch.ones(2, 4), torch.ones(2, 1)))
+        >>> optimizer = torch.optim.AdamW(trainer.parameters())
+        >>> saving = autotp.save_checkpoint("ckpt", trainer, optimizer, step=100, wait=False)
+        >>> saving.result()
+        >>> autotp.load_checkpoint("ckpt", trainer, optimizer), trainer.steps
+        (100, 100)
     """
 
     def run() -> Saving:
@@ -83,19 +97,29 @@ def load_checkpoint(
     changed: Collection[str] = (),
     **more: Any,
 ) -> int:
-    """The step of the newest whole checkpoint in `folder`, once it is loaded; 0 where there is none. On every rank.
+    """Loads the newest whole checkpoint in `folder`, and returns its step; returns 0 where there is no checkpoint.
 
-    No code of a checkpoint is run, and what is read of it is compared with the checksums that it was written with.
+    Any layout (tp, pp, dp) reads what any other wrote, bit for bit. No code of a checkpoint is run, and every byte that
+    is read is compared with its checksum. Call it on every rank.
 
     Args:
-        trainer: of the same model, in any layout; random states are those of the checkpoint in the same layout only.
-        optimizer: of the class that was saved; None to evaluate: its state is left where it is.
-        changed: attributes of the model, as "dropout", that may be others than those of the model that was saved.
-        more: what was saved under these names; each has a `load_state_dict`, and a `state_dict` to go back to.
+        folder: the folder that `save_checkpoint` wrote into.
+        trainer: of the same model. Random states are loaded only where the layout is the one that was saved.
+        optimizer: of the class that was saved; None loads no optimizer's state, to evaluate.
+        changed: names of the model's attributes, such as "dropout", that may differ from the saved model's.
+        more: name -> object to load what was saved under this name; it has `load_state_dict` and `state_dict`.
 
     Raises:
-        Error: on every rank, and nothing is changed: another model's, damaged, of another format; the folder cannot be
-            read.
+        Error: on every rank, and nothing is changed: the checkpoint is another model's, damaged or of another format,
+            or the folder cannot be read.
+
+    Example:
+        `Regression` is a linear layer whose `forward(x, y)` returns the mean squared error.
+
+        >>> trainer = autotp.distribute(Regression(), example_inputs=(torch.ones(2, 4), torch.ones(2, 1)))
+        >>> optimizer = torch.optim.AdamW(trainer.parameters())
+        >>> autotp.load_checkpoint("empty", trainer, optimizer)
+        0
     """
     learning: Any = NOTHING if optimizer is None else optimizer
 

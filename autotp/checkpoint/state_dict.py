@@ -1,4 +1,4 @@
-"""The whole model's state from and to its shards."""
+"""The state dict of the original model, from and to the shards of a parallel model."""
 
 from __future__ import annotations
 
@@ -20,16 +20,25 @@ OWN_NAMES = "a state_dict() of the modules' own tensors, under their own names"
 
 
 def full_state_dict(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
-    """The state dict of the original model, on the CPU of the first rank; an empty one on the others.
+    """Returns the original model's state dict on the CPU of the first rank, and an empty dict on the other ranks.
 
-    One tensor at a time is gathered, so no device holds more than its shards and the largest single tensor. A
-    bit-exact inverse of `load_full_state_dict`. Call it on every rank of the axis.
+    Tensors have the original names and shapes. They are gathered one at a time, so a device holds no more than its
+    shards and the largest tensor. `load_full_state_dict` is the inverse, bit for bit. Call it on every rank.
 
     Args:
-        wanted: of a name, whether it is gathered; alike on all ranks. Of a LoRA model, `lambda name: "lora_" in name`.
+        model: what `parallelize` or `distribute` returned.
+        wanted: takes a name, and returns whether that tensor is gathered; the same on all ranks. For the adapters of a
+            LoRA model: `lambda name: "lora_" in name`.
 
     Raises:
-        Error: on every rank: they want other names.
+        Error: on every rank: ranks want different names, or `model` is not parallel or has state beside its parameters
+            and buffers.
+
+    Example:
+        >>> model = autotp.parallelize(nn.Linear(4, 6), tp=1, example_inputs=torch.ones(2, 4))
+        >>> state = autotp.full_state_dict(model)
+        >>> {name: list(tensor.shape) for name, tensor in state.items()}
+        {'weight': [6, 4], 'bias': [6]}
     """
     return within("full_state_dict", lambda: _full(model, wanted))
 
@@ -50,8 +59,18 @@ def _full(model: nn.Module, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Fills the shards of `model` from the original model's state dict, which only the first rank needs to hold.
 
+    Call it on every rank; what the other ranks give is ignored.
+
+    Args:
+        model: what `parallelize` or `distribute` returned.
+        state: name -> tensor, in the original names and shapes.
+
     Raises:
-        Error: names are missing or unexpected, or shapes differ; on every rank, before anything is changed.
+        Error: on every rank, before anything is changed: names are missing or unexpected, or shapes differ.
+
+    Example:
+        >>> model = autotp.parallelize(nn.Linear(4, 6), tp=1, example_inputs=torch.ones(2, 4))
+        >>> autotp.load_full_state_dict(model, nn.Linear(4, 6).state_dict())
     """
     within("load_full_state_dict", lambda: _fill(model, state))
 

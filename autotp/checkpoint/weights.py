@@ -1,4 +1,4 @@
-"""Checkpoints, one tensor at a time: each rank reads what it holds, the first writes what all of them hold."""
+"""Model weights, one tensor at a time: each rank reads its part, and the first rank writes all parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autotp.checkpoint.files.checksums import SIDE_FILE, Summed, side_file, writ
 from autotp.checkpoint.files.safetensors_files import (
     INDEX,
     ONE_FILE,
-    Shard,
+    FileShard,
     header_of,
     index_of,
     nbytes,
@@ -86,7 +86,7 @@ def write_checkpoint(
 
 
 def _write_shard(
-    new: Path | None, shard: Shard, tensors: Mapping[str, Source], mesh: Mesh, count: Callable[[int], None]
+    new: Path | None, shard: FileShard, tensors: Mapping[str, Source], mesh: Mesh, count: Callable[[int], None]
 ) -> Summed | None:
     """The file, on the first rank."""
     with ExitStack() as stack:
@@ -123,7 +123,7 @@ def _stream(file: Summed | None, source: Source) -> None:
 
 def _write_rest(
     new: Path,
-    shards: Sequence[Shard],
+    shards: Sequence[FileShard],
     tensors: Mapping[str, Source],
     files: Sequence[Summed | None],
 ) -> None:

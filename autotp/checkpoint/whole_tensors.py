@@ -1,4 +1,4 @@
-"""The tensors of a parallel model as the whole they were cut from, read in part on the first rank."""
+"""The original tensors of a parallel model, gathered in blocks on the first rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank writes of a training, and how a checkpoint comes to have its name."""
+"""Writes a rank's part of a training, and renames the folder when all ranks have written."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ UNFINISHED = ".new"
 
 
 @dataclass(frozen=True)
-class State:
+class TrainingState:
     """What a rank writes.
 
     Attributes:
@@ -54,7 +54,7 @@ class State:
     items: list[Item]
 
 
-def begun(folder: Path, trainer: Trainer, optimizer: Optimizer, step: int, more: Mapping[str, Any]) -> State:
+def begun(folder: Path, trainer: Trainer, optimizer: Optimizer, step: int, more: Mapping[str, Any]) -> TrainingState:
     """What this rank writes; the folder is ready for it.
 
     Raises:
@@ -120,7 +120,9 @@ def same_on_all(trainer: Trainer, mark: int, step: int, more: int) -> int:
     return rows[0][0]
 
 
-def _state(trainer: Trainer, parts: Holdings, optimizer: Optimizer, step: int, more: Mapping[str, Any]) -> State:
+def _state(
+    trainer: Trainer, parts: Holdings, optimizer: Optimizer, step: int, more: Mapping[str, Any]
+) -> TrainingState:
     rank, items = trainer.everyone.rank, list[Item]()
 
     def keeper(at: str) -> Callable[[Tensor], str]:
@@ -158,7 +160,7 @@ def _state(trainer: Trainer, parts: Holdings, optimizer: Optimizer, step: int, m
             items.append(Item(at, (), (), value.detach().cpu().clone()))
         else:
             items += _boxed(at, parts, name, _as_parameter(value, name, key, parts, optimizer))
-    return State(about, {"more": shared, "tensors": prints}, groups, values, items)
+    return TrainingState(about, {"more": shared, "tensors": prints}, groups, values, items)
 
 
 def _group(group: Mapping[str, Any], optimizer: Optimizer, parts: Holdings, keep: Callable[[Tensor], str]) -> list[Any]:
@@ -201,7 +203,7 @@ def _moments(optimizer: Optimizer, parts: Holdings) -> Iterator[tuple[str, str, 
 # ---- writing it, in a thread
 
 
-def write(state: State, path: Path, new: Path, peers: BackgroundExchange) -> None:
+def write(state: TrainingState, path: Path, new: Path, peers: BackgroundExchange) -> None:
     """Writes a checkpoint into the folder `new`, which is `path` in the end.
 
     Raises:
@@ -230,7 +232,9 @@ def _holders(every: Sequence[Sequence[Any]]) -> Holders:
     return found
 
 
-def _expect_alike(peers: BackgroundExchange, state: State, choices: Sequence[Sequence[Any]], holders: Holders) -> None:
+def _expect_alike(
+    peers: BackgroundExchange, state: TrainingState, choices: Sequence[Sequence[Any]], holders: Holders
+) -> None:
     """Raises Error, on every rank, where ranks hold the same of a tensor, or a number, and it is not the same."""
     rank, several = peers.mesh.rank, [(key[0], places) for key, places in holders.items() if len(places) > 1]
     mine = [
@@ -279,7 +283,7 @@ def _write_items(new: Path, rank: int, items: Sequence[Item]) -> list[Any]:
     return [(new / file_of(rank)).stat().st_size, rows]
 
 
-def _name(state: State, every: Sequence[Any], path: Path, new: Path) -> None:
+def _name(state: TrainingState, every: Sequence[Any], path: Path, new: Path) -> None:
     """Writes the manifest, and gives the folder its name.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Models on `meta`: their own initialisers are run again, one module at a time.
+"""Initialises models on `meta`: runs their own initialisers again, one module at a time.
 
 What may not enter: graphs.
 """

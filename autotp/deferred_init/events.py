@@ -1,4 +1,4 @@
-"""What building a model did: the tensors it put in places, and the initialisers it ran, as its structure tells.
+"""Lists what a constructor did, from a model's structure: tensors that it registered, initialisers that it ran.
 
 Before: GPT(config) on meta
 After:  places: wte.weight = lm_head.weight, ...; events: Embedding.reset_parameters(), ..., GPT._init_weights(GPT)
@@ -46,7 +46,7 @@ class Event:
 
 
 @dataclass
-class Place:
+class TensorPlace:
     """Where a module holds a parameter or buffer; its `tensor` is one of its own while ties are undone."""
 
     name: str
@@ -61,7 +61,7 @@ class Place:
         table[self.key] = tensor
 
 
-Tied = list[list[Place]]  # the places that hold one tensor, the first registered first
+Tied = list[list[TensorPlace]]  # the places that hold one tensor, the first registered first
 
 
 # ---- where it put tensors
@@ -69,10 +69,10 @@ Tied = list[list[Place]]  # the places that hold one tensor, the first registere
 
 def places_of(model: nn.Module) -> Tied:
     """The places of all parameters and buffers, by tensor."""
-    found: dict[int, list[Place]] = {}
+    found: dict[int, list[TensorPlace]] = {}
     for prefix, module in model.named_modules():
         for key, tensor in tensors_of(module).items():
-            place = Place(f"{prefix}.{key}" if prefix else key, module, key, tensor)
+            place = TensorPlace(f"{prefix}.{key}" if prefix else key, module, key, tensor)
             found.setdefault(id(tensor), []).append(place)
     return list(found.values())
 
@@ -103,7 +103,7 @@ def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def how_to_fill(place: Place) -> dict[str, Any]:
+def how_to_fill(place: TensorPlace) -> dict[str, Any]:
     """What to do about a tensor that its initialisers leave empty, as arguments of an Error."""
     own, key = type(place.module).__name__, place.key
     fix = f"fill self.{key} in {own}.reset_parameters(self) and call that in the constructor,"

@@ -1,4 +1,4 @@
-"""Models too big for one device: a model built on `meta` -> one rank's shards, as if it had been built whole and cut.
+"""A model on `meta` -> one rank's shards, with the values that the whole model would have had.
 
 Before: a model on meta, the layouts of its parameters, the random state
 After:  this rank's part of what its constructors would have drawn; the random state as after drawing all of it
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from autotp.deferred_init.events import Place, events_of, places_of, untied
+from autotp.deferred_init.events import TensorPlace, events_of, places_of, untied
 from autotp.deferred_init.replay import Replay, StandIn
 from autotp.deferred_init.write_counts import check_traces, expect_all
 from autotp.sharding.layout import Layout
@@ -49,7 +49,7 @@ def initialize(model: nn.Module, layouts: Mapping[str, Layout], rank: int, devic
         # At once and first (as the random states): made one by one, they would sit in holes that full tensors left.
         parts = {p[0].name: _empty_part(p[0], layouts.get(p[0].name), rank, device) for p in tied}
 
-        def keep(i: int, place: Place, it: StandIn) -> None:
+        def keep(i: int, place: TensorPlace, it: StandIn) -> None:
             name = kept.get(id(place.tensor))
             if name is not None:
                 _fill(parts[name], it.tensor.detach(), layouts.get(name), rank)
@@ -63,7 +63,7 @@ def initialize(model: nn.Module, layouts: Mapping[str, Layout], rank: int, devic
     return parts
 
 
-def _empty_part(place: Place, layout: Layout | None, rank: int, device: torch.device) -> Tensor:
+def _empty_part(place: TensorPlace, layout: Layout | None, rank: int, device: torch.device) -> Tensor:
     shape = place.tensor.shape if layout is None else layout.local_shape(rank)
     return torch.empty(shape, dtype=place.tensor.dtype, device=device)
 

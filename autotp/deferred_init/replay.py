@@ -1,4 +1,4 @@
-"""Initialisers run again on stand-ins: every random number drawn again, one module's tensors at a time.
+"""Runs initialisers again on stand-ins for tensors: draws every random number, one module at a time.
 
 Before: Linear.reset_parameters(), its weight on meta
 After:  the same call on a real weight, which is handed on when the event is over
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autotp.deferred_init.events import Event, Place, Tied, empty_like, how_to_fill, made_again, tensors_of
+from autotp.deferred_init.events import Event, TensorPlace, Tied, empty_like, how_to_fill, made_again, tensors_of
 from autotp.errors import Error
 
 LOOKS = {"shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "data", "detach"}
@@ -32,7 +32,7 @@ class StandIn:
     state: str = "empty"
 
 
-Sink = Callable[[int, Place, StandIn], None]  # called with the number of the event
+Sink = Callable[[int, TensorPlace, StandIn], None]  # called with the number of the event
 
 
 class Replay(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""Whether the initialisers are what a construction ran: the traces that it left, sources and counts of writes, agree.
+"""Checks that the initialisers did all that a constructor did, by its source and counts of writes.
 
 Before: writes of a replay on meta: Linear.reset_parameters() one, GPT._init_weights(Linear) one
 After:  `_version` of the weight is 2; of tied tensors, the one whose value stays
@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import nn
 
-from autotp.deferred_init.events import Event, Place, Tied, how_to_fill, is_hugging_face, mentioned, users_classes
+from autotp.deferred_init.events import Event, TensorPlace, Tied, how_to_fill, is_hugging_face, mentioned, users_classes
 from autotp.deferred_init.replay import Replay, StandIn
 from autotp.errors import Error
 
@@ -22,7 +22,7 @@ UNSEEN = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "no
 UNSEEN |= {"trunc_normal_", "orthogonal_", "sparse_"}  # draws that a constructor on meta leaves no trace of
 
 Way = tuple[int, bool]  # of tying: the place the tensor comes from; whether `_init_weights` wrote through the tie
-Write = tuple[int, StandIn]  # the number of the event, and what it wrote on
+CountedWrite = tuple[int, StandIn]  # the number of the event, and what it wrote on
 
 
 def check_traces(model: nn.Module, tied: Tied, events: Sequence[Event]) -> dict[int, str]:
@@ -32,7 +32,7 @@ def check_traces(model: nn.Module, tied: Tied, events: Sequence[Event]) -> dict[
         id of a tensor -> first name, for those whose values stay: of tied ones that which was written last.
     """
     _expect_traces(model, events)
-    writes: dict[int, list[Write]] = {id(place.tensor): [] for places in tied for place in places}
+    writes: dict[int, list[CountedWrite]] = {id(place.tensor): [] for places in tied for place in places}
     now = torch.get_rng_state()
     Replay(tied, events, torch.device("meta"), lambda i, place, it: writes[id(place.tensor)].append((i, it))).run()
     torch.set_rng_state(now)
@@ -44,7 +44,7 @@ def check_traces(model: nn.Module, tied: Tied, events: Sequence[Event]) -> dict[
     return kept
 
 
-def _settle(places: list[Place], own: list[list[Write]], events: Sequence[Event], ways: list[Way]) -> int:
+def _settle(places: list[TensorPlace], own: list[list[CountedWrite]], events: Sequence[Event], ways: list[Way]) -> int:
     """The place whose own tensor ends as the tied one did: that with which the writes are as many as it has seen.
 
     Args:
@@ -71,7 +71,7 @@ def _settle(places: list[Place], own: list[list[Write]], events: Sequence[Event]
     return next(iter(fitting.values()))
 
 
-def _ways(model: nn.Module, places: list[Place]) -> list[Way]:
+def _ways(model: nn.Module, places: list[TensorPlace]) -> list[Way]:
     """How the places may have been tied: as the source says, else all ways."""
     if len(places) == 1 or not isinstance(places[0].tensor, nn.Parameter):
         return [(0, False)]
@@ -147,7 +147,7 @@ def expect_all(tied: Tied, found: Collection[str]) -> None:
         raise Error(problem, **how_to_fill(place))
 
 
-def _other_writes(place: Place, count: int, events: list[str]) -> Error:
+def _other_writes(place: TensorPlace, count: int, events: list[str]) -> Error:
     seen = place.tensor._version
     not_a_copy = {"fix": 'the model built under torch.device("meta") itself, not a copy of it'}
     return Error(

@@ -1,4 +1,4 @@
-"""A graph as a page to read: one line a node, its type first, blocks that are alike printed once.
+"""Prints a graph as text: one line for each node, with its type; blocks that are alike are printed once.
 
 x: f32[b, s, 768]
 h.0:

@@ -1,4 +1,4 @@
-"""Lockstep simulation: all ranks of a tensor-parallel model in one process, node by node.
+"""Simulates all ranks of a tensor-parallel model in one process, node by node.
 
 The rank graphs are the same but for their numbers. An ordinary node runs once for each rank; a collective sees all
 ranks' tensors at once, and has its conjugate as its backward. Deterministic, without process groups.
@@ -17,10 +17,10 @@ from autotp.ops import collectives, custom_vjp
 from autotp.ops.coalesced import together
 from autotp.ops.custom_vjp import Vjp
 from autotp.ops.overlapped_linear import columns, products
-from autotp.ops.strides import inverse, memory_order
 from autotp.passes.emit.attach_parameters import BlockCall
 from autotp.passes.emit.recompute import Recomputed
 from autotp.sharding.partition import chunk_sizes
+from autotp.sharding.strides import inverse, memory_order
 
 Ranks = tuple[Tensor, ...]
 

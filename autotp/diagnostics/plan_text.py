@@ -1,4 +1,4 @@
-"""The plan as a reader sees it: what is cut and why, what it costs, and everything that stayed whole."""
+"""The plan as a table: which parameters are cut and why, what a step costs, and what stays whole."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BACKWARD = {
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutRow:
     """A parameter that is cut.
 
     Attributes:
@@ -58,7 +58,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeRow:
     """Something that stayed replicated: a parameter, or an operator that autotp has no rule for."""
 
     name: str
@@ -115,23 +115,32 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `explain` finds. `str(plan)` is a table of at most 100 columns.
+    """What a model's parameters become on `tp` ranks, returned by `explain`; `str(plan)` is a table of 100 columns.
 
     Attributes:
-        model: the model's class.
-        tp: ranks.
-        cuts: the parameters that are cut.
-        whole: what stayed replicated, with source line and reason.
-        bytes_total, bytes_rank: bytes of all parameters, and of those the fullest rank holds.
-        traffic: the collectives of a step.
-        outputs: how the outputs are held that stay cut.
-        along_sequence: how many operators are cut along a sequence; None where that was not asked for.
+        model: the name of the model's class.
+        tp: the number of ranks.
+        cuts: the parameters that are cut, with the collectives that they cause and the reason.
+        whole: the parameters and operators that stay replicated, with source line and reason.
+        bytes_total: bytes of all parameters.
+        bytes_rank: bytes of the parameters of the rank that holds most.
+        traffic: the collectives of a step, forward and backward, and their bytes.
+        along_sequence: the number of operators that are cut along the sequence; None without `sequence_parallel`.
+        outputs: the layouts of the outputs that stay cut.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+        >>> plan = autotp.explain(model, 2, example_inputs=torch.ones(2, 4))
+        >>> plan.bytes_total, plan.bytes_rank, plan.traffic.forward, plan.traffic.backward
+        (592, 304, {'all-reduce': 1}, {})
+        >>> [(whole.name, whole.reason) for whole in plan.whole]
+        [('2.bias', 'read after the reduction, by every rank')]
     """
 
     model: str
     tp: int
-    cuts: tuple[Cut, ...]
-    whole: tuple[Whole, ...]
+    cuts: tuple[CutRow, ...]
+    whole: tuple[WholeRow, ...]
     bytes_total: int
     bytes_rank: int
     traffic: Traffic
@@ -224,7 +233,7 @@ def _count(shape: Iterable[Any]) -> int:
     return total
 
 
-def _cut(name: str, node: fx.Node, layout: Layout, analysis: Program) -> Cut:
+def _cut(name: str, node: fx.Node, layout: Layout, analysis: Program) -> CutRow:
     leaf = analysis.decision.held[node]
     chosen = next(c for c in analysis.decision.chosen if find(c.leaf) is find(leaf))
     forward = backward = ""
@@ -239,17 +248,17 @@ def _cut(name: str, node: fx.Node, layout: Layout, analysis: Program) -> Cut:
             forward, backward = ("all-gather", "reduce-scatter") if along else (forward, "all-reduce")
     size = find(leaf).size
     why = f"{size} {chosen.name}: {chosen.pattern}" if chosen.name else f"an axis of {size} that all its readers divide"
-    return Cut(name, layout, forward, backward, why)
+    return CutRow(name, layout, forward, backward, why)
 
 
-def _whole(name: str, node: fx.Node, analysis: Program) -> Whole:
+def _whole(name: str, node: fx.Node, analysis: Program) -> WholeRow:
     reader = next(iter(node.users), None)
     shape = tuple(node.meta["val"].shape)
     if reader is None:
-        return Whole(name, shape, "?", "nothing reads it on these inputs")
+        return WholeRow(name, shape, "?", "nothing reads it on these inputs")
     matrix = len(shape) > 1 and not has(reader.target, Trait.LOOKUP)
     in_block = matrix and numbered(name) != ""
-    return Whole(name, shape, line_of(reader), _reason(node, reader, analysis), in_block)
+    return WholeRow(name, shape, line_of(reader), _reason(node, reader, analysis), in_block)
 
 
 def _reason(node: fx.Node, reader: fx.Node, analysis: Program) -> str:
@@ -280,12 +289,12 @@ def _is_reduced(value: fx.Node, analysis: Program) -> bool:
     return factor is not None and not factor.outs and factor.summed
 
 
-def _unknown(analysis: Program) -> Iterator[Whole]:
+def _unknown(analysis: Program) -> Iterator[WholeRow]:
     for node, bound in analysis.axes.bound.items():
         if not bound.known:
             value = node.meta["val"]
             shape = tuple(str(n) for n in value.shape) if isinstance(value, torch.Tensor) else ()
-            yield Whole(f"{layer_of(node)} {node.target}".strip(), shape, line_of(node), "no rule: replicated")  # type: ignore[arg-type]
+            yield WholeRow(f"{layer_of(node)} {node.target}".strip(), shape, line_of(node), "no rule: replicated")  # type: ignore[arg-type]
 
 
 # ---- text

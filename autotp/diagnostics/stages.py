@@ -1,4 +1,4 @@
-"""stages: what a model becomes on its road, stage by stage, as text."""
+"""stages: prints a model at each stage of the compiler."""
 
 from __future__ import annotations
 
@@ -30,10 +30,17 @@ from autotp.source_location import block_of
 
 @dataclass(frozen=True)
 class Stages:
-    """A model on its road; `str(stages)` is for reading.
+    """The text of a model at each stage of the compiler, returned by `stages`; `str(stages)` is all of it.
 
     Attributes:
-        pages: stage -> its text: model, capture, canonicalize, axes, plan, lower, check, emit.
+        pages: stage -> text, in order: model, capture, canonicalize, axes, plan, lower, check, emit.
+
+    Example:
+        >>> found = autotp.stages(nn.Linear(4, 6), 2, example_inputs=torch.ones(3, 4))
+        >>> list(found.pages)
+        ['model', 'capture', 'canonicalize', 'axes', 'plan', 'lower', 'check', 'emit']
+        >>> found["model"]
+        'Linear(in_features=4, out_features=6, bias=True)'
     """
 
     pages: Mapping[str, str]
@@ -56,20 +63,22 @@ def stages(
     recompute: Recompute = "none",
     without: Collection[str] = (),
 ) -> Stages:
-    """What `model` becomes on its way to the graph of the first of `tp` ranks, stage by stage, as text.
+    """Returns the text of each stage between `model` and the graph that the first of `tp` ranks runs.
 
-    Runs on any machine, without processes; the model may be on `meta` and is not touched. Types are printed as
-    `f32[b, s, 3072@tp]`: dtype and sizes, `@tp` behind one that is cut; `{tp}` is a copy of which each rank uses a
-    part, `{+tp}` a value of which each rank has a term. Blocks that are alike are printed once.
+    It runs on any machine, without processes; the model may be on `meta`, and is not changed. A type is printed as
+    `f32[b, s, 3072@tp]`: dtype and sizes, and `@tp` behind a size that is cut. `{tp}` is a copy of which each rank uses
+    a part, `{+tp}` a value of which each rank has one term of a sum. Blocks that are alike are printed once.
 
     Args:
+        model: an ordinary single-device model.
+        tp: the number of ranks.
         example_inputs, outputs, experts, sequence_parallel, recompute, without: as for `parallelize`.
 
     Raises:
         Error: as `parallelize`.
 
     Example:
-        >>> print(autotp.stages(torch.nn.Linear(4, 6), 2, example_inputs=torch.ones(3, 4))["capture"])
+        >>> print(autotp.stages(nn.Linear(4, 6), 2, example_inputs=torch.ones(3, 4))["capture"])
         input: f32[b, 4]
         weight: f32[6, 4]
         bias: f32[6]

@@ -1,4 +1,4 @@
-"""verify: a parallel model against the untouched one, on a laptop, in one process and in float64."""
+"""verify: compares a parallel model with the original model, in one process and in float64."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ from autotp.errors import within
 from autotp.model_library import keep_activations, recomputes
 from autotp.ops.grouped_mm import grouped_mm
 from autotp.options import DEFAULTS, Experts, Options, Outputs, Recompute, expect_choices
-from autotp.passes.capture.captured import Captured, Place, Size
+from autotp.passes.capture.captured import Captured, InputSize, OutputAt
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, keyed, opened
 from autotp.passes.capture.guards.attributes import everything, found_at, put_at, spelled
-from autotp.passes.capture.guards.python_state import Wanted
+from autotp.passes.capture.guards.python_state import GradientsWanted
 from autotp.passes.capture.pytree import flatten, outcome, states
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.passes.emit.attach_parameters import Place as ParameterPlace
-from autotp.passes.emit.attach_parameters import attach_parameters, places
+from autotp.passes.emit.attach_parameters import ParameterPlace, attach_parameters, places
 from autotp.runtime.build import BEFORE, expect_ordinary
 from autotp.sharding.layout import Layout
 
@@ -55,13 +54,22 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found; `str(report)` is for reading.
+    """How far a parallel model is from the original, returned by `verify`; `str(report)` is a text to read.
 
     Attributes:
-        plan: what was verified, its sizes those of float64.
-        outputs, gradients, steps: differences of the outputs, of the gradient of every parameter and floating
-            input, and of every parameter after an optimizer step, largest first; empty for a model on meta.
-        tolerance: what is allowed.
+        plan: the plan that was verified; its sizes in bytes are those of float64.
+        outputs: the difference of each output, and of each buffer, largest first.
+        gradients: the difference of the gradient of each parameter and floating input, largest first.
+        steps: the difference of each parameter after an optimizer step, largest first.
+        tolerance: the largest relative difference that counts as equal.
+
+        All differences are relative to the scale of what is compared. A model on `meta` has none: nothing is computed.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+        >>> report = autotp.verify(model, 2, example_inputs=torch.ones(2, 4))
+        >>> report.ok, report.worst.error < report.tolerance
+        (True, True)
     """
 
     plan: Plan
@@ -72,12 +80,12 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """True if nothing differs by more than round-off. Not a number is never ok."""
+        """True if no difference is larger than `tolerance`; an undefined number (NaN) never is ok."""
         return all(d.error <= self.tolerance for d in (*self.outputs, *self.gradients, *self.steps))
 
     @property
     def worst(self) -> Difference:
-        """The parameter whose gradient differs most."""
+        """The largest difference of a gradient: name and error."""
         return self.gradients[0] if self.gradients else Difference("nothing compared", 0.0)
 
     def __str__(self) -> str:
@@ -116,7 +124,7 @@ def prepare(
         keep_activations(whole)
         args, kwargs = pytree.tree_map_only(Tensor, _doubled, (args, kwargs))
         tensors = [x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        wanted = Wanted(inputs=tuple(tensors), parameters=tuple(p.requires_grad for p in whole.parameters()))
+        wanted = GradientsWanted(inputs=tuple(tensors), parameters=tuple(p.requires_grad for p in whole.parameters()))
         analysis = analyse(skeleton_of(whole), args, kwargs, tp, settings, wanted=wanted)
         graphs = tuple(rank_graph(analysis, rank, "exact") for rank in range(tp))
         return Trial(whole, args, kwargs, analysis, graphs, report(analysis, name), settings)
@@ -180,11 +188,11 @@ def _joined(first: Report, second: Report) -> Report:
     return Report(first.plan, both(first.outputs, second.outputs), gradients, both(first.steps, second.steps))
 
 
-Held = dict[str, Tensor]
+RankTensors = dict[str, Tensor]
 """What a rank, or one device, holds: parameters and buffers by name, and the inputs of the call as `input 0`, ..."""
 
 
-def _inputs(trial: Trial) -> Held:
+def _inputs(trial: Trial) -> RankTensors:
     """The tensors among the arguments and behind them those of attributes, in memory of their own.
 
     A gradient is wanted of the floating ones.
@@ -196,14 +204,14 @@ def _inputs(trial: Trial) -> Held:
     return {name: t.requires_grad_() if t.is_floating_point() else t for name, t in found.items()}
 
 
-def _rank(trial: Trial, rank: int) -> Held:
+def _rank(trial: Trial, rank: int) -> RankTensors:
     own = {name: trial.model.get_parameter(name) for name in trial.analysis.layouts}
     parts = {n: layout.take(own[n].detach(), rank) for n, layout in trial.analysis.layouts.items()}
     buffers = {name: buffer.clone() for name, buffer in trial.model.named_buffers()}
     return {n: part.requires_grad_(own[n].requires_grad) for n, part in parts.items()} | buffers | _inputs(trial)
 
 
-def _module(graph: fx.Graph, held: Held, trial: Trial) -> fx.GraphModule:
+def _module(graph: fx.Graph, held: RankTensors, trial: Trial) -> fx.GraphModule:
     """A rank's graph as it runs on processes, but for these: its blocks read the parameters that the rank holds."""
     program, model = trial.analysis, trial.model
     outlined = emitted(graph, program, trial.settings, torch.device("cpu"), {})
@@ -218,7 +226,7 @@ def _module(graph: fx.Graph, held: Held, trial: Trial) -> fx.GraphModule:
     return attach_parameters(outlined, program.captured.parameters, where, blocks.get, read)
 
 
-def _placed(graph: fx.Graph, held: Held, trial: Trial) -> list[Tensor]:
+def _placed(graph: fx.Graph, held: RankTensors, trial: Trial) -> list[Tensor]:
     """The values of a rank graph's placeholders, in order."""
     captured, row = trial.analysis.captured, []
     for node in graph.nodes:
@@ -233,7 +241,7 @@ def _placed(graph: fx.Graph, held: Held, trial: Trial) -> list[Tensor]:
     return row
 
 
-def _returned(model: nn.Module, trial: Trial, inputs: Held) -> tuple[dict[int, Tensor], list[Difference]]:
+def _returned(model: nn.Module, trial: Trial, inputs: RankTensors) -> tuple[dict[int, Tensor], list[Difference]]:
     """The tensors that one device returns, and those that its arguments' states and its attributes hold afterwards.
 
     Returns:
@@ -276,9 +284,9 @@ def _set_to(
                 different += [Difference(spelled(change.path, key), float("inf"))] * (mine is not its)
                 continue
             for leaf, one in zip(mine[0], its[0], strict=True):
-                if isinstance(leaf, Place):
+                if isinstance(leaf, OutputAt):
                     found[leaf.at] = _as_tensor(one)
-                elif (leaf.expression(shapes) if isinstance(leaf, Size) else leaf) != one:
+                elif (leaf.expression(shapes) if isinstance(leaf, InputSize) else leaf) != one:
                     different.append(Difference(spelled(change.path, key), float("inf")))
     return found, different + [
         Difference(spelled(path, key), float("inf")) for path, new in real.items() for key in new
@@ -291,7 +299,7 @@ def _as_tensor(x: Any) -> Tensor:
 
 
 def _buffers(
-    model: nn.Module, found: Sequence[Sequence[Tensor]], ranks: Sequence[Held], trial: Trial
+    model: nn.Module, found: Sequence[Sequence[Tensor]], ranks: Sequence[RankTensors], trial: Trial
 ) -> list[Difference]:
     """The buffers that the call changes, on one device or on a rank: in place, or the last that its graph returns."""
     names = [trial.analysis.captured.buffers[place] for place in trial.analysis.updated]
@@ -328,14 +336,14 @@ def _backward(expected: Mapping[int, Tensor], found: Sequence[Sequence[Tensor]],
     torch.autograd.backward(mine)
 
 
-def _gradients(whole: Held, ranks: Sequence[Held], analysis: Program) -> list[Difference]:
+def _gradients(whole: RankTensors, ranks: Sequence[RankTensors], analysis: Program) -> list[Difference]:
     wanted = {name: tensor for name, tensor in whole.items() if tensor.is_floating_point()}
     scale = _largest([t.grad for t in wanted.values() if t.grad is not None])
     layouts = {name: analysis.layouts.get(name, Layout(tuple(t.shape))) for name, t in wanted.items()}
     return [Difference(n, _apart(t.grad, [r[n].grad for r in ranks], layouts[n], scale)) for n, t in wanted.items()]
 
 
-def _steps(whole: Held, ranks: Sequence[Held], analysis: Program) -> list[Difference]:
+def _steps(whole: RankTensors, ranks: Sequence[RankTensors], analysis: Program) -> list[Difference]:
     """Takes a step of an optimizer, on one device and on the ranks."""
     for held in (whole, *ranks):
         trained = [held[name] for name in analysis.layouts if held[name].requires_grad]
@@ -480,19 +488,25 @@ def verify(
     recompute: Recompute = "none",
     without: Collection[str] = (),
 ) -> Report:
-    """How far `tp` ranks of `model` are from the model itself: outputs, loss, every gradient, a step of an optimizer.
+    """Compares `tp` ranks of `model` with the model itself, and returns the differences.
 
-    In one process, without process groups: the ranks run in lockstep, in float64, and draw the numbers that one
-    device draws. `model` is not touched; what is compared are copies of it, their parameters moved by noise. A model
-    on `meta` is proved statically and counted, and nothing computed.
+    Compared are the outputs, the loss, every gradient, and the parameters after a step of an optimizer. All ranks run
+    in one process, in lockstep and in float64, and draw the random numbers that one device draws. The model is not
+    changed: copies run, their parameters moved by noise. For a model on `meta` the graph is proved and counted, and
+    nothing is computed.
 
     Args:
         model: an ordinary model, in the mode (train or eval) that is to be verified.
-        tp: how many ranks.
+        tp: the number of ranks.
         example_inputs, outputs, experts, sequence_parallel, recompute, without: as for `parallelize`.
 
     Raises:
-        Error: as `parallelize`; the model is parallel already.
+        Error: as `parallelize`; or the model is parallel already.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+        >>> report = autotp.verify(model, tp=2, example_inputs=torch.ones(2, 4))
+        >>> assert report.ok, report
     """
 
     def run() -> Report:

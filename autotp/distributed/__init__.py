@@ -1,4 +1,4 @@
-"""The ranks: who they are, that they were called alike, and tensors of which each of them has a part.
+"""The ranks: which process is which, whether all were called alike, and tensors that are spread over them.
 
 What may not enter: graphs.
 """

@@ -1,4 +1,4 @@
-"""Ranks that tell each other plain data while another thread trains."""
+"""Exchanges plain data between ranks while another thread trains."""
 
 from __future__ import annotations
 

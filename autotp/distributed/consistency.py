@@ -1,4 +1,4 @@
-"""Agreement between ranks: what one of them raises, all raise; what must be the same on all is compared.
+"""Compares values between ranks, and raises on all ranks the Error that one of them raised.
 
 Ranks that differ would drift apart without a word, or wait for each other for ever; here each says what differs, and
 on which ranks.

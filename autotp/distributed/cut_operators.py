@@ -1,4 +1,4 @@
-"""Which operators are right on a rank's part of a tensor, known by their names: those on every element for itself."""
+"""Names of operators that are right on a rank's part of a tensor, because they work element by element."""
 
 from __future__ import annotations
 

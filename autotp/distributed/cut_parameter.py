@@ -1,4 +1,4 @@
-"""A parameter that is a rank's part, and what is computed from it: they say so when they are taken for the whole.
+"""A parameter that holds a rank's part, and warns when code uses the part as the whole.
 
 What an optimizer does to every element for itself is right on parts; so are copies, dtypes, gradients. A norm, a row, a
 product, numbers drawn anew by `nn.init` are of the part alone: the first time that the user's code does such a thing

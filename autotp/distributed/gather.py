@@ -1,4 +1,4 @@
-"""gather, later: a cut output of a parallel model, put together when somebody does want it whole."""
+"""gather: puts together an output or a parameter that is cut."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from autotp.distributed.live_models import sorted_by_model
 from autotp.distributed.mesh import Mesh
 from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error
-from autotp.ops import collectives
-from autotp.ops import parallel_forms as parallel
+from autotp.ops import collectives, placement_moves
 from autotp.sharding.layout import Layout
 from autotp.sharding.partition import chunk_sizes
 
@@ -26,14 +25,14 @@ HELD = "autotp_held"
 
 
 @dataclass(frozen=True)
-class Held:
+class OutputLayout:
     """How an output is held: whole, or cut by a layout over a mesh axis. (In its shape -1 is a size not known yet.)"""
 
     layout: Layout | None
     mesh: Mesh
 
 
-def mark(value: Any, held: Held) -> None:
+def mark(value: Any, held: OutputLayout) -> None:
     """Notes on an output tensor how it is held."""
     if isinstance(value, Tensor):
         setattr(value, HELD, held)
@@ -41,21 +40,31 @@ def mark(value: Any, held: Held) -> None:
 
 def marked(value: Any) -> Any:
     """A tensor that a parallel model returned cut, as the whole that it is a part of; anything else as it is."""
-    held: Held | None = getattr(value, HELD, None) if isinstance(value, Tensor) else None
+    held: OutputLayout | None = getattr(value, HELD, None) if isinstance(value, Tensor) else None
     return value if held is None or held.layout is None else Sharded(value, held.layout, held.mesh)
 
 
 def gather(output: Any) -> Any:
-    """What one device would have returned, of an output that stayed cut (`outputs="local"`, or logits beside a loss).
+    """Returns whole tensors in place of cut ones: what one device would have returned.
 
-    Differentiable: every rank's part gets its part of the gradient. An output that is whole comes back as it is. A cut
-    parameter, its gradient and what is computed from them element by element are put together in the same way.
+    An output stays cut with `outputs="local"`, and in training beside a loss: logits [batch seq vocab/tp] become
+    [batch seq vocab]. A cut parameter, its gradient, and values computed from them element by element are gathered too.
+    A whole tensor comes back as it is. The call is differentiable: each rank gets its part of the gradient. Call it on
+    every rank.
 
     Args:
-        output: a tensor as the parallel model returned it, a parameter of one, or a structure of such tensors.
+        output: a tensor that the parallel model returned, a parameter of the model, or a structure of such tensors.
 
     Raises:
-        Error: a tensor that no parallel model returned, or what was computed from one.
+        Error: a tensor is neither: it does not belong to a parallel model, or was computed from its output.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+        >>> model = autotp.parallelize(model, tp=1, example_inputs=torch.ones(2, 4), outputs="local")
+        >>> autotp.gather(model(torch.ones(2, 4))).shape
+        torch.Size([2, 4])
+        >>> autotp.gather(model[0].weight).shape  # with tp=2 each rank holds [8, 4] of it
+        torch.Size([16, 4])
     """
     return pytree.tree_map_only(Tensor, _gathered, output)
 
@@ -70,7 +79,7 @@ def _gathered(output: Tensor) -> Tensor:
         return _joined(output.part, output.held, output.mesh)
     if isinstance(output, CutTensor):
         return cast(Tensor, _Whole.apply(output, output.autotp_cut))
-    held: Held | None = getattr(output, HELD, None)
+    held: OutputLayout | None = getattr(output, HELD, None)
     if held is None and sorted_by_model([output])[0]:
         return output
     if held is None:
@@ -108,7 +117,7 @@ def _joined(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
         mine = layout.first(mesh.rank)
         places = tuple(layout.places(mesh.rank, mine))
         return collectives.reduce(
-            parallel.place(local, layout.dim, tuple(mine), places, layout.shape[layout.dim]), mesh.group
+            placement_moves.place(local, layout.dim, tuple(mine), places, layout.shape[layout.dim]), mesh.group
         )
     lengths = layout.lengths()
     size, block = sum(lengths), gcd(*lengths)

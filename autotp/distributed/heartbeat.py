@@ -1,4 +1,4 @@
-"""heartbeat: who is lost, when a collective fails.
+"""heartbeat: finds the rank that was lost, when a collective fails.
 
 A collective says that it waited too long, or that some connection was closed, and not whose. Behind a process that
 was killed end those that waited for it, and behind these others; one that was stopped closes nothing. So each process

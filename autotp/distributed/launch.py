@@ -1,4 +1,4 @@
-"""Who started this process beside others, and as which of them: torchrun, mpirun or srun, by the variables they set.
+"""Finds who started this process (torchrun, mpirun or srun) and with which rank, from environment variables.
 
 A process inside of a SLURM allocation that `srun` did not start has variables of the job, none of a step: it is alone.
 """

@@ -1,4 +1,4 @@
-"""The parallel models of this process, so that it is known whether a parameter that others work on is of one."""
+"""The parallel models of this process, to find the model that a parameter belongs to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes that hold one model together: which group they are, and which of them this one is."""
+"""The processes that hold one model together, and the place of this process among them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch wraps around a parallel model to train replicas of it, over ranks that are no replicas: an Error.
+"""Raises Error where torch wraps a parallel model over ranks that are not replicas.
 
 DistributedDataParallel and `fully_shard` take every rank of their group for one that has all parameters, and other
 data. The ranks of one tensor-parallel model have parts of the parameters, and the same data: averaged or sharded over

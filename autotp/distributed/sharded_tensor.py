@@ -1,5 +1,4 @@
-"""A tensor of which each rank holds its part: whole to look at, cut in memory. What a parallel model hands back of a
-cache, to be given to it again.
+"""Sharded: a tensor of which each rank holds a part, such as a cache that a parallel model returns.
 
 Its shape is the global one, so code that asks a cache for its length gets the same answer on every rank, on one that
 holds nothing of it too. Operators that leave the cut dimension alone work on the part; any other says so.

@@ -1,4 +1,4 @@
-"""What every rank says, by rank, told through the store in which the processes met.
+"""Gathers text from every rank, through the store in which the processes met.
 
 It is for places to which a rank may fail to come. In a process group the others' exchange would then pair with whatever
 that rank does next; here they wait for it by name, and say so.

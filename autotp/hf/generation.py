@@ -1,4 +1,4 @@
-"""What autotp knows of transformers' generation: its caches, its `generate`, its logits processors.
+"""Connects parallel models with transformers' `generate`: caches, decoding loops, logits processors.
 
 Nothing here imports transformers before the user has.
 """
@@ -22,7 +22,7 @@ from autotp.distributed.gather import gather_all, marked
 from autotp.distributed.mesh import Mesh, broadcast_from_first, expect_alike, follow_first_random_state, waiting
 from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error, within
-from autotp.hf.sampling import NOTHING, Cut, Few
+from autotp.hf.sampling import NOTHING, CutScores, Few
 
 # ---- caches
 
@@ -230,7 +230,7 @@ def processed(processors: Any, tokens: Tensor, logits: Any) -> Any:
     """
     if not isinstance(logits, Sharded):
         return processors(tokens, logits)
-    scores: Cut | Few | Tensor = Cut.of(logits)
+    scores: CutScores | Few | Tensor = CutScores.of(logits)
     for processor in processors:
         scores = _after(processor, tokens, scores, logits)
     return scores
@@ -239,18 +239,18 @@ def processed(processors: Any, tokens: Tensor, logits: Any) -> Any:
 def _after(processor: Any, tokens: Tensor, scores: Any, logits: Sharded) -> Any:
     kind = type(processor)
     name = kind.__name__ if kind.__module__ == "transformers.generation.logits_process" else ""
-    if isinstance(scores, Cut | Few) and name in ADDED:
+    if isinstance(scores, CutScores | Few) and name in ADDED:
         return scores.added(processor(tokens, torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)))
     if isinstance(scores, Few):
         every = name in AMONG
         return scores.each(lambda row: processor(tokens, row)) if every else processor(tokens, scores.whole())
-    if isinstance(scores, Cut):
+    if isinstance(scores, CutScores):
         found = _of_columns(processor, name, tokens, scores)
         return processor(tokens, scores.whole(logits)) if found is None else found
     return processor(tokens, scores)
 
 
-def _of_columns(processor: Any, name: str, tokens: Tensor, scores: Cut) -> Cut | Few | None:
+def _of_columns(processor: Any, name: str, tokens: Tensor, scores: CutScores) -> CutScores | Few | None:
     """What a processor makes of scores that are cut; None where it needs them whole."""
     if name in EACH:
         return replace(scores, values=processor(tokens, scores.values))

@@ -1,4 +1,4 @@
-"""What ranks are asked to generate, as they compare it before the first token.
+"""The settings of `generate` as text, for ranks to compare before the first token.
 
 What a processor adds to a rank's own columns is nowhere gathered: ranks with other lists of tokens would each mask
 theirs, and choose alike a token that neither asked for.

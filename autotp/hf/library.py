@@ -1,4 +1,4 @@
-"""The answers of transformers and peft to what autotp asks of a library of models."""
+"""Answers for transformers and peft what autotp asks of a library of models."""
 
 from __future__ import annotations
 

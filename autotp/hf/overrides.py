@@ -1,4 +1,4 @@
-"""What models of transformers and peft do otherwise, or cannot do, once they are parallel.
+"""Methods of transformers and peft that work differently, or raise Error, on a parallel model.
 
 Nothing here imports transformers or peft before the user has.
 """

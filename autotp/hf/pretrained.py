@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face's transformers, from and to the shards of a parallel model.
+"""from_pretrained and save_pretrained: transformers' checkpoints, from and to the shards of a parallel model.
 
 What its files call a tensor, which of them are joined, cut or turned on their way into a module, what is tied and how
 buffers are made: all that transformers does itself here, on tensors that are not there yet (`lazy_tensor.py`), and only
@@ -79,26 +79,37 @@ def from_pretrained(
     without: Collection[str] = (),
     timeout: timedelta | None = None,
 ) -> ParallelModule:
-    """This rank's part of the model in the folder `path`, in eval mode; each rank reads only what it holds.
+    """Returns this rank's part of the transformers model in the folder `path`; each rank reads only what it holds.
 
-    The folder is one that transformers wrote or could read: config.json and safetensors files. At any time a rank has
-    its shards in memory, and a block of 64 MB.
+    The folder has config.json and safetensors files, as transformers writes them. The model comes back in eval mode. At
+    any time a rank has its shards and one block of 64 MB in memory. Call it on every rank.
 
     Args:
         path: a local folder.
-        dtype: of the parameters; None is the checkpoint's, which config.json or else the files say.
-        model_class: the class of transformers to build, or one of its Auto classes; None is the one that was saved.
-        config: what to replace in config.json, and arguments of transformers as `attn_implementation`.
-        missing: "init" initialises parameters that are in no file as transformers does, the same on all ranks.
-        unexpected: "ignore" leaves out tensors that the model has no place for.
+        dtype: of the parameters; None means the checkpoint's, from config.json or else from the files.
+        model_class: the class of transformers to build, or one of its Auto classes; None means the class that was
+            saved.
+        config: values that replace those of config.json, and arguments of transformers such as `attn_implementation`.
+        missing: "init" initialises parameters that no file has as transformers does, the same on all ranks; "error"
+            raises Error.
+        unexpected: "ignore" leaves out tensors that the model has no parameter for; "error" raises Error.
         tp, mesh, device, example_inputs, outputs, randomness, strict, check_inputs, experts, sequence_parallel,
-            recompute, without: as for `parallelize`.
-        timeout: as for `parallelize`.
+            recompute, without, timeout: as for `parallelize`.
 
     Raises:
-        Error: the folder is no checkpoint, or one with code of its own; a file is cut short, corrupt or, where
-            `save_pretrained` wrote it, not what was written; a tensor is missing, unexpected or of
-            another shape (names the tensor and the file); on every rank, as all that `parallelize` refuses.
+        Error: on every rank. The folder has no checkpoint, or code of its own; a file is cut short, damaged, or not the
+            one that `save_pretrained` wrote; a tensor is missing, unexpected or of another shape (the error names the
+            tensor and the file); or `parallelize` refuses the model.
+
+    Example:
+        With `tp=8` the same line runs under `torchrun --nproc-per-node 8 train.py`.
+
+        >>> import transformers
+        >>> config = transformers.GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+        >>> transformers.GPT2LMHeadModel(config).save_pretrained("gpt2")
+        >>> model = autotp.from_pretrained("gpt2", tp=1)
+        >>> model(input_ids=torch.ones(2, 8, dtype=torch.long)).logits.shape
+        torch.Size([2, 8, 32])
     """
     size = "" if tp is None else f", tp={tp}"
     settings = Options(outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute)
@@ -120,17 +131,28 @@ def from_pretrained(
 
 
 def save_pretrained(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> None:
-    """Writes the model into the folder `path`, as transformers would: `Model.from_pretrained(path)` reads it.
+    """Writes a parallel model of transformers into the folder `path`, for transformers' own `from_pretrained(path)`.
 
-    config.json and generation_config.json are the model's, the tokenizer's files those of the folder it was read from.
-    The first rank writes, block by block: nobody holds more than shards and 64 MB. If it fails or dies, the folder is
-    as it was; files that are not of a checkpoint stay. Call it on every rank of the axis (of one replica, if several).
+    config.json and generation_config.json are the model's; a tokenizer's files are copied from the folder that the
+    model was read from. The first rank writes, block by block: no rank holds more than its shards and 64 MB. A save
+    that fails leaves the folder as it was. Files that do not belong to a checkpoint stay. Call it on every rank of one
+    replica.
 
     Args:
-        max_shard_size: bytes of tensors in one file, or a text as "500MB".
+        model: what `from_pretrained` or `parallelize` returned.
+        path: the folder; it is made if it does not exist.
+        max_shard_size: bytes of tensors in one file, or a text such as "500MB".
 
     Raises:
-        Error: no parallel model of transformers, or the file system fails; on every rank.
+        Error: on every rank: the model is no parallel model of transformers, or the file system fails.
+
+    Example:
+        >>> import transformers
+        >>> config = transformers.GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+        >>> model = autotp.parallelize(transformers.GPT2LMHeadModel(config), tp=1)
+        >>> autotp.save_pretrained(model, "out")
+        >>> type(transformers.AutoModelForCausalLM.from_pretrained("out")).__name__
+        'GPT2LMHeadModel'
     """
     parallel = parallel_of(model, "save_pretrained")
     folder = Path(path)

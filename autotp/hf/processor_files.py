@@ -1,4 +1,4 @@
-"""Which files of a folder belong to a checkpoint and are not its weights: what makes texts or images into tensors."""
+"""Lists the files of a checkpoint that are not weights: tokenizers and image processors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scores of the next token, [batch vocab], of which each rank holds some columns; choosing from them.
+"""Chooses tokens from scores [batch vocab] of which each rank holds some columns.
 
 The whole row is never sent. A greedy token is the best of the ranks' best, one (score, index) pair each. A token is
 drawn as torch.multinomial draws it, the best of `probability / noise`, with a noise of Exp(1) that every rank draws for
@@ -39,7 +39,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Cut(Scores):
+class CutScores(Scores):
     """Each rank's columns.
 
     Attributes:
@@ -55,22 +55,22 @@ class Cut(Scores):
     mesh: Mesh
 
     @staticmethod
-    def of(logits: Sharded) -> Cut:
+    def of(logits: Sharded) -> CutScores:
         """logits: [batch vocab]"""
         ranges = logits.held.pieces[logits.mesh.rank]
         columns = [torch.arange(a, b, device=logits.device) for a, b in ranges]
         places = torch.cat(columns) if columns else torch.arange(0, device=logits.device)
-        return Cut(logits.part, places, logits.shape[-1], logits.mesh)
+        return CutScores(logits.part, places, logits.shape[-1], logits.mesh)
 
     def whole(self, logits: Sharded) -> Tensor:
         """The rows of all ranks put together: [batch vocab]. Sends all of it. `logits`: what these are scores of."""
         return gather(logits.like(self.values, 1))
 
-    def added(self, row: Tensor) -> Cut:
+    def added(self, row: Tensor) -> CutScores:
         """With `row` [batch vocab] added, which every rank has whole."""
         return replace(self, values=self.values + row[:, self.places])
 
-    def scaled(self, which: Tensor, penalty: float) -> Cut:
+    def scaled(self, which: Tensor, penalty: float) -> CutScores:
         """With the scores of the columns `which` [batch vocab] divided by `penalty`, multiplied where negative."""
         less = torch.where(self.values < 0, self.values * penalty, self.values / penalty)
         return replace(self, values=torch.where(which[:, self.places], less, self.values))

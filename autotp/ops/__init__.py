@@ -1,4 +1,4 @@
-"""Functions that graphs call, on plain tensors: collectives, and operators in the form that works on parts.
+"""Functions that graphs call, on plain tensors: collectives, and operators that work on parts.
 
 What may not enter: graphs and rules.
 """

@@ -1,4 +1,4 @@
-"""Operators on channels in their parallel form: convolutions, norms and pooling of the channels that a rank has.
+"""Operators on the channels that a rank holds: convolutions, norms and poolings.
 
 Torch refuses some of them where a rank has no channel. There they compute on one channel of zeros, of which the result
 takes none: so backward, vmap and second derivatives are torch's own. How many groups a rank has is told by shapes.

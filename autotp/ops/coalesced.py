@@ -1,4 +1,4 @@
-"""The conjugates of several parameters at once: their gradients are summed over ranks in one exchange.
+"""Conjugates of several parameters at once: one collective sums all their gradients.
 
 `together` is `copy` or `share` of each (`autotp/ops/collectives.py`), and its backward waits for the gradients of all.
 One that has none, in a backward of a part of what was computed, has none here either.

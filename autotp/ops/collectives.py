@@ -1,4 +1,4 @@
-"""The conjugates: six functions that change the placement of a value, each the other's backward.
+"""The conjugates: functions that change the placement of a value, each the backward of another.
 
 They are targets of `torch.fx` call_function nodes and run as they are: in eager, under `torch.compile(fullgraph=True)`,
 `torch.func.grad`, `vmap` and double backward. `group` is a process group's name; `None` and a group of one are the
@@ -24,8 +24,8 @@ from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 
 from autotp.errors import Error
 from autotp.ops.eager_mode import apply, is_plain
-from autotp.ops.strides import inverse, memory_order
 from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
+from autotp.sharding.strides import inverse, memory_order
 
 # No backend sends these; they travel as bytes.
 _AS_BYTES = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2})

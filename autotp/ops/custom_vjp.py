@@ -1,4 +1,4 @@
-"""A gradient that the model computes its own way, in a graph: four marks around its operators, then one operator.
+"""A backward that the model defines itself, in a graph: four markers around its operators, then one operator.
 
     While passes work:   y, dy = output(f(detach(x)), name); dx = g(kept(x), dy); s = sent(x, dx); z = result(y, ...)
     At run time:         y, = vjp(f(detach(x)), x)         whose backward is g(x, dy)

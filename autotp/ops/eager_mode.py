@@ -1,4 +1,4 @@
-"""Plain eager mode: whether this is it, so that memory may be written over, and regions that keep others out."""
+"""Whether torch runs in plain eager mode, so that memory may be overwritten; regions that switch other modes off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts, each rank with experts of its own: which rows chose them, and the products of those rows.
+"""Experts of a mixture that only one rank holds: selects the rows that chose them, and multiplies these rows.
 
 Rows here stand in the order of the experts that they chose, so an axis of them is `experts x rows of an expert`. The
 second factor is another number for each expert, known when the model runs; nothing but `experts` is ever cut of it.

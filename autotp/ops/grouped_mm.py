@@ -1,4 +1,4 @@
-"""Products of groups of rows, each with a matrix of its own, in every dtype: torch's own has few, and not float64."""
+"""Multiplies groups of rows, each group by a matrix of its own, in every dtype (torch has no float64)."""
 
 from __future__ import annotations
 

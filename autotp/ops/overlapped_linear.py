@@ -1,4 +1,4 @@
-"""Columns: the products that read one value, with the one conjugate through which they read it.
+"""Linears that read one value, and its conjugate, as one operator whose backward overlaps communication.
 
 Several columns-parallel products of one input (queries, keys and values; gate and up) are one operator here, so that
 backward can overlap: the sum over ranks of the input's gradient is under way while the weights' gradients are computed,

@@ -1,4 +1,4 @@
-"""One call of an operator, as rules see it: arguments by name, operands and outputs with their shapes."""
+"""A call of an operator, as rules see it: arguments by name, operands and outputs with their shapes."""
 
 from __future__ import annotations
 

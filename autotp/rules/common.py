@@ -1,4 +1,4 @@
-"""Rule functions, one for each family of operators that share their factors: `Call -> Rule`.
+"""Rule functions (`Call -> Rule`) of operators that have the same factors: pointwise, reductions, norms, losses.
 
 A function here may return None: then nothing is known of this call and all it touches stays replicated.
 Products are in `products.py`, movement of elements in `views.py`, lookups and updates by index in `indexing.py`.

@@ -1,4 +1,4 @@
-"""Rule functions of lookups and updates by index. Functions may return None, as in `common.py`.
+"""Rule functions of lookups and updates by index; None where there is no rule.
 
 The dimension that is indexed stays whole: an index counts in the global tensor. Only `embedding` and `gather`
 have a parallel form along it, marked `!`.

@@ -1,4 +1,4 @@
-"""The rule language: what is true of an operator's dimensions, as a factor string.
+"""The rule language: a factor string says how the dimensions of an operator correspond.
 
     "* i, o i -> * o"                              linear
     "b h s d^, b h t^ d^, b h t^ e -> b h s e"     attention

@@ -1,4 +1,4 @@
-"""Rule functions of products: what sums over factors that its operands share. See `common.py`."""
+"""Rule functions of products, which sum over factors that their operands share."""
 
 from __future__ import annotations
 

@@ -24,19 +24,28 @@ USER_RULES: set[Operator] = set()
 
 
 def rule(op: Operator, factors: str | f.RuleFunction, linear: f.Linear = ()) -> None:
-    """Registers what is true of an operator of yours, so that autotp can cut it.
+    """Registers the rule of an operator of yours, so that autotp can cut the operator.
 
-        autotp.rule(torch.ops.mylib.scale, "b h, h -> b h")
+    The rule has one term for each tensor operand and one for each output; equal names are equal dimensions.
 
     Args:
-        op: an operator (`torch.ops.lib.name`, all its overloads, or one of them).
-        factors: the factor string, in the language of `autotp/rules/language.py`, or a function of the call that
-        returns a Rule. linear: `"each"` operand by itself, `"all"` operands together, or groups of operand positions in
-        which
-            the operator is linear; only there may a partial sum enter before it is reduced.
+        op: an operator: `torch.ops.lib.name` with all its overloads, or one overload.
+        factors: the rule, such as "* i, o i -> * o": `*` means all dimensions before, `name^` a dimension that the
+            operator needs whole; a name that is missing from the output is summed. Or a function that takes the call
+            and returns a Rule.
+        linear: where the operator is linear, so that a partial sum may enter before it is reduced: "each" operand by
+            itself, "all" operands together, or groups of operand positions.
 
     Raises:
-        Error: the string does not parse, or `op` is no operator.
+        Error: the text does not parse, `op` is no operator, or it writes into its operands.
+
+    Example:
+        >>> @torch.library.custom_op("docs::scale_rows", mutates_args=())
+        ... def scale_rows(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ...     return x * scale  # x: [rows hidden], scale: [hidden]
+        >>> scale_rows.register_fake(lambda x, scale: torch.empty_like(x))
+        <function ...>
+        >>> autotp.rule(torch.ops.docs.scale_rows, "* h, h -> * h")
     """
     if not isinstance(op, OpOverload | OpOverloadPacket):
         raise Error(f"{op!r} is no operator", fix="torch.ops.mylib.myop").within("rule")

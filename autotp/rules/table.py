@@ -1,4 +1,4 @@
-"""The table of operators: what autotp knows of each. A new operator is one row here.
+"""The table of operators, one row for each: its rule and its traits. A new operator is one row here.
 
 A row is a rule and traits (`row.py`). The rule is a factor string or a function of the call (`common.py` names the
 files). An operator that is not listed, or has no rule, is replicated, and the plan says so.
@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from autotp.ops import channels, custom_vjp
+from autotp.ops import channels, cross_entropy, custom_vjp, dropout, lookup, placement_moves
 from autotp.ops import experts as routing
-from autotp.ops import parallel_forms as parallel
 from autotp.ops.grouped_mm import OPERATOR
 from autotp.rules import common as f
 from autotp.rules import indexing as i
@@ -219,15 +218,15 @@ def overloads(op: Callable[..., Any], only: str = "") -> list[Any]:
 
 
 OWN: dict[Callable[..., Any], Row] = {
-    parallel.embedding: Row(f.fixed("v h, * -> * h", ((0,),)), T.UNSAVED),
-    parallel.gather: Row(f.parallel_gather),
-    parallel.apart: Row(f.whole),
-    parallel.peak: Row(f.parallel_peak, T.NO_GRADIENT),
-    parallel.class_terms: Row(f.parallel_class_terms, T.UNSAVED),
-    parallel.exact_dropout: Row(traits=T.RANDOM),
-    parallel.fast_dropout: Row(traits=T.RANDOM),
-    parallel.exact_attention: Row(traits=T.RANDOM | T.ATTENTION),
-    parallel.fast_attention: Row(traits=T.RANDOM | T.ATTENTION),
+    lookup.embedding: Row(f.fixed("v h, * -> * h", ((0,),)), T.UNSAVED),
+    lookup.gather: Row(f.parallel_gather),
+    placement_moves.apart: Row(f.whole),
+    cross_entropy.peak: Row(f.parallel_peak, T.NO_GRADIENT),
+    cross_entropy.class_terms: Row(f.parallel_class_terms, T.UNSAVED),
+    dropout.exact_dropout: Row(traits=T.RANDOM),
+    dropout.fast_dropout: Row(traits=T.RANDOM),
+    dropout.exact_attention: Row(traits=T.RANDOM | T.ATTENTION),
+    dropout.fast_attention: Row(traits=T.RANDOM | T.ATTENTION),
     channels.convolution: Row(p.convolution),
     channels.conv_transpose: Row(p.conv_transpose),
     channels.by_channel: Row(f.by_channel),

@@ -1,4 +1,4 @@
-"""Rule functions of operators that move elements and compute nothing: views, permutations, parts, joins, repeats.
+"""Rule functions of operators that move elements and compute nothing: views, permutations, joins, repeats.
 
 All of them are linear. Functions may return None, as in `common.py`.
 """

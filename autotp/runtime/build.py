@@ -1,4 +1,4 @@
-"""A model becomes parallel: what is planned on all ranks is agreed upon, and then the parameters are taken."""
+"""Makes a model parallel: plans it, compares the plan between ranks, and shards the parameters."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from autotp.runtime.torch_hooks.wrappers import expect_unwrapped
 from autotp.runtime.tree import Tree, state_of
 from autotp.sharding.layout import Layout
 
-Read = Callable[[Mapping[str, Layout]], Mapping[str, Tensor]]
+ReadParts = Callable[[Mapping[str, Layout]], Mapping[str, Tensor]]
 
 
 def build(
-    model: nn.Module, place: Mesh, given: Any, settings: Options, strict: bool, read: Read | None = None
+    model: nn.Module, place: Mesh, given: Any, settings: Options, strict: bool, read: ReadParts | None = None
 ) -> ParallelModule:
     """As `parallelize`, on a mesh that is there.
 

@@ -1,4 +1,4 @@
-"""Ranks must be called alike: with the same inputs, in the same mode, about to draw the same numbers."""
+"""Compares the inputs, the mode and the random state of a call between ranks."""
 
 from __future__ import annotations
 

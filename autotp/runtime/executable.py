@@ -1,4 +1,4 @@
-"""A call of a module of a parallel model: it finds its graph, or captures one, and runs it.
+"""Executable: runs a call of a module, by a graph that fits the call or that is captured now.
 
 A module has one graph for each kind of call that it has met. A call hands its graph the parameters and the tensors
 among the arguments, and puts the outputs back into the structure that the model returns.
@@ -25,13 +25,13 @@ from autotp.errors import Error, within
 from autotp.ops.eager_mode import alone, is_plain
 from autotp.options import CheckInputs
 from autotp.passes.capture.autocast_regions import Autocast, ambient
-from autotp.passes.capture.captured import NOTHING, Captured, Opened, Place, Size
+from autotp.passes.capture.captured import NOTHING, Captured, InputSize, Opened, OutputAt
 from autotp.passes.capture.guards.argument_keys import plain
 from autotp.passes.capture.guards.attribute_writes import Change, Write, apply, write_into
 from autotp.passes.capture.guards.attributes import TABLES, Path, everything, found_at, put_at
-from autotp.passes.capture.guards.code_names import Name, named
+from autotp.passes.capture.guards.code_names import CodeName, named
 from autotp.passes.capture.guards.guard import Guard, explained
-from autotp.passes.capture.guards.python_state import NOT_ASKED, Wanted, wanted_now
+from autotp.passes.capture.guards.python_state import NOT_ASKED, GradientsWanted, wanted_now
 from autotp.passes.capture.guards.sizes import Shapes
 from autotp.passes.capture.pytree import flatten, signature_of, states
 from autotp.passes.emit.attach_parameters import BlockCall, places, value_at, works
@@ -201,9 +201,9 @@ class Executable:
         """Does to the model's attributes what the original's forward does."""
 
         def leaf(x: Any) -> Any:
-            if isinstance(x, Place):
+            if isinstance(x, OutputAt):
                 return found[x.at]
-            return x.expression(shapes) if isinstance(x, Size) else x
+            return x.expression(shapes) if isinstance(x, InputSize) else x
 
         for change in changes:
             if isinstance(change, Write):
@@ -287,7 +287,7 @@ class Executable:
             entry = agree_on_graph(mesh, make, lambda made: digest(made.analysis))
         return self.keep(self._key(called.leaves, called.spec, called.autocast, self.tensors()), entry)
 
-    def _wanted(self, tensors: Sequence[Tensor]) -> Wanted:
+    def _wanted(self, tensors: Sequence[Tensor]) -> GradientsWanted:
         """Of what gradients are wanted in a call."""
         held = self.tensors()
         return wanted_now(tensors, [held[name] for name in self.layouts])
@@ -297,7 +297,7 @@ class Executable:
         key = self._key(called.leaves, called.spec, called.autocast, self.tensors())
         guards = [entry.guard for known, entry in self.entries if known == key and entry.guard is not None]
         for guard in guards:
-            slots = [place for place in guard.changed() if not isinstance(place, Name)]
+            slots = [place for place in guard.changed() if not isinstance(place, CodeName)]
             self.opened |= Opened(frozenset(slot for slot in slots if guard.holds_tensors(slot)))
         if is_many(len(guards)) and (changed := guards[-1].changed()):
             self._warn(len(guards), explained(changed), "a buffer, or a plain attribute")

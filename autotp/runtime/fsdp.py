@@ -1,4 +1,4 @@
-"""What torch's `fully_shard` on the blocks of a parallel model means for its graphs."""
+"""Lets torch's `fully_shard` gather the parameters of a block before the block's graph reads them."""
 
 from __future__ import annotations
 

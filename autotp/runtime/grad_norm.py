@@ -1,4 +1,4 @@
-"""The norm of the whole model's gradient, of which each rank holds some."""
+"""The norm of the whole model's gradient, of which each rank holds a part."""
 
 from __future__ import annotations
 
@@ -19,17 +19,28 @@ from autotp.sharding.boxes import local_of
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """The norm of the whole model's gradient, after scaling it in place to at most `max_norm`.
+    """Scales the model's gradient in place to a norm of at most `max_norm`, and returns the norm before (shape []).
 
-    As `torch.nn.utils.clip_grad_norm_` on one device: parts are summed over the ranks that hold them, and what several
-    ranks hold (replicated parameters, a head tied to an embedding on another stage) is counted once.
+    The norm is one device's, as of `torch.nn.utils.clip_grad_norm_`: parts are summed over the ranks that hold them,
+    and a gradient that several ranks hold (of a replicated parameter, or of a head tied to an embedding on another
+    stage) counts once. Call it on every rank.
 
     Args:
         model: what `parallelize` or `distribute` returned.
-        norm_type: the order of the norm, above 0; `float("inf")` is the largest element.
+        max_norm: the largest norm that is left.
+        norm_type: the order of the norm, above 0; `float("inf")` means the largest absolute element.
+        error_if_nonfinite: True raises Error where the norm is infinite or undefined.
 
     Raises:
-        Error: no such norm, or with `error_if_nonfinite` a norm that is infinite or undefined; on every rank.
+        Error: on every rank: `norm_type` is no order of a norm, `model` is not parallel, or the norm is not finite.
+
+    Example:
+        >>> model = autotp.parallelize(nn.Linear(4, 1, bias=False), tp=1, example_inputs=torch.ones(2, 4))
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> autotp.clip_grad_norm_(model, max_norm=1.0)
+        tensor(2.)
+        >>> model.weight.grad
+        tensor([[0.5000, 0.5000, 0.5000, 0.5000]])
     """
     parts = holdings_of(model, "clip_grad_norm_")
     parameters = {name: p for name, p in parts.held.items() if isinstance(p, nn.Parameter)}

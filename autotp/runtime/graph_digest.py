@@ -1,4 +1,4 @@
-"""A planned graph as text, by which ranks compare what they would run."""
+"""A planned graph as text, which ranks compare."""
 
 from __future__ import annotations
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, fx, nn
 
 from autotp.compiler import Program, emitted, rank_graph
-from autotp.distributed.gather import Held
+from autotp.distributed.gather import OutputLayout
 from autotp.distributed.mesh import Mesh
 from autotp.options import Options
 from autotp.passes.capture.guards.guard import Guard
-from autotp.passes.emit.attach_parameters import Place, attach_parameters
+from autotp.passes.emit.attach_parameters import ParameterPlace, attach_parameters
 from autotp.rules.call import returned
 from autotp.rules.traits import draws
 
@@ -38,14 +38,14 @@ class GraphEntry:
     outlined: fx.GraphModule
     sources: dict[str, str | Tensor]
     updated: list[str]
-    held: list[Held]
+    held: list[OutputLayout]
     random: bool
     module: fx.GraphModule = field(default_factory=lambda: fx.GraphModule(nn.Module(), fx.Graph()))
     operands: Sequence[str | Tensor] = ()
     calls: int = 0
     guard: Guard | None = None
 
-    def on(self, places: Mapping[str, Place], owner_of: Callable[[str], nn.Module | None]) -> GraphEntry:
+    def on(self, places: Mapping[str, ParameterPlace], owner_of: Callable[[str], nn.Module | None]) -> GraphEntry:
         """The graph for a model whose parameters lie at these places: its blocks read theirs themselves."""
         module = attach_parameters(self.outlined, self.analysis.captured.parameters, places, owner_of)
         left = [node.name for node in module.graph.nodes if node.op == "placeholder"]
@@ -69,5 +69,5 @@ def prepare(analysis: Program, mesh: Mesh, settings: Options) -> GraphEntry:
     }
     updated = [captured.buffers[name] for name in analysis.updated]
     count = len(returned(lowered)) - len(updated)
-    held = [Held(analysis.local_outputs.get(i), mesh) for i in range(count)]
+    held = [OutputLayout(analysis.local_outputs.get(i), mesh) for i in range(count)]
     return GraphEntry(analysis, module, sources, updated, held, any(draws(node) for node in lowered.nodes))

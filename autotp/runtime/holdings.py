@@ -1,4 +1,4 @@
-"""What one rank holds of a model, as norms and checkpoints see it: the parts of tensors, and who counts them."""
+"""Holdings: the parts of tensors that a rank holds, and which rank counts each in a sum over ranks."""
 
 from __future__ import annotations
 

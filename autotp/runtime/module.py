@@ -1,4 +1,4 @@
-"""The modules of a parallel model: the user's own, each an instance of a subclass of its class.
+"""The modules of a parallel model: each is an instance of a subclass of its original class.
 
 See NOTE [The model stays the user's] in `tree.py`. `copy.deepcopy` of a parallel model is another parallel model.
 """
@@ -28,7 +28,7 @@ from autotp.options import Recompute
 from autotp.passes.capture.guards.attributes import STATE, is_internal
 from autotp.passes.emit.attach_parameters import BlockCall
 from autotp.runtime.executable import Executable, refuse_capture
-from autotp.runtime.tree import ORIGINAL, State, Tree, copied, held_in, original_class, state_of
+from autotp.runtime.tree import ORIGINAL, ModuleState, Tree, copied, held_in, original_class, state_of
 from autotp.sharding.layout import Layout
 from autotp.source_location import is_users
 
@@ -91,10 +91,14 @@ class Part(nn.Module):
         super().__delattr__(name)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As torch's, of this rank's parts: what `state_dict()` gave.
+        """Loads what `state_dict()` of this rank returned.
+
+        Args:
+            state_dict: name -> this rank's part.
+            args, kwargs: as for `torch.nn.Module.load_state_dict`.
 
         Raises:
-            Error: it is the original model's.
+            Error: it is the original model's state dict.
         """
         for path, module in self.named_modules(remove_duplicate=False):
             for key in (key for key, layout in held_in(module).items() if layout.dim is not None):
@@ -107,7 +111,7 @@ class Part(nn.Module):
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     def extra_repr(self) -> str:
-        """The original's, and how the parameters that are cut are held."""
+        """Returns the original module's text, and how each parameter that is cut is held."""
         state = self.__dict__.get(STATE)
         held = [f"{key} {layout}" for key, layout in state.held.items() if layout.dim is not None] if state else []
         return ", ".join(text for text in (super().extra_repr(), *held) if text)
@@ -161,21 +165,29 @@ class Submodule(Part):
 
 
 class ParallelModule(Part):
-    """One rank of a tensor-parallel model: the user's model, made parallel by `autotp.parallelize`.
+    """One rank of a tensor-parallel model: the user's own model, made parallel by `autotp.parallelize`.
 
-    Parameters and buffers have the names of the original model; parameters that are cut hold this rank's part. What is
-    listed here is there too, unless the model has an attribute of the same name, which comes first.
+    Parameters and buffers have the names of the original model; a parameter that is cut holds this rank's part. The
+    attributes below are there too, unless the model has an attribute of the same name, which comes first.
 
     Attributes:
-        plan: what is cut, what it costs, and what stayed whole, in calls as the latest that was captured; Error where
-            there was none since modules or parameters were exchanged.
-        layouts: first parameter name -> how it is held.
-        mesh: the tensor-parallel axis and this rank's place on it.
-        recompute: what backward computes again; may be set, and holds from the next call on (which captures anew).
-        code: what this rank computes in the same call, as Python: each block once, however deep the model.
-        compile_blocks: compiles what a block computes, once for all blocks that compute alike (`Executable`).
-        layout_of: name of a parameter, any of its names -> how it is held; None for a buffer.
-        outputs_stay_cut: a region in which outputs are not gathered, as with `outputs="local"`.
+        plan: the plan of the graph that was captured last; Error where modules or parameters were exchanged since.
+        layouts: first name of a parameter -> how it is held: the whole's shape, and this rank's part.
+        mesh: the tensor-parallel axis, and this rank's place on it.
+        recompute: what backward computes again. It may be set, and holds from the next call on, which captures anew.
+        code: what this rank computes in the call that was captured last, as Python code: each block once.
+        compile_blocks: compiles what a block computes, once for all blocks that compute alike; takes the keyword
+            arguments of `torch.compile`.
+        layout_of: any name of a parameter -> how it is held; None for a buffer.
+        outputs_stay_cut: `with model.outputs_stay_cut():` leaves outputs cut, as `outputs="local"` does.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+        >>> model = autotp.parallelize(model, tp=1, example_inputs=torch.ones(2, 4))
+        >>> isinstance(model, nn.Sequential), isinstance(model, autotp.ParallelModule)
+        (True, True)
+        >>> model.layout_of("0.weight").shape  # the whole's; with tp=2 each rank holds [8, 4] of it
+        (16, 4)
     """
 
     plan: Plan
@@ -194,13 +206,19 @@ class ParallelModule(Part):
             super().__setattr__(name, value)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's parts, by name. The user's code is warned: as a file of one rank they are not the model."""
+        """Returns this rank's parts, by name; a warning tells user code that they are not the whole model.
+
+        `autotp.full_state_dict(model)` returns the whole.
+
+        Args:
+            args, kwargs: as for `torch.nn.Module.state_dict`.
+        """
         if is_users(frame := sys._getframe(1)):
             warn_of_parts(self.parameters(), "state_dict", frame)
         return super().state_dict(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        """Where this rank is, besides."""
+        """Returns the original module's text, and this rank's place on the mesh."""
         place = str(executable_of(self).mesh) if STATE in self.__dict__ else ""
         return ", ".join(text for text in (super().extra_repr(), place) if text)
 
@@ -239,7 +257,7 @@ def executable_of(module: nn.Module) -> Executable:
     The whole's graphs contain the work of its parts. A part that is called by itself (an encoder, before its decoder
     generates) captures graphs of its own, in which its parameters are held as they are.
     """
-    state: State = module.__dict__[STATE]
+    state: ModuleState = module.__dict__[STATE]
     if state.executable is None:
         state.executable = Executable(module, state.tree)
     found: Executable = state.executable
@@ -360,7 +378,7 @@ def _give(module: nn.Module, kind: type[Part], tree: Tree, held: Mapping[str, La
     for name in own:
         module.__dict__.pop(name)
     module.__dict__.update({name: OrderedDict() for name in HOOKS if name in own})
-    module.__dict__[STATE] = state = State(tree, held, own)
+    module.__dict__[STATE] = state = ModuleState(tree, held, own)
     state.known = {key: p for key, p in module._parameters.items() if p is not None}
     module.__class__ = kind
 

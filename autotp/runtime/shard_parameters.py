@@ -1,4 +1,4 @@
-"""take: a model's parameters and buffers, taken over: each rank keeps its parts, and the model is left on meta.
+"""shard_parameters: broadcasts a model's parameters and buffers, and keeps this rank's parts.
 
 The first rank's values are everybody's. One full parameter at a time is on the device.
 """

@@ -1,4 +1,4 @@
-"""What autotp keeps on the modules of a parallel model, and what the model was before.
+"""The state that autotp keeps on the modules of a parallel model.
 
 NOTE [The model stays the user's]
 `parallelize` changes a model in place, as `.to()` and `fully_shard` do: parameters become this rank's parts, and each
@@ -72,7 +72,7 @@ class Tree:
         return new
 
 
-class State:
+class ModuleState:
     """What autotp knows of one module.
 
     Attributes:
@@ -89,13 +89,13 @@ class State:
         self.known: dict[str, Tensor] = {}
         self.executable: Any = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         """For a copied model, which captures graphs of its own: what it holds may be changed before its first call."""
-        memo[id(self)] = new = State(copy.deepcopy(self.tree, memo), self.held, copy.deepcopy(self.own, memo))
+        memo[id(self)] = new = ModuleState(copy.deepcopy(self.tree, memo), self.held, copy.deepcopy(self.own, memo))
         return new
 
 
-def state_of(module: nn.Module) -> State | None:
+def state_of(module: nn.Module) -> ModuleState | None:
     """What autotp knows of a module of a parallel model; None of any other."""
     return module.__dict__.get(STATE)
 

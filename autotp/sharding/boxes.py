@@ -1,4 +1,4 @@
-"""Where what one rank holds of a tensor lies in the whole: as boxes, for norms that count each element once, and files.
+"""The place of a rank's part in the whole tensor, as boxes: for files, and for norms that count each element once.
 
 A rank holds a part by its layout (`layout.py`), of which `fully_shard` may hold it a run of rows again.
 """

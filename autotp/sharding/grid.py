@@ -1,4 +1,4 @@
-"""Grids: the tp axis as a product, each factor of which cuts an axis of its own.
+"""Grids: the tp axis as a product of factors, each of which cuts an axis of its own.
 
 Eight ranks and two key/value heads: `8 = 2 x 4`, `kv_heads` cut on the outer factor, `group` on the inner one. What has
 both axes (queries) is cut into eight; what has `kv_heads` alone (keys, values) into two, each part on four ranks.

@@ -1,4 +1,4 @@
-"""Which elements of a tensor a rank holds: the partition of one axis, carried through products and concatenations.
+"""Layout: which elements of a tensor a rank holds, for one cut axis inside products and concatenations.
 
 One convention everywhere, `torch.chunk`'s (and so DTensor's and DCP's): `n` positions on `tp` ranks are pieces of
 `ceil(n / tp)`, the last ones shorter or empty.

@@ -1,4 +1,4 @@
-"""Who holds which part: torch.chunk's convention, which is DTensor's and the checkpoint format's.
+"""Cuts a length into parts as torch.chunk does, which is also the convention of DTensor and of checkpoints.
 
 50,257 rows on 8 ranks are 7 x 6,283 and 6,276; 12 heads on 8 ranks are 2, 2, 2, 2, 2, 2, 0, 0.
 Only trailing parts are short, so parts padded to the longest and put together need one cut at the end.

@@ -1,4 +1,4 @@
-"""distribute: the one call that cuts a model for tensor, pipeline and data parallelism."""
+"""distribute: cuts a model for tensor, pipeline and data parallelism."""
 
 from __future__ import annotations
 
@@ -39,30 +39,48 @@ def distribute(
     loss_scaler: Any = None,
     timeout: timedelta = TIMEOUT,
 ) -> Trainer:
-    """This rank's part of `model`, and the steps that train it on `tp * pp * dp` processes.
+    """Returns a Trainer: this rank's part of `model` on `tp * pp * dp` processes, and the step that trains it.
+
+    Call it on every rank.
 
     Args:
-        model: an ordinary single-device model that returns its loss. Its parameters are taken over, the first rank's
-            values; on `meta` they are initialised piece by piece, as by `parallelize`.
-        tp: ranks that share each operator, as in `parallelize`.
-        pp: ranks that the blocks are divided among.
-        dp: replicas of all that, each on a batch of its own.
-        microbatches: parts that a replica's batch is computed in.
-        schedule: in which order the parts go through the pipeline, as torch's schedules of these names have it;
-            "interleaved" and the two that fill the bubble with weights' gradients give each rank two stages.
-        example_inputs: as for `parallelize`; a microbatch.
+        model: an ordinary single-device model that returns its loss. The first rank's parameters are used; a model on
+            `meta` is initialised piece by piece, as by `parallelize`.
+        tp: tensor parallelism: the number of ranks that share each operator, as in `parallelize`.
+        pp: pipeline parallelism: the number of ranks that the blocks are divided among.
+        dp: data parallelism: the number of replicas of all that, each with its own part of the batch.
+        microbatches: the number of parts in which a replica computes its part of the batch.
+        schedule: the order in which microbatches go through the pipeline, by the names of torch's schedules. Under
+            "interleaved", "zero-bubble" and "zero-bubble-v" each rank has two stages.
+        example_inputs: as for `parallelize`; tensors are those of one microbatch, [batch/dp/microbatches ...].
         randomness, sequence_parallel, recompute: as for `parallelize`.
-        zero: what each replica holds a part of only (Rajbhandari et al. 2020): the optimizer's state; 2: and gradients
-            between microbatches (without a pipeline: torch's schedules reduce them once a step); 3: and parameters
-            between their uses. Parameters are `DTensor`s over "dp" then, as `fully_shard` makes them.
-        compute_dtype: such as torch.bfloat16: what is computed in; parameters, their gradients and the sums of these
-            over microbatches and replicas stay in the dtype that the model has.
-        loss_scaler: for float16, a `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`: steps scale their
-            loss by it; `scaler.step(optimizer); scaler.update()` skips a step on all ranks where one overflows.
+        zero: what a replica keeps only a part of (Rajbhandari et al. 2020). 1: the optimizer's state. 2: also the
+            gradients between microbatches (in a pipeline torch's schedules reduce them once a step). 3: also the
+            parameters between uses. With 1 to 3 parameters are `DTensor`s over "dp", as `fully_shard` makes them.
+        compute_dtype: the dtype that forward and backward compute in, such as torch.bfloat16. Parameters, gradients,
+            and the sums of gradients over microbatches and replicas stay in the model's own dtype.
+        loss_scaler: for float16, a `torch.amp.GradScaler` or a
+            `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`. A step scales its loss by it;
+            `scaler.step(optimizer); scaler.update()` skips a step on all ranks where a gradient overflows on any.
         timeout: how long a collective waits for other ranks.
 
     Raises:
-        Error: bad input of any kind, the same on every rank; nothing of `model` is changed then.
+        Error: the model, an option or the number of processes cannot be used. `model` is then unchanged. The error is
+            the same on every rank.
+
+    Example:
+        One process is a world of one. With `tp=2, pp=2, dp=2` the same lines run under
+        `torchrun --nproc-per-node 8 train.py`.
+
+        >>> from autotp.models.gpt import GPT, GPTConfig
+        >>> model = GPT(GPTConfig(block_size=8, vocab_size=32, n_layer=2, n_head=2, n_embd=8))
+        >>> trainer = autotp.distribute(model, tp=1, pp=1, dp=1, microbatches=2)
+        >>> tokens = torch.randint(32, (4, 8))  # tokens: [batch seq]
+        >>> optimizer = torch.optim.AdamW(autotp.weight_decay_groups(trainer, 0.01), lr=1e-3)
+        >>> loss = trainer.step(tokens, labels=tokens)
+        >>> optimizer.step()
+        >>> bool(trainer.evaluate(tokens, labels=tokens) < loss)
+        True
     """
     training = Training(
         outputs="local", sequence_parallel=sequence_parallel, randomness=randomness, recompute=recompute, summed=True,

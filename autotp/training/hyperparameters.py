@@ -1,4 +1,4 @@
-"""What a model was built with, as far as its tensors do not show it: 4 heads of 16 are as large as 16 of 4.
+"""The attributes that a model was built with, to tell apart models whose tensors have the same shapes.
 
 Before: GPT(GPTConfig(n_head=4, ...))
 After:  {"h.*.attn.n_head": 4, "h.*.ln_1.eps": 1e-05, "h.*.mlp.act": "GELU", ...}

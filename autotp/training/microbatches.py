@@ -1,4 +1,4 @@
-"""What a batch is: its tensors, its rows, and what it counts."""
+"""A batch: its tensors, its rows, its microbatches, and what it adds to the totals of a loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters made a loss infinite or undefined."""
+"""Finds the parameters and gradients that made a loss infinite or undefined."""
 
 from __future__ import annotations
 

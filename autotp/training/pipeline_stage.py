@@ -1,4 +1,4 @@
-"""One rank's stages of a pipeline, and torch's engines that run them."""
+"""The pipeline stages of one rank, and torch's schedules that run them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autotp.compiler import Program, analyse
 from autotp.errors import Error
 from autotp.options import Options
 from autotp.passes.capture.captured import Captured
-from autotp.passes.emit.attach_parameters import Place, Read, value_at
+from autotp.passes.emit.attach_parameters import ParameterPlace, ReadParameter, value_at
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.row_independence import batched
 from autotp.passes.pipeline.stages import Division, Stage, blocks_in_order, divided
@@ -48,11 +48,15 @@ class Engine:
         kind: the name of its class in torch.distributed.pipelining.
         rounds: how many stages each rank of the pipeline has.
         folded: whether the second round runs back, from the last rank to the first.
+        halves: whether backward runs in two halves, for the gradients of inputs and of weights.
+        evaluates: whether the schedule can run forward alone.
     """
 
     kind: str
     rounds: int = 1
     folded: bool = False
+    halves: bool = False
+    evaluates: bool = True
 
     def stages(self, rank: int, ranks: int) -> list[int]:
         """Which stages a rank of the pipeline has."""
@@ -93,8 +97,8 @@ ENGINES: dict[str, Engine] = {
     "1F1B": Engine("Schedule1F1B"),
     "interleaved": Engine("ScheduleInterleaved1F1B", 2),
     "GPipe": Engine("ScheduleGPipe"),
-    "zero-bubble": Engine("ScheduleInterleavedZeroBubble", 2),
-    "zero-bubble-v": Engine("ScheduleZBVZeroBubble", 2, True),
+    "zero-bubble": Engine("ScheduleInterleavedZeroBubble", 2, halves=True),
+    "zero-bubble-v": Engine("ScheduleZBVZeroBubble", 2, folded=True, halves=True, evaluates=False),
 }
 
 
@@ -127,7 +131,7 @@ class StageGraph:
 
     module: fx.GraphModule
     received: tuple[str, ...]
-    places: Mapping[str, tuple[str, Place]]
+    places: Mapping[str, tuple[str, ParameterPlace]]
     constants: Mapping[str, Tensor]
 
 
@@ -158,7 +162,7 @@ class Work(nn.Module):
     graph: StageGraph
     totals: Mapping[str, Tensor]
 
-    def __init__(self, holders: Sequence[nn.Module], read: Read) -> None:
+    def __init__(self, holders: Sequence[nn.Module], read: ReadParameter) -> None:
         super().__init__()
         self.holders = nn.ModuleList(holders)
         self.read = read
@@ -186,7 +190,7 @@ class Work(nn.Module):
 
 def expect_splits(training: Training, tp: int, all_learn: bool) -> None:
     """Raises an Error if the schedule halves backward, into inputs' and weights', where torch cannot do so."""
-    if not training.schedule.startswith("zero-bubble"):
+    if not ENGINES[training.schedule].halves:
         return
     if not all_learn:
         problem = "loses gradients where parameters are frozen"
@@ -282,10 +286,10 @@ def analysed(
     return analysis
 
 
-def reader(dtype: torch.dtype | None) -> Read:
+def reader(dtype: torch.dtype | None) -> ReadParameter:
     """What reads a parameter in the dtype that is computed in; its gradient comes back in its own."""
 
-    def read(place: Place) -> Tensor:
+    def read(place: ParameterPlace) -> Tensor:
         value = value_at(place)
         return value.to(dtype) if dtype and isinstance(value, nn.Parameter) and value.is_floating_point() else value
 

@@ -1,4 +1,4 @@
-"""groups: which processes talk to each other. Every rank makes every group: that is how torch makes them."""
+"""Makes the process groups of a mesh; every rank makes every group, as torch requires."""
 
 from __future__ import annotations
 

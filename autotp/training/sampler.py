@@ -1,4 +1,4 @@
-"""Which rows of a data set a replica takes at each step, and which parameters decay."""
+"""The rows that a replica takes in each step, and the parameters that decay."""
 
 from __future__ import annotations
 
@@ -14,19 +14,32 @@ from autotp.training.trainer import Trainer
 
 
 class Sampler(data.Sampler[list[int]]):
-    """Without end, the rows of this replica's part of each batch: for `DataLoader(dataset, batch_sampler=...)`.
+    """Yields, without end, the rows of this replica's part of each batch: for `DataLoader(batch_sampler=...)`.
 
-    Each epoch is in an order of its own, drawn from (seed, epoch); what does not fill a batch is left out. A step's
-    batch depends on nothing but the step, so there is nothing to save: one begins at `trainer.steps`, which
-    `load_checkpoint` sets. Ranks that hold one replica together are given the same rows.
+    Each epoch has an order of its own, drawn from (seed, epoch). Rows that do not fill a batch are left out. The batch
+    of a step depends on the step alone, so there is nothing to save: iteration begins at `trainer.steps`, which
+    `load_checkpoint` sets. Ranks that hold one replica together get the same rows.
 
     Args:
-        size: of the data set.
-        batch_size: of all replicas together.
-        seed: of the orders; None leaves the rows as they are.
+        size: the number of rows of the data set.
+        batch_size: the number of rows of a batch, of all replicas together.
+        trainer: as `distribute` returned it.
+        seed: the seed of the orders; None leaves the rows in their own order.
 
     Raises:
-        Error: the batch does not divide into the replicas, or the data set has fewer rows.
+        Error: the batch does not divide into the replicas, or the data set has fewer rows than a batch.
+
+    Example:
+        `Regression` is a linear layer whose `forward(x, y)` returns the mean squared error.
+
+        >>> trainer = autotp.distribute(Regression(), example_inputs=(torch.ones(2, 4), torch.ones(2, 1)))
+        >>> rows = autotp.Sampler(6, 2, trainer, seed=None)
+        >>> batches = iter(rows)
+        >>> [next(batches) for _ in range(4)]
+        [[0, 1], [2, 3], [4, 5], [0, 1]]
+        >>> loader = torch.utils.data.DataLoader(torch.randn(6, 4), batch_sampler=rows)
+        >>> next(iter(loader)).shape
+        torch.Size([2, 4])
     """
 
     def __init__(self, size: int, batch_size: int, trainer: Trainer, seed: int | None = 0) -> None:
@@ -47,11 +60,15 @@ class Sampler(data.Sampler[list[int]]):
                 step += 1
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Returns the number of batches in an epoch."""
         return self.size // self.batch_size
 
     def order(self, epoch: int) -> list[int]:
-        """All rows, as they come in one epoch."""
+        """Returns the numbers of all rows, in the order of one epoch.
+
+        Args:
+            epoch: counted from 0.
+        """
         if self.seed is None:
             return list(range(self.size))
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
@@ -65,9 +82,20 @@ class Sampler(data.Sampler[list[int]]):
 
 
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The parameters for an optimizer: matrices, which decay, and vectors (biases, the weights of norms), which do not.
+    """Returns two groups of parameters for an optimizer: matrices, which decay, and vectors, which do not.
 
-    Both groups are there on every rank, whatever its stages hold.
+    Vectors are parameters of at most one dimension: biases and the weights of norms. Every rank has both groups, also
+    where its stage has parameters of one kind only. Parameters that do not learn are left out.
+
+    Args:
+        model: what `distribute` or `parallelize` returned, or any module.
+        weight_decay: of the matrices.
+
+    Example:
+        >>> groups = autotp.weight_decay_groups(nn.Linear(4, 6), 0.01)
+        >>> [(group["weight_decay"], [list(p.shape) for p in group["params"]]) for group in groups]
+        [(0.01, [[6, 4]]), (0.0, [[6]])]
+        >>> optimizer = torch.optim.AdamW(groups, lr=1e-3)
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     return [

@@ -1,4 +1,4 @@
-"""steps: what the ranks of a trainer tell each other before each step, all of them in one exchange.
+"""Compares the batch and the mode of a step between the ranks of a trainer, in one exchange.
 
 A rank that went on alone would pair its collectives with those of the others' next step. So a batch that one rank
 cannot take, or that its replica's other ranks were not given, is one error on all ranks, in any step. Structure, shapes

@@ -1,4 +1,4 @@
-"""One rank of a model that is cut for three kinds of parallelism at once, and the step that trains it.
+"""Trainer: one rank of a model that is cut three ways, and the step that trains it.
 
 A rank is at one place of a mesh of pipeline, data and tensor ranks. Its graph is that of its tensor rank
 (`compiler.py`), of which it runs the stages of its pipeline rank (`passes/pipeline/stages.py`), on the microbatches of
@@ -50,6 +50,7 @@ from autotp.training.hyperparameters import hyperparameters
 from autotp.training.microbatches import Batch, expect_values, key_of, of_rows, rows_of, tensors_of, totals_of
 from autotp.training.nonfinite import refuse
 from autotp.training.pipeline_stage import (
+    ENGINES,
     StageGraph,
     Training,
     Work,
@@ -95,22 +96,36 @@ class Pipeline:
 
 
 class Trainer(HasHoldings):
-    """One rank's part of a model. Made by `autotp.distribute`; parameters have the names of the original model.
+    """One rank's part of a model on a mesh of pipeline, data and tensor ranks, made by `autotp.distribute`.
+
+    Parameters have the names of the original model: `trainer.parameters()` is for the optimizer.
 
     Attributes:
-        mesh: the processes, by "pp", "dp" and "tp".
+        mesh: the DeviceMesh of all processes, with the dimensions "pp", "dp" and "tp".
         layouts: first name of any parameter of the model -> how its tensor-parallel ranks hold it.
-        steps: how many steps it was trained.
-        plan: which blocks each stage of the pipeline has, and what it costs.
-        place: this rank on the tensor-parallel axis.
-        everyone: all ranks.
-        replicas: this rank among those that hold the same stage, each of another replica.
-        shared: parameter that other pipeline ranks hold, too -> these ranks, and their group.
-        tied: the same parameters -> this rank among these.
-        skeleton: the model on meta.
-        hyperparameters: what the model was built with.
-        files: the group that agrees on checkpoints, also while another thread trains.
-        saving: the checkpoint that is being written.
+        steps: the number of steps done, also those before the checkpoint that was loaded.
+        plan: which blocks each stage of the pipeline has, and what each stage costs (multiplications) and keeps
+            (numbers).
+        place: this rank among its tensor-parallel ranks.
+        everyone: this rank among all ranks.
+        replicas: this rank among the ranks that hold the same stage of another replica.
+        shared: name of a parameter that other pipeline ranks hold too -> the numbers of these ranks, and their group.
+        tied: name of such a parameter -> this rank among them.
+        skeleton: the model on `meta`.
+        hyperparameters: the attributes of the model's modules and configurations.
+        files: the process group that agrees on checkpoints, also while another thread trains.
+        saving: the checkpoint that is being written; None where there is none.
+
+    Raises:
+        Error: the model cannot be divided so.
+
+    Example:
+        `Regression` is a linear layer whose `forward(x, y)` returns the mean squared error.
+
+        >>> trainer = autotp.distribute(Regression(), example_inputs=(torch.ones(2, 4), torch.ones(2, 1)))
+        >>> loss = trainer.step(torch.ones(8, 4), torch.zeros(8, 1))
+        >>> trainer.steps, sorted(name for name, p in trainer.named_parameters() if p.grad is not None)
+        (1, ['head.bias', 'head.weight'])
     """
 
     mesh: DeviceMesh
@@ -172,7 +187,7 @@ class Trainer(HasHoldings):
     # ---- what this rank holds
 
     def holdings(self) -> Holdings:
-        """What this rank holds of the model."""
+        """Returns what this rank holds of the model: its tensors, their layouts and the ranks that share them."""
         held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         rank, ranks = self.mesh["pp"].get_local_rank(), self.mesh["pp"].size()
         later = {name for name, (holders, _) in self.shared.items() if holders[0] != rank}
@@ -303,15 +318,28 @@ class Trainer(HasHoldings):
     # ---- a step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises Error: a trainer is told what to do with a batch."""
+        """Raises Error: a trainer is not called, but told to step or to evaluate.
+
+        Args:
+            args, kwargs: ignored.
+
+        Raises:
+            Error: always.
+        """
         raise Error("a trainer is no model to call", fix="trainer.step(...), or trainer.evaluate(...)")
 
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss of this step's whole batch, of which this replica is given a part; gradients are added to `.grad`.
+        """Runs forward and backward, adds to each `.grad`, and returns the loss of the whole batch (shape []).
+
+        The whole batch is that of all replicas, and every rank gets its loss. Ranks of one replica give the same rows.
+
+        Args:
+            args, kwargs: what the model's `forward` takes; tensors are this replica's rows, [batch/dp ...].
 
         Raises:
-            Error: on every rank: the batch does not divide into the microbatches; the ranks of a replica were given
-                other batches; the loss is infinite or undefined (the error names the parameters that are).
+            Error: on every rank. The batch does not divide into the microbatches; ranks of one replica were given
+                different batches; a rank was lost; or the loss is infinite or undefined (the error names the first
+                parameter or gradient that is).
         """
         pipeline, given = self._begin(True, args, kwargs)
         before = {parameter: parameter.grad for parameter in self.parameters()}
@@ -330,13 +358,17 @@ class Trainer(HasHoldings):
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss of a whole batch, of which this replica is given a part, in evaluation mode; no gradients.
+        """Returns the loss of a whole batch (shape []) in evaluation mode, without gradients.
+
+        Args:
+            args, kwargs: as for `step`.
 
         Raises:
-            Error: as `step`; torch's schedule has no way forward only.
+            Error: as `step`; or the schedule always runs backward, as "zero-bubble-v" does.
         """
-        if self._training.schedule == "zero-bubble-v" and self.mesh["pp"].size() > 1:
-            problem = 'Trainer.evaluate: torch\'s schedule "zero-bubble-v" always runs backward'
+        schedule = self._training.schedule
+        if not ENGINES[schedule].evaluates and self.mesh["pp"].size() > 1:
+            problem = f'Trainer.evaluate: torch\'s schedule "{schedule}" always runs backward'
             raise Error(problem, fix='schedule="zero-bubble"')
         pipeline, given = self._begin(False, args, kwargs)
         losses = self._together("Trainer.evaluate", lambda: self._run(pipeline, given))

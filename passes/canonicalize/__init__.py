@@ -1,1 +1,1 @@
-"""A captured graph -> the same in one way of writing each thing, without operators that write into their inputs."""
+"""A captured graph -> the same function in one form, without operators that write into their inputs."""

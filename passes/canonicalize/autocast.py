@@ -1,4 +1,4 @@
-"""autocast: the casts that `torch.autocast` makes inside operators become operators of the graph.
+"""autocast: makes the casts of `torch.autocast` operators of the graph.
 
     Before: linear(x, w)  where autocast is bfloat16         After: linear(to(x, bfloat16), to(w, bfloat16))
     Before: enter_autocast("cpu", None, False); y; exit      After: y

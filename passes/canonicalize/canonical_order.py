@@ -1,4 +1,4 @@
-"""canonical_order: the operators in an order that does not depend on the order they were recorded in.
+"""canonical_order: sorts the operators, so that the order of recording does not matter.
 
     Before: b = cos(x); a = sin(x); c = add(a, b)        on another rank a = sin(x); b = cos(x); c = add(a, b)
     After:  a = sin(x); b = cos(x); c = add(a, b)        on both

@@ -1,4 +1,4 @@
-"""canonicalize: one way to write each thing.
+"""canonicalize: writes equal computations with the same operators.
 
     Before: linear(x, w, b)            After: add(linear(x, w), b)
     Before: addmm(b, x, w)             After: add(mm(x, w), b)

@@ -1,4 +1,4 @@
-"""constant_index: places of one dimension that the model writes as numbers are a slice.
+"""constant_index: replaces a lookup of constant, consecutive positions with a slice.
 
 Before: c = tensor([-2]); index(x, [None, c])        After: slice(x, 1, n - 2, n - 1)
 """

@@ -1,4 +1,4 @@
-"""cse: what is computed twice from the same values is computed once.
+"""cse: computes an operator once where the model computes it several times on the same values.
 
     Before: a = reshape(x, [n, h]); mm(a, q); b = reshape(x, [n, h]); mm(b, k)
     After:  a = reshape(x, [n, h]); mm(a, q); mm(a, k)

@@ -1,4 +1,4 @@
-"""custom_vjp: gradients that the model computes its own way, in the graph, and then in graphs of their own.
+"""custom_vjp: keeps a backward that the model defines in the graph, and later moves it to a graph of its own.
 
 `marked`, before planning
 Before: a, b = vjp_output(y, name); g = vjp_kept(x); ...; s = vjp_sent(x, dx); z = vjp_result(a, [s])

@@ -1,4 +1,4 @@
-"""functionalize: operators that write into their input become operators that return a new value.
+"""functionalize: replaces operators that write into an input by operators that return a new value.
 
     Before: v = select(x, 1, 0); fill_(v, 3.0); read(x)
     After:  v = select(x, 1, 0); v1 = fill(v, 3.0); x1 = select_scatter(x, v1, 1, 0); read(x1)

@@ -1,1 +1,1 @@
-"""A model -> a graph of ATen operators, and the guards under which it is right."""
+"""A model -> a graph of ATen operators, and the guards under which the graph is right."""

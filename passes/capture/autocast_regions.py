@@ -1,4 +1,4 @@
-"""Autocast: what is switched on around a model, and its regions in a flat graph as a pair of calls."""
+"""The autocast state around a model, and its autocast regions as pairs of calls in a flat graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A `torch.autograd.Function` while a model is captured: its forward, and its backward behind it, are in the graph.
+"""Captures a `torch.autograd.Function` with its backward.
 
 `autotp/ops/custom_vjp.py` says how its operators are marked. Both run as torch runs them: without gradients of their
 own, backward outside of autocast.

@@ -1,4 +1,4 @@
-"""capture: an nn.Module and example inputs -> a torch.fx graph of ATen operators, and the guards it is right under.
+"""capture: an nn.Module and example inputs -> a torch.fx graph of ATen operators, and its guards.
 
 Before: nn.Module, on any device or on meta
 After:  graph(parameters..., buffers..., constants..., tensor inputs...) -> flat tensor outputs
@@ -22,7 +22,7 @@ from autotp.passes.capture.captured import NOTHING, Captured, Opened
 from autotp.passes.capture.exported_program import captured, like
 from autotp.passes.capture.flatten import Flat
 from autotp.passes.capture.guards.attributes import spelled, values_at
-from autotp.passes.capture.guards.python_state import Asked, Wanted
+from autotp.passes.capture.guards.python_state import Asked, GradientsWanted
 from autotp.passes.capture.patches import CAPTURING, around_capture, around_export
 from autotp.passes.capture.pytree import flatten
 from autotp.passes.capture.repeats.queries import Entangled
@@ -35,7 +35,7 @@ DEVICE = "cpu"
 and autocast does nothing. (Under autocast it is the kind of device that this is for.)"""
 
 OFF = Autocast(DEVICE)
-ALWAYS = Wanted()
+ALWAYS = GradientsWanted()
 
 
 def capture(
@@ -45,7 +45,7 @@ def capture(
     autocast: Autocast = OFF,
     once: bool = True,
     opened: Opened = NOTHING,
-    wanted: Wanted = ALWAYS,
+    wanted: GradientsWanted = ALWAYS,
 ) -> Captured:
     """The graph of `skeleton(*args, **kwargs)`, with every input dimension symbolic where the model allows.
 
@@ -53,8 +53,8 @@ def capture(
         skeleton: the model, on `meta` (see `skeleton_of`); its train/eval flags count.
         args, kwargs: example arguments; of tensors only shapes and dtypes are read.
         autocast: what is on around the model.
-        once: whether blocks that are alike are captured once (`passes/capture/repeats/repeats.py`), which gives the
-        same graph sooner. opened: attributes that change from call to call, besides those that the model itself writes.
+        once: whether blocks that are alike are captured once (`repeats/repeats.py`): the same graph, sooner.
+        opened: attributes that change from call to call, besides those that the model itself writes.
         wanted: of what gradients are wanted in the call, should the model ask.
 
     Raises:
@@ -80,7 +80,7 @@ def _captured_once(
     autocast: Autocast,
     once: bool,
     opened: Opened,
-    wanted: Wanted,
+    wanted: GradientsWanted,
 ) -> Captured | Opened:
     """The graph; or what has to be opened besides."""
     for with_objects in (True, False) if once else ():
@@ -94,7 +94,7 @@ def _captured_once(
 
 def _capture(
     skeleton: nn.Module, leaves: list[Any], spec: Any, autocast: Autocast, repeats: Repeats | None,
-    opened: Opened, wanted: Wanted,
+    opened: Opened, wanted: GradientsWanted,
 ) -> Captured | Opened:  # fmt: skip
     """As `capture`; the calls of its blocks go through `repeats`."""
     with around_capture(autocast):
@@ -115,7 +115,7 @@ def _capture(
     return replace(found, wanted=asked.relevant()) if isinstance(found, Captured) else found
 
 
-def _example(values: list[Any], autocast: Autocast, wanted: Wanted) -> tuple[Any, ...]:
+def _example(values: list[Any], autocast: Autocast, wanted: GradientsWanted) -> tuple[Any, ...]:
     """What the exporter runs the model on: tensors like those of the call, and numbers."""
     given = [like(x, autocast.device) if isinstance(x, Tensor) else x for x in values]
     flags = [*(wanted.inputs or ()), *[False] * len(given)]

@@ -1,4 +1,4 @@
-"""What a capture gives: a graph of ATen operators, what its placeholders are, and what surrounds it."""
+"""Captured: a graph of ATen operators, what its placeholders mean, and the facts of the call around it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import fx
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.guards.attribute_writes import GONE, Change, Write
 from autotp.passes.capture.guards.attributes import Path, Slot, slot_of
-from autotp.passes.capture.guards.code_names import Name
-from autotp.passes.capture.guards.python_state import NOT_ASKED, Wanted
+from autotp.passes.capture.guards.code_names import CodeName
+from autotp.passes.capture.guards.python_state import NOT_ASKED, GradientsWanted
 from autotp.passes.capture.guards.sizes import Shapes
 
 
 @dataclass(frozen=True)
-class Place:
+class OutputAt:
     """Stands for the output of the graph at this position."""
 
     at: int
 
 
 @dataclass(frozen=True)
-class Size:
+class InputSize:
     """Stands for a whole number that is computed from sizes and numbers that a call is given."""
 
     expression: Any
@@ -105,8 +105,8 @@ class Captured:
     stays: frozenset[int]
     results: int
     into: tuple[tuple[int, int], ...] = ()
-    sets: tuple[tuple[Name, Any], ...] = ()
-    wanted: Wanted = NOT_ASKED
+    sets: tuple[tuple[CodeName, Any], ...] = ()
+    wanted: GradientsWanted = NOT_ASKED
 
     @property
     def input_at(self) -> dict[Path, str]:
@@ -119,7 +119,7 @@ class Captured:
         """Whether a call sets attributes to what it computes, or to sizes."""
         values = [v for c in self.changes if isinstance(c, Change) for v in c.values.values() if v is not GONE]
         writes = any(isinstance(change, Write) for change in self.changes)
-        return writes or any(isinstance(leaf, Place | Size) for leaves, _ in values for leaf in leaves)
+        return writes or any(isinstance(leaf, OutputAt | InputSize) for leaves, _ in values for leaf in leaves)
 
     @property
     def written(self) -> frozenset[Slot]:

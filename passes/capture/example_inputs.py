@@ -1,4 +1,4 @@
-"""Example inputs, found by themselves: what a model is captured with where the user gave nothing.
+"""Finds example inputs from a model's `dummy_inputs` or its signature.
 
 Only structure, shapes and dtypes of them are read. No size is 0 or 1, which the exporter would take for a constant,
 and batch and sequence differ.

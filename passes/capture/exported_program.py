@@ -1,4 +1,4 @@
-"""exported_program: the exporter's program -> a graph whose placeholders we know by what they are in the model.
+"""exported_program: torch.export's program -> a graph whose placeholders have the model's names.
 
 Before: graph(p_model_up_weight, p_model_tied, c_lifted_tensor_0, x) with a placeholder for each name of a tensor
 After:  graph(p_model_up_weight, c_lifted_tensor_0, x), blocks written out, without what nobody reads
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
 from autotp.passes.capture.autocast_regions import Autocast
-from autotp.passes.capture.captured import Captured, Opened, Place, Size
+from autotp.passes.capture.captured import Captured, InputSize, Opened, OutputAt
 from autotp.passes.capture.flatten import Flat, Returned
 from autotp.passes.capture.guards.attribute_writes import GONE, Change, Write
 from autotp.passes.capture.guards.attributes import Slot, everything, found_at, key_of, reached, slot_of, spelled
@@ -143,7 +143,7 @@ def _computed(change: Change | Write, sizes: Sizes) -> Change | Write:
         return change
 
     def computed(leaf: Any) -> Any:
-        return Size(sizes.value(leaf.expression)) if isinstance(leaf, Size) else leaf
+        return InputSize(sizes.value(leaf.expression)) if isinstance(leaf, InputSize) else leaf
 
     return Change(
         change.path, {k: v if v is GONE else ([*map(computed, v[0])], v[1]) for k, v in change.values.items()}
@@ -275,7 +275,7 @@ def _rebuilding(returned: Returned) -> Callable[[Sequence[Any], Sequence[Any]], 
     leaves, spec = returned.leaves, returned.spec
 
     def rebuild(found: Sequence[Any], mine: Sequence[Any]) -> Any:
-        return settled([found[leaf.at] if isinstance(leaf, Place) else leaf for leaf in leaves], spec, mine)
+        return settled([found[leaf.at] if isinstance(leaf, OutputAt) else leaf for leaf in leaves], spec, mine)
 
     return rebuild
 

@@ -1,4 +1,4 @@
-"""A model as a function of tensors alone, which the exporter can run: of its arguments', and of its attributes'."""
+"""A model as a function of tensors alone, which torch.export can run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
-from autotp.passes.capture.captured import NOTHING, Opened, Place, Size
+from autotp.passes.capture.captured import NOTHING, InputSize, Opened, OutputAt
 from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, is_new, opened
 from autotp.passes.capture.guards.attributes import Path, Slot, below, everything, found_at, put_at, slot_of, spelled
-from autotp.passes.capture.guards.code_names import Name, NamedBefore
+from autotp.passes.capture.guards.code_names import CodeName, NamedBefore
 from autotp.passes.capture.guards.comparison import position
 from autotp.passes.capture.guards.python_state import Asked
 from autotp.passes.capture.patches import around_forward
@@ -38,7 +38,7 @@ class Returned:
     into: Sequence[tuple[int, int]] = ()
     before: Opened = NOTHING
     moved: frozenset[Path] = frozenset()
-    sets: Sequence[tuple[Name, Any]] = ()
+    sets: Sequence[tuple[CodeName, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Flat(nn.Module):
         it.results = len(computed)
         for x in (*(x for _, x in set_to), *ran.into.values()):
             computed += [x] * (position(x, computed) is None)
-        places = {id(leaf): Place(i) for i, leaf in enumerate(computed)}
+        places = {id(leaf): OutputAt(i) for i, leaf in enumerate(computed)}
         of_states = [id(leaf) for leaf, inside in zip(ran.found, ran.inside, strict=True) if inside]
         kept_in = set(map(slot_of, self.opened))
         it.leaves = [places.get(id(leaf), leaf) for leaf in ran.found]
@@ -186,12 +186,12 @@ def _opened(path: Path, key: Any, value: Any, before: Before) -> Any:
         ) from error
 
 
-def _placed(path: Path, new: Mapping[Any, Any], places: Mapping[int, Place]) -> Change:
+def _placed(path: Path, new: Mapping[Any, Any], places: Mapping[int, OutputAt]) -> Change:
     """A change whose leaves say where in the outputs they are, and how sizes are computed."""
 
     def placed(leaf: Any) -> Any:
         if isinstance(leaf, torch.SymInt) and not _is_of_a_tensor(leaf):
-            return Size(leaf.node.expr)
+            return InputSize(leaf.node.expr)
         return places.get(id(leaf), leaf) if isinstance(leaf, (Tensor, *NUMBERS)) else leaf
 
     return Change(path, {k: v if v is GONE else ([placed(x) for x in v[0]], v[1]) for k, v in new.items()})

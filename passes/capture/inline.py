@@ -1,4 +1,4 @@
-"""inline: nested regions become part of the one flat graph.
+"""inline: makes nested regions part of the one flat graph.
 
 Before: wrap_with_set_grad_enabled(False, submod, x)      After: y = submod's operators; detach(y)
 Before: wrap_with_autocast("cpu", ..., submod, x)         After: enter_autocast(...); operators; exit_autocast(...)

@@ -1,4 +1,4 @@
-"""The regions in which a model is captured: modes that watch it, and functions of torch that are replaced meanwhile.
+"""The modes and replaced functions of torch that are active while a model is captured.
 
 NOTE [What is patched during capture]
 A graph has operators only, so whatever else a model does has to be seen while it runs. Where torch offers no other way,

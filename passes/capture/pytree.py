@@ -1,4 +1,4 @@
-"""What goes into a model and what comes out of it, as a flat list of leaves and a structure (torch's pytree).
+"""A model's inputs and outputs as a flat list of leaves and a structure (torch's pytree).
 
 NOTE [Objects that a call changes]
 A key-value cache is an argument that the model writes to. It is opened into its attributes on the way in, and built
@@ -83,7 +83,7 @@ def _opened(tree: Any, known: Sequence[Any] = ()) -> Any:
 
     def opened(x: Any) -> Any:
         places = [i for i, one in enumerate(known) if one is x]
-        return Known(places[0]) if places else _Open(x) if is_state(x) else x
+        return StateAt(places[0]) if places else _Open(x) if is_state(x) else x
 
     return pytree.tree_map(opened, tree, is_leaf=is_state)
 
@@ -115,11 +115,11 @@ def settled(leaves: Sequence[Any], spec: Any, mine: Sequence[Any]) -> Any:
         vars(state).clear()
         vars(state).update(vars(now))
     result = pytree.tree_unflatten(leaves[: of_result.num_leaves], of_result)
-    return pytree.tree_map_only(Known, lambda known: mine[known.at], result, is_leaf=is_state)
+    return pytree.tree_map_only(StateAt, lambda known: mine[known.at], result, is_leaf=is_state)
 
 
 @dataclass(frozen=True)
-class Known:
+class StateAt:
     """Stands for an object that a call changes, the one at this place among those of the arguments."""
 
     at: int

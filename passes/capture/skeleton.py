@@ -1,4 +1,4 @@
-"""A copy of a model to capture: its code, structure and flags, none of its numbers."""
+"""A copy of a model for capture: its code, structure and flags, with tensors on `meta`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.nn's transformer layers as plain operators, while a model that has them is captured.
+"""Runs torch.nn's transformer layers as plain operators during capture.
 
 NOTE [What nn.Transformer looks at]
 Unless it is told, it looks whether a mask's numbers are a causal mask's, to hand attention `is_causal` instead: a

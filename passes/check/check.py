@@ -1,4 +1,4 @@
-"""check: the type of every value in one rank's graph, and so of its gradient; a graph that does not type is refused.
+"""check: derives the type of every value in one rank's graph, and raises Error where types do not fit.
 
     Before: c = copy(x); y = linear(c, w); z = linear(gelu(y), v); r = reduce(z); add(r, b)
     After:  c f32[B, T, 768]{tp}, y f32[B, T, 3072@tp], z f32[B, T, 768]{+tp}, r f32[B, T, 768]
@@ -29,8 +29,7 @@ import torch
 from torch import fx
 
 from autotp.errors import Error
-from autotp.ops import collectives, custom_vjp
-from autotp.ops import parallel_forms as parallel
+from autotp.ops import collectives, cross_entropy, custom_vjp
 from autotp.ops.coalesced import together
 from autotp.passes.check.erase import (
     BIASED,
@@ -50,7 +49,7 @@ from autotp.passes.check.erase import (
 from autotp.passes.check.local_calls import local_call, local_length, pieces_by_rank
 from autotp.passes.check.proof import Proof
 from autotp.passes.check.replication import MOVES, cut_of, extended, joined, moved, shares, stored
-from autotp.passes.check.types import CONJUGATES, Cut, Typed, cut_factor, moved_leaf, placements
+from autotp.passes.check.types import CONJUGATES, OperatorCut, Typed, cut_factor, moved_leaf, placements
 from autotp.passes.lower.local_sizes import Target
 from autotp.passes.lower.overlap import separate
 from autotp.rules.call import bind, outputs_of
@@ -61,7 +60,7 @@ from autotp.sharding.placement import Copied, Partial, Placement, Replicate, Sha
 
 aten = torch.ops.aten
 
-NO_GRADIENT = (aten.detach.default, parallel.peak, custom_vjp.kept)
+NO_GRADIENT = (aten.detach.default, cross_entropy.peak, custom_vjp.kept)
 """Operators that no gradient passes: written a second time, see NOTE [What is proved]."""
 
 
@@ -248,7 +247,7 @@ class _Checking(Proof):
                     return self.give(node, total, self._typing(node, total, reads, self._cut(node, total, reads)))
         self._stands_for(node, None)
 
-    def _cut(self, node: fx.Node, model: fx.Node, reads: Reads) -> Cut | None:
+    def _cut(self, node: fx.Node, model: fx.Node, reads: Reads) -> OperatorCut | None:
         """Along what an operator is cut that reads something cut; None for one that does not."""
         cuts = [typed.leaf for _, typed in reads if typed.leaf is not None]
         leaf = (joined(cuts, self.to.tp) or cuts[0]) if cuts else None
@@ -256,9 +255,9 @@ class _Checking(Proof):
         if leaf is not None and factor is None:
             rule, got = self.axes.bound[model].rule, ", ".join(str(typed) for _, typed in reads)
             self.refuse(node, "cannot be cut along the axis of what it reads", rule=rule, got=got)
-        return None if leaf is None or factor is None else Cut(leaf, factor)
+        return None if leaf is None or factor is None else OperatorCut(leaf, factor)
 
-    def _new_cut(self, node: fx.Node, model: fx.Node, known: Cut | None) -> Cut | None:
+    def _new_cut(self, node: fx.Node, model: fx.Node, known: OperatorCut | None) -> OperatorCut | None:
         """Along what an operator is cut that makes a dimension, as zeros and expand do: its local sizes tell.
 
         Args:
@@ -272,12 +271,12 @@ class _Checking(Proof):
             return None
         for leaf in [*self._cuts_of(made, known), *self._cuts_made(made, known)]:
             factor = cut_factor(bound, leaf)
-            cut = Cut(leaf, factor) if factor is not None else None
+            cut = OperatorCut(leaf, factor) if factor is not None else None
             if cut is not None and self._is_call(node, *local_call(self.to, self.axes, node, model, cut)):
                 return cut
         return None
 
-    def _cuts_of(self, made: Sequence[Axis], known: Cut | None) -> list[Axis]:
+    def _cuts_of(self, made: Sequence[Axis], known: OperatorCut | None) -> list[Axis]:
         """The cuts of parameters and inputs that go through an axis that is made.
 
         They come first: local sizes are the same for several cuts of an axis of several leaves (8 heads on 4 ranks, as
@@ -285,14 +284,14 @@ class _Checking(Proof):
         """
         return [leaf for leaf in self.cuts if known is None and any(touches(axis, leaf) for axis in made)]
 
-    def _cuts_made(self, made: Sequence[Axis], known: Cut | None) -> Iterator[Axis]:
+    def _cuts_made(self, made: Sequence[Axis], known: OperatorCut | None) -> Iterator[Axis]:
         """The cuts of one leaf of an axis that is made, beside what is known to be cut."""
         for new in [leaf for axis in made for leaf in leaves(axis) if not leaf.size.symbols]:
             leaf = extended(known.leaf if known else None, new, self.to.tp)
             if leaf is not None:
                 yield leaf
 
-    def _typing(self, node: fx.Node, model: fx.Node, reads: Reads, cut: Cut | None) -> tuple[Typed, ...]:
+    def _typing(self, node: fx.Node, model: fx.Node, reads: Reads, cut: OperatorCut | None) -> tuple[Typed, ...]:
         """The types that an operator gives, if it may read its operands in theirs."""
         bound = self.axes.bound[model]
         wants, gives = placements(bound, [typed for _, typed in reads], cut)

@@ -1,4 +1,4 @@
-"""What one rank has of a call of the model's graph, for `check`: found anew from axes and the leaf that is cut alone.
+"""Derives a rank's part of a call of the model's graph, for `check`, from axes and the cut leaf alone.
 
 Before: view(x, [b, s, 12, 64]), cut along 12 heads
 After:  view(x, [b, s, 3, 64]), on each of 4 ranks
@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from autotp.passes.check.erase import FORMS, SDPA, SLICE, SPLIT, family
-from autotp.passes.check.types import Cut
+from autotp.passes.check.types import OperatorCut
 from autotp.passes.lower.local_sizes import Target
 from autotp.passes.plan.infer_axes import Axes, Dims
 from autotp.rules.call import bind, outputs_of
@@ -57,7 +57,9 @@ def pieces_by_rank(to: Target, axis: Axis, leaf: Axis) -> tuple[tuple[Range, ...
     return tuple(tuple(ranges(axis, leaf, to.tp, rank)) for rank in range(to.tp))
 
 
-def local_call(to: Target, axes: Axes, node: fx.Node, model: fx.Node, cut: Cut | None) -> tuple[Any, dict[str, Any]]:
+def local_call(
+    to: Target, axes: Axes, node: fx.Node, model: fx.Node, cut: OperatorCut | None
+) -> tuple[Any, dict[str, Any]]:
     """The call that computes this rank's part: its target and its arguments."""
     arguments, target = bind(model), model.target
     if cut is None:
@@ -92,7 +94,7 @@ def _local_slice(to: Target, model: fx.Node, arguments: dict[str, Any], dims: Di
 
 
 def _form(
-    to: Target, form: Any, target: Any, arguments: dict[str, Any], ins: Sequence[Dims], cut: Cut
+    to: Target, form: Any, target: Any, arguments: dict[str, Any], ins: Sequence[Dims], cut: OperatorCut
 ) -> tuple[Any, dict[str, Any]]:
     """The call of a parallel form, by position; one that no graph has where `form` is not the right one."""
     of, names, only = FORMS.get(form, (None, (), ""))

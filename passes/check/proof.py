@@ -1,4 +1,4 @@
-"""What `check` has proved of a rank's graph so far: the type of every value, and how it says what is wrong.
+"""Proof: the types that `check` has derived so far, and its errors.
 
 x f32[B, T@tp, 768]        known: its type, the model's value of which it is this rank's part, what T@tp is called
 """

@@ -1,4 +1,4 @@
-"""The types of `check`: what one is, and which of them operators and conjugates read and give.
+"""The types of `check`, and which types operators and conjugates take and give.
 
     linear reads x f32[B, T, 768]{tp}, w f32[3072@tp, 768]
     and gives    y f32[B, T, 3072@tp]
@@ -69,14 +69,14 @@ class Typed:
 
 
 @dataclass(frozen=True)
-class Cut:
+class OperatorCut:
     """What an operator is cut along: the leaf, and the factor that has it."""
 
     leaf: Axis
     factor: Factor
 
 
-def placements(bound: Bound, types: list[Typed], cut: Cut | None) -> tuple[list[Placement], list[Placement]]:
+def placements(bound: Bound, types: list[Typed], cut: OperatorCut | None) -> tuple[list[Placement], list[Placement]]:
     """The placements that an operator reads and gives, cut or whole."""
     n_outs = len(bound.rule.outs)
     if cut is not None and find(cut.leaf).kind == "grid":
@@ -93,7 +93,7 @@ def placements(bound: Bound, types: list[Typed], cut: Cut | None) -> tuple[list[
     return [kind] * len(types), [kind] * n_outs
 
 
-def _on_grid(bound: Bound, cut: Cut) -> tuple[list[Placement], list[Placement]]:
+def _on_grid(bound: Bound, cut: OperatorCut) -> tuple[list[Placement], list[Placement]]:
     """What has none of a grid's leaves is the same on every rank; the others are cut by those that they have."""
     lost: Placement = Partial(bound.rule.reducer) if cut.factor.summed else Copied()
     sides = zip(bound.dims, (cut.factor.ins, cut.factor.outs), (Copied(), lost), strict=True)

@@ -1,4 +1,4 @@
-"""attach_parameters: a block reads its parameters itself, where the module that holds them is called.
+"""attach_parameters: lets a block read its parameters itself, where its module is called.
 
     Before: b = block(x, w0); c = block(b, w1)     After: b = h_0(x); c = h_1(b), each `block` on what `h.0`, `h.1` hold
 
@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 
 from autotp.source_location import block_of, numbered
 
-Place = tuple[nn.Module, str]
+ParameterPlace = tuple[nn.Module, str]
 """A module, and the name there of a parameter or buffer."""
-Read = Callable[[Place], Tensor]
+ReadParameter = Callable[[ParameterPlace], Tensor]
 CONTAINER = nn.ModuleList.forward
 """The forward of a module that has none. (`fully_shard` refuses such a module: nothing is to happen at its call.)"""
 
@@ -28,7 +28,9 @@ class BlockCall(nn.Module):
         work: a graph, the same for all blocks that compute alike.
     """
 
-    def __init__(self, work: nn.Module, owner: nn.Module, operands: list[int | Place], read: Read) -> None:
+    def __init__(
+        self, work: nn.Module, owner: nn.Module, operands: list[int | ParameterPlace], read: ReadParameter
+    ) -> None:
         super().__init__()
         self.work, self.read, self.operands = work, read, operands
         self.owner = (owner,)  # In a tuple: it is no part of this.
@@ -55,7 +57,7 @@ class Owner(nn.Module):
         return call.run(given)
 
 
-def value_at(place: Place) -> Tensor:
+def value_at(place: ParameterPlace) -> Tensor:
     """A parameter or buffer as it is now: functional_call swaps them. (What is no parameter is looked up.)"""
     module, key = place
     parameter = module._parameters.get(key)
@@ -63,11 +65,11 @@ def value_at(place: Place) -> Tensor:
     return found
 
 
-def places(root: nn.Module) -> tuple[dict[str, str], dict[str, Place]]:
+def places(root: nn.Module) -> tuple[dict[str, str], dict[str, ParameterPlace]]:
     """For every name of a parameter or buffer the first name it has, and for every first name where it lies."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
-    found: dict[str, Place] = {}
+    found: dict[str, ParameterPlace] = {}
     for prefix, module in root.named_modules(remove_duplicate=False):
         for key, tensor in {**module._parameters, **module._buffers}.items():
             if tensor is not None:
@@ -77,7 +79,7 @@ def places(root: nn.Module) -> tuple[dict[str, str], dict[str, Place]]:
     return names, found
 
 
-def place_of(root: nn.Module, name: str) -> Place:
+def place_of(root: nn.Module, name: str) -> ParameterPlace:
     """Where the parameter or buffer of this name lies."""
     path, _, key = name.rpartition(".")
     return module_at(root, path), key
@@ -100,9 +102,9 @@ def works(module: nn.Module) -> dict[str, nn.Module]:
 def attach_parameters(
     outlined: fx.GraphModule,
     names: Mapping[str, str],
-    places: Mapping[str, Place],
+    places: Mapping[str, ParameterPlace],
     owner_of: Callable[[str], nn.Module | None],
-    read: Read = value_at,
+    read: ReadParameter = value_at,
 ) -> fx.GraphModule:
     """An outlined graph whose blocks read their parameters themselves; what several read, the graph hands them.
 
@@ -124,7 +126,9 @@ def attach_parameters(
                 root.add_module(str(node.target), outlined.get_submodule(str(node.target)))
             continue
         given = [n for n in node.args if n in env]
-        operands: list[int | Place] = [given.index(n) if n in env else places[names[n.name]] for n in node.args]
+        operands: list[int | ParameterPlace] = [
+            given.index(n) if n in env else places[names[n.name]] for n in node.args
+        ]
         name = f"{block_of(node).replace('.', '_')}_{len(root._modules)}"
         root.add_module(name, BlockCall(outlined.get_submodule(str(node.target)), owner, operands, read))
         env[node] = new.call_module(name, tuple(env[n] for n in given))

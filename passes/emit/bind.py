@@ -1,4 +1,4 @@
-"""bind: a lowered graph names its mesh axis and the device it was captured on; here it gets the real ones.
+"""bind: puts process groups and the device into a lowered graph, in place of the mesh axis and `meta`.
 
 Before: reduce(x, "tp"); arange(n, device="cpu")       After: reduce(x, "5"); arange(n, device="cuda:1")
 """

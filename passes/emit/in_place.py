@@ -1,4 +1,4 @@
-"""in_place: the operators that may write over what they read, because nobody else reads it.
+"""in_place: marks operators that may write over their input, because no other operator reads it.
 
     Before: p = reduce(linear(x, w), "tp")        After: p = reduce(linear(x, w), "tp", fresh=True)
     Before: c = copy(x, "tp"); linear(c, w)       After: c = copy(x, "tp", fresh=True): so is its gradient
@@ -17,8 +17,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from autotp.ops import collectives
-from autotp.ops import parallel_forms as parallel
+from autotp.ops import collectives, cross_entropy
 from autotp.ops.overlapped_linear import columns
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
@@ -41,7 +40,7 @@ def fresh(graph: fx.Graph) -> set[fx.Node]:
             found.add(node)
         if node.target is collectives.copy and _gradient_is_new(node):
             found.add(node)
-        if node.target is parallel.class_terms and _is_new(node.args[0], PRODUCTS | Trait.SUM, 2):
+        if node.target is cross_entropy.class_terms and _is_new(node.args[0], PRODUCTS | Trait.SUM, 2):
             found.add(node)
     return found
 

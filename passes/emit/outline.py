@@ -1,4 +1,4 @@
-"""outline: the operators of each block become one module, the same for all blocks that compute alike.
+"""outline: makes the operators of each block one module, shared by all blocks that compute alike.
 
     Before: a = norm(x, w0); b = linear(a, v0); c = norm(b, w1); d = linear(c, v1)
     After:  b = block(x, w0, v0); d = block(b, w1, v1)

@@ -1,4 +1,4 @@
-"""recompute: what backward computes again rather than forward keeps: blocks, or attention's core in each.
+"""recompute: lets backward compute blocks, or the scores of attention, again.
 
     Before: y = block(x, w)                                 After: y = recomputed(block)(x, w), which keeps x and w only
     Before: s = matmul(q, k); p = softmax(s); o = matmul(p, v)     After: o = recomputed(core)(q, k, v)      "selective"

@@ -1,4 +1,4 @@
-"""bucket: the parameters of a block that are read in copy are read so together, and their gradients summed together.
+"""bucket: copies the parameters of a block together, so that one collective sums their gradients.
 
     Before: c = copy(w, "tp"); norm(x, c); d = copy(v, "tp"); norm(y, d)
     After:  t = together((w, v), "tp", (None, None)); norm(x, t[0]); norm(y, t[1])

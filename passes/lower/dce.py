@@ -1,4 +1,4 @@
-"""dce: what no rank needs any more goes.
+"""dce: drops operators that no output needs.
 
 Before: m = le(a, b), which nothing reads              After: nothing
 """

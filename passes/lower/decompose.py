@@ -1,4 +1,4 @@
-"""decompose: an operator that is cut along a factor it mixes becomes operators that a cut goes through.
+"""decompose: replaces an operator that mixes the cut factor, such as softmax, by operators that can be cut.
 
     Before: log_softmax(x, v)            After: z = x - peak(x); z - log(sum(exp(z)))
     Before: cross_entropy(x, t)          After: e, z = class_terms(x, peak(x), t); mean(log(e) - z)
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.ops.parallel_forms import class_terms, peak
+from autotp.ops.cross_entropy import class_terms, peak
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.plan.choose import Decision
 from autotp.passes.plan.infer_axes import Axes, visit

@@ -1,4 +1,4 @@
-"""defer_reductions: sums in which several terms are partial add those first, so that they are reduced once.
+"""defer_reductions: adds partial terms before they are reduced, so that a sum is reduced once.
 
 Before: (x + (attention + b1)) + (mlp + b2)      attention, mlp Partial: two reductions
 After:  (attention + mlp) + x + b1 + b2          one

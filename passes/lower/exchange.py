@@ -1,4 +1,4 @@
-"""exchange: the conjugates that move a value along a leaf, wherever in a dimension the leaf lies.
+"""exchange: the conjugates that move a value along a leaf, at any place of a dimension.
 
     Before: gather of f32[b, s, (q: heads@tp x 64 | k: ... | v: ...)] along heads
     After:  split; gather each part in whole heads; cat

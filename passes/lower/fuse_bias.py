@@ -1,4 +1,4 @@
-"""fuse_bias: a bias that no reduction waits for goes back into its product.
+"""fuse_bias: puts a bias back into its product, where the product is not reduced.
 
 Before: y = linear(x, w); z = add(y, b)                After: z = linear(x, w, b)
 Before: p = reduce(linear(x, w)); z = add(p, b)        After: the same (NOTE [Why the bias leaves the linear])

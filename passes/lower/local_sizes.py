@@ -1,4 +1,4 @@
-"""What one rank has of sizes and values: shared by the passes that make its graph."""
+"""A rank's part of sizes and values, for the passes that make its graph."""
 
 from __future__ import annotations
 

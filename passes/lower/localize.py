@@ -1,4 +1,4 @@
-"""localize: one call on local operands. Sizes become local ones, lookups and dropout take their parallel form.
+"""localize: rewrites one call for local operands: local sizes, and parallel forms of lookups and dropout.
 
 Before: view(x, [b, s, 12, 64]); embedding(w, t); dropout(x, 0.1)              cut by heads, vocab, heads
 After:  view(x, [b, s, 6, 64]); parallel.embedding(w, t, 25129); parallel.fast_dropout(x, 0.1, rank)
@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from autotp.errors import Error
+from autotp.ops import cross_entropy, dropout, lookup
 from autotp.ops import experts as routing
-from autotp.ops import parallel_forms as parallel
 from autotp.passes.lower.local_sizes import Local
 from autotp.passes.plan.infer_axes import Axes, Factor
 from autotp.rules.call import bind
@@ -105,7 +105,7 @@ Form = Callable[[Local, fx.Node, Axes, Axis], tuple[Callable[..., Any], tuple[An
 def _embedding(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     args = local.builder.map(bind(node))
     axis = axes.of(bind(node)["weight"])[0]
-    return parallel.embedding, (
+    return lookup.embedding, (
         args["weight"], args["indices"], _start(local, node, axis, leaf), find(axis).size.number, args["padding_idx"],
     )  # fmt: skip
 
@@ -114,13 +114,13 @@ def _gather(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     args = local.builder.map(bind(node))
     axis = axes.of(bind(node)["self"])[args["dim"]]
     start = _start(local, node, axis, leaf)
-    return parallel.gather, (args["self"], args["dim"], args["index"], start, find(axis).size.number)
+    return lookup.gather, (args["self"], args["dim"], args["index"], start, find(axis).size.number)
 
 
 def _class_terms(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     x, top, classes, dim, _, size = local.builder.map(node.args)
     start = _start(local, node, axes.of(bind(node)["x"])[dim], leaf)
-    return parallel.class_terms, (x, top, classes, dim, start, size)
+    return cross_entropy.class_terms, (x, top, classes, dim, start, size)
 
 
 def _routed(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
@@ -142,8 +142,8 @@ def _start(local: Local, node: fx.Node, axis: Axis, leaf: Axis) -> int:
 def _dropout(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     x, p = local.builder.env[node.args[0]], node.args[1]  # type: ignore[index]
     if local.to.randomness == "fast":
-        return parallel.fast_dropout, (x, p, local.to.rank)
-    return parallel.exact_dropout, (x, p, *_whole(local, node.meta["val"].shape, axes.of(node), leaf))
+        return dropout.fast_dropout, (x, p, local.to.rank)
+    return dropout.exact_dropout, (x, p, *_whole(local, node.meta["val"].shape, axes.of(node), leaf))
 
 
 def _attention(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
@@ -152,11 +152,11 @@ def _attention(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     shared = tuple(args.get(name) for name in names)
     if local.to.randomness == "fast":
-        return parallel.fast_attention, (*shared, local.to.rank)
+        return dropout.fast_attention, (*shared, local.to.rank)
     query, key = raw["query"], raw["key"]
     shape = [*query.meta["val"].shape[:-1], key.meta["val"].shape[-2]]
     dims = (*axes.of(query)[:-1], axes.of(key)[-2])
-    return parallel.exact_attention, (*shared, *_whole(local, shape, dims, leaf))
+    return dropout.exact_attention, (*shared, *_whole(local, shape, dims, leaf))
 
 
 def _whole(local: Local, shape: Any, dims: tuple[Axis, ...], leaf: Axis) -> tuple[Any, ...]:
@@ -178,7 +178,7 @@ def _whole(local: Local, shape: Any, dims: tuple[Axis, ...], leaf: Axis) -> tupl
 FORMS: dict[Any, Form] = {
     aten.embedding.default: _embedding,
     aten.gather.default: _gather,
-    parallel.class_terms: _class_terms,
+    cross_entropy.class_terms: _class_terms,
     aten.dropout.default: _dropout,
     aten.scaled_dot_product_attention.default: _attention,
     routing.dispatch: _routed,

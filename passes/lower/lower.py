@@ -1,4 +1,4 @@
-"""lower: the graph of one rank. Cut values become local, and a conjugate stands wherever placements differ.
+"""lower: makes the graph of one rank: cut values are local, and conjugates stand where placements differ.
 
     Before: y = linear(x, w); z = gelu(y); o = linear(z, v); r = add(x, o)        w, v cut by width
     After:  c = copy(x); y = linear(c, w); z = gelu(y); o = linear(z, v); p = reduce(o); r = add(x, p)
@@ -18,7 +18,7 @@ from torch import fx
 
 from autotp.errors import Error
 from autotp.ops.collectives import all_gather, copy, gather, reduce, reduce_scatter, scatter, share
-from autotp.ops.parallel_forms import first, place, take
+from autotp.ops.placement_moves import first, place, take
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.lower.exchange import exchange
 from autotp.passes.lower.local_sizes import Local, Target

@@ -1,4 +1,4 @@
-"""overlap: the products that read one conjugate become one operator with it, whose backward overlaps.
+"""overlap: joins the products that read one conjugate into an operator whose backward overlaps communication.
 
     Before: c = copy(x, "tp"); q = linear(c, w1, b1); k = linear(c, w2)
     After:  t = columns(x, "tp", None, None, (w1, w2), (b1, None), (False, False)); q = t[0]; k = t[1]
@@ -33,7 +33,7 @@ class Product(NamedTuple):
     turned: bool
 
 
-class Group(NamedTuple):
+class ColumnGroup(NamedTuple):
     """A conjugate, the view of it that the products read if not itself, and these in order."""
 
     conjugate: fx.Node
@@ -57,7 +57,7 @@ def overlap(graph: fx.Graph) -> fx.Graph:
     return builder.graph
 
 
-def _group(node: fx.Node, order: dict[fx.Node, int]) -> Group | None:
+def _group(node: fx.Node, order: dict[fx.Node, int]) -> ColumnGroup | None:
     """The group of a conjugate, if products are all that reads it, and their weights wait for none of them."""
     if node.target not in (copy, all_gather) or node.kwargs or not node.meta["val"].is_floating_point():
         return None  # Of complex numbers the gradients are conjugated, too.
@@ -68,7 +68,7 @@ def _group(node: fx.Node, order: dict[fx.Node, int]) -> Group | None:
     there = [product for product in products if product is not None]
     start = order[there[0].node] if there else 0
     early = all(_can_stand_before(p, start, order, read) for q in there for p in (q.weight, q.bias) if p is not None)
-    return Group(node, view, there) if there and len(there) == len(products) and early else None
+    return ColumnGroup(node, view, there) if there and len(there) == len(products) and early else None
 
 
 def _product(node: fx.Node, x: fx.Node) -> Product | None:
@@ -94,7 +94,7 @@ def _can_stand_before(node: fx.Node, start: int, order: dict[fx.Node, int], x: f
     return pure and all(_can_stand_before(operand, start, order, x) for operand in node.all_input_nodes)
 
 
-def _together(builder: Builder, group: Group) -> None:
+def _together(builder: Builder, group: ColumnGroup) -> None:
     """Writes the operator, and what its products' results are."""
     node, products = group.conjugate, group.products
     x, axis, *where = node.args

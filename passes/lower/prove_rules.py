@@ -1,4 +1,4 @@
-"""prove_rules: is a rule true? An operator on slices, put together, against the operator on the whole, by brute force.
+"""prove_rules: tests a rule by brute force: an operator on slices, against the operator on the whole.
 
     pass-through: op(slice of x) is the slice of op(x)          reduced: op(slice of x) sum to op(x)
     introduced:   op with a local size is the slice of op       linear:  op(x1) + op(x2) is op(x1 + x2)

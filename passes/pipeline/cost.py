@@ -1,4 +1,4 @@
-"""cost: what the blocks of a model cost, for dividing them among stages.
+"""cost: counts what each block of a model costs, for dividing the blocks among stages.
 
 Before: a graph and its axes
 After:  [Cost(multiplications=2.5e9, parameters=7087872, activations=98304), ...]

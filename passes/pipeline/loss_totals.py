@@ -1,4 +1,4 @@
-"""loss_totals: a loss that is a mean over a batch becomes a sum, divided by what the whole batch counts.
+"""loss_totals: turns a mean over a batch into a sum, divided by the count of the whole batch.
 
     Before: l = cross_entropy_loss(x, t)                                   the mean of the tokens that count
     After:  l = div(cross_entropy_loss(x, t, reduction=sum), total_0)       counts(t) = sum(ne(t, -100))

@@ -1,4 +1,4 @@
-"""row_independence: a batch may be computed in parts where no row depends on another, which the axes show.
+"""row_independence: proves from the axes that no row of a batch depends on other rows.
 
 Before: x = norm(x, w); m = mean(x, [0]); y = sub(x, m)
 After:  an Error that names `mean`: it has the batch's axis in what it reads, and not in what it gives
@@ -32,7 +32,7 @@ import torch
 from torch import fx
 
 from autotp.errors import Error
-from autotp.ops.parallel_forms import apart
+from autotp.ops.placement_moves import apart
 from autotp.passes.pipeline.loss_totals import is_mean, symbols
 from autotp.passes.plan.infer_axes import Axes, Bound, Dims, is_getitem, named_dims
 from autotp.rules.call import bind, operator_name, outputs_of

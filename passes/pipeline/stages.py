@@ -1,4 +1,4 @@
-"""stages: one rank's graph -> the graphs of a pipeline's stages, each of which sends the next what that needs.
+"""stages: divides one rank's graph into the graphs of a pipeline's stages.
 
     Before: a = embedding(t, e); m = mask(t); b = block(a, m, w0); c = block(b, m, w1); loss(c, y)
     After:  0: a = embedding(t, e); m = mask(t); b = block(a, m, w0); send b

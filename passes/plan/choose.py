@@ -1,4 +1,4 @@
-"""choose: which leaf every operator is cut along, and which every parameter is stored cut along.
+"""choose: decides which leaf each operator is cut along, and each parameter is stored cut along.
 
     Before: candidates heads (h.0), width (h.0), vocab, hidden, ...
     After:  cuts {linear: heads, attention: heads, ...}, held {c_attn.weight: heads, ...}; hidden is not cut

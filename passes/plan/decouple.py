@@ -1,4 +1,4 @@
-"""decouple: what no parameter made (a mask, ALiBi's slopes) and does not fit the axes it meets is read apart from them.
+"""decouple: gives a mask or similar, made without parameters, axes of its own where they do not fit.
 
     Before: slopes = cat(a[4], b[2]); scores + slopes        heads would be `4 | 2`, and never cut
     After:  slopes = cat(a[4], b[2]); scores + apart(slopes)
@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import fx
 
-from autotp.ops.parallel_forms import apart as read_apart
+from autotp.ops.placement_moves import apart as read_apart
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.plan.infer_axes import Axes, named_dims, visit
 from autotp.rules.call import call_of, operand_nodes

@@ -1,4 +1,4 @@
-"""experts: rows that each choose an expert are brought into the experts' order, so that experts can be cut.
+"""experts: sorts rows by the expert that they chose, so that experts are an axis that can be cut.
 
     Before: v = index(w, [chosen]); y = bmm(x, v); z = gelu(y)                     w[8, 64, 256], chosen[rows]
     After:  p = dispatch(chosen, 8, ...); c = counts(chosen, 8, ...)

@@ -1,4 +1,4 @@
-"""hoist: a copy moves up through whole work to where it, or what takes its place, carries least in backward.
+"""hoist: moves a copy up through work that all ranks do, to where its gradient is smallest.
 
     Before: n = norm(x, w); m = norm(x, v); linear(copy(n), q); linear(copy(m), u)
     After:  c = copy(x); n = norm(c, copy(w)); m = norm(c, copy(v)); linear(n, q); linear(m, u)

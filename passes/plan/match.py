@@ -1,4 +1,4 @@
-"""match: recognises what the axes of the parameters are. It names and ranks; correctness never rests on it.
+"""match: recognises the axes of parameters (heads, width, vocabulary), and ranks them. Correctness never rests on it.
 
 Before: leaf of 12 in c_attn.weight, c_attn.bias, c_proj.weight
 After:  heads (QKV -> attention -> projection)

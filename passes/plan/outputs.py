@@ -1,4 +1,4 @@
-"""outputs: which outputs of a planned graph stay cut, and how they are held; how its parameters are.
+"""outputs: decides which outputs stay cut, and the layouts of outputs and parameters.
 
 Before: outputs (logits, loss), training; logits are cut by vocabulary
 After:  {0: Layout(vocab)}: logits lie beside a loss that is computed from them

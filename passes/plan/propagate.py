@@ -1,4 +1,4 @@
-"""propagate: the placement of every value that follows from what is cut; shared by the passes that plan and lower.
+"""propagate: derives the placement of every value from what is cut.
 
 Before: linear cut along `heads`       After: operands Copied and Shard(heads), result Shard(heads)
 """

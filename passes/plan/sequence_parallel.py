@@ -1,4 +1,4 @@
-"""sequence_parallel: between the blocks' products, values are cut along the sequence (sequence parallelism).
+"""sequence_parallel: cuts the values between a block's products along the sequence.
 
     Before: x = add(x, reduce(o)); n = norm(x, w); linear(copy(n), q)
     After:  x = add(x, reduce_scatter(o)); n = norm(x, copy(w)); linear(all_gather(n), q)       x, n f32[B, T@tp, 768]

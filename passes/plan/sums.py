@@ -1,4 +1,4 @@
-"""Sums: what a tree of plain additions adds up; what `flow` and `defer` know of it.
+"""Finds the terms of a tree of additions, for `propagate` and `defer_reductions`.
 
 (x + (attention + b1)) + (mlp + b2) has the terms x, attention, b1, mlp, b2: every inner sum is read by its outer one
 alone, and is of its shape.

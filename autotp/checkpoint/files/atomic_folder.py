@@ -1,4 +1,4 @@
-"""A folder that is replaced as a whole: whoever looks sees the old one or the new one, never a part of it.
+"""Replaces a folder in one step: a reader sees the old folder or the new folder, never a mixture.
 
 Before: out/ with a checkpoint, or no out/
 After:  out/ with the new files in the place of the old ones; what is not of the checkpoint stays

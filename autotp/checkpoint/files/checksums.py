@@ -1,4 +1,4 @@
-"""Checksums that show whether a file is as it was written.
+"""Writes and compares checksums, which show whether a file has changed since it was written.
 
 zlib's CRC-32: it sees every change of up to 32 bits in a row, and of four thousand million others misses one. It is
 fast (2.4 GB/s on the core that this was written on; blake2b 1.1), and no signature: who can write a file can write its

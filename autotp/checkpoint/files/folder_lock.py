@@ -1,4 +1,4 @@
-"""A folder that one job writes into: another is told who does."""
+"""Locks a folder for one job; a second job gets an Error that names the first."""
 
 from __future__ import annotations
 

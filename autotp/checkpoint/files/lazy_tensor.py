@@ -1,4 +1,4 @@
-"""A tensor that is not there yet: what was done to it is remembered, and done to the part that is read.
+"""A tensor without data: it remembers operators, and applies them to the part that is read.
 
 Before: experts = torch.stack([Lazy(file) for file in files]).transpose(1, 2)
 After:  experts.source.read(((0, 8), (0, 64), (0, 32))) reads that box of each file, and nothing else

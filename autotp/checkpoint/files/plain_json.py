@@ -1,4 +1,4 @@
-"""Plain data as JSON, and back: what a schedule, a scaler or an optimizer's options are made of.
+"""Plain data to JSON and back: the state of a schedule, of a scaler, or of an optimizer's options.
 
 Reading it can make nothing but these values, whatever a file says: no class is looked up by a name, no code is run.
 A JSON object with the key "" stands for what JSON has not: {"": "tuple", "of": [0.9, 0.95]}.

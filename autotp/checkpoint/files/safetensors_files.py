@@ -1,4 +1,4 @@
-"""Files of tensors in the safetensors format, read and written in part.
+"""Reads and writes parts of files in the safetensors format.
 
 A file is 8 bytes, the length of the header; the header, in JSON: name -> dtype, shape and place of each tensor; and the
 tensors' bytes one after the other (https://huggingface.co/docs/safetensors, "Format").
@@ -192,14 +192,14 @@ def _header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
 
 
 @dataclass(frozen=True)
-class Shard:
+class FileShard:
     """One file to write: its name, and its tensors in the order in which their bytes stand there."""
 
     file: str
     names: tuple[str, ...]
 
 
-def shards_of(tensors: Mapping[str, Any], largest: int) -> list[Shard]:
+def shards_of(tensors: Mapping[str, Any], largest: int) -> list[FileShard]:
     """Which tensors go in which file: in order, a file being full at `largest` bytes; at least one tensor in each.
 
     Args:
@@ -221,7 +221,7 @@ def shards_of(tensors: Mapping[str, Any], largest: int) -> list[Shard]:
     )
     # The widest dtypes first, so that each tensor begins at a multiple of its element's size.
     return [
-        Shard(file, tuple(sorted(names, key=lambda name: -tensors[name].dtype.itemsize)))
+        FileShard(file, tuple(sorted(names, key=lambda name: -tensors[name].dtype.itemsize)))
         for file, names in zip(files, groups, strict=True)
     ]
 
@@ -256,7 +256,7 @@ def write(file: BinaryIO | Summed, tensor: Tensor) -> None:
     file.write(bytes_of(tensor))
 
 
-def index_of(shards: Iterable[Shard], size: int) -> str:
+def index_of(shards: Iterable[FileShard], size: int) -> str:
     """The index of several files. size: bytes of all tensors"""
     places = {name: shard.file for shard in shards for name in shard.names}
     return json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}, indent=2) + "\n"

@@ -1,4 +1,4 @@
-"""Tensors in the files of several ranks, in pieces: each file has boxes of whole tensors, one after the other.
+"""The file of one rank: boxes of whole tensors, one after the other.
 
 Where each piece lies, and its checksum, is said elsewhere (`manifest.py`); a file has the bytes of elements and nothing
 else, so there is nothing in it that could be understood in another way.

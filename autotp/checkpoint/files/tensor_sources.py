@@ -1,4 +1,4 @@
-"""What a tensor is read from, in part: files, shards, and what is done to the parts of these.
+"""Sources of a tensor's parts: files, shards, and operators on the parts of other sources.
 
 Before: Permuted(Joined((a, b), 0), (1, 0)), a and b [4 3], in files
 After:  read(((0, 3), (2, 6))) reads rows 2 and 3 of a and 0 and 1 of b, joins these and turns them

@@ -1,1 +1,1 @@
-"""What is installed in torch as long as a parallel model lives: for optimizers, clipping, scaling and wrappers."""
+"""Hooks in torch while a parallel model exists: optimizers, clipping, scaling, wrappers."""

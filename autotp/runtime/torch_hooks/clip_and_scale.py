@@ -1,4 +1,4 @@
-"""torch's gradient clipping and GradScaler on parameters of a parallel model: what they count over all of its ranks.
+"""torch's gradient clipping and GradScaler, which count over all ranks of a parallel model.
 
 NOTE [Two functions of torch's]
 `torch.nn.utils.clip_grad_norm_` (which Lightning, accelerate and transformers call) and `torch.amp.GradScaler` look at

@@ -1,4 +1,4 @@
-"""What is installed in torch as long as there is a parallel model: for optimizers, clipping and scaling, wrappers."""
+"""Installs the hooks in torch, and removes them when no parallel model is left."""
 
 from __future__ import annotations
 

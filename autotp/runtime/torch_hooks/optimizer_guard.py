@@ -1,4 +1,4 @@
-"""Optimizers of parallel models: refused where they would compute something else, or where ranks drift apart.
+"""Raises Error before an optimizer's step that would be wrong on parts, or where ranks differ.
 
 Each rank steps its own parameters. That is one device's step if the optimizer works element by element, and if what
 several ranks hold alike, its gradients and the optimizer's settings are the same on all of them: what tensor-parallel

@@ -1,5 +1,4 @@
-"""DistributedDataParallel, and wrappers like it, around a parallel model: over its replicas, or an Error; and models
-that were wrapped or sharded before: an Error, since another order is right.
+"""Lets DistributedDataParallel and similar wrap replicas, and raises Error for all else.
 
 NOTE [When a wrapper is seen]
 torch tells of each module that is put into another. A wrapper knows its process group by then, and has sent nothing.

@@ -1,1 +1,1 @@
-"""What a graph was captured with, and whether it is still the same."""
+"""Facts that a graph was captured with, and whether they still hold."""

@@ -1,4 +1,4 @@
-"""keys: what of a plain argument decides which graph a call runs, as a value that compares with ==.
+"""A value to compare with ==, for each plain argument that decides which graph a call runs.
 
 A key is kept from one call to the next: it holds what an argument contained, not an object that may change.
 """

@@ -1,4 +1,4 @@
-"""What a call writes to a model's attributes: seen while it is captured, and put back after each call.
+"""Finds the attributes that a call writes, and writes them again after each call of the graph.
 
 A model remembers (`self.prev = y.detach()`), counts (`self.n += 1`) and collects (`self.losses.append(aux)`). What its
 modules hold, and lists, dicts and objects below, is looked at before and after. What is another then is a `Change`,

@@ -1,4 +1,4 @@
-"""What a model holds besides parameters, buffers and modules: its attributes, and what lies below, by place.
+"""A model's attributes that are not parameters, buffers or modules, and the objects below them.
 
 A graph knows tensors that come in and tensors that go out. What a model writes besides is in `attribute_writes.py`,
 what it reads in `guard.py`. An attribute that a call writes and that holds tensors before is *opened*: these are

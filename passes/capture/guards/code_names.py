@@ -1,4 +1,4 @@
-"""What the code of a model names besides what the model holds: attributes of classes, and globals of Python.
+"""Class attributes and globals that the code of a model names.
 
     class Block(nn.Module):
         scale = 2                                     `Block.scale`: of a class
@@ -113,7 +113,7 @@ class Inside(MutableMapping[str, Any]):
 
 
 @dataclass(frozen=True)
-class Name:
+class CodeName:
     """A name in a scope."""
 
     scope: Scope
@@ -134,8 +134,8 @@ class Named:
 
     scopes: tuple[tuple[Scope, tuple[str, ...]], ...] = ()
 
-    def __iter__(self) -> Iterator[Name]:
-        return (Name(scope, name) for scope, names in self.scopes for name in names)
+    def __iter__(self) -> Iterator[CodeName]:
+        return (CodeName(scope, name) for scope, names in self.scopes for name in names)
 
     def values(self) -> list[tuple[Any, ...]]:
         """What all are now, scope by scope."""
@@ -212,17 +212,17 @@ class NamedBefore:
         settings = [one for one in settings_in(found) if one.scope.kind is not None]
         self.contents = [(one, content_of(one.value)) for one in settings if is_container(one.value)]
 
-    def _now(self) -> list[tuple[Name, Any, Any]]:
+    def _now(self) -> list[tuple[CodeName, Any, Any]]:
         """Each name whose object is another now, what it was, and what it is."""
         found = []
         for scope, then in self.scopes:
             names = {*then, *(filter(_is_own, scope.table) if scope.kind is not None else ())}
             for name in sorted(names):
                 was, now = then.get(name, ABSENT), scope.table.get(name, ABSENT)
-                found += [(Name(scope, name), was, now)] if was is not now else []
+                found += [(CodeName(scope, name), was, now)] if was is not now else []
         return found
 
-    def changes(self) -> list[tuple[Name, Any]]:
+    def changes(self) -> list[tuple[CodeName, Any]]:
         """The names that were set, each with a plain value.
 
         Raises:
@@ -380,7 +380,7 @@ def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(attributes), frozenset(of_globals)
 
 
-def settings_in(names: Iterable[Name]) -> list[Name]:
+def settings_in(names: Iterable[CodeName]) -> list[CodeName]:
     """Those that may change inside: of the user's own code, since libraries keep caches and loggers there."""
     mine = [name for name in names if not is_library(_module_of(name.scope))]
     return [name for name in mine if is_setting(name.value)]

@@ -1,4 +1,4 @@
-"""What makes two calls of two blocks the same: structures, tensors, modes and values as something to compare."""
+"""Structures, tensors, modes and values in a form that can be compared, for two calls of two blocks."""
 
 from __future__ import annotations
 

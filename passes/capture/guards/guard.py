@@ -1,4 +1,4 @@
-"""Which attributes of a model a graph was captured with, and whether they are still the same.
+"""The attributes that a graph was captured with, and whether they are still the same.
 
 NOTE [When a graph is still right]
 A forward that reads `self.drop.p` or `self.config.tau` has decided by it what the graph computes. So each attribute
@@ -42,7 +42,7 @@ from autotp.passes.capture.guards.attributes import (
     state_of_opaque,
     without_numbers,
 )
-from autotp.passes.capture.guards.code_names import Name, Named, is_library, settings_in
+from autotp.passes.capture.guards.code_names import CodeName, Named, is_library, settings_in
 from autotp.passes.capture.guards.comparison import Frozen
 from autotp.passes.capture.repeats.blocks import patched
 from autotp.source_location import is_users
@@ -139,7 +139,7 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-Place = Slot | Name
+SettingPlace = Slot | CodeName
 
 
 class Guard:
@@ -175,7 +175,7 @@ class Guard:
         for path in numbers:
             self.numbers.setdefault((path[0], path[1]), set()).add(path[2:])
         self.kept: list[Any] = []
-        self.values: dict[Place, Any] = {slot: self._value(slot, keep=True) for slot in sorted(slots)}
+        self.values: dict[SettingPlace, Any] = {slot: self._value(slot, keep=True) for slot in sorted(slots)}
         self.values |= {name: self._value(name, keep=True) for name in named}
         # In each call the objects of all slots are compared in three loops of C.
         self.slots = [slot for slot in sorted(slots - self.written) if self._may_lie(slot)]
@@ -199,14 +199,14 @@ class Guard:
         self.version = version
         return True
 
-    def _others(self) -> list[Place]:
+    def _others(self) -> list[SettingPlace]:
         """The places where another object lies now, which most often has another value."""
         slots = zip(self.slots, self.objects, self._objects(), strict=True)
         names = zip(self.named, chain(*self.of_names), chain(*self.named.values()), strict=True)
-        found: list[Place] = [slot for slot, then, now in slots if now is not then]
+        found: list[SettingPlace] = [slot for slot, then, now in slots if now is not then]
         return found + [name for name, then, now in names if now is not then]
 
-    def changed(self) -> list[Place]:
+    def changed(self) -> list[SettingPlace]:
         """What is another now."""
         return [place for place in self.values if self._value(place) != self.values[place]]
 
@@ -214,13 +214,13 @@ class Guard:
         """True if there are tensors below an attribute now."""
         return any(isinstance(value, Tensor) for _, value in below(self._now(slot), slot, {}))
 
-    def _now(self, place: Place) -> Any:
-        if isinstance(place, Name):
+    def _now(self, place: SettingPlace) -> Any:
+        if isinstance(place, CodeName):
             return place.value
         module = self.modules.get(place[0])
         return MISSING if module is None else self.look(module, place[1])
 
-    def _value(self, place: Place, keep: bool = False) -> Any:
+    def _value(self, place: SettingPlace, keep: bool = False) -> Any:
         now = self._now(place)
         if place in self.numbers:
             now = without_numbers(now, self.numbers[place])
@@ -288,6 +288,8 @@ def _unchanged(value: Any) -> Callable[[], bool]:
     )  # fmt: skip
 
 
-def explained(places: Sequence[Place]) -> str:
+def explained(places: Sequence[SettingPlace]) -> str:
     """Attributes and names, as the user writes them."""
-    return ", ".join(f"`{place if isinstance(place, Name) else spelled((place[0],), place[1])}`" for place in places)
+    return ", ".join(
+        f"`{place if isinstance(place, CodeName) else spelled((place[0],), place[1])}`" for place in places
+    )

@@ -1,4 +1,4 @@
-"""What a model asks of what is around it while it is captured: whether gradients are wanted, and Python's own chance.
+"""Notes what a model asks of Python and torch during capture: gradient mode, random numbers.
 
 NOTE [Whether gradients are wanted]
 A graph is right with gradients and without, unless the model's own code asks (`torch.is_grad_enabled()`,
@@ -36,7 +36,7 @@ MODES = ("is_grad_enabled", "is_inference_mode_enabled")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class GradientsWanted:
     """Of what gradients are wanted in a call.
 
     Attributes:
@@ -53,19 +53,19 @@ class Wanted:
     inputs: tuple[bool, ...] | None = ()
     parameters: tuple[bool, ...] | None = ()
 
-    def covers(self, call: Wanted) -> bool:
+    def covers(self, call: GradientsWanted) -> bool:
         """True if a graph, whose model asked this, is right for a call."""
         known = zip(vars(self).values(), vars(call).values(), strict=True)
         return all(mine in (None, its) for mine, its in known)
 
 
-NOT_ASKED = Wanted(None, None, None, None)
+NOT_ASKED = GradientsWanted(None, None, None, None)
 
 
-def wanted_now(tensors: Sequence[Tensor], parameters: Iterable[Tensor]) -> Wanted:
+def wanted_now(tensors: Sequence[Tensor], parameters: Iterable[Tensor]) -> GradientsWanted:
     """Of what gradients are wanted in a call with these arguments, here and now."""
     flags = tuple(x.requires_grad for x in tensors), tuple(p.requires_grad for p in parameters)
-    return Wanted(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *flags)
+    return GradientsWanted(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *flags)
 
 
 class Asked(TorchFunctionMode):
@@ -78,7 +78,7 @@ class Asked(TorchFunctionMode):
         modes, flags: whether it was asked for the mode, or whether a tensor wants a gradient.
     """
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: GradientsWanted) -> None:
         super().__init__()
         self.wanted, self.modes, self.flags = wanted, False, False
         self.inputs: list[Tensor] = []
@@ -120,11 +120,11 @@ class Asked(TorchFunctionMode):
         with patched(torch, {name: self._answering(getattr(torch, name)) for name in MODES}):
             yield
 
-    def relevant(self) -> Wanted:
+    def relevant(self) -> GradientsWanted:
         """What of the call's is relevant to the graph."""
         modes = (self.wanted.enabled, self.wanted.inference) if self.modes or self.flags else (None, None)
         flags = (self.wanted.inputs, self.wanted.parameters) if self.flags else (None, None)
-        return Wanted(*modes, *flags)
+        return GradientsWanted(*modes, *flags)
 
     def _answering(self, real: Callable[[], bool]) -> Callable[[], bool]:
         """NOTE [Whether gradients are wanted]"""

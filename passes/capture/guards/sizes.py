@@ -1,4 +1,4 @@
-"""sizes: what a graph assumes of the shapes of its inputs, as a plain Python function of them.
+"""sizes: what a graph assumes of the shapes of its inputs, as a Python function.
 
 Before: x [s0, 8] of a model that takes int(s0 ** 0.5) ** 2 for s0
 After:  fits([[9, 8]]) is True, fits([[10, 8]]) is False

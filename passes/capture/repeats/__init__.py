@@ -1,1 +1,1 @@
-"""Blocks that are alike are captured once."""
+"""Captures blocks that are alike once."""

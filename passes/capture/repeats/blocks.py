@@ -1,4 +1,4 @@
-"""The blocks of a model that have others of the same structure beside them; classes that are watched for a while."""
+"""Finds the blocks of a model that have the same structure as other blocks, and watches their classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a block asks of an object that it is given, as of a key-value cache: asked again for every block that is alike.
+"""What a block asks of an object that it gets, such as a cache; asked again for each block that is alike.
 
     The first block:   k, v = cache.update(k, v, self.layer_idx)     The object's own code runs, outside the block.
     A later one:       the same method of its own object, with its own k, v and number; and the same kind of answer

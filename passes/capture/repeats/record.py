@@ -1,4 +1,4 @@
-"""A call of a block that was captured: its border, which tensors cross, and what a later call must have in common.
+"""The record of a captured block: the tensors that go in and out, and the facts that a later call must share.
 
     The first call:   x = begin([x], 3); what the block does, on x; y = end([y], own, 3, LAST)
     A later call:     y = again([x], own, 3, LAST)     `own` are the block's own parameters and buffers
@@ -35,7 +35,7 @@ LAST = -1
 
 
 @dataclass
-class Call:
+class RecordedCall:
     """A call that was captured.
 
     Attributes:
@@ -105,7 +105,7 @@ class Call:
         )
 
 
-CALLS: list[list[Call]] = []
+CALLS: list[list[RecordedCall]] = []
 """The calls of each model that is being captured: a model may be while another is."""
 
 

@@ -1,4 +1,4 @@
-"""Blocks that are alike are captured once: where a later one would do the same, one operator says so.
+"""repeats: captures blocks that are alike once; one operator stands for each later call.
 
     The first call:   x = begin([x], 3); what the block does, on x; y = end([y], own, 3)
     A later call:     y = again([x], own, 3)           `own` are the block's own parameters and buffers
@@ -46,7 +46,7 @@ from autotp.passes.capture.repeats import queries as asked
 from autotp.passes.capture.repeats import record as recorded
 from autotp.passes.capture.repeats.blocks import Blocks, blocks_of, definer, differing, parts_of, patched
 from autotp.passes.capture.repeats.queries import Entangled, Number, ObjectAt, Request, TensorAt, is_object
-from autotp.passes.capture.repeats.record import CALLS, LAST, Call, again, filled, tensors_in, unbacked
+from autotp.passes.capture.repeats.record import CALLS, LAST, RecordedCall, again, filled, tensors_in, unbacked
 
 UNTOUCHED = ("_parameters", "_buffers", "_modules")  # `tensors_of` and `structure` have these.
 # Where attributes are looked up for everybody.
@@ -72,9 +72,9 @@ class Repeats:
         self.blocks: Blocks = {}
         self.parts: dict[int, list[int]] = {}
         self.numbers: set[tuple[int, str, str]] = set()
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
         self.same: list[tuple[nn.Module, nn.Module]] = []
-        self.open: Call | None = None
+        self.open: RecordedCall | None = None
         self.is_asking = self.met_objects = self.failed = False
         self.patches, self.patched = ExitStack(), set[type]()
 
@@ -119,7 +119,7 @@ class Repeats:
         if known is not None:
             self.same.append((known.block, block))
             return self._repeated(known, block, given, objects)
-        call = Call(len(self.calls), block, key, paths, frozen, objects)
+        call = RecordedCall(len(self.calls), block, key, paths, frozen, objects)
         self.calls.append(call)
         args, kwargs = pytree.tree_unflatten(call.begin(leaves), spec)
         return self._recorded(call, lambda: run(*args, **kwargs))
@@ -128,7 +128,7 @@ class Repeats:
         """True for an argument of which nothing goes unseen that a block does with it."""
         return is_harmless(value) or (self.with_objects and is_object(value))
 
-    def _repeated(self, call: Call, block: nn.Module, given: Sequence[Tensor], objects: Sequence[Any]) -> Any:
+    def _repeated(self, call: RecordedCall, block: nn.Module, given: Sequence[Tensor], objects: Sequence[Any]) -> Any:
         """What a later call returns."""
         outside, objects = [*given], [*objects]
         for step, request in enumerate(call.requests):
@@ -147,7 +147,7 @@ class Repeats:
         return call.rebuilt(outside, objects)
 
     @contextmanager
-    def _asking(self, call: Call) -> Iterator[None]:
+    def _asking(self, call: RecordedCall) -> Iterator[None]:
         """A region in which an object's own code runs for a later block: the blocks that it calls are no others."""
         self.open, self.is_asking = call, True
         try:
@@ -155,7 +155,7 @@ class Repeats:
         finally:
             self.open, self.is_asking = None, False
 
-    def _recorded(self, call: Call, run: Callable[[], Any]) -> Any:
+    def _recorded(self, call: RecordedCall, run: Callable[[], Any]) -> Any:
         """What a first call returns."""
         before = unbacked(call.inside)
         self.open = call
@@ -200,7 +200,7 @@ class Repeats:
         finally:
             self.is_asking = False
 
-    def _asked(self, call: Call, one: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def _asked(self, call: RecordedCall, one: Any, name: str, args: Any, kwargs: Any) -> Any:
         if modes() != call.key[-1]:  # Later blocks' requests are made in those around the block.
             raise Entangled
         leaves, spec = asked.opened((args, tuple(kwargs.items())))
@@ -237,7 +237,7 @@ class Repeats:
             call.reads[path, name] = known
         return None
 
-    def _used(self, call: Call, place: tuple[str, str], known: Any) -> None:
+    def _used(self, call: RecordedCall, place: tuple[str, str], known: Any) -> None:
         """A number was read, by others than objects."""
         call.reads[place] = known
         self.failed |= self.open is not call  # Too late: another call may have been said to do the same.

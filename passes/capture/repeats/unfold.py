@@ -1,4 +1,4 @@
-"""unfold: what a block's call stands for where it was captured as "the same again" (`repeats.py`).
+"""unfold: replaces the operator that stands for a repeated block by the operators of the block.
 
 Before: a = begin([x], 0); b = linear(a[0], w0); c = end([b], [w0], 0); d = again([c[0]], [w1], 0); read(d[0])
 After:  b = linear(x, w0); b1 = linear(b, w1); read(b1)

@@ -1,1 +1,1 @@
-"""What no graph can have: found, and said in the user's terms."""
+"""Models that cannot be captured: finds them, and raises an Error in the user's terms."""

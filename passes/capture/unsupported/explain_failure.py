@@ -1,4 +1,4 @@
-"""The exporter's complaint about a model as an Error: the user's line, and what to change."""
+"""torch.export's exception -> an Error with the user's line, and what to change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the exporter would drop from a graph without a word is kept, or refused: gradients of the model's own.
+"""Keeps or refuses a model's own gradients that torch.export would drop silently.
 
 A captured graph is differentiated by autograd, operator by operator. A `torch.autograd.Function`'s backward is put into
 it (`passes/capture/autograd_functions.py`); a hook on a gradient and inference mode are not in it, and are refused:

@@ -1,4 +1,4 @@
-"""Comparisons of a random number that come out the same whatever is drawn: `torch.rand([]) < layerdrop` at layerdrop 0.
+"""Finds comparisons of a random number that have one result, as `torch.rand([]) < 0`.
 
 While a model is captured no tensor has a value, so a branch on one is refused. But a number from [0, 1) is below 1, and
 not below 0, without being known. The draw itself stays in the graph: the random stream does not shift.

@@ -1,4 +1,4 @@
-"""Sizes that a model uses as text or as a key, while it is captured: these are numbers then.
+"""Makes sizes plain numbers where a model uses them as text or as a key, during capture.
 
 A size of a graph is a symbol: `x[: n // 2]` is right for all. `f"rows {n}"` and `self.cache[n]` are not: a text and a
 key are there once for all calls. So a size that the model's own code writes out, or looks up, becomes the number that

@@ -1,4 +1,4 @@
-"""What a model does with the values of a tensor, which no graph has: which of it torch lacks, and the ways out."""
+"""Raises Error where a model reads the values of a tensor, and names the ways out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a tensor lies in memory. Dropout draws in that order, so what moves a tensor keeps it as one device has it."""
+"""Keeps a tensor's order in memory, because dropout draws in this order."""
 
 from __future__ import annotations
 
