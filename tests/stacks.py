@@ -13,7 +13,8 @@ from autotp.passes.canonicalize.cse import cse
 from autotp.passes.capture.capture import capture
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.lower.dce import live
-from autotp.rules.call import draws, writes
+from autotp.rules.call import writes
+from autotp.rules.traits import draws
 from autotp.source_location import layer_of
 
 RAN: list[str] = []

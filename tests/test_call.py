@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from autotp.rules.call import draws
+from autotp.rules.traits import draws
 
 aten = torch.ops.aten
 X = torch.zeros(2, 3, 4, 5)

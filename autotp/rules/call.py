@@ -12,10 +12,6 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autotp.ops.dropout import exact_attention, exact_dropout, fast_attention, fast_dropout
-
-DRAWS = (exact_dropout, fast_dropout, exact_attention, fast_attention)
-"""Operators of our own that take numbers from the random stream: passes keep these, in order."""
 POSITIONS = tuple(map(str, range(16)))
 
 
@@ -111,18 +107,6 @@ def returned(graph: fx.Graph) -> tuple[Any, ...]:
     """What a graph returns."""
     found: Any = graph.output_node().args[0]
     return tuple(found)
-
-
-def draws(node: fx.Node) -> bool:
-    """True for a call that takes numbers from the random stream; dropout does not in evaluation, or of nothing."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return node.target in DRAWS
-    arguments = bind(node)
-    idle = arguments.get("train", True) is False, arguments.get("training", True) is False
-    nothing = (
-        node.target is not torch.ops.aten.native_dropout.default and "train" in arguments and arguments.get("p") == 0
-    )
-    return not (any(idle) or nothing or arguments.get("dropout_p") == 0)
 
 
 def writes(node: fx.Node) -> bool:

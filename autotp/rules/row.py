@@ -38,7 +38,7 @@ class Trait(Flag):
     FILL = auto()  # Of given sizes, and of no operand's elements.
     UNINITIALIZED = auto()  # Of whatever is in memory.
     RANDOM_EACH = auto()  # Each element is drawn by itself.
-    RANDOM = auto()  # It draws random numbers. (Of torch's own operators their tags say so.)
+    RANDOM = auto()  # It draws random numbers: passes keep their order. (Of torch's own operators their tags say so.)
 
     # Products and sums.
     PRODUCT = auto()  # Of two operands and nothing else; the gradient of each is a new tensor.

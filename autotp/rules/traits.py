@@ -7,8 +7,10 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import fx
 from torch._ops import OpOverload
 
+from autotp.rules.call import bind
 from autotp.rules.row import Row, Trait
 from autotp.rules.table import ROWS
 
@@ -17,7 +19,24 @@ UNKNOWN = Row()
 
 def has(op: Any, traits: Trait) -> bool:
     """True for an operator that has this trait, or of several (`Trait.SAME | Trait.RESHAPE`) at least one."""
-    return bool(ROWS.get(op, UNKNOWN).traits & traits)
+    return op in _having(traits)
+
+
+@cache
+def _having(traits: Trait) -> frozenset[Any]:
+    return frozenset(op for op, row in ROWS.items() if row.traits & traits)
+
+
+def draws(node: fx.Node) -> bool:
+    """True for a call that takes numbers from the random stream; dropout does not in evaluation, or of nothing."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return has(node.target, Trait.RANDOM)
+    arguments = bind(node)
+    idle = arguments.get("train", True) is False, arguments.get("training", True) is False
+    nothing = (
+        node.target is not torch.ops.aten.native_dropout.default and "train" in arguments and arguments.get("p") == 0
+    )
+    return not (any(idle) or nothing or arguments.get("dropout_p") == 0)
 
 
 def size_argument(op: Any) -> str:

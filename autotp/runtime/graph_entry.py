@@ -13,7 +13,8 @@ from autotp.distributed.mesh import Mesh
 from autotp.options import Options
 from autotp.passes.capture.guards.guard import Guard
 from autotp.passes.emit.attach_parameters import ParameterPlace, attach_parameters
-from autotp.rules.call import draws, returned
+from autotp.rules.call import returned
+from autotp.rules.traits import draws
 
 
 @dataclass

@@ -20,7 +20,8 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autotp.passes.builder import Builder, fake_mode_of
-from autotp.rules.call import draws, returned
+from autotp.rules.call import returned
+from autotp.rules.traits import draws
 from autotp.source_location import block_of
 
 T = TypeVar("T")

@@ -15,9 +15,9 @@ from torch import fx
 from autotp.ops.custom_vjp import output
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
-from autotp.rules.call import draws, outputs_of
+from autotp.rules.call import outputs_of
 from autotp.rules.row import Trait
-from autotp.rules.traits import has
+from autotp.rules.traits import draws, has
 
 
 def cse(graph: fx.Graph) -> fx.Graph:

@@ -21,7 +21,8 @@ from torch import fx
 from autotp.errors import Error
 from autotp.ops.custom_vjp import RECORDED, Places, Vjp, is_gradient, kept, output, result, sent
 from autotp.passes.builder import Builder, fake_mode_of
-from autotp.rules.call import draws, outputs_of
+from autotp.rules.call import outputs_of
+from autotp.rules.traits import draws
 from autotp.source_location import line_of
 
 

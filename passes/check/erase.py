@@ -19,7 +19,8 @@ from torch._ops import OpOverload
 from autotp.ops import cross_entropy, dropout, lookup
 from autotp.ops import experts as routing
 from autotp.passes.check.types import CONJUGATES
-from autotp.rules.call import draws, is_tensor, operand_nodes, outputs_of
+from autotp.rules.call import is_tensor, operand_nodes, outputs_of
+from autotp.rules.traits import draws
 from autotp.sharding.axis import Axis, Size, product
 
 aten = torch.ops.aten

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from autotp.ops.eager_mode import is_plain
 from autotp.options import Recompute
 from autotp.passes.emit.outline import blocks, outlined
-from autotp.rules.call import bind, draws
+from autotp.rules.call import bind
 from autotp.rules.row import Trait
-from autotp.rules.traits import has
+from autotp.rules.traits import draws, has
 
 aten = torch.ops.aten
 

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from autotp.passes.builder import Builder, fake_mode_of
-from autotp.rules.call import draws, outputs_of
+from autotp.rules.call import outputs_of
+from autotp.rules.traits import draws
 
 
 def dce(graph: fx.Graph) -> fx.Graph:

@@ -18,7 +18,8 @@ from torch import fx
 from autotp.ops.collectives import all_gather, copy
 from autotp.ops.overlapped_linear import columns
 from autotp.passes.builder import Builder, fake_mode_of
-from autotp.rules.call import draws, outputs_of
+from autotp.rules.call import outputs_of
+from autotp.rules.traits import draws
 
 aten = torch.ops.aten
 

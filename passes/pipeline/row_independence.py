@@ -35,10 +35,10 @@ from autotp.errors import Error
 from autotp.ops.placement_moves import apart
 from autotp.passes.pipeline.loss_totals import is_mean, symbols
 from autotp.passes.plan.infer_axes import Axes, Bound, Dims, is_getitem, named_dims
-from autotp.rules.call import bind, draws, operator_name, outputs_of
+from autotp.rules.call import bind, operator_name, outputs_of
 from autotp.rules.language import names
 from autotp.rules.row import Trait
-from autotp.rules.traits import has
+from autotp.rules.traits import draws, has
 from autotp.sharding.axis import Axis, find, leaves
 from autotp.source_location import line_of
 

@@ -23,7 +23,8 @@ from torch import fx
 
 from autotp.errors import Error
 from autotp.passes.pipeline.cost import Cost
-from autotp.rules.call import draws, returned
+from autotp.rules.call import returned
+from autotp.rules.traits import draws
 from autotp.source_location import block_of, line_of
 
 KEPT = 4

@@ -18,9 +18,8 @@ from torch import fx
 from autotp.passes.plan.choose import elements
 from autotp.passes.plan.infer_axes import Axes
 from autotp.passes.plan.propagate import Have
-from autotp.rules.call import draws
 from autotp.rules.row import Trait
-from autotp.rules.traits import has
+from autotp.rules.traits import draws, has
 from autotp.sharding.axis import Axis
 from autotp.sharding.placement import Copied, Replicate
 

@@ -23,9 +23,8 @@ from autotp.passes.plan.choose import Decision, elements
 from autotp.passes.plan.infer_axes import Axes
 from autotp.passes.plan.match import contracts, readers, root
 from autotp.passes.plan.propagate import propagate
-from autotp.rules.call import draws
 from autotp.rules.row import Trait
-from autotp.rules.traits import has
+from autotp.rules.traits import draws, has
 from autotp.sharding.axis import Axis, find, leaves
 from autotp.sharding.placement import Partial, Replicate
 
