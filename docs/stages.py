@@ -22,8 +22,8 @@ STAGES = {
     "model": "What the user wrote.",
     "capture": "The graph of ATen operators that one call runs. Sizes that may change are letters; a value's type is "
     "its dtype and its shape.",
-    "canonicalize": "The same function, with one way to write each thing: a bias is an addition of its own, no operator "
-    "is computed twice, and no operator writes into its input.",
+    "canonicalize": "The same function, with one way to write each thing: a bias is an addition of its own, no "
+    "operator is computed twice, and no operator writes into its input.",
     "axes": "The rules of the operators name every dimension. A dimension that can be cut has a name before its size.",
     "plan": "What is cut, what it costs, and what stays whole and why.",
     "lower": "The graph of the first rank: local sizes, and a conjugate wherever the placement of a value changes. "
