@@ -24,7 +24,7 @@ from autotp.errors import Error  # noqa: E402
 from autotp.hf.library import Transformers  # noqa: E402
 from autotp.hf.pretrained import from_pretrained, save_pretrained  # noqa: E402
 from autotp.model_library import register  # noqa: E402
-from autotp.rules.table import rule  # noqa: E402
+from autotp.rules.registry import rule  # noqa: E402
 from autotp.runtime.grad_norm import clip_grad_norm_  # noqa: E402
 from autotp.runtime.module import ParallelModule  # noqa: E402
 from autotp.training.distribute import distribute  # noqa: E402

@@ -59,7 +59,7 @@ from autotp.passes.plan.outputs import (
 from autotp.passes.plan.propagate import Have, needs_grad, propagate
 from autotp.passes.plan.sequence_parallel import sequence_parallel
 from autotp.rules.call import operand_nodes, returned
-from autotp.rules.table import USER_RULES
+from autotp.rules.registry import USER_RULES
 from autotp.sharding.layout import Layout
 
 

@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def registry() -> Iterator[None]:
     """The rules are, after the test, what they were; users have none before it."""
-    from autotp.rules.table import RULES, USER_RULES
+    from autotp.rules.registry import RULES, USER_RULES
 
     before, users = dict(RULES), set(USER_RULES)
     USER_RULES.clear()

@@ -15,9 +15,8 @@ from autotp import compiler as transform
 from autotp.compiler import Program, rank_graph
 from autotp.diagnostics.lockstep import run_lockstep
 from autotp.errors import Error
-from autotp.ops import collectives
+from autotp.ops import collectives, cross_entropy, dropout, lookup, placement_moves
 from autotp.ops import experts as routing
-from autotp.ops import parallel_forms as parallel
 from autotp.ops.coalesced import together
 from autotp.passes.check.check import check
 from autotp.passes.check.types import Typed
@@ -150,9 +149,15 @@ def test_a_broken_group_is_refused(name: str) -> None:
 def test_every_conjugate_is_broken() -> None:
     seen = {node.target for name in CASES for node in graphs_of(*case(name))[0].nodes}
     assert seen > set(KINDS)
-    forms = {parallel.embedding, parallel.gather, parallel.class_terms, parallel.exact_dropout, parallel.fast_attention}
+    forms = {
+        lookup.embedding,
+        lookup.gather,
+        cross_entropy.class_terms,
+        dropout.exact_dropout,
+        dropout.fast_attention,
+    }
     assert seen > forms
-    assert seen > {together, parallel.place, parallel.first, routing.dispatch, routing.combine}
+    assert seen > {together, placement_moves.place, placement_moves.first, routing.dispatch, routing.combine}
 
 
 def test_the_pass_that_broke_a_graph_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

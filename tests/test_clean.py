@@ -6,7 +6,7 @@ import pytest
 import torch
 from graphs import draft, expect_same, lines, ops, some
 
-from autotp.ops import parallel_forms as parallel
+from autotp.ops import dropout
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
 from autotp.passes.lower.dce import dce
 
@@ -24,12 +24,10 @@ def test_what_nobody_reads_goes() -> None:
     assert ops(dce(draft(unread, x=X))) == ["relu"]
 
 
-@pytest.mark.parametrize(
-    "draw", [aten.bernoulli.p, aten.rand_like.default, aten.dropout.default, parallel.fast_dropout]
-)
+@pytest.mark.parametrize("draw", [aten.bernoulli.p, aten.rand_like.default, aten.dropout.default, dropout.fast_dropout])
 def test_draws_stay(draw: Any) -> None:
     """A draw that nobody reads moves the generator: without it the next mask would be another."""
-    arguments = {aten.bernoulli.p: (0.5,), aten.dropout.default: (0.5, True), parallel.fast_dropout: (0.5, 0)}
+    arguments = {aten.bernoulli.p: (0.5,), aten.dropout.default: (0.5, True), dropout.fast_dropout: (0.5, 0)}
 
     def make(call: Any, x: Any) -> Any:
         call(draw, call(aten.relu.default, x), *arguments.get(draw, ()))

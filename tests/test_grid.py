@@ -12,7 +12,7 @@ from test_layout import places as places_of
 from torch import Tensor, nn
 
 import autotp
-from autotp.ops.parallel_forms import first, place, take
+from autotp.ops.placement_moves import first, place, take
 from autotp.sharding.axis import Axis, Size, concat, holds, product, touches
 from autotp.sharding.grid import all_grids, grid, is_full, part_of, same_cut, slices_of, splits
 from autotp.sharding.layout import Layout, layout_of, ranges

@@ -24,8 +24,7 @@ from transformer import arguments, model
 
 import autotp
 from autotp.diagnostics.verify import Trial, compare, prepare
-from autotp.ops import collectives
-from autotp.ops import parallel_forms as parallel
+from autotp.ops import collectives, cross_entropy
 from autotp.ops.coalesced import together
 
 checks = Checks()
@@ -144,7 +143,7 @@ def test_a_vocabulary_of_511_on_two_ranks() -> None:
         trial = right(vocab=511, hidden=64, tied=tied)
         for name in ("tokens.weight",) if tied else ("tokens.weight", "head.weight"):
             assert trial.analysis.layouts[name].lengths() == [256, 255]
-        (node,) = calls(trial, parallel.class_terms)
+        (node,) = calls(trial, cross_entropy.class_terms)
 
         def padded(graph: fx.Graph, node: fx.Node, rank: int) -> None:
             node.update_arg(4, 255 * rank)  # as if all ranks had 255 rows

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from autotp.passes.lower.prove_rules import prove
-from autotp.rules.table import RULES
+from autotp.rules.registry import RULES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from autotp.passes.lower.prove_rules import prove
 from autotp.passes.plan.infer_axes import infer_axes
 from autotp.rules.call import Call
-from autotp.rules.table import RULES, SIZE_ARGUMENTS, overloads, rule_of
+from autotp.rules.registry import RULES, rule_of
+from autotp.rules.table import ROWS
+from autotp.rules.traits import size_argument
 
 aten = torch.ops.aten
 TP = (2, 3, 4)
@@ -194,6 +196,7 @@ def test_table() -> None:
 
 
 def test_size_arguments_exist() -> None:
-    for name, argument in SIZE_ARGUMENTS.items():
-        for op in overloads(getattr(aten, name.removeprefix("aten."))):
-            assert op not in RULES or argument in [arg.name for arg in op._schema.arguments], op
+    sized = {op: name for op in ROWS if (name := size_argument(op))}
+    assert len(sized) > 14
+    for op, name in sized.items():
+        assert name in [arg.name for arg in op._schema.arguments], op

@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from autotp.ops.parallel_forms import class_terms, embedding, fast_dropout, gather, peak
+from autotp.ops.cross_entropy import class_terms, peak
+from autotp.ops.dropout import fast_dropout
+from autotp.ops.lookup import embedding, gather
 from autotp.sharding.partition import chunk_bounds
 
 ROWS, CLASSES, TP = 6, 7, (1, 2, 3, 8)  # on 8 ranks the last one has no class

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 import autotp
 from autotp.compiler import analyse, rank_graph
 from autotp.models.gpt import GPT, GPTConfig
-from autotp.ops import collectives
-from autotp.ops import parallel_forms as parallel
+from autotp.ops import collectives, cross_entropy
 from autotp.ops.coalesced import together
 from autotp.ops.overlapped_linear import columns
 from autotp.options import OPTIONAL, Options
@@ -133,7 +132,7 @@ def test_together_they_leave_the_loss_in_the_memory_of_the_logits() -> None:
     """Which the operator that the head's product is part of has just made."""
     model = GPT(GPTConfig(block_size=5, vocab_size=96, n_layer=1, n_head=2, n_embd=8))
     for without in ((), ("overlap",)):
-        found = [node.kwargs for node in calls(without, model, 2) if node.target is parallel.class_terms]
+        found = [node.kwargs for node in calls(without, model, 2) if node.target is cross_entropy.class_terms]
         assert found == [{"fresh": True}], without
 
 

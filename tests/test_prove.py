@@ -16,7 +16,7 @@ from autotp.passes.lower.prove_rules import prove, prove_node
 from autotp.passes.plan.infer_axes import infer_axes
 from autotp.rules.common import fixed
 from autotp.rules.language import Rule
-from autotp.rules.table import RULES, USER_RULES
+from autotp.rules.registry import RULES, USER_RULES
 
 aten = torch.ops.aten
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from graphs import draft, some
 
-from autotp.ops import collectives
-from autotp.ops import parallel_forms as parallel
+from autotp.ops import collectives, cross_entropy, lookup
 from autotp.passes.emit.bind import bind
 from autotp.passes.emit.in_place import fresh, written
 
@@ -19,7 +18,7 @@ Make = Callable[..., Any]
 
 def reduced(target: Any, *names: str, view: bool = False, op: tuple[str, ...] = ()) -> Make:
     def make(call: Any, **places: Any) -> Any:
-        value = call(target, *(places[name] for name in names), *((0, 4) if target is parallel.embedding else ()))
+        value = call(target, *(places[name] for name in names), *((0, 4) if target is lookup.embedding else ()))
         for shape in [[12], [4, 3]] if view else []:
             value = call(aten.reshape.default, value, shape)
         return call(collectives.reduce, value, "tp", *op)
@@ -73,7 +72,7 @@ def loss_of(target: Any, *names: str, also: str | None = "") -> Make:
     def make(call: Any, **places: Any) -> Any:
         made = call(target, *(places[name] for name in names))
         logits = call(aten.view.default, made, [3, 4])
-        terms = call(parallel.class_terms, logits, call(parallel.peak, logits, 1), places["i"], 1, 0, 4)
+        terms = call(cross_entropy.class_terms, logits, call(cross_entropy.peak, logits, 1), places["i"], 1, 0, 4)
         read = {
             "size": (aten.sym_size.int, logits, 0),
             "exp": (aten.exp.default, logits),
@@ -90,7 +89,7 @@ def loss_of(target: Any, *names: str, also: str | None = "") -> Make:
         pytest.param(reduced(aten.linear.default, "x", "w"), True, id="linear"),
         pytest.param(reduced(aten.mm.default, "x", "w"), True, id="mm"),
         pytest.param(reduced(aten.addmm.default, "b", "x", "w"), True, id="addmm"),
-        pytest.param(reduced(parallel.embedding, "w", "i"), True, id="embedding"),
+        pytest.param(reduced(lookup.embedding, "w", "i"), True, id="embedding"),
         pytest.param(reduced(aten.linear.default, "x", "w", view=True), True, id="view-of-a-product"),
         pytest.param(reduced(aten.linear.default, "x", "w", op=("max",)), False, id="maximum"),
         pytest.param(reduced(aten.exp.default, "x"), False, id="exp-keeps-its-result"),
@@ -117,7 +116,7 @@ def loss_of(target: Any, *names: str, also: str | None = "") -> Make:
 )
 def test_fresh(make: Make, expected: bool) -> None:
     graph = draft(make, **VALUES)
-    kinds = (collectives.copy, collectives.reduce, parallel.class_terms)
+    kinds = (collectives.copy, collectives.reduce, cross_entropy.class_terms)
     assert [node in fresh(graph) for node in graph.nodes if node.target in kinds] == [expected]
 
 

@@ -20,7 +20,8 @@ from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.pipeline.cost import Cost, block_costs, multiplications
 from autotp.passes.pipeline.stages import balanced, blocks_in_order, divided, staged
 from autotp.passes.plan.choose import NOMINAL, elements
-from autotp.passes.plan.match import SDPA
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 from autotp.training.pipeline_stage import ENGINES, Training, expect_splits
 
 
@@ -128,7 +129,7 @@ def test_costs() -> None:
     assert [cost.activations for cost in costs] == [3 * 40, 3 * 112, 3 * 40, 3 * (40 + 64)]  # Products, and with bias.
     assert divided(blocks, costs, [0, 1], [2, 1]).blocks == (("h.0", "h.1"), ("h.2", "h.3"))
     attention = analyse(skeleton_of(Heads()), (torch.zeros(3, 5, 8),), {}, 2)
-    (node,) = (n for n in attention.graph.nodes if str(n.target).startswith(SDPA))
+    (node,) = (n for n in attention.graph.nodes if has(n.target, Trait.ATTENTION))
     assert multiplications(node, attention.axes) == 2 * elements(node) * NOMINAL
 
 

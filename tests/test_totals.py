@@ -50,6 +50,10 @@ def likelihood(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     return F.nll_loss(x.flatten(0, 1).log_softmax(-1), y.flatten())
 
 
+def direct(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return torch.ops.aten.nll_loss(x.flatten(0, 1).log_softmax(-1), y.flatten(), w)
+
+
 def two(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     return (
         tokens(x, y, w) + 0.5 * F.cross_entropy(x[:, 0], y[:, 0].clamp(min=0)) - F.mse_loss(x, x * y.unsqueeze(-1)) / 3
@@ -85,7 +89,9 @@ def run(graph: fx.Graph, known: dict[str, Tensor]) -> Any:
     return fx.GraphModule(nn.Module(), graph)(*(known[name] for name in names))
 
 
-@pytest.mark.parametrize("function", [tokens, weighted, smoothed, likelihood, two, mean, masked, regular, table])
+@pytest.mark.parametrize(
+    "function", [tokens, weighted, smoothed, likelihood, direct, two, mean, masked, regular, table]
+)
 @pytest.mark.parametrize("sizes", [(1, 5), (2, 2, 2), (6,)], ids=str)
 def test_parts_sum_up(function: Callable[..., Tensor], sizes: tuple[int, ...]) -> None:
     captured, found = taken(function)

@@ -20,8 +20,7 @@ from autotp import compiler as transform
 from autotp.diagnostics.verify import Difference, Report, Trial, compare, prepare
 from autotp.models.bert import BERT, BERTConfig
 from autotp.models.gpt import GPT, GPTConfig
-from autotp.ops import collectives
-from autotp.ops import parallel_forms as parallel
+from autotp.ops import collectives, cross_entropy, dropout, lookup
 from autotp.options import Options
 from autotp.passes.canonicalize.functionalize import functionalize
 from autotp.passes.plan.propagate import needs_grad
@@ -144,11 +143,11 @@ def is_biased(node: fx.Node) -> bool:
 
 
 WRONG = {
-    "scale": (parallel.exact_attention, 6, lambda scale: 0.7),
-    "causal": (parallel.exact_attention, 5, lambda causal: not causal),
-    "dropout": (parallel.exact_attention, 10, lambda pieces: ((1, 3),)),
-    "lookup": (parallel.embedding, 2, lambda start: start + 1),
-    "target": (parallel.class_terms, 4, lambda start: start + 1),
+    "scale": (dropout.exact_attention, 6, lambda scale: 0.7),
+    "causal": (dropout.exact_attention, 5, lambda causal: not causal),
+    "dropout": (dropout.exact_attention, 10, lambda pieces: ((1, 3),)),
+    "lookup": (lookup.embedding, 2, lambda start: start + 1),
+    "target": (cross_entropy.class_terms, 4, lambda start: start + 1),
 }
 
 

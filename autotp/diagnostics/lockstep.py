@@ -17,10 +17,10 @@ from autotp.ops import collectives, custom_vjp
 from autotp.ops.coalesced import together
 from autotp.ops.custom_vjp import Vjp
 from autotp.ops.overlapped_linear import columns, products
-from autotp.ops.strides import inverse, memory_order
 from autotp.passes.emit.attach_parameters import BlockCall
 from autotp.passes.emit.recompute import Recomputed
 from autotp.sharding.partition import chunk_sizes
+from autotp.sharding.strides import inverse, memory_order
 
 Ranks = tuple[Tensor, ...]
 

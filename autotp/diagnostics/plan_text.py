@@ -18,9 +18,11 @@ from autotp.ops.coalesced import together
 from autotp.ops.overlapped_linear import columns
 from autotp.passes.canonicalize.custom_vjp import backward_of
 from autotp.passes.lower.overlap import separate
-from autotp.passes.plan.match import LOOKUPS, contracts
+from autotp.passes.plan.match import contracts
 from autotp.passes.plan.propagate import needs_grad
 from autotp.rules.call import outputs_of
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 from autotp.sharding.axis import find
 from autotp.sharding.layout import Layout
 from autotp.source_location import layer_of, line_of, numbered
@@ -238,7 +240,7 @@ def _cut(name: str, node: fx.Node, layout: Layout, analysis: Program) -> CutRow:
     for reader in node.users:
         factor = analysis.axes.bound[reader].cuttable(leaf) if reader in analysis.axes.bound else None
         product = contracts(analysis.axes.bound.get(reader))
-        weighs = product or str(reader.target).startswith(LOOKUPS)
+        weighs = product or has(reader.target, Trait.LOOKUP)
         if factor is not None and weighs and not factor.outs and factor.summed:
             forward = "reduce-scatter" if reader in analysis.decision.scattered else "all-reduce"
         elif factor is not None and product:
@@ -254,7 +256,7 @@ def _whole(name: str, node: fx.Node, analysis: Program) -> WholeRow:
     shape = tuple(node.meta["val"].shape)
     if reader is None:
         return WholeRow(name, shape, "?", "nothing reads it on these inputs")
-    matrix = len(shape) > 1 and not str(reader.target).startswith(LOOKUPS)
+    matrix = len(shape) > 1 and not has(reader.target, Trait.LOOKUP)
     in_block = matrix and numbered(name) != ""
     return WholeRow(name, shape, line_of(reader), _reason(node, reader, analysis), in_block)
 
@@ -267,7 +269,7 @@ def _reason(node: fx.Node, reader: fx.Node, analysis: Program) -> str:
         return f"{kind} has no rule"
     if "norm" in kind:
         return "the norm needs the whole width"
-    if kind.startswith(LOOKUPS):
+    if has(reader.target, Trait.LOOKUP):
         return "a small table, or one looked up by counted positions"
     if reader in analysis.hoisted:
         return "every rank needs all that it gives"

@@ -16,8 +16,7 @@ from autotp.distributed.live_models import sorted_by_model
 from autotp.distributed.mesh import Mesh
 from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error
-from autotp.ops import collectives
-from autotp.ops import parallel_forms as parallel
+from autotp.ops import collectives, placement_moves
 from autotp.sharding.layout import Layout
 from autotp.sharding.partition import chunk_sizes
 
@@ -118,7 +117,7 @@ def _joined(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
         mine = layout.first(mesh.rank)
         places = tuple(layout.places(mesh.rank, mine))
         return collectives.reduce(
-            parallel.place(local, layout.dim, tuple(mine), places, layout.shape[layout.dim]), mesh.group
+            placement_moves.place(local, layout.dim, tuple(mine), places, layout.shape[layout.dim]), mesh.group
         )
     lengths = layout.lengths()
     size, block = sum(lengths), gcd(*lengths)

@@ -24,8 +24,8 @@ from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 
 from autotp.errors import Error
 from autotp.ops.eager_mode import apply, is_plain
-from autotp.ops.strides import inverse, memory_order
 from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
+from autotp.sharding.strides import inverse, memory_order
 
 # No backend sends these; they travel as bytes.
 _AS_BYTES = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2})

@@ -18,8 +18,10 @@ from autotp.passes.emit.attach_parameters import ParameterPlace, ReadParameter, 
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.row_independence import batched
 from autotp.passes.pipeline.stages import Division, Stage, blocks_in_order, divided
-from autotp.passes.plan.match import SDPA, contracts
+from autotp.passes.plan.match import contracts
 from autotp.rules.call import placeholders
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 from autotp.runtime.fsdp import expect_whole
 from autotp.sharding.layout import Layout
 from autotp.source_location import line_of
@@ -275,7 +277,7 @@ def analysed(
         analyse(skeleton, two[0], two[1], tp, training, layouts)
     analysis = analyse(skeleton, args, kwargs, tp, training, layouts)
     for node in analysis.graph.nodes if training.compute_dtype else ():
-        if contracts(analysis.axes.bound.get(node)) or str(node.target).startswith(SDPA):
+        if contracts(analysis.axes.bound.get(node)) or has(node.target, Trait.ATTENTION):
             values = [x for x in (n.meta.get("val") for n in node.all_input_nodes) if isinstance(x, Tensor)]
             found = sorted({str(x.dtype).removeprefix("torch.") for x in values if x.is_floating_point()})
             if len(found) > 1:

@@ -31,26 +31,10 @@ from torch import fx
 from autotp.ops import channels
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.rules.call import bind
+from autotp.rules.traits import each_channel
 from autotp.sharding.axis import Size
 
 aten = torch.ops.aten
-BY_CHANNEL: dict[int, list[Any]] = {
-    1: [
-        aten.avg_pool1d.default, aten.max_pool1d.default, aten.max_pool1d_with_indices.default,
-        aten.adaptive_avg_pool1d.default, aten.adaptive_max_pool1d.default, aten.upsample_linear1d.vec,
-        aten.upsample_nearest1d.vec,
-    ],
-    2: [
-        aten.avg_pool2d.default, aten.max_pool2d.default, aten.max_pool2d_with_indices.default,
-        aten.adaptive_avg_pool2d.default, aten.adaptive_max_pool2d.default, aten.upsample_bilinear2d.vec,
-        aten.upsample_bicubic2d.vec, aten.upsample_nearest2d.vec,
-    ],
-    3: [
-        aten.avg_pool3d.default, aten.max_pool3d.default, aten.max_pool3d_with_indices.default,
-        aten.adaptive_avg_pool3d.default, aten.upsample_trilinear3d.vec, aten.upsample_nearest3d.vec,
-    ],
-}  # fmt: skip
-"""Operators of each channel by itself, by how many dimensions are behind the channels."""
 Rewrite = Callable[[Builder, dict[str, Any]], Any]
 
 
@@ -286,5 +270,5 @@ REWRITES: dict[Any, Rewrite] = {
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten.reshape.default: _same_shape,
-    **{op: _by_channel(op, places) for places, ops in BY_CHANNEL.items() for op in ops},
+    **{op: _by_channel(op, places) for op, places in each_channel()},
 }

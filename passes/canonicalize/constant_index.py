@@ -12,9 +12,10 @@ import torch
 from torch import fx
 
 from autotp.passes.builder import Builder, fake_mode_of
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 
 aten = torch.ops.aten
-SAME = (aten.lift_fresh_copy.default, aten.detach.default, aten.alias.default, aten.clone.default)
 
 
 def constant_index(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> fx.Graph:
@@ -42,7 +43,7 @@ def _slice(node: fx.Node, constants: Mapping[str, torch.Tensor]) -> tuple[int, i
     if len(given) != 1:
         return None
     dim, index = given[0]
-    while index.target in SAME:
+    while has(index.target, Trait.SAME) and not has(index.target, Trait.CAST):
         index = index.args[0]
     constant, length = constants.get(index.name), x.meta["val"].shape[dim]
     if constant is None or constant.dim() != 1 or constant.is_floating_point() or constant.dtype == torch.bool:

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
 from autotp.ops.custom_vjp import output
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
 from autotp.rules.call import draws, outputs_of
-
-aten = torch.ops.aten
-FILLED = (aten.empty.memory_format, aten.zeros.default, aten.ones.default, aten.full.default)
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 
 
 def cse(graph: fx.Graph) -> fx.Graph:
@@ -30,7 +28,7 @@ def cse(graph: fx.Graph) -> fx.Graph:
         if node.target in (enter_autocast, exit_autocast):
             done.clear()  # The same operator computes something else there.
         pure = node.op == "call_function" and not draws(node) and (outputs_of(node) or "val" in node.meta)
-        pure = pure and node.target not in FILLED  # Shared, it would make one axis of what is two layers' own.
+        pure = pure and not has(node.target, Trait.FILL)  # Shared, it would make one axis of what is two layers' own.
         pure = pure and node.target is not output  # Of two calls each has a gradient of its own.
         key = (node.target, _typed(builder.map(node.args)), _typed(builder.map(node.kwargs))) if pure else None
         if key is not None and key in done:

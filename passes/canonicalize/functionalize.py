@@ -22,24 +22,14 @@ from autotp.errors import Error
 from autotp.ops.channels import batch_norm_moving
 from autotp.passes.builder import Builder, evaluated, fake_mode_of
 from autotp.rules.call import bind, operator_name, writes
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 from autotp.source_location import line_of
 
 aten = torch.ops.aten
 
-# How the base changes where a view of it does: view -> (scatter operator, or None where an inverse view will do).
-SCATTERS = {"aten::slice": aten.slice_scatter.default, "aten::select": aten.select_scatter.default}
-SAME = (
-    "aten::alias",
-    "aten::detach",
-    "aten::lift_fresh",
-    "aten::contiguous",
-    "aten::to",
-    "aten::dropout",
-    "aten::type_as",
-)
-RESHAPES = ("aten::view", "aten::unsqueeze", "aten::squeeze", "aten::_unsafe_view", "aten::reshape", "aten::flatten")
-# Return their operand itself where there is nothing to do, which their schemas do not say.
-MAYBE = ("aten::contiguous", "aten::reshape", "aten::dropout", "aten::type_as")
+SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
+"""A view that is a part -> what puts a new part into the base."""
 
 
 def functionalize(graph: fx.Graph, buffers: Collection[str], owned: Collection[str] = ()) -> tuple[fx.Graph, list[str]]:
@@ -219,7 +209,7 @@ def _viewed(node: fx.Node, mode: FakeTensorMode) -> fx.Node | None:
     if not isinstance(node.target, OpOverload):
         return None
     schema = node.target._schema
-    aliased = schema.name in MAYBE or any(r.alias_info is not None for r in schema.returns)
+    aliased = has(node.target, Trait.MAY_ALIAS) or any(r.alias_info is not None for r in schema.returns)
     source = node.args[0] if aliased and node.args else None
     return source if isinstance(source, fx.Node) and _shares(node, source, mode) else None
 
@@ -239,19 +229,22 @@ def _lies_in(target: Any, at: int, args: Any, kwargs: Any) -> bool:
 
 def _scattered(builder: Builder, view: fx.Node, rest: Any, base: Any, new: fx.Node) -> fx.Node:
     """The base of `view` once the view is `new`; `rest` is how the view was taken."""
-    name = view.target._schema.name if isinstance(view.target, OpOverload) else ""
-    if name in SCATTERS:
-        return builder.call(SCATTERS[name], base, new, *rest)
-    if name in SAME or writes(view):
-        return new  # What an in-place operator returns is what it wrote to.
-    if name in RESHAPES:
+    target: Any = view.target
+    if target in SCATTERS:
+        return builder.call(SCATTERS[target], base, new, *rest)
+    if has(target, Trait.RESHAPE):
         return builder.call(aten.reshape.default, new, _sizes(builder, base))
-    if name in ("aten::transpose", "aten::t"):
-        return builder.call(view.target, new, *rest)  # type: ignore[arg-type]
-    if name == "aten::permute":
+    if has(target, Trait.SAME | Trait.MAY_ALIAS) or writes(view):
+        return new  # What an in-place operator returns is what it wrote to.
+    if has(target, Trait.SWAP):
+        return builder.call(target, new, *rest)
+    if target is aten.permute.default:
         order = [d % len(rest[0]) for d in rest[0]]
         return builder.call(aten.permute.default, new, [order.index(d) for d in range(len(order))])
-    raise _refused(view, f"an in-place operator writes through `{view.target if name else 'one of several views'}`")
+    raise _refused(
+        view,
+        f"an in-place operator writes through `{target if isinstance(target, OpOverload) else 'one of several views'}`",
+    )
 
 
 def _sizes(builder: Builder, node: fx.Node) -> list[Any]:

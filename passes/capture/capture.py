@@ -53,8 +53,8 @@ def capture(
         skeleton: the model, on `meta` (see `skeleton_of`); its train/eval flags count.
         args, kwargs: example arguments; of tensors only shapes and dtypes are read.
         autocast: what is on around the model.
-        once: whether blocks that are alike are captured once (`passes/capture/repeats/repeats.py`), which gives the
-        same graph sooner. opened: attributes that change from call to call, besides those that the model itself writes.
+        once: whether blocks that are alike are captured once (`repeats/repeats.py`): the same graph, sooner.
+        opened: attributes that change from call to call, besides those that the model itself writes.
         wanted: of what gradients are wanted in the call, should the model ask.
 
     Raises:

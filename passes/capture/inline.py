@@ -16,9 +16,10 @@ from torch import fx
 
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 
 aten = torch.ops.aten
-DROPPED = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten._assert_async", "aten.sym_constrain_range")
 
 
 def inline(graph: fx.Graph) -> fx.Graph:
@@ -41,7 +42,7 @@ def _inline_node(builder: Builder, node: fx.Node) -> None:
             entered = builder.raw(enter_autocast, (device, dtype, enabled, cache))
             builder.env[node] = _region(builder, region, args)
             builder.raw(exit_autocast, (entered,))
-        case target if target.startswith(DROPPED) or _nested(node) is not None:
+        case _ if has(node.target, Trait.ASSERTION) or _nested(node) is not None:
             builder.env[node] = None
         case _ if node.target is operator.getitem and isinstance(builder.map(node.args[0]), tuple):
             builder.env[node] = builder.map(node.args[0])[node.args[1]]

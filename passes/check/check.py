@@ -9,7 +9,9 @@ is one of the model's on the same operands, random draws in the same order. Typi
 its rule allows, and every conjugate stands between those of its row of the table. Together, on all ranks: the numbers
 and the gradients of one device. Nothing that was planned is looked at; cuts come from the parameters' layouts alone.
 So this file and its own, `proof.py`, `types.py`, `erase.py` and `local_calls.py`, import nothing of plan, lower and
-localize. On trust are the rules, `infer_axes`, slicing by layouts and the conjugates: these have tests of their own.
+localize. Which operators split, slice, take a bias or stop a gradient is written there a second time, and is not read
+from the table's traits. On trust are the rules, `infer_axes`, slicing by layouts and the conjugates: these have tests
+of their own.
 
 NOTE [Why not by local sizes]
 A shard of one row looks like something to broadcast, a shard of none like anything. So axes and shapes are the model's,
@@ -27,8 +29,7 @@ import torch
 from torch import fx
 
 from autotp.errors import Error
-from autotp.ops import collectives, custom_vjp
-from autotp.ops import parallel_forms as parallel
+from autotp.ops import collectives, cross_entropy, custom_vjp
 from autotp.ops.coalesced import together
 from autotp.passes.check.erase import (
     BIASED,
@@ -59,8 +60,8 @@ from autotp.sharding.placement import Copied, Partial, Placement, Replicate, Sha
 
 aten = torch.ops.aten
 
-NO_GRADIENT = (aten.detach.default, parallel.peak, custom_vjp.kept)
-"""Operators that no gradient passes."""
+NO_GRADIENT = (aten.detach.default, cross_entropy.peak, custom_vjp.kept)
+"""Operators that no gradient passes: written a second time, see NOTE [What is proved]."""
 
 
 def check(

@@ -18,7 +18,7 @@ from autotp.passes.check.types import OperatorCut
 from autotp.passes.lower.local_sizes import Target
 from autotp.passes.plan.infer_axes import Axes, Dims
 from autotp.rules.call import bind, outputs_of
-from autotp.rules.table import SIZE_ARGUMENTS
+from autotp.rules.traits import size_argument
 from autotp.sharding.axis import Axis, Size, find, open_product, touches
 from autotp.sharding.grid import part_of
 from autotp.sharding.layout import Range, ranges
@@ -61,7 +61,7 @@ def local_call(
     to: Target, axes: Axes, node: fx.Node, model: fx.Node, cut: OperatorCut | None
 ) -> tuple[Any, dict[str, Any]]:
     """The call that computes this rank's part: its target and its arguments."""
-    arguments, target, name = bind(model), model.target, str(model.target).rsplit(".", 1)[0]
+    arguments, target = bind(model), model.target
     if cut is None:
         return target, arguments
     ins, outs, leaf = axes.bound[model].dims[0], axes.dims[model], cut.leaf
@@ -73,9 +73,10 @@ def local_call(
         return SPLIT, {"self": arguments["self"], "split_sizes": sizes, "dim": dim}
     if family(model) is SLICE and touches(ins[0][arguments["dim"]], leaf):
         return SLICE, _local_slice(to, model, arguments, ins[0], leaf)
-    if name in SIZE_ARGUMENTS:
-        at, out = SIZE_ARGUMENTS[name], outs[0]
-        first = arguments["dim"] % len(ins[0]) if name == "aten.unflatten" else len(out) - len(arguments[at])
+    if at := size_argument(target):
+        out = outs[0]
+        inside = str(target).startswith("aten.unflatten")
+        first = arguments["dim"] % len(ins[0]) if inside else len(out) - len(arguments[at])
         arguments[at] = [local_length(to, axis, leaf) for axis in out[first : first + len(arguments[at])]]
     return target, arguments
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from autotp.ops import parallel_forms as parallel
+from autotp.ops import placement_moves
 from autotp.passes.check.local_calls import pieces_by_rank
 from autotp.passes.check.types import Typed
 from autotp.passes.lower.local_sizes import Target
@@ -19,7 +19,7 @@ from autotp.sharding.grid import all_grids, grid, same_cut, slices_of
 from autotp.sharding.layout import Layout, Range
 from autotp.sharding.placement import Copied, Held, Partial, Placement, Replicate, Shard
 
-MOVES = (parallel.take, parallel.place, parallel.first)
+MOVES = (placement_moves.take, placement_moves.place, placement_moves.first)
 """Functions that change a placement and send nothing."""
 Pieces = tuple[tuple[Range, ...], ...]
 
@@ -73,16 +73,16 @@ def extended(leaf: Axis | None, made: Axis, tp: int) -> Axis | None:
 def moved(to: Target, target: Any, typed: Typed, arguments: Mapping[str, Any]) -> tuple[Placement, Placement] | None:
     """The placements that a move reads and gives; None where it is not this rank's."""
     dim = arguments["dim"]
-    if target is parallel.take:
+    if target is placement_moves.take:
         leaf = cut_of(to, typed.dims[dim], arguments["pieces"])
         return (Copied(), Shard(leaf)) if leaf is not None and arguments["rank"] == to.rank else None
     if typed.leaf is None:
         mine = None if to.rank == 0 else ()
-        return (Copied(), Replicate()) if target is parallel.first and arguments["ranges"] == mine else None
+        return (Copied(), Replicate()) if target is placement_moves.first and arguments["ranges"] == mine else None
     layout = _layout(to, typed, dim)
     if layout is None or arguments["ranges"] != (first := tuple(layout.first(to.rank))):
         return None
-    if target is parallel.first:
+    if target is placement_moves.first:
         return Shard(typed.leaf), Held(typed.leaf)
     placed = (
         arguments["places"] == tuple(layout.places(to.rank, list(first))) and arguments["size"] == layout.shape[dim]

@@ -15,7 +15,8 @@ from autotp.ops.coalesced import together
 from autotp.ops.custom_vjp import Vjp
 from autotp.ops.overlapped_linear import columns
 from autotp.passes.capture.capture import DEVICE
-from autotp.passes.emit.in_place import WRITES, fresh, written
+from autotp.passes.emit.in_place import fresh, written
+from autotp.rules.traits import in_place_of
 
 CAPTURED = torch.device(DEVICE)
 
@@ -51,7 +52,7 @@ def bind(
         if node.target in COMMUNICATING and node.args[1] in groups:
             new.args = (new.args[0], groups[str(node.args[1])], *new.args[2:])
         if node in into_input:
-            new.target = WRITES[node.target]
+            new.target = in_place_of(node.target)  # type: ignore[assignment]
         if node in in_place:
             new.kwargs = {"fresh": True}
     return bound

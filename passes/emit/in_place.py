@@ -13,21 +13,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import fx
 
-from autotp.ops import collectives
-from autotp.ops import parallel_forms as parallel
+from autotp.ops import collectives, cross_entropy
 from autotp.ops.overlapped_linear import columns
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 from autotp.source_location import block_of
 
 aten = torch.ops.aten
-PRODUCTS = {aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default}
-NEW = {*PRODUCTS, aten.addmm.default, parallel.embedding, parallel.class_terms}
-LOGITS = {*PRODUCTS, aten.addmm.default, aten.add.Tensor}
-VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints}
+PRODUCTS = Trait.PRODUCT | Trait.ADDED_PRODUCT
 
 
 def fresh(graph: fx.Graph) -> set[fx.Node]:
@@ -43,12 +40,9 @@ def fresh(graph: fx.Graph) -> set[fx.Node]:
             found.add(node)
         if node.target is collectives.copy and _gradient_is_new(node):
             found.add(node)
-        if node.target is parallel.class_terms and _is_new(node.args[0], LOGITS, 2):
+        if node.target is cross_entropy.class_terms and _is_new(node.args[0], PRODUCTS | Trait.SUM, 2):
             found.add(node)
     return found
-
-
-WRITES = {aten.index_copy.default: aten.index_copy_.default}
 
 
 def written(graph: fx.Graph, owned: Collection[str]) -> set[fx.Node]:
@@ -57,19 +51,20 @@ def written(graph: fx.Graph, owned: Collection[str]) -> set[fx.Node]:
     Args:
         owned: placeholder names of such inputs.
     """
-    found = (node for node in graph.nodes if node.target in WRITES)
+    found = (node for node in graph.nodes if has(node.target, Trait.UPDATE))
     return {n for n in found if n.args[0].op == "placeholder" and n.args[0].name in owned and _count(n.args[0]) == 1}
 
 
-def _is_new(node: fx.Node, makers: Collection[Any] = NEW, readers: int = 1) -> bool:
+def _is_new(node: fx.Node, makers: Trait = PRODUCTS | Trait.UNSAVED, readers: int = 1) -> bool:
     """True for a value that one operator has just made and nobody else reads, views of it included.
 
     Args:
+        makers: the traits of such an operator, of which it has one.
         readers: how many readers it has; `class_terms` has its maximum read before it.
     """
-    while node.target in VIEWS and _count(node) == readers:
+    while has(node.target, Trait.RESHAPE) and _count(node) == readers:
         node, readers = node.args[0], 1  # type: ignore[assignment]
-    return (node.target in makers or _is_item(node)) and _count(node) == readers
+    return (has(node.target, makers) or _is_item(node)) and _count(node) == readers
 
 
 def _is_item(node: fx.Node) -> bool:
@@ -85,6 +80,6 @@ def _count(node: fx.Node) -> int:
 def _gradient_is_new(node: fx.Node) -> bool:
     """True if every reader sends back a tensor of its own."""
     readers = list(node.users)
-    while len(readers) == 1 and readers[0].target in VIEWS:
+    while len(readers) == 1 and has(readers[0].target, Trait.RESHAPE):
         readers = list(readers[0].users)
-    return bool(readers) and all(reader.target in PRODUCTS for reader in readers)
+    return bool(readers) and all(has(reader.target, Trait.PRODUCT) for reader in readers)

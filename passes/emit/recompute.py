@@ -17,15 +17,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from autotp.ops import parallel_forms as parallel
 from autotp.ops.eager_mode import is_plain
 from autotp.options import Recompute
 from autotp.passes.emit.outline import blocks, outlined
 from autotp.rules.call import bind, draws
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 
 aten = torch.ops.aten
-FUSED = (aten.scaled_dot_product_attention.default, parallel.fast_attention, parallel.exact_attention)
-PRODUCTS = (aten.matmul.default, aten.bmm.default, aten.baddbmm.default)
 
 
 class Recomputed(nn.Module):
@@ -101,24 +100,21 @@ def _cores(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     order = {node: i for i, node in enumerate(graph.nodes)}
     taken: set[fx.Node] = set()
     for node in graph.nodes:
-        core = [node] if node.target in FUSED and draws(node) else _around(node, order) if _is_softmax(node) else []
+        fused = has(node.target, Trait.ATTENTION) and draws(node)
+        core = [node] if fused else _around(node, order) if has(node.target, Trait.SOFTMAX) else []
         users = {user for one in core for user in one.users} - set(core)
         if core and not taken & set(core) and all(order[user] > order[core[-1]] for user in users):
             taken.update(core)
             yield core
 
 
-def _is_softmax(node: fx.Node) -> bool:
-    return str(node.target).startswith(("aten.softmax", "aten._softmax", "aten._safe_softmax"))
-
-
 def _around(softmax: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
     """What is on a way from the last products before a softmax to the first behind it; nothing where one is missing."""
     before, after = _until_product(softmax, lambda n: n.all_input_nodes), _until_product(softmax, lambda n: n.users)
-    ends = [any(node.target in PRODUCTS for node in side) for side in (before, after)]
+    ends = [any(has(node.target, Trait.BATCHED) for node in side) for side in (before, after)]
     follows: set[fx.Node] = set()
     for node in sorted(before | after, key=order.__getitem__):
-        if (node.target in PRODUCTS and node in before) or any(n in follows for n in node.all_input_nodes):
+        if (has(node.target, Trait.BATCHED) and node in before) or any(n in follows for n in node.all_input_nodes):
             follows.add(node)
     return sorted(follows, key=order.__getitem__) if all(ends) else []
 
@@ -130,6 +126,6 @@ def _until_product(start: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]])
         for node in step(queue.pop()):
             if node.op == "call_function" and node not in found:
                 found.add(node)
-                if node.target not in PRODUCTS:
+                if not has(node.target, Trait.BATCHED):
                     queue.append(node)
     return found

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.ops.parallel_forms import class_terms, peak
+from autotp.ops.cross_entropy import class_terms, peak
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.plan.choose import Decision
 from autotp.passes.plan.infer_axes import Axes, visit

@@ -20,7 +20,9 @@ from autotp.passes.lower.decompose import carry
 from autotp.passes.plan.choose import Decision
 from autotp.passes.plan.infer_axes import Axes, visit
 from autotp.passes.plan.propagate import Have, propagate, waits
-from autotp.passes.plan.sums import VIEWS, inside, is_sum, terms, views
+from autotp.passes.plan.sums import inside, is_sum, terms, views
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 
 aten = torch.ops.aten
 
@@ -92,6 +94,6 @@ def _rewritten(graph: fx.Graph, axes: Axes, decision: Decision, some: Collection
 def _without_dead(graph: fx.Graph) -> fx.Graph:
     """Drops the old inner sums and views, which nothing reads any more."""
     for node in reversed(list(graph.nodes)):
-        if (is_sum(node) or node.target in VIEWS) and not node.users:
+        if (is_sum(node) or has(node.target, Trait.MOVABLE)) and not node.users:
             graph.erase_node(node)
     return graph

@@ -12,6 +12,8 @@ import torch
 from torch import fx
 
 from autotp.passes.builder import Builder, fake_mode_of
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 
 aten = torch.ops.aten
 
@@ -50,8 +52,7 @@ def _product(node: fx.Node) -> fx.Node | None:
 
 
 def _is_product(node: Any) -> bool:
-    bare = {aten.linear.default: 2, aten.mm.default: 2}
-    return isinstance(node, fx.Node) and node.target in bare and len(node.args) == 2
+    return isinstance(node, fx.Node) and has(node.target, Trait.TAKES_BIAS) and len(node.args) == 2
 
 
 def _is_bias(bias: Any, product: Any, add: fx.Node) -> bool:

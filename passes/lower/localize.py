@@ -14,20 +14,19 @@ import torch
 from torch import fx
 
 from autotp.errors import Error
+from autotp.ops import cross_entropy, dropout, lookup
 from autotp.ops import experts as routing
-from autotp.ops import parallel_forms as parallel
 from autotp.passes.lower.local_sizes import Local
 from autotp.passes.plan.infer_axes import Axes, Factor
 from autotp.rules.call import bind
-from autotp.rules.table import SIZE_ARGUMENTS
+from autotp.rules.row import Trait
+from autotp.rules.traits import has, size_argument
 from autotp.sharding.axis import ONE, Axis, find, open_product, touches
 from autotp.sharding.layout import ranges
 from autotp.sharding.partition import chunk_start, chunk_stop
 from autotp.source_location import line_of
 
 aten = torch.ops.aten
-SPLITS = ("aten.split", "aten.chunk", "aten.tensor_split", "aten.split_with_sizes")
-SLICES = ("aten.slice", "aten.narrow")
 
 
 def localize(local: Local, node: fx.Node, axes: Axes, factor: Factor, leaf: Axis) -> fx.Node:
@@ -54,15 +53,14 @@ Called = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 def _localized(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Called:
     """Target and arguments of the local call, in the new graph."""
-    name = str(node.target).rsplit(".", 1)[0]
     args, kwargs = local.builder.map(node.args), local.builder.map(node.kwargs)
-    if name in SPLITS:
+    if has(node.target, Trait.SPLIT):
         return _split(local, node, axes, leaf)
-    if name in SLICES:
+    if has(node.target, Trait.SLICE):
         return _slice(local, node, axes, leaf)
-    if name in SIZE_ARGUMENTS:
+    if name := size_argument(node.target):
         schema = node.target._schema.arguments  # type: ignore[union-attr]
-        at = next(i for i, arg in enumerate(schema) if arg.name == SIZE_ARGUMENTS[name])
+        at = next(i for i, arg in enumerate(schema) if arg.name == name)
         args = (*args[:at], _sizes(local, node, axes, leaf, len(node.args[at])), *args[at + 1 :])  # type: ignore[arg-type]
     return node.target, args, kwargs  # type: ignore[return-value]
 
@@ -107,7 +105,7 @@ Form = Callable[[Local, fx.Node, Axes, Axis], tuple[Callable[..., Any], tuple[An
 def _embedding(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     args = local.builder.map(bind(node))
     axis = axes.of(bind(node)["weight"])[0]
-    return parallel.embedding, (
+    return lookup.embedding, (
         args["weight"], args["indices"], _start(local, node, axis, leaf), find(axis).size.number, args["padding_idx"],
     )  # fmt: skip
 
@@ -116,13 +114,13 @@ def _gather(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     args = local.builder.map(bind(node))
     axis = axes.of(bind(node)["self"])[args["dim"]]
     start = _start(local, node, axis, leaf)
-    return parallel.gather, (args["self"], args["dim"], args["index"], start, find(axis).size.number)
+    return lookup.gather, (args["self"], args["dim"], args["index"], start, find(axis).size.number)
 
 
 def _class_terms(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     x, top, classes, dim, _, size = local.builder.map(node.args)
     start = _start(local, node, axes.of(bind(node)["x"])[dim], leaf)
-    return parallel.class_terms, (x, top, classes, dim, start, size)
+    return cross_entropy.class_terms, (x, top, classes, dim, start, size)
 
 
 def _routed(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
@@ -144,8 +142,8 @@ def _start(local: Local, node: fx.Node, axis: Axis, leaf: Axis) -> int:
 def _dropout(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     x, p = local.builder.env[node.args[0]], node.args[1]  # type: ignore[index]
     if local.to.randomness == "fast":
-        return parallel.fast_dropout, (x, p, local.to.rank)
-    return parallel.exact_dropout, (x, p, *_whole(local, node.meta["val"].shape, axes.of(node), leaf))
+        return dropout.fast_dropout, (x, p, local.to.rank)
+    return dropout.exact_dropout, (x, p, *_whole(local, node.meta["val"].shape, axes.of(node), leaf))
 
 
 def _attention(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
@@ -154,11 +152,11 @@ def _attention(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     shared = tuple(args.get(name) for name in names)
     if local.to.randomness == "fast":
-        return parallel.fast_attention, (*shared, local.to.rank)
+        return dropout.fast_attention, (*shared, local.to.rank)
     query, key = raw["query"], raw["key"]
     shape = [*query.meta["val"].shape[:-1], key.meta["val"].shape[-2]]
     dims = (*axes.of(query)[:-1], axes.of(key)[-2])
-    return parallel.exact_attention, (*shared, *_whole(local, shape, dims, leaf))
+    return dropout.exact_attention, (*shared, *_whole(local, shape, dims, leaf))
 
 
 def _whole(local: Local, shape: Any, dims: tuple[Axis, ...], leaf: Axis) -> tuple[Any, ...]:
@@ -180,7 +178,7 @@ def _whole(local: Local, shape: Any, dims: tuple[Axis, ...], leaf: Axis) -> tupl
 FORMS: dict[Any, Form] = {
     aten.embedding.default: _embedding,
     aten.gather.default: _gather,
-    parallel.class_terms: _class_terms,
+    cross_entropy.class_terms: _class_terms,
     aten.dropout.default: _dropout,
     aten.scaled_dot_product_attention.default: _attention,
     routing.dispatch: _routed,

@@ -18,7 +18,7 @@ from torch import fx
 
 from autotp.errors import Error
 from autotp.ops.collectives import all_gather, copy, gather, reduce, reduce_scatter, scatter, share
-from autotp.ops.parallel_forms import first, place, take
+from autotp.ops.placement_moves import first, place, take
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.lower.exchange import exchange
 from autotp.passes.lower.local_sizes import Local, Target

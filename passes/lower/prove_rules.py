@@ -25,7 +25,9 @@ from autotp.passes.lower.local_sizes import Local, Target
 from autotp.passes.lower.localize import FORMS, localize
 from autotp.passes.plan.infer_axes import Axes, Bound, Factor, infer_axes
 from autotp.rules.call import outputs_of
-from autotp.rules.table import USER_RULES
+from autotp.rules.registry import USER_RULES
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 from autotp.sharding.axis import Axis, Size, find, leaves, product, unify
 from autotp.sharding.layout import layout_of
 from autotp.source_location import line_of
@@ -132,7 +134,7 @@ class _Trial:
         """False for an operator that draws random numbers, or leaves memory as it is: only shapes can be compared."""
         again = _tensors(self._run(self.node, {}))
         same = all(_apart(a, b) == "" for a, b in zip(outputs_of(self.node), again, strict=True))
-        return same and "empty" not in str(self.node.target)
+        return same and not has(self.node.target, Trait.UNINITIALIZED)
 
     def _one_call(self, factor: Factor, leaf: Axis) -> bool:
         """True if the parallel form is one call, which knows where a rank's part of the factor starts."""

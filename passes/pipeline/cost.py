@@ -16,7 +16,9 @@ from torch import fx
 
 from autotp.passes.plan.choose import NOMINAL, elements
 from autotp.passes.plan.infer_axes import Axes
-from autotp.passes.plan.match import SDPA, contracts
+from autotp.passes.plan.match import contracts
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 from autotp.sharding.axis import Size, find
 from autotp.source_location import block_of
 
@@ -68,7 +70,7 @@ def multiplications(node: fx.Node, axes: Axes) -> float:
     if contracts(bound):
         summed = [factor for factor in bound.factors if not factor.outs and 1 in factor.ins]  # type: ignore[union-attr]
         return elements(node) * math.prod(_nominal(find(factor.axis).size) for factor in summed)
-    if str(node.target).startswith(SDPA):
+    if has(node.target, Trait.ATTENTION):
         query, key = bound.operands[:2]  # type: ignore[union-attr]
         return (elements(query) + elements(node)) * _nominal(Size.of(key.meta["val"].shape[-2]))
     return 0.0

@@ -19,7 +19,9 @@ from torch import fx
 
 from autotp.errors import Error
 from autotp.passes.builder import Builder, fake_mode_of
-from autotp.rules.call import bind, outputs_of
+from autotp.rules.call import bind, operator_name, outputs_of
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 from autotp.source_location import line_of
 
 aten = torch.ops.aten
@@ -27,14 +29,10 @@ MEAN, SUM = 1, 2
 TOTAL = "total"
 """What the placeholders of totals are called, with a number."""
 
-OF_CLASSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
-SUMS = (aten.add.Tensor, aten.sub.Tensor)
-PRODUCTS = (aten.mul.Tensor, aten.div.Tensor)
 NUMBERS = (*range(2, 34), 48, 63, 64, 65, 100, 127, 128, 129, 255, 256, 257, 512, 1000, 1024, 4096)
 """Numbers of rows for which a comparison that the model makes is tried."""
 LENGTHS = ("size", "sizes", "shape", "repeats", "dims")
 """The names of arguments that list how long a result is."""
-PASSED_ON = (aten.neg.default, aten.to.dtype, aten._to_copy.default, aten.view.default, aten.squeeze.default)
 
 
 @dataclass(frozen=True)
@@ -153,8 +151,8 @@ def _divided(node: fx.Node, kinds: Kinds) -> dict[fx.Node, bool]:
         return {node: False}
     if _is_sum(node):
         return {}
-    terms = [x] if node.target in PASSED_ON or (node.target in PRODUCTS and not kinds.varies(y)) else []
-    terms = [x, y] if node.target in SUMS and kinds.varies(x) and kinds.varies(y) else terms
+    terms = [x] if _passes_on(node) or (has(node.target, Trait.SCALE) and not kinds.varies(y)) else []
+    terms = [x, y] if has(node.target, Trait.SUM) and kinds.varies(x) and kinds.varies(y) else terms
     counts = _counts(y, kinds) if node.target is aten.div.Tensor and kinds.varies(y) else []  # type: ignore[arg-type]
     if not terms and not counts:
         raise Error(
@@ -209,7 +207,7 @@ def _only_lengths(node: fx.Node, rows: Collection[Any]) -> bool:
         x, dim, *_ = (*node.args, 0)
         if symbols(x.meta["val"].shape[dim]) & set(rows):  # type: ignore[union-attr]
             return True
-    if node.target in (aten.arange.default, aten.arange.start, aten.arange.start_step):
+    if operator_name(node) == "aten::arange":
         # `row_independence.py` looks at these.
         return True
     for name, value in bind(node).items():
@@ -234,6 +232,11 @@ def _counts(node: fx.Node, kinds: Kinds) -> list[fx.Node]:
     return [n for some in found for n in some] if all(found) else []
 
 
+def _passes_on(node: fx.Node) -> bool:
+    """True for what leaves a number what it is, but for its sign."""
+    return has(node.target, Trait.SAME | Trait.RESHAPE) or node.target is aten.neg.default
+
+
 def is_mean(node: fx.Node) -> bool:
     """True for a mean over all there is."""
     return node.target is aten.mean.default or (node.op == "call_function" and bind(node).get("reduction") == MEAN)
@@ -253,9 +256,9 @@ def _by_total(builder: Builder, node: fx.Node, total: fx.Node, rows: fx.Node | N
     if rows is None:
         return total, builder.copy(node)
     arguments = builder.map(bind(node))
-    if node.target in OF_CLASSES and not arguments["target"].meta["val"].is_floating_point():
+    if has(node.target, Trait.CLASS_LOSS) and not arguments["target"].meta["val"].is_floating_point():
         wide = {name: _widened(builder, value) for name, value in arguments.items()}
-        summed = builder.call(node.target, *(wide | {"reduction": SUM}).values())
+        summed = builder.call(node.target, *(wide | {"reduction": SUM}).values())  # type: ignore[arg-type]
         count = _counted(builder, arguments)
     else:
         size = builder.call(aten.sym_size.int, rows, 0)

@@ -32,26 +32,17 @@ import torch
 from torch import fx
 
 from autotp.errors import Error
-from autotp.ops.parallel_forms import apart
+from autotp.ops.placement_moves import apart
 from autotp.passes.pipeline.loss_totals import is_mean, symbols
 from autotp.passes.plan.infer_axes import Axes, Bound, Dims, is_getitem, named_dims
 from autotp.rules.call import bind, draws, operator_name, outputs_of
 from autotp.rules.language import names
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 from autotp.sharding.axis import Axis, find, leaves
 from autotp.source_location import line_of
 
-
-def _aten(text: str) -> frozenset[str]:
-    return frozenset(f"aten::{name}" for name in text.split())
-
-
-PASSED_ON = _aten("unsqueeze squeeze view reshape expand transpose permute movedim to _to_copy clone contiguous")
-"""What leaves numbers what they are."""
-FILLED = _aten("new_zeros new_ones new_empty new_full")
-"""What reads nothing of a tensor but its kind."""
-DRAWN = _aten("rand randn randint rand_like randn_like randint_like bernoulli poisson normal")
-"""What draws for each element by itself."""
-PICKS = _aten("index index_put")
+aten = torch.ops.aten
 
 
 def batched(inputs: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[str]:
@@ -106,7 +97,7 @@ class _Proof:
 
     def visit(self, node: fx.Node) -> None:
         """Adds a node's kind. Raises Error where it is none of the four."""
-        read = set[fx.Node]() if operator_name(node) in FILLED else set(node.all_input_nodes)
+        read = set[fx.Node]() if has(node.target, Trait.FILL) else set(node.all_input_nodes)
         scalar = all(value.dim() == 0 for value in outputs_of(node))
         if self._counts(node):
             self.numbers[node] = self._counted(node)
@@ -147,7 +138,7 @@ class _Proof:
         """True for numbers of rows, and for what leaves them what they are."""
         if operator_name(node) == "aten::arange":
             return any(symbols(n.meta["val"]) & self.sizes for n in node.all_input_nodes)
-        return operator_name(node) in PASSED_ON and node.args[0] in self.numbers
+        return _leaves_numbers(node) and node.args[0] in self.numbers
 
     def _counted(self, node: fx.Node) -> int | None:
         """The dimension along which a node counts rows; None if it counts anything else, or rounds."""
@@ -171,7 +162,7 @@ class _Proof:
 
         NOTE [Each row reads itself]
         """
-        if operator_name(node) not in PICKS:
+        if not has(node.target, Trait.INDICES):
             return False
         given = bind(node)
         x, indices, rest = given["self"], given["indices"], given.get("values")
@@ -209,7 +200,7 @@ class _Proof:
         if any(self._along(dims) is None for dims in self.axes.dims[node]):
             return False
         bound = self.axes.bound[node]
-        if node.target is apart or operator_name(node) in DRAWN:
+        if node.target is apart or has(node.target, Trait.RANDOM_EACH):
             return all(self._side_by_side(dims, bound.dims[1][0]) for dims in bound.dims[0])
         return self._passes(bound, node, False)
 
@@ -234,6 +225,12 @@ class _Proof:
             if not (by_row or (apart_ and lead)) or len(factor.outs) != (0 if added else len(bound.rule.outs)):
                 return False
         return True
+
+
+def _leaves_numbers(node: fx.Node) -> bool:
+    """True for what leaves numbers what they are, at other places."""
+    moves = Trait.SAME | Trait.RESHAPE | Trait.PERMUTE
+    return has(node.target, moves) or node.target is aten.expand.default
 
 
 def _lengths(node: Any) -> list[Any]:

@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import fx
 
-from autotp.ops.parallel_forms import apart as read_apart
+from autotp.ops.placement_moves import apart as read_apart
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.plan.infer_axes import Axes, named_dims, visit
 from autotp.rules.call import call_of, operand_nodes
-from autotp.rules.table import rule_of
+from autotp.rules.registry import rule_of
 from autotp.sharding.axis import ONE, Axis, Size, find
 
 Wanted = dict[fx.Node, list[Size | None]]

@@ -21,8 +21,10 @@ from autotp.ops import experts as routing
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.plan.infer_axes import Axes, infer_axes, is_getitem
 from autotp.passes.plan.match import contracts, root
-from autotp.rules.call import bind, operand_nodes
-from autotp.rules.table import SIZE_ARGUMENTS, is_grouped
+from autotp.rules.call import bind, operand_nodes, operator_name
+from autotp.rules.registry import is_grouped
+from autotp.rules.row import Trait
+from autotp.rules.traits import has, size_argument
 from autotp.sharding.axis import Axis, Size, find
 
 aten = torch.ops.aten
@@ -128,19 +130,16 @@ def _is_sorted(chosen: fx.Node) -> bool:
 
 
 def _sorts(node: Any) -> bool:
-    name = str(node.target).rsplit(".", 1)[0]
-    return (
-        name in ("aten.sort", "aten.argsort") and not bind(node)["descending"] and node.args[0].meta["val"].dim() == 1
-    )
+    return has(node.target, Trait.SORT) and not bind(node)["descending"] and node.args[0].meta["val"].dim() == 1
 
 
 def _source(chosen: fx.Node, number: int | None = None) -> fx.Node:
     """The choice without casts, and without bounds that hold of all of `number` experts."""
     while chosen.op == "call_function":
-        arguments, name = bind(chosen), str(chosen.target).rsplit(".", 1)[0]
-        bounded = number is not None and name == "aten.clamp"
+        arguments = bind(chosen)
+        bounded = number is not None and operator_name(chosen) == "aten::clamp"
         bounded = bounded and arguments["min"] in (None, 0) and arguments["max"] in (None, (number or 0) - 1)
-        if not bounded and not (name in SAME and _are_exact(chosen, arguments["self"])):
+        if not bounded and not (has(chosen.target, Trait.SAME) and _are_exact(chosen, arguments["self"])):
             break
         chosen = arguments["self"]
     return chosen
@@ -181,7 +180,7 @@ def _by_rows(node: fx.Node, rows: Axis, axes: Axes) -> bool:
     """True if every result row comes from the operands' rows at its place; rows are the first dimension of all."""
     if is_getitem(node):
         return True
-    if node not in axes.bound or str(node.target).rsplit(".", 1)[0] in SIZE_ARGUMENTS:
+    if node not in axes.bound or size_argument(node.target):
         return False
     bound = axes.bound[node]
     here = [factor for factor in bound.factors if find(factor.axis) is rows and not factor.mark]
@@ -266,8 +265,6 @@ class _Rewriting:
         return self.sent[key]
 
 
-SAME = ("aten.to", "aten._to_copy", "aten.contiguous", "aten.clone")
-"""Operators that leave a number of an expert as it is."""
 EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
 ROWS = 7
 """How many rows an expert has in examples: a number that is nothing else's."""

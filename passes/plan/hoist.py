@@ -18,8 +18,9 @@ from torch import fx
 from autotp.passes.plan.choose import elements
 from autotp.passes.plan.infer_axes import Axes
 from autotp.passes.plan.propagate import Have
-from autotp.passes.plan.sums import VIEWS
 from autotp.rules.call import draws
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 from autotp.sharding.axis import Axis
 from autotp.sharding.placement import Copied, Replicate
 
@@ -88,7 +89,7 @@ def _cheap(
     for node in reversed(graph.nodes):
         if node in wanted and all(user in found or user not in wanted for user in node.users):
             least, plain = elements(node), all(o.op == "placeholder" for o in axes.bound[node].operands)
-            if price[node] < least or ((plain or node.target in VIEWS) and price[node] == least):
+            if price[node] < least or ((plain or has(node.target, Trait.MOVABLE)) and price[node] == least):
                 found.add(node)
     return found
 
@@ -114,6 +115,6 @@ def _copied_anyway(node: fx.Node, wanted: Collection[fx.Node], axes: Axes, cuts:
     """True if cut work reads a copy of a value, or of a view of it: that is a view of the one copy."""
     return any(
         _in_copy(node, reader, axes, cuts)
-        or (reader in wanted and reader.target in VIEWS and _copied_anyway(reader, wanted, axes, cuts))
+        or (reader in wanted and has(reader.target, Trait.MOVABLE) and _copied_anyway(reader, wanted, axes, cuts))
         for reader in node.users
     )

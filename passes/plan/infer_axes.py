@@ -16,7 +16,7 @@ from torch import fx
 
 from autotp.rules.call import Call, call_of, operand_nodes
 from autotp.rules.language import STAR, UNIT, Expr, Group, Name, Rule, Term, names
-from autotp.rules.table import rule_of, unknown
+from autotp.rules.registry import rule_of, unknown
 from autotp.sharding.axis import ONE, Axis, Size, concat, find, holds, leaves, product, tangle, touches, unify
 from autotp.sharding.grid import is_full
 

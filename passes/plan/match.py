@@ -14,19 +14,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.ops.experts import combine, spread
+from autotp.ops.experts import combine
 from autotp.passes.plan.infer_axes import Axes, Bound, Factor
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 from autotp.sharding.axis import Axis, find, holds, leaves, touches
 from autotp.sharding.grid import grid, splits
 from autotp.sharding.layout import layout_of
 
 aten = torch.ops.aten
-LOOKUPS = ("aten.embedding",)
-ROWS = (aten.index.Tensor, aten.index_select.default, spread)
-SDPA = "aten.scaled_dot_product_attention"
 ATTENTION, MLP = "QKV -> attention -> projection", "linear -> activation -> linear"
 EXPERTS = "dispatch -> experts -> combine"
-LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss", "aten.log_softmax")
 
 
 @dataclass
@@ -181,15 +179,16 @@ def _recognised(
     candidate: Candidate, axes: Axes, inputs: Collection[str], kept: Collection[fx.Node]
 ) -> tuple[str, str]:
     """Name and pattern of a candidate."""
-    kinds = [(str(node.target), factor) for node, factor in candidate.nodes]
     if any(node.target is combine and not factor.outs for node, factor in candidate.nodes):
         return "experts", EXPERTS
     weighed = [(node, factor) for node, factor in candidate.nodes if _reads_weight(node, axes, factor)]
     made = any(factor.outs for _, factor in weighed)
     used = any(not factor.outs for _, factor in weighed)
-    if any(kind.startswith(LOOKUPS) and not factor.outs for kind, factor in kinds) and _from_input(candidate, inputs):
-        return "vocab", "embedding" + (", head" if made else "") + (", loss" if _in_loss(kinds) else "")
-    if _in_loss(kinds) and made:
+    loss = any(has(node.target, Trait.CLASSES) and factor.mark == "!" for node, factor in candidate.nodes)
+    looked_up = any(has(node.target, Trait.LOOKUP) and not factor.outs for node, factor in candidate.nodes)
+    if looked_up and _from_input(candidate, inputs):
+        return "vocab", "embedding" + (", head" if made else "") + (", loss" if loss else "")
+    if loss and made:
         return "vocab", "head, loss"
     if made and used and _closed(candidate, axes, kept):
         attention = _attention(candidate, axes)
@@ -246,10 +245,6 @@ def maker(node: fx.Node) -> fx.Node:
     return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
 
 
-def _in_loss(kinds: list[tuple[str, Factor]]) -> bool:
-    return any(kind.startswith(LOSSES) and factor.mark == "!" for kind, factor in kinds)
-
-
 def _reads_weight(node: fx.Node, axes: Axes, factor: Factor) -> bool:
     """True for a contraction with a weight that has the factor."""
     if not contracts(axes.bound[node]):
@@ -261,7 +256,7 @@ def _weights(candidate: Candidate, axes: Axes) -> list[fx.Node]:
     read = set()
     for node, factor in candidate.nodes:
         product = contracts(axes.bound[node])
-        if product or (candidate.name == "vocab" and str(node.target).startswith(LOOKUPS)):
+        if product or (candidate.name == "vocab" and has(node.target, Trait.LOOKUP)):
             read |= {root(axes.bound[node].operands[i]) for i in factor.ins}
     return [parameter for parameter in candidate.parameters if parameter in read]
 
@@ -275,7 +270,7 @@ def _partners(candidate: Candidate, axes: Axes) -> set[Axis]:
 def root(node: fx.Node) -> fx.Node:
     """The placeholder a value is a view of, rows of (an expert's, by its number), or scales; or the value itself."""
     while node.op != "placeholder":
-        if node.target in ROWS:
+        if has(node.target, Trait.ROWS):
             node = node.args[0]  # type: ignore[assignment]
         elif node.target is aten.mul.Tensor and _scaled(node) is not None:
             node = _scaled(node)  # type: ignore[assignment]
@@ -294,7 +289,7 @@ def _scaled(node: fx.Node) -> fx.Node | None:
 
 def _from_input(candidate: Candidate, inputs: Collection[str]) -> bool:
     """True if some lookup's indices come from the model's inputs: tokens do, positions (counted up) do not."""
-    lookups = [node for node, _ in candidate.nodes if str(node.target).startswith(LOOKUPS)]
+    lookups = [node for node, _ in candidate.nodes if has(node.target, Trait.LOOKUP)]
     seen: set[fx.Node] = set()
     queue = [node.args[1] for node in lookups]
     while queue:
@@ -308,15 +303,15 @@ def _from_input(candidate: Candidate, inputs: Collection[str]) -> bool:
 def _attention(candidate: Candidate, axes: Axes) -> str:
     """heads, kv_heads or group where the leaf counts independent attentions; else ""."""
     for node, factor in candidate.nodes:
-        if str(node.target).startswith(SDPA) and _counts_attentions(node, factor, axes):
+        if has(node.target, Trait.ATTENTION) and _counts_attentions(node, factor, axes):
             return "kv_heads" if factor.name == "k" else "group" if factor.name == "g" else "heads"
     batched = [node for node, factor in candidate.nodes if _counts_attentions(node, factor, axes)]
-    softmax = any(str(n.target).startswith("aten.softmax") and f.mark == "" for n, f in candidate.nodes)
+    softmax = any(has(n.target, Trait.SOFTMAX) and f.mark == "" for n, f in candidate.nodes)
     return "heads" if softmax and len(batched) >= 2 else ""
 
 
 def _counts_attentions(node: fx.Node, factor: Factor, axes: Axes) -> bool:
     """True for the factor of an attention, or of a batch of products, that counts independent ones."""
-    if str(node.target).startswith(SDPA):
+    if has(node.target, Trait.ATTENTION):
         return bool(factor.outs) and factor.name != "e"
     return contracts(axes.bound[node]) and len(factor.ins) == 2 and bool(factor.outs)

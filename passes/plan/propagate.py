@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autotp.ops.custom_vjp import is_gradient, kept, output
-from autotp.ops.parallel_forms import peak
+from autotp.ops.custom_vjp import is_gradient, output
 from autotp.passes.plan.infer_axes import Axes, Bound, is_getitem
 from autotp.passes.plan.sums import is_sum, outermost, terms
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 from autotp.sharding.axis import ONE, Axis, Size, find, holds, touches
 from autotp.sharding.placement import Copied, Held, Partial, Placement, Replicate, Shard
 
@@ -112,10 +113,6 @@ def _count(value: torch.Tensor) -> Size:
     return total
 
 
-STOPS = (torch.ops.aten.detach.default, peak, kept)
-"""Operators that no gradient passes."""
-
-
 def propagate(graph: fx.Graph, axes: Axes, cuts: Cuts, held: Cuts) -> dict[fx.Node, tuple[Placement, ...]]:
     """The placements in which every node's outputs come, before any conversion.
 
@@ -159,7 +156,7 @@ def needs_grad(graph: fx.Graph, trainable: frozenset[fx.Node]) -> set[fx.Node]:
         value = node.meta.get("val")
         values = value if isinstance(value, list | tuple) else [value]
         floating = any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
-        stops = node.target in STOPS or is_gradient(node)
+        stops = has(node.target, Trait.NO_GRADIENT) or is_gradient(node)
         flows = node.target is output or any(n in found for n in node.all_input_nodes)
         if floating and (node in trainable or (flows and not stops)):
             found.add(node)

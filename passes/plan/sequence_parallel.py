@@ -21,9 +21,11 @@ from torch import fx
 
 from autotp.passes.plan.choose import Decision, elements
 from autotp.passes.plan.infer_axes import Axes
-from autotp.passes.plan.match import LOOKUPS, SDPA, contracts, readers, root
+from autotp.passes.plan.match import contracts, readers, root
 from autotp.passes.plan.propagate import propagate
 from autotp.rules.call import draws
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 from autotp.sharding.axis import Axis, find, leaves
 from autotp.sharding.placement import Partial, Replicate
 
@@ -99,7 +101,7 @@ def _passes(node: fx.Node, leaf: Axis, axes: Axes) -> bool:
 
 def _is_product(node: fx.Node, axes: Axes) -> bool:
     """True for a product, or a lookup, whose sum over ranks is an activation."""
-    return contracts(axes.bound[node]) or str(node.target).startswith(LOOKUPS)
+    return contracts(axes.bound[node]) or has(node.target, Trait.LOOKUP)
 
 
 def _leading(dims: tuple[Axis, ...]) -> Iterator[Axis]:
@@ -110,7 +112,7 @@ def _leading(dims: tuple[Axis, ...]) -> Iterator[Axis]:
 def _sequences(axes: Axes) -> Iterator[Axis]:
     """The axes along which attentions sum: those that keys and values share, and queries have too."""
     for node, bound in axes.bound.items():
-        attends = str(node.target).startswith(SDPA) or contracts(bound)
+        attends = has(node.target, Trait.ATTENTION) or contracts(bound)
         if attends and all(root(operand).op != "placeholder" for operand in bound.operands[:2]):
             for factor in bound.factors:
                 if len(factor.ins) > 1 and not factor.outs:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
+
 aten = torch.ops.aten
-VIEWS = (aten.reshape.default, aten.transpose.int, aten.permute.default)
 
 
 def is_sum(node: fx.Node) -> bool:
@@ -61,7 +63,7 @@ def views(node: fx.Node) -> list[fx.Node]:
 
 def _keeps_last(node: fx.Node) -> bool:
     """True for a view whose last dimension is that of what it reads."""
-    x: Any = node.args[0] if node.target in VIEWS else None
+    x: Any = node.args[0] if has(node.target, Trait.MOVABLE) else None
     if x is None:
         return False
     rest: Any = node.args[1:]
@@ -70,4 +72,4 @@ def _keeps_last(node: fx.Node) -> bool:
         return before.dim() - 1 not in [d % before.dim() for d in rest]
     if node.target is aten.permute.default:
         return rest[0][-1] % before.dim() == before.dim() - 1
-    return str(before.shape[-1:]) == str(after.shape[-1:])
+    return has(node.target, Trait.RESHAPE) and str(before.shape[-1:]) == str(after.shape[-1:])

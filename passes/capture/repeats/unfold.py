@@ -16,10 +16,9 @@ from torch import fx
 from autotp.passes.builder import META, Builder, fake_mode_of
 from autotp.passes.capture.repeats.queries import Entangled
 from autotp.passes.capture.repeats.record import LAST, again, begin, end
-from autotp.rules.call import operator_name, writes
-
-SAME = ("aten::to", "aten::contiguous", "aten::type_as")
-"""Return their operand itself where there is nothing to do."""
+from autotp.rules.call import writes
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 
 
 @dataclass
@@ -182,11 +181,15 @@ def _first(node: Any) -> fx.Node:
     Raises:
         Entangled: it is neither: the block was called with others than its own.
     """
-    while writes(node) or (operator_name(node) in SAME and _memory(node) == _memory(node.args[0])):
+    while writes(node) or (_may_be_operand(node) and _memory(node) == _memory(node.args[0])):
         node = node.args[0]
     if node.op != "placeholder":
         raise Entangled
     return node
+
+
+def _may_be_operand(node: fx.Node) -> bool:
+    return has(node.target, Trait.SAME) and has(node.target, Trait.MAY_ALIAS)
 
 
 def _stack(node: fx.Node) -> dict[str, Any]:

@@ -1,0 +1,101 @@
+"""The rules that hold: those of the table, of model libraries, and those that users registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch._ops import OpOverload, OpOverloadPacket
+
+from autotp.errors import Error
+from autotp.model_library import rule_function_of
+from autotp.rules import common as f
+from autotp.rules.call import Call
+from autotp.rules.language import STAR, Rule, parse
+from autotp.rules.products import grouped_mm
+from autotp.rules.table import ROWS, overloads
+
+Operator = Callable[..., Any]
+
+RULES: dict[Operator, f.RuleFunction] = {op: row.rule for op, row in ROWS.items() if row.rule is not None}
+
+USER_RULES: set[Operator] = set()
+"""Operators whose rule a user registered: proved on the spot, on the example that the graph gives."""
+
+
+def rule(op: Operator, factors: str | f.RuleFunction, linear: f.Linear = ()) -> None:
+    """Registers the rule of an operator of yours, so that autotp can cut the operator.
+
+    The rule has one term for each tensor operand and one for each output; equal names are equal dimensions.
+
+    Args:
+        op: an operator: `torch.ops.lib.name` with all its overloads, or one overload.
+        factors: the rule, such as "* i, o i -> * o": `*` means all dimensions before, `name^` a dimension that the
+            operator needs whole; a name that is missing from the output is summed. Or a function that takes the call
+            and returns a Rule.
+        linear: where the operator is linear, so that a partial sum may enter before it is reduced: "each" operand by
+            itself, "all" operands together, or groups of operand positions.
+
+    Raises:
+        Error: the text does not parse, `op` is not an operator, or it writes into its operands.
+
+    Example:
+        >>> @torch.library.custom_op("docs::scale_rows", mutates_args=())
+        ... def scale_rows(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ...     return x * scale  # x: [rows hidden], scale: [hidden]
+        >>> scale_rows.register_fake(lambda x, scale: torch.empty_like(x))
+        <function ...>
+        >>> autotp.rule(torch.ops.docs.scale_rows, "* h, h -> * h")
+    """
+    if not isinstance(op, OpOverload | OpOverloadPacket):
+        raise Error(f"{op!r} is not an operator", fix="torch.ops.mylib.myop").within("rule")
+    try:
+        if isinstance(factors, str):
+            parse(factors)
+            if "!" in factors:
+                raise Error("`!` is for operators that autotp has a parallel form of", fix="`^`")
+    except Error as error:
+        raise error.within(f"rule({op})") from None
+    found = overloads(op)
+    if not found or any(isinstance(one, OpOverload) and one._schema.is_mutable for one in found):
+        raise Error(f"{op} writes into its operands", fix="an operator that returns a new tensor").within("rule")
+    for one in found:
+        RULES[one] = f.fixed(factors, linear) if isinstance(factors, str) else factors
+        USER_RULES.add(one)
+
+
+def rule_of(call: Call) -> Rule | None:
+    """The rule of a call, or None where autotp knows none.
+
+    Raises:
+        Error: a user's rule has not the terms, or a term not the dimensions, that the call has.
+    """
+    function = _function_of(call.target)
+    found = None if function is None else function(call)
+    if found is not None and call.target in USER_RULES and not _fits(found, call):
+        shapes = [", ".join(str(list(t.shape)) for t in side) for side in (f.present(call), call.outputs)]
+        raise Error(f"the rule of {call.target} does not fit", rule=str(found), shapes=" -> ".join(shapes))
+    return found
+
+
+def _function_of(op: Operator) -> f.RuleFunction | None:
+    return RULES.get(op) or rule_function_of(getattr(op, "_name", "").removesuffix(".default"))
+
+
+def is_grouped(op: Any) -> bool:
+    """True for a product of groups of rows, each with a matrix of its own."""
+    return callable(op) and _function_of(op) is grouped_mm
+
+
+def _fits(rule: Rule, call: Call) -> bool:
+    """True if there is a term for each tensor, and an expression for each of its dimensions."""
+    tensors = (f.present(call), call.outputs)
+    if (len(rule.ins), len(rule.outs)) != tuple(map(len, tensors)):
+        return False
+    pairs = zip((*rule.ins, *rule.outs), (*tensors[0], *tensors[1]), strict=True)
+    return all(len(term) - 1 <= t.dim() if STAR in term else len(term) == t.dim() for term, t in pairs)
+
+
+def unknown(call: Call) -> Rule:
+    """What is assumed of an operator without a rule: it needs all of everything."""
+    return f.whole(call)
