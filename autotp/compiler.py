@@ -179,7 +179,7 @@ def _expect_one_batch(p: Program, loss: fx.Node | None) -> None:
     """Raises Error for a model that does more with a batch than to return its loss."""
     captured = p.captured
     if captured.into:
-        raise Error("the model writes into its inputs, of which each part of a batch has its own")
+        raise Error("the model writes into its inputs, and each part of a batch has inputs of its own")
     if written := [*captured.changes, *(name for name, _ in captured.sets)]:
         names = ", ".join(sorted({f"`{one}`" for one in written}))
         raise Error(

@@ -50,7 +50,7 @@ def test_every_block_of_a_file(size: int, tmp_path: Path, monkeypatch: pytest.Mo
                 expect_unchanged(tmp_path, rank, 3)
             except autotp.Error as error:
                 seen.append((rank, error.problem))
-        assert seen == [(at // 8 // 100 % 3, f"x is not what was written, by {SIDE_FILE}")]
+        assert seen == [(at // 8 // 100 % 3, f"x is not what was written, according to {SIDE_FILE}")]
     file.write_bytes(data)
     for rank in range(3):
         expect_unchanged(tmp_path, rank, 3)

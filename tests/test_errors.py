@@ -65,7 +65,8 @@ def one_rank_fails(rank: int, n: int) -> None:
         assert found == f"parallelize(Branching, tp=3): {BRANCHES}\n  at       {DATA_BRANCH}{TRY_WHERE}"
     else:
         assert found == (
-            "parallelize(Odd, tp=3): tp rank 1 could not build a graph\n  try      read the error there: here is none"
+            "parallelize(Odd, tp=3): tp rank 1 could not build a graph\n"
+            "  try      read the error of that rank: this rank has none"
         )
     assert message(lambda: autotp.parallelize(gpt(), n)(torch.zeros(2, 20 if rank == 1 else 6, dtype=torch.int64))) == (
         f"GPT.forward: tp rank 1 got other inputs than rank 0{SAME_BATCH}"

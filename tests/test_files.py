@@ -68,7 +68,8 @@ def test_wide_elements_come_first() -> None:
 
 def test_a_dtype_that_the_format_has_not() -> None:
     tensors = {"a": torch.ones(1, dtype=torch.complex128)}
-    assert message(lambda: header_of(tensors, ["a"])) == "`a` is of dtype torch.complex128, which safetensors has not"
+    found = message(lambda: header_of(tensors, ["a"]))
+    assert found == "`a` is of dtype torch.complex128, which safetensors does not have"
 
 
 # ---- what is read

@@ -336,7 +336,7 @@ def refusals(rank: int, n: int) -> None:
         "GPT2LMHeadModel.generate: a cache that is offloaded cannot be cut\n"
         '  try      cache_implementation="dynamic" or "static"'
     )
-    with pytest.raises(autotp.Error, match="continuous batching of a parallel model is not here yet"):
+    with pytest.raises(autotp.Error, match="continuous batching of a parallel model is not supported yet"):
         parallel.generate_batch([[1, 2]])
 
 

@@ -304,7 +304,7 @@ class Packed(nn.Parameter):
 
 def refusals() -> Iterator[tuple[str, Callable[[Any], object]]]:
     yield (
-        "`up` was parametrized when its model was parallel already, and its weight is in parts\n"
+        "`up` was parametrized when its model was parallel already, and its weight is cut\n"
         "  try      parametrize the original model, before autotp.parallelize",
         lambda m: nn.utils.parametrize.register_parametrization(m.up, "weight", Parametrized()),
     )

@@ -287,7 +287,7 @@ ERRORS: dict[str, tuple[Make, str]] = {
     ),
     "afterwards": (
         Afterwards,
-        """the constructors wrote `c_proj.weight` otherwise than its initialisers do
+        """the constructors wrote `c_proj.weight` differently from its initialisers
   expected 2 writes: Linear.reset_parameters(), Afterwards._init_weights(Linear)
   got      3 writes
   try      fill self.weight in Linear.reset_parameters(self) and call that in the constructor,
@@ -295,7 +295,7 @@ ERRORS: dict[str, tuple[Make, str]] = {
     ),
     "copy": (
         lambda: copy.deepcopy(nn.Linear(2, 3)),
-        """the constructors wrote `weight` otherwise than its initialisers do
+        """the constructors wrote `weight` differently from its initialisers
   expected 1 writes: Linear.reset_parameters()
   got      0 writes
   try      the model built under torch.device("meta") itself, not a copy of it""",
@@ -313,7 +313,7 @@ ERRORS: dict[str, tuple[Make, str]] = {
     ),
     "unclear-tie": (
         Unclear,
-        """`embedding.weight` is tied to `head.weight`, and which was initialised last cannot be told
+        """`embedding.weight` is tied to `head.weight`, and it is not clear which was initialised last
   try      tie them in the constructor that has both: self.head.weight = self.embedding.weight""",
     ),
     "fails": (OnTheDevice, "OnTheDevice.reset_parameters() failed on cpu: ValueError: no such device"),

@@ -104,7 +104,7 @@ def test_nobody_knows_where(variables: dict[str, str], here: int, line: str) -> 
         make_mesh(4)
     by = "srun" if "srun" in line else "mpirun"
     assert str(raised.value) == (
-        f"{by} started 4 processes ({here} here), and none knows where to meet\n"
+        f"{by} started 4 processes ({here} here), and they do not know where to meet\n"
         f"  try      {line} ... (or torchrun on each machine)"
     )
     assert not dist.is_initialized()
@@ -117,7 +117,7 @@ def test_the_folder_is_this_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     folder.chmod(0o777)
     with pytest.raises(autotp.Error) as raised:
         store_of(Launch("srun", 0, 2, 0, 2, "1.0.0"), timedelta(seconds=1))
-    assert str(raised.value) == f"{folder} is not this user's alone\n  try      TMPDIR=<a folder of yours>"
+    assert str(raised.value) == f"{folder} can be changed by other users\n  try      TMPDIR=<a folder of yours>"
 
 
 # ---- processes that meet

@@ -380,9 +380,9 @@ LOST = "is no submodule: what it learns would be lost\n  try      self.name = mo
         (InClass, "forward changes `InClass.memo`, an attribute of its class, which a graph cannot do"),
         (
             lambda: View("buffer"),
-            "`row` is a view of `table`, and would be none of the parallel model's\n  try",
+            "`row` is a view of `table`, and would not be a view in the parallel model\n  try",
         ),
-        (lambda: View("weight"), "`row` is a view of `up.weight`, and would be none of the parallel model's"),
+        (lambda: View("weight"), "`row` is a view of `up.weight`, and would not be a view in the parallel model"),
         (lambda: View("nothing"), "forward writes into `row`, with which `part` shares memory\n  try      make"),
         (lambda: Holding("list"), f"`held.0` leads to a Linear that {LOST}"),
         (lambda: Holding("dict"), f"`held.a` leads to a Linear that {LOST}"),

@@ -187,7 +187,7 @@ def test_over_a_pipeline() -> None:
     """What goes by all gradients is refused where a rank has some layers only."""
     for found in run_ranks(over_a_pipeline, 2):
         assert found == (
-            "LBFGS.step: a rank of the pipeline has some of the parameters, and this optimizer goes by the gradients "
+            "LBFGS.step: a rank of the pipeline has some of the parameters, and this optimizer uses the gradients "
             "of all\n  try      AdamW, SGD, Lion or their like; or pp=1"
         )
 
@@ -398,7 +398,7 @@ def test_a_rank_that_does_not_step() -> None:
     first, other = run_ranks(steps_alone, 2)
     assert first == (
         "SGD.step: step 1 is not taken by all ranks: tp rank 1 did not come within the group's timeout\n"
-        "  try      step on all ranks alike: whether to is decided by what is the same on all"
+        "  try      call step on all ranks: decide by a value that is the same on all whether to step"
     )
     assert "failed on rank 1 of 2" in other
 

@@ -110,7 +110,7 @@ WRAPPED: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
     ),
     "compile": (
         torch.compile,
-        "the model is compiled already, and what autotp makes of it would not be\n  try      tor",
+        "the model is compiled already, and the parallel model would not be\n  try      tor",
     ),
 }
 

@@ -162,7 +162,7 @@ def test_what_is_not_plain(value: Any) -> None:
         there_and_back({"a": [0, value]})
     kind = type(value)
     assert str(raised.value).splitlines()[0] == (
-        f"it['a'][1] is a {kind.__module__}.{kind.__qualname__}, which a checkpoint does not hold"
+        f"it['a'][1] is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold"
     )
 
 

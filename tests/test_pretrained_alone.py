@@ -146,7 +146,7 @@ def test_no_model_of_transformers(tmp_path: Path) -> None:
         "  try      autotp.full_state_dict(model), and torch.save on the first rank"
     )
     assert message(lambda: autotp.save_pretrained(nn.Linear(2, 2), tmp_path)) == (
-        "save_pretrained: a Linear is no parallel model\n"
+        "save_pretrained: a Linear is not a parallel model\n"
         "  try      save_pretrained(model, ...), with what autotp.parallelize returned"
     )
 

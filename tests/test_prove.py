@@ -169,7 +169,7 @@ def test_own_rule_that_does_not_fit(registry: None) -> None:
 @pytest.mark.parametrize(
     ("op", "text", "expected"),
     [
-        ("gelu", "* -> *", ["rule: 'gelu' is no operator", "  try      torch.ops.mylib.myop"]),
+        ("gelu", "* -> *", ["rule: 'gelu' is not an operator", "  try      torch.ops.mylib.myop"]),
         (
             torch.ops.autotp_test.scale,
             "* -> ",

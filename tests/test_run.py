@@ -181,7 +181,7 @@ def outputs(rank: int, n: int) -> None:
     with pytest.raises(autotp.Error) as raised:
         autotp.gather(logits * 2)
     assert str(raised.value) == (
-        f"gather: a tensor {list(logits.shape)} that is no output of a parallel model\n"
+        f"gather: a tensor {list(logits.shape)} that is not an output of a parallel model\n"
         "  try      autotp.gather(output) on what the model returned, before anything is computed from it"
     )
 

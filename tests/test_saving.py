@@ -177,20 +177,20 @@ def test_refused_on_every_rank(tmp_path: Path) -> None:
         )
         assert found[1:] == [
             "load_checkpoint: /missing/step-00000003/rank-00001.tensors is missing",
-            "load_checkpoint: /garbled/step-00000003/manifest.json is damaged: its checksum is another",
+            "load_checkpoint: /garbled/step-00000003/manifest.json is damaged: its checksum does not match",
             "load_checkpoint: /newer/step-00000003 is of format 9, and this autotp reads 2",
             "load_checkpoint: /older/step-00000003 is of format 1, and this autotp reads 2",
             "load_checkpoint: /renamed/step-00000005 is of step 3",
             "load_checkpoint: /good/step-00000003 has the state of AdamW, and this is SGD",
-            "load_checkpoint: the optimizer has parameters that the trainer has not",
+            "load_checkpoint: the optimizer has parameters that the trainer does not have",
             "load_checkpoint: /good/step-00000003 has no sampler",
             "load_checkpoint: /good/step-00000003 is another model's; missing: h.2.attn.c_attn.bias, "
             "h.2.attn.c_attn.weight, h.2.attn.c_proj.bias and 9 more",
             "load_checkpoint: /some/step-00000001 has no state of the optimizer for h.1.ln_2.weight",
             "save_checkpoint: /good/step-00000003 is there already",
-            "save_checkpoint: step=-1 is no number of steps",
-            "save_checkpoint: step=True is no number of steps",
-            "save_checkpoint: step=2.0 is no number of steps",
+            "save_checkpoint: step=-1 is not a number of steps",
+            "save_checkpoint: step=True is not a number of steps",
+            "save_checkpoint: step=2.0 is not a number of steps",
         ]
 
 

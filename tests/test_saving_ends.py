@@ -289,7 +289,7 @@ def test_what_is_saved_besides(tmp_path: Path) -> None:
         first = [text.splitlines()[0].removeprefix("save_checkpoint: ") for text in found[1:]]
         assert first == [
             *["what is saved by name is not the same on rank 1 as on rank 0"] * 2,
-            "the state of `one`['value']['a'][0] is a builtins.function, which a checkpoint does not hold",
+            "the state of `one`['value']['a'][0] is a builtins.function, which a checkpoint cannot hold",
         ]
 
 

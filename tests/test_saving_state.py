@@ -199,14 +199,14 @@ def test_state_without_a_place(tmp_path: Path) -> None:
     first, other = run_ranks(refused, 2, str(tmp_path), timeout=100)
     assert first == other
     assert first[:2] == [
-        "save_checkpoint: Beside keeps `global` beside the state of its parameters, which a checkpoint does not hold",
-        "save_checkpoint: InDict keeps `k` beside the state of its parameters, which a checkpoint does not hold",
+        "save_checkpoint: Beside keeps `global` beside the state of its parameters, which a checkpoint cannot hold",
+        "save_checkpoint: InDict keeps `k` beside the state of its parameters, which a checkpoint cannot hold",
     ]
     for text in first[2:4]:
         assert text.startswith("save_checkpoint: `rms` of `")
         assert text.endswith("` in the optimizer is another on rank 1 than on rank 0")
     assert first[4].startswith("save_checkpoint: `past` of `")
-    assert first[5] == f"save_checkpoint: step={2**63} is no number of steps"
+    assert first[5] == f"save_checkpoint: step={2**63} is not a number of steps"
 
 
 def drifted(rank: int, n: int, folder: str) -> str:
@@ -234,7 +234,7 @@ OPTIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "`betas` is 0.9": lambda options: options.update(betas=0.9),
     "`amsgrad` is 'no'": lambda options: options.update(amsgrad="no"),
     "`eps` is missing": lambda options: options.pop("eps"),
-    "makes no sense: RuntimeError": lambda options: options.update(lr={"": "tensor", "of": "model|wte.weight"}),
+    "is not valid: RuntimeError": lambda options: options.update(lr={"": "tensor", "of": "model|wte.weight"}),
 }
 
 
@@ -263,4 +263,4 @@ def test_options_of_another_kind(tmp_path: Path) -> None:
     (found,) = run_ranks(resealed, 1, str(tmp_path), timeout=100)
     for text, expected in zip(found, OPTIONS, strict=False):
         assert expected in text, text
-    assert "makes no sense" in found[-1]
+    assert "is not valid" in found[-1]

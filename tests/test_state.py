@@ -185,6 +185,6 @@ def test_an_ordinary_model(call: str) -> None:
     rest = {"full_state_dict": (), "load_full_state_dict": ({},), "clip_grad_norm_": (1.0,)}[call]
     for model in (nn.Linear(2, 2), nn.DataParallel(nn.Linear(2, 2)), None):
         assert message(lambda model=model: getattr(autotp, call)(model, *rest)) == (
-            f"{call}: a {type(model).__name__} is no parallel model\n"
+            f"{call}: a {type(model).__name__} is not a parallel model\n"
             f"  try      {call}(model, ...), with what autotp.parallelize returned"
         )

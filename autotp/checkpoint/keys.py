@@ -52,7 +52,7 @@ def names_of(optimizer: Optimizer, parts: Holdings) -> dict[nn.Parameter, str]:
     known = {id(tensor): name for name, tensor in parts.held.items()}
     found = [p for group in optimizer.param_groups for p in group["params"]]
     if any(id(p) not in known for p in found):
-        raise Error("the optimizer has parameters that the trainer has not", fix="AdamW(trainer.parameters())")
+        raise Error("the optimizer has parameters that the trainer does not have", fix="AdamW(trainer.parameters())")
     return {p: known[id(p)] for p in found}
 
 

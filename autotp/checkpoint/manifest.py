@@ -47,7 +47,7 @@ class Manifest:
             Error: there is none of this key.
         """
         if key not in self.tensors:
-            raise Error(f"{self.folder / MANIFEST} makes no sense: it has no {key}")
+            raise Error(f"{self.folder / MANIFEST} is not valid: it has no {key}")
         return self.tensors[key]
 
     def whole(self, key: str) -> Tensor:
@@ -146,7 +146,7 @@ def _expect_size(file: Path, size: int) -> None:
     if not file.exists():
         raise Error(f"{file} is missing")
     if not file.is_file():
-        raise Error(f"{file} is no regular file")
+        raise Error(f"{file} is not a regular file")
     if (found := file.stat().st_size) != size:
         raise Error(f"{file} has {found:,} bytes, and had {size:,} when it was written")
 

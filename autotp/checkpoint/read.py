@@ -116,7 +116,7 @@ def _expect_state(manifest: Manifest, names: Sequence[str]) -> None:
     for name in names:
         for key in (key_of("optimizer", name, key) for key in holds[name]):
             if key not in manifest.tensors and key not in manifest.about["values"]:
-                raise Error(f"{manifest.folder / MANIFEST} makes no sense: {key} is missing")
+                raise Error(f"{manifest.folder / MANIFEST} is not valid: {key} is missing")
 
 
 def read(manifest: Manifest, trainer: Trainer, parts: Holdings, optimizer: Optimizer, more: Mapping[str, Any]) -> Found:
@@ -174,7 +174,7 @@ def _own(manifest: Manifest, encoded: Any) -> dict[str, Any]:
     """The options that a checkpoint says, without what stands for parameters."""
     options = manifest.value(encoded)
     if not isinstance(options, dict):
-        raise Error(f"{manifest.folder / MANIFEST} makes no sense: options of the optimizer are {options!r}")
+        raise Error(f"{manifest.folder / MANIFEST} is not valid: options of the optimizer are {options!r}")
     return {key: value for key, value in options.items() if key not in NAMES}
 
 
@@ -193,9 +193,7 @@ def _options(manifest: Manifest, parts: Holdings, optimizer: Optimizer) -> list[
         except SENSELESS as error:  # Tensors where numbers were.
             raise senseless(manifest.folder / MANIFEST, error) from error
         if several:
-            raise Error(
-                f"{manifest.folder} has the parameters of group {i} in several groups", fix="the groups of then"
-            )
+            raise Error(f"{manifest.folder} has the parameters of group {i} in several groups", fix="the saved groups")
         if mine:
             _expect_options(manifest, mine[0], group, optimizer.defaults)
         found.append(mine[0] if mine else {})
@@ -210,7 +208,7 @@ def _expect_options(
     wrong += [f"`{key}` is {there[key]!r}" for key in there if key in here and not _like(there[key], here[key])]
     if wrong:
         file = manifest.folder / MANIFEST
-        raise Error(f"{file} makes no sense: of the optimizer's options {listed(wrong)}", fix="an older one")
+        raise Error(f"{file} is not valid: of the optimizer's options {listed(wrong)}", fix="an older one")
 
 
 def _like(value: Any, own: Any) -> bool:

@@ -64,7 +64,7 @@ def begun(folder: Path, trainer: Trainer, optimizer: Optimizer, step: int, more:
         problem = f"{type(optimizer).__name__} is no optimizer"
         raise Error(problem, fix="autotp.full_state_dict(trainer) for the parameters alone")
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEPS:
-        raise Error(f"step={step!r} is no number of steps", fix="trainer.steps")
+        raise Error(f"step={step!r} is not a number of steps", fix="trainer.steps")
     path = path_of(folder, step)
     if path.exists():
         whole = any((path / name).exists() for name in (MANIFEST, OF_FORMAT_1))
@@ -87,7 +87,7 @@ def _expect_nothing_beside(optimizer: Optimizer) -> None:
         key = f"a tensor of {list(beside[0].shape)}" if isinstance(beside[0], Tensor) else f"`{beside[0]}`"
         told = f"{type(optimizer).__name__} keeps {key} beside the state of its parameters"
         remedy = "an option of a group, or save_checkpoint(..., name=thing) with a state_dict() of its own"
-        raise Error(f"{told}, which a checkpoint does not hold", fix=remedy)
+        raise Error(f"{told}, which a checkpoint cannot hold", fix=remedy)
 
 
 def _claim(folder: Path) -> None:
@@ -189,7 +189,7 @@ def _as_parameter(value: Tensor, name: str, key: str, parts: Holdings, optimizer
         return value
     raise Error(
         f"`{key}` of `{name}` is {list(value.shape)} in {type(optimizer).__name__}, and the parameter "
-        f"{list(parts.held[name].shape)}: where it lies in the whole is not known",
+        f"{list(parts.held[name].shape)}: its place in the whole tensor is unknown",
         fix="an optimizer whose state is shaped as the parameters are, such as AdamW",
     )
 

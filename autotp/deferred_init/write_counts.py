@@ -63,7 +63,7 @@ def _settle(places: list[TensorPlace], own: list[list[CountedWrite]], events: Se
             fitting[value] = holders[0]
     if len(fitting) > 1:
         raise Error(
-            f"`{places[0].name}` is tied to `{places[1].name}`, and which was initialised last cannot be told",
+            f"`{places[0].name}` is tied to `{places[1].name}`, and it is not clear which was initialised last",
             fix="tie them in the constructor that has both: self.head.weight = self.embedding.weight",
         )
     if not fitting:
@@ -151,7 +151,7 @@ def _other_writes(place: TensorPlace, count: int, events: list[str]) -> Error:
     seen = place.tensor._version
     not_a_copy = {"fix": 'the model built under torch.device("meta") itself, not a copy of it'}
     return Error(
-        f"the constructors wrote `{place.name}` otherwise than its initialisers do",
+        f"the constructors wrote `{place.name}` differently from its initialisers",
         expected=f"{count} writes: {', '.join(events)}",
         got=f"{seen} writes",
         **(how_to_fill(place) if seen else not_a_copy),

@@ -56,7 +56,8 @@ def agree_on_graph(mesh: Mesh, make: Callable[[], T], text: Callable[[T], str]) 
         raise problem
     failed = [rank for rank, row in enumerate(rows) if row[0] == -1]
     if failed:
-        raise Error(f"{mesh.named(failed)} could not build a graph", fix="read the error there: here is none")
+        remedy = "read the error of that rank: this rank has none"
+        raise Error(f"{mesh.named(failed)} could not build a graph", fix=remedy)
     other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
     found = {} if other is None else _first_difference(lines, other, mesh)
     alike = "build the same model and call it alike on all ranks"

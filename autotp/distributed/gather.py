@@ -84,7 +84,7 @@ def _gathered(output: Tensor) -> Tensor:
         return output
     if held is None:
         raise Error(
-            f"gather: a tensor {list(output.shape)} that is no output of a parallel model",
+            f"gather: a tensor {list(output.shape)} that is not an output of a parallel model",
             fix="autotp.gather(output) on what the model returned, before anything is computed from it",
         )
     if held.layout is None or held.mesh.size == 1:

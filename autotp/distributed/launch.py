@@ -119,7 +119,8 @@ def _on_one_machine(started: Launch, timeout: timedelta) -> dist.Store:
         given = "MASTER_ADDR=<the first node> MASTER_PORT=29500"
         flags = {"srun": f"{given} srun", "mpirun": "mpirun " + given.replace("MASTER", "-x MASTER")}
         raise Error(
-            f"{started.by} started {started.size} processes ({started.local_size} here), and none knows where to meet",
+            f"{started.by} started {started.size} processes ({started.local_size} here), and they do not know where "
+            "to meet",
             fix=f"{flags[started.by]} ... (or torchrun on each machine)",
         )
     file = _folder() / re.sub(r"[^\w.-]", "_", started.job)
@@ -151,5 +152,5 @@ def _folder() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise Error(f"{folder} is not this user's alone", fix="TMPDIR=<a folder of yours>")
+        raise Error(f"{folder} can be changed by other users", fix="TMPDIR=<a folder of yours>")
     return folder

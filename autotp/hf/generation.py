@@ -109,7 +109,7 @@ class Generates:
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Raises Error."""
-        raise Error("continuous batching of a parallel model is not here yet", fix="model.generate(**inputs)")
+        raise Error("continuous batching of a parallel model is not supported yet", fix="model.generate(**inputs)")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         logits = LOGITS.get(self)

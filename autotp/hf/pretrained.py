@@ -144,7 +144,7 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], *, max_shard
         max_shard_size: bytes of tensors in one file, or a text such as "500MB".
 
     Raises:
-        Error: on every rank: the model is no parallel model of transformers, or the file system fails.
+        Error: on every rank: the model is not a parallel model of transformers, or the file system fails.
 
     Example:
         >>> import transformers

@@ -37,7 +37,7 @@ def rule(op: Operator, factors: str | f.RuleFunction, linear: f.Linear = ()) -> 
             itself, "all" operands together, or groups of operand positions.
 
     Raises:
-        Error: the text does not parse, `op` is no operator, or it writes into its operands.
+        Error: the text does not parse, `op` is not an operator, or it writes into its operands.
 
     Example:
         >>> @torch.library.custom_op("docs::scale_rows", mutates_args=())
@@ -48,7 +48,7 @@ def rule(op: Operator, factors: str | f.RuleFunction, linear: f.Linear = ()) -> 
         >>> autotp.rule(torch.ops.docs.scale_rows, "* h, h -> * h")
     """
     if not isinstance(op, OpOverload | OpOverloadPacket):
-        raise Error(f"{op!r} is no operator", fix="torch.ops.mylib.myop").within("rule")
+        raise Error(f"{op!r} is not an operator", fix="torch.ops.mylib.myop").within("rule")
     try:
         if isinstance(factors, str):
             parse(factors)

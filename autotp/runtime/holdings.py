@@ -109,7 +109,7 @@ def parallel_of(model: Any, call: str) -> ParallelModule:
     inner = _unwrapped(model, (ParallelModule,))
     if not isinstance(inner, ParallelModule):
         raise Error(
-            f"a {type(model).__name__} is no parallel model",
+            f"a {type(model).__name__} is not a parallel model",
             fix=f"{call}(model, ...), with what autotp.parallelize returned",
         ).within(call)
     return inner

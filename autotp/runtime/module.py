@@ -418,7 +418,7 @@ def _expect_unparametrized(path: str, module: nn.Module) -> None:
     parts = module._modules.get("parametrizations")
     if parametrize.is_parametrized(module) and parts is not None and state_of(parts) is None:
         raise Error(
-            f"`{path}` was parametrized when its model was parallel already, and its weight is in parts",
+            f"`{path}` was parametrized when its model was parallel already, and its weight is cut",
             fix="parametrize the original model, before autotp.parallelize",
         )
 

@@ -79,7 +79,7 @@ def rows_of(tensors: Sequence[Tensor], parts: int, known: Sequence[Captured]) ->
         sizes = {len(x) for name, x in zip(captured.inputs, tensors, strict=True) if name in rows}
         if len(sizes) > 1:
             found = " and ".join(map(str, sorted(sizes, reverse=True)))
-            raise Error(f"inputs of {found} rows, and a batch has as many of all")
+            raise Error(f"inputs of {found} rows, and all inputs of a batch need the same number of rows")
     if not size or size % parts:
         fits = max(size // parts, 1) * parts
         problem = f"a batch of {size} does not divide into {parts} microbatches"

@@ -326,7 +326,7 @@ class Trainer(HasHoldings):
         Raises:
             Error: always.
         """
-        raise Error("a trainer is no model to call", fix="trainer.step(...), or trainer.evaluate(...)")
+        raise Error("a trainer cannot be called", fix="trainer.step(...), or trainer.evaluate(...)")
 
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Runs forward and backward, adds to each `.grad`, and returns the loss of the whole batch (shape []).

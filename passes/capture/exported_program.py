@@ -229,7 +229,7 @@ def _expect_no_gradients(constants: Mapping[str, Tensor]) -> None:
     wanted = [x for x in constants.values() if x.requires_grad or isinstance(x, nn.Parameter)]
     if wanted:
         raise Error(
-            f"forward uses a tensor {list(wanted[0].shape)} that wants a gradient, and which no module holds",
+            f"forward uses a tensor {list(wanted[0].shape)} that needs a gradient, and no module holds it",
             fix="self.name = nn.Parameter(...)",
         )
 
@@ -238,7 +238,8 @@ def _expect_values(constants: dict[str, torch.Tensor]) -> None:
     for name, constant in constants.items():
         if constant.is_meta or isinstance(constant, FakeTensor):
             raise Error(
-                f"a tensor of the model, no parameter and no buffer, has no values: {name} {list(constant.shape)}",
+                "a tensor of the model that is neither a parameter nor a buffer has no values: "
+                f"{name} {list(constant.shape)}",
                 fix="make it in forward, or register it as a buffer with an initialiser",
             )
 

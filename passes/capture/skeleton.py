@@ -83,7 +83,7 @@ def _expect_no_views(model: nn.Module) -> None:
         storage = storage_of(value) if isinstance(value, Tensor) and id(value) not in own else None
         if storage is not None and storage in held:
             raise Error(
-                f"`{spelled(path)}` is a view of `{held[storage]}`, and would be none of the parallel model's",
+                f"`{spelled(path)}` is a view of `{held[storage]}`, and would not be a view in the parallel model",
                 fix="make it in forward",
             )
 

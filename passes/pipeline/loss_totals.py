@@ -156,7 +156,7 @@ def _divided(node: fx.Node, kinds: Kinds) -> dict[fx.Node, bool]:
     counts = _counts(y, kinds) if node.target is aten.div.Tensor and kinds.varies(y) else []  # type: ignore[arg-type]
     if not terms and not counts:
         raise Error(
-            f"the loss is no mean over the batch, or sum of some: `{node.target}`",
+            f"the loss is not a mean over the batch, nor a sum of such means: `{node.target}`",
             at=line_of(node),
             fix="cross_entropy, mse_loss, ... with reduction='mean', x.mean(), or x.sum() / counts.sum()",
         )
@@ -178,7 +178,7 @@ def _expect_any_number(graph: fx.Graph, inputs: Sequence[str]) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and outputs_of(node) and not _only_lengths(node, rows):
             raise Error(
-                f"`{node.target}` computes with the number of rows, which is another in each part of a batch",
+                f"`{node.target}` computes with the number of rows, which differs in each part of a batch",
                 at=line_of(node),
                 fix="a mean, which is one over the whole batch",
             )
@@ -195,7 +195,7 @@ def _expect_no_branches(graph: fx.Graph, rows: Collection[Any]) -> None:
         others = {symbol: known[symbol] for symbol in guard.free_symbols - set(rows) if symbol in known}
         if not all(guard.xreplace({**others, **dict.fromkeys(rows, sympy.Integer(n))}) for n in NUMBERS):
             raise Error(
-                "the model branches on the number of rows, which is another in each part of a batch",
+                "the model branches on the number of rows, which differs in each part of a batch",
                 at=str(made.sloc),
                 fix="a branch on other sizes, or on settings",
             )

@@ -49,7 +49,7 @@ def opened(file: Path) -> BinaryIO:
     number = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
-        raise OSError(errno.EINVAL, "it is no regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file")
     return os.fdopen(number, "rb")
 
 
@@ -65,7 +65,7 @@ def unsealed(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise Error(f"{file} cannot be read: {error.strerror}") from error
     if found is None or int(found[2], 16) != zlib.crc32(found[1]):
-        raise Error(f"{file} is damaged: its checksum is another")
+        raise Error(f"{file} is damaged: its checksum does not match")
     try:
         return dict(json.loads(found[0]).items())
     except SENSELESS as error:
@@ -74,7 +74,7 @@ def unsealed(file: Path) -> dict[str, Any]:
 
 def senseless(file: Path, error: BaseException) -> Error:
     """What is said of a file that is whole and says nothing that we know."""
-    return Error(f"{file} makes no sense: {type(error).__name__}: {error}")
+    return Error(f"{file} is not valid: {type(error).__name__}: {error}")
 
 
 def write_whole(file: Path, content: bytes) -> None:
@@ -140,7 +140,7 @@ def expect_unchanged(folder: Path, rank: int, ranks: int) -> None:
             raise Error(f"{file} cannot be read: {error.strerror}") from error
         if not same:
             stale = STALE.format(folder / SIDE_FILE)
-            raise Error(f"{name} is not what was written, by {SIDE_FILE}", at=str(file), fix=stale)
+            raise Error(f"{name} is not what was written, according to {SIDE_FILE}", at=str(file), fix=stale)
 
 
 SAMPLES, SAMPLE = 16, 4096

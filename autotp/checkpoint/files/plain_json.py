@@ -61,7 +61,7 @@ def encode(value: Any, at: str, keep: Callable[[Tensor], str], depth: int = 0) -
     if (text := _text(value)) is not None:
         return {KIND: text[0], "of": text[1]}
     raise Error(
-        f"{at} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint does not hold",
+        f"{at} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold",
         fix=PLAIN,
     )
 

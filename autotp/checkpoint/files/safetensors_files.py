@@ -242,7 +242,7 @@ def header_of(tensors: Mapping[str, Any], names: Sequence[str]) -> bytes:
     for name in names:
         tensor = tensors[name]
         if tensor.dtype not in NAMES:
-            raise Error(f"`{name}` is of dtype {tensor.dtype}, which safetensors has not")
+            raise Error(f"`{name}` is of dtype {tensor.dtype}, which safetensors does not have")
         end = at + nbytes(tensor)
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end

@@ -78,7 +78,7 @@ class Pieces:
             into[here] = read_piece(folder, name, piece, self.dtype)[there]
             left -= math.prod(b - a for a, b in zip(low, high, strict=True))
         if left:
-            raise Error(f"{folder} has not all of `{name}`")
+            raise Error(f"{folder} does not have all of `{name}`")
 
     def whole(self, folder: Path, name: str) -> Tensor:
         """All of it."""

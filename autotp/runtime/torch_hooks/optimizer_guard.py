@@ -100,7 +100,7 @@ def _checked(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Ten
     cut = [name for name in parameters if parts.layout(name).dim is not None and parts.place.size > 1]
     if parts.pipeline is not None and _is(OF_ALL, optimizer):
         raise Error(
-            "a rank of the pipeline has some of the parameters, and this optimizer goes by the gradients of all",
+            "a rank of the pipeline has some of the parameters, and this optimizer uses the gradients of all",
             fix="AdamW, SGD, Lion or their like; or pp=1",
         )
     if cut and (_is(OF_A_MATRIX, optimizer) or _is(OF_ALL, optimizer)):
@@ -158,7 +158,7 @@ def _differing(optimizer: Optimizer, same: Mapping[str, Tensor], place: Mesh, st
     except Error as error:
         raise Error(
             f"step {step} is not taken by all ranks: {error.problem}",
-            fix="step on all ranks alike: whether to is decided by what is the same on all",
+            fix="call step on all ranks: decide by a value that is the same on all whether to step",
         ) from error
     _expect_same_calls(every, place)
     return _expect_close(same, every, place)

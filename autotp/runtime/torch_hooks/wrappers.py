@@ -54,6 +54,6 @@ def expect_unwrapped(model: nn.Module) -> None:
             raise Error(f"{what} is compiled by torch.jit", fix="parallelize the Python module")
     if isinstance(getattr(model, "_orig_mod", None), nn.Module):
         raise Error(
-            "the model is compiled already, and what autotp makes of it would not be",
+            "the model is compiled already, and the parallel model would not be",
             fix="torch.compile(autotp.parallelize(model, ...)), or model.compile_blocks()",
         )

@@ -88,7 +88,7 @@ class Asked(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (kwargs or {}).get("generator") is not None:
             raise Error(
-                "the model draws from a torch.Generator of its own, of which a graph knows nothing",
+                "the model draws from a torch.Generator of its own, which a graph cannot use",
                 at=user_line(traceback.extract_stack()),
                 fix="the default one: no `generator=`",
             )
