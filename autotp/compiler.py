@@ -25,8 +25,8 @@ from autotp.passes.canonicalize.functionalize import functionalize
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.capture import ALWAYS, OFF, capture
 from autotp.passes.capture.captured import NOTHING, Captured, Opened
+from autotp.passes.capture.guards.attribute_paths import Path
 from autotp.passes.capture.guards.attribute_writes import Change, apply
-from autotp.passes.capture.guards.attributes import Path
 from autotp.passes.capture.guards.python_state import GradientsWanted
 from autotp.passes.check.check import check
 from autotp.passes.check.types import Typed

@@ -1,1 +1,1 @@
-"""Ordinary single-device models, which import nothing of autotp."""
+"""Ordinary single-device models, which import nothing of autotp; imported as `autotp.models`."""

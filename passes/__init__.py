@@ -1,4 +1,4 @@
-"""The passes, one folder for each stage, in the order of the stages.
+"""The passes, one folder for each stage; imported as `autotp.passes`. `autotp/compiler.py` has their order.
 
 What may not enter: processes.
 """

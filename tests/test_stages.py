@@ -22,7 +22,7 @@ from autotp.passes.pipeline.stages import balanced, blocks_in_order, divided, st
 from autotp.passes.plan.choose import NOMINAL, elements
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
-from autotp.training.pipeline_stage import ENGINES, Training, expect_splits
+from autotp.training.pipeline_schedules import ENGINES, Training, expect_splits
 
 
 @given(costs=st.lists(st.integers(0, 9), min_size=1, max_size=7), data=st.data())

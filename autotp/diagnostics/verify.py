@@ -24,8 +24,8 @@ from autotp.ops.grouped_mm import grouped_mm
 from autotp.options import DEFAULTS, Experts, Options, Outputs, Recompute, expect_choices
 from autotp.passes.capture.captured import Captured, InputSize, OutputAt
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
+from autotp.passes.capture.guards.attribute_paths import everything, found_at, put_at, spelled
 from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, keyed, opened
-from autotp.passes.capture.guards.attributes import everything, found_at, put_at, spelled
 from autotp.passes.capture.guards.python_state import GradientsWanted
 from autotp.passes.capture.pytree import flatten, outcome, states
 from autotp.passes.capture.skeleton import skeleton_of

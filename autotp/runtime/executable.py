@@ -27,8 +27,8 @@ from autotp.options import CheckInputs
 from autotp.passes.capture.autocast_regions import Autocast, ambient
 from autotp.passes.capture.captured import NOTHING, Captured, InputSize, Opened, OutputAt
 from autotp.passes.capture.guards.argument_keys import plain
+from autotp.passes.capture.guards.attribute_paths import TABLES, Path, everything, found_at, put_at
 from autotp.passes.capture.guards.attribute_writes import Change, Write, apply, write_into
-from autotp.passes.capture.guards.attributes import TABLES, Path, everything, found_at, put_at
 from autotp.passes.capture.guards.code_names import CodeName, named
 from autotp.passes.capture.guards.guard import Guard, explained
 from autotp.passes.capture.guards.python_state import NOT_ASKED, GradientsWanted, wanted_now

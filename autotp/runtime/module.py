@@ -25,7 +25,7 @@ from autotp.distributed.mesh import Mesh, broadcast_from_first
 from autotp.errors import Error
 from autotp.model_library import classes_before
 from autotp.options import Recompute
-from autotp.passes.capture.guards.attributes import STATE, is_internal
+from autotp.passes.capture.guards.attribute_paths import STATE, is_internal
 from autotp.passes.emit.attach_parameters import BlockCall
 from autotp.runtime.executable import Executable, refuse_capture
 from autotp.runtime.tree import ORIGINAL, ModuleState, Tree, copied, held_in, original_class, state_of

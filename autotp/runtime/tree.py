@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from autotp.distributed.cut_parameter import Warned
 from autotp.distributed.mesh import Mesh
 from autotp.options import Options, Recompute, expect_choices
-from autotp.passes.capture.guards.attributes import STATE
+from autotp.passes.capture.guards.attribute_paths import STATE
 from autotp.passes.capture.guards.guard import looked_up
 from autotp.passes.capture.skeleton import close_over, stand_ins
 from autotp.sharding.layout import Layout

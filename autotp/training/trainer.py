@@ -49,7 +49,7 @@ from autotp.training import process_groups as groups
 from autotp.training.hyperparameters import hyperparameters
 from autotp.training.microbatches import Batch, expect_values, key_of, of_rows, rows_of, tensors_of, totals_of
 from autotp.training.nonfinite import refuse
-from autotp.training.pipeline_stage import (
+from autotp.training.pipeline_schedules import (
     ENGINES,
     StageGraph,
     Training,

@@ -1,1 +1,1 @@
-"""A captured graph -> the same function in one form, without operators that write into their inputs."""
+"""A captured graph -> the same function in one form: biases outside products, and nothing written into inputs."""

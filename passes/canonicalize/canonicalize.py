@@ -15,7 +15,7 @@
 
 NOTE [Why the bias leaves the linear]
 A row-parallel product is a sum over ranks. Were its bias inside, every rank would add it and the sum would hold
-it tp times. Outside, the reduction comes before the bias by construction. Where nothing is reduced, `biases`
+it tp times. Outside, the reduction comes before the bias by construction. Where nothing is reduced, `fuse_bias`
 puts the bias back in.
 """
 

@@ -21,7 +21,7 @@ from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.captured import NOTHING, Captured, Opened
 from autotp.passes.capture.exported_program import captured, like
 from autotp.passes.capture.flatten import Flat
-from autotp.passes.capture.guards.attributes import spelled, values_at
+from autotp.passes.capture.guards.attribute_paths import spelled, values_at
 from autotp.passes.capture.guards.python_state import Asked, GradientsWanted
 from autotp.passes.capture.patches import CAPTURING, around_capture, around_export
 from autotp.passes.capture.pytree import flatten

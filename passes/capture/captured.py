@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from autotp.passes.capture.autocast_regions import Autocast
+from autotp.passes.capture.guards.attribute_paths import Path, Slot, slot_of
 from autotp.passes.capture.guards.attribute_writes import GONE, Change, Write
-from autotp.passes.capture.guards.attributes import Path, Slot, slot_of
 from autotp.passes.capture.guards.code_names import CodeName
 from autotp.passes.capture.guards.python_state import NOT_ASKED, GradientsWanted
 from autotp.passes.capture.guards.sizes import Shapes

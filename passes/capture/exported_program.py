@@ -21,8 +21,8 @@ from autotp.errors import Error
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.captured import Captured, InputSize, Opened, OutputAt
 from autotp.passes.capture.flatten import Flat, Returned
+from autotp.passes.capture.guards.attribute_paths import Slot, everything, found_at, key_of, reached, slot_of, spelled
 from autotp.passes.capture.guards.attribute_writes import GONE, Change, Write
-from autotp.passes.capture.guards.attributes import Slot, everything, found_at, key_of, reached, slot_of, spelled
 from autotp.passes.capture.guards.code_names import named
 from autotp.passes.capture.guards.sizes import Sizes
 from autotp.passes.capture.inline import inline

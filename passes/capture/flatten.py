@@ -14,8 +14,17 @@ from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
 from autotp.passes.capture.captured import NOTHING, InputSize, Opened, OutputAt
+from autotp.passes.capture.guards.attribute_paths import (
+    Path,
+    Slot,
+    below,
+    everything,
+    found_at,
+    put_at,
+    slot_of,
+    spelled,
+)
 from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, is_new, opened
-from autotp.passes.capture.guards.attributes import Path, Slot, below, everything, found_at, put_at, slot_of, spelled
 from autotp.passes.capture.guards.code_names import CodeName, NamedBefore
 from autotp.passes.capture.guards.comparison import position
 from autotp.passes.capture.guards.python_state import Asked

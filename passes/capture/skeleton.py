@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autotp.errors import Error
 from autotp.ops.eager_mode import is_plain
-from autotp.passes.capture.guards.attributes import children, everything, hidden, key_of, reached, spelled
+from autotp.passes.capture.guards.attribute_paths import children, everything, hidden, key_of, reached, spelled
 from autotp.passes.capture.guards.guard import HOOKS
 
 

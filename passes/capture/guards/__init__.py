@@ -1,1 +1,1 @@
-"""Facts that a graph was captured with, and whether they still hold."""
+"""Facts that a graph was captured with (`attribute_paths`, `code_names`), and whether they still hold (`guard`)."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
-from autotp.passes.capture.guards.attributes import (
+from autotp.passes.capture.guards.attribute_paths import (
     INTERNAL,
     LARGEST,
     MIXED,

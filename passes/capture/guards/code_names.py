@@ -33,8 +33,8 @@ from torch import Tensor, nn
 
 from autotp.errors import Error
 from autotp.model_library import is_of_models
+from autotp.passes.capture.guards.attribute_paths import LARGEST, is_container, reached
 from autotp.passes.capture.guards.attribute_writes import content_of, fill, same_content
-from autotp.passes.capture.guards.attributes import LARGEST, is_container, reached
 from autotp.passes.capture.guards.comparison import PLAIN
 
 ABSENT: Any = object()

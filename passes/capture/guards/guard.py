@@ -27,8 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from autotp.distributed.sharded_tensor import Sharded
-from autotp.passes.capture.guards.attribute_writes import content_of, same_content
-from autotp.passes.capture.guards.attributes import (
+from autotp.passes.capture.guards.attribute_paths import (
     MIXED,
     VIEWS,
     Path,
@@ -42,6 +41,7 @@ from autotp.passes.capture.guards.attributes import (
     state_of_opaque,
     without_numbers,
 )
+from autotp.passes.capture.guards.attribute_writes import content_of, same_content
 from autotp.passes.capture.guards.code_names import CodeName, Named, is_library, settings_in
 from autotp.passes.capture.guards.comparison import Frozen
 from autotp.passes.capture.repeats.blocks import patched

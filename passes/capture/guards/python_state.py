@@ -25,7 +25,7 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from autotp.errors import Error
-from autotp.passes.capture.guards.attributes import reached, spelled
+from autotp.passes.capture.guards.attribute_paths import reached, spelled
 from autotp.passes.capture.repeats.blocks import patched
 from autotp.source_location import is_users, user_line
 
