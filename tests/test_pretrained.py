@@ -242,7 +242,7 @@ def what_stands_beside(rank: int, n: int) -> None:
         autotp.save_pretrained(parallel, place)
         if rank == 0:
             kept = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "spm.model"}
-            kept.add("autotp.checkpoint.files.checksums.json")
+            kept.add("autotp.checksums.json")
             assert {file.name for file in place.iterdir()} == kept | ({"notes.txt"} if place == folder else set())
             config = type(model).from_pretrained(place).config
             assert config.resid_pdrop == 0.25 and config.dtype == torch.float32
