@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/capture.py
 
-Each depth runs in a process of its own, the stages timed where `autotp.transform` calls them, in processor seconds:
+Each depth runs in a process of its own, its stages timed one by one, in processor seconds:
 the work is single-threaded, so on a quiet core they are those of the clock. A stage that calls another counts only its
 own. "linear" is the exponent of a power law fitted to the totals from the second depth on: 1 is linear.
 """

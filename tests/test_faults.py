@@ -60,6 +60,8 @@ def test_what_is_killed_goes_on(times: int, tmp_path: Path) -> None:
     reached = 0
     for attempt in range(times + 1):
         mine = [step for tried, step, _ in done if tried == attempt]
+        if not mine:  # It was killed in its first step.
+            continue
         assert mine == list(range(mine[0], mine[-1] + 1))
         # A save that was under way is lost, and so are at most the steps since the one before.
         assert (mine[0] - 1) % SAVE_EVERY == 0 and reached - 2 * SAVE_EVERY <= mine[0] - 1 <= reached

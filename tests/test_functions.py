@@ -47,14 +47,14 @@ def test_a_functions_apply_works_again() -> None:
 
 def test_two_calls_on_one_value_have_two_gradients() -> None:
     """Shared, their gradients would be clamped as one: 0.5 for 0.5 + 0.5."""
-    from autotp import passes
+    from autotp.passes.canonicalize import cse
 
-    before = passes.share.output
-    passes.share.output = None  # type: ignore[attr-defined]
+    before = cse.output
+    cse.output = None  # type: ignore[assignment]
     try:
         assert not autotp.verify(Twice(), 2, example_inputs=X).ok
     finally:
-        passes.share.output = before  # type: ignore[attr-defined]
+        cse.output = before
 
 
 # ---- refused

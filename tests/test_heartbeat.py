@@ -192,7 +192,7 @@ def _end_at(at: int, how: int) -> None:
 
     collectives._start = counted(collectives._start)
     BackgroundExchange._gather = counted(BackgroundExchange._gather)  # type: ignore[method-assign]
-    optimizer_guard.roll_call = counted(optimizer_guard.roll_call)
+    optimizer_guard.store_gather = counted(optimizer_guard.store_gather)
     for name in TORCHS:
         setattr(dist, name, counted(getattr(dist, name)))
 

@@ -95,7 +95,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 CLAIM = """
 import pathlib, sys
-from autotp.claim import claim
+from autotp.checkpoint.files.folder_lock import claim
 claim(pathlib.Path(sys.argv[1]))
 print(flush=True)
 input()

@@ -332,7 +332,7 @@ BAD = {
     "rows that do not divide": (
         lambda rows: {name: x[:1] for name, x in rows.items()}, "a batch of 1 does not divide into 2 microbatches",
     ),
-    "of unequal rows": (lambda rows: {**rows, "labels": rows["labels"][:1]}, "and a batch has as many of all"),
+    "of unequal rows": (lambda rows: {**rows, "labels": rows["labels"][:1]}, "need the same number of rows"),
     "no tensor": (lambda rows: {}, "the first tensor of a batch has no rows"),
     "an argument too many": (lambda rows: {**rows, "unknown": 1}, "got other inputs than"),
 }  # fmt: skip

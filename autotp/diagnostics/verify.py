@@ -162,7 +162,7 @@ def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
     with all_double(), torch.random.fork_rng(devices=[]):
         model, inputs = _copied(trial.model), _inputs(trial)
         ranks = [_rank(trial, rank) for rank in range(analysis.tp)]
-        modules = [_module(change(graph, i), ranks[i], trial) for i, graph in enumerate(trial.graphs)]
+        modules = [_module(change(_copy_of(graph), i), ranks[i], trial) for i, graph in enumerate(trial.graphs)]
         placed = [_placed(module.graph, rank, trial) for module, rank in zip(modules, ranks, strict=True)]
         torch.manual_seed(0)
         ran = run_lockstep(modules, placed)
@@ -175,6 +175,12 @@ def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
         whole = dict(model.named_parameters()) | inputs
         rows = outputs, _gradients(whole, ranks, analysis), _steps(whole, ranks, analysis)
     return Report(trial.plan, *[tuple(sorted(row, key=_descending)) for row in rows])  # type: ignore[arg-type]
+
+
+def _copy_of(graph: fx.Graph) -> fx.Graph:
+    new = fx.Graph()
+    new.output(new.graph_copy(graph, {}))
+    return new
 
 
 def _joined(first: Report, second: Report) -> Report:
