@@ -93,7 +93,7 @@ def test_who_goes_first_changes_from_round_to_round(monkeypatch):
 
 def test_a_stage_is_charged_with_what_has_passed(monkeypatch):
     now = iter([0.0, 1.0, 3.0, 7.0])
-    monkeypatch.setattr(time, "process_time", lambda: next(now))
+    monkeypatch.setattr(capture, "time", SimpleNamespace(process_time=lambda: next(now)))
     clock = capture.Clock()
     for stage in ("plan", "lower", "plan"):
         clock.charge(stage)
