@@ -66,6 +66,26 @@ def test_another_block_is_printed_by_itself() -> None:
     assert "block, computed again in backward:" in page["emit"] and "block_1, computed" in page["emit"]
 
 
+class Alternating(nn.Module):
+    """Every second block is of another kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = (nn.GELU, nn.ReLU) * 3
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), kind(), nn.Linear(16, 8)) for kind in kinds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.h:
+            x = x + block(x)
+        return x
+
+
+def test_a_block_is_said_to_be_as_the_one_that_it_is_as() -> None:
+    lines = autotp.stages(Alternating(), 2, example_inputs=X)["capture"].splitlines()
+    heads = [line for line in lines if line.startswith("h.") and "=" not in line]
+    assert heads == ["h.0:", "h.1:", "h.2 is as h.0", "h.3 is as h.1", "h.4 is as h.0", "h.5 is as h.1"]
+
+
 def test_without_a_pass() -> None:
     found = autotp.stages(Odd(), 2, example_inputs={"batch": {"x": X}}, without=("overlap", "outline"))
     assert "columns" not in found["lower"] and "block" not in found["emit"].replace("h.", "")

@@ -76,24 +76,23 @@ class _Page:
         if self.block is not None:
             yield from self._region(self.block, shown)
             return
+        printed = ""  # The block that those in `alike` are as.
         for block, nodes in _regions(shown):
             text = tuple(self._region(block, nodes))
-            if block and text in known:
+            same = known.get(text, "") if block else ""
+            if alike and same != printed:
+                yield _alike_text(alike, printed)
+                alike.clear()
+            printed = same
+            if same:
                 alike.append(block)
                 continue
-            yield from self._said(alike, known)
             if block:
                 known[text] = block
                 yield f"{block}:"
             yield from (INDENT * bool(block) + line for line in text)
-        yield from self._said(alike, known)
-
-    def _said(self, alike: list[str], known: Mapping[tuple[str, ...], str]) -> Iterator[str]:
-        """What stands for blocks that are as one before."""
         if alike:
-            first = list(known.values())[-1]
-            yield f"{alike[0]} {'is' if len(alike) == 1 else f'... {alike[-1]} are'} as {first}"
-            alike.clear()
+            yield _alike_text(alike, printed)
 
     def _is_inline(self, node: fx.Node) -> bool:
         """True for what has no line: a parameter, which stands before its reader; a size; a part of a tuple."""
@@ -138,7 +137,13 @@ class _Page:
         return f"{local[node]} = {operator_text(node)}({', '.join(given)})" + (f": {typed}" if typed else "")
 
 
+def _alike_text(blocks: Sequence[str], printed: str) -> str:
+    """The line that stands for blocks with the same operators as one that is printed."""
+    return f"{blocks[0]} {'is' if len(blocks) == 1 else f'... {blocks[-1]} are'} as {printed}"
+
+
 def _is_size(node: fx.Node) -> bool:
+    """True for a node whose value is a size."""
     return isinstance(node.meta.get("val"), int | torch.SymInt)
 
 

@@ -19,7 +19,7 @@ from autotp.errors import within
 from autotp.ops.eager_mode import uncollected
 from autotp.options import Experts, Options, Outputs, Recompute, expect_choices
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
-from autotp.passes.capture.pytree import signature_of
+from autotp.passes.capture.pytree import signature_of, states
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.recompute import Recomputed
 from autotp.passes.lower.local_sizes import Target
@@ -101,7 +101,9 @@ def stages(
 
 
 def _names_of_inputs(call: Any, program: Program) -> dict[str, str]:
-    """Placeholder -> what the caller calls it: `tokens`, `batch.mask`."""
+    """Placeholder -> what the caller calls it: `tokens`, `batch.mask`. Empty for a call with a cache."""
+    if states(call):
+        return {}
     paths = [path for path, leaf in pytree.tree_flatten_with_path(call)[0] if isinstance(leaf, torch.Tensor)]
     names = [".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:]) for path in paths]
     return dict(zip(program.captured.inputs, names, strict=False))

@@ -31,7 +31,7 @@ def agree_on_random(mesh: Mesh, states: Sequence[int] | None = None) -> None:
         states: what stands for each rank's random state, if that is known already.
     """
     rows = [[state] for state in states] if states is not None else gather_ints([random_state(mesh)], mesh)
-    expect_same(
+    expect_as_first(
         rows,
         0,
         mesh,
@@ -61,7 +61,7 @@ def agree_on_graph(mesh: Mesh, make: Callable[[], T], text: Callable[[T], str]) 
     other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
     found = {} if other is None else _first_difference(lines, other, mesh)
     alike = "build the same model and call it alike on all ranks"
-    expect_same(rows, 0, mesh, "would run another graph than rank 0", alike, **found)
+    expect_as_first(rows, 0, mesh, "would run another graph than rank 0", alike, **found)
     return made[0]
 
 
@@ -155,7 +155,10 @@ def random_state(mesh: Mesh) -> int:
     return zlib.crc32(b"".join(state.numpy().tobytes() for state in states))
 
 
-def expect_same(rows: Sequence[Sequence[int]], column: int, mesh: Mesh, what: str, remedy: str, **facts: str) -> None:
+def expect_as_first(
+    rows: Sequence[Sequence[int]], column: int, mesh: Mesh, what: str, remedy: str, **facts: str
+) -> None:
+    """Raises Error if the rows of some ranks differ from the first rank's in this column."""
     other = [rank for rank, row in enumerate(rows) if row[column] != rows[0][column]]
     if other:
         raise Error(f"{mesh.named(other)} {what}", **facts, fix=remedy)

@@ -10,7 +10,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from autotp.distributed.consistency import agree_on_random, checksum, expect_same, random_state
+from autotp.distributed.consistency import agree_on_random, checksum, expect_as_first, random_state
 from autotp.distributed.mesh import Mesh, gather_ints
 from autotp.distributed.sharded_tensor import Sharded
 from autotp.passes.capture.guards.argument_keys import plain
@@ -31,9 +31,9 @@ def agree_on_call(mesh: Mesh, leaves: Sequence[Any], mode: Any, random: bool) ->
     called = _printed(leaves)
     state = random_state(mesh) if random else 0
     rows = gather_ints([called, zlib.crc32(repr(mode).encode()), state], mesh)
-    expect_same(rows, 0, mesh, "got other inputs than rank 0", "give every rank of the axis the same batch")
+    expect_as_first(rows, 0, mesh, "got other inputs than rank 0", "give every rank of the axis the same batch")
     alike = "model.train(), model.eval(), .to(dtype) and autocast on all ranks alike"
-    expect_same(rows, 1, mesh, "was called in another mode than rank 0", alike)
+    expect_as_first(rows, 1, mesh, "was called in another mode than rank 0", alike)
     agree_on_random(mesh, [row[2] for row in rows])
 
 
