@@ -149,17 +149,19 @@ class Generates:
     ) -> Any:
         """What transformers' loop of this name returns, where the first rank's chance and clock decide for all."""
         from autotp.hf.generation_settings import (  # Later: it compares as inputs are, whose structure is read here.
-            asked,
-            known,
+            generation_settings,
+            is_of_transformers,
         )
 
-        mesh, said = self.mesh, (name, *asked(config, (*processors, *criteria)))
+        mesh, said = self.mesh, (name, *generation_settings(config, (*processors, *criteria)))
         expect_alike(said, mesh, "generates with other settings", "the same arguments of generate")
         if config.do_sample:
             follow_first_random_state(mesh)
         criteria[:] = [one if type(one).__name__ in ALIKE else _FirstRanks(one, mesh) for one in criteria]
         loop = getattr(super(), name)
-        all_alike = type(processors)(one if known(one) else _FirstRanksScores(one, mesh) for one in processors)
+        all_alike = type(processors)(
+            one if is_of_transformers(one) else _FirstRanksScores(one, mesh) for one in processors
+        )
         chosen = partial(processed, all_alike) if name == "_sample" else all_alike
         return loop(ids, logits_processor=chosen, stopping_criteria=criteria, generation_config=config, **rest)
 

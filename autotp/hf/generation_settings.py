@@ -18,7 +18,7 @@ CLOCKS = ("initial_timestamp",)
 """When a criterion was made: each rank's own."""
 
 
-def asked(config: Any, parts: Iterable[Any]) -> list[Any]:
+def generation_settings(config: Any, parts: Iterable[Any]) -> list[Any]:
     """What prints alike where the settings of a generation, its processors and its criteria are the same.
 
     Of the user's own only the classes are compared: they may hold a clock or a file, and the first rank's count.
@@ -28,13 +28,13 @@ def asked(config: Any, parts: Iterable[Any]) -> list[Any]:
     return [settings, [_part(one) for one in parts]]
 
 
-def known(part: Any) -> bool:
+def is_of_transformers(part: Any) -> bool:
     """Whether a processor or criterion is transformers' own."""
     return type(part).__module__.startswith("transformers.generation.")
 
 
 def _part(part: Any) -> Any:
-    held = sorted(vars(part).items()) if known(part) else []
+    held = sorted(vars(part).items()) if is_of_transformers(part) else []
     return type(part).__qualname__, [(key, _value(value)) for key, value in held if key not in CLOCKS]
 
 
