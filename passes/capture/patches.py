@@ -13,6 +13,8 @@ a function of torch or Python is replaced, in the regions of this file and nowhe
 - `nn.TransformerEncoder.forward`, and torch's look whether a mask is causal (`transformer_layers.py`).
 - `torch.SymInt`'s text and hash: a size that is a text or a key is a number (`sizes_as_keys.py`).
 - logging and stderr: the exporter prints a page about each error.
+- torch's cache of what operators give on fake tensors: with sizes that are symbols an operator is computed twice to
+  fill it, and each export begins with an empty one. Without it a capture takes half the time.
 
 Captures are for one thread at a time (`CAPTURING`).
 """
@@ -26,6 +28,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr
 from io import StringIO
 
 from torch import nn
+from torch._dynamo import config
 
 from autotp.ops.eager_mode import alone
 from autotp.passes.capture.autocast_regions import Autocast
@@ -44,7 +47,7 @@ CAPTURING = threading.RLock()
 @contextmanager
 def around_capture(autocast: Autocast) -> Iterator[None]:
     """A region for a whole capture. NOTE [What is patched during capture]"""
-    with alone(), autocast.on(), slow_path(), known_sizes(), _quiet():
+    with alone(), autocast.on(), slow_path(), known_sizes(), _quiet(), config.patch(fake_tensor_cache_enabled=False):
         yield
 
 
