@@ -25,8 +25,8 @@ from autotp.errors import Error, within
 from autotp.ops.eager_mode import alone, is_plain
 from autotp.options import CheckInputs
 from autotp.passes.capture.autocast_regions import Autocast, ambient
-from autotp.passes.capture.captured import NOTHING, Captured, InputSize, Opened, OutputAt
-from autotp.passes.capture.guards.argument_keys import plain
+from autotp.passes.capture.captured import NOTHING_OPENED, Captured, InputSize, Opened, OutputAt
+from autotp.passes.capture.guards.argument_keys import argument_key
 from autotp.passes.capture.guards.attribute_paths import TABLES, Path, everything, found_at, put_at
 from autotp.passes.capture.guards.attribute_writes import Change, Write, apply, write_into
 from autotp.passes.capture.guards.code_names import CodeName, named
@@ -80,7 +80,7 @@ class Executable:
     def __init__(self, module: nn.Module, tree: Tree) -> None:
         self.module, self.tree = module, tree
         self.entries: list[tuple[Key, GraphEntry]] = []
-        self.opened = NOTHING
+        self.opened = NOTHING_OPENED
         self.look_again()
 
     def look_again(self) -> None:
@@ -228,7 +228,7 @@ class Executable:
 
     def _key(self, leaves: Sequence[Any], spec: Any, autocast: Autocast, held: Mapping[str, Tensor]) -> Key:
         """Everything about a call but its tensors' sizes and values."""
-        kinds = tuple(_kind(leaf) if isinstance(leaf, Tensor) else plain(leaf) for leaf in leaves)
+        kinds = tuple(_kind(leaf) if isinstance(leaf, Tensor) else argument_key(leaf) for leaf in leaves)
         settings = self.tree.settings
         used = dtypes(self.module, held)
         asked = autocast.dtype, torch.get_default_dtype(), settings.outputs, settings.recompute

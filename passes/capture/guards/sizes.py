@@ -19,7 +19,7 @@ from torch.utils._sympy.printers import PythonPrinter
 Shapes = Sequence[Sequence[int]]
 
 
-class Sizes:
+class SizeAssumptions:
     """What the exporter assumed of the shapes of a call, as plain Python functions of them.
 
     Every size must be the number or the symbol it was captured as, symbols stay in their ranges, and the

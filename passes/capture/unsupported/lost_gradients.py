@@ -40,7 +40,7 @@ def nothing_lost(model: nn.Module) -> Iterator[None]:
         real = apply.__get__(None, function)
         if function.__module__ == "torch._library.autograd":  # what is behind an operator, which the graph has
             return real(*args, **kwargs)
-        return functions.apply(function, args)
+        return functions.run_function(function, args)
 
     torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment,method-assign]
     try:
