@@ -22,13 +22,13 @@ from autotp.passes.capture.captured import NOTHING_OPENED, Captured, Opened
 from autotp.passes.capture.exported_program import convert_program, like
 from autotp.passes.capture.flatten import Flat
 from autotp.passes.capture.guards.attribute_paths import spelled, values_at
-from autotp.passes.capture.guards.python_state import Asked, GradientsWanted
+from autotp.passes.capture.guards.python_state import GradientQueries, GradientsWanted
 from autotp.passes.capture.patches import CAPTURING, around_capture, around_export
 from autotp.passes.capture.pytree import flatten
 from autotp.passes.capture.repeats.queries import Entangled
 from autotp.passes.capture.repeats.repeats import Repeats
 from autotp.passes.capture.skeleton import copy_on
-from autotp.passes.capture.unsupported.explain_failure import explained, raised_plainly
+from autotp.passes.capture.unsupported.explain_failure import explain_failure, raised_plainly
 
 DEVICE = "cpu"
 """The device on which models are captured, with tensors without memory; under autocast the device of autocast. Not
@@ -101,7 +101,7 @@ def _capture(
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             model = copy_on(skeleton, autocast.device)
             held = values_at(model, opened.slots, opened.numbers - opened.fixed)
-            asked = Asked(wanted)
+            asked = GradientQueries(wanted)
             flat = Flat(model, spec, leaves, list(held), asked)
             given = _example([*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *held.values()], autocast, wanted)
         with around_export(flat.model, repeats) as reads:
@@ -110,7 +110,9 @@ def _capture(
             return flat.returned.before
         if isinstance(program, Exception):
             plain = raised_plainly(flat, given, mode)
-            raise explained(program, plain, flat.model) from plain or program  # The exporter's trace is a page long.
+            raise explain_failure(program, plain, flat.model) from (
+                plain or program
+            )  # The exporter's trace is a page long.
     result = convert_program(program, flat, given, autocast, reads.slots(repeats.same if repeats else ()), opened)
     return replace(result, wanted=asked.relevant()) if isinstance(result, Captured) else result
 

@@ -35,7 +35,7 @@ from autotp.passes.capture.guards.attribute_writes import GONE, Change, Write
 from autotp.passes.capture.guards.code_names import named
 from autotp.passes.capture.guards.sizes import SizeAssumptions
 from autotp.passes.capture.inline import inline
-from autotp.passes.capture.pytree import settled, within_states
+from autotp.passes.capture.pytree import unflatten_outcome, within_states
 from autotp.passes.capture.repeats.unfold import unfold
 from autotp.passes.capture.skeleton import storage_of
 from autotp.rules.call import writes
@@ -299,7 +299,9 @@ def _rebuilding(returned: Returned) -> Callable[[Sequence[Any], Sequence[Any]], 
     leaves, spec = returned.leaves, returned.spec
 
     def rebuild(found: Sequence[Any], mine: Sequence[Any]) -> Any:
-        return settled([found[leaf.at] if isinstance(leaf, OutputAt) else leaf for leaf in leaves], spec, mine)
+        return unflatten_outcome(
+            [found[leaf.at] if isinstance(leaf, OutputAt) else leaf for leaf in leaves], spec, mine
+        )
 
     return rebuild
 

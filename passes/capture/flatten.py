@@ -24,10 +24,10 @@ from autotp.passes.capture.guards.attribute_paths import (
     slot_of,
     spelled,
 )
-from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, is_new, opened
+from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, flatten_new_value, is_new
 from autotp.passes.capture.guards.code_names import CodeName, NamedBefore
 from autotp.passes.capture.guards.comparison import position
-from autotp.passes.capture.guards.python_state import Asked
+from autotp.passes.capture.guards.python_state import GradientQueries
 from autotp.passes.capture.patches import around_forward
 from autotp.passes.capture.pytree import outcome, states, within_states
 
@@ -94,7 +94,7 @@ class Flat(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, spec: Any, leaves: Sequence[Any], opened: Sequence[Path], asked: Asked
+        self, model: nn.Module, spec: Any, leaves: Sequence[Any], opened: Sequence[Path], asked: GradientQueries
     ) -> None:
         super().__init__()
         self.model, self.spec, self.leaves, self.opened, self.asked = model, spec, leaves, opened, asked
@@ -197,7 +197,7 @@ def _of_the_caller(leaves: Sequence[Any], args: Any, kwargs: Any) -> dict[int, T
 def _opened(path: Path, key: Any, value: Any, before: Before) -> Any:
     """Returns the new value of an attribute as leaves and structure."""
     try:
-        return GONE if value is GONE else opened(value, before.places)
+        return GONE if value is GONE else flatten_new_value(value, before.places)
     except Error as error:
         raise Error(
             f"forward sets `{spelled(path, key)}`, and a later call could not: {error.problem}", **error.facts

@@ -33,9 +33,9 @@ from torch.utils import _pytree as pytree
 from autotp.passes.capture.guards.comparison import (
     SYMBOLIC,
     Frozen,
-    Sizes,
+    SymbolicSizes,
     is_harmless,
-    is_plain,
+    is_plain_value,
     position,
     tensor_kind,
 )
@@ -91,7 +91,7 @@ def opened(value: Any) -> tuple[list[Any], Any]:
 
 def is_passable(leaf: Any) -> bool:
     """True for what a request may be given besides tensors and objects."""
-    return is_plain(leaf) or isinstance(leaf, (Number, *SYMBOLIC))
+    return is_plain_value(leaf) or isinstance(leaf, (Number, *SYMBOLIC))
 
 
 def told(leaves: Sequence[Any], known: Sequence[Any], watched: Collection[type] = ()) -> list[Any]:
@@ -126,7 +126,7 @@ def agree(leaves: Sequence[Any], answer: tuple[Any, list[Any]]) -> None:
     those of the first.
     """
     for leaf, (first, *_) in zip(leaves, answer[1], strict=False):
-        if isinstance(leaf, Tensor) and isinstance(first, Sizes):
+        if isinstance(leaf, Tensor) and isinstance(first, SymbolicSizes):
             tensor_kind(leaf, ())[0].agree(first)
 
 
@@ -144,7 +144,7 @@ def is_object(value: Any) -> bool:
         and all(getattr(kind, name) is getattr(object, name) for name in own)
         and not hasattr(kind, "__getattr__")
         and not isinstance(value, (type, Tensor, nn.Module, types.FunctionType))
-        and not is_plain(value)
+        and not is_plain_value(value)
     )
 
 

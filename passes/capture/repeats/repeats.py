@@ -35,7 +35,7 @@ from autotp.passes.capture.guards.comparison import (
     Frozen,
     attribute,
     is_harmless,
-    is_plain,
+    is_plain_value,
     is_shared,
     modes,
     position,
@@ -174,7 +174,7 @@ class Repeats:
         call.usable &= before == unbacked(call.inside) and call.is_like(call.block)  # Or it changed what it had read.
         places = call.end(leaves, LAST)
         call.usable &= any(call.ended.values())
-        call.usable &= all(isinstance(x, TensorAt | ObjectAt) or is_plain(x) for x in places)
+        call.usable &= all(isinstance(x, TensorAt | ObjectAt) or is_plain_value(x) for x in places)
         call.result = spec, places
         return call.rebuilt(call.outside, call.objects)
 
