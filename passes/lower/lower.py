@@ -25,7 +25,7 @@ from autotp.passes.lower.local_sizes import Local, Target
 from autotp.passes.lower.localize import localize
 from autotp.passes.plan.choose import Decision
 from autotp.passes.plan.infer_axes import Axes, Bound, is_getitem
-from autotp.passes.plan.propagate import needs, stored
+from autotp.passes.plan.propagate import needs, stored_placement
 from autotp.sharding.axis import Axis, find, touches
 from autotp.sharding.grid import holders, same_cut
 from autotp.sharding.layout import Layout, layout_of
@@ -92,7 +92,7 @@ class _Lowering:
         self.local.learn(new, node.meta.get("val"))
         if leaf is not None:
             new.meta["val"] = self.local.value(node.meta["val"], self.axes.of(node), leaf)
-        self._give(node, new, stored(self.axes.of(node), leaf) if leaf is not None else Replicate())
+        self._give(node, new, stored_placement(self.axes.of(node), leaf) if leaf is not None else Replicate())
 
     def _output(self, node: Any, position: int) -> Any:
         if not isinstance(node, fx.Node) or node not in self.have:
@@ -101,7 +101,7 @@ class _Lowering:
         have = self.have[node][0]
         if position not in self.to.local_outputs or not isinstance(have, Shard):
             return self.read(node, Replicate())
-        return self.read(node, stored(self.axes.of(node), have.axis))
+        return self.read(node, stored_placement(self.axes.of(node), have.axis))
 
     def _getitem(self, node: fx.Node) -> None:
         source: Any = node.args[0]
