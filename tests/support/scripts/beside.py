@@ -1,6 +1,6 @@
 """A training that saves after each step, beside another one that does so in the same folder, for tests.
 
-torchrun --nproc-per-node 2 tests/beside.py FOLDER SAVED SEED
+torchrun --nproc-per-node 2 tests/support/scripts/beside.py FOLDER SAVED SEED
 
 It goes on until there is `FOLDER/enough`; then `FOLDER/state` gets the model as it was saved last.
 """

@@ -126,7 +126,7 @@ def test_rows_that_depend_on_others(does: Callable[[Tensor], Tensor], named: str
     text = str(raised.value)
     first = text.splitlines()[0]
     assert first.startswith(f"`{named}") and first.endswith(("cannot be computed in parts", "in each part of a batch"))
-    assert "test_rows.py" in text
+    assert "test_row_independence.py" in text
 
 
 def test_batch_norm() -> None:
@@ -150,7 +150,7 @@ def test_a_table_as_long_as_the_batch() -> None:
 def test_another_number_of_rows() -> None:
     with pytest.raises(Error, match="branches on the number of rows") as raised:
         analysed(Model(lambda x: x * 2 if x.shape[0] > 4 else x))
-    assert "test_rows.py" in raised.value.facts["at"]
+    assert "test_row_independence.py" in raised.value.facts["at"]
     with pytest.raises(Error, match="can be traced for batches of 6 rows only"):
         analysed(Model(lambda x: x + torch.linspace(0, 1, x.shape[0])[:, None, None]))
     analysed(Model(lambda x: x * 2 if x.shape[0] * x.shape[1] > x.shape[0] else x))

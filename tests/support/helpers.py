@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PRELOADED = ["torch", "autotp", "torch.export._trace", "transformers.modeling_utils", "warm"]
+PRELOADED = ["torch", "autotp", "torch.export._trace", "transformers.modeling_utils", "scripts.warm"]
 """What every rank would import, or most: forked, they have it already. A failure in one of them is not told."""
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
 LAST_WORDS = 0.5  # seconds the other ranks have to answer once one has failed
 EXPECTED = (
     ".*this rank's part", ".* is captured for the",  # Tests compare parts, and change models.
@@ -301,13 +302,13 @@ class Collectives(TorchDispatchMode):
 
 @contextmanager
 def job(folder: Path, script: str, given: Sequence[str], restarts: int) -> Iterator[subprocess.Popen[str]]:
-    """torchrun with two processes of a script here; ended, with its own processes, in any case."""
+    """torchrun with two processes of a file of `scripts`; ended, with its own processes, in any case."""
     folder.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--monitor-interval", "0.1"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
     process = subprocess.Popen(
-        [*command, *where, str(HERE / script), str(folder), *given],
+        [*command, *where, str(HERE / "scripts" / script), str(folder), *given],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,6 +1,6 @@
 """A training as a user writes it, whose processes are killed: it resumes by itself, and tells what it did.
 
-torchrun --nproc-per-node 2 --max-restarts 3 tests/resuming.py FOLDER STEPS [KILL ...]
+torchrun --nproc-per-node 2 --max-restarts 3 tests/support/scripts/resuming.py FOLDER STEPS [KILL ...]
 
 A KILL is attempt:step:rank:moment: in this attempt, in this step, this rank kills itself in `backward`, before it
 `update`s the parameters, or while it writes a checkpoint (`save`, in a step that does).

@@ -134,7 +134,7 @@ def test_every_process_has_the_same_graph(name: str) -> None:
     """Sets have another order in each, by hash seed or by address; so must nothing that passes decide."""
     found = set()
     for seed in ("1", "2", "3"):
-        code = f"import sys; sys.path[:0] = {sys.path!r}; import test_order; print(test_order._printed({name!r}))"
+        code = f"import sys; sys.path[:0] = {sys.path!r}; import {__name__} as here; print(here._printed({name!r}))"
         there = os.environ | {"PYTHONHASHSEED": seed}
         done = subprocess.run(
             [sys.executable, "-c", code], env=there, cwd=Path(__file__).parent, capture_output=True, timeout=240

@@ -125,4 +125,4 @@ def test_what_is_no_mean_is_refused(function: Callable[..., Tensor]) -> None:
     """By the line of the operator."""
     with pytest.raises(Error, match="not a mean over the batch") as raised:
         taken(function)
-    assert "test_totals.py" in str(raised.value)
+    assert "test_loss_totals.py" in str(raised.value)

@@ -1,6 +1,6 @@
 """A training that ends while it saves, for tests.
 
-torchrun --nproc-per-node 2 tests/ending.py FOLDER (destroy | exit | full | killed NUMBER)
+torchrun --nproc-per-node 2 tests/support/scripts/ending.py FOLDER (destroy | exit | full | killed NUMBER)
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import own_backwards
 import pytest
 import torch
 from helpers import Checks
@@ -20,7 +21,7 @@ from autotp.options import OPTIONAL
 
 X = torch.linspace(-1, 1, 24).view(3, 8)
 CALL = "return self.down(self.function.apply(self.up(x), *self.more))"
-FILE = __file__.replace("test_functions", "own_backwards")
+FILE = own_backwards.__file__
 
 
 @pytest.mark.parametrize("kind", MODELS)

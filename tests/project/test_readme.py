@@ -13,7 +13,7 @@ import torch
 import autotp
 from autotp.models.gpt import GPT, GPTConfig
 
-TEXT = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+TEXT = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 PYTHON = [code for language, code in BLOCKS if language == "python"]
 

@@ -13,7 +13,7 @@ import torch
 
 import autotp
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SITE = Path(torch.__file__).parent.parent  # Where torch is installed, and what it needs.
 BESIDE = ("models", "passes")  # Folders of the checkout that are installed inside autotp.
 

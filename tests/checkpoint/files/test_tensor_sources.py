@@ -1,4 +1,4 @@
-"""sources: blocks of a box, and a rank's part read in blocks. What can be done to parts is tried in `test_lazy.py`."""
+"""tensor_sources: blocks of a box, and a rank's part read in blocks. Changes of parts: `test_lazy_tensor.py`."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import linecache
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parent.parent / "CONTRIBUTING.md"
+PAGE = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
 SHOWN = re.compile(r"^```python\n(.*?)^```\n(?:\n```\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 SCRIPT = "model.py"
 

@@ -139,7 +139,7 @@ def test_own_rule_is_proved_on_the_graph(registry: None) -> None:
     assert message[0] == "the rule of autotp_test.scale.default is not true of this call"
     assert message[1].startswith("  found    factor s of 4 on 2 ranks, pass-through: output 0, rank 1: off by ")
     assert message[2] == "  shapes   [4, 6], [6]"
-    assert message[3].startswith("  at       test_prove.py:")
+    assert message[3].startswith("  at       test_prove_rules.py:")
     assert message[3].endswith("  return torch.ops.autotp_test.scale(x, w, self.causal)")
     assert message[4:] == ["  try      mark what the operator mixes with ^, name only operands it is linear in"]
 

@@ -7,10 +7,10 @@ import random
 from pathlib import Path
 
 import pytest
-import resuming
 import torch
 from helpers import job, run_ranks
-from resuming import SAVE_EVERY
+from scripts import resuming
+from scripts.resuming import SAVE_EVERY
 
 from autotp.checkpoint.save import saved_steps
 

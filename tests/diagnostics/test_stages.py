@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import autotp
 from autotp.models.gpt import GPT, GPTConfig
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NAMES = ["model", "capture", "canonicalize", "axes", "plan", "lower", "check", "emit"]
 X = torch.ones(2, 5, 8)
 
