@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from checkpoints import bit_flips, changed, torn
-from helpers import run_ranks
+from ranks import run_ranks
 from torch.optim.lr_scheduler import StepLR
-from trainers import fingerprint, started, trained
+from trainers import bit_flips, changed, fingerprint, started, torn, trained
 
 import autotp
 

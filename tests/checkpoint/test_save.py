@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks
+from ranks import run_ranks
+from small_models import gpt
 from torch import Tensor, nn
 from torch.optim import AdamW
-from trainers import Layout, fingerprint, gpt, started, trained
+from trainers import SMALL, Layout, fingerprint, started, trained
 
 import autotp
 from autotp.checkpoint import manifest
 from autotp.checkpoint.save import saved_steps
-from autotp.models.gpt import GPT, GPTConfig
 
 
 def written(rank: int, n: int, folder: str, layout: Layout, dropout: float, more: dict[str, Any]) -> list[float]:
@@ -101,7 +101,7 @@ def test_any_layout_reads_what_any_wrote(layouts: tuple[Layout, ...], more: dict
         else:
             run_ranks(moved, n, folders[i - 1], folders[i], layout, more, timeout=100)
     (found,) = run_ranks(everything, 1, *folders, timeout=100)
-    assert len(found[0]) == 4 * len(list(gpt().parameters()))
+    assert len(found[0]) == 4 * len(list(gpt(seed=0, **SMALL).parameters()))
     for other in found[1:]:
         assert found[0].keys() == other.keys()
         for name, value in found[0].items():
@@ -199,8 +199,7 @@ def test_refused_on_every_rank(tmp_path: Path) -> None:
 
 def with_other_heads(rank: int, n: int, folder: str) -> str:
     """The same tensors are another model's where the heads are fewer; where it is meant, they are loaded."""
-    config = GPTConfig(block_size=8, vocab_size=49, n_layer=2, n_head=2, n_embd=16, dropout=0.0)
-    trainer, optimizer = started((1, 1, 1), model=GPT(config))
+    trainer, optimizer = started((1, 1, 1), model=gpt(**SMALL | {"n_head": 2}))
     with pytest.raises(autotp.Error) as raised:
         autotp.load_checkpoint(folder, trainer, optimizer)
     assert autotp.load_checkpoint(folder, trainer, optimizer, changed=("n_head",)) == 3

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import job, over, run_ranks
+from ranks import job, over, run_ranks
 from trainers import fingerprint, started, trained
 
 import autotp

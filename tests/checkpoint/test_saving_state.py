@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import edited
-from helpers import run_ranks
+from ranks import run_ranks
 from torch.optim import SGD, AdamW
-from trainers import started, trained
+from trainers import edited, started, trained
 
 import autotp
 from autotp.checkpoint.save import saved_steps

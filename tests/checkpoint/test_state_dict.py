@@ -1,42 +1,26 @@
 """Whole state dicts from and to shards, bit for bit, and the norm of the whole gradient."""
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from helpers import Checks
+from errors import message
+from ranks import Checks
+from small_models import VOCAB, gpt, tokens
 from torch import Tensor, nn
 
 import autotp
 from autotp.models.bert import BERT, BERTConfig
-from autotp.models.gpt import GPT, GPTConfig
 
 checks = Checks()
-VOCAB = 97
-
-
-def gpt(n_head: int = 7) -> GPT:
-    """Fused q | k | v, a tied head, and seven heads: uneven on three and on four ranks."""
-    config = GPTConfig(block_size=16, vocab_size=VOCAB, n_layer=1, n_head=n_head, n_embd=8 * n_head, dropout=0.0)
-    return GPT(config).double()
+SEVEN = {"n_layer": 1, "n_head": 7, "n_embd": 56}
+"""The sizes of a GPT whose heads are uneven on three and on four ranks."""
+THREE = {"n_layer": 1, "n_head": 3, "n_embd": 24}
 
 
 def bert() -> BERT:
     """Separate q, k and v, and a decoder tied to the embedding with a bias of its own."""
     return BERT(BERTConfig(block_size=16, vocab_size=VOCAB, n_layer=1, n_head=3, n_embd=48, dropout=0.0)).double()
-
-
-def tokens() -> tuple[Tensor, Tensor]:
-    count = torch.arange(12).view(3, 4)
-    return count * 31 % VOCAB, count * 17 % VOCAB
-
-
-def message(call: Callable[[], Any]) -> str:
-    with pytest.raises(autotp.Error) as raised:
-        call()
-    return str(raised.value)
 
 
 # ---- state dicts
@@ -83,7 +67,7 @@ def full_state_dicts(rank: int, n: int) -> None:
 @checks.on(3)
 def wrong_state_dicts(rank: int, n: int) -> None:
     """What is wrong on the first rank is an error on every rank, and nothing is changed."""
-    parallel = autotp.parallelize(gpt(), n)
+    parallel = autotp.parallelize(gpt(**SEVEN).double(), n)
     right = autotp.full_state_dict(parallel)
     before = {name: tensor.clone() for name, tensor in parallel.state_dict().items()}
     fewer = {name: tensor + 1 for name, tensor in right.items() if name != "wpe.weight"}
@@ -112,14 +96,14 @@ def wrong_state_dicts(rank: int, n: int) -> None:
 @checks.on(4, rare=True)
 def clipping(rank: int, n: int) -> None:
     """Equal to one device's: replicated gradients counted once, tied ones too, frozen ones and None left out."""
-    whole = gpt(n_head=3)
+    whole = gpt(**THREE).double()
     whole.wpe.requires_grad_(False)
     parallel = autotp.parallelize(copy.deepcopy(whole), n, check_inputs="never")
     for order in (2.0, 1.0, 3.0, float("inf")):
         for limit in (1e-3, 1e3):
             for model in (whole, parallel):
                 model.zero_grad()
-                model(*tokens()).backward()
+                model(*tokens(seq=4)).backward()
                 model.ln_f.bias.grad = None
             expected = nn.utils.clip_grad_norm_(whole.parameters(), limit, order)
             found = autotp.clip_grad_norm_(parallel, limit, order)
@@ -133,12 +117,12 @@ def clipping(rank: int, n: int) -> None:
 @checks.on(2)
 def strange_norms(rank: int, n: int) -> None:
     """No gradients, half precision, what is infinite, and what is no norm."""
-    parallel = autotp.parallelize(gpt(n_head=3), n)
+    parallel = autotp.parallelize(gpt(**THREE).double(), n)
     assert autotp.clip_grad_norm_(parallel, 1.0) == 0
     parallel.to(torch.float16)
     for p in parallel.parameters():
         p.grad = torch.full_like(p, 100.0)
-    count = sum(p.numel() for p in gpt(n_head=3).parameters())
+    count = sum(p.numel() for p in gpt(**THREE).double().parameters())
     assert abs(autotp.clip_grad_norm_(parallel, 1.0).item() / (100 * count**0.5) - 1) < 1e-3
     parallel.to(torch.float32)
     parallel.ln_f.weight.grad[0] = torch.inf
@@ -155,9 +139,9 @@ def strange_norms(rank: int, n: int) -> None:
 @checks.on(2)
 def what_a_rank_shows_and_takes(rank: int, n: int) -> None:
     """The model's own names with what is cut; its own state, and not the original model's in its place."""
-    whole = gpt()
+    whole = gpt(**SEVEN).double()
     full = copy.deepcopy(whole.state_dict())
-    cut = autotp.parallelize(whole, n, example_inputs=tokens())
+    cut = autotp.parallelize(whole, n, example_inputs=tokens(seq=4))
     shown = str(cut).splitlines()
     assert shown[:3] == ["GPT(", f"  tp=2, rank {rank} on cpu", "  (wte): Embedding(97, 56, weight [97@tp, 56])"]
     assert "(c_attn): Linear(in_features=56, out_features=168, bias=True, weight [168@tp, 56], bias [168@tp])" in str(

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import edited, family
-from helpers import run_ranks
-from trainers import started, trained
+from hugging_face import family
+from ranks import run_ranks
+from trainers import edited, started, trained
 
 import autotp
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Checks
+from ranks import Checks
 
 from autotp.checkpoint.whole_tensors import Whole, holders
 from autotp.distributed.mesh import make_mesh

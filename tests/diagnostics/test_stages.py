@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_models import gpt
 from torch import Tensor, nn
 
 import autotp
-from autotp.models.gpt import GPT, GPTConfig
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["model", "capture", "canonicalize", "axes", "plan", "lower", "check", "emit"]
@@ -16,32 +16,32 @@ X = torch.ones(2, 5, 8)
 
 
 @pytest.fixture(scope="module")
-def gpt() -> autotp.Stages:
+def stages() -> autotp.Stages:
     torch.manual_seed(0)
-    return autotp.stages(GPT(GPTConfig(n_layer=3, n_head=4, n_embd=32, vocab_size=64, block_size=16)), 2)
+    return autotp.stages(gpt(n_layer=3, n_head=4, n_embd=32, vocab_size=64, dropout=0.1), 2)
 
 
-def test_every_stage_has_a_page(gpt: autotp.Stages) -> None:
-    assert list(gpt.pages) == NAMES
-    assert [line for line in str(gpt).splitlines() if line.startswith("====")] == [f"==== {name}" for name in NAMES]
+def test_every_stage_has_a_page(stages: autotp.Stages) -> None:
+    assert list(stages.pages) == NAMES
+    assert [line for line in str(stages).splitlines() if line.startswith("====")] == [f"==== {name}" for name in NAMES]
 
 
 @pytest.mark.parametrize("stage", ["capture", "canonicalize", "axes", "lower", "check", "emit"])
-def test_blocks_that_are_alike_are_printed_once(gpt: autotp.Stages, stage: str) -> None:
-    lines = gpt[stage].splitlines()
+def test_blocks_that_are_alike_are_printed_once(stages: autotp.Stages, stage: str) -> None:
+    lines = stages[stage].splitlines()
     assert "h.0:" in lines and "h.1 ... h.2 are as h.0" in lines and "h.1:" not in lines
     assert lines[0] == ("tokens: i64[b, s]")
     assert not any("sym_size" in line or "getitem" in line for line in lines)
 
 
-def test_types_have_placements(gpt: autotp.Stages) -> None:
-    lines = [line.strip() for line in gpt["check"].splitlines()]
+def test_types_have_placements(stages: autotp.Stages) -> None:
+    lines = [line.strip() for line in stages["check"].splitlines()]
     assert "mlp.c_fc.weight: f32[128@tp, 32]" in lines
     assert "copy2 = copy(layer_norm2, 'tp'): f32[b, s, 32]{tp}" in lines
     assert "linear4 = linear(gelu, mlp.c_proj.weight): f32[b, s, 32]{+tp}" in lines
-    assert "mlp.c_fc.weight: f32[width:128, 32]" in gpt["axes"]
-    assert "mlp.c_fc.weight: f32[64, 32]" in gpt["lower"]
-    assert "block = block(x): f32[b, s, 32]" in gpt["emit"] and "fresh=True" in gpt["emit"]
+    assert "mlp.c_fc.weight: f32[width:128, 32]" in stages["axes"]
+    assert "mlp.c_fc.weight: f32[64, 32]" in stages["lower"]
+    assert "block = block(x): f32[b, s, 32]" in stages["emit"] and "fresh=True" in stages["emit"]
 
 
 class Odd(nn.Module):

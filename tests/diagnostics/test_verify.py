@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import Architecture
+from architectures import Architecture, arguments, model
 from faults import apart, argument, behind, bias_before_reduce, calls, conjugate, drop, on, red, repeat, resliced, wrong
+from small_models import gpt
 from torch import Tensor, fx, nn
-from transformer import arguments, model
 
 import autotp
 from autotp import compiler as transform
@@ -33,13 +33,13 @@ SIZES: dict[str, Any] = {"block_size": 8, "vocab_size": 61, "n_layer": 1, "n_hea
 
 
 @cache
-def gpt() -> Trial:
-    trained = GPT(GPTConfig(**SIZES))
+def gpt_trial() -> Trial:
+    trained = gpt(**SIZES, dropout=0.1)
     return apart(prepare(trained, (), trained.dummy_inputs, 2))
 
 
 @cache
-def bert() -> Trial:
+def bert_trial() -> Trial:
     trained = BERT(BERTConfig(**SIZES))
     return apart(prepare(trained, (), trained.dummy_inputs, 2))
 
@@ -51,7 +51,7 @@ def alibi() -> Trial:
     return apart(prepare(model(arch), (), arguments(arch), 2, Options("full")))
 
 
-TRIALS = pytest.mark.parametrize("trial", [gpt, bert, alibi], ids=["gpt", "bert", "alibi"])
+TRIALS = pytest.mark.parametrize("trial", [gpt_trial, bert_trial, alibi], ids=["gpt", "bert", "alibi"])
 
 
 # ---- conjugates
@@ -85,22 +85,22 @@ def test_each_conjugate_for_the_other(trial: Callable[[], Trial]) -> None:
 @pytest.mark.parametrize("kind", [collectives.copy, collectives.reduce], ids=["copy", "reduce"])
 def test_a_conjugate_too_many(kind: Any) -> None:
     """Behind any value that a gradient flows through."""
-    graph, captured = gpt().graphs[0], gpt().analysis.captured
+    graph, captured = gpt_trial().graphs[0], gpt_trial().analysis.captured
     parameters = frozenset(n for n in graph.nodes if n.name in captured.parameters)
     values = needs_grad(graph, parameters) - parameters
     tensors = [n.name for n in graph.nodes if n in values and isinstance(n.meta["val"], Tensor)]
     assert len(tensors) > 30
-    assert [name for name in tensors if not red(gpt(), on(name, behind(kind, "tp")))] == []
+    assert [name for name in tensors if not red(gpt_trial(), on(name, behind(kind, "tp")))] == []
 
 
 def test_names_what_is_wrong() -> None:
     """A dropped copy leaves outputs right; wrong is the gradient of all that stands before it, and nothing else."""
-    copies = calls(gpt(), collectives.copy)
+    copies = calls(gpt_trial(), collectives.copy)
     before = [{"wte.weight", "wpe.weight", "h.0.ln_1.weight", "h.0.ln_1.bias"}]
     before += [before[0] | {f"h.0.attn.c_{part}.{kind}" for part in ("attn", "proj") for kind in ("weight", "bias")}]
     before[1] |= {"h.0.ln_2.weight", "h.0.ln_2.bias"}
     for node, expected in zip(copies[:2], before, strict=True):
-        report = compare(gpt(), on(node.name, drop))
+        report = compare(gpt_trial(), on(node.name, drop))
         assert all(d.error <= report.tolerance for d in report.outputs)
         assert wrong(report) == expected
         assert report.worst.name in expected
@@ -120,17 +120,17 @@ def test_the_gradient_of_an_input() -> None:
 @pytest.mark.parametrize("name", ["h.0.attn.c_attn.weight", "h.0.attn.c_attn.bias"])
 def test_a_fused_weight_cut_as_one(name: str) -> None:
     """Contiguous halves of q | k | v instead of half of each."""
-    assert not compare(resliced(gpt(), name, [(0, 24), (24, 48)])).ok
+    assert not compare(resliced(gpt_trial(), name, [(0, 24), (24, 48)])).ok
 
 
 @pytest.mark.parametrize(
     "name", ["attention.query.weight", "attention.key.weight", "attention.value.bias", "attention.output.weight"]
 )
 def test_heads_in_another_order(name: str) -> None:
-    assert not compare(resliced(bert(), f"layer.0.{name}", [(8, 16), (0, 8)])).ok
+    assert not compare(resliced(bert_trial(), f"layer.0.{name}", [(8, 16), (0, 8)])).ok
 
 
-@pytest.mark.parametrize("trial", [gpt, bert], ids=["gpt", "bert"])
+@pytest.mark.parametrize("trial", [gpt_trial, bert_trial], ids=["gpt", "bert"])
 def test_a_bias_added_on_every_rank(trial: Callable[[], Trial]) -> None:
     reduced = [n for n in calls(trial(), collectives.reduce) if is_biased(n)]
     assert len(reduced) >= 2
@@ -151,7 +151,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("trial", [gpt, bert], ids=["gpt", "bert"])
+@pytest.mark.parametrize("trial", [gpt_trial, bert_trial], ids=["gpt", "bert"])
 @pytest.mark.parametrize("what", WRONG)
 def test_a_wrong_argument(trial: Callable[[], Trial], what: str) -> None:
     """The softmax scale, the mask, the heads whose mask is drawn, where a rank's rows of the vocabulary start."""
@@ -161,8 +161,8 @@ def test_a_wrong_argument(trial: Callable[[], Trial], what: str) -> None:
 
 
 def test_a_loss_divided_twice() -> None:
-    (node,) = calls(gpt(), torch.ops.aten.div.Tensor)
-    report = compare(gpt(), on(node.name, behind(torch.ops.aten.mul.Tensor, 0.5)))
+    (node,) = calls(gpt_trial(), torch.ops.aten.div.Tensor)
+    report = compare(gpt_trial(), on(node.name, behind(torch.ops.aten.mul.Tensor, 0.5)))
     assert [d.name for d in report.outputs if d.error > report.tolerance] == ["loss"]
 
 
@@ -171,7 +171,7 @@ def test_a_loss_divided_twice() -> None:
 
 def test_report() -> None:
     gradients = (Difference("w", 3e-16), Difference("b", 0.0))
-    good = Report(gpt().plan, (Difference("loss", 2e-16),), gradients, (Difference("w", 1e-17),))
+    good = Report(gpt_trial().plan, (Difference("loss", 2e-16),), gradients, (Difference("w", 1e-17),))
     assert good.ok
     assert str(good) == OK
     bad = replace(good, gradients=(Difference("w", 0.5), Difference("b", 0.25), Difference("c", 0.0)))
@@ -199,8 +199,8 @@ GPT on tp=2: DIFFERENT from one device (float64, tolerance 1e-09)
 
 
 def test_what_is_no_number_is_not_ok() -> None:
-    (node,) = calls(gpt(), torch.ops.aten.div.Tensor)
-    report = compare(gpt(), on(node.name, behind(torch.ops.aten.mul.Tensor, float("nan"))))
+    (node,) = calls(gpt_trial(), torch.ops.aten.div.Tensor)
+    report = compare(gpt_trial(), on(node.name, behind(torch.ops.aten.mul.Tensor, float("nan"))))
     assert not report.ok
     assert str(report.outputs[0]) == "nan  loss"
 

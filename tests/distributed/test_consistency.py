@@ -8,8 +8,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Checks, run_ranks
-from refused import BRANCHES, DATA_BRANCH, TRY_WHERE, Branching, Odd, gpt, line_of, message, refusal, tokens
+from errors import BRANCHES, DATA_BRANCH, TRY_WHERE, Branching, Odd, line_of, message, refusal
+from ranks import Checks, run_ranks
+from small_models import gpt, tokens
 from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
@@ -34,18 +35,19 @@ def different_models(rank: int, n: int) -> None:
     rows = [
         ({}, gpt(n_layer=1 + last), "%14 = parameter `ln_f.weight`  float32[48]",
          "%14 = parameter `h.1.ln_1.weight`  float32[48]"),
-        ({}, gpt(n_head=3 + 3 * last),
+        ({}, gpt(n_layer=1, n_head=3 + 3 * last),
          f"%30 = aten.reshape.default(%29, [%23, %19, 3, 16])  float32[s95, s85, 3, 16]  at {heads}",
          f"%30 = aten.reshape.default(%29, [%23, %19, 6, 8])  float32[s95, s85, 6, 8]  at {heads}"),
-        ({}, gpt(dropout=0.1).train(not last),
+        ({}, gpt(n_layer=1, dropout=0.1).train(not last),
          f"%23 = aten.dropout.default(%22, 0.1, True)  float32[s95, s85, 48]  at {dropped}",
          "%23 = aten.sym_size.int(%16, 0)"),
-        ({}, gpt().requires_grad_(not last), "... summed=False) [True, True, True, True, True, True, True, Tru ...",
+        ({}, gpt(n_layer=1).requires_grad_(not last),
+         "... summed=False) [True, True, True, True, True, True, True, Tru ...",
          "... summed=False) [False, False, False, False, False, False, Fal ..."),
-        ({"outputs": "full" if last else "local"}, gpt(),
+        ({"outputs": "full" if last else "local"}, gpt(n_layer=1),
          "... [48] Options(outputs='local', experts='width', sequence_para ...",
          "... [48] Options(outputs='full', experts='width', sequence_paral ..."),
-        ({"randomness": "exact" if last else "fast"}, gpt(),
+        ({"randomness": "exact" if last else "fast"}, gpt(n_layer=1),
          "... without=(), randomness='fast', check_inputs='first', recompu ...",
          "... without=(), randomness='exact', check_inputs='first', recomp ..."),
     ]  # fmt: skip
@@ -68,17 +70,16 @@ def one_rank_fails(rank: int, n: int) -> None:
             "parallelize(Odd, tp=3): tp rank 1 could not build a graph\n"
             "  try      read the error of that rank: this rank has none"
         )
-    assert message(lambda: autotp.parallelize(gpt(), n)(torch.zeros(2, 20 if rank == 1 else 6, dtype=torch.int64))) == (
-        f"GPT.forward: tp rank 1 got other inputs than rank 0{SAME_BATCH}"
-    )
+    parallel, x = autotp.parallelize(gpt(n_layer=1), n), torch.zeros(2, 20 if rank == 1 else 6, dtype=torch.int64)
+    assert message(lambda: parallel(x)) == (f"GPT.forward: tp rank 1 got other inputs than rank 0{SAME_BATCH}")
 
 
 @checks.on(3)
 def different_batches(rank: int, n: int) -> None:
     """Values, shapes, dtypes, plain arguments; the ranks that differ from the first are named."""
-    parallel = autotp.parallelize(gpt().train(), n)
-    x, y = tokens()
-    other = tokens(seed=2)[0]
+    parallel = autotp.parallelize(gpt(n_layer=1).train(), n)
+    x, y = tokens(seq=4)
+    other = tokens(seq=4, seed=2)[0]
     two = f"GPT.forward: tp ranks 1, 2 got other inputs than rank 0{SAME_BATCH}"
     assert message(lambda: parallel(x if rank == 0 else other, y)) == two
     assert message(lambda: parallel(x[: 3 - (rank > 0)], y[: 3 - (rank > 0)])) == two
@@ -93,23 +94,23 @@ def different_batches(rank: int, n: int) -> None:
 @checks.on(2)
 def different_modes(rank: int, n: int) -> None:
     """One rank in eval mode, at the first call: the others know that graph already."""
-    parallel = autotp.parallelize(gpt().train(), n, example_inputs=tokens())
+    parallel = autotp.parallelize(gpt(n_layer=1).train(), n, example_inputs=tokens(seq=4))
     parallel.train(rank == 0)
-    assert message(lambda: parallel(*tokens())) == (
+    assert message(lambda: parallel(*tokens(seq=4))) == (
         "GPT.forward: tp rank 1 was called in another mode than rank 0\n"
         "  try      model.train(), model.eval(), .to(dtype) and autocast on all ranks alike"
     )
-    assert torch.isfinite(parallel.train()(*tokens()))
+    assert torch.isfinite(parallel.train()(*tokens(seq=4)))
 
 
 @checks.on(2)
 def when_inputs_are_compared(rank: int, n: int) -> None:
     """At first: the first two calls of each graph; always; never."""
-    x, y = tokens()
-    wrong = tokens(seed=1 + rank)[0]
+    x, y = tokens(seq=4)
+    wrong = tokens(seq=4, seed=1 + rank)[0]
     compared = {}
     for setting in ("first", "always", "never"):
-        parallel = autotp.parallelize(gpt().train(), n, check_inputs=setting)
+        parallel = autotp.parallelize(gpt(n_layer=1).train(), n, check_inputs=setting)
         compared[setting] = []
         for right in (False, True, True, False):
             try:
@@ -126,13 +127,13 @@ def when_inputs_are_compared(rank: int, n: int) -> None:
 @checks.on(2)
 def different_seeds(rank: int, n: int) -> None:
     """Only where random numbers are drawn."""
-    parallel = autotp.parallelize(gpt(dropout=0.1).train(), n)
+    parallel = autotp.parallelize(gpt(n_layer=1, dropout=0.1).train(), n)
     torch.manual_seed(rank)
     text = f"GPT.forward: tp rank 1 would draw other random numbers than rank 0{SAME_SEED}"
-    assert message(lambda: parallel(*tokens())) == text
-    parallel.eval()(*tokens())
+    assert message(lambda: parallel(*tokens(seq=4))) == text
+    parallel.eval()(*tokens(seq=4))
     torch.manual_seed(0)
-    parallel.train()(*tokens())
+    parallel.train()(*tokens(seq=4))
 
 
 # ---- meshes
@@ -141,18 +142,18 @@ def different_seeds(rank: int, n: int) -> None:
 @checks.on(2)
 def meshes(rank: int, n: int) -> None:
     sys.argv = ["train.py"]
-    assert refusal(gpt(), 3) == (
+    assert refusal(gpt(n_layer=1), 3) == (
         "parallelize(GPT, tp=3): tp=3 needs 3 processes, and the world has 2\n"
         "  try      torchrun --nproc-per-node 3 train.py"
     )
-    assert refusal(gpt(), 1) == (
+    assert refusal(gpt(n_layer=1), 1) == (
         "parallelize(GPT, tp=1): 2 processes are more than tp=1: "
         "without a mesh the replicas would silently drift apart\n"
         '  try      mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))\n'
         "  then     parallelize(model, mesh=mesh), and DDP over mesh['dp']"
     )
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "model"))
-    assert refusal(gpt(), 2, mesh=mesh) == (
+    assert refusal(gpt(n_layer=1), 2, mesh=mesh) == (
         "parallelize(GPT, tp=2): no dimension of the mesh is named tp: ('data', 'model')\n"
         '  try      init_device_mesh("cpu", (1, 2), mesh_dim_names=(..., "tp"))'
     )
@@ -161,7 +162,7 @@ def meshes(rank: int, n: int) -> None:
 @checks.on(3)
 def no_multiple(rank: int, n: int) -> None:
     sys.argv = ["train.py"]
-    assert refusal(gpt(), 2) == (
+    assert refusal(gpt(n_layer=1), 2) == (
         "parallelize(GPT, tp=2): 3 processes are not a multiple of tp=2\n"
         "  try      torchrun --nproc-per-node 2 train.py"
     )
@@ -181,12 +182,12 @@ def lose_a_peer(rank: int, n: int, when: str) -> str:
     group = dist.new_group(timeout=timedelta(seconds=20), group_desc="tp")
     mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("tp",))
     assert group is not None
-    parallel = autotp.parallelize(gpt().train(), mesh=mesh)
-    parallel(*tokens()).backward()
-    parallel(*tokens()).backward()
+    parallel = autotp.parallelize(gpt(n_layer=1).train(), mesh=mesh)
+    parallel(*tokens(seq=4)).backward()
+    parallel(*tokens(seq=4)).backward()
     if rank == 1 and when == "before":
         os._exit(3)
-    loss = parallel(*tokens()) if when == "backward" or rank == 0 else None
+    loss = parallel(*tokens(seq=4)) if when == "backward" or rank == 0 else None
     if rank == 1:
         os._exit(3)
     assert loss is not None
@@ -213,12 +214,12 @@ def test_not_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    model = gpt()
+    model = gpt(n_layer=1)
     assert refusal(model, 8) == (
         "parallelize(GPT, tp=8): tp=8 needs 8 processes, and this is one\n"
         "  try      torchrun --nproc-per-node 8 train.py"
     )
-    assert autotp.parallelize(copy.deepcopy(model), 1)(*tokens()).isfinite()
+    assert autotp.parallelize(copy.deepcopy(model), 1)(*tokens(seq=4)).isfinite()
 
 
 def test_rules_that_do_not_parse() -> None:

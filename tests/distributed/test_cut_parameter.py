@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Checks, silence
-from mlp import Mlp, x
+from ranks import Checks, silence
+from small_models import Mlp, x
 from torch import Tensor, nn
 from torch.optim.optimizer import _default_to_fused_or_foreach
 

@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from generating import built, prompt
-from helpers import run_ranks
+from hugging_face import built, prompt
+from ranks import run_ranks
+from small_models import gpt
 from torch.distributed.device_mesh import DeviceMesh
-from trainers import batch
-from trainers import gpt as small
+from trainers import SMALL, batch
 
 import autotp
 from autotp.distributed.background_exchange import BackgroundExchange
@@ -43,7 +43,9 @@ Calls = tuple[Callable[[], Any], Callable[[], Any]]
 def trainer(layout: Layout) -> autotp.Trainer:
     tp, pp, dp = layout
     example = {name: x[: 4 // (2 * dp)] for name, x in batch(0).items()}
-    return autotp.distribute(small(), tp=tp, pp=pp, dp=dp, microbatches=2, example_inputs=example, timeout=TIMEOUT)
+    return autotp.distribute(
+        gpt(seed=0, **SMALL), tp=tp, pp=pp, dp=dp, microbatches=2, example_inputs=example, timeout=TIMEOUT
+    )
 
 
 def rows(it: autotp.Trainer) -> Any:
@@ -129,7 +131,7 @@ def generate(layout: Layout, folder: Path) -> Calls:
 
 def parallel() -> Any:
     mesh = DeviceMesh.from_group(dist.new_group(timeout=TIMEOUT, group_desc="tp"), "cpu", mesh_dim_names=("tp",))
-    return autotp.parallelize(small(), mesh=mesh)
+    return autotp.parallelize(gpt(seed=0, **SMALL), mesh=mesh)
 
 
 PHASES = {

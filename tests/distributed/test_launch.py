@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from helpers import run_ranks
+from ranks import run_ranks
 
 import autotp
 from autotp.distributed.launch import TORCHRUN, Launch, launch, store_of

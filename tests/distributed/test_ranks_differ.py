@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from generating import built, prompt
-from helpers import run_ranks
+from hugging_face import built, prompt
+from ranks import run_ranks
 from torch import Tensor
 from trainers import fingerprint, started, trained
 

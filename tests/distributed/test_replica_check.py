@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Checks
-from mlp import Normed, X, expect_equal_state, pair
+from ranks import Checks
+from small_models import Normed, X, expect_equal_state, pair
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -144,7 +144,7 @@ def over_a_part_of_the_world(rank: int, n: int) -> None:
 
 @checks.on(4)
 def over_the_world_of_two_replicas(rank: int, n: int) -> None:
-    """The default group has both kinds of ranks: an Error; the group of replicas is right (test_processes.py)."""
+    """The default group has both kinds of ranks: an Error; the group of replicas is right (`test_processes.py`)."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     parallel = autotp.parallelize(Blocks().double(), mesh=mesh["tp"], example_inputs=X[FLOAT64])

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from generating import NEW, both, built, prompt, transformers
-from helpers import Checks, Collectives
+from hugging_face import NEW, both, built, prompt, transformers
+from ranks import Checks, Collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 

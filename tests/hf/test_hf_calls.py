@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hugging import tiny
+from hugging_face import tiny
 from torch import Tensor, nn
 
 import autotp

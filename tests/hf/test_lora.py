@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Checks
-from hugging import RANK, TARGETS, adapted, tiny
+from hugging_face import RANK, TARGETS, adapted, tiny
+from ranks import Checks
 from torch import nn
 
 import autotp

@@ -16,8 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from checkpoints import LAYOUTS, expect_same, family, files_of, message, saved, shared
-from helpers import Checks
+from errors import message
+from hugging_face import LAYOUTS, expect_same, family, files_of, saved
+from ranks import Checks, shared
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import expect_same, family, files_of, message
+from errors import message
+from hugging_face import expect_same, family, files_of
 from safetensors.torch import load_file, save_file
+from small_models import gpt
 from torch import nn
 from transformers.utils import logging as theirs
 
 import autotp
-from autotp.models.gpt import GPT, GPTConfig
 
 theirs.disable_progress_bar()
 theirs.set_verbosity_error()
@@ -140,7 +141,7 @@ def test_sizes_that_are_none(llama: Path) -> None:
 
 
 def test_no_model_of_transformers(tmp_path: Path) -> None:
-    model = autotp.parallelize(GPT(GPTConfig(block_size=8, vocab_size=31, n_layer=1, n_head=2, n_embd=8)))
+    model = autotp.parallelize(gpt())
     assert message(lambda: autotp.save_pretrained(model, tmp_path)) == (
         f"save_pretrained(GPT, {tmp_path}): a GPT is no model of transformers\n"
         "  try      autotp.full_state_dict(model), and torch.save on the first rank"

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Checks, Collectives
+from ranks import Checks, Collectives
 from torch import Tensor
 
 import autotp

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Checks, Collectives
-from mlp import Branches, normed
+from ranks import Checks, Collectives
+from small_models import Branches, normed
 from torch import Tensor, nn
 
 import autotp

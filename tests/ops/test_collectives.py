@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from ranks import run_ranks
 from torch import Tensor
 
 import autotp

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from graphs import draft, lines
-from helpers import Checks, Collectives
+from ranks import Checks, Collectives
 from torch import Tensor, fx
 
 from autotp.ops.collectives import all_gather, copy, reduce

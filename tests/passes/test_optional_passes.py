@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from choosing import PAIRS, PASSES, only
+from graphs import PAIRS, PASSES, only
+from small_models import gpt
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import autotp
 from autotp.compiler import analyse, rank_graph
-from autotp.models.gpt import GPT, GPTConfig
 from autotp.ops import collectives, cross_entropy
 from autotp.ops.coalesced import together
 from autotp.ops.overlapped_linear import columns
@@ -130,7 +130,7 @@ def test_a_pass_that_is_off(name: str, needs: tuple[str, ...], counts: Any, on: 
 
 def test_together_they_leave_the_loss_in_the_memory_of_the_logits() -> None:
     """Which the operator that the head's product is part of has just made."""
-    model = GPT(GPTConfig(block_size=5, vocab_size=96, n_layer=1, n_head=2, n_embd=8))
+    model = gpt(block_size=5, vocab_size=96, n_layer=1, n_head=2, n_embd=8, dropout=0.1)
     for without in ((), ("overlap",)):
         found = [node.kwargs for node in calls(without, model, 2) if node.target is cross_entropy.class_terms]
         assert found == [{"fresh": True}], without

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import CALLS
+from graphs import CALLS
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import CALLS, bools, r
+from graphs import CALLS, bools, r
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import CALLS
-from graphs import draft, expect_same, some
+from graphs import CALLS, draft, expect_same, some
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 

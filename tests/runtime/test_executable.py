@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Checks
-from pairs import VOCAB, both, expect_gradients, gpt, graphs, tokens
+from ranks import Checks
+from small_models import VOCAB, both, expect_gradients, gpt, signatures_met, tokens
 from torch import Tensor, nn
 
 import autotp
@@ -22,26 +22,26 @@ checks = Checks()
 @checks.on(2)
 def further_signatures(rank: int, n: int) -> None:
     """Without labels, in eval mode, of length 1 and batch 1: another graph each time one is needed, and only then."""
-    whole, parallel = both(n, gpt().train())
+    whole, parallel = both(n, gpt().double().train())
     x, y = tokens()
     for a, b in ((x, y), (x[:2, :5], y[:2, :5])):
         torch.testing.assert_close(parallel(a, b), whole(a, b))
         torch.testing.assert_close(parallel(labels=b, tokens=a), whole(a, b))
-    assert graphs(parallel) == 1
+    assert signatures_met(parallel) == 1
     for a in (x, x[:2], x[:1], x[:, :1], x[:1, :1], x[1:3, :4]):
         torch.testing.assert_close(parallel(a), whole(a))
         torch.testing.assert_close(parallel(a, labels=None), whole(a))
-    assert graphs(parallel) <= 5
-    before = graphs(parallel)
+    assert signatures_met(parallel) <= 5
+    before = signatures_met(parallel)
     for mode in (False, True, False):
         torch.testing.assert_close(parallel.train(mode)(x), whole.train(mode)(x))
-    assert graphs(parallel) == before + 1
+    assert signatures_met(parallel) == before + 1
 
 
 @checks.on(2)
 def dtypes(rank: int, n: int) -> None:
     """`.to(dtype)` moves shards and buffers, and the next call has a graph of its own."""
-    whole, parallel = both(n, gpt().train())
+    whole, parallel = both(n, gpt().double().train())
     x, y = tokens()
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
         loss, expected = parallel.to(dtype)(x, y), whole.to(dtype)(x, y)
@@ -82,9 +82,9 @@ def autocast(rank: int, n: int) -> None:
         found, expected = parallel(x), whole(x)
         assert {k: v.dtype for k, v in found.items()} == {k: v.dtype for k, v in expected.items()}
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
-        assert graphs(parallel) == 2
+        assert signatures_met(parallel) == 2
     torch.testing.assert_close(parallel(x), whole(x))
-    language, split = both(n, gpt().float().train())
+    language, split = both(n, gpt().train())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         losses = [model(*tokens()) for model in (language, split)]
         torch.testing.assert_close(*losses, rtol=1e-2, atol=0)
@@ -97,7 +97,7 @@ def autocast(rank: int, n: int) -> None:
 @checks.on(2)
 def without_gradients(rank: int, n: int) -> None:
     """A signature first met under no_grad or inference mode is as good for training afterwards."""
-    whole, parallel = both(n, gpt().train())
+    whole, parallel = both(n, gpt().double().train())
     x, y = tokens(2, 1)
     with torch.inference_mode():
         torch.testing.assert_close(parallel(x, y), whole(x, y))
@@ -114,7 +114,7 @@ def without_gradients(rank: int, n: int) -> None:
 @checks.on(2)
 def accumulation_and_freezing(rank: int, n: int) -> None:
     """Several backwards, frozen parameters, and the same ones unfrozen later, with the graph there was."""
-    whole = gpt().train()
+    whole = gpt().double().train()
     whole.h[0].requires_grad_(False)
     whole.wte.requires_grad_(False)
     parallel = autotp.parallelize(copy.deepcopy(whole), n)
@@ -129,7 +129,7 @@ def accumulation_and_freezing(rank: int, n: int) -> None:
             autotp.clip_grad_norm_(parallel, 0.1), nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
         )
         expect_gradients(whole, parallel)
-    assert graphs(parallel) == 1
+    assert signatures_met(parallel) == 1
 
 
 class Embedded(nn.Module):
@@ -191,7 +191,7 @@ class WithLoss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gpt = gpt()
+        self.gpt = gpt().double()
 
     def forward(self, x: Tensor, y: Tensor, form: str = "dict") -> Any:
         logits = self.gpt(x)

@@ -7,22 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks
+from ranks import run_ranks
+from small_models import gpt
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import autotp
-from autotp.models.gpt import GPT, GPTConfig
+from autotp.models.gpt import GPT
 
 X = torch.arange(64).view(4, 16) * 7 % 101
 LABELS = X.roll(1, 1)
-
-
-def gpt() -> GPT:
-    torch.manual_seed(0)
-    return GPT(GPTConfig(block_size=16, vocab_size=101, n_layer=3, n_head=4, n_embd=24, dropout=0.0))
+SIZES = {"vocab_size": 101, "n_layer": 3, "n_head": 4, "n_embd": 24}
 
 
 def sharded(whole: GPT, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None = None, **given: Any) -> Any:
@@ -41,7 +38,7 @@ def mine(mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
 def equal(rank: int, n: int, given: dict[str, Any]) -> None:
     """Three steps; the norm, the state, and evaluation."""
     mesh = init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("dp", "tp"))
-    whole = gpt().double()
+    whole = gpt(seed=0, **SIZES).double()
     model = sharded(whole, mesh, **given)
     units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     assert units == ["", "h.0", "h.1", "h.2"]
@@ -82,7 +79,7 @@ def test_gradients_are_those_of_one_device(given: dict[str, Any]) -> None:
 def in_half(rank: int, n: int) -> None:
     """The graph is the one of a model in bfloat16; parameters and gradients are in float32."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-    whole = gpt()
+    whole = gpt(seed=0, **SIZES)
     model = sharded(whole, mesh, MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     found, expected = model(*mine(mesh)), whole.bfloat16()(*mine(mesh))
     assert found.dtype == torch.bfloat16
@@ -97,7 +94,7 @@ def test_half_precision() -> None:
 
 def refused(rank: int, n: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-    model = autotp.parallelize(gpt(), mesh=mesh["tp"], example_inputs=(X[:2], LABELS[:2]))
+    model = autotp.parallelize(gpt(seed=0, **SIZES), mesh=mesh["tp"], example_inputs=(X[:2], LABELS[:2]))
     found = []
     for module in (model.h[0].attn, model.ln_f):
         with pytest.raises(autotp.Error) as raised:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import memory
 import pytest
 import torch
-from helpers import run_ranks
+from ranks import run_ranks
 from torch import nn
 
 import autotp

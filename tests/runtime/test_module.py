@@ -7,8 +7,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers import Checks
-from pairs import VOCAB, both, expect_gradients, gpt, graphs, tokens
+from ranks import Checks
+from small_models import VOCAB, both, expect_gradients, gpt, signatures_met, tokens
 from torch import Tensor, nn
 
 import autotp
@@ -19,7 +19,7 @@ checks = Checks()
 
 @checks.on(2)
 def names_and_attributes(rank: int, n: int) -> None:
-    whole, other = gpt(), gpt()
+    whole, other = gpt().double(), gpt().double()
     other.ln_f.weight.mark = "no decay"
     parallel = autotp.parallelize(other, n)
     assert [name for name, _ in parallel.named_parameters()] == [name for name, _ in whole.named_parameters()]
@@ -78,9 +78,9 @@ def the_plan_is_of_now(rank: int, n: int) -> None:
 @checks.on(2)
 def local_state(rank: int, n: int) -> None:
     """The state dict of one rank's shards into another parallel model, and back."""
-    _, first = both(n, gpt())
+    _, first = both(n, gpt().double())
     torch.manual_seed(5)
-    _, second = both(n, gpt())
+    _, second = both(n, gpt().double())
     saved = {name: tensor.clone() for name, tensor in first.state_dict().items()}
     assert saved["wte.weight"].shape == (49 - rank, 48)
     assert not torch.equal(second.wte.weight, saved["wte.weight"])
@@ -91,7 +91,7 @@ def local_state(rank: int, n: int) -> None:
 @checks.on(2)
 def copies(rank: int, n: int) -> None:
     """A deep copy is a model of its own, whose further captures are its own; pickling says what to do instead."""
-    whole, parallel = both(n, gpt().train())
+    whole, parallel = both(n, gpt().double().train())
     other = copy.deepcopy(parallel)
     with torch.no_grad():
         for p in other.parameters():
@@ -105,7 +105,7 @@ def copies(rank: int, n: int) -> None:
     expect_gradients(whole, other)
     assert parallel.wte.weight.grad is None
     torch.testing.assert_close(other.eval()(tokens()[0]), whole.eval()(tokens()[0]))
-    assert (graphs(parallel), graphs(other), parallel.training) == (1, 2, True)
+    assert (signatures_met(parallel), signatures_met(other), parallel.training) == (1, 2, True)
     with pytest.raises(autotp.Error) as raised:
         pickle.dumps(parallel)
     assert str(raised.value) == (
@@ -118,7 +118,7 @@ def copies(rank: int, n: int) -> None:
 def generation(rank: int, n: int) -> None:
     """The model's own `generate` draws the tokens that one device draws, past the block size."""
     torch.manual_seed(0)
-    whole = gpt().eval()
+    whole = gpt().double().eval()
     for p in whole.parameters():
         nn.init.normal_(p, std=0.3)
     parallel = autotp.parallelize(copy.deepcopy(whole), n)
@@ -203,18 +203,18 @@ def mocked(kind: Any, names: Any) -> Any:
 def test_a_class_is_what_it_was_after_a_region_with_another(region: Any) -> None:
     """The class of a part passes on to the original's what is set on it: a wrapped forward that is put back there, too,
     would call itself without end, in this model and in all of its class."""
-    parallel, kind = autotp.parallelize(gpt(), 1), type(gpt().h[0])
+    parallel, kind = autotp.parallelize(gpt().double(), 1), type(gpt().double().h[0])
     part, before = type(parallel.h[0]), (kind.forward, dict(vars(type(parallel.h[0]))))
     assert part is not kind
     with region(part, {"forward": None}):
         assert part.forward is None or kind.forward is None
     assert (kind.forward, dict(vars(part))) == before
-    whole, parallel = both(1, gpt())
+    whole, parallel = both(1, gpt().double())
     torch.testing.assert_close(parallel(*tokens()), whole(*tokens()))
 
 
 def test_plan_of_a_parallel_model() -> None:
-    parallel = autotp.parallelize(gpt(), 1)
+    parallel = autotp.parallelize(gpt().double(), 1)
     assert str(parallel.plan).startswith("GPT on tp=1\n")
     other = copy.deepcopy(parallel)
     for model, reason in ((other, "by itself"), (parallel.h[0], "by itself")):

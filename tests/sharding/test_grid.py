@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from grouped import Grouped
-from grouped import places as places_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import Grouped
+from small_models import places as places_of
 from torch import Tensor, nn
 
 import autotp

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from grouped import places
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import places
 
 from autotp.sharding.axis import Axis, Size, concat, holds, product
 from autotp.sharding.layout import Layout, layout_of, ranges

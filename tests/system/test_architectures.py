@@ -7,11 +7,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import pytest
-from architectures import Architecture, architectures
-from choosing import CUTS, PASSES, only
+from architectures import Architecture, architectures, arguments, model
+from graphs import CUTS, PASSES, only
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformer import arguments, model
 
 from autotp.diagnostics.plan_text import Plan
 from autotp.diagnostics.verify import Trial, compare, prepare

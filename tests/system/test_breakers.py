@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from mlp import Negated, Plain
+from small_models import Negated, Plain
 from torch import Tensor, nn
 
 import autotp

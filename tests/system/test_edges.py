@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks
-from mlp import as_gathered
+from ranks import run_ranks
+from small_models import as_gathered
 from torch import Tensor, nn
 
 import autotp

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import pytest
 import torch
 import torch.distributed as dist
-from choosing import PAIRS, PASSES, only
-from helpers import Checks
+from graphs import PAIRS, PASSES, only
+from ranks import Checks
 from torch import Tensor, nn
 
 import autotp

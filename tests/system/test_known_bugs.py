@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from architectures import Architecture
+from architectures import Architecture, arguments, model
+from errors import message
 from faults import apart, bias_before_reduce, calls, drop, on, red, resliced, wrong
-from helpers import Checks
-from mlp import Plain
-from pairs import both, expect_gradients, gpt, tokens
-from refused import message
+from ranks import Checks
+from small_models import Plain, both, expect_gradients, gpt, tokens
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
-from transformer import arguments, model
 
 import autotp
 from autotp.diagnostics.verify import Trial, compare, prepare
@@ -164,7 +162,7 @@ def test_six_heads_and_a_width_of_341_on_four_ranks() -> None:
 @checks.on(2)
 def the_global_gradient_norm_with_replicated_parameters(rank: int, n: int) -> None:
     """Neither a rank's own norm nor the sum over ranks, in which the replicated ones count n times."""
-    whole, split = both(n, gpt().train())
+    whole, split = both(n, gpt().double().train())
     for one in (whole, split):
         one(*tokens()).backward()
     own = torch.stack([p.grad.norm() for p in split.parameters()]).square().sum()
@@ -193,7 +191,7 @@ def ranks_fed_different_batches(rank: int, n: int) -> None:
     """An error on every rank; unasked, a loss that is neither batch's."""
     x, y = tokens()
     mine = (x + rank) % 97
-    whole, split = both(n, gpt().train())
+    whole, split = both(n, gpt().double().train())
     assert message(lambda: split(mine, y)) == (
         "GPT.forward: tp rank 1 got other inputs than rank 0\n  try      give every rank of the axis the same batch"
     )

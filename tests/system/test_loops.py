@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Checks, run_ranks, silence
-from mlp import STEPS, X, expect_equal_state, pair
+from ranks import Checks, run_ranks, silence
+from small_models import STEPS, X, expect_equal_state, pair
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

@@ -15,9 +15,8 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Checks
-from mlp import Plain
-from pairs import expect_gradients
+from ranks import Checks
+from small_models import Plain, expect_gradients
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Checks, Collectives
+from ranks import Checks, Collectives
+from small_models import VOCAB, gpt
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -14,17 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
 from autotp.models.bert import BERT, BERTConfig
-from autotp.models.gpt import GPT, GPTConfig
 
 checks = Checks()
 STEPS = 20
-VOCAB = 97  # divides by no number of ranks
-
-
-def gpt(dropout: float = 0.1, n_head: int = 6, n_layer: int = 2) -> GPT:
-    return GPT(
-        GPTConfig(block_size=16, vocab_size=VOCAB, n_layer=n_layer, n_head=n_head, n_embd=8 * n_head, dropout=dropout)
-    )
+SIX = {"n_head": 6, "dropout": 0.1}
 
 
 def bert(dropout: float = 0.1) -> BERT:
@@ -87,7 +81,7 @@ def expect_equal_state(whole: nn.Module, parallel: nn.Module, tolerance: float) 
 @checks.on(2)
 @checks.on(4, rare=True)
 def gpt_float64(rank: int, n: int) -> None:
-    expect_equal_training(gpt().double().train(), n, adamw, 1e-12)
+    expect_equal_training(gpt(**SIX).double().train(), n, adamw, 1e-12)
 
 
 @checks.on(2, 4, rare=True)
@@ -97,7 +91,7 @@ def bert_float64(rank: int, n: int) -> None:
 
 @checks.on(2, rare=True)
 def gpt_float32(rank: int, n: int) -> None:
-    expect_equal_training(gpt().train(), n, sgd, 1e-5)
+    expect_equal_training(gpt(**SIX).train(), n, sgd, 1e-5)
 
 
 @checks.on(2)
@@ -108,7 +102,7 @@ def bert_float32(rank: int, n: int) -> None:
 @checks.on(4)
 def empty_shards(rank: int, n: int) -> None:
     """Three heads on four ranks: the last holds nothing of them, and AdamW's foreach form is given empty tensors."""
-    whole = gpt(n_head=3).double().train()
+    whole = gpt(n_embd=24, dropout=0.1).double().train()
     expect_equal_training(whole, n, adamw, 1e-12)
     parallel = autotp.parallelize(copy.deepcopy(whole), n)
     assert (parallel.h[0].attn.c_proj.weight.numel() == 0) == (rank == 3)
@@ -120,9 +114,9 @@ def empty_shards(rank: int, n: int) -> None:
 @checks.on(2)
 def collective_counts(rank: int, n: int) -> None:
     """Two layers more are four all-reduces forward and four backward more: 2 + 2 a layer, as the plan says."""
-    counts = [_counted(gpt(dropout), n) for dropout in (0.1, 0.0)]
+    counts = [_counted(gpt(n_head=6, dropout=dropout), n) for dropout in (0.1, 0.0)]
     assert counts[0] == counts[1]
-    shallow, deep = _counted(gpt(n_layer=1), n), _counted(gpt(n_layer=3), n)
+    shallow, deep = _counted(gpt(**SIX, n_layer=1), n), _counted(gpt(**SIX, n_layer=3), n)
     assert [b - a for a, b in zip(shallow, deep, strict=True)] == [4, 4]
 
 
@@ -160,7 +154,7 @@ class Copies(TorchDispatchMode):
 @checks.on(2)
 def nothing_is_copied_for_a_collective(rank: int, n: int) -> None:
     """A step copies as many tensors as one device's does."""
-    whole = gpt(dropout=0.0).train()
+    whole = gpt(n_head=6).train()
     counts = []
     for model in (whole, autotp.parallelize(copy.deepcopy(whole), n, check_inputs="never")):
         model(**batch(model, 0)).backward()
@@ -214,7 +208,7 @@ def fast_masks(rank: int, n: int) -> None:
 def ddp_over_tp(rank: int, n: int) -> None:
     """Two replicas of two ranks, each on half of the batch, are one device on the whole of it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    whole = gpt(dropout=0.0).double().train()
+    whole = gpt(n_head=6).double().train()
     parallel = autotp.parallelize(copy.deepcopy(whole), mesh=mesh)
     replica = DistributedDataParallel(parallel, process_group=mesh["dp"].get_group())
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (whole, replica)]
@@ -237,7 +231,7 @@ def ddp_over_tp(rank: int, n: int) -> None:
 @checks.on(2)
 def one_dimensional_mesh(rank: int, n: int) -> None:
     mesh = init_device_mesh("cpu", (n,))
-    whole = gpt(dropout=0.0).double()
+    whole = gpt(n_head=6).double()
     parallel = autotp.parallelize(copy.deepcopy(whole), mesh=mesh)
     assert (parallel.mesh.size, parallel.mesh.rank) == (n, rank)
     given = batch(whole, 0)

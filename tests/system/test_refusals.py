@@ -5,22 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Checks
-from refused import (
-    BRANCHES,
-    DATA_BRANCH,
-    LOOPS,
-    NO_RULE,
-    ROUNDS,
-    TRY_WHERE,
-    Branching,
-    Odd,
-    gpt,
-    line_of,
-    message,
-    refusal,
-    tokens,
-)
+from errors import BRANCHES, DATA_BRANCH, LOOPS, NO_RULE, ROUNDS, TRY_WHERE, Branching, Odd, line_of, message, refusal
+from ranks import Checks
+from small_models import gpt, tokens
 from torch import Tensor, nn
 
 import autotp
@@ -105,11 +92,11 @@ def models(rank: int, n: int) -> None:
 @checks.on(2)
 def example_inputs(rank: int, n: int) -> None:
     expected = {
-        "GPT.forward() got an unexpected keyword argument 'toks'": {"toks": tokens()[0]},
+        "GPT.forward() got an unexpected keyword argument 'toks'": {"toks": tokens(seq=4)[0]},
         "GPT: a sequence of 20 tokens is longer than block_size=16": torch.zeros(2, 20, dtype=torch.int64),
     }
     for text, given in expected.items():
-        found = refusal(gpt(), n, example_inputs=given).split("\n")
+        found = refusal(gpt(n_layer=1), n, example_inputs=given).split("\n")
         assert found[0] in (f"parallelize(GPT, tp=2): {UNFIT}: {kind}: {text}" for kind in ("TypeError", "ValueError"))
         assert f"\n{found[-1]}" == TRY_INPUTS
         assert len(found) == 2 or found[1].startswith("  at       gpt.py:")
@@ -123,7 +110,8 @@ def choices(rank: int, n: int) -> None:
         "check_inputs": "'always', 'first', 'never'",
     }
     for name, values in allowed.items():
-        assert refusal(gpt(), n, **{name: "all"}) == f"parallelize(GPT, tp=2): {name}='all'\n  expected {values}"
+        found = refusal(gpt(n_layer=1), n, **{name: "all"})
+        assert found == f"parallelize(GPT, tp=2): {name}='all'\n  expected {values}"
 
 
 @checks.on(2)
@@ -135,7 +123,7 @@ def strictness(rank: int, n: int) -> None:
         "  try      strict=False, or autotp.rule(...)"
     )
     autotp.parallelize(Odd(), n, example_inputs=x)
-    autotp.parallelize(gpt(), n, strict=True)
+    autotp.parallelize(gpt(n_layer=1), n, strict=True)
 
 
 REMEDIES = {
@@ -147,7 +135,7 @@ REMEDIES = {
 
 @checks.on(2)
 def parallel_already(rank: int, n: int) -> None:
-    model = gpt()
+    model = gpt(n_layer=1)
     parallel = autotp.parallelize(model, n)
     assert parallel is model
     for again in (model, model.h):
@@ -155,16 +143,16 @@ def parallel_already(rank: int, n: int) -> None:
             f"parallelize({type(again).__name__}, tp=2): the model is parallel already\n"
             "  try      parallelize the original model once"
         )
-    known, computed = vars(type(model)).copy(), model(*tokens()).detach()
-    for again in (model, model.h, nn.Sequential(model), autotp.distribute(gpt(), tp=n)):
+    known, computed = vars(type(model)).copy(), model(*tokens(seq=4)).detach()
+    for again in (model, model.h, nn.Sequential(model), autotp.distribute(gpt(n_layer=1), tp=n)):
         for name, remedy in REMEDIES.items():
             call, sizes = getattr(autotp, name), "tp=2, pp=1, dp=1" if name == "distribute" else "tp=2"
             assert message(partial(call, again, tp=n)) == (
                 f"{name}({type(again).__name__}, {sizes}): the model is parallel already\n  try      {remedy}"
             )
-    assert vars(type(model)) == known and torch.equal(model(*tokens()), computed)
-    assert autotp.verify(gpt(), n).ok and autotp.parallelize(gpt(), n)(*tokens()).requires_grad
-    assert message(lambda: autotp.parallelize(gpt().forward, n)) == (  # type: ignore[arg-type]
+    assert vars(type(model)) == known and torch.equal(model(*tokens(seq=4)), computed)
+    assert autotp.verify(gpt(n_layer=1), n).ok and autotp.parallelize(gpt(n_layer=1), n)(*tokens(seq=4)).requires_grad
+    assert message(lambda: autotp.parallelize(gpt(n_layer=1).forward, n)) == (  # type: ignore[arg-type]
         "parallelize(method, tp=2): a method is no torch.nn.Module\n  try      pass the model itself"
     )
 
@@ -172,7 +160,7 @@ def parallel_already(rank: int, n: int) -> None:
 @checks.on(2)
 def parts(rank: int, n: int) -> None:
     """What a part of a parallel model cannot do."""
-    block = autotp.parallelize(gpt(), n).h[0]
+    block = autotp.parallelize(gpt(n_layer=1), n).h[0]
     hooks = block.register_forward_hook, block.attn.register_forward_pre_hook, block.register_full_backward_hook
     for register in hooks:
         assert message(lambda register=register: register(print)) == (

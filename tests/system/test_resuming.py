@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import job, run_ranks
+from ranks import job, run_ranks
 from scripts import resuming
 from scripts.resuming import SAVE_EVERY
 

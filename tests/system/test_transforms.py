@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Checks
+from ranks import Checks
+from small_models import gpt
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autotp
-from autotp.models.gpt import GPT, GPTConfig
 
 checks = Checks()
 Params = dict[str, Tensor]
@@ -24,7 +24,7 @@ class LossAndLogits(nn.Module):
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.gpt = GPT(GPTConfig(block_size=16, vocab_size=97, n_layer=1, n_head=3, n_embd=96, dropout=dropout))
+        self.gpt = gpt(n_layer=1, n_embd=96, dropout=dropout)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """[batch seq], [batch seq] -> [], [batch seq vocab]"""

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks
+from ranks import run_ranks
+from small_models import gpt
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from trainers import mine
 
 import autotp
 from autotp.models.bert import BERT, BERTConfig
-from autotp.models.gpt import GPT, GPTConfig
 from autotp.training.distribute import distribute
 from autotp.training.pipeline_schedules import ENGINES
 
@@ -28,16 +28,18 @@ LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2,
 """Ranks of tensor, pipeline and data parallelism."""
 
 
+SIZES: dict[str, Any] = {"block_size": 8, "vocab_size": 96, "n_layer": 4, "n_head": 4, "n_embd": 16}
+
+
 def built(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model in float64, and a batch of which some rows count few tokens or none."""
     torch.manual_seed(0)
     tokens, labels = torch.randint(96, (2, BATCH, 8))
     labels[0], labels[3, 2:], labels[6, 1:] = -100, -100, -100
     if name == "gpt":
-        gpt = GPTConfig(block_size=8, vocab_size=96, n_layer=4, n_head=4, n_embd=16, dropout=0.0)
-        return GPT(gpt).double(), {"tokens": tokens, "labels": labels}
+        return gpt(**SIZES).double(), {"tokens": tokens, "labels": labels}
     if name == "bert":
-        bert = BERTConfig(block_size=8, vocab_size=96, n_layer=4, n_head=4, n_embd=16, dropout=0.0)
+        bert = BERTConfig(**SIZES, dropout=0.0)
         mask = (torch.arange(8) < 8 - torch.arange(BATCH).unsqueeze(-1) % 3).long()
         following = torch.randint(2, (BATCH,))
         given = {"tokens": tokens, "types": tokens % 2, "mask": mask, "labels": labels, "next_sentence": following}
@@ -278,7 +280,7 @@ def refused(rank: int, n: int) -> list[str]:
             call()
         found.append(str(raised.value).splitlines()[0])
 
-    small = GPT(GPTConfig(block_size=8, vocab_size=96, n_layer=1, n_head=4, n_embd=16))
+    small = gpt(**SIZES | {"n_layer": 1, "dropout": 0.1})
     tried(lambda: distribute(small, pp=2))
     tried(lambda: distribute(nn.Sequential(nn.Linear(4, 4)), tp=2, example_inputs=torch.zeros(2, 4)))
     example = {name: x[:2] for name, x in batch.items()}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks
-from hugging import tiny
+from hugging_face import tiny
+from ranks import run_ranks
 from torch import Tensor, nn
 from trainers import mine
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks
+from ranks import run_ranks
+from small_models import gpt
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
-from trainers import batch, gpt, started, trained
+from trainers import SMALL, batch, started, trained
 
 import autotp
 from autotp.training.sampler import Sampler
@@ -51,7 +52,7 @@ def clipped_and_stated(rank: int, n: int, layout: Any, more: Any) -> None:
 def clipped(layout: Any, more: Any) -> None:
     """Equal to one device's norm, of every order; gradients are scaled alike."""
     for order in (2.0, 1.0, float("inf")):
-        whole = gpt()
+        whole = gpt(seed=0, **SMALL)
         whole.wpe.requires_grad_(False)
         trainer, _ = started(layout, **more, model=copy.deepcopy(whole))
         whole(**batch(0)).backward()
@@ -71,7 +72,7 @@ def clipped(layout: Any, more: Any) -> None:
 def stated(rank: int, layout: Any, more: Any) -> None:
     """The state dict of the original, out and in again, bit for bit."""
     trainer, _ = started(layout, **more)
-    for source in (gpt(), gpt().requires_grad_(False)):
+    for source in (gpt(seed=0, **SMALL), gpt(seed=0, **SMALL).requires_grad_(False)):
         if any(not p.requires_grad for p in source.parameters()):
             torch.nn.init.ones_(source.wte.weight)
             autotp.load_full_state_dict(trainer, source.state_dict() if rank == 0 else {})
@@ -128,7 +129,7 @@ def test_half_precision(layout: Any, more: dict[str, Any], dtype: torch.dtype) -
 
 
 def trained_alone() -> tuple[float, ...]:
-    model = gpt()
+    model = gpt(seed=0, **SMALL)
     optimizer, losses = AdamW(model.parameters(), lr=0.01, weight_decay=0.1), []
     for step in range(4):
         loss = model(**batch(step))
@@ -222,7 +223,7 @@ def test_ranks_of_a_replica_with_other_batches() -> None:
 
 
 def taken_over(rank: int, n: int) -> list[str]:
-    model = gpt()
+    model = gpt(seed=0, **SMALL)
     started((1, 1, 1), model=model)
     found = []
     for again in (lambda: started((1, 1, 1), model=model), lambda: autotp.parallelize(model, 1)):
@@ -436,8 +437,8 @@ def test_what_cannot_be_sampled(size: int, dp: int, expected: str) -> None:
 
 
 def test_what_decays() -> None:
-    decayed, others = autotp.weight_decay_groups(gpt(), 0.1)
-    names = {id(p): name for name, p in gpt().named_parameters()}
+    decayed, others = autotp.weight_decay_groups(gpt(seed=0, **SMALL), 0.1)
+    names = {id(p): name for name, p in gpt(seed=0, **SMALL).named_parameters()}
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert all(p.dim() == 2 for p in decayed["params"]) and all(p.dim() == 1 for p in others["params"])
     assert len(decayed["params"]) + len(others["params"]) == len(names)

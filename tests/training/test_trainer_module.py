@@ -4,16 +4,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks
-from pairs import gpt, tokens
+from ranks import run_ranks
+from small_models import gpt, tokens
 from torch import nn
 
 import autotp
 
 
 def by_class(rank: int, n: int, sizes: dict[str, int], zero: int) -> None:
-    whole = gpt()
-    trainer = autotp.distribute(gpt(), **sizes, microbatches=2, zero=zero, example_inputs=tokens(2))  # type: ignore[arg-type]
+    whole = gpt().double()
+    trainer = autotp.distribute(gpt().double(), **sizes, microbatches=2, zero=zero, example_inputs=tokens(2))  # type: ignore[arg-type]
     kinds = {path: type(module) for path, module in whole.named_modules()}
     mine = {path: module for path, module in trainer.named_modules() if path}
     assert mine and all(isinstance(module, kinds[path]) for path, module in mine.items())

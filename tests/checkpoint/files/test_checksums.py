@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import bit_flips, changed, family, message, shared, torn
-from helpers import Checks
+from errors import message
+from hugging_face import family
+from ranks import Checks, shared
 from safetensors.torch import save_file
+from trainers import bit_flips, changed, torn
 
 import autotp
 from autotp.checkpoint.files import checksums

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Given
 from torch import Tensor
+from trainers import Given
 
 import autotp
 from autotp.checkpoint.files.lazy_tensor import Lazy

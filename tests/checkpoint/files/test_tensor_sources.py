@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Given
+from trainers import Given
 
 from autotp.checkpoint.files.lazy_tensor import Lazy
 from autotp.checkpoint.files.tensor_sources import blocks, fill, read, whole

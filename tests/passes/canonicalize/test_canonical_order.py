@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Checks
+from ranks import Checks
 from torch import Tensor, nn
 
 import autotp

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from small_models import gpt
 from torch import Tensor, nn
 
 import autotp
 from autotp.models.bert import BERT, BERTConfig
-from autotp.models.gpt import GPT, GPTConfig
 from autotp.passes.capture.example_inputs import example_inputs
 
 IDS, LABELS = (torch.int64, (2, 5)), (torch.int64, (2, 5))
@@ -148,7 +148,7 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "named-size": (Named, {"pixels": (torch.float32, (2, 3, 8, 12))}),
     "encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 16), {"src": (torch.float32, (2, 5, 8))}),
     "gpt": (
-        lambda: GPT(GPTConfig(block_size=8, vocab_size=9, n_layer=1, n_head=1, n_embd=4)),
+        lambda: gpt(block_size=8, vocab_size=9, n_layer=1, n_head=1, n_embd=4),
         {"tokens": (torch.int64, (2, 7)), "labels": (torch.int64, (2, 7))},
     ),
     "bert": (

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from breakages import KINDS, WAYS, Change, changed, regroup
-from cases import CASES, Case, case
+from faults import CASES, KINDS, WAYS, Case, NodeChange, case, changed, regroup
 from torch import Tensor, fx
 
 from autotp import compiler as transform
@@ -118,7 +117,7 @@ RARE = (
 @pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.rare) for i in range(1, PARTS))])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.rare] * (n in RARE)) for n in CASES])
-def test_what_is_broken_is_refused(name: str, way: Callable[[fx.Node], Iterator[Change]], part: int) -> None:
+def test_what_is_broken_is_refused(name: str, way: Callable[[fx.Node], Iterator[NodeChange]], part: int) -> None:
     found, analysis = case(name)
     graphs = graphs_of(found, analysis)
     passed = []

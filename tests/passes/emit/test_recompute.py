@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from errors import message, refusal
 from graphs import draft, some
-from helpers import Checks
-from refused import message, refusal
+from ranks import Checks
+from small_models import gpt
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import autotp
-from autotp.models.gpt import GPT, GPTConfig
 from autotp.options import Recompute
 from autotp.passes.emit.outline import blocks, outlined
 from autotp.passes.emit.recompute import Recomputed, recompute
@@ -193,8 +193,7 @@ def as_hugging_face_says_it(rank: int, n: int) -> None:
 def compiled(rank: int, n: int) -> None:
     """The blocks in one graph, without a break, at a second length too."""
     torch.manual_seed(0)
-    config = GPTConfig(block_size=16, vocab_size=32, n_layer=2, n_head=2, n_embd=8, dropout=0.0)
-    cut = autotp.parallelize(GPT(config), n, sequence_parallel=True)
+    cut = autotp.parallelize(gpt(vocab_size=32, n_head=2, n_embd=8), n, sequence_parallel=True)
     assert cut.code.count("def forward") == 3  # The first block reads a sum that is whole.
     fast = torch.compile(cut, fullgraph=True, backend="aot_eager")
     for length in (7, 9):
@@ -206,7 +205,7 @@ def compiled(rank: int, n: int) -> None:
 def a_block_is_compiled_once(rank: int, n: int) -> None:
     """However many there are; from the second step on nothing is compiled; a graph to come has its blocks compiled."""
     torch.manual_seed(0)
-    whole = GPT(GPTConfig(block_size=16, vocab_size=32, n_layer=4, n_head=2, n_embd=8, dropout=0.0)).double()
+    whole = gpt(vocab_size=32, n_layer=4, n_head=2, n_embd=8).double()
     cut, compiled = autotp.parallelize(copy.deepcopy(whole), n), []
 
     def backend(graph: fx.GraphModule, inputs: Any) -> Any:

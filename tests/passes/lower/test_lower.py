@@ -1,7 +1,7 @@
 """lower: what the graph of a rank has no more of than it needs."""
 
 import torch
-from mlp import Plain
+from small_models import Plain
 from torch import Tensor, nn
 
 import autotp

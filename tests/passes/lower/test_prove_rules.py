@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import r
+from graphs import r
 from torch import Tensor, nn
 
 import autotp

@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_models import gpt
 from torch import Tensor, fx, nn
 
 from autotp.compiler import analyse
 from autotp.errors import Error
-from autotp.models.gpt import GPT, GPTConfig
 from autotp.passes.capture.capture import capture
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.pipeline.cost import Cost, block_costs, multiplications
@@ -87,8 +87,8 @@ def chained(stages: list[Any], known: dict[str, Tensor]) -> Any:
 @pytest.mark.parametrize("name", ["stack", "gpt"])
 def test_one_behind_another(name: str, sizes: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    gpt = GPTConfig(block_size=6, vocab_size=12, n_layer=4, n_head=2, n_embd=8, dropout=0.0)
-    model, args = (Stack(), (TOKENS,)) if name == "stack" else (GPT(gpt), (TOKENS, TOKENS))
+    sizes_of_gpt = {"block_size": 6, "vocab_size": 12, "n_layer": 4, "n_head": 2, "n_embd": 8}
+    model, args = (Stack(), (TOKENS,)) if name == "stack" else (gpt(**sizes_of_gpt), (TOKENS, TOKENS))
     graph, captured = taken(model, *args)
     weights = list(captured.parameters)
     blocks = blocks_in_order(graph, weights)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from graphs import canonical, ops
-from helpers import Checks
 from hypothesis import given
 from hypothesis import strategies as st
-from mixture import Mixture
+from ranks import Checks
+from small_models import Mixture
 from torch import Tensor, nn
 from torch.nn import functional as F
 

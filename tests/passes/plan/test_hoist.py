@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from grouped import Grouped
-from mlp import Branches, normed
+from small_models import Branches, Grouped, normed
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import Architecture
-from helpers import Checks
+from architectures import Architecture, arguments, model
+from ranks import Checks
+from small_models import gpt
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformer import arguments, model
 
 import autotp
-from autotp.models.gpt import GPT, GPTConfig
 
 checks = Checks()
 
@@ -153,9 +152,7 @@ def test_the_plan_says_what_is_cut() -> None:
 @checks.on(2)
 def trained(rank: int, n: int) -> None:
     """Lengths change from step to step, an odd one too; gradients accumulate; the parameters stay one device's."""
-    config = GPTConfig(block_size=16, vocab_size=31, n_layer=2, n_head=2, n_embd=8, dropout=0.0)
-    torch.manual_seed(0)
-    whole = GPT(config).double()
+    whole = gpt(seed=0, vocab_size=31, n_head=2, n_embd=8).double()
     cut = autotp.parallelize(copy.deepcopy(whole), n, sequence_parallel=True)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (whole, cut)]
     for step, length in enumerate((8, 5, 11)):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Checks
-from mlp import STEPS, Normed, X, _made, expect_equal_state, pair
+from ranks import Checks
+from small_models import STEPS, Normed, X, _made, expect_equal_state, pair
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_, get_total_norm
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Checks, run_ranks
-from mlp import STEPS, Normed, X, expect_equal_state, pair
+from ranks import Checks, run_ranks
+from small_models import STEPS, Normed, X, expect_equal_state, pair
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Checks, run_ranks
-from mlp import Mlp, as_gathered, expect_same, twins, x
+from ranks import Checks, run_ranks
+from small_models import Mlp, as_gathered, expect_same, twins, x
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
-from helpers import Checks
-from mlp import Mlp, expect_same, x
+from ranks import Checks
+from small_models import Mlp, expect_same, x
 from torch import Tensor, nn
 
 import autotp
@@ -389,7 +389,7 @@ LOST = "is no submodule: what it learns would be lost\n  try      self.name = mo
         (lambda: Holding("object"), f"`held.a` leads to a Linear that {LOST}"),
         (lambda: Holding("function"), f"`held` leads to a Linear that {LOST}"),
         (lambda: Holding("partial"), f"`held` leads to a Linear that {LOST}"),
-        (lambda: Holding("global"), f"`test_named.LAYER` leads to a Linear that {LOST}"),
+        (lambda: Holding("global"), f"`test_code_names.LAYER` leads to a Linear that {LOST}"),
     ],
     ids=["class", "in-class", "buffer", "weight", "shared", "list", "dict", "object", "function", "partial", "global"],
 )
@@ -441,11 +441,11 @@ def test_which_names_are_found() -> None:
     found = {str(name) for name in named(Told(), {"inner"})}
     expected = {
         "Told.forward", "Doubled.forward", "Doubled.helper", "Doubled.act", "Doubled.factor", "Doubled.tau",
-        "Doubled.power", "Doubled.memo", "Config.scale", "Config.tau", "test_named.SCALE", "test_named.TABLE",
-        "test_named.called", "Linear.forward",
+        "Doubled.power", "Doubled.memo", "Config.scale", "Config.tau", "test_code_names.SCALE", "test_code_names.TABLE",
+        "test_code_names.called", "Linear.forward",
     }  # fmt: skip
     assert expected <= found
-    assert not {"Doubled.unread", "test_named.CHANGES", "test_named.SEEN"} & found
+    assert not {"Doubled.unread", "test_code_names.CHANGES", "test_code_names.SEEN"} & found
 
 
 class Twice(nn.Linear):

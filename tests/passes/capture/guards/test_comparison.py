@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from stacks import Block, Noted, Stack, X, runs, scaled, stack, told
+from small_models import ZEROS, Block, Noted, Stack, runs, scaled, stack, told
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -18,11 +18,11 @@ from autotp.passes.capture.skeleton import skeleton_of
 
 
 def test_what_was_built_otherwise_runs() -> None:
-    assert runs(Stack(Block(), Block(width=24), Block(), Block(width=24)), X) == 2
-    assert runs(Stack(Block(), Block(), Block().eval(), Block()), X) == 2
+    assert runs(Stack(Block(), Block(width=24), Block(), Block(width=24)), ZEROS) == 2
+    assert runs(Stack(Block(), Block(), Block().eval(), Block()), ZEROS) == 2
     frozen = Block()
     frozen.up.weight.requires_grad_(False)
-    assert runs(Stack(Block(), Block(), frozen), X) == 2
+    assert runs(Stack(Block(), Block(), frozen), ZEROS) == 2
 
 
 @pytest.mark.parametrize(
@@ -45,13 +45,13 @@ def test_what_was_built_otherwise_runs() -> None:
     ],
 )
 def test_what_is_read_is_compared(does: Any, values: list[Any], expected: int) -> None:
-    assert runs(Stack(*(Block(does, index=value) for value in values)), X) == expected
+    assert runs(Stack(*(Block(does, index=value) for value in values)), ZEROS) == expected
 
 
 def test_what_is_not_there_is_compared() -> None:
     model = stack(3, lambda b, x, y: y * getattr(b, "special", 1))
     model.blocks[1].special = 2
-    assert runs(model, X) == 2
+    assert runs(model, ZEROS) == 2
 
 
 class Leveled(Block):
@@ -68,13 +68,13 @@ def test_what_the_class_has_is_compared(monkeypatch: pytest.MonkeyPatch) -> None
         Leveled.level = i // 2
         return block(x)
 
-    assert runs(Stack(*(Leveled() for _ in range(4)), call=call), X) == 2
+    assert runs(Stack(*(Leveled() for _ in range(4)), call=call), ZEROS) == 2
 
 
 def test_what_a_part_reads_is_compared() -> None:
     model = stack(3)
     model.blocks[1].drop.p = 0.2
-    assert runs(model, X) == 2
+    assert runs(model, ZEROS) == 2
 
 
 class Config:
@@ -98,7 +98,7 @@ def test_an_object_that_changes_between_calls() -> None:
         return y * (block.index.step + 1)
 
     captures = 2  # What forward sets is an input of the second.
-    assert runs(Stack(*(Block(does, index=config) for _ in range(4)), call=call), X) == 2 * captures
+    assert runs(Stack(*(Block(does, index=config) for _ in range(4)), call=call), ZEROS) == 2 * captures
 
 
 def test_what_is_too_deep_to_look_through() -> None:
@@ -114,8 +114,8 @@ def test_what_is_too_deep_to_look_through() -> None:
         return y * len(block.index)
 
     shared = chain()
-    assert runs(Stack(*(Block(does, index=shared) for _ in range(3))), X) == 1
-    assert runs(Stack(*(Block(does, index=chain()) for _ in range(3))), X) == 3
+    assert runs(Stack(*(Block(does, index=shared) for _ in range(3))), ZEROS) == 1
+    assert runs(Stack(*(Block(does, index=chain()) for _ in range(3))), ZEROS) == 3
 
 
 def plus(block: Any, x: Tensor, y: Tensor, n: Tensor | None) -> Tensor:
@@ -138,7 +138,7 @@ def plus(block: Any, x: Tensor, y: Tensor, n: Tensor | None) -> Tensor:
     ],
 )
 def test_arguments_are_compared(does: Any, call: Any, expected: int) -> None:
-    assert runs(stack(4, does, call), X) == expected
+    assert runs(stack(4, does, call), ZEROS) == expected
 
 
 def without_grad(model: Any, i: int, block: Any, x: Tensor) -> Any:
@@ -153,8 +153,8 @@ def in_half(model: Any, i: int, block: Any, x: Tensor) -> Any:
 
 @pytest.mark.parametrize("call", [without_grad, in_half])
 def test_modes_are_compared(call: Any) -> None:
-    graph = capture(skeleton_of(stack(4, call=call)), (X,), {}).graph
-    other = capture(skeleton_of(stack(4, call=call)), (X,), {}, once=False).graph
+    graph = capture(skeleton_of(stack(4, call=call)), (ZEROS,), {}).graph
+    other = capture(skeleton_of(stack(4, call=call)), (ZEROS,), {}, once=False).graph
     assert told(graph) == told(other)
 
 
@@ -166,20 +166,20 @@ def test_numbers_of_a_class_of_their_own() -> None:
     found = [Number(1.0) for _ in range(3)]
     for i, number in enumerate(found):
         number.times = i // 2 + 1  # type: ignore[attr-defined]
-    assert runs(Stack(*(Block(lambda b, x, y: y * b.index.times, index=number) for number in found)), X) == 2
+    assert runs(Stack(*(Block(lambda b, x, y: y * b.index.times, index=number) for number in found)), ZEROS) == 2
 
 
 def test_parameters_that_lie_otherwise() -> None:
     blocks = [Block(lambda b, x, y: y if b.up.weight.is_contiguous() else 2 * y) for _ in range(4)]
     for block in blocks[::2]:
         block.up.weight = nn.Parameter(block.up.weight.detach().T.contiguous().T)
-    assert runs(Stack(*blocks), X) == 2
+    assert runs(Stack(*blocks), ZEROS) == 2
 
 
 def test_a_hook_inside_is_compared() -> None:
     model = stack(3)
     model.blocks[1].up.register_forward_hook(lambda m, args, y: y * 2)
-    assert runs(model, X) == 2
+    assert runs(model, ZEROS) == 2
 
 
 @pytest.mark.parametrize("read", [lambda b: vars(b)["index"], lambda b: b.__dict__.get("index")], ids=["vars", "dict"])
@@ -187,7 +187,7 @@ def test_attributes_read_otherwise(read: Any) -> None:
     def does(block: Any, x: Tensor, y: Tensor) -> Tensor:
         return y * (read(block) + 1)
 
-    assert runs(Stack(*(Block(does, index=i) for i in range(3))), X) == 3
+    assert runs(Stack(*(Block(does, index=i) for i in range(3))), ZEROS) == 3
 
 
 def test_what_a_function_has_closed_over() -> None:
@@ -201,7 +201,7 @@ def test_what_a_function_has_closed_over() -> None:
         noted.seen = i // 2  # type: ignore[attr-defined]
         return block(x)
 
-    assert runs(stack(4, lambda b, x, y: scale(y), call), X) == 2
+    assert runs(stack(4, lambda b, x, y: scale(y), call), ZEROS) == 2
 
 
 class Doubling(TorchFunctionMode):
@@ -215,7 +215,7 @@ def test_a_mode_around_a_call() -> None:
         with Doubling() if i == 1 else nullcontext():
             return block(x)
 
-    assert runs(stack(3, call=call), X) == 2
+    assert runs(stack(3, call=call), ZEROS) == 2
 
 
 def test_a_parameter_as_an_argument() -> None:
@@ -225,14 +225,14 @@ def test_a_parameter_as_an_argument() -> None:
         return y * w if isinstance(w, nn.Parameter) else y
 
     model = stack(3, does, lambda m, i, b, x: b(x, m.first.bias))
-    assert runs(model, X) == 3
+    assert runs(model, ZEROS) == 3
 
 
 def test_shared_parameters() -> None:
     model = stack(4)
     model.blocks[2].up.weight = model.blocks[0].up.weight
-    assert runs(model, X) == 1
+    assert runs(model, ZEROS) == 1
     for block in model.blocks[:2]:
         block.up.weight = block.down.weight = nn.Parameter(torch.zeros(8, 8))
         block.up.bias = nn.Parameter(torch.zeros(8))
-    assert runs(model, X) == 2
+    assert runs(model, ZEROS) == 2

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import Checks
-from mlp import Mlp, expect_same, twins, x
+from ranks import Checks
+from small_models import Mlp, expect_same, twins, x
 from torch import Tensor, nn
 
 import autotp

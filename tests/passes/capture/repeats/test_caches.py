@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from stacks import RAN, runs
+from small_models import RAN, runs
 from torch import Tensor, fx, nn
 
 from autotp.passes.capture.capture import capture

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from stacks import Block, Stack, X, runs, stack
+from small_models import ZEROS, Block, Stack, runs, stack
 from torch import Tensor, nn
 
 from autotp.passes.capture.capture import capture
@@ -46,11 +46,11 @@ class Adapted(nn.Module):
 
 def test_an_object_calls_modules_that_are_alike() -> None:
     """They are others than the block, which goes on with its own operators."""
-    assert runs(Adapted(lambda b, x, y, it: y + it.apply(y, b.index)), X) < 4
+    assert runs(Adapted(lambda b, x, y, it: y + it.apply(y, b.index)), ZEROS) < 4
 
 
 def test_an_object_changes_what_a_block_reads() -> None:
-    assert runs(Adapted(lambda b, x, y, it: it.change(y, b.index) * b.scale), X) > 1
+    assert runs(Adapted(lambda b, x, y, it: it.change(y, b.index) * b.scale), ZEROS) > 1
 
 
 def either(b: Any, x: Tensor, y: Tensor, it: Any) -> Tensor:
@@ -70,7 +70,7 @@ def either(b: Any, x: Tensor, y: Tensor, it: Any) -> Tensor:
     ],
 )
 def test_numbers_meet_tensors(does: Any) -> None:
-    assert runs(Adapted(does), X) == 4
+    assert runs(Adapted(does), ZEROS) == 4
 
 
 def test_a_number_is_used_as_an_integer_is() -> None:
@@ -95,11 +95,11 @@ def test_a_dict_that_is_returned_and_kept() -> None:
     model, known = stack(4, lambda b, x, y: (y * b.known["scale"], b.known), counted), {"scale": 1}
     for block in model.blocks:
         block.known = known  # type: ignore[assignment]
-    assert runs(model, X) > 1
+    assert runs(model, ZEROS) > 1
 
 
 def test_a_dict_that_is_new() -> None:
-    assert runs(stack(4, lambda b, x, y: {"y": [y]}, lambda m, i, b, x: b(x)["y"][0]), X) == 1
+    assert runs(stack(4, lambda b, x, y: {"y": [y]}, lambda m, i, b, x: b(x)["y"][0]), ZEROS) == 1
 
 
 def noted(model: Any, i: int, block: Any, x: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def noted(model: Any, i: int, block: Any, x: Tensor) -> Tensor:
 
 
 def test_a_tensor_with_attributes() -> None:
-    assert runs(stack(3, lambda b, x, y: y * getattr(x, "_scale", 9), noted), X) == 3
+    assert runs(stack(3, lambda b, x, y: y * getattr(x, "_scale", 9), noted), ZEROS) == 3
 
 
 def put_in(model: Any, i: int, block: Any, x: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def test_a_module_that_is_put_in_for_a_call() -> None:
     model.extras = [nn.Linear(8, 8, bias=i == 1) for i in range(3)]
     for i, extra in enumerate(model.extras):
         model.register_module(f"extra{i}", extra)
-    assert runs(model, X) == 3
+    assert runs(model, ZEROS) == 3
 
 
 def test_blocks_of_a_class_that_others_are_made_of() -> None:
@@ -141,7 +141,7 @@ def test_blocks_of_a_class_that_others_are_made_of() -> None:
             found: Tensor = self.heads[0](x) + self.heads[1](x)
             return found
 
-    assert runs(Heads(), X) == 1
+    assert runs(Heads(), ZEROS) == 1
 
 
 def test_in_two_threads() -> None:
@@ -150,7 +150,7 @@ def test_in_two_threads() -> None:
 
     def run(model: nn.Module) -> None:
         try:
-            capture(skeleton_of(model), (X,), {})
+            capture(skeleton_of(model), (ZEROS,), {})
         except BaseException as error:
             failed.append(error)
 

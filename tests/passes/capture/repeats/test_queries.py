@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from stacks import RAN, Block, X, runs, told
+from small_models import RAN, ZEROS, Block, runs, told
 from torch import Tensor, nn
 
 from autotp.passes.capture.capture import capture
@@ -133,14 +133,14 @@ def setting(block: Any, x: Tensor, y: Tensor, cache: Any) -> Tensor:
 )
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 def test_one_block_runs(does: Any, expected: int, train: bool) -> None:
-    assert runs(Cached(does).train(train), X) == expected
+    assert runs(Cached(does).train(train), ZEROS) == expected
 
 
 def test_an_object_answers_otherwise() -> None:
     """After the first layer there is a mean: what was asked already cannot be taken back, so all run."""
-    assert runs(Cached(setting), X) == 1 + 3
-    assert runs(Cached(lambda b, x, y, c: y * c.counted()), X) == 1 + 3
-    assert runs(Cached(lambda b, x, y, c: y * c.update(y, 0)[:, :5]), X) == 1 + 3
+    assert runs(Cached(setting), ZEROS) == 1 + 3
+    assert runs(Cached(lambda b, x, y, c: y * c.counted()), ZEROS) == 1 + 3
+    assert runs(Cached(lambda b, x, y, c: y * c.update(y, 0)[:, :5]), ZEROS) == 1 + 3
 
 
 def missing(block: Any, x: Tensor, y: Tensor, cache: Any) -> Tensor:
@@ -169,7 +169,7 @@ def kept(block: Any, x: Tensor, y: Tensor, cache: Any) -> Tensor:
 )
 def test_what_is_not_understood(does: Any) -> None:
     """The model is captured anew, and as if blocks with objects were never alike."""
-    assert runs(Cached(does), X) == 1 + 3
+    assert runs(Cached(does), ZEROS) == 1 + 3
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_what_is_not_understood(does: Any) -> None:
 )
 def test_memory_that_is_shared(does: Any) -> None:
     """Either side would not see what the other writes."""
-    assert runs(Cached(does), X) == 1 + 3
+    assert runs(Cached(does), ZEROS) == 1 + 3
 
 
 def test_memory_that_is_written_to_later() -> None:
@@ -195,7 +195,7 @@ def test_memory_that_is_written_to_later() -> None:
                 cache.parts[i].rows.mul_(2)
             return x, [part.rows for part in cache.parts]
 
-    assert runs(Doubling(lambda b, x, y, c: y * c.update(y.exp(), b.index)), X) == 1 + 3
+    assert runs(Doubling(lambda b, x, y, c: y * c.update(y.exp(), b.index)), ZEROS) == 1 + 3
 
 
 class Attention(nn.Module):
@@ -213,7 +213,7 @@ def test_a_part_asks() -> None:
     model = Cached(lambda b, x, y, c: b.attention(y, c))
     for i, block in enumerate(model.blocks):
         block.attention = Attention(i)
-    assert runs(model, X) == 1
+    assert runs(model, ZEROS) == 1
 
 
 class Mixed(Cached):
@@ -229,8 +229,8 @@ class Mixed(Cached):
 
 def test_blocks_without_objects() -> None:
     """They are captured once whatever the others ask."""
-    assert runs(Mixed(updated), X) == 1 + 1
-    assert runs(Mixed(lambda b, x, y, c: y * (len(c.parts) + 1)), X) == (1 + 1) + (1 + 3)
+    assert runs(Mixed(updated), ZEROS) == 1 + 1
+    assert runs(Mixed(lambda b, x, y, c: y * (len(c.parts) + 1)), ZEROS) == (1 + 1) + (1 + 3)
 
 
 def without_grad(block: Any, x: Tensor, y: Tensor, cache: Any) -> Tensor:
@@ -241,7 +241,7 @@ def without_grad(block: Any, x: Tensor, y: Tensor, cache: Any) -> Tensor:
 
 def test_modes_around_a_request() -> None:
     """A later one would be made in other modes."""
-    assert runs(Cached(without_grad), X) == 1 + 3
+    assert runs(Cached(without_grad), ZEROS) == 1 + 3
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_modes_around_a_request() -> None:
 )
 def test_a_number_that_others_use(does: Any, expected: int) -> None:
     """It is compared as all that is read."""
-    assert runs(Cached(lambda b, x, y, c: does(b, x, c.update(y, b.index), c)), X) == expected
+    assert runs(Cached(lambda b, x, y, c: does(b, x, c.update(y, b.index), c)), ZEROS) == expected
 
 
 def test_a_number_is_returned() -> None:
@@ -269,13 +269,13 @@ def test_a_number_is_returned() -> None:
                 x = x * (n + 1)
             return x
 
-    assert runs(Numbered(lambda b, x, y, c: (c.update(y, b.index), b.index)), X) == 3
+    assert runs(Numbered(lambda b, x, y, c: (c.update(y, b.index), b.index)), ZEROS) == 3
 
 
 def test_a_number_that_is_none_elsewhere() -> None:
     model = Cached(lambda b, x, y, c: c.labelled(y, b.index) if isinstance(b.index, int) else y)
     model.blocks[2].index = None
-    assert runs(model, X) == 2
+    assert runs(model, ZEROS) == 2
 
 
 KEPT: list[Any] = []
@@ -295,7 +295,7 @@ def test_a_number_that_is_used_later() -> None:
         KEPT.append(block.index)
         return cache.labelled(y, block.index)
 
-    assert runs(Scaled(does), X) == 1 + 3
+    assert runs(Scaled(does), ZEROS) == 1 + 3
 
 
 def test_a_number_does_what_an_integer_does() -> None:
@@ -347,8 +347,8 @@ def test_blocks_with_caches_of_their_own() -> None:
                 x = block(x, cache)
             return x, [part.rows for cache in caches for part in cache.parts]
 
-    assert runs(Several(updated), X) == 1
-    assert runs(Several(lambda b, x, y, c: y * c.update(y, 0)), X) == 1
+    assert runs(Several(updated), ZEROS) == 1
+    assert runs(Several(lambda b, x, y, c: y * c.update(y, 0)), ZEROS) == 1
 
 
 def test_which_object_is_compared() -> None:
@@ -362,15 +362,15 @@ def test_which_object_is_compared() -> None:
     def does(block: Any, x: Tensor, y: Tensor, one: Any, other: Any) -> Tensor:
         return one.update(y, block.index) * (1 if one is other else other.update(y * 2, block.index))
 
-    assert runs(Two(does, 4), X) == 2
+    assert runs(Two(does, 4), ZEROS) == 2
 
 
 def test_classes_are_left_as_they_were() -> None:
     before = dict(vars(Cache))
-    runs(Cached(updated), X)
+    runs(Cached(updated), ZEROS)
     assert dict(vars(Cache)) == before
     with pytest.raises(RuntimeError, match="does not run"):
-        capture(skeleton_of(Cached(lambda b, x, y, c: c.update(y, b.index) @ y)), (X,), {})
+        capture(skeleton_of(Cached(lambda b, x, y, c: c.update(y, b.index) @ y)), (ZEROS,), {})
     assert dict(vars(Cache)) == before
 
 
@@ -381,6 +381,6 @@ def test_the_code_of_an_object_runs_for_each() -> None:
             return super().update(rows, layer)
 
     RAN.clear()
-    graph = capture(skeleton_of(Cached(updated, cache=Noting)), (X,), {}).graph
+    graph = capture(skeleton_of(Cached(updated, cache=Noting)), (ZEROS,), {}).graph
     assert RAN == ["block", "layer 0", "layer 1", "layer 2"]
-    assert told(graph) == told(capture(skeleton_of(Cached(updated)), (X,), {}).graph)
+    assert told(graph) == told(capture(skeleton_of(Cached(updated)), (ZEROS,), {}).graph)

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from stacks import RAN, Block, Noted, Stack, X, runs, scaled, stack, told
+from small_models import RAN, ZEROS, Block, Noted, Stack, gpt, runs, scaled, stack, told
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autotp
-from autotp.models.gpt import GPT, GPTConfig
 from autotp.models.gpt import Block as Layer
 from autotp.passes.capture.capture import capture
 from autotp.passes.capture.skeleton import skeleton_of
@@ -22,7 +21,7 @@ FAMILIES = pytest.importorskip("hf_families").FAMILIES
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 def test_one_block_runs(train: bool) -> None:
-    assert runs(stack(6).train(train), X) == 1
+    assert runs(stack(6).train(train), ZEROS) == 1
 
 
 def counting(block: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -43,7 +42,7 @@ def test_a_block_that_counts_its_calls_runs_each_time(does: Any, start: Any) -> 
     def fresh() -> Stack:
         return Stack(*(Block(does, count=start if start == 0 else []) for _ in range(2)), call=call)
 
-    found = [told(capture(skeleton_of(fresh()), (X,), {}, once=once).graph) for once in (False, True)]
+    found = [told(capture(skeleton_of(fresh()), (ZEROS,), {}, once=once).graph) for once in (False, True)]
     assert found[0] == found[1]
 
 
@@ -81,7 +80,7 @@ def one_of_two(model: Any, i: int, block: Any, x: Tensor) -> Tensor:
 )
 def test_memory_that_is_shared(does: Any, call: Any) -> None:
     """Then all run: in the graph of one block alone nobody would see who writes to what."""
-    assert runs(stack(3, does, call), X) == 1 + 3
+    assert runs(stack(3, does, call), ZEROS) == 1 + 3
 
 
 @pytest.mark.parametrize(
@@ -95,17 +94,17 @@ def test_memory_that_is_shared(does: Any, call: Any) -> None:
     ],
 )
 def test_results(does: Any, call: Any) -> None:
-    assert runs(stack(4, does, call), X) == 1
+    assert runs(stack(4, does, call), ZEROS) == 1
 
 
 def test_a_conversion_that_does_nothing() -> None:
     """It returns the parameter itself."""
-    assert runs(stack(3, lambda b, x, y: y * b.up.weight.float().mean() * b.up.bias.contiguous().mean()), X) == 1
+    assert runs(stack(3, lambda b, x, y: y * b.up.weight.float().mean() * b.up.bias.contiguous().mean()), ZEROS) == 1
 
 
 def test_a_size_is_returned() -> None:
     model = stack(3, lambda b, x, y: (y, x.shape[1]), lambda m, i, b, x: (lambda y, n: y * n)(*b(x)))
-    assert runs(model, X) == 3
+    assert runs(model, ZEROS) == 3
 
 
 class Normed(nn.Module):
@@ -119,7 +118,7 @@ class Normed(nn.Module):
 
 
 def test_buffers_that_a_block_updates() -> None:
-    assert runs(Stack(*(Normed() for _ in range(3))), X[:, 0]) == 1
+    assert runs(Stack(*(Normed() for _ in range(3))), ZEROS[:, 0]) == 1
 
 
 @pytest.mark.parametrize(
@@ -141,7 +140,7 @@ def test_what_a_block_writes_last(last: Callable[[Any], Any], expected: int) -> 
     blocks = [Block(does) for _ in range(3)]
     for block in blocks:
         block.register_buffer("steps", torch.ones(()))
-    assert runs(Stack(*blocks), X) == expected
+    assert runs(Stack(*blocks), ZEROS) == expected
 
 
 class Nested(nn.Module):
@@ -154,14 +153,14 @@ class Nested(nn.Module):
 
 
 def test_blocks_in_blocks() -> None:
-    assert runs(Stack(Nested(), Nested(), Nested()), X) == 2
+    assert runs(Stack(Nested(), Nested(), Nested()), ZEROS) == 2
 
 
 def test_a_hook_runs_every_time() -> None:
     model = stack(3)
     for i, block in enumerate(model.blocks):
         block.register_forward_hook(lambda m, args, y, i=i: y * (i + 1))
-    assert runs(model, X) == 1
+    assert runs(model, ZEROS) == 1
 
 
 def test_what_a_block_changes_among_its_arguments() -> None:
@@ -178,14 +177,14 @@ def test_what_a_block_changes_among_its_arguments() -> None:
         noted.seen = y.exp()
         return y
 
-    assert runs(stack(3, does, filling), X) == 3
+    assert runs(stack(3, does, filling), ZEROS) == 3
 
 
 def test_classes_are_what_they_are() -> None:
     def does(block: Any, x: Tensor, y: Tensor) -> Tensor:
         return y if type(block) is Block and {nn.Linear: 1}[type(block.up)] else y * 2
 
-    assert runs(stack(3, does, lambda m, i, b, x: b(x) if type(b) is Block else x), X) == 1
+    assert runs(stack(3, does, lambda m, i, b, x: b(x) if type(b) is Block else x), ZEROS) == 1
 
 
 @pytest.mark.parametrize("other", [lambda p, i: p * (i + 1), lambda p, i: p.half().float()], ids=["computed", "cast"])
@@ -194,7 +193,7 @@ def test_other_parameters_than_its_own(other: Any) -> None:
         others = {name: other(p, i) for name, p in block.named_parameters()}
         return torch.func.functional_call(block, others, (x,))
 
-    assert runs(stack(3, call=call), X) == 1 + 3
+    assert runs(stack(3, call=call), ZEROS) == 1 + 3
 
 
 def test_what_is_around_a_block() -> None:
@@ -207,13 +206,13 @@ def test_what_is_around_a_block() -> None:
     model = stack(3, lambda b, x, y: y * (b.around[0].step + 1), call)
     for block in model.blocks:
         block.around = [model]
-    assert runs(model, X) == 3
+    assert runs(model, ZEROS) == 3
 
 
 def test_values_decide_a_size() -> None:
     """Each block's size is its own."""
     model = stack(3, lambda b, x, y: y + y[y > 0].sum())
-    assert runs(model, X) == 3
+    assert runs(model, ZEROS) == 3
 
 
 class Masked(nn.Module):
@@ -229,13 +228,13 @@ class Masked(nn.Module):
 
 def test_a_size_that_a_block_shows_to_be_another() -> None:
     """From the second call on it is known that the mask is as long as the sequence. The first input has no gradient."""
-    assert runs(Masked(), X, torch.ones(3, 5, 1)) == 2
+    assert runs(Masked(), ZEROS, torch.ones(3, 5, 1)) == 2
 
 
 def test_the_model_is_left_as_it_was() -> None:
     model = skeleton_of(stack(3))
     kinds = [type(module) for module in model.modules()]
-    capture(model, (X,), {})
+    capture(model, (ZEROS,), {})
     assert [type(module) for module in model.modules()] == kinds
 
 
@@ -243,13 +242,12 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_gradients_are_those_of_one_device(sequence_parallel: bool) -> None:
     torch.manual_seed(0)
     model = Stack(*(Block(scaled, index=i // 2) for i in range(6)))
-    assert autotp.verify(model, 2, example_inputs=X, sequence_parallel=sequence_parallel).ok
+    assert autotp.verify(model, 2, example_inputs=ZEROS, sequence_parallel=sequence_parallel).ok
 
 
 def test_depth_costs_no_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = GPTConfig(n_layer=12, n_embd=16, n_head=2, vocab_size=32, block_size=8)
     with torch.device("meta"):
-        model = GPT(config)
+        model = gpt(n_layer=12, n_embd=16, n_head=2, vocab_size=32, block_size=8, dropout=0.1)
     forward = Layer.forward
     monkeypatch.setattr(Layer, "forward", lambda self, x: RAN.append("layer") or forward(self, x))
     RAN.clear()

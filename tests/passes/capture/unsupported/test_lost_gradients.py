@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from mlp import Plain
-from refused import line_of
+from errors import line_of
+from small_models import Plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from mlp import Plain
-from refused import LOOPS, OPERATOR, ROUNDS, line_of, message
+from errors import LOOPS, OPERATOR, ROUNDS, line_of, message
+from small_models import Plain
 from torch import Tensor, nn
 
 import autotp

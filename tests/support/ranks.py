@@ -1,4 +1,4 @@
-"""What the tests share: functions run on real ranks."""
+"""Functions and programs on real ranks: `run_ranks`, `Checks`, `job`; what is counted of them."""
 
 from __future__ import annotations
 
@@ -330,3 +330,10 @@ def over(process: subprocess.Popen[str], seconds: float) -> bool:
     except subprocess.TimeoutExpired:
         return False
     return True
+
+
+def shared(rank: int) -> Path:
+    """A new folder, the same on all ranks."""
+    made = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(made)
+    return Path(made[0])

@@ -1,4 +1,4 @@
-"""What the tests of errors share: a small GPT, a message, and that a failed `parallelize` has changed nothing."""
+"""What the tests of errors share: a message, its line, and that a failed `parallelize` has changed nothing."""
 
 import os
 from collections.abc import Callable
@@ -6,23 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from mlp import Plain
+from small_models import Plain
 from torch import Tensor, nn
 
 import autotp
-from autotp.models.gpt import GPT, GPTConfig
-
-VOCAB = 97
-
-
-def gpt(n_layer: int = 1, dropout: float = 0.0, n_head: int = 3) -> GPT:
-    config = GPTConfig(block_size=16, vocab_size=VOCAB, n_layer=n_layer, n_head=n_head, n_embd=48, dropout=dropout)
-    return GPT(config)
-
-
-def tokens(seed: int = 1) -> tuple[Tensor, Tensor]:
-    count = torch.arange(12).view(3, 4)
-    return count * 31 * seed % VOCAB, count * 17 % VOCAB
 
 
 def message(call: Callable[[], Any]) -> str:
