@@ -1,4 +1,4 @@
-"""Checkpoints of a training: written in one layout and read in another, bit for bit; and what is refused."""
+"""save: checkpoints of a training: written in one layout and read in another, bit for bit; and what is refused."""
 
 from __future__ import annotations
 

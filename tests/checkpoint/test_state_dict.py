@@ -1,4 +1,4 @@
-"""Whole state dicts from and to shards, bit for bit, and the norm of the whole gradient."""
+"""state_dict: whole state dicts from and to shards, bit for bit, and the norm of the whole gradient."""
 
 import copy
 

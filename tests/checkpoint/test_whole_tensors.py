@@ -1,4 +1,4 @@
-"""whole: parts of what several ranks hold, put together on the first."""
+"""whole_tensors: parts of what several ranks hold, put together on the first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""stages: a model on its road as text; blocks that are alike are printed once."""
+"""stages: a model at each stage, as text; blocks that are alike are printed once."""
 
 import importlib.util
 from pathlib import Path

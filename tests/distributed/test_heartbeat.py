@@ -1,4 +1,4 @@
-"""Ranks that are killed or stopped in each phase that has collectives: the others end with an error that names them.
+"""heartbeat: ranks are killed or stopped in each phase that has collectives; the others end, and name them.
 
 A rank ends itself right before some collective of a phase, so that it is known where it was.
 """

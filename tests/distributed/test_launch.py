@@ -1,4 +1,4 @@
-"""Processes that srun or mpirun started find each other, or are told what to write; a process alone stays alone."""
+"""launch: processes of srun or mpirun find each other, or are told what to write; one alone stays alone."""
 
 from __future__ import annotations
 

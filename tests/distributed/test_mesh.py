@@ -1,4 +1,4 @@
-"""The tp axis: from torchrun's environment, from a DeviceMesh, and every way to ask for one that cannot be."""
+"""mesh: the tp axis, from torchrun's environment, from a DeviceMesh, and every way to ask for one that cannot be."""
 
 import os
 import sys

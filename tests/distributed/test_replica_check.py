@@ -1,4 +1,4 @@
-"""Replicas are over other ranks than those that hold one model together: DDP and fully_shard there are an Error."""
+"""replica_check: replicas are over other ranks than those of one model: DDP and fully_shard there are an Error."""
 
 from __future__ import annotations
 

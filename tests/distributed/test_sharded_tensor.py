@@ -1,4 +1,4 @@
-"""Sharded: whole to look at, cut in memory; operators beside the cut work on the part, others say so."""
+"""sharded_tensor: whole to look at, cut in memory; operators beside the cut work on the part, others say so."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""beside: the files that make texts into tensors go along, whatever a tokenizer calls them; others do not."""
+"""processor_files: the files that make texts into tensors go along, whatever a tokenizer calls them; others do not."""
 
 from __future__ import annotations
 

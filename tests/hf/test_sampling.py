@@ -1,4 +1,4 @@
-"""Choosing from scores that are cut by vocabulary: what one device chooses, without a whole row."""
+"""sampling: choosing from scores that are cut by vocabulary: what one device chooses, without a whole row."""
 
 from typing import Any
 

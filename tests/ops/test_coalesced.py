@@ -1,4 +1,4 @@
-"""Several parameters read in copy: one exchange for all their gradients, in every way of differentiating."""
+"""coalesced: several parameters read in copy: one exchange for all their gradients, in every way of differentiating."""
 
 from __future__ import annotations
 

@@ -70,11 +70,28 @@ def test_folders_are_small_and_say_what_they_are_for() -> None:
         assert len(door.body) == 1 and (ast.get_docstring(door) or "").splitlines()[0].endswith("."), folder
 
 
+TESTS = ROOT / "tests"
+BESIDE = {"models", "examples", "benchmarks", "system", "project"}
+"""Folders of tests beside those of autotp: of the folders beside it, of whole systems, of the project's own files."""
+
+
+def test_tests_lie_as_the_source_does() -> None:
+    """Each folder is one of the source, or a folder for tests of the whole; none is large; names are unique."""
+    folders = {module_of(file).rpartition(".")[0].replace(".", "/") for file in FILES} - {""}
+    files = list(TESTS.rglob("test_*.py"))
+    assert {str(file.parent.relative_to(TESTS)) for file in files} - {"."} <= folders | BESIDE
+    for folder in {file.parent for file in files}:
+        assert len(list(folder.glob("*.py"))) <= 12, folder
+    assert len({file.name for file in files}) == len(files), "pytest tells test files by their names"
+
+
 def test_no_test_file_imports_another() -> None:
-    """What several need has a file of its own."""
-    files = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
-    for path in files.values():
+    """What several need is in `tests/support`: eight files at most, which import no test, and programs to start."""
+    shared = list((TESTS / "support").glob("*.py"))
+    assert len(shared) <= 8
+    files = {path.stem: path for path in TESTS.rglob("test_*.py")}
+    for path in [*files.values(), *shared, *(TESTS / "support" / "scripts").glob("*.py")]:
         nodes = list(ast.walk(ast.parse(path.read_text())))
         names = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
         names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        assert not names & files.keys(), path
+        assert not {(name or "").partition(".")[0] for name in names} & files.keys(), path

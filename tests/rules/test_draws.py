@@ -1,4 +1,4 @@
-"""What a node of a graph says of itself."""
+"""draws: that a node of a graph draws random numbers, it says exactly where it does."""
 
 from typing import Any
 

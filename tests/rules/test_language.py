@@ -1,4 +1,4 @@
-"""The rule language: what parses, how it prints, and what every malformed string is told."""
+"""language: what parses, how it prints, and what every malformed string is told."""
 
 from __future__ import annotations
 

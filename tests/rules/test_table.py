@@ -1,4 +1,4 @@
-"""The table of operators: each family on calls made by hand, and on random shapes."""
+"""table: each family on calls made by hand, and on random shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traits: what the table of operators says of each, and that no pass has lists of its own."""
+"""traits: what the table of operators says of each, and that no pass has lists of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Axes: sizes, unification of products and concatenations, and what is never cut."""
+"""axis: sizes, unification of products and concatenations, and what is never cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grids: who holds what, that the parts make up the whole, and that what several hold counts once."""
+"""grid: who holds what, that the parts make up the whole, and that what several hold counts once."""
 
 from __future__ import annotations
 

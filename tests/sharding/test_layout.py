@@ -1,4 +1,4 @@
-"""Layouts: which elements a rank holds, and that taking and putting them back is exact."""
+"""layout: which elements a rank holds, and that taking and putting them back is exact."""
 
 from __future__ import annotations
 

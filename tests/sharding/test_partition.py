@@ -1,3 +1,5 @@
+"""partition: the bounds of chunks, as torch.chunk has them."""
+
 import pytest
 import torch
 

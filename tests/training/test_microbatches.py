@@ -1,4 +1,4 @@
-"""Batches of every kind: plain arguments, optional ones, one row a microbatch, other sizes; and what nobody reads."""
+"""microbatches: batches with plain or optional arguments, one row a microbatch, other sizes; what nobody reads."""
 
 from __future__ import annotations
 

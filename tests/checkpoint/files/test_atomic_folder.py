@@ -1,4 +1,4 @@
-"""folder: whoever looks, and whenever the process died, a folder is the old one or the new one."""
+"""atomic_folder: whoever looks, and whenever the process died, a folder is the old one or the new one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lazy: what was done to a tensor that is not there is done to the part that is read, and nothing more is read."""
+"""lazy_tensor: what was done to a tensor that is not there is done to the part that is read, and no more is read."""
 
 from __future__ import annotations
 

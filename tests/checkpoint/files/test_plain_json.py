@@ -1,4 +1,4 @@
-"""plain: what schedules, scalers and optimizers keep comes back as it was; nothing else is written or made."""
+"""plain_json: what schedules, scalers and optimizers keep comes back as it was; nothing else is written or made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""files: what is written in the safetensors format opens with safetensors; what is wrong with a file is named."""
+"""safetensors_files: what is written in the format opens with safetensors; what is wrong with a file is named."""
 
 from __future__ import annotations
 

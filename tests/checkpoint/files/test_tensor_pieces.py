@@ -1,4 +1,4 @@
-"""pieces: every dtype and shape, written by several ranks, comes back bit for bit in any box."""
+"""tensor_pieces: every dtype and shape, written by several ranks, comes back bit for bit in any box."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cast: with autocast off, the written-out casts give the dtypes and numbers that autocast gives."""
+"""autocast: with autocast off, the written-out casts give the dtypes and numbers that autocast gives."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""order: what is computed counts, not in which order it was recorded, so that sets of strings may have any."""
+"""canonical_order: what is computed counts, not in which order it was recorded: sets of strings may have any."""
 
 from __future__ import annotations
 

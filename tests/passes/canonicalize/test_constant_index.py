@@ -1,4 +1,4 @@
-"""pick: places that a model writes as numbers become slices, others stay lookups."""
+"""constant_index: places that a model writes as numbers become slices, others stay lookups."""
 
 from __future__ import annotations
 

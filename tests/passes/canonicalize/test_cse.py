@@ -1,4 +1,4 @@
-"""share: one operator where the same is computed twice, and only there."""
+"""cse: one operator where the same is computed twice, and only there."""
 
 import operator
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""inputs: the arguments a model is captured with where the user gave none."""
+"""example_inputs: the arguments a model is captured with where the user gave none."""
 
 from __future__ import annotations
 

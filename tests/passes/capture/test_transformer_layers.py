@@ -1,4 +1,4 @@
-"""torch.nn's transformer layers, captured: by plain operators, and with a word where these give other numbers."""
+"""transformer_layers: those of torch.nn, captured by plain operators; a word where these give other numbers."""
 
 import pytest
 import torch

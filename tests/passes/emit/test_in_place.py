@@ -1,4 +1,4 @@
-"""reuse: an all-reduce takes the memory of what it sums only where nobody else reads that."""
+"""in_place: an all-reduce takes the memory of what it sums only where nobody else reads that."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""clean: what nobody reads goes."""
+"""dce: what nobody reads goes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""expand: what mixes its cut factor is spelled out, with the numbers and gradients it had."""
+"""decompose: what mixes its cut factor is spelled out, with the numbers and gradients it had."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""defer: terms that are sums over ranks are added up first, and reduced once."""
+"""defer_reductions: terms that are sums over ranks are added up first, and reduced once."""
 
 from collections.abc import Callable
 from typing import Any

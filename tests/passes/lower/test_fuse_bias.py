@@ -1,4 +1,4 @@
-"""biases: they go back into their products where no reduction waits."""
+"""fuse_bias: they go back into their products where no reduction waits."""
 
 from collections.abc import Callable
 from typing import Any

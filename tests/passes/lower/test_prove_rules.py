@@ -1,4 +1,4 @@
-"""prove: a rule that is wrong is found, the table's or a user's own."""
+"""prove_rules: a rule that is wrong is found, the table's or a user's own."""
 
 from __future__ import annotations
 

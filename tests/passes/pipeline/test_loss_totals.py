@@ -1,4 +1,4 @@
-"""totals: parts of a batch whose losses sum up to the whole's, however many tokens each of them counts."""
+"""loss_totals: parts of a batch whose losses sum up to the whole's, however many tokens each of them counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rows: what makes a row of a batch depend on the others is refused; ordinary models are not."""
+"""row_independence: what makes a row of a batch depend on the others is refused; ordinary models are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""plan: what is cut, what is stored cut, and what is not worth it."""
+"""choose: what is cut, what is stored cut, and what is not worth it."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""apart: masks and slopes of other axes than the heads' do not keep these from being cut."""
+"""decouple: masks and slopes of other axes than the heads' do not keep these from being cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts: rows in the order of the experts that they chose, and each rank with experts of its own."""
+"""experts: rows in the order of the experts that they chose, and each rank with experts of its own."""
 
 from __future__ import annotations
 

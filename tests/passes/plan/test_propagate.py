@@ -1,4 +1,4 @@
-"""flow: the placements that follow from cuts, and where a gradient flows."""
+"""propagate: the placements that follow from cuts, and where a gradient flows."""
 
 import operator
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""sequence: residuals, norms and dropouts cut along the sequence: one device's numbers, and nothing is sent twice."""
+"""sequence_parallel: residuals, norms and dropouts are cut by tokens: one device's numbers, nothing is sent twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's own gradient clipping on a parallel model is one device's; so is GradScaler's decision to skip a step."""
+"""clip_and_scale: torch's gradient clipping is one device's; so is GradScaler's decision to skip a step."""
 
 from __future__ import annotations
 

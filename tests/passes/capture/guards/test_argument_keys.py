@@ -1,4 +1,4 @@
-"""Plain arguments as parts of a key: the same where they hold the same, whatever == says of their class."""
+"""argument_keys: the keys of plain arguments are the same where they hold the same, whatever == says of their class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""alike: what of two blocks and their calls is compared, before one is said to do what the other did."""
+"""comparison: what of two blocks and their calls is compared, before one is said to do what the other did."""
 
 from __future__ import annotations
 

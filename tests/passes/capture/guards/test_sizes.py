@@ -1,4 +1,4 @@
-"""A graph's guard: a plain Python function, whatever a model computes of the sizes that it meets."""
+"""sizes: a graph's guard is a plain Python function, whatever a model computes of the sizes that it meets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""repeats, asked: what a model does around its blocks, and to them, is seen, or all blocks run."""
+"""repeats, queries: what a model does around its blocks, and to them, is seen, or all blocks run."""
 
 from __future__ import annotations
 

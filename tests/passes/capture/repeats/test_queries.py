@@ -1,4 +1,4 @@
-"""asked: blocks that are given an object, as a key-value cache, are captured once; its own code runs for each."""
+"""queries: blocks that are given an object, as a key-value cache, are captured once; its own code runs for each."""
 
 from __future__ import annotations
 

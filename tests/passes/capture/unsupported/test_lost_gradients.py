@@ -1,4 +1,4 @@
-"""Gradients that a model computes its own way, which a captured graph does not have, are refused and not lost."""
+"""lost_gradients: what a model computes its own way, and a captured graph does not have, is refused and not lost."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The parallel forms: what ranks compute of their parts, put together, is the operator on the whole."""
+"""cross_entropy: what ranks compute of their classes, put together, is the loss of the whole."""
 
 import pytest
 import torch
@@ -7,8 +7,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from autotp.ops.cross_entropy import class_terms, peak
-from autotp.ops.dropout import fast_dropout
-from autotp.ops.lookup import embedding, gather
 from autotp.sharding.partition import chunk_bounds
 
 ROWS, CLASSES, TP = 6, 7, (1, 2, 3, 8)  # on 8 ranks the last one has no class
@@ -121,62 +119,9 @@ def test_class_terms_of_half_precision_are_float32() -> None:
     assert x.grad is not None and x.grad.dtype == torch.bfloat16
 
 
-@over_ranks
-def test_lookups(tp: int) -> None:
-    table, x = torch.randn(CLASSES, 3), logits().detach()
-    rows = sum(embedding(part, TARGETS, start, CLASSES) for start, part in parts(table, tp))
-    torch.testing.assert_close(rows, table[TARGETS], rtol=0, atol=0)
-    index = TARGETS[:, None]
-    picked = sum(gather(part, 1, index, start, CLASSES) for start, part in parts(x, tp, 1))
-    torch.testing.assert_close(picked, x.gather(1, index), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("wrong", [-1, CLASSES, CLASSES + 4])
-def test_what_no_rank_has_is_an_error(wrong: int) -> None:
+def test_a_class_that_no_rank_has_is_an_error(wrong: int) -> None:
     """As on one device: it must not pass for what another rank has."""
-    index, x = torch.tensor([0, wrong]), logits().detach()[:2]
-    message = f"an index is out of range: not from 0 to {CLASSES - 1}"
-    for call in (
-        lambda: embedding(x.T[:3], index, 0, CLASSES),
-        lambda: gather(x[:, :3], 1, index[:, None], 0, CLASSES),
-        lambda: class_terms(x[:, :3], peak(x, 1), index, 1, 0, CLASSES),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            call()
-
-
-# ---- dropout, each rank by itself
-
-
-def test_fast_dropout() -> None:
-    """Scaled; other masks on other ranks; as much from the shared stream however much is dropped."""
-    masks, states = [], []
-    for rank, size in ((0, 1000), (1, 1000), (2, 10)):
-        torch.manual_seed(0)
-        masks.append(fast_dropout(torch.ones(size), 0.25, rank))
-        states.append(torch.get_rng_state())
-    assert masks[0].unique().tolist() == [0, pytest.approx(1 / 0.75)]
-    assert 0.7 < (masks[0] > 0).float().mean() < 0.8
-    assert not torch.equal(masks[0], masks[1])
-    assert all(torch.equal(state, states[0]) for state in states)
-    assert not fast_dropout(torch.ones(5), 1.0, 0).any()
-
-
-def test_fast_dropout_under_transforms() -> None:
-    """Its slope is its mask; of several samples, one mask or each its own, as `vmap` is asked for."""
-    x = torch.ones(3, 40)
-
-    def slope(x: Tensor) -> Tensor:
-        return torch.func.grad(lambda x: fast_dropout(x, 0.5, 1).sum())(x)
-
-    torch.manual_seed(0)
-    found = slope(x)
-    torch.manual_seed(0)
-    assert torch.equal(found, fast_dropout(x, 0.5, 1))
-    first, second, _ = torch.func.vmap(slope, randomness="same")(x)
-    assert torch.equal(first, second) and first.unique().tolist() == [0, 2]
-    for f in (slope, lambda _: fast_dropout(torch.ones(40), 0.5, 1)):
-        rows = torch.func.vmap(f, randomness="different")(x)
-        assert not torch.equal(rows[0], rows[1]) and rows.unique().tolist() == [0, 2]
-    with pytest.raises(RuntimeError, match="randomness"):
-        torch.func.vmap(slope)(x)
+    x = logits().detach()[:2]
+    with pytest.raises(RuntimeError, match=f"an index is out of range: not from 0 to {CLASSES - 1}"):
+        class_terms(x[:, :3], peak(x, 1), torch.tensor([0, wrong]), 1, 0, CLASSES)
