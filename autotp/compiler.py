@@ -24,9 +24,9 @@ from autotp.passes.canonicalize.custom_vjp import fuse, mark
 from autotp.passes.canonicalize.functionalize import functionalize
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.capture import ALWAYS, OFF, capture
-from autotp.passes.capture.captured import NOTHING, Captured, Opened
+from autotp.passes.capture.captured import NOTHING_OPENED, Captured, Opened
 from autotp.passes.capture.guards.attribute_paths import Path
-from autotp.passes.capture.guards.attribute_writes import Change, apply
+from autotp.passes.capture.guards.attribute_writes import Change, apply_changes
 from autotp.passes.capture.guards.python_state import GradientsWanted
 from autotp.passes.check.check import check
 from autotp.passes.check.types import Typed
@@ -354,7 +354,7 @@ def analyse(
     layouts: Mapping[str, Layout] | None = None,
     autocast: Autocast = OFF,
     given: Mapping[int | Path, Layout] | None = None,
-    opened: Opened = NOTHING,
+    opened: Opened = NOTHING_OPENED,
     wanted: GradientsWanted = ALWAYS,
 ) -> Program:
     """Captures `skeleton` on these arguments and decides what is cut on `tp` ranks.
@@ -384,7 +384,7 @@ def captured(
     layouts: Mapping[str, Layout] | None = None,
     autocast: Autocast = OFF,
     given: Mapping[int | Path, Layout] | None = None,
-    opened: Opened = NOTHING,
+    opened: Opened = NOTHING_OPENED,
     wanted: GradientsWanted = ALWAYS,
 ) -> Program:
     """The program behind its first stage. Arguments as for `analyse`."""
@@ -395,7 +395,7 @@ def captured(
     it = found()
     if options.summed and (it.changes or it.sets) and not it.computes_changes:
         # What a first call settles for good, as which kind of labels there are.
-        apply([c for c in it.changes if isinstance(c, Change)], dict(skeleton.named_modules()), lambda x: x)
+        apply_changes([c for c in it.changes if isinstance(c, Change)], dict(skeleton.named_modules()), lambda x: x)
         for name, value in it.sets:
             name.scope.put(name.name, value)
         it = found()

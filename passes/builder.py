@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -15,19 +16,24 @@ META = ("val", "stack_trace", "nn_module_stack")
 """The keys of `node.meta` that passes carry over; `val` is the example value."""
 
 
+RESULTS: WeakKeyDictionary[FakeTensorMode, dict[Any, Any]] = WeakKeyDictionary()
+"""Fake mode -> (operator and kinds of its arguments -> result): see `evaluated`."""
+
+
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
-    """The fake mode that the example values of `graph` belong to."""
+    """Returns the fake mode that the example values of `graph` belong to."""
     values = [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
     return detect_fake_mode(values) or FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def evaluated(mode: FakeTensorMode, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a call gives on example values. Layers are alike, so most calls were there before: the value is then, too.
+    """Returns the result of a call on example values.
 
-    It is of no other use than to tell sizes, strides and dtype: values of several nodes may be one object.
+    Layers repeat, so most calls were evaluated before with arguments of the same sizes: then the stored result is
+    returned. Use only its sizes, strides and dtype: several nodes may share one result.
     """
     key = target, _kind(args), _kind(kwargs)
-    known: dict[Any, Any] = vars(mode).setdefault("_autotp_known", {})
+    known = RESULTS.setdefault(mode, {})
     if key not in known or torch.Tag.dynamic_output_shape in getattr(target, "tags", ()):
         with mode, torch.no_grad():
             known[key] = target(*args, **kwargs)
@@ -35,7 +41,7 @@ def evaluated(mode: FakeTensorMode, target: Callable[..., Any], *args: Any, **kw
 
 
 def _kind(value: Any) -> Any:
-    """Arguments as a key: tensors by what a call's sizes, strides and dtypes depend on, 1, 1.0 and True as three."""
+    """Returns arguments as a dict key: of a tensor sizes, strides, dtype and device. 1, 1.0 and True are three keys."""
     if isinstance(value, torch.Tensor):
         sizes = tuple(_kind(n) for n in (*value.shape, *value.stride(), value.storage_offset()))
         return torch.Tensor, value.dim(), sizes, value.dtype, value.device
@@ -51,7 +57,11 @@ def _kind(value: Any) -> Any:
 
 
 class Builder:
-    """A new graph, and where each node of the old one went (`env`)."""
+    """A new graph, and the map from nodes of the old graph to nodes of the new one (`env`).
+
+    Attributes:
+        origin: the node of the old graph whose source line new calls get.
+    """
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.graph, self.mode = fx.Graph(), mode
@@ -59,25 +69,25 @@ class Builder:
         self.origin: fx.Node | None = None
 
     def map(self, value: Any) -> Any:
-        """Arguments of the old graph as arguments of the new one."""
+        """Returns arguments of the old graph as arguments of the new graph."""
         return fx.map_arg(value, lambda node: self.env[node])
 
     def copy(self, node: fx.Node) -> fx.Node:
-        """The same node, reading what its operands became; remembered in `env`."""
+        """Copies a node of the old graph, with mapped operands, and notes the copy in `env`."""
         new = self.graph.node_copy(node, lambda old: self.env[old])
         new.meta = {key: node.meta[key] for key in META if key in node.meta}
         self.env[node] = new
         return new
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """A new call on nodes of the new graph, its example value computed from theirs."""
+        """Adds a call on nodes of the new graph; computes its example value from theirs."""
         node = self.raw(target, args, kwargs)
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         node.meta["val"] = evaluated(self.mode, target, *values, **named)
         return node
 
     def length(self, name: str, hint: int) -> Any:
-        """A symbolic length of its own, for example values; of 0 or 1 torch would make a number."""
+        """Returns a new symbolic length for example values. torch makes a number of a `hint` of 0 or 1."""
         from torch._dynamo.source import ConstantSource  # All of Dynamo comes with it (1 s).
 
         env, source = self.mode.shape_env, ConstantSource(name)
@@ -85,7 +95,7 @@ class Builder:
         return env.create_symintnode(symbol, hint=hint, source=source)  # type: ignore[union-attr]
 
     def raw(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
-        """A new call without an example value, with the source line of the node in hand (`origin`)."""
+        """Adds a call without an example value, with the source line of `origin`."""
         node = self.graph.call_function(target, args, kwargs or {})
         if self.origin is not None:
             node.meta = {key: self.origin.meta[key] for key in META if key in self.origin.meta and key != "val"}

@@ -25,7 +25,7 @@ from autotp.options import DEFAULTS, Experts, Options, Outputs, Recompute, expec
 from autotp.passes.capture.captured import Captured, InputSize, OutputAt
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.guards.attribute_paths import everything, found_at, put_at, spelled
-from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, keyed, opened
+from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, flatten_new_value, keyed
 from autotp.passes.capture.guards.python_state import GradientsWanted
 from autotp.passes.capture.pytree import flatten, outcome, states
 from autotp.passes.capture.skeleton import skeleton_of
@@ -284,7 +284,7 @@ def _set_to(
             continue
         holder = keyed(before.at(change.path))
         for key, value in change.values.items():
-            mine, its = value, opened(holder[key], before.places) if key in holder else GONE
+            mine, its = value, flatten_new_value(holder[key], before.places) if key in holder else GONE
             real.get(change.path, {}).pop(key, None)
             if mine is GONE or its is GONE or mine[1] != its[1]:
                 different += [Difference(spelled(change.path, key), float("inf"))] * (mine is not its)

@@ -13,7 +13,7 @@ from torch import Tensor
 from autotp.distributed.consistency import agree_on_random, checksum, expect_as_first, random_state
 from autotp.distributed.mesh import Mesh, gather_ints
 from autotp.distributed.sharded_tensor import Sharded
-from autotp.passes.capture.guards.argument_keys import plain
+from autotp.passes.capture.guards.argument_keys import argument_key
 
 
 def agree_on_call(mesh: Mesh, leaves: Sequence[Any], mode: Any, random: bool) -> None:
@@ -46,7 +46,7 @@ def shown(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), str(leaf.dtype)
     if isinstance(leaf, numpy.ndarray):
-        return plain(leaf)
+        return argument_key(leaf)
     return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf).__qualname__
 
 

@@ -25,12 +25,12 @@ from autotp.errors import Error, within
 from autotp.ops.eager_mode import alone, is_plain
 from autotp.options import CheckInputs
 from autotp.passes.capture.autocast_regions import Autocast, ambient
-from autotp.passes.capture.captured import NOTHING, Captured, InputSize, Opened, OutputAt
-from autotp.passes.capture.guards.argument_keys import plain
+from autotp.passes.capture.captured import NOTHING_OPENED, Captured, InputSize, Opened, OutputAt
+from autotp.passes.capture.guards.argument_keys import argument_key
 from autotp.passes.capture.guards.attribute_paths import TABLES, Path, everything, found_at, put_at
-from autotp.passes.capture.guards.attribute_writes import Change, Write, apply, write_into
+from autotp.passes.capture.guards.attribute_writes import Change, Write, apply_changes, write_into
 from autotp.passes.capture.guards.code_names import CodeName, named
-from autotp.passes.capture.guards.guard import Guard, explained
+from autotp.passes.capture.guards.guard import Guard, spelled_places
 from autotp.passes.capture.guards.python_state import NOT_ASKED, GradientsWanted, wanted_now
 from autotp.passes.capture.guards.sizes import Shapes
 from autotp.passes.capture.pytree import flatten, signature_of, states
@@ -80,7 +80,7 @@ class Executable:
     def __init__(self, module: nn.Module, tree: Tree) -> None:
         self.module, self.tree = module, tree
         self.entries: list[tuple[Key, GraphEntry]] = []
-        self.opened = NOTHING
+        self.opened = NOTHING_OPENED
         self.look_again()
 
     def look_again(self) -> None:
@@ -208,7 +208,7 @@ class Executable:
         for change in changes:
             if isinstance(change, Write):
                 self._write(change, found[change.at])
-        apply([change for change in changes if isinstance(change, Change)], self.modules, leaf)
+        apply_changes([change for change in changes if isinstance(change, Change)], self.modules, leaf)
         if any(change.path[1:] == (TABLES,) for change in changes):
             self.tree.version += 1  # A buffer of another shape.
 
@@ -228,7 +228,7 @@ class Executable:
 
     def _key(self, leaves: Sequence[Any], spec: Any, autocast: Autocast, held: Mapping[str, Tensor]) -> Key:
         """Everything about a call but its tensors' sizes and values."""
-        kinds = tuple(_kind(leaf) if isinstance(leaf, Tensor) else plain(leaf) for leaf in leaves)
+        kinds = tuple(_kind(leaf) if isinstance(leaf, Tensor) else argument_key(leaf) for leaf in leaves)
         settings = self.tree.settings
         used = dtypes(self.module, held)
         asked = autocast.dtype, torch.get_default_dtype(), settings.outputs, settings.recompute
@@ -300,7 +300,7 @@ class Executable:
             slots = [place for place in guard.changed() if not isinstance(place, CodeName)]
             self.opened |= Opened(frozenset(slot for slot in slots if guard.holds_tensors(slot)))
         if is_many(len(guards)) and (changed := guards[-1].changed()):
-            self._warn(len(guards), explained(changed), "a buffer, or a plain attribute")
+            self._warn(len(guards), spelled_places(changed), "a buffer, or a plain attribute")
         others = [numbers for known, _ in self.entries if (numbers := _other_numbers(known, key))]
         if is_many(len(others)):
             names = ", ".join(f"`{_argument(called.spec, i)}`" for i in others[-1])

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from autotp.compiler import Program
 from autotp.errors import Error
 from autotp.passes.capture.captured import Captured
-from autotp.passes.capture.guards.argument_keys import plain
+from autotp.passes.capture.guards.argument_keys import argument_key
 from autotp.passes.capture.pytree import flatten
 from autotp.passes.emit.attach_parameters import place_of, value_at
 from autotp.passes.emit.bind import bind
@@ -60,7 +60,7 @@ def expect_values(tensors: Sequence[Tensor]) -> None:
 def key_of(training: bool, args: Any, kwargs: Any) -> Any:
     """All about a call's arguments but sizes and values of tensors."""
     leaves, spec = flatten((args, kwargs))
-    return training, spec, tuple((x.dim(), x.dtype) if isinstance(x, Tensor) else plain(x) for x in leaves)
+    return training, spec, tuple((x.dim(), x.dtype) if isinstance(x, Tensor) else argument_key(x) for x in leaves)
 
 
 def rows_of(tensors: Sequence[Tensor], parts: int, known: Sequence[Captured]) -> int:

@@ -1,1 +1,1 @@
-"""A captured graph -> the same function in one form: biases outside products, and nothing written into inputs."""
+"""A captured graph -> the same function in a canonical form: biases outside of products, no writes into inputs."""

@@ -3,7 +3,7 @@
     Before: linear(x, w)  where autocast is bfloat16         After: linear(to(x, bfloat16), to(w, bfloat16))
     Before: enter_autocast("cpu", None, False); y; exit      After: y
 
-The passes behind this one see the dtypes that values have, and the graph runs the same with autocast off.
+Later passes see the true dtypes, and the graph computes the same with autocast off.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ aten = torch.ops.aten
 
 
 def autocast(graph: fx.Graph, around: Autocast) -> fx.Graph:
-    """The graph with every cast written out, and without the regions of the device it was captured on.
+    """Returns the graph with every cast as an operator, and without the autocast regions of the captured device.
 
     Args:
-        around: what autocast was where the graph was captured.
+        around: the settings of autocast around the captured call.
 
     Raises:
         Error: autocast casts in the middle of an operator.
@@ -69,7 +69,7 @@ def _visit(builder: Builder, node: fx.Node, state: Autocast) -> None:
 
 
 def _as(builder: Builder, old: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """An operand in `dtype`, if autocast may cast it: it leaves float64 and what is not floating alone."""
+    """Returns an operand in `dtype`, if autocast casts it: it does not cast float64 and non-floating tensors."""
     value, new = old.meta.get("val"), builder.env[old]
     fixed = (
         not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype in (torch.float64, dtype)
@@ -78,10 +78,11 @@ def _as(builder: Builder, old: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def _target(node: fx.Node, state: Autocast, mode: Any) -> torch.dtype | None:
-    """The dtype that autocast gives an operator's operands, found by running it on tensors without memory.
+    """Returns the dtype to which autocast casts an operator's operands; None if it does not.
 
-    Some operators cast by themselves, too; those casts are there without autocast. (Where operands differ in dtype,
-    an operator may need autocast to run at all: then it is compared with itself on operands that are cast.)
+    The operator runs on fake tensors with autocast, and its casts are noted. Casts that it also makes without autocast
+    are its own. (An operator may need autocast if its operands differ in dtype: then the operands are cast before the
+    run without autocast.)
     """
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     seen = _casts(node.target, args, kwargs, state, mode)
@@ -96,7 +97,7 @@ def _target(node: fx.Node, state: Autocast, mode: Any) -> torch.dtype | None:
 
 
 def _castable(value: Any) -> bool:
-    """True for what autocast may cast: it leaves float64 and what is not floating alone."""
+    """True for a tensor that autocast may cast: floating, and not float64."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
@@ -107,7 +108,7 @@ def _casts(op: Any, args: Any, kwargs: Any, state: Autocast, mode: Any) -> list[
 
 
 class _Casts(TorchDispatchMode):
-    """Lists the casts below it, by what they cast to."""
+    """A mode that lists the target dtypes of all casts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,9 +3,9 @@
     Before: b = cos(x); a = sin(x); c = add(a, b)        on another rank a = sin(x); b = cos(x); c = add(a, b)
     After:  a = sin(x); b = cos(x); c = add(a, b)        on both
 
-A model that iterates over a set records in the order of the set, which each process has of its own. What counts is what
-the graph computes: from the outputs on, each operator stands behind what it reads, first operands first. What one block
-did stays together; what draws random numbers stays in its order.
+A model that iterates over a set is captured in the order of the set, which differs between processes. So operators are
+sorted by a walk from the outputs: each operator stands after its operands, the first operand first. The operators of a
+block stay together, and operators that draw random numbers keep their order.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class Part:
-    """What stays together: the run of a block's operators, or one operator outside of any.
+class OperatorRun:
+    """Operators that stay together: consecutive operators of one block, or a single operator outside of blocks.
 
     Attributes:
-        nodes: its operators, as recorded; once they are known, in their order.
-        before: the part that draws random numbers before this one does.
+        nodes: its operators, first in captured order, later in canonical order.
+        before: the part that draws random numbers before this part does.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
-    before: Part | None = None
+    before: OperatorRun | None = None
 
 
 def canonical_order(graph: fx.Graph, constants: Collection[str], inputs: Collection[str]) -> fx.Graph:
-    """The same function, its operators and its constants in the order of the function.
+    """Returns the same function with its operators and constants in canonical order.
 
     Args:
-        constants: placeholder names of the tensors that the model made.
+        constants: placeholder names of the constants.
         inputs: placeholder names of the inputs.
     """
     work = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
@@ -64,7 +64,7 @@ def canonical_order(graph: fx.Graph, constants: Collection[str], inputs: Collect
 
 
 def _acts(node: fx.Node) -> bool:
-    """True for a call for its effect, as entering autocast: what stands behind it stays there."""
+    """True for a call with a side effect, such as entering autocast: operators must not move across it."""
     return node.meta.get("val") is None
 
 
@@ -73,7 +73,7 @@ def _outputs(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _unread(graph: fx.Graph, constants: Collection[str]) -> list[fx.Node]:
-    """What nobody reads, which tells what axes there are, in the order of what it computes."""
+    """Returns unread operators, ordered by what they compute; their rules may still unify axes."""
     left = [node for node in graph.nodes if node.op == "call_function" and not node.users]
     text: dict[fx.Node, str] = {}
     for node in graph.nodes if left else ():
@@ -87,7 +87,7 @@ def _unread(graph: fx.Graph, constants: Collection[str]) -> list[fx.Node]:
 
 
 def _visited(roots: Iterable[T], reads: Callable[[T], Iterable[T]]) -> list[T]:
-    """All that the roots need, each behind what it reads, the first of that first."""
+    """Returns everything that the roots depend on, in depth-first order: each node after the nodes that it reads."""
     done: dict[T, None] = {}
     stack: list[tuple[T, Any]] = []
     for root in roots:
@@ -105,50 +105,52 @@ def _visited(roots: Iterable[T], reads: Callable[[T], Iterable[T]]) -> list[T]:
     return list(done)
 
 
-def _parts(work: Sequence[fx.Node]) -> list[Part]:
-    """The runs of blocks; a size that does not come from inside one is outside of it, and does not end it."""
-    parts: list[Part] = []
-    run, name = Part(), ""
+def _parts(work: Sequence[fx.Node]) -> list[OperatorRun]:
+    """Splits operators into parts. A size that does not depend on a block is a part of its own, and does not end it."""
+    parts: list[OperatorRun] = []
+    run, name = OperatorRun(), ""
     inside: set[fx.Node] = set()
     for node in work:
         mine = block_of(node)
         size = isinstance(node.meta.get("val"), int | torch.SymInt)
         if size and not any(n in inside for n in node.all_input_nodes):
-            parts.append(Part([node]))
+            parts.append(OperatorRun([node]))
             continue
         if not mine or mine != name:
-            run, name, inside = Part(), mine, set()
+            run, name, inside = OperatorRun(), mine, set()
             parts.append(run)
         run.nodes.append(node)
         inside.add(node)
     return parts
 
 
-def _chain(parts: Sequence[Part]) -> None:
-    """Parts that draw random numbers stay behind one another."""
+def _chain(parts: Sequence[OperatorRun]) -> None:
+    """Links the parts that draw random numbers, so that they keep their order."""
     last = None
     for part in parts:
         if any(draws(node) for node in part.nodes):
             part.before, last = last, part
 
 
-def _inside(part: Part, home: dict[fx.Node, Part], number: dict[fx.Node, int]) -> list[fx.Node]:
-    """A part's operators: what draws, in its order, then what others read; each behind what it reads."""
+def _inside(part: OperatorRun, home: dict[fx.Node, OperatorRun], number: dict[fx.Node, int]) -> list[fx.Node]:
+    """Returns a part's operators in order: random draws, then those that other parts read, after their operands."""
     seen = [node for node in part.nodes if not node.users or any(home.get(user) is not part for user in node.users)]
     roots = [*filter(draws, part.nodes), *sorted(seen, key=number.__getitem__)]
     return _visited(roots, lambda node: [n for n in node.all_input_nodes if home.get(n) is part])
 
 
-def _reads(part: Part, home: dict[fx.Node, Part]) -> list[Part]:
-    """The parts that stand before one."""
+def _reads(part: OperatorRun, home: dict[fx.Node, OperatorRun]) -> list[OperatorRun]:
+    """Returns the parts that must stand before a part."""
     operands = (n for node in part.nodes for n in node.all_input_nodes)
     found = dict.fromkeys(home[n] for n in operands if n in home and home[n] is not part)
     return [*([part.before] if part.before is not None else []), *found]
 
 
-def _before_blocks(parts: Sequence[Part], home: dict[fx.Node, Part], inputs: Collection[str]) -> list[Part]:
-    """What inputs alone, and no block, have a part in: masks, embeddings. It stands before the blocks."""
-    behind, given = set[Part](), set[Part]()
+def _before_blocks(
+    parts: Sequence[OperatorRun], home: dict[fx.Node, OperatorRun], inputs: Collection[str]
+) -> list[OperatorRun]:
+    """Returns the parts that depend on inputs but on no block, such as masks and embeddings: they come first."""
+    behind, given = set[OperatorRun](), set[OperatorRun]()
     for part in parts:
         reads = _reads(part, home)
         if any(block_of(node) for node in part.nodes) or any(one in behind for one in reads):
@@ -160,7 +162,7 @@ def _before_blocks(parts: Sequence[Part], home: dict[fx.Node, Part], inputs: Col
 
 
 def _rebuilt(graph: fx.Graph, work: Sequence[fx.Node], constants: Collection[str]) -> fx.Graph:
-    """The graph with its operators in this order, and its constants in that in which they are read first."""
+    """Returns the graph with its operators in this order, and its constants in the order of their first reads."""
     places = [node for node in graph.nodes if node.op == "placeholder"]
     first = {node: i for i, node in enumerate(dict.fromkeys(n for node in work for n in node.all_input_nodes))}
     made = iter(sorted((n for n in places if n.name in constants), key=lambda n: first.get(n, len(first))))

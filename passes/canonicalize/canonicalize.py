@@ -14,9 +14,8 @@
     Before: new_zeros(x, [2, 8])       After: zeros([2, 8], dtype=..., device=...)
 
 NOTE [Why the bias leaves the linear]
-A row-parallel product is a sum over ranks. Were its bias inside, every rank would add it and the sum would hold
-it tp times. Outside, the reduction comes before the bias by construction. Where nothing is reduced, `fuse_bias`
-puts the bias back in.
+A row-parallel product is a sum over ranks. If its bias were inside, every rank would add it, and the sum would contain
+it tp times. Outside, the bias is added after the reduction. Where nothing is reduced, `fuse_bias` puts the bias back.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Rewrite = Callable[[Builder, dict[str, Any]], Any]
 
 
 def canonicalize(graph: fx.Graph) -> fx.Graph:
-    """The same function, each operator in its canonical form."""
+    """Returns the same function with each operator in its canonical form."""
     builder = Builder(fake_mode_of(graph))
     for node in graph.nodes:
         builder.origin = node
@@ -59,7 +58,7 @@ def _linear(builder: Builder, args: dict[str, Any]) -> Any:
 
 
 def _addmm(product: Any, left: str, right: str) -> Rewrite:
-    """`beta * input + alpha * left @ right`, the product first and by itself."""
+    """Returns the rewrite of `beta * input + alpha * left @ right` with the product as a separate operator."""
 
     def rewrite(builder: Builder, args: dict[str, Any]) -> Any:
         multiplied = builder.call(product, args[left], args[right])
@@ -80,14 +79,14 @@ def _dropout(builder: Builder, args: dict[str, Any]) -> Any:
 
 
 def _cast(builder: Builder, args: dict[str, Any]) -> Any:
-    """A cast to the dtype that the value has is nothing. (The dtypes are part of the graph's signature.)"""
+    """Removes a cast to the value's own dtype. (The dtypes of inputs are part of the graph's key.)"""
     value = args["self"].meta["val"]
     same = args.get("dtype") in (None, value.dtype) and args.get("device") in (None, value.device)
     return args["self"] if same and not args.get("copy") and args.get("memory_format") is None else None
 
 
 def _repeat_interleave(builder: Builder, args: dict[str, Any]) -> Any:
-    """Each place so many times is a dimension of its own behind it, so that it may be cut, too."""
+    """Makes the repetitions a separate dimension, so that the repeated dimension can still be cut."""
     x, times, dim = args["self"], args["repeats"], args["dim"]
     if dim is None or not isinstance(times, int) or args["output_size"] is not None:
         return None
@@ -98,13 +97,13 @@ def _repeat_interleave(builder: Builder, args: dict[str, Any]) -> Any:
 
 
 def _type_as(builder: Builder, args: dict[str, Any]) -> Any:
-    """Of the other tensor nothing but the dtype is read."""
+    """Replaces the other tensor by its dtype."""
     wanted = args["other"].meta["val"].dtype
     return _cast(builder, {**args, "dtype": wanted}) or builder.call(aten.to.dtype, args["self"], wanted)
 
 
 def _masked(builder: Builder, args: dict[str, Any]) -> Any:
-    """One number put wherever a mask is true."""
+    """Writes an assignment of one number under a mask as `where`."""
     x, places, value = args["self"], args["indices"], args["values"]
     mask = places[0] if len(places) == 1 else None
     if mask is None or mask.meta["val"].dtype != torch.bool or args["accumulate"] or value.meta["val"].dim():
@@ -114,8 +113,8 @@ def _masked(builder: Builder, args: dict[str, Any]) -> Any:
     return builder.call(aten.where.self, mask, value, x)
 
 
-def _whole(builder: Builder, args: dict[str, Any]) -> Any:
-    """A slice that takes everything."""
+def _slice(builder: Builder, args: dict[str, Any]) -> Any:
+    """Removes a slice that takes the whole dimension."""
     x, dim = args["self"].meta["val"], args["dim"]
     start, end, length = args["start"] or 0, args["end"], x.shape[dim]
     everything = end is None or (isinstance(end, int) and (end == 2**63 - 1 or end == length))
@@ -123,13 +122,13 @@ def _whole(builder: Builder, args: dict[str, Any]) -> Any:
 
 
 def _view(builder: Builder, args: dict[str, Any]) -> Any:
-    """A view is a reshape: whether memory can be shared depends on strides, which a cut may change."""
+    """Writes a view as a reshape: a view depends on strides, and a cut may change them."""
     same = _same_shape(builder, args)
     return builder.call(aten.reshape.default, args["self"], args["size"]) if same is None else same
 
 
 def _same_shape(builder: Builder, args: dict[str, Any]) -> Any:
-    """A view that changes nothing."""
+    """Removes a view that does not change the shape."""
     x = args["self"].meta["val"]
     sizes = args.get("size", args.get("shape"))
     if sizes is None or len(sizes) != x.dim():
@@ -140,7 +139,7 @@ def _same_shape(builder: Builder, args: dict[str, Any]) -> Any:
 
 
 def _made(creation: Any, *values: str) -> Rewrite:
-    """`x.new_zeros(size)` reads of `x` the dtype and the device alone."""
+    """Returns the rewrite of `x.new_zeros(size)` and the like, which read only the dtype and device of `x`."""
 
     def rewrite(builder: Builder, args: dict[str, Any]) -> Any:
         value = args["self"].meta["val"]
@@ -152,13 +151,13 @@ def _made(creation: Any, *values: str) -> Rewrite:
 
 
 def _convolution(builder: Builder, args: dict[str, Any]) -> Any:
-    """How many groups a rank has is told by shapes, and is no argument; the bias leaves it."""
+    """Replaces the argument `groups`: `channels.convolution` reads it off the shapes. The bias becomes a sum."""
     names = ("input", "weight", "stride", "padding", "dilation")
     return _with_bias(builder, builder.call(channels.convolution, *(args[name] for name in names)), args)
 
 
 def _conv_transpose(builder: Builder, args: dict[str, Any]) -> Any:
-    """The same; the weight's first dimension is taken apart into groups and their channels."""
+    """Rewrites as `_convolution` does; splits the weight's first dimension into groups and channels of a group."""
     weight, groups = args["weight"], args["groups"]
     sizes = [groups, weight.meta["val"].shape[0] // groups]
     weight = builder.call(aten.unflatten.int, weight, 0, sizes)
@@ -176,18 +175,18 @@ def _with_bias(builder: Builder, made: fx.Node, args: dict[str, Any]) -> fx.Node
 
 
 def _batch_norm(builder: Builder, args: dict[str, Any]) -> Any:
-    """(One that moves running statistics was taken by `functionalize`.)"""
+    """Rewrites a batch norm without updates of running statistics; `functionalize` rewrites the others."""
     names = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
     return builder.call(channels.batch_norm, *(args[name] for name in names))
 
 
 def _group_norm(builder: Builder, args: dict[str, Any]) -> Any:
-    """How many groups a rank has is told by shapes."""
+    """Splits the channels into groups, a dimension that can be cut."""
     return _by_group(builder, args, args["num_groups"], args["eps"])
 
 
 def _instance_norm(builder: Builder, args: dict[str, Any]) -> Any:
-    """A group for each channel, where no running statistics are read or moved."""
+    """Writes an instance norm without running statistics as a group norm with one channel in a group."""
     if args["running_mean"] is not None or not args["use_input_stats"]:
         return None
     return _by_group(builder, args, args["input"].meta["val"].shape[1], args["eps"])
@@ -203,19 +202,19 @@ def _by_group(builder: Builder, args: dict[str, Any], groups: int, eps: float) -
 
 
 def _by_channel(op: Any, places: int) -> Rewrite:
-    """Pooling and interpolation, which torch refuses where there is no channel."""
+    """Returns the rewrite of pooling and interpolation to `by_channel`, which also works on a rank without channels."""
 
     def rewrite(builder: Builder, args: dict[str, Any]) -> Any:
         x, *rest = args.values()
         new = builder.raw(channels.by_channel, (x, op, x.meta["val"].dim() - places - 1, tuple(rest)))
         new.meta["val"] = builder.origin.meta["val"]  # type: ignore[union-attr]
-        return new  # (Torch's own evaluation of interpolation takes no symbolic sizes.)
+        return new  # (torch cannot evaluate interpolation with symbolic sizes.)
 
     return rewrite
 
 
 def _weight_norm(builder: Builder, args: dict[str, Any]) -> Any:
-    """`v` in the length of `g`, by operators that are known; lengths of numbers of 16 bits are computed in 32."""
+    """Writes `v` scaled to the length `g` with operators that have rules; computes 16-bit lengths in 32 bits."""
     v, g, dim = args["v"], args["g"], args["dim"]
     dtype, ndim = v.meta["val"].dtype, v.meta["val"].dim()
     exact = builder.call(aten.to.dtype, v, torch.float32) if dtype.itemsize < 4 else v
@@ -227,7 +226,7 @@ def _weight_norm(builder: Builder, args: dict[str, Any]) -> Any:
 
 
 def _numel(builder: Builder, args: dict[str, Any]) -> Any:
-    """How many elements, as a product of sizes."""
+    """Writes the number of elements as a product of sizes."""
     x: fx.Node = args["self"]
     total: Any = 1
     for d, n in enumerate(x.meta["val"].shape):
@@ -266,7 +265,7 @@ REWRITES: dict[Any, Rewrite] = {
     aten.repeat_interleave.self_int: _repeat_interleave,
     aten.to.device: _cast,
     aten.index_put.default: _masked,
-    aten.slice.Tensor: _whole,
+    aten.slice.Tensor: _slice,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten.reshape.default: _same_shape,

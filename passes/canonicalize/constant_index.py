@@ -19,10 +19,10 @@ aten = torch.ops.aten
 
 
 def constant_index(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> fx.Graph:
-    """The same function, its lookups by neighbouring constant places as slices.
+    """Returns the same function with lookups of constant, consecutive positions as slices.
 
     Args:
-        constants: placeholder name -> the tensor that the model made while it was captured.
+        constants: placeholder name -> constant tensor.
     """
     builder = Builder(fake_mode_of(graph))
     for node in graph.nodes:
@@ -36,7 +36,7 @@ def constant_index(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> fx
 
 
 def _slice(node: fx.Node, constants: Mapping[str, torch.Tensor]) -> tuple[int, int, int] | None:
-    """Dimension, start and end of what an index picks; None where that is no run of places known beforehand."""
+    """Returns dimension, start and end of the slice that an index picks; None if it is no constant slice."""
     x: Any = node.args[0]
     indices: Any = node.args[1]
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]

@@ -1,9 +1,9 @@
-"""cse: computes an operator once where the model computes it several times on the same values.
+"""cse: computes an operator once if the model computes it several times on the same values.
 
     Before: a = reshape(x, [n, h]); mm(a, q); b = reshape(x, [n, h]); mm(b, k)
     After:  a = reshape(x, [n, h]); mm(a, q); mm(a, k)
 
-So a value that several products read is one value, and has one copy.
+So several products read the same value, and share its one copy.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from autotp.rules.traits import draws, has
 
 
 def cse(graph: fx.Graph) -> fx.Graph:
-    """The same function, without operators that another one has done. Random draws are never shared."""
+    """Returns the same function without repeated operators. Random draws are never shared."""
     builder = Builder(fake_mode_of(graph))
     done: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         if node.target in (enter_autocast, exit_autocast):
-            done.clear()  # The same operator computes something else there.
+            done.clear()  # In an autocast region an operator may compute something else.
         pure = node.op == "call_function" and not draws(node) and (outputs_of(node) or "val" in node.meta)
-        pure = pure and not has(node.target, Trait.FILL)  # Shared, it would make one axis of what is two layers' own.
-        pure = pure and node.target is not output  # Of two calls each has a gradient of its own.
+        pure = pure and not has(node.target, Trait.FILL)  # A shared constant would unify the axes of two layers.
+        pure = pure and node.target is not output  # Each call of a Function has its own gradient.
         key = (node.target, _typed(builder.map(node.args)), _typed(builder.map(node.kwargs))) if pure else None
         if key is not None and key in done:
             builder.env[node] = done[key]
@@ -41,7 +41,7 @@ def cse(graph: fx.Graph) -> fx.Graph:
 
 
 def _typed(value: Any) -> Any:
-    """Arguments as a key: 1, 1.0 and True are three."""
+    """Returns arguments as a key, in which 1, 1.0 and True differ."""
     if isinstance(value, tuple | list):
         return tuple(_typed(item) for item in value)
     if isinstance(value, dict):

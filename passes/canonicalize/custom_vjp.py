@@ -1,10 +1,10 @@
-"""custom_vjp: keeps a backward that the model defines in the graph, and later moves it to a graph of its own.
+"""custom_vjp: keeps a backward that the model defines in the graph, and later moves it to a separate graph.
 
-`marked`, before planning
+`mark`, before planning
 Before: a, b = vjp_output(y, name); g = vjp_kept(x); ...; s = vjp_sent(x, dx); z = vjp_result(a, [s])
 After:  o = output(y, name); a = o[0]; b = o[1]; g = kept(x); ...; s = sent(x, dx); z = result(a, (o, s))
 
-`fused`, on a rank's graph, once it is checked
+`fuse`, on a rank's graph after the check
 Before: o = output(y, name); a = o[0]; b = o[1]; dx = neg(b); s = sent(x, dx); z = result(a, (o, s))
 After:  o = vjp(y, x); z = o[0]                 vjp's backward: neg(b)
 """
@@ -27,7 +27,7 @@ from autotp.source_location import line_of
 
 
 def mark(graph: fx.Graph) -> fx.Graph:
-    """The same function, its marks as passes know them."""
+    """Returns the same function with the recorded marks as operators that passes know."""
     builder = Builder(fake_mode_of(graph))
     for node in graph.nodes:
         builder.origin = node
@@ -53,8 +53,8 @@ def _mark(builder: Builder, node: fx.Node, target: Any, args: tuple[Any, ...], v
     builder.env[node].meta["val"] = value
 
 
-def _expect_no_draws(group: Group) -> None:
-    """Raises Error if backward draws random numbers: what it reads of forward is kept, all else is its own."""
+def _expect_no_draws(group: FunctionCall) -> None:
+    """Raises Error if backward draws random numbers itself (it may read numbers that forward drew and saved)."""
     seen, queue = set[fx.Node](), [*group.inside, *group.saved]
     kept_values = {node.args[0] for node in group.inside if node.target is kept}
     while queue:
@@ -72,24 +72,24 @@ def _expect_no_draws(group: Group) -> None:
 
 
 def backward_of(graph: fx.Graph) -> set[fx.Node]:
-    """The operators of a graph that are backward's: they read what is kept, or a gradient."""
+    """Returns the operators of a graph that belong to backward: they depend on kept values or on a gradient."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         reads = any(n in found for n in node.all_input_nodes) and node.target not in (sent, output, result)
-        if node.target is kept or is_gradient(node) or (reads and outputs_of(node)):  # A size is everybody's.
+        if node.target is kept or is_gradient(node) or (reads and outputs_of(node)):  # A size is not backward's.
             found.add(node)
     return found
 
 
 @dataclass(frozen=True)
-class Group:
+class FunctionCall:
     """One call of a Function.
 
     Attributes:
-        sent: what was sent to its operands, in order.
+        sent: the gradients of its operands, in order.
         outputs: its outputs, in order.
         inside: the operators of its backward, in order.
-        saved: what these read of forward.
+        saved: the values of forward that its backward reads.
     """
 
     sent: tuple[fx.Node, ...]
@@ -99,7 +99,7 @@ class Group:
 
 
 def fuse(graph: fx.Graph) -> fx.Graph:
-    """A rank's graph, each own backward in a graph of its own."""
+    """Returns a rank's graph with each Function's backward in a separate graph."""
     groups = _groups(graph)
     if not groups:
         return graph
@@ -124,7 +124,7 @@ def _order(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: i for i, node in enumerate(graph.nodes)}
 
 
-def _groups(graph: fx.Graph) -> list[Group]:
+def _groups(graph: fx.Graph) -> list[FunctionCall]:
     backward, order = backward_of(graph), _order(graph)
     calls: dict[tuple[fx.Node, ...], list[fx.Node]] = {}
     for node in graph.nodes:
@@ -136,7 +136,7 @@ def _groups(graph: fx.Graph) -> list[Group]:
 
 def _group(
     marks: tuple[fx.Node, ...], made: Sequence[fx.Node], backward: set[fx.Node], order: dict[fx.Node, int]
-) -> Group:
+) -> FunctionCall:
     found, queue = set[fx.Node](), [mark.args[1] for mark in marks]
     while queue:
         node: Any = queue.pop()
@@ -147,11 +147,11 @@ def _group(
     read = (node for node in found if node.target is kept or node not in backward)
     saved = {node.args[0] if node.target is kept else node for node in read}
     inside = (node for node in found if node in backward)
-    return Group(marks, *(tuple(sorted(part, key=order.__getitem__)) for part in (outputs, inside, saved)))  # type: ignore[arg-type]
+    return FunctionCall(marks, *(tuple(sorted(part, key=order.__getitem__)) for part in (outputs, inside, saved)))  # type: ignore[arg-type]
 
 
-def _call(builder: Builder, group: Group) -> None:
-    """Writes the operator, and what its results are."""
+def _call(builder: Builder, group: FunctionCall) -> None:
+    """Writes the operator `Vjp` for a call, and its results."""
     parts = [node.args[0] for node in group.outputs], [node.args[0] for node in group.sent], group.saved
     given: list[Any] = list(dict.fromkeys(node for part in parts for node in part))
     places = Places(*(tuple(map(given.index, part)) for part in parts))
@@ -165,8 +165,8 @@ def _call(builder: Builder, group: Group) -> None:
             builder.env[user] = item
 
 
-def _backward_graph(group: Group) -> fx.Graph:
-    """Of the outputs' gradients and what is saved: the operands' gradients."""
+def _backward_graph(group: FunctionCall) -> fx.Graph:
+    """Returns the graph of a backward: (gradients of outputs, saved values) -> gradients of operands."""
     graph, env, grads = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
     for i, node in enumerate(group.outputs):
         grads[node] = graph.placeholder(f"grad_{i}")
@@ -186,7 +186,10 @@ def _backward_graph(group: Group) -> fx.Graph:
 
 
 def _copied(builder: Builder, node: fx.Node) -> None:
-    """Copies a node of forward, and of backward what tells it a size: there `kept(x)` and a gradient are as x is."""
+    """Copies a node of forward, and operators of backward that compute a size for it.
+
+    For sizes, `kept(x)` and the gradient of x may be replaced by x.
+    """
     for operand in node.all_input_nodes:
         if operand in builder.env:
             continue

@@ -3,7 +3,7 @@
     Before: v = select(x, 1, 0); fill_(v, 3.0); read(x)
     After:  v = select(x, 1, 0); v1 = fill(v, 3.0); x1 = select_scatter(x, v1, 1, 0); read(x1)
 
-A buffer that the model updates is state: its last value becomes an extra output, written back by the runtime.
+The last value of a buffer that the model updates becomes an extra output, which the runtime writes back.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from autotp.source_location import line_of
 aten = torch.ops.aten
 
 SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
-"""A view that is a part -> what puts a new part into the base."""
+"""A view of a part of a tensor -> the operator that replaces this part."""
 
 
 def functionalize(graph: fx.Graph, buffers: Collection[str], owned: Collection[str] = ()) -> tuple[fx.Graph, list[str]]:
-    """The graph without in-place operators, and the buffers it updates, whose new values it returns last.
+    """Returns the graph without in-place operators, and the names of updated buffers; their new values come last.
 
     Args:
         buffers: placeholder names of the buffers.
-        owned: placeholder names of inputs that may be written to, since their new values are among the outputs.
+        owned: placeholder names of inputs that may be written to, because their new values are outputs.
 
     Raises:
-        Error: an in-place operator on another input, a parameter, or through a view that cannot be undone.
+        Error: an in-place operator writes into another input, a parameter, or through a view that cannot be inverted.
     """
     state = _Versions(Builder(fake_mode_of(graph)))
     for node in graph.nodes:
@@ -50,7 +50,7 @@ def functionalize(graph: fx.Graph, buffers: Collection[str], owned: Collection[s
             state.builder.graph.output((*found, *(state.read(n) for n in updated)))
         elif writes(node):
             state.mutate(node, {*buffers, *owned})
-        elif moves_statistics(node):
+        elif updates_statistics(node):
             state.move(node, {*buffers, *owned})
         else:
             state.visit(node)
@@ -58,7 +58,14 @@ def functionalize(graph: fx.Graph, buffers: Collection[str], owned: Collection[s
 
 
 class _Versions:
-    """The current value of every old node; a view is replayed where its base has changed since it was taken."""
+    """The current value of every old node. A view is computed again if its base has changed since.
+
+    Attributes:
+        current: old node -> new node with its current value.
+        base: view -> the node that it is a view of.
+        seen: view -> version of its base at the time of its value.
+        version: root of views -> number of writes.
+    """
 
     def __init__(self, builder: Builder) -> None:
         self.builder = builder
@@ -74,7 +81,7 @@ class _Versions:
         self._replay(node)
 
     def read(self, node: fx.Node) -> Any:
-        """The value of an old node now."""
+        """Returns the current value of an old node."""
         if node in self.base and self.seen[node] != self._version(node):
             self._replay(node)
         return self.current[node]
@@ -83,7 +90,7 @@ class _Versions:
         return self.version.get(node, 0) > 0
 
     def mutate(self, node: fx.Node, writable: Collection[str]) -> None:
-        """Replaces an in-place operator: its functional form, then everything that shares the memory."""
+        """Replaces an in-place operator by its functional form, and updates the tensors that share the memory."""
         self.builder.origin = node
         written: Any = _written(node)
         root = self._root(written)
@@ -96,7 +103,7 @@ class _Versions:
         self.current[node], self.base[node], self.seen[node] = self.current[written], written, self._version(written)
 
     def move(self, node: fx.Node, writable: Collection[str]) -> None:
-        """Replaces a batch norm in training, whose schema does not say that it moves running statistics."""
+        """Replaces a batch norm in training: it updates running statistics, although its schema does not say so."""
         self.builder.origin = node
         given = bind(node)
         names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
@@ -106,7 +113,7 @@ class _Versions:
         for name, value in zip(names[3:5], moved, strict=True):
             root = self._root(given[name])
             if root.op == "placeholder" and root.name not in writable:
-                raise _refused(node, "moves running statistics that are no buffers of the model")
+                raise _refused(node, "updates running statistics that are not buffers of the model")
             self._write(given[name], value)
             self.version[root] = self.version.get(root, 0) + 1
         self.current[node] = made
@@ -132,7 +139,7 @@ class _Versions:
         return new if new.meta["val"].dtype == dtype else self.builder.call(aten.to.dtype, new, dtype)
 
     def _write(self, node: fx.Node, new: fx.Node) -> None:
-        """`node` is `new` now; so is its part of what it is a view of."""
+        """Sets the value of `node` to `new`, and updates the tensor that `node` is a view of."""
         source = self.base.get(node)
         if source is not None:
             rest = fx.map_arg(node.args[1:], lambda n: self.read(n))
@@ -144,7 +151,7 @@ class _Versions:
     def _replay(self, node: fx.Node) -> None:
         self.builder.origin = node
         self.builder.env = {n: self.read(n) for n in node.all_input_nodes}
-        # What an in-place operator returned is what it wrote to; it does not write again.
+        # The result of an in-place operator is the tensor that it wrote to: it must not write again.
         self.current[node] = self.read(self.base[node]) if writes(node) else self.builder.copy(node)
         if node in self.base:
             self.seen[node] = self._version(node)
@@ -160,9 +167,9 @@ class _Versions:
 
 @cache
 def _form(op: OpOverload) -> OpOverload | None:
-    """The operator that returns what an in-place one writes: of its name, with arguments of the same types.
+    """Returns the functional form of an in-place operator, or None: same name, arguments of the same types.
 
-    (`pow_.Scalar` raises a tensor to a number, `pow.Scalar` a number to a tensor.)
+    The overload's name does not tell: `pow_.Scalar` raises a tensor to a number, `pow.Scalar` a number to a tensor.
     """
     namespace, _, name = op._schema.name.removesuffix("_").partition("::")
     library, wanted = getattr(torch.ops, namespace), _types(op)
@@ -172,8 +179,8 @@ def _form(op: OpOverload) -> OpOverload | None:
     return min(fitting, key=lambda one: one._overloadname != op._overloadname, default=None)
 
 
-def moves_statistics(node: fx.Node) -> bool:
-    """True for a batch norm that moves its running mean and variance."""
+def updates_statistics(node: fx.Node) -> bool:
+    """True for a batch norm that updates its running mean and variance."""
     if node.target is not aten.batch_norm.default:
         return False
     given = bind(node)
@@ -185,13 +192,13 @@ def _types(op: OpOverload) -> list[tuple[str, bool]]:
 
 
 def _defaults(op: OpOverload, form: OpOverload) -> list[Any]:
-    """The arguments by position that must be given to the form, and their values where `op` may leave them out."""
+    """Returns the default values of the positional arguments that the functional form requires."""
     needed = sum(not arg.has_default_value() and not arg.kwarg_only for arg in form._schema.arguments)
     return [arg.default_value for arg in op._schema.arguments[:needed]]
 
 
 def _written(node: fx.Node) -> Any:
-    """The value that an in-place operator writes into: its first operand, or what is given as `out`, and no other."""
+    """Returns the tensor that an in-place operator writes into: its first operand, or its argument `out`."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     places = [i for i, arg in enumerate(schema) if arg.alias_info is not None and arg.alias_info.is_write]
     found = node.kwargs.get("out") if len(places) == 1 and schema[places[0]].is_out else None
@@ -202,8 +209,8 @@ def _written(node: fx.Node) -> Any:
 
 
 def _viewed(node: fx.Node, mode: FakeTensorMode) -> fx.Node | None:
-    """The node whose memory this one shares."""
-    if node.target is operator.getitem:  # One part of a split shares memory with the whole, one of a topk is its own.
+    """Returns the node whose memory a node shares; None if it has its own."""
+    if node.target is operator.getitem:  # An item of a split shares memory with its base, an item of a topk does not.
         several: Any = node.args[0]
         return several if _viewed(several, mode) is not None else None
     if not isinstance(node.target, OpOverload):
@@ -215,27 +222,27 @@ def _viewed(node: fx.Node, mode: FakeTensorMode) -> fx.Node | None:
 
 
 def _shares(node: fx.Node, source: fx.Node, mode: FakeTensorMode) -> bool:
-    """True if a view is one: `reshape`, `contiguous` and `to` copy where they must. Tried on tensors without memory."""
+    """True if a result shares memory with its base (`reshape` and `to` may copy); runs it on fake tensors."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     at = node.args.index(source)
     return evaluated(mode, _lies_in, node.target, at, args, kwargs)
 
 
 def _lies_in(target: Any, at: int, args: Any, kwargs: Any) -> bool:
-    """True if what a call gives lies in the memory of the argument at this place; several parts always do."""
+    """True if the result of a call shares memory with the argument at this place; a tuple of views always does."""
     found = target(*args, **kwargs)
     return not isinstance(found, torch.Tensor) or found.untyped_storage()._cdata == args[at].untyped_storage()._cdata
 
 
 def _scattered(builder: Builder, view: fx.Node, rest: Any, base: Any, new: fx.Node) -> fx.Node:
-    """The base of `view` once the view is `new`; `rest` is how the view was taken."""
+    """Returns the base of `view` with the view's part replaced by `new`; `rest` are the view's other arguments."""
     target: Any = view.target
     if target in SCATTERS:
         return builder.call(SCATTERS[target], base, new, *rest)
     if has(target, Trait.RESHAPE):
         return builder.call(aten.reshape.default, new, _sizes(builder, base))
     if has(target, Trait.SAME | Trait.MAY_ALIAS) or writes(view):
-        return new  # What an in-place operator returns is what it wrote to.
+        return new  # The result of an in-place operator is the tensor that it wrote to.
     if has(target, Trait.SWAP):
         return builder.call(target, new, *rest)
     if target is aten.permute.default:
@@ -248,7 +255,7 @@ def _scattered(builder: Builder, view: fx.Node, rest: Any, base: Any, new: fx.No
 
 
 def _sizes(builder: Builder, node: fx.Node) -> list[Any]:
-    """The sizes of a value, symbolic ones as nodes."""
+    """Returns the sizes of a value, with symbolic sizes as nodes."""
     shape = node.meta["val"].shape
     return [n if isinstance(n, int) else builder.call(aten.sym_size.int, node, d) for d, n in enumerate(shape)]
 

@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Autocast:
-    """What `torch.autocast` does to operators on one kind of device.
+    """The settings of `torch.autocast` for one kind of device.
 
     Attributes:
         device: the kind, "cpu" or "cuda".
@@ -22,16 +22,16 @@ class Autocast:
     dtype: torch.dtype | None = None
 
     def on(self) -> AbstractContextManager[Any]:
-        """A region in which autocast is so. Casts are not cached: these would outlive a capture."""
+        """A region with these settings. Autocast's cache of casts is off: its tensors would outlive a capture."""
         return torch.autocast(self.device, self.dtype, self.dtype is not None, cache_enabled=False)
 
     def off(self) -> AbstractContextManager[Any]:
-        """A region for what was captured so: there every cast is written out."""
+        """A region without autocast, to run a graph that was captured under these settings: its casts are operators."""
         return torch.autocast(self.device, enabled=False) if self.dtype is not None else nullcontext()
 
 
 def ambient(device: torch.device) -> Autocast:
-    """What autocast does now to operators on `device`."""
+    """Returns the settings of autocast that now hold for operators on `device`."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return Autocast()
     return Autocast(device.type, torch.get_autocast_dtype(device.type))

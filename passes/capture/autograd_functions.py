@@ -1,7 +1,7 @@
 """Captures a `torch.autograd.Function` with its backward.
 
-`autotp/ops/custom_vjp.py` says how its operators are marked. Both run as torch runs them: without gradients of their
-own, backward outside of autocast.
+`autotp/ops/custom_vjp.py` says how its operators are marked. Forward and backward run as torch runs them: both without
+recording gradients, and backward outside of autocast.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Function = Any
 
 
 class Context:
-    """The `ctx` of a Function: what forward keeps for backward.
+    """The `ctx` of a Function, which carries tensors and settings from forward to backward.
 
     Attributes:
-        needs_input_grad: True for every floating operand, frozen or not: somebody may unfreeze.
+        needs_input_grad: True for every floating operand, also for frozen ones: the user may unfreeze them later.
     """
 
     def __init__(self, args: Sequence[Any]) -> None:
@@ -43,10 +43,10 @@ class Context:
         self.saved_tensors = tensors
 
     def save_for_forward(self, *tensors: Any) -> None:
-        """Keeps nothing: that is for forward mode."""
+        """Does nothing: torch uses it in forward-mode differentiation only."""
 
     def mark_dirty(self, *tensors: Any) -> None:
-        """Notes what forward wrote into."""
+        """Notes the operands that forward wrote into."""
         self.dirty = tensors
 
     def mark_non_differentiable(self, *tensors: Any) -> None:
@@ -54,29 +54,30 @@ class Context:
         self.non_differentiable = tensors
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Notes whether backward is given zeros for an output that nobody read."""
+        """Notes whether backward gets zeros as the gradient of an unused output."""
         self.materialize_grads = value
 
-    def seen(self, read: Callable[[Tensor], Tensor]) -> Context:
-        """What backward is given: the same, its tensors as `read` has them."""
+    def mapped(self, read: Callable[[Tensor], Tensor]) -> Context:
+        """Returns a copy for backward, with `read` applied to each tensor in any attribute."""
         new = copy.copy(self)
-        new.__dict__.update(pytree.tree_map_only(Tensor, read, dict(vars(self))))
+        for name, value in vars(self).items():
+            setattr(new, name, pytree.tree_map_only(Tensor, read, value))
         return new
 
 
-def apply(function: Function, args: Sequence[Any]) -> Any:
-    """What `function.apply(*args)` returns, while a graph is captured.
+def run_function(function: Function, args: Sequence[Any]) -> Any:
+    """Returns the result of `function.apply(*args)`, while a graph is captured.
 
     Raises:
-        Error: the Function cannot be traced; names it, and the line that calls it.
+        Error: the Function cannot be traced; names the Function and the line that calls it.
     """
     ctx = Context(args)
     inside = [arg.detach() if _is_floating(arg) else arg for arg in args]
     with torch.no_grad():
-        found = _forward(function, ctx, inside)
+        result = _forward(function, ctx, inside)
     if not torch.is_grad_enabled() or not any(ctx.needs_input_grad):
-        return found
-    outs = found if isinstance(found, tuple) else (found,)
+        return result
+    outs = result if isinstance(result, tuple) else (result,)
     try:
         _expect_traceable(ctx, outs)
         done = _differentiated(function, ctx, args, inside, outs)
@@ -84,33 +85,33 @@ def apply(function: Function, args: Sequence[Any]) -> Any:
         raise
     except Exception as error:  # A backward may fail in any way.
         raise _refused(function, error) from error
-    return done if isinstance(found, tuple) else done[0]
+    return done if isinstance(result, tuple) else done[0]
 
 
 def _forward(function: Function, ctx: Context, inside: Sequence[Any]) -> Any:
     if function.setup_context is torch.autograd.Function.setup_context:
         return function.forward(ctx, *inside)
-    found = function.forward(*inside)
-    function.setup_context(ctx, tuple(inside), found)
-    return found
+    result = function.forward(*inside)
+    function.setup_context(ctx, tuple(inside), result)
+    return result
 
 
 def _differentiated(
     function: Function, ctx: Context, args: Sequence[Any], inside: Sequence[Any], outs: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """The outputs, each floating one marked with the gradients that backward makes of theirs."""
-    plain = {id(x) for x in ctx.non_differentiable}
+    """Returns the outputs; marks each floating output with the operands' gradients that backward computes."""
+    without_gradient = {id(x) for x in ctx.non_differentiable}
     marked = {
         i: RECORDED["output"](y, function.__name__)
         for i, y in enumerate(outs)
-        if _is_floating(y) and id(y) not in plain
+        if _is_floating(y) and id(y) not in without_gradient
     }
-    given = {id(x): arg for x, arg in zip(inside, args, strict=True)}
+    operand_of = {id(x): arg for x, arg in zip(inside, args, strict=True)}
     grads = [marked[i][1] if i in marked else _no_gradient(y) for i, y in enumerate(outs)]
-    found = _backward(function, ctx.seen(lambda x: RECORDED["kept"](given.get(id(x), x))), grads)
-    if len(found) < len(args) or any(grad is not None for grad in found[len(args) :]):
-        raise ValueError(f"it returns {len(found)} gradients of {len(args)} operands")
-    pairs = zip(args, found, strict=False)
+    result = _backward(function, ctx.mapped(lambda x: RECORDED["kept"](operand_of.get(id(x), x))), grads)
+    if len(result) < len(args) or any(grad is not None for grad in result[len(args) :]):
+        raise ValueError(f"it returns {len(result)} gradients of {len(args)} operands")
+    pairs = zip(args, result, strict=False)
     sent = [RECORDED["sent"](x, _fitted(g, x)) for x, g in pairs if _is_floating(x) and g is not None]
     if not sent:
         return tuple(outs)
@@ -121,12 +122,12 @@ def _backward(function: Function, ctx: Context, grads: Sequence[Any]) -> tuple[A
     run = function.backward if function.vjp is torch.autograd.Function.vjp else function.vjp
     cast = torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else torch.no_grad()
     with torch.no_grad(), cast, _WithoutEngine():
-        found = run(ctx, *grads)
-    return found if isinstance(found, tuple) else (found,)
+        result = run(ctx, *grads)
+    return result if isinstance(result, tuple) else (result,)
 
 
 class _WithoutEngine(TorchFunctionMode):
-    """Refuses a backward within a backward: what autograd's engine computes is recorded in no graph."""
+    """Refuses a backward within a backward: a capture does not see the operators that autograd's engine runs."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
@@ -135,14 +136,14 @@ class _WithoutEngine(TorchFunctionMode):
 
 
 def _fitted(grad: Tensor, x: Tensor) -> Tensor:
-    """A gradient as autograd takes it: in the operand's dtype, summed where that was broadcast."""
+    """Returns a gradient as autograd expects it: in the operand's dtype, summed over broadcast dimensions."""
     with torch.no_grad():
         grad = grad if grad.shape == x.shape else grad.sum_to_size(x.shape)
         return grad if grad.dtype == x.dtype else grad.to(x.dtype)
 
 
 def _no_gradient(y: Any) -> Any:
-    """What backward is given for an output that has no gradient."""
+    """Returns what backward gets for an output without a gradient: zeros, or None for a non-tensor."""
     return torch.zeros_like(y) if isinstance(y, Tensor) else None
 
 

@@ -1,4 +1,4 @@
-"""Captured: a graph of ATen operators, what its placeholders mean, and the facts of the call around it."""
+"""Captured: a graph of ATen operators, the meaning of its placeholders, and the facts of the call around it."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class OutputAt:
 
 @dataclass(frozen=True)
 class InputSize:
-    """Stands for a whole number that is computed from sizes and numbers that a call is given."""
+    """Stands for a whole number that is computed from the sizes and numbers among a call's arguments."""
 
     expression: Any
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What of a model's attributes is an input of a graph.
+    """The attributes of a model whose values are inputs of a graph.
 
     Attributes:
-        slots: attributes of which all tensors below are.
-        numbers: where whole numbers lie that are, unless they are `fixed`.
-        fixed: where whole numbers lie that operators are given: a graph is for one value.
+        slots: attributes whose tensors, at any depth, are inputs.
+        numbers: paths of the whole numbers that are inputs, unless they are `fixed`.
+        fixed: paths of the whole numbers that are arguments of operators: the graph is right for one value only.
     """
 
     slots: frozenset[Slot] = frozenset()
@@ -49,39 +49,39 @@ class Opened:
         return Opened(self.slots | other.slots, self.numbers | other.numbers, self.fixed | other.fixed)
 
 
-NOTHING = Opened()
+NOTHING_OPENED = Opened()
 
 
 @dataclass(frozen=True)
 class Captured:
     """One graph of a model.
 
-    A state is an argument that the model changes (`passes/capture/pytree.py`): its tensors may be written to.
+    A state is an argument that the model changes, such as a key-value cache (`passes/capture/pytree.py`).
 
     Attributes:
         graph: placeholders in the order parameters, buffers, constants, inputs; one output, a tuple of tensors.
         parameters: placeholder name -> the parameter's first name in the model; a tied one has one placeholder.
         buffers: placeholder name -> the buffer's first name in the model.
-        constants: placeholder name -> the tensor the model made while it was captured.
+        constants: placeholder name -> a tensor that the model created during capture, or held outside of its buffers.
         inputs: placeholder names of the tensor inputs, in the order of the flattened arguments.
         assigned: placeholder names of the buffers that the model sets anew; their values are the last outputs.
-        outputs: rebuilds the model's output from the flat list of outputs, and gives the states what they hold now.
-        owned: those of `inputs` that may be written to: of a state, of attributes, those in `into`.
+        outputs: rebuilds the model's output from the flat list of outputs, and puts the new values into the states.
+        owned: the inputs that the graph may write to: tensors of states and of attributes, and those in `into`.
         kept: positions of the outputs that belong to a state.
-        fits: True for shapes of the tensor inputs that the graph is right for.
-        example: shapes of the inputs it was captured with.
+        fits: returns True for shapes of the tensor inputs that the graph is right for.
+        example: shapes of the inputs during capture.
         leaves, spec: the flattened arguments, tensors on meta, and their structure.
-        autocast: what was on around the model; its `device` is the one that the graph names.
-        reads: the attributes that were read.
-        opened: where the tensors and numbers lie, below attributes, that come behind the arguments' tensors.
-        known: what is known to change from call to call.
-        changes: what a call does to the model's attributes; leaves are `Place`s, `Size`s, or as they are.
-        stays: positions of the outputs that attributes are set to and that the next call is given.
-        results: how many of the outputs the model returns; those behind are what attributes are set to.
-        into: for each argument that the model writes into its place among the arguments' tensors, and the position of
-            the output that it is then.
-        sets: what a call sets attributes of classes and globals to, plain values.
-        wanted: of what gradients were wanted, as far as the model asked: the graph is for no other calls.
+        autocast: the settings of autocast during capture; the graph names their `device`.
+        reads: the attributes that the model read.
+        opened: paths of the tensors and numbers in attributes that are inputs; they follow the arguments' tensors.
+        known: the attributes that are known to change from call to call.
+        changes: the changes of a call to the model's attributes; leaves are `OutputAt`, `InputSize` or plain values.
+        stays: positions of the outputs that attributes are set to and that are inputs of the next call.
+        results: the number of outputs that the model returns; the outputs after them are new values of attributes.
+        into: for each argument that the model writes into: its place among the arguments' tensors, and the position of
+            the output that holds its new value.
+        sets: the plain values that a call sets attributes of classes and globals to.
+        wanted: the answers to the model's questions about gradients: the graph is right only for calls with the same.
     """
 
     graph: fx.Graph
@@ -110,20 +110,20 @@ class Captured:
 
     @property
     def input_at(self) -> dict[Path, str]:
-        """Where a tensor lies that is an input -> its placeholder's name."""
+        """Path of a tensor in an attribute that is an input -> name of its placeholder."""
         paths = [path for path in self.opened if path not in self.known.numbers]
         return dict(zip(paths, self.inputs[len(self.inputs) - len(paths) :], strict=True))
 
     @property
     def computes_changes(self) -> bool:
-        """Whether a call sets attributes to what it computes, or to sizes."""
+        """True if a call sets attributes to computed tensors or to sizes."""
         values = [v for c in self.changes if isinstance(c, Change) for v in c.values.values() if v is not GONE]
         writes = any(isinstance(change, Write) for change in self.changes)
         return writes or any(isinstance(leaf, OutputAt | InputSize) for leaves, _ in values for leaf in leaves)
 
     @property
     def written(self) -> frozenset[Slot]:
-        """The attributes that a call sets, or below which it changes something."""
+        """The attributes that a call sets, or whose contents it changes."""
         own = [change for change in self.changes if isinstance(change, Change) and len(change.path) == 1]
         named = {(change.path[0], key) for change in own for key in change.values}
         return frozenset(named | {slot_of(change.path) for change in self.changes if len(change.path) > 1})

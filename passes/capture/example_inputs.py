@@ -1,7 +1,7 @@
 """Finds example inputs from a model's `dummy_inputs` or its signature.
 
-Only structure, shapes and dtypes of them are read. No size is 0 or 1, which the exporter would take for a constant,
-and batch and sequence differ.
+Capture reads only their structure, shapes and dtypes. No size is 0 or 1, because the exporter takes these for
+constants; batch and sequence differ.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from autotp.passes.capture.skeleton import skeleton_of
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 BATCH, SEQ = 2, 5
-SIDES = (64, 224, 32, 28)  # of images; what takes any is asked with few places
-IMAGE_SIZE = ("image_size", "img_size")  # what they are called: Hugging Face's, timm's
-LABELS = ("label", "labels", "target", "targets")  # ends of the names of what a loss compares with
+SIDES = (64, 224, 32, 28)  # Sides of images, tried in this order; a model that takes any size gets a small one.
+IMAGE_SIZE = ("image_size", "img_size")  # The attribute's name in Hugging Face and in timm.
+LABELS = ("label", "labels", "target", "targets")  # Endings of the names of label arguments.
 TOKENWISE = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "ForTokenClassification")
 
 # NOTE [Which labels]
-# A model captured without labels has no loss, and without it nothing shows that nobody reads the logits. So labels are
-# added, but their shape is not written anywhere: [batch seq] for a language model, [batch] for a classifier. The model
-# is asked: it runs on meta with labels of one shape, then of the other, and where a scalar comes out they are taken.
-# Where it cannot run on meta (it reads a value), the names of Hugging Face's classes tell; else no labels are added but
-# those that `forward` needs.
+# A model captured without labels has no loss, and its logits are an output, which every rank must gather. So labels are
+# added. Their shape is not written anywhere: [batch seq] for a language model, [batch] for a classifier. So the model
+# runs on meta with labels of one shape, then of the other; the labels that give a scalar are taken. If the model cannot
+# run on meta (it reads a value), the names of Hugging Face's classes tell the shape; for other models only the labels
+# that `forward` requires are added.
 
 
 def example_inputs(model: nn.Module, given: Any = None) -> Inputs:
-    """Arguments to call `model` with, positional and by keyword; real tensors on the CPU if not `given`.
+    """Returns arguments to call `model` with, positional and by keyword; real tensors on the CPU if not `given`.
 
-    From `model.dummy_inputs` if its names are those of `forward`; else inferred: the first argument from the first
-    layer (ids for an embedding, features for a linear layer or a norm, images for a convolution), nothing for those
-    with a default. Then labels are added, where a loss comes of it: NOTE [Which labels].
+    They are `model.dummy_inputs` if its names are those of `forward`. Otherwise the first argument is inferred from the
+    first layer (ids for an embedding, features for a linear layer or a norm, images for a convolution), and arguments
+    with a default are left out. Labels are added if the model then returns a loss: NOTE [Which labels].
 
     Args:
-        given: keyword arguments (a dict), positional ones (a tuple or list) or one tensor, taken as they are.
+        given: a dict of keyword arguments, a tuple or list of positional arguments, or one tensor; used unchanged.
 
     Raises:
-        Error: `given` is something else, or an argument cannot be inferred: shows what to pass.
+        Error: `given` has another type, or an argument cannot be inferred: shows what to pass.
     """
     if isinstance(given, Mapping):
         return (), dict(given)
@@ -64,7 +64,7 @@ def example_inputs(model: nn.Module, given: Any = None) -> Inputs:
 
 
 def _dummy(model: nn.Module) -> Inputs | None:
-    """`model.dummy_inputs` (Hugging Face's convention), its ids brought below the size of the first embedding."""
+    """Returns `model.dummy_inputs` (Hugging Face's convention), with ids below the size of the first embedding."""
     found, names = getattr(model, "dummy_inputs", None), set(_parameters(model))
     if not isinstance(found, Mapping) or (names and not names.issuperset(found)):
         return None  # Hugging Face's vision models inherit `input_ids`, which they do not take.
@@ -78,7 +78,7 @@ def _below(value: Any, size: int) -> Any:
 
 
 def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
-    """The parameters of `forward` but *args and **kwargs."""
+    """Returns the parameters of `forward`, without *args and **kwargs."""
     found = inspect.signature(model.forward).parameters
     return {name: p for name, p in found.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
@@ -95,7 +95,7 @@ def _inferred(model: nn.Module) -> Inputs:
 
 
 def _that_runs(model: nn.Module, name: str, candidates: list[Tensor]) -> Tensor | None:
-    """The first of several values that the model takes, tried on meta; one alone is not tried."""
+    """Returns the first candidate that the model runs with on meta; a single candidate is returned untried."""
     if len(candidates) < 2:
         return next(iter(candidates), None)
     skeleton = skeleton_of(model)
@@ -103,7 +103,7 @@ def _that_runs(model: nn.Module, name: str, candidates: list[Tensor]) -> Tensor 
 
 
 def _for_first_layer(model: nn.Module) -> list[Tensor]:
-    """What the first layer may be given.
+    """Returns candidates for the input of the first layer.
 
     Ids [batch seq] for an embedding, features [batch seq hidden] for a linear layer, a norm or attention, images
     [batch channel height width] for a convolution.
@@ -123,12 +123,12 @@ def _for_first_layer(model: nn.Module) -> list[Tensor]:
                 dtype = module.weight.dtype
                 return [_features(BATCH, module.in_channels, *size, dtype=dtype) for size in _image_sizes(model)]
             case nn.modules.conv._ConvNd() | nn.RNNBase():
-                return []  # sound, video, and sequences in either order
+                return []  # Sound, video, and sequences whose dimensions may come in either order.
     return []
 
 
 def _image_sizes(model: nn.Module) -> list[tuple[int, int]]:
-    """Height and width of images: as the model or its configuration names them, else those to try."""
+    """Returns height and width of images: from the model or its configuration, else all sizes to try."""
     for holder in (getattr(model, "config", None), *model.modules()):
         for size in (getattr(holder, name, None) for name in IMAGE_SIZE):
             if isinstance(size, int):
@@ -139,7 +139,7 @@ def _image_sizes(model: nn.Module) -> list[tuple[int, int]]:
 
 
 def _features(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Numbers between -1 and 1, none of them drawn: the random state is the user's."""
+    """Returns evenly spaced numbers from -1 to 1. They are not random: the random state belongs to the user."""
     return torch.linspace(-1, 1, math.prod(shape)).view(shape).to(dtype)
 
 
@@ -151,7 +151,7 @@ def _is_label(name: str) -> bool:
 
 
 def _with_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-    """The arguments and labels with which `model` returns a loss, if there are any. NOTE [Which labels]"""
+    """Adds labels to the arguments if `model` then returns a loss. NOTE [Which labels]"""
     parameters = _parameters(model)
     free = {n: parameters[n].default for n in list(parameters)[len(args) :] if _is_label(n) and n not in kwargs}
     names = [n for n, default in free.items() if default is None or default is inspect.Parameter.empty]
@@ -172,23 +172,23 @@ def _with_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _returns_loss(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
-    """Whether there is a floating scalar among the outputs; None where the model on meta fails."""
+    """True if a floating scalar is among the outputs; None if the model fails on meta."""
     args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = skeleton(*args, **kwargs)
-    except Exception:  # of any kind: it is the model's code, on shapes that may not fit
+    except Exception:  # The model's own code may raise anything on shapes that do not fit.
         return None
     leaves = [*pytree.tree_leaves(found), getattr(found, "loss", None)]
     return any(isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point() for x in leaves)
 
 
-# ---- what to pass instead
+# ---- the error that shows what to pass
 
 
 def _cannot_infer(model: nn.Module, needed: list[inspect.Parameter], value: Tensor | None) -> Error:
-    """An error that shows the arguments to pass, the first as far as it is known."""
+    """Returns an error that shows the arguments to pass; the first one in full if it could be inferred."""
     tensor = [p.annotation is p.empty or "Tensor" in str(p.annotation) for p in needed]
     shown = {p.name: "torch.randn(...)" if is_tensor else "..." for p, is_tensor in zip(needed, tensor, strict=True)}
     if needed and value is not None:

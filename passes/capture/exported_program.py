@@ -1,7 +1,7 @@
 """exported_program: torch.export's program -> a graph whose placeholders have the model's names.
 
 Before: graph(p_model_up_weight, p_model_tied, c_lifted_tensor_0, x) with a placeholder for each name of a tensor
-After:  graph(p_model_up_weight, c_lifted_tensor_0, x), blocks written out, without what nobody reads
+After:  graph(p_model_up_weight, c_lifted_tensor_0, x) with repeated blocks written out and unread inputs removed
 """
 
 from __future__ import annotations
@@ -21,18 +21,27 @@ from autotp.errors import Error
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.captured import Captured, InputSize, Opened, OutputAt
 from autotp.passes.capture.flatten import Flat, Returned
-from autotp.passes.capture.guards.attribute_paths import Slot, everything, found_at, key_of, reached, slot_of, spelled
+from autotp.passes.capture.guards.attribute_paths import (
+    Path,
+    Slot,
+    everything,
+    found_at,
+    key_of,
+    reached,
+    slot_of,
+    spelled,
+)
 from autotp.passes.capture.guards.attribute_writes import GONE, Change, Write
 from autotp.passes.capture.guards.code_names import named
-from autotp.passes.capture.guards.sizes import Sizes
+from autotp.passes.capture.guards.sizes import SizeAssumptions
 from autotp.passes.capture.inline import inline
-from autotp.passes.capture.pytree import settled, within_states
+from autotp.passes.capture.pytree import unflatten_outcome, within_states
 from autotp.passes.capture.repeats.unfold import unfold
 from autotp.passes.capture.skeleton import storage_of
 from autotp.rules.call import writes
 
 
-def captured(
+def convert_program(
     program: ExportedProgram,
     flat: Flat,
     given: Sequence[Any],
@@ -40,71 +49,85 @@ def captured(
     reads: frozenset[Slot],
     known: Opened,
 ) -> Captured | Opened:
-    """The graph of a program, and what surrounds it; or what of the model's attributes has to be an input besides.
+    """Returns the graph of a program with its facts; or the attributes that have to be inputs in addition.
 
     Args:
-        given: what `flat` was run on.
-        reads: the attributes that were read.
-        known: what is opened.
+        given: the inputs that `flat` ran on.
+        reads: the attributes that the model read.
+        known: the attributes that are inputs already.
     """
     graph = unfold(inline(program.graph_module.graph))
-    held = _held(program, graph, flat)
-    if slots := _written_into(graph, held.constants, flat.model):
+    placeholders = _placeholders(program, graph, flat)
+    if slots := _written_into(graph, placeholders.constants, flat.model):
         return Opened(slots)
-    _expect_no_gradients(held.constants)
+    _expect_no_gradients(placeholders.constants)
     _expect_unshared(flat)
-    own = dict(zip(held.inputs[len(held.inputs) - len(flat.opened) :], flat.opened, strict=True))
-    sizes_of = {n.name: _shape(n.meta["val"]) for n in graph.nodes if n.op == "placeholder" and n.name in held.inputs}
-    if used := [path for name, path in own.items() if _is_read_number(graph, name)]:
+    paths = placeholders.paths(flat)
+    sizes_of = {n.name: _shape(n.meta["val"]) for n in graph.nodes if n.name in placeholders.inputs}
+    if used := [path for name, path in paths.items() if _is_read_number(graph, name)]:
         return Opened(fixed=frozenset(used))
-    _drop_copies(graph, {name for name, path in own.items() if path not in flat.returned.moved})
-    unread = _drop_unread(graph, own)
-    inputs = {name: x for name, x in zip(held.inputs, given, strict=True) if name not in unread}
-    sizes = Sizes([sizes_of[name] for name in inputs], _environment(graph), program)
-    it, places = flat.returned, {place: name for name, place in held.buffers.items()}
+    _drop_copies(graph, {name for name, path in paths.items() if path not in flat.returned.moved})
+    unread = _drop_unread(graph, paths)
+    inputs = {name: x for name, x in zip(placeholders.inputs, given, strict=True) if name not in unread}
+    sizes = SizeAssumptions([sizes_of[name] for name in inputs], _environment(graph), program)
+    ran = _facts_of_run(flat, placeholders, sizes)
     return Captured(
         graph=graph,
-        parameters=held.parameters,
-        buffers=held.buffers,
-        constants=held.constants,
+        parameters=placeholders.parameters,
+        buffers=placeholders.buffers,
+        constants=placeholders.constants,
         inputs=[name for name, x in inputs.items() if isinstance(x, Tensor)],
-        assigned=[places[name] for name in it.assigned],
-        outputs=_rebuilding(it),
-        owned=_of_states(flat, held.inputs) | frozenset(own) | {held.inputs[i] for i, _ in it.into},
-        kept=frozenset(it.kept),
         fits=sizes.fits(),
         example=tuple(tuple(_shape(x)) for x in inputs.values()),
-        leaves=tuple(like(leaf, "meta") if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves),
-        spec=flat.spec,
         autocast=autocast,
         reads=reads,
-        opened=tuple(path for name, path in own.items() if name not in unread),
+        opened=tuple(path for name, path in paths.items() if name not in unread),
         known=known,
-        changes=tuple(_computed(change, sizes) for change in it.changes),
-        stays=frozenset(it.stays),
-        results=it.results,
-        into=tuple(it.into),
-        sets=tuple(it.sets),
+        **ran,
     )
 
 
+def _facts_of_run(flat: Flat, placeholders: _Placeholders, sizes: SizeAssumptions) -> dict[str, Any]:
+    """Returns the fields of `Captured` that follow from the run of the model alone."""
+    returned, inputs = flat.returned, placeholders.inputs
+    name_of = {buffer: name for name, buffer in placeholders.buffers.items()}
+    written = {inputs[i] for i, _ in returned.into}
+    return {
+        "leaves": tuple(like(leaf, "meta") if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves),
+        "spec": flat.spec,
+        "assigned": [name_of[buffer] for buffer in returned.assigned],
+        "outputs": _rebuilding(returned),
+        "owned": _of_states(flat, inputs) | frozenset(placeholders.paths(flat)) | written,
+        "kept": frozenset(returned.kept),
+        "changes": tuple(_computed(change, sizes) for change in returned.changes),
+        "stays": frozenset(returned.stays),
+        "results": returned.results,
+        "into": tuple(returned.into),
+        "sets": tuple(returned.sets),
+    }
+
+
 def like(leaf: Tensor, device: str) -> Tensor:
-    """A tensor without values, of the same shape and dtype."""
+    """Returns a tensor without values, of the same shape and dtype."""
     return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device=device)
 
 
 @dataclass(frozen=True)
-class _Held:
-    """What the placeholders of a graph are, by name: see `Captured`."""
+class _Placeholders:
+    """The placeholders of a graph by kind: see `Captured`."""
 
     parameters: dict[str, str]
     buffers: dict[str, str]
     constants: dict[str, Tensor]
     inputs: list[str]
 
+    def paths(self, flat: Flat) -> dict[str, Path]:
+        """Name of a placeholder -> path of the attribute's tensor or number that it stands for."""
+        return dict(zip(self.inputs[len(self.inputs) - len(flat.opened) :], flat.opened, strict=True))
 
-def _held(program: ExportedProgram, graph: fx.Graph, flat: Flat) -> _Held:
-    """What the placeholders are, one for each tensor, whatever names it has in the model."""
+
+def _placeholders(program: ExportedProgram, graph: fx.Graph, flat: Flat) -> _Placeholders:
+    """Returns the placeholders: one for each tensor, however many names it has in the model."""
     names = _targets(program)
     parameters = _first_names(names.get(InputKind.PARAMETER, {}), dict(flat.named_parameters(remove_duplicate=False)))
     buffers = _first_names(names.get(InputKind.BUFFER, {}), dict(flat.named_buffers(remove_duplicate=False)))
@@ -114,11 +137,11 @@ def _held(program: ExportedProgram, graph: fx.Graph, flat: Flat) -> _Held:
     _merge_tied(graph, parameters)
     _expect_own(constants, flat.model)
     _expect_values(constants)
-    return _Held(parameters, buffers, constants, list(names.get(InputKind.USER_INPUT, {})))
+    return _Placeholders(parameters, buffers, constants, list(names.get(InputKind.USER_INPUT, {})))
 
 
 def _taken_from(constants: dict[str, Tensor], flat: Flat) -> dict[str, str]:
-    """Takes the parameters out of the constants: one in a plain list, or in a function. Placeholder -> first name."""
+    """Removes parameters from the constants (a plain list or a function held them). Placeholder -> first name."""
     held = {p.untyped_storage()._cdata: name.removeprefix("model.") for name, p in flat.named_parameters()}
     fakes = [name for name, constant in constants.items() if isinstance(constant, FakeTensor)]
     found = [name for name in fakes if constants[name].untyped_storage()._cdata in held]
@@ -126,19 +149,19 @@ def _taken_from(constants: dict[str, Tensor], flat: Flat) -> dict[str, str]:
 
 
 def _of_states(flat: Flat, inputs: Sequence[str]) -> frozenset[str]:
-    """The inputs that belong to an object that the call changes."""
+    """Returns the inputs that belong to a state: an argument that the call changes."""
     inside = within_states(pytree.tree_unflatten(flat.leaves, flat.spec))
     of_tensors = [one for one, leaf in zip(inside, flat.leaves, strict=True) if isinstance(leaf, Tensor)]
     return frozenset(name for name, one in zip(inputs, of_tensors, strict=False) if one)
 
 
 def _shape(value: Any) -> Sequence[Any]:
-    """A tensor's sizes; a number as the size of one dimension."""
+    """Returns a tensor's sizes; a number as the size of a single dimension."""
     return tuple(value.shape) if isinstance(value, Tensor) else (value,)
 
 
-def _computed(change: Change | Write, sizes: Sizes) -> Change | Write:
-    """A change whose sizes are functions of the shapes of a call."""
+def _computed(change: Change | Write, sizes: SizeAssumptions) -> Change | Write:
+    """Returns a change whose sizes are functions of the shapes of a call."""
     if isinstance(change, Write):
         return change
 
@@ -151,7 +174,7 @@ def _computed(change: Change | Write, sizes: Sizes) -> Change | Write:
 
 
 def _written_into(graph: fx.Graph, constants: Mapping[str, Tensor], model: nn.Module) -> frozenset[Slot]:
-    """The attributes whose tensors are written into or want a gradient, which have to be inputs."""
+    """Returns the attributes whose tensors must be inputs: the graph writes into them, or they require a gradient."""
     slots = {id(value): slot_of(path) for path, value in everything(model) if isinstance(value, Tensor)}
     found = {slots[id(x)] for x in constants.values() if x.requires_grad and id(x) in slots}
     for node in filter(writes, graph.nodes):
@@ -164,15 +187,15 @@ def _written_into(graph: fx.Graph, constants: Mapping[str, Tensor], model: nn.Mo
 
 
 def _drop_copies(graph: fx.Graph, names: Collection[str]) -> None:
-    """Has what reads the copy of one of these tensors, which nobody writes into, read the tensor."""
+    """Removes the copies that `Flat` makes of these tensors; nothing writes into them."""
     for node in [n for n in graph.nodes if n.op == "placeholder" and n.name in names]:
-        copied = next(iter(node.users))  # Ours: the first.
+        copied = next(iter(node.users))  # The first reader is the copy of `Flat.forward`.
         copied.replace_all_uses_with(node)
         graph.erase_node(copied)
 
 
 def _drop_unread(graph: fx.Graph, names: Collection[str]) -> set[str]:
-    """Those of these tensors that nothing is computed from, which are inputs no more."""
+    """Removes the placeholders of unread tensors among these, and returns their names."""
     found = [n for n in graph.nodes if n.op == "placeholder" and n.name in names and not n.users]
     for node in [node for node in found if isinstance(node.meta["val"], Tensor)]:
         graph.erase_node(node)
@@ -180,7 +203,7 @@ def _drop_unread(graph: fx.Graph, names: Collection[str]) -> set[str]:
 
 
 def _is_read_number(graph: fx.Graph, name: str) -> bool:
-    """True for a number that operators are given; its placeholder goes where only other numbers are computed of it."""
+    """True for a number that an operator on tensors reads. A number that none reads loses its placeholder."""
     node = next((n for n in graph.nodes if n.op == "placeholder" and n.name == name), None)
     if node is None or isinstance(node.meta.get("val"), Tensor):
         return False
@@ -197,7 +220,7 @@ def _is_read_number(graph: fx.Graph, name: str) -> bool:
 
 
 def _expect_unshared(flat: Flat) -> None:
-    """Raises Error where forward writes into a plain tensor that another shares memory with, and would show it."""
+    """Raises Error if forward writes into a plain tensor that shares memory with another tensor of the model."""
     modules = dict(flat.model.named_modules())
     for path in flat.returned.moved:
         mine = found_at(modules, path)
@@ -211,7 +234,7 @@ def _expect_unshared(flat: Flat) -> None:
 
 
 def _expect_own(constants: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Raises Error where a tensor of a module is used that is none of the model's, and would never change again."""
+    """Raises Error if forward uses a tensor of a module that is no submodule: training would not change it."""
     own, held = {key_of(module) for module in model.modules()}, {storage_of(x) for x in constants.values()} - {None}
     around = [(f"`{spelled(path)}`", value) for path, value in reached(model)]
     around += [(f"`{name}`", name.value) for name in named(model, ())]
@@ -245,7 +268,7 @@ def _expect_values(constants: dict[str, torch.Tensor]) -> None:
 
 
 def _targets(program: ExportedProgram) -> dict[InputKind, dict[str, str]]:
-    """Placeholder name -> what it is in the model, by kind."""
+    """Kind -> (placeholder name -> name in the model)."""
     found: dict[InputKind, dict[str, str]] = {}
     for spec in program.graph_signature.input_specs:
         found.setdefault(spec.kind, {})[spec.arg.name] = spec.target or spec.arg.name
@@ -253,7 +276,7 @@ def _targets(program: ExportedProgram) -> dict[InputKind, dict[str, str]]:
 
 
 def _first_names(targets: dict[str, str], tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Placeholder name -> the first of the names that its tensor has in the model."""
+    """Placeholder name -> the first name of its tensor in the model."""
     first: dict[int, str] = {}
     for name, tensor in tensors.items():
         first.setdefault(id(tensor), name)
@@ -261,7 +284,7 @@ def _first_names(targets: dict[str, str], tensors: dict[str, torch.Tensor]) -> d
 
 
 def _merge_tied(graph: fx.Graph, names: dict[str, str]) -> None:
-    """One placeholder for each tensor: the exporter gives a tied one a placeholder for each of its names."""
+    """Keeps one placeholder for each tensor: the exporter makes one for each name of a tied tensor."""
     kept: dict[str, fx.Node] = {}
     for node in [n for n in graph.nodes if n.op == "placeholder" and n.name in names]:
         first = kept.setdefault(names[node.name], node)
@@ -272,17 +295,19 @@ def _merge_tied(graph: fx.Graph, names: dict[str, str]) -> None:
 
 
 def _rebuilding(returned: Returned) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
-    """The function that puts outputs of the graph back into the structure the model returns, and into its states."""
+    """Returns a function that rebuilds the model's result from the graph's outputs, and updates the states."""
     leaves, spec = returned.leaves, returned.spec
 
     def rebuild(found: Sequence[Any], mine: Sequence[Any]) -> Any:
-        return settled([found[leaf.at] if isinstance(leaf, OutputAt) else leaf for leaf in leaves], spec, mine)
+        return unflatten_outcome(
+            [found[leaf.at] if isinstance(leaf, OutputAt) else leaf for leaf in leaves], spec, mine
+        )
 
     return rebuild
 
 
 def _environment(graph: fx.Graph) -> Any:
-    """Where the exporter keeps what it assumed of sizes."""
+    """Returns the exporter's ShapeEnv, which has its assumptions about sizes; None if all sizes are numbers."""
     values = (node.meta.get("val") for node in graph.nodes)
     modes = (getattr(value, "fake_mode", None) for value in values)
     return next((mode.shape_env for mode in modes if mode is not None), None)

@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
-from autotp.passes.capture.captured import NOTHING, InputSize, Opened, OutputAt
+from autotp.passes.capture.captured import NOTHING_OPENED, InputSize, Opened, OutputAt
 from autotp.passes.capture.guards.attribute_paths import (
     Path,
     Slot,
@@ -24,10 +24,10 @@ from autotp.passes.capture.guards.attribute_paths import (
     slot_of,
     spelled,
 )
-from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, is_new, opened
+from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, flatten_new_value, is_new
 from autotp.passes.capture.guards.code_names import CodeName, NamedBefore
 from autotp.passes.capture.guards.comparison import position
-from autotp.passes.capture.guards.python_state import Asked
+from autotp.passes.capture.guards.python_state import GradientQueries
 from autotp.passes.capture.patches import around_forward
 from autotp.passes.capture.pytree import outcome, states, within_states
 
@@ -35,7 +35,14 @@ NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Returned:
-    """What the model returned while it was captured: the leaves, or where they are in the outputs; the structure."""
+    """The facts of the captured run: the fields of `Captured` with the same names, and two more.
+
+    Attributes:
+        leaves: leaves of the result, and of the states; `OutputAt` for tensors and sizes.
+        spec: their structure.
+        before: attributes that the call writes and that must be inputs.
+        moved: paths of the attributes' tensors that the call wrote into.
+    """
 
     leaves: Sequence[Any] = ()
     spec: Any = None
@@ -45,22 +52,22 @@ class Returned:
     stays: Sequence[int] = ()
     results: int = 0
     into: Sequence[tuple[int, int]] = ()
-    before: Opened = NOTHING
+    before: Opened = NOTHING_OPENED
     moved: frozenset[Path] = frozenset()
     sets: Sequence[tuple[CodeName, Any]] = ()
 
 
 @dataclass(frozen=True)
 class _Ran:
-    """What one run of the model did.
+    """The results and side effects of one run of the model.
 
     Attributes:
-        found: leaves of the result, and of what the arguments' states hold now.
-        inside: of each of these whether it belongs to a state.
-        written: what attributes are set to: container -> key -> leaves and structure.
-        moved: tensors of attributes that were written into.
-        into: tensors among the arguments that were written into, by their place among the tensors.
-        assigned: buffers that were set anew.
+        found: leaves of the result, and of the states after the run.
+        inside: for each leaf whether it belongs to a state.
+        written: new values of attributes: container -> key -> leaves and structure.
+        moved: tensors of attributes that the run wrote into.
+        into: tensors among the arguments that the run wrote into, by their place among the tensors.
+        assigned: buffers that the run replaced.
     """
 
     found: Sequence[Any]
@@ -71,31 +78,33 @@ class _Ran:
     assigned: Mapping[str, Tensor]
 
     def set_to(self) -> list[tuple[Slot, Any]]:
-        """The tensors that attributes are set to, and numbers that are taken from tensors."""
+        """Returns the tensors that attributes are set to, and the numbers among them that come from tensors."""
         values = [(slot_of((*at, k)), v[0]) for at, new in self.written for k, v in new.items() if v is not GONE]
         found = [(slot, x) for slot, leaves in values for x in leaves if isinstance(x, Tensor) or _is_of_a_tensor(x)]
         return found + [(slot_of(path), x) for path, x in self.moved.items()]
 
 
 class Flat(nn.Module):
-    """The model as a function of its tensor inputs alone; what is no tensor is closed over.
+    """The model as a function of tensor inputs; arguments that are not tensors are fixed.
 
     Args:
-        opened: where the values lie that come behind the arguments' tensors.
+        leaves, spec: the flattened arguments and their structure.
+        opened: paths of the attributes' values that are inputs; they follow the arguments' tensors.
+        asked: notes the model's questions about gradients.
     """
 
     def __init__(
-        self, model: nn.Module, spec: Any, leaves: Sequence[Any], opened: Sequence[Path], asked: Asked
+        self, model: nn.Module, spec: Any, leaves: Sequence[Any], opened: Sequence[Path], asked: GradientQueries
     ) -> None:
         super().__init__()
         self.model, self.spec, self.leaves, self.opened, self.asked = model, spec, leaves, opened, asked
-        self.returned = Returned()  # An object: the exporter undoes what a forward sets on the module itself.
+        self.returned = Returned()  # The exporter undoes assignments to the module itself, but not to this object.
 
     def forward(self, *tensors: Any) -> tuple[Any, ...]:
         queue = iter(tensors)
         leaves = [next(queue) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        # Copies: a second run, which the exporter may make, finds them as the first did.
+        # Copies: the exporter may run forward twice, and the second run must find the same values.
         given_at = {path: x.clone() if isinstance(x := next(queue), Tensor) else x for path in self.opened}
         self.asked.inputs = [x for x in leaves if isinstance(x, Tensor)]
         versions = Versions({path: x for path, x in given_at.items() if isinstance(x, Tensor)})
@@ -109,7 +118,7 @@ class Flat(nn.Module):
 
     @contextmanager
     def _holding(self, values: Mapping[Path, Any]) -> Iterator[None]:
-        """A region in which attributes hold these values."""
+        """A region in which the attributes at these paths hold these values."""
         modules = dict(self.model.named_modules())
         own = {path: found_at(modules, path) for path in values}
         for path, value in values.items():
@@ -121,7 +130,7 @@ class Flat(nn.Module):
                 put_at(modules, path, value)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        """Runs the model: what it returned, and what it set; its attributes are as before then."""
+        """Runs the model, restores its attributes, and returns its result and what it set."""
         modules = dict(self.model.named_modules())
         before, buffers = Before(self.model), dict(self.model.named_buffers())
         of_names = NamedBefore(self.model)
@@ -142,7 +151,7 @@ class Flat(nn.Module):
         return found, [*within_states(result, changed), *within_states(changed)], written, assigned
 
     def _flattened(self, ran: _Ran) -> tuple[Any, ...]:
-        """What the graph returns: tensors and sizes of the result, then what attributes are set to, then buffers."""
+        """Returns the graph's outputs: tensors and sizes of the result, then new values of attributes, then buffers."""
         sizes = [leaf for leaf in ran.found if isinstance(leaf, NUMBERS)]
         computed: list[Any] = [leaf for leaf in ran.found if isinstance(leaf, Tensor)] + sizes
         it, set_to = self.returned, ran.set_to()
@@ -168,35 +177,35 @@ def _is_of_a_tensor(x: Any) -> bool:
 
 
 class Versions:
-    """Tensors, and how often each was written into until now."""
+    """Tensors, and how often each had been written into when this object was made."""
 
     def __init__(self, tensors: Mapping[Any, Tensor]) -> None:
         self.tensors, self.before = tensors, {key: x._version for key, x in tensors.items()}
 
     def moved(self) -> dict[Any, Tensor]:
-        """Those that were written into since."""
+        """Returns the tensors that were written into since then."""
         return {key: x for key, x in self.tensors.items() if x._version != self.before[key]}
 
 
 def _of_the_caller(leaves: Sequence[Any], args: Any, kwargs: Any) -> dict[int, Tensor]:
-    """The tensors among arguments, but those of states, by their place among all tensors."""
+    """Returns the tensors among the arguments, without those of states, by their place among all tensors."""
     inside = within_states((args, kwargs))
     tensors = [(x, one) for x, one in zip(leaves, inside, strict=True) if isinstance(x, Tensor)]
     return {i: x for i, (x, of_state) in enumerate(tensors) if not of_state}
 
 
 def _opened(path: Path, key: Any, value: Any, before: Before) -> Any:
-    """What an attribute is set to, as leaves and their structure."""
+    """Returns the new value of an attribute as leaves and structure."""
     try:
-        return GONE if value is GONE else opened(value, before.places)
+        return GONE if value is GONE else flatten_new_value(value, before.places)
     except Error as error:
         raise Error(
-            f"forward sets `{spelled(path, key)}`, which no later call could do: {error.problem}", **error.facts
+            f"forward sets `{spelled(path, key)}`, and a later call could not: {error.problem}", **error.facts
         ) from error
 
 
 def _placed(path: Path, new: Mapping[Any, Any], places: Mapping[int, OutputAt]) -> Change:
-    """A change whose leaves say where in the outputs they are, and how sizes are computed."""
+    """Returns a change whose leaves are positions of outputs, expressions of sizes, or plain values."""
 
     def placed(leaf: Any) -> Any:
         if isinstance(leaf, torch.SymInt) and not _is_of_a_tensor(leaf):
@@ -207,7 +216,7 @@ def _placed(path: Path, new: Mapping[Any, Any], places: Mapping[int, OutputAt]) 
 
 
 def _held_before(modules: Mapping[str, nn.Module], written: Sequence[tuple[Path, dict[Any, Any]]]) -> Opened:
-    """Of what a call sets, the attributes below which there were tensors, and where there were whole numbers."""
+    """Returns the attributes set by a call that held tensors before it, and the paths that held whole numbers."""
     slots, numbers = set[Slot](), set[Path]()
     for path, new in written:
         for key in new:
@@ -223,15 +232,15 @@ def _held_before(modules: Mapping[str, nn.Module], written: Sequence[tuple[Path,
 
 
 def _assigned(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a forward has set anew (`self.mean = ...`), which the exporter does not see.
+    """Returns the buffers that forward replaced (`self.mean = ...`), which the exporter does not see.
 
-    One of another shape or dtype is a change of the model's attributes (`passes/capture/guards/attribute_writes.py`).
+    A buffer of another shape or dtype counts as a changed attribute (`passes/capture/guards/attribute_writes.py`).
     """
     found = {name: now for name, now in model.named_buffers() if name in before and now is not before[name]}
     return {name: now for name, now in found.items() if not is_new(now, before[name])}
 
 
 def _places_of(model: nn.Module, tensors: Sequence[Tensor]) -> frozenset[Slot]:
-    """The attributes that hold some tensors."""
+    """Returns the attributes that hold some of these tensors."""
     ids = {id(x) for x in tensors} - {id(x) for x in (*model.parameters(), *model.buffers())}
     return frozenset(slot_of(path) for path, x in everything(model) if id(x) in ids and isinstance(x, Tensor))

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def inline(graph: fx.Graph) -> fx.Graph:
-    """The same graph without nested ones and without assertions about metadata."""
+    """Returns the graph with nested graphs inlined and without assertions about metadata."""
     builder = Builder(fake_mode_of(graph))
     for node in graph.nodes:
         _inline_node(builder, node)
@@ -51,7 +51,7 @@ def _inline_node(builder: Builder, node: fx.Node) -> None:
 
 
 def _nested(node: Any) -> fx.GraphModule | None:
-    """The nested graph that a `get_attr` node names."""
+    """Returns the nested graph that a `get_attr` node names; None if it names something else."""
     if node.op != "get_attr":
         return None
     value = getattr(node.graph.owning_module, str(node.target), None)
@@ -59,7 +59,7 @@ def _nested(node: Any) -> fx.GraphModule | None:
 
 
 def _region(builder: Builder, region: Any, args: Sequence[Any]) -> tuple[Any, ...]:
-    """Inlines a region's graph, called with `args` of the graph around it; its outputs in the new graph."""
+    """Inlines a region's graph, called with `args` of the outer graph; returns its outputs in the new graph."""
     inner = _nested(region).graph  # type: ignore[union-attr]
     places = [node for node in inner.nodes if node.op == "placeholder"]
     for place, arg in zip(places, args, strict=True):

@@ -1,9 +1,9 @@
-"""A model's inputs and outputs as a flat list of leaves and a structure (torch's pytree).
+"""Flattens a model's inputs and outputs into leaves and a structure (torch's pytree).
 
 NOTE [Objects that a call changes]
-A key-value cache is an argument that the model writes to. It is opened into its attributes on the way in, and built
-anew of them inside the graph; what it holds after the call comes out beside the result, and is put into the caller's
-own object, which the result then refers to as it does on one device.
+A key-value cache is an argument that the model changes: a state. It is flattened into its attributes, and a new object
+with these attributes is made inside the captured function. Its values after the call are outputs beside the result, and
+are put into the caller's own object. The result then refers to the caller's object, as on one device.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from autotp.model_library import is_state, read_attribute, shown_attribute
 
 @dataclass(frozen=True)
 class Signature:
-    """How a model is called, so that one call written in two ways is one call.
+    """The arguments of a model's forward. It maps calls that differ in spelling only to the same call.
 
     Attributes:
-        positional: names of the arguments that may come by position; None where some may come in no other way.
+        positional: names of the arguments that may be positional; None if some must be positional.
         defaults: every named argument in the order of the definition, with its default.
     """
 
@@ -35,12 +35,12 @@ class Signature:
     defaults: dict[str, Any]
 
     def by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same call, its arguments by name and in order, without those that are their default."""
+        """Returns the same call with its arguments by name, in order, and without arguments equal to their default."""
         if self.positional is None or len(args) > len(self.positional):
             return tuple(args), dict(kwargs)
         given = dict(zip(self.positional, args, strict=False))
         for name in kwargs:
-            if name in given:  # Twice: the model itself says so.
+            if name in given:  # Given twice: the model itself will raise.
                 return tuple(args), dict(kwargs)
         given.update(kwargs)
         named = {n: given[n] for n, default in self.defaults.items() if n in given and given[n] is not default}
@@ -48,7 +48,7 @@ class Signature:
 
 
 def signature_of(model: nn.Module) -> Signature:
-    """The signature of the model's forward."""
+    """Returns the signature of the model's forward."""
     found = list(inspect.signature(model.forward).parameters.values())
     kinds = {p.kind for p in found}
     positional = tuple(p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD)
@@ -58,13 +58,13 @@ def signature_of(model: nn.Module) -> Signature:
 
 
 def flatten(tree: Any, known: Sequence[Any] = ()) -> tuple[list[Any], Any]:
-    """The leaves of arguments or of a result, and their structure. A dataclass that holds tensors is opened.
+    """Returns the leaves of arguments or of a result, and their structure. Dataclasses with tensors are flattened, too.
 
     Args:
-        known: objects that a call changes which are opened elsewhere: of each only its place in this list is a leaf.
+        known: states that are flattened elsewhere: each becomes a leaf with its place in this list.
 
     Raises:
-        Error: an object holds tensors and torch does not know how to take it apart.
+        Error: an object holds tensors, and torch does not know how to flatten it.
     """
     leaves, spec = pytree.tree_flatten(_opened(tree, known))
     closed = {type(leaf) for leaf in leaves if _holds_tensors(leaf)}
@@ -79,7 +79,7 @@ def flatten(tree: Any, known: Sequence[Any] = ()) -> tuple[list[Any], Any]:
 
 
 def _opened(tree: Any, known: Sequence[Any] = ()) -> Any:
-    """The tree with its states as nodes."""
+    """Returns the tree with its states as nodes of the structure."""
 
     def opened(x: Any) -> Any:
         places = [i for i, one in enumerate(known) if one is x]
@@ -89,26 +89,26 @@ def _opened(tree: Any, known: Sequence[Any] = ()) -> Any:
 
 
 def within_states(tree: Any, known: Sequence[Any] = ()) -> list[bool]:
-    """For each leaf of `flatten(tree, known)` whether it belongs to an object that a call changes."""
+    """Returns for each leaf of `flatten(tree, known)` whether it belongs to a state."""
     found = pytree.tree_leaves(_opened(tree, known), is_leaf=lambda x: isinstance(x, _Open))
     return [inside for x in found for inside in [isinstance(x, _Open)] * len(pytree.tree_leaves(x))]
 
 
 def states(tree: Any) -> list[Any]:
-    """The objects among arguments that a call changes, each once. NOTE [Objects that a call changes]"""
+    """Returns the states among arguments, each once. NOTE [Objects that a call changes]"""
     found = {id(x): x for x in pytree.tree_leaves(tree, is_state) if is_state(x)}
     return list(found.values())
 
 
 def outcome(result: Any, changed: Sequence[Any]) -> tuple[list[Any], Any]:
-    """The leaves and the structure of what comes out of a call: its result, and what the arguments' states hold now."""
+    """Returns leaves and structure of a call's outcome: its result, and the values of the states after the call."""
     leaves, spec = flatten(result, changed)
     inside, below = flatten(list(changed))
     return [*leaves, *inside], (spec, below)
 
 
-def settled(leaves: Sequence[Any], spec: Any, mine: Sequence[Any]) -> Any:
-    """The result of a call, rebuilt of the leaves of its outcome; the caller's own states hold what they do now."""
+def unflatten_outcome(leaves: Sequence[Any], spec: Any, mine: Sequence[Any]) -> Any:
+    """Rebuilds the result of a call from the leaves of its outcome; puts the new values into the caller's states."""
     of_result, of_states = spec
     changed = pytree.tree_unflatten(leaves[of_result.num_leaves :], of_states)
     for state, now in zip(mine, changed, strict=True):
@@ -120,14 +120,14 @@ def settled(leaves: Sequence[Any], spec: Any, mine: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class StateAt:
-    """Stands for an object that a call changes, the one at this place among those of the arguments."""
+    """Stands for the state at this place among the states of the arguments."""
 
     at: int
 
 
 @dataclass(frozen=True)
 class _Open:
-    """An object that a call changes, as a node of a structure: its attributes are what is below."""
+    """A state as a node of a structure: its attributes are the children."""
 
     state: Any
 
@@ -138,7 +138,7 @@ def _attributes(node: _Open) -> tuple[list[Any], Any]:
 
 
 def _built(below: Any, context: Any) -> Any:
-    """An object as it was, not made by its constructor."""
+    """Returns an object of the same class and attributes, without calling its constructor."""
     kind, names = context
     new = object.__new__(kind)
     vars(new).update({name: read_attribute(name, value, below) for name, value in zip(names, below, strict=True)})
@@ -149,7 +149,7 @@ pytree.register_pytree_node(_Open, _attributes, _built)
 
 
 def _holds_tensors(leaf: Any) -> bool:
-    """True for an object that is no tensor itself and has one among its attributes."""
+    """True for an object that is not a tensor and has a tensor among its attributes."""
     if isinstance(leaf, Tensor | nn.Module | torch.SymInt | type) or leaf is None:
         return False
     inside = pytree.tree_leaves(list(getattr(leaf, "__dict__", {}).values()))

@@ -1,4 +1,4 @@
-"""A copy of a model for capture: its code, structure and flags, with tensors on `meta`."""
+"""Copies a model for capture: its code, structure and flags, with tensors on `meta`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from autotp.passes.capture.guards.guard import HOOKS
 
 
 def skeleton_of(model: nn.Module) -> nn.Module:
-    """A copy of `model` on `meta`: its code, structure and flags, none of its numbers. The model is not touched."""
+    """Returns a copy of `model` on `meta`: its code, structure and flags, without its numbers."""
     return copy_on(model, "meta")
 
 
 def copy_on(model: nn.Module, device: str) -> nn.Module:
-    """A copy of `model` whose parameters and buffers are on a device, without values.
+    """Returns a copy of `model` whose parameters and buffers are on a device, without values.
 
     Raises:
-        Error: something among its attributes cannot be copied, or is a view of a parameter or buffer.
+        Error: an attribute cannot be copied, or is a view of a parameter or buffer.
     """
     try:
         memo = stand_ins(model, device)
@@ -47,11 +47,12 @@ def copy_on(model: nn.Module, device: str) -> nn.Module:
 
 
 def stand_ins(model: nn.Module, device: str, whole: Mapping[str, Tensor] = MappingProxyType({})) -> dict[Any, Any]:
-    """What a deep copy of a model has in the place of its tensors, by `id`.
+    """Returns the memo for a deep copy of a model: `id` of a tensor -> the tensor of the copy.
 
     Args:
-        device: where parameters and buffers are, without values. Other tensors are constants of the graph, as they are.
-        whole: first name -> what stands for a parameter or buffer of which `model` has another form.
+        device: the device of parameters and buffers, which have no values. Other tensors are constants of the graph and
+            keep their values.
+        whole: first name -> the full tensor, for parameters and buffers of which `model` has a shard.
     """
     _expect_no_views(model)
     memo: dict[Any, Any] = {}
@@ -67,16 +68,16 @@ def stand_ins(model: nn.Module, device: str, whole: Mapping[str, Tensor] = Mappi
         elif isinstance(value, types.MappingProxyType):
             shown.append(value)
         elif isinstance(value, Tensor):
-            # An alias: while it is captured, autograd would note on the tensor itself what is written into it.
+            # A detached alias: otherwise autograd would record writes during capture on the user's tensor.
             with unset_fake_temporarily():
                 memo.setdefault(id(value), value.detach().requires_grad_(value.requires_grad))
-    for proxy in shown:  # At the end: the dict that it shows may hold any of these.
+    for proxy in shown:  # At the end: its dict may hold any of the values above.
         memo[id(proxy)] = types.MappingProxyType(copy.deepcopy(gc.get_referents(proxy)[0], memo))
     return memo
 
 
 def _expect_no_views(model: nn.Module) -> None:
-    """Raises Error where a plain tensor is a view of a parameter or buffer: those of a parallel model are others."""
+    """Raises Error if a plain tensor is a view of a parameter or buffer: a parallel model has other parameters."""
     own = {id(tensor): (name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     held = {storage_of(tensor): name for name, tensor in own.values()}
     for path, value in reached(model):
@@ -89,7 +90,7 @@ def _expect_no_views(model: nn.Module) -> None:
 
 
 def storage_of(tensor: Tensor) -> int | None:
-    """What a tensor's memory is known by; None if it has none of its own, as in a transform."""
+    """Returns the identity of a tensor's storage; None if it has no storage of its own, as in a functorch transform."""
     plain = type(tensor) in (Tensor, nn.Parameter) and is_plain(tensor)
     if not plain or tensor.layout is not torch.strided:
         return None
@@ -97,11 +98,13 @@ def storage_of(tensor: Tensor) -> int | None:
 
 
 def close_over(memo: dict[Any, Any], model: nn.Module, aside: Sequence[Any] = ()) -> None:
-    """Has functions that hold something of the model hold the same of its copy: a deep copy leaves functions alone.
+    """Copies functions that hold a part of the model, so that the copies hold the model's copy.
+
+    A deep copy does not copy functions.
 
     Args:
-        memo: of the deep copy, with all that is not to be copied.
-        aside: what lies not among the model's attributes.
+        memo: the memo of the deep copy, with everything that is not to be copied.
+        aside: functions that are not among the model's attributes.
     """
     own = {key_of(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
     for path, x in reached(model):
@@ -124,12 +127,12 @@ def close_over(memo: dict[Any, Any], model: nn.Module, aside: Sequence[Any] = ()
         memo[id(function)] = new
     for function in found:
         for cell, was in zip(memo[id(function)].__closure__, function.__closure__ or (), strict=True):
-            with suppress(ValueError):  # An empty one.
+            with suppress(ValueError):  # An empty cell.
                 cell.cell_contents = copy.deepcopy(was.cell_contents, memo)
 
 
 def _holds(value: Any, own: set[int], seen: set[int]) -> bool:
-    """True if something of the model is reached from a function's surroundings."""
+    """True if a value leads to a part of the model: through its closure, its defaults or its items."""
     if id(value) in seen:
         return False
     seen.add(id(value))
@@ -138,5 +141,5 @@ def _holds(value: Any, own: set[int], seen: set[int]) -> bool:
 
 
 def empty_on(like: Tensor, device: str) -> Tensor:
-    """A tensor without values, of the same shape, strides and dtype, that wants no gradient."""
+    """Returns a tensor without values and without gradient, of the same shape, strides and dtype."""
     return torch.empty_like(like, device=device, requires_grad=False)

@@ -1,21 +1,20 @@
-"""check: derives the type of every value in one rank's graph, and raises Error where types do not fit.
+"""check: derives the type of every value in one rank's graph, and raises Error if types do not fit.
 
     Before: c = copy(x); y = linear(c, w); z = linear(gelu(y), v); r = reduce(z); add(r, b)
     After:  c f32[B, T, 768]{tp}, y f32[B, T, 3072@tp], z f32[B, T, 768]{+tp}, r f32[B, T, 768]
 
 NOTE [What is proved]
-Erasure: without conjugates, and with local numbers made global, the rank's graph is the model's: each of its operators
-is one of the model's on the same operands, random draws in the same order. Typing: every operator reads placements that
-its rule allows, and every conjugate stands between those of its row of the table. Together, on all ranks: the numbers
-and the gradients of one device. Nothing that was planned is looked at; cuts come from the parameters' layouts alone.
-So this file and its own, `proof.py`, `types.py`, `erase.py` and `local_calls.py`, import nothing of plan, lower and
-localize. Which operators split, slice, take a bias or stop a gradient is written there a second time, and is not read
-from the table's traits. On trust are the rules, `infer_axes`, slicing by layouts and the conjugates: these have tests
-of their own.
+Erasure: without conjugates, and with local numbers made global, the rank's graph is the model's graph: each operator is
+an operator of the model on the same operands, with random draws in the same order. Typing: every operator reads
+placements that its rule allows, and every conjugate reads and gives the placements of its row in the table. Together,
+on all ranks, this gives the numbers and the gradients of one device. The plan is not read; cuts come from the
+parameters' layouts alone. So the files of this folder import nothing of choose, lower and localize. The lists of
+operators that split, slice, take a bias or stop a gradient are written here a second time, and not read from the
+table's traits. Trusted are the rules, `infer_axes`, slicing by layouts and the conjugates, which have separate tests.
 
 NOTE [Why not by local sizes]
-A shard of one row looks like something to broadcast, a shard of none like anything. So axes and shapes are the model's,
-and local sizes are checked against them.
+A shard of one row looks like a dimension to broadcast, and an empty shard fits anything. So axes and shapes are those
+of the model, and local sizes are checked against them.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from autotp.passes.check.erase import (
 )
 from autotp.passes.check.local_calls import local_call, local_length, pieces_by_rank
 from autotp.passes.check.proof import Proof
-from autotp.passes.check.replication import MOVES, cut_of, extended, joined, moved, shares, stored
+from autotp.passes.check.replication import LOCAL_MOVES, cut_of, extended, joined, moved, shares, stored
 from autotp.passes.check.types import CONJUGATES, OperatorCut, Typed, cut_factor, moved_leaf, placements
 from autotp.passes.lower.local_sizes import Target
 from autotp.passes.lower.overlap import separate
@@ -61,7 +60,7 @@ from autotp.sharding.placement import Copied, Partial, Placement, Replicate, Sha
 aten = torch.ops.aten
 
 NO_GRADIENT = (aten.detach.default, cross_entropy.peak, custom_vjp.kept)
-"""Operators that no gradient passes: written a second time, see NOTE [What is proved]."""
+"""Operators that stop gradients: written a second time, see NOTE [What is proved]."""
 
 
 def check(
@@ -72,30 +71,30 @@ def check(
     to: Target,
     local_outputs: Mapping[int, Layout],
 ) -> dict[fx.Node, tuple[Typed, ...]]:
-    """The types of all tensors in `lowered`: for each node one for each tensor that it gives.
+    """Returns the types of all tensors in `lowered`: node -> one type for each of its output tensors.
 
     Args:
         lowered: one rank's graph.
         graph: the model's graph, from which it was made.
-        held: placeholder name -> how the tensor is held; one that is not in it is whole on every rank.
-        trainable: placeholder names of what a gradient may be wanted of: the parameters and the inputs.
-        to: whose graph it is.
+        held: placeholder name -> layout; a tensor that is not in it is whole on every rank.
+        trainable: placeholder names of the parameters and inputs that may require a gradient.
+        to: the rank.
         local_outputs: output position -> the layout of an output that stays cut.
 
     Raises:
-        Error: the graph does not type; names the node, its source line, the rule, the types expected and got.
+        Error: the types do not fit; names the node, its source line, the rule, the types expected and got.
     """
     proof = _Checking(graph, held, trainable, to, local_outputs)
     try:
-        apart = separate(lowered)
+        separated = separate(lowered)
     except Exception as error:
-        raise Error(f"rank {to.rank} of {to.tp}: a group of products cannot be taken apart: {error!r}") from error
-    for node in apart.nodes:
+        raise Error(f"rank {to.rank} of {to.tp}: a group of products cannot be separated: {error!r}") from error
+    for node in separated.nodes:
         try:
             proof.visit(node)
         except Error:
             raise
-        except Exception as error:  # Whatever it is, it is no proof.
+        except Exception as error:  # Any failure means that the graph is not proved.
             proof.refuse(node, f"cannot be typed: {error!r}", got=called(node))
     return proof.types
 
@@ -104,7 +103,7 @@ Reads = Sequence[tuple[fx.Node, Typed]]
 
 
 class _Checking(Proof):
-    """Proves one node after the other."""
+    """Proves node after node."""
 
     def visit(self, node: fx.Node) -> None:
         source: Any = node.args[0] if node.args else None
@@ -118,7 +117,7 @@ class _Checking(Proof):
             self.give(node, self.whole[self.bundles[source][node.args[1]]], (self.types[source][node.args[1]],))  # type: ignore[index]
         elif node.target in CONJUGATES:
             self._conjugate(node, *node.args)
-        elif node.target in MOVES:
+        elif node.target in LOCAL_MOVES:
             self._move(node, node.args[0])
         elif node in self.opened:
             self._close(node, self.opened[node])
@@ -129,10 +128,10 @@ class _Checking(Proof):
         else:
             self._compute(node)
 
-    # ---- nodes that stand for one of the model's graph
+    # ---- nodes that stand for a node of the model's graph
 
     def _compute(self, node: fx.Node) -> None:
-        """Finds the node that `node` stands for: the next one, or of pure operators one on the same operands."""
+        """Finds the model's node for `node`: the next ordered node, or a pure operator on the same operands."""
         if node.target in BIASED and len(node.args) == 3:
             return self._biased(node, *(node.args[i] for i in BIASED[node.target][1]))  # type: ignore[arg-type]
         if is_ordered(node):
@@ -159,7 +158,7 @@ class _Checking(Proof):
             self._other(node, model)
 
     def _stored(self, node: fx.Node, model: fx.Node) -> None:
-        """A parameter, a buffer, an input, a constant."""
+        """Types a parameter, a buffer, an input or a constant."""
         if node.target != model.target:
             self.refuse(node, "is not what the model reads here", expected=model.target)
         layout = self.held.get(node.name)
@@ -172,7 +171,7 @@ class _Checking(Proof):
         self.give(node, model, tuple(types))
 
     def _held(self, node: fx.Node, model: fx.Node, layout: Layout) -> Axis | None:
-        """The axis that a layout cuts: the one whose cut gives every rank just these pieces."""
+        """Returns the axis whose cut gives every rank the pieces of a layout; None for a whole tensor."""
         dims, shape = self.axes.of(model), tuple(outputs_of(model)[0].shape)
         if layout.dim is None and layout.shape == shape:
             return None
@@ -201,7 +200,7 @@ class _Checking(Proof):
         return pieces_by_rank(self.to, typed.dims[dim], typed.leaf) if typed.leaf is not None else None
 
     def _other(self, node: fx.Node, model: fx.Node) -> None:
-        """A node without a rule: one of several outputs, a number read out of a tensor, the edge of a region."""
+        """Types a node without a rule: an item of a tuple, a number read from a tensor, the edge of a region."""
         self._expect_call(node, model.target, bind(model))
         if outputs_of(model):
             source: Any = node.args[0]
@@ -217,7 +216,7 @@ class _Checking(Proof):
     # ---- operators
 
     def _is_call(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> bool:
-        """True if `node` calls `target` on these arguments, which are the model's."""
+        """True if `node` calls `target` on these arguments of the model's graph."""
         return node.target is target and plain(self.erased(bind(node))) == valued(arguments)
 
     def _expect_call(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> None:
@@ -234,7 +233,7 @@ class _Checking(Proof):
         self.give(node, model, self._typing(node, model, reads, cut))
 
     def _biased(self, node: fx.Node, x: fx.Node, w: fx.Node, bias: fx.Node) -> None:
-        """A product with the bias that was put back into it (`passes/lower/fuse_bias.py`): product, then sum."""
+        """Types a product with a bias (`passes/lower/fuse_bias.py`) as a product, then a sum."""
         read = {n: (n, self.types[n][0]) for n in (x, w, bias)}
         for model in self.model.on(BIASED[node.target][0], self.whole[x], self.whole[w]):  # type: ignore[index]
             for terms in ((model, self.whole[bias]), (self.whole[bias], model)):
@@ -248,7 +247,7 @@ class _Checking(Proof):
         self._stands_for(node, None)
 
     def _cut(self, node: fx.Node, model: fx.Node, reads: Reads) -> OperatorCut | None:
-        """Along what an operator is cut that reads something cut; None for one that does not."""
+        """Returns the cut of an operator that reads cut operands; None if it reads none."""
         cuts = [typed.leaf for _, typed in reads if typed.leaf is not None]
         leaf = (joined(cuts, self.to.tp) or cuts[0]) if cuts else None
         factor = cut_factor(self.axes.bound[model], leaf) if leaf is not None else None
@@ -258,10 +257,10 @@ class _Checking(Proof):
         return None if leaf is None or factor is None else OperatorCut(leaf, factor)
 
     def _new_cut(self, node: fx.Node, model: fx.Node, known: OperatorCut | None) -> OperatorCut | None:
-        """Along what an operator is cut that makes a dimension, as zeros and expand do: its local sizes tell.
+        """Returns the cut of an operator that makes a dimension, such as zeros and expand, from its local sizes.
 
         Args:
-            known: along what else it is cut, on a part of the ranks.
+            known: a cut along another axis, which uses a factor of the ranks.
         """
         bound = self.axes.bound[model]
         made = [factor.axis for factor in bound.factors if not factor.ins and factor.mark != "^"]
@@ -277,22 +276,22 @@ class _Checking(Proof):
         return None
 
     def _cuts_of(self, made: Sequence[Axis], known: OperatorCut | None) -> list[Axis]:
-        """The cuts of parameters and inputs that go through an axis that is made.
+        """Returns the cuts of parameters and inputs that divide a new axis.
 
-        They come first: local sizes are the same for several cuts of an axis of several leaves (8 heads on 4 ranks, as
-        `2 x 4` the 4, or both by 2), and readers want the one that their other operands have.
+        They are tried first: several cuts of an axis with several leaves give the same local sizes (8 heads as `2 x 4`
+        on 4 ranks: the 4, or both by 2), and readers need the cut of their other operands.
         """
         return [leaf for leaf in self.cuts if known is None and any(touches(axis, leaf) for axis in made)]
 
     def _cuts_made(self, made: Sequence[Axis], known: OperatorCut | None) -> Iterator[Axis]:
-        """The cuts of one leaf of an axis that is made, beside what is known to be cut."""
+        """Yields the cuts of one leaf of a new axis, in addition to the known cut."""
         for new in [leaf for axis in made for leaf in leaves(axis) if not leaf.size.symbols]:
             leaf = extended(known.leaf if known else None, new, self.to.tp)
             if leaf is not None:
                 yield leaf
 
     def _typing(self, node: fx.Node, model: fx.Node, reads: Reads, cut: OperatorCut | None) -> tuple[Typed, ...]:
-        """The types that an operator gives, if it may read its operands in theirs."""
+        """Returns the types of an operator's outputs, if its rule allows the types of its operands."""
         bound = self.axes.bound[model]
         wants, gives = placements(bound, [typed for _, typed in reads], cut)
         for (operand, typed), want in zip(reads, wants, strict=True):
@@ -301,7 +300,7 @@ class _Checking(Proof):
         flows = model.target not in NO_GRADIENT and any(typed.flows for _, typed in reads)
         values = zip(outputs_of(model), self.axes.dims[model], gives, strict=True)
         types = tuple(Typed(v.dtype, dims, placement, flows and _is_floating(v)) for v, dims, placement in values)
-        if model.target is custom_vjp.output:  # A value that is differentiated, and its gradient, which is not.
+        if model.target is custom_vjp.output:  # Its outputs: a value that has a gradient, and the gradient itself.
             types = replace(types[0], flows=True), replace(types[1], flows=False)
         for typed in types:
             if typed.flows and typed.placement == Partial("max"):
@@ -311,7 +310,7 @@ class _Checking(Proof):
     # ---- conjugates
 
     def _conjugate(self, node: fx.Node, x: Any, axis: Any, *rest: Any) -> None:
-        """A row of the table of conjugates, in its place and over the dimension that is cut."""
+        """Types a conjugate: its operand has the placement of its row, and it moves the dimension that is cut."""
         (typed,), kinds = self.types[x], CONJUGATES[node.target]
         leaf = moved_leaf(typed, *self.erased(rest)) if Shard in kinds else None
         allowed = {collectives.copy: ([],), collectives.reduce: ([], ["sum"], ["max"])}.get(node.target, ())  # type: ignore[arg-type]
@@ -324,14 +323,14 @@ class _Checking(Proof):
         self.give(node, self.whole[x], (replace(typed, placement=give),))
 
     def _share(self, node: fx.Node, x: Any, axis: Any, dim: Any, ranges: Any) -> None:
-        """What several ranks hold, each of which does a part of the work that reads it."""
+        """Types a `share`: a value that several ranks hold, and of whose readers each rank computes a part."""
         (typed,) = self.types[x]
         if node.kwargs or not shares(self.to, typed, axis, dim, ranges):
             self.refuse(node, "does not sum the gradient of what several ranks hold", got=f"{called(node)} of {typed}")
         self.give(node, self.whole[x], (replace(typed, placement=Shard(typed.leaf)),))  # type: ignore[arg-type]
 
     def _together(self, node: fx.Node, xs: Any, axis: Any, where: Any) -> None:
-        """Several of what `copy` and `share` read, as these read it."""
+        """Types a `together`: each operand as `copy` or `share` would type it."""
         found = []
         for x, at in zip(xs, where, strict=True):
             (typed,) = self.types[x]
@@ -343,7 +342,7 @@ class _Checking(Proof):
         self.bundles[node], self.types[node] = xs, tuple(found)
 
     def _move(self, node: fx.Node, x: Any) -> None:
-        """A row of the table in `replication.py`."""
+        """Types a move without communication (`replication.py`)."""
         (typed,) = self.types[x]
         row = moved(self.to, node.target, typed, bind(node))
         if row is None or node.kwargs:
@@ -353,7 +352,7 @@ class _Checking(Proof):
         self.give(node, self.whole[x], (replace(typed, placement=row[1]),))
 
     def _open(self, node: fx.Node, end: fx.Node) -> None:
-        """A dimension taken apart, so that one part of it can be cut or joined (`passes/lower/exchange.py`)."""
+        """Types a split of a dimension, so that one part of it can be cut or joined (`passes/lower/exchange.py`)."""
         x: Any
         dim: Any
         x, *rest = node.args
@@ -363,14 +362,14 @@ class _Checking(Proof):
             if plain([local_length(self.to, part, typed.leaf) for part in parts]) == plain(self.erased(sizes)):
                 break
         else:
-            self.refuse(node, "takes a dimension apart otherwise than its axis", expected=typed, got=called(node))
+            self.refuse(node, "splits a dimension in another way than its axis", expected=typed, got=called(node))
         inner = [[part] for part in parts] if node.target is SPLIT else [parts]
         types = (replace(typed, dims=(*typed.dims[:dim], *axes, *typed.dims[dim + 1 :])) for axes in inner)
         self.opened[end] = node
         self.give(node, node, tuple(types))
 
     def _close(self, node: fx.Node, opening: fx.Node) -> None:
-        """The dimension put together again, all its parts moved alike."""
+        """Types the join of a split dimension; all its parts must have moved in the same way."""
         x: Any = opening.args[0]
         (typed,), moved = self.types[x], [self.types[n][0] for n in node.all_input_nodes if n in self.types]
         if any(part.placement != moved[0].placement for part in moved):

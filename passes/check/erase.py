@@ -1,9 +1,9 @@
-"""Erases placements, for `check`: a rank's operators and the model's, in the same terms.
+"""Erases placements, for `check`: brings the operators of a rank and of the model into the same form.
 
 rank's  split_with_sizes(x, [3, 3, 3], 2)   family SPLIT, operands [x]
 model's chunk(x, 3, 2)                      family SPLIT, operands [x]
 
-The operators that are listed here are listed a second time, on purpose: see NOTE [What is proved] in `check.py`.
+Operators are listed here a second time on purpose: see NOTE [What is proved] in `check.py`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ FORMS: dict[Any, tuple[Any, tuple[str, ...], str]] = {
     routing.dispatch: (routing.dispatch, ("chosen", "number", "grouped", "start", "stop"), ""),
     routing.counts: (routing.counts, ("chosen", "number", "grouped", "start", "stop"), ""),
 }
-"""A parallel form -> what it is the form of, the arguments it takes over, the randomness it is for."""
+"""A parallel form -> (the operator, the names of its arguments, its randomness or "" for both)."""
 BIASED = {aten.linear.default: (aten.linear.default, (0, 1, 2)), aten.addmm.default: (aten.mm.default, (1, 2, 0))}
-"""A product with a bias -> the bare product, and the places of its operands and of the bias."""
+"""A product with a bias -> (the product without bias, the places of its operands and of the bias)."""
 
 
 class ModelNodes:
-    """The model's graph: the nodes whose order counts; the others by region, operator and operands, in order."""
+    """The nodes of the model's graph: ordered nodes in order; pure operators by region, operator and operands."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.region, self.ordered = 0, iter([n for n in graph.nodes if is_ordered(n)])
@@ -58,18 +58,18 @@ class ModelNodes:
                 self.pure.setdefault((region, family(node), *tensor_operands(node)), []).append(node)
 
     def next(self) -> fx.Node | None:
-        """The next node whose order counts; an effect, such as entering an autocast region, begins a region."""
+        """Returns the next ordered node; a node with an effect, such as entering autocast, begins a new region."""
         node = next(self.ordered, None)
         self.region += node is not None and not outputs_of(node)
         return node
 
     def on(self, name: Any, *operands: fx.Node) -> list[fx.Node]:
-        """The pure operators of this family on these operands that nothing has stood for yet."""
+        """Returns the pure operators of this family on these operands that are not matched yet."""
         return self.pure.get((self.region, name, *operands), [])
 
 
 def _live(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that something needs whose order counts."""
+    """Returns the ordered nodes, and the nodes that they depend on."""
     live: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if is_ordered(node) or node in live:
@@ -78,25 +78,25 @@ def _live(graph: fx.Graph) -> set[fx.Node]:
 
 
 def is_ordered(node: fx.Node) -> bool:
-    """True for inputs and outputs, random draws, and calls for their effect."""
+    """True for inputs and outputs, random draws, and calls with an effect: their order counts."""
     return node.op != "call_function" or draws(node) or node.meta.get("val") is None
 
 
 def is_number(node: fx.Node) -> bool:
-    """True for a size, and for what is computed from sizes alone."""
+    """True for a size, and for a number that is computed from sizes alone."""
     number = isinstance(node.meta.get("val"), NUMBERS)
     return number and (node.target is aten.sym_size.int or not any(map(is_tensor, node.all_input_nodes)))
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
-    """The operands that are tensors, in order; one that a parallel form reads twice is there twice."""
+    """Returns the tensor operands in order; an operand that a parallel form reads twice appears twice."""
     if isinstance(node.target, OpOverload):
         return [operand for operand in operand_nodes(node) if operand is not None]
     return [arg for arg in node.args if isinstance(arg, fx.Node) and outputs_of(arg)]
 
 
 def family(node: Any) -> Any:
-    """What a node's operator is called in the model's graph, or one name for operators that a cut makes one."""
+    """Returns the model's operator for a node, or a common name for operators that mean the same on a rank."""
     if node.target is operator.getitem:
         return node.target, node.args[1]
     packet = getattr(node.target, "overloadpacket", node.target)
@@ -105,12 +105,12 @@ def family(node: Any) -> Any:
 
 
 def valued(arguments: Any) -> Any:
-    """Arguments of the model's graph, sizes as numbers."""
+    """Returns arguments of the model's graph with sizes as numbers."""
     return plain(fx.map_arg(arguments, lambda n: n.meta["val"] if isinstance(n.meta.get("val"), NUMBERS) else n))
 
 
 def plain(value: Any) -> Any:
-    """A form in which arguments of two graphs are equal if they mean the same."""
+    """Returns arguments in a form in which those of two graphs are equal if they mean the same."""
     if isinstance(value, torch.SymInt | Size):
         size = Size.of(value)
         return size if size.symbols and size.number else size.number
@@ -122,25 +122,25 @@ def plain(value: Any) -> Any:
 
 
 def target_name(target: Any) -> str:
-    """What a message calls an operator."""
+    """Returns an operator's name for messages."""
     return str(target) if isinstance(target, OpOverload | str) else str(target.__name__)
 
 
 def called(node: fx.Node) -> str:
-    """A node's call, for messages: `aten.add.Tensor(x, y)`"""
+    """Returns a node's call for messages: `aten.add.Tensor(x, y)`"""
     return f"{target_name(node.target)}({', '.join(map(listed, [*node.args, *node.kwargs.values()]))})"
 
 
 def listed(value: Any) -> str:
-    """An argument, for messages: `[s0, 6]`, items as `str` has them."""
+    """Returns an argument for messages: `[s0, 6]`, with items by `str`."""
     return f"[{', '.join(map(listed, value))}]" if isinstance(value, list | tuple) else str(value)
 
 
-# ---- a dimension taken apart and put together around a conjugate
+# ---- a dimension that is split before a conjugate and joined after it
 
 
 def closing(node: fx.Node) -> fx.Node | None:
-    """What undoes a split or an unflatten, with nothing but conjugates between; None for other nodes."""
+    """Returns the node that undoes a split or an unflatten, if only conjugates are between; else None."""
     args: Any = node.args
     if node.target is aten.unflatten.int:
         end = _reader(moved := _after(node))
@@ -156,18 +156,18 @@ def closing(node: fx.Node) -> fx.Node | None:
 
 
 def _after(node: fx.Node | None) -> fx.Node | None:
-    """What a value is once conjugates, and nothing else, have moved it."""
+    """Returns the conjugate that is the only reader of a value, or the end of a split around conjugates."""
     reader = _reader(node)
     return reader if reader is None or reader.target in CONJUGATES else closing(reader)
 
 
 def _reader(node: fx.Node | None) -> fx.Node | None:
-    """The only reader of a value."""
+    """Returns the only reader of a value; None if there are several."""
     return next(iter(node.users)) if node is not None and len(node.users) == 1 else None
 
 
 def openings(target: Any, axis: Axis) -> Iterator[list[Axis]]:
-    """The ways in which an axis can be taken apart: a concatenation into its parts, a product around one of them."""
+    """Yields the ways to split an axis: a concatenation into its parts, a product around one of its parts."""
     if target is SPLIT and axis.kind == "concat":
         yield list(axis.parts)
     if target is not SPLIT and axis.kind == "product":

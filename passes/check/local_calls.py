@@ -26,7 +26,7 @@ from autotp.sharding.partition import chunk_size, chunk_start, chunk_stop
 
 
 def local_length(to: Target, axis: Axis, leaf: Axis | None) -> Size:
-    """The length of an axis on this rank where `leaf` is cut."""
+    """Returns the length of an axis on this rank if `leaf` is cut."""
     size = find(axis).size
     if leaf is None or not touches(axis, leaf):
         return size
@@ -36,12 +36,12 @@ def local_length(to: Target, axis: Axis, leaf: Axis | None) -> Size:
     mine = _known(to, chunk_size, leaf) if find(leaf).size.symbols else Size(number)
     rest = size.divided(whole)
     if rest is None:
-        raise ValueError(f"{axis} is not whole times {leaf}")
+        raise ValueError(f"{axis} is not a multiple of {leaf}")
     return mine * rest
 
 
 def _known(to: Target, what: Callable[..., int], leaf: Axis) -> Size:
-    """Start, stop or length of this rank's part of a leaf, where the graph has computed it."""
+    """Returns start, stop or length of this rank's part of a leaf; a symbolic one must be computed in the graph."""
     size = find(leaf).size
     if not size.symbols:
         return Size(what(size.number, to.tp, to.rank))
@@ -51,7 +51,7 @@ def _known(to: Target, what: Callable[..., int], leaf: Axis) -> Size:
 
 
 def pieces_by_rank(to: Target, axis: Axis, leaf: Axis) -> tuple[tuple[Range, ...], ...] | None:
-    """The positions of an axis that each rank holds; None where they depend on the inputs' sizes."""
+    """Returns the positions of an axis that each rank holds; None if they depend on the inputs' sizes."""
     if find(axis).size.symbols:
         return None
     return tuple(tuple(ranges(axis, leaf, to.tp, rank)) for rank in range(to.tp))
@@ -60,7 +60,7 @@ def pieces_by_rank(to: Target, axis: Axis, leaf: Axis) -> tuple[tuple[Range, ...
 def local_call(
     to: Target, axes: Axes, node: fx.Node, model: fx.Node, cut: OperatorCut | None
 ) -> tuple[Any, dict[str, Any]]:
-    """The call that computes this rank's part: its target and its arguments."""
+    """Returns target and arguments of the call that computes this rank's part."""
     arguments, target = bind(model), model.target
     if cut is None:
         return target, arguments
@@ -82,7 +82,7 @@ def local_call(
 
 
 def _local_slice(to: Target, model: fx.Node, arguments: dict[str, Any], dims: Dims, leaf: Axis) -> dict[str, Any]:
-    """A slice of a dimension that is cut takes what the rank holds between its bounds; every k-th place, to the end."""
+    """Returns the arguments of a slice of a cut dimension: the rank's positions between its bounds; all with a step."""
     dim, start = arguments["dim"] % len(dims), arguments["start"] or 0
     if arguments.get("step", 1) != 1:
         return arguments | {"dim": dim, "start": start, "end": sys.maxsize}
@@ -96,7 +96,7 @@ def _local_slice(to: Target, model: fx.Node, arguments: dict[str, Any], dims: Di
 def _form(
     to: Target, form: Any, target: Any, arguments: dict[str, Any], ins: Sequence[Dims], cut: OperatorCut
 ) -> tuple[Any, dict[str, Any]]:
-    """The call of a parallel form, by position; one that no graph has where `form` is not the right one."""
+    """Returns the call of a parallel form; a call that matches no node if `form` is the wrong form."""
     of, names, only = FORMS.get(form, (None, (), ""))
     if of is not target or only not in ("", to.randomness) or not arguments.get("train", True):
         return f"a parallel form of {target}", {}
@@ -112,7 +112,7 @@ def _form(
 
 
 def _start(to: Target, axis: Axis, leaf: Axis) -> int | None:
-    """Where this rank's rows start, if they are in one piece."""
+    """Returns the start of this rank's rows if they are contiguous; else None."""
     pieces = pieces_by_rank(to, axis, leaf)
     if pieces is None or len(pieces[to.rank]) > 1:
         return None
@@ -120,7 +120,7 @@ def _start(to: Target, axis: Axis, leaf: Axis) -> int | None:
 
 
 def _mask(to: Target, dims: Dims, leaf: Axis) -> list[Any]:
-    """The shape of one device's mask, the axis that is cut opened; its dimension; what this rank keeps of it."""
+    """Returns the shape of one device's mask with the cut axis split, the cut dimension, and this rank's ranges."""
     (dim,) = (d for d, axis in enumerate(dims) if touches(axis, leaf))
     sizes, opened = [find(axis).size for axis in dims], open_product(dims[dim], leaf)
     if opened is None:

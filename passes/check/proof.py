@@ -1,6 +1,6 @@
 """Proof: the types that `check` has derived so far, and its errors.
 
-x f32[B, T@tp, 768]        known: its type, the model's value of which it is this rank's part, what T@tp is called
+x f32[B, T@tp, 768]        known: its type, the model's value of which it is a part, the symbol for T@tp
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 class Proof:
-    """What has been proved of a rank's nodes so far."""
+    """The facts that are proved about a rank's nodes so far."""
 
     def __init__(self, graph: fx.Graph, held: Any, trainable: Any, to: Target, local_outputs: Any) -> None:
         self.held, self.trainable, self.local_outputs = held, trainable, local_outputs
@@ -35,14 +35,14 @@ class Proof:
         self.axes = infer_axes(graph)
         self.model = ModelNodes(graph)
         self.types: dict[fx.Node, tuple[Typed, ...]] = {}
-        self.whole: dict[fx.Node, fx.Node] = {}  # The node of the model's graph whose value, or part of it, this is.
+        self.whole: dict[fx.Node, fx.Node] = {}  # Node -> the model's node of whose value it is a part.
         self.numbers: dict[fx.Node, Any] = {}
-        self.bundles: dict[Any, Any] = {}  # What reads several parameters at once -> these.
-        self.cuts: list[Axis] = []  # What parameters and inputs are cut along, each once.
-        self.opened: dict[fx.Node, fx.Node] = {}  # What puts a value together again -> what took it apart.
+        self.bundles: dict[Any, Any] = {}  # A `together` -> its operands.
+        self.cuts: list[Axis] = []  # The cuts of parameters and inputs, each once.
+        self.opened: dict[fx.Node, fx.Node] = {}  # The join of a split dimension -> the split.
 
     def give(self, node: fx.Node, whole: fx.Node, types: tuple[Typed, ...]) -> None:
-        """Remembers what was proved of a node, if the example values that it carries agree."""
+        """Notes the types of a node, after comparing them with its example values."""
         for value, typed in zip(outputs_of(node), types, strict=True):
             self._learn_part(node, value, typed)
             shape = [local_length(self.to, axis, typed.leaf) for axis in typed.dims]
@@ -59,7 +59,7 @@ class Proof:
         self.refuse(node, f"reads `{operand}`", **facts, expected=expected, got=got)
 
     def number(self, node: fx.Node) -> Any:
-        """A size, or what is computed from sizes."""
+        """Returns the value of a size, or of a number computed from sizes, in terms of the model's graph."""
         if node.target in PARTS:
             return self._part(node, node.target, *self.erased(node.args))
         if node.target is not aten.sym_size.int:
@@ -71,14 +71,14 @@ class Proof:
         return size
 
     def _part(self, node: fx.Node, what: Any, whole: Any, *where: Any) -> Any:
-        """What a graph computes of this rank's part of a symbolic length: a size that nothing else is."""
+        """Returns the size that a graph computes for this rank's part of a symbolic length; it has its own symbol."""
         if where != (self.to.tp, self.to.rank):
             self.refuse(node, "is not of this rank's part", expected=(self.to.tp, self.to.rank), got=called(node))
         self._name_part(node, what, Size.of(whole), Size.of(node.meta["val"]))
         return node.meta["val"]
 
     def _learn_part(self, node: fx.Node, value: torch.Tensor, typed: Typed) -> None:
-        """The first value that is cut along a symbolic length tells what the graph calls this rank's part of it."""
+        """Notes the symbol of this rank's part of a symbolic length, from the first value that is cut along it."""
         size = find(typed.leaf).size if typed.leaf is not None else ONE
         if size.symbols and (chunk_size, size) not in self.to.parts:
             (dim,) = typed.cut_dims(typed.leaf)
@@ -92,5 +92,5 @@ class Proof:
             self.refuse(node, "has a part of its own of what is cut", expected=known, got=part)
 
     def erased(self, value: Any) -> Any:
-        """Arguments in terms of the model's graph: values as its nodes, sizes as numbers."""
+        """Returns arguments in terms of the model's graph: values as its nodes, sizes as numbers."""
         return fx.map_arg(value, lambda n: self.numbers[n] if n in self.numbers else self.whole[n])

@@ -19,13 +19,13 @@ from autotp.sharding.grid import all_grids, grid, same_cut, slices_of
 from autotp.sharding.layout import Layout, Range
 from autotp.sharding.placement import Copied, Held, Partial, Placement, Replicate, Shard
 
-MOVES = (placement_moves.take, placement_moves.place, placement_moves.first)
-"""Functions that change a placement and send nothing."""
+LOCAL_MOVES = (placement_moves.take, placement_moves.place, placement_moves.first)
+"""Functions that change a placement without communication."""
 Pieces = tuple[tuple[Range, ...], ...]
 
 
 def cut_of(to: Target, axis: Axis, pieces: Pieces) -> Axis | None:
-    """The leaf, or the grid, whose cut gives every rank just these pieces of an axis."""
+    """Returns the leaf, or the grid, whose cut gives every rank these pieces of an axis; None if there is none."""
     for leaf in leaves(axis):
         if holds(axis, leaf) and pieces_by_rank(to, axis, leaf) == pieces:
             return leaf
@@ -36,12 +36,12 @@ def cut_of(to: Target, axis: Axis, pieces: Pieces) -> Axis | None:
 
 
 def stored(leaf: Axis, layout: Layout) -> Placement:
-    """The placement of a parameter that is held so."""
+    """Returns the placement of a parameter with this layout."""
     return Held(leaf) if layout.repeated else Shard(leaf)
 
 
 def joined(cuts: Iterable[Axis], tp: int) -> Axis | None:
-    """One cut that all of these are a part of; None where two cut one leaf differently."""
+    """Returns the cut that contains all of these cuts; None if two of them cut a leaf differently."""
     cuts = list(cuts)
     if not any(find(leaf).kind == "grid" for leaf in cuts):
         return cuts[0] if cuts and all(same_cut(cuts[0], leaf) for leaf in cuts) else None
@@ -51,7 +51,7 @@ def joined(cuts: Iterable[Axis], tp: int) -> Axis | None:
             return None
     slices = sorted(found.values(), key=lambda one: -one[2])
     at = tp
-    for _, parts, run in slices:  # Each slice is a factor of the ranks of its own.
+    for _, parts, run in slices:  # Each slice uses a separate factor of the ranks.
         if parts * run > at:
             return None
         at = run
@@ -59,7 +59,7 @@ def joined(cuts: Iterable[Axis], tp: int) -> Axis | None:
 
 
 def extended(leaf: Axis | None, made: Axis, tp: int) -> Axis | None:
-    """The cut that also cuts `made`, on the factor of the ranks that `leaf` leaves; None where it leaves none."""
+    """Returns the cut of `leaf` and `made`, on the ranks' factor that `leaf` does not use; None if none is left."""
     if leaf is None:
         return made
     slices = slices_of(leaf, tp)
@@ -71,7 +71,7 @@ def extended(leaf: Axis | None, made: Axis, tp: int) -> Axis | None:
 
 
 def moved(to: Target, target: Any, typed: Typed, arguments: Mapping[str, Any]) -> tuple[Placement, Placement] | None:
-    """The placements that a move reads and gives; None where it is not this rank's."""
+    """Returns the placements that a move reads and gives; None if its arguments are not this rank's."""
     dim = arguments["dim"]
     if target is placement_moves.take:
         leaf = cut_of(to, typed.dims[dim], arguments["pieces"])
@@ -91,7 +91,7 @@ def moved(to: Target, target: Any, typed: Typed, arguments: Mapping[str, Any]) -
 
 
 def shares(to: Target, typed: Typed, axis: str, dim: int, ranges: tuple[Range, ...]) -> bool:
-    """True if a `share` sums what several ranks hold, and over just those that hold it."""
+    """True if a `share` sums the parts that several ranks hold, over exactly the ranks that hold them."""
     layout = _layout(to, typed, dim) if type(typed.placement) is Held else None
     if layout is None or ranges != tuple(layout.shared(to.rank)):
         return False
@@ -109,7 +109,7 @@ def _meet(a: list[Range], b: list[Range]) -> bool:
 
 
 def _layout(to: Target, typed: Typed, dim: int) -> Layout | None:
-    """How a value is cut, where that is in one dimension of a known length."""
+    """Returns the layout of a value that is cut in the dimension `dim`, of known length; else None."""
     assert typed.leaf is not None
     if typed.cut_dims(typed.leaf) != [dim] or (pieces := pieces_by_rank(to, typed.dims[dim], typed.leaf)) is None:
         return None

@@ -1,10 +1,11 @@
-"""The types of `check`, and which types operators and conjugates take and give.
+"""The types of `check`, and the placements that operators and conjugates read and give.
 
     linear reads x f32[B, T, 768]{tp}, w f32[3072@tp, 768]
     and gives    y f32[B, T, 3072@tp]
 
 NOTE [No gradient, no difference]
-Replicate and Copied are the same number on every rank and differ in the gradient. A value that has none is either.
+Replicate and Copied values are the same on every rank and differ in their gradients only. So a value without a gradient
+has both placements.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Typed:
     Attributes:
         dtype: its dtype.
         dims: the axes of its dimensions.
-        placement: which part of the whole value it is.
-        flows: a gradient may flow through it.
+        placement: its placement.
+        flows: whether a gradient may flow through it.
     """
 
     dtype: torch.dtype
@@ -54,11 +55,11 @@ class Typed:
         return self.placement.axis if isinstance(self.placement, Shard) else None
 
     def cut_dims(self, leaf: Axis | None) -> list[int]:
-        """The dimensions that have `leaf` anywhere."""
+        """Returns the dimensions that contain `leaf`."""
         return [d for d, axis in enumerate(self.dims) if leaf is not None and touches(axis, leaf)]
 
     def fits(self, want: Placement) -> bool:
-        """True if this can be read as `want`. See NOTE [No gradient, no difference]."""
+        """True if this value can be read as `want`. See NOTE [No gradient, no difference]."""
         same = (Replicate(), Copied())
         return self.placement == want or (not self.flows and self.placement in same and want in same)
 
@@ -70,14 +71,14 @@ class Typed:
 
 @dataclass(frozen=True)
 class OperatorCut:
-    """What an operator is cut along: the leaf, and the factor that has it."""
+    """The cut of an operator: the leaf, and the factor that contains it."""
 
     leaf: Axis
     factor: Factor
 
 
 def placements(bound: Bound, types: list[Typed], cut: OperatorCut | None) -> tuple[list[Placement], list[Placement]]:
-    """The placements that an operator reads and gives, cut or whole."""
+    """Returns the placements of an operator's operands and outputs, cut or whole (`cut` is None)."""
     n_outs = len(bound.rule.outs)
     if cut is not None and find(cut.leaf).kind == "grid":
         return _on_grid(bound, cut)
@@ -94,7 +95,7 @@ def placements(bound: Bound, types: list[Typed], cut: OperatorCut | None) -> tup
 
 
 def _on_grid(bound: Bound, cut: OperatorCut) -> tuple[list[Placement], list[Placement]]:
-    """What has none of a grid's leaves is the same on every rank; the others are cut by those that they have."""
+    """Returns the placements under a grid: each value is cut by the leaves that it has; without any it is whole."""
     lost: Placement = Partial(bound.rule.reducer) if cut.factor.summed else Copied()
     sides = zip(bound.dims, (cut.factor.ins, cut.factor.outs), (Copied(), lost), strict=True)
     found = [
@@ -105,7 +106,7 @@ def _on_grid(bound: Bound, cut: OperatorCut) -> tuple[list[Placement], list[Plac
 
 
 def restricted(leaf: Axis, dims: Dims) -> Axis:
-    """What of a cut is in a value of these dimensions."""
+    """Returns the part of a cut that divides a value with these dimensions."""
     if find(leaf).kind != "grid":
         return leaf
     tp = find(leaf).tp
@@ -113,7 +114,7 @@ def restricted(leaf: Axis, dims: Dims) -> Axis:
 
 
 def cut_factor(bound: Bound, leaf: Axis) -> Factor | None:
-    """The factor along which an operator can be cut, the leaf in one dimension at most of each operand and output."""
+    """Returns the factor along which an operator can be cut; None if a tensor has the leaf in several dimensions."""
     factor = bound.cuttable(leaf)
     if find(leaf).kind == "grid":
         return factor
@@ -126,7 +127,7 @@ def cut_factor(bound: Bound, leaf: Axis) -> Factor | None:
 
 
 def moved_leaf(typed: Typed, dim: int, size: Any, block: int = 1) -> Axis | None:
-    """The leaf that a conjugate cuts or joins: the outermost of its dimension, in blocks of the rest of it."""
+    """Returns the leaf that a conjugate cuts or joins: the outermost of its dimension. None if sizes do not fit."""
     axis = outermost = find(typed.dims[dim])
     while outermost.kind == "product":
         outermost = find(outermost.parts[0])

@@ -1,1 +1,1 @@
-"""A checked graph -> modules that run in a process: groups, memory, blocks, parameters."""
+"""A checked graph -> modules that run in a process: adds process groups, reuse of memory, blocks, parameters."""

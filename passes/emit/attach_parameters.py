@@ -1,8 +1,8 @@
-"""attach_parameters: lets a block read its parameters itself, where its module is called.
+"""attach_parameters: lets a block read its parameters from its module, when the module is called.
 
-    Before: b = block(x, w0); c = block(b, w1)     After: b = h_0(x); c = h_1(b), each `block` on what `h.0`, `h.1` hold
+    Before: b = block(x, w0); c = block(b, w1)     After: b = h_0(x); c = h_1(b), on the tensors in `h.0` and `h.1`
 
-What hangs on a module then has a time: hooks that gather its parameters before (`fully_shard`) and free them behind.
+So hooks on a module run at the right time: `fully_shard` gathers its parameters before a call and frees them after it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor, fx, nn
 from autotp.source_location import block_of, numbered
 
 ParameterPlace = tuple[nn.Module, str]
-"""A module, and the name there of a parameter or buffer."""
+"""A module, and the name of a parameter or buffer in it."""
 ReadParameter = Callable[[ParameterPlace], Tensor]
 CONTAINER = nn.ModuleList.forward
-"""The forward of a module that has none. (`fully_shard` refuses such a module: nothing is to happen at its call.)"""
+"""The forward of a module that cannot be called, such as nn.ModuleList. (`fully_shard` refuses such modules.)"""
 
 
 class BlockCall(nn.Module):
-    """One block's call: what it computes, and the module whose parameters it reads.
+    """The call of one block: its graph, and the module whose parameters it reads.
 
     Attributes:
-        work: a graph, the same for all blocks that compute alike.
+        work: the graph, shared by all blocks that compute alike.
     """
 
     def __init__(
@@ -33,19 +33,19 @@ class BlockCall(nn.Module):
     ) -> None:
         super().__init__()
         self.work, self.read, self.operands = work, read, operands
-        self.owner = (owner,)  # In a tuple: it is no part of this.
+        self.owner = (owner,)  # In a tuple, so that it is no submodule of this module.
 
     def forward(self, *given: Any) -> Any:
-        """What the block returns. Its module is called, and runs `run`; a list of modules cannot be called."""
+        """Calls the block's module, which calls `run`; an nn.ModuleList cannot be called, so then `run` is called."""
         owner = self.owner[0]
         return self.run(given) if type(owner).forward is CONTAINER else owner(self, *given)
 
     def run(self, given: tuple[Any, ...]) -> Any:
-        """What the block returns, on the parameters that its module holds now."""
+        """Runs the block on the present parameters of its module."""
         return self.work(*self.operands_of(given))
 
     def operands_of(self, given: Sequence[Any]) -> list[Any]:
-        """What `work` is called with."""
+        """Returns the arguments for `work`."""
         return [given[x] if isinstance(x, int) else self.read(x) for x in self.operands]
 
 
@@ -53,12 +53,12 @@ class Owner(nn.Module):
     """A module that holds a block's parameters, and runs the block when it is called with its `BlockCall`."""
 
     def forward(self, call: BlockCall, *given: Any) -> Any:
-        """What the block returns."""
+        """Runs the block."""
         return call.run(given)
 
 
 def value_at(place: ParameterPlace) -> Tensor:
-    """A parameter or buffer as it is now: functional_call swaps them. (What is no parameter is looked up.)"""
+    """Returns the present tensor at a place: functional_call replaces parameters. (Other names are looked up.)"""
     module, key = place
     parameter = module._parameters.get(key)
     found: Tensor = getattr(module, key) if parameter is None else parameter
@@ -66,7 +66,7 @@ def value_at(place: ParameterPlace) -> Tensor:
 
 
 def places(root: nn.Module) -> tuple[dict[str, str], dict[str, ParameterPlace]]:
-    """For every name of a parameter or buffer the first name it has, and for every first name where it lies."""
+    """Returns two dicts: every name of a parameter or buffer -> its first name, and first name -> its place."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     found: dict[str, ParameterPlace] = {}
@@ -80,13 +80,16 @@ def places(root: nn.Module) -> tuple[dict[str, str], dict[str, ParameterPlace]]:
 
 
 def place_of(root: nn.Module, name: str) -> ParameterPlace:
-    """Where the parameter or buffer of this name lies."""
+    """Returns the place of the parameter or buffer of this name."""
     path, _, key = name.rpartition(".")
     return module_at(root, path), key
 
 
 def module_at(root: nn.Module, path: str, kind: type[nn.Module] = nn.Module) -> nn.Module:
-    """The module of this name, made of this kind where there is none; by the tables: a part may be called `plan`."""
+    """Returns the module of this name; makes one of this kind if there is none.
+
+    It reads `_modules`, because a submodule may have the name of one of our attributes, such as `plan`.
+    """
     for key in path.split(".") if path else ():
         last, above = path.endswith(f".{key}") or path == key, root
         root = above._modules.setdefault(key, kind() if last else nn.Module())  # type: ignore[assignment]
@@ -94,7 +97,7 @@ def module_at(root: nn.Module, path: str, kind: type[nn.Module] = nn.Module) -> 
 
 
 def works(module: nn.Module) -> dict[str, nn.Module]:
-    """What the blocks of a graph compute, each once: `block`, `block_1`, ..."""
+    """Name -> graph of the blocks, each shared graph once: `block`, `block_1`, ..."""
     parts = dict.fromkeys(part.work if isinstance(part, BlockCall) else part for part in module.children())
     return {f"block_{i}" if i else "block": part for i, part in enumerate(parts)}
 
@@ -106,14 +109,14 @@ def attach_parameters(
     owner_of: Callable[[str], nn.Module | None],
     read: ReadParameter = value_at,
 ) -> fx.GraphModule:
-    """An outlined graph whose blocks read their parameters themselves; what several read, the graph hands them.
+    """Returns an outlined graph whose blocks read their own parameters; the graph passes shared parameters to them.
 
     Args:
-        outlined: from `outline`; its submodules are taken over.
+        outlined: from `outline`; the result uses its submodules.
         names: placeholder name -> name of the parameter.
-        places: name of a parameter -> where it lies.
-        owner_of: name of a block, as `h.0` -> the module of that name, if there is one.
-        read: what a block reads of a place.
+        places: name of a parameter -> its place.
+        owner_of: name of a block, such as `h.0` -> the module of that name, or None.
+        read: returns the tensor at a place.
     """
     root, new, env = nn.Module(), fx.Graph(), dict[fx.Node, fx.Node]()
     for node in outlined.graph.nodes:
@@ -137,6 +140,6 @@ def attach_parameters(
 
 
 def _reader(node: fx.Node, names: Mapping[str, str]) -> str:
-    """The block that a parameter is in, if nothing but its calls reads it; "" otherwise."""
+    """Returns the block of a parameter if only calls of this block read it; else ""."""
     block = numbered(names.get(node.name, ""))
     return block if all(user.op == "call_module" and block_of(user) == block for user in node.users) else ""

@@ -34,11 +34,12 @@ def bind(
     owned: Collection[str] = (),
     reuse: bool = True,
 ) -> fx.Graph:
-    """A copy of `graph` for `device`, its axis names replaced by process group names.
+    """Returns a copy of `graph` for `device`, with axis names replaced by names of process groups.
 
     Args:
-        owned: placeholder names of the inputs that it may write to.
-        reuse: whether operators may write over what nobody else reads.
+        groups: name of a mesh axis -> name of a process group.
+        owned: placeholder names of the inputs that the graph may write to.
+        reuse: whether operators may overwrite inputs that no other operator reads.
     """
     bound, in_place, into_input = fx.Graph(), fresh(graph) if reuse else set(), written(graph, owned)
     env: dict[fx.Node, fx.Node] = {}

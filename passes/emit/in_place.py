@@ -1,12 +1,12 @@
-"""in_place: marks operators that may write over their input, because no other operator reads it.
+"""in_place: marks operators that may overwrite their input, because no other operator reads it.
 
     Before: p = reduce(linear(x, w), "tp")        After: p = reduce(linear(x, w), "tp", fresh=True)
     Before: c = copy(x, "tp"); linear(c, w)       After: c = copy(x, "tp", fresh=True): so is its gradient
     Before: class_terms(linear(x, w), m, t)       After: class_terms(linear(x, w), m, t, fresh=True)
     Before: index_copy(cache, 2, at, keys)        After: index_copy_(cache, 2, at, keys): the caller wants it changed
 
-Products and sums do not keep their result for backward, and a product's gradient is a new tensor. If that were ever
-wrong, autograd would say so: it counts the writes to what it has saved.
+Products and sums do not save their result for backward, and a product's gradient is a new tensor. If this were wrong,
+autograd would raise an error: it counts the writes to saved tensors.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ PRODUCTS = Trait.PRODUCT | Trait.ADDED_PRODUCT
 
 
 def fresh(graph: fx.Graph) -> set[fx.Node]:
-    """The `copy`, `reduce` and `class_terms` nodes of a lowered graph that may work in place.
+    """Returns the `copy`, `reduce` and `class_terms` nodes of a lowered graph that may work in place.
 
-    What another block made is left alone: where blocks are gathered one by one, a hook hangs on what each returns.
+    The output of another block is not overwritten: under `fully_shard` a hook may be registered on it.
     """
     found = set()
     for node in graph.nodes:
@@ -46,7 +46,7 @@ def fresh(graph: fx.Graph) -> set[fx.Node]:
 
 
 def written(graph: fx.Graph, owned: Collection[str]) -> set[fx.Node]:
-    """The nodes that may write into an input: one whose new value is what the caller is to find in it.
+    """Returns the nodes that may write into an input, because the caller needs the new value there.
 
     Args:
         owned: placeholder names of such inputs.
@@ -56,11 +56,11 @@ def written(graph: fx.Graph, owned: Collection[str]) -> set[fx.Node]:
 
 
 def _is_new(node: fx.Node, makers: Trait = PRODUCTS | Trait.UNSAVED, readers: int = 1) -> bool:
-    """True for a value that one operator has just made and nobody else reads, views of it included.
+    """True for a new tensor that only one operator reads, possibly through views.
 
     Args:
-        makers: the traits of such an operator, of which it has one.
-        readers: how many readers it has; `class_terms` has its maximum read before it.
+        makers: traits, of which the operator that made the tensor has one.
+        readers: number of its readers; the input of `class_terms` has a second one, the maximum before it.
     """
     while has(node.target, Trait.RESHAPE) and _count(node) == readers:
         node, readers = node.args[0], 1  # type: ignore[assignment]
@@ -68,17 +68,17 @@ def _is_new(node: fx.Node, makers: Trait = PRODUCTS | Trait.UNSAVED, readers: in
 
 
 def _is_item(node: fx.Node) -> bool:
-    """True for one of the products that are one operator."""
+    """True for a product of the joined operator `columns`."""
     return node.target is operator.getitem and node.args[0].target is columns  # type: ignore[union-attr]
 
 
 def _count(node: fx.Node) -> int:
-    """How many read a value's elements, not its sizes only."""
+    """Returns the number of operators that read a value's elements, and not only its sizes."""
     return len([user for user in node.users if user.target is not aten.sym_size.int])
 
 
 def _gradient_is_new(node: fx.Node) -> bool:
-    """True if every reader sends back a tensor of its own."""
+    """True if every reader's backward returns a new tensor."""
     readers = list(node.users)
     while len(readers) == 1 and has(readers[0].target, Trait.RESHAPE):
         readers = list(readers[0].users)

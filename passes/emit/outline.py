@@ -3,8 +3,8 @@
     Before: a = norm(x, w0); b = linear(a, v0); c = norm(b, w1); d = linear(c, v1)
     After:  b = block(x, w0, v0); d = block(b, w1, v1)
 
-A block is what one numbered module of the model did, `h.0`. The graph is as long as the model is deep, and no longer; a
-compiler meets a block once; what is computed again in backward (`recompute.py`) is a block, or a part of one.
+A block is the operators of one numbered module of the model, such as `h.0`. The graph then has one node for each block,
+and a compiler compiles a block once. What backward recomputes (`recompute.py`) is a block, or a part of a block.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from autotp.source_location import block_of
 
 
 def outlined(graph: fx.Graph, regions: Sequence[Sequence[fx.Node]], name: str) -> fx.GraphModule:
-    """A graph as a module, each region of it as a call of a submodule: one for all that compute alike.
+    """Returns a graph as a module, with each region as a call of a submodule; regions that compute alike share one.
 
     Args:
-        regions: operators that stand behind one another, in order.
-        name: what the submodules are called.
+        regions: consecutive operators, in order.
+        name: the name of the submodules.
     """
     root, new, env = nn.Module(), fx.Graph(), dict[fx.Node, fx.Node]()
     last = {region[-1]: region for region in regions}
@@ -42,7 +42,7 @@ def outlined(graph: fx.Graph, regions: Sequence[Sequence[fx.Node]], name: str) -
             known[text] = f"{name}_{len(known)}" if known else name
             root.add_module(known[text], fx.GraphModule(nn.Module(), _extracted(last[node], inputs, results)))
         call = new.call_module(known[text], tuple(env[n] for n in inputs))
-        call.meta = {"nn_module_stack": last[node][0].meta.get("nn_module_stack")}  # Whose block it is.
+        call.meta = {"nn_module_stack": last[node][0].meta.get("nn_module_stack")}  # Names the block.
         for i, result in enumerate(results):
             env[result] = call if len(results) == 1 else new.call_function(operator.getitem, (call, i))
             env[result].meta = dict(result.meta)
@@ -50,9 +50,9 @@ def outlined(graph: fx.Graph, regions: Sequence[Sequence[fx.Node]], name: str) -
 
 
 def blocks(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """The operators of each block: those of one name that stand behind one another.
+    """Yields the operators of each block: consecutive operators of one name.
 
-    Sizes that do not come from inside stay outside: the first block that needs one would have more to do than others.
+    Sizes that do not depend on a block stay outside: else the first block that needs one would differ from others.
     """
     region: list[fx.Node] = []
     for node in graph.nodes:
@@ -70,7 +70,7 @@ def blocks(graph: fx.Graph) -> Iterator[list[fx.Node]]:
 
 
 def _is_closed(region: Sequence[fx.Node]) -> bool:
-    """True if what a region enters it leaves, and it gives something: not a run of sizes."""
+    """True if a region leaves every autocast region that it enters, and has a tensor as output."""
     depth = 0
     for node in region:
         depth += (node.target is enter_autocast) - (node.target is exit_autocast)
@@ -78,9 +78,9 @@ def _is_closed(region: Sequence[fx.Node]) -> bool:
 
 
 def _interface(region: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node], str]:
-    """What a region reads from outside, what outside reads of it, and its operators as text, equal for equal work.
+    """Returns the inputs and the results of a region, and its operators as text, which is equal for equal work.
 
-    Work on other sizes is other work: a compiler would compile it anew.
+    Work on other sizes counts as different: a compiler would compile it again.
     """
     within: Collection[fx.Node] = set(region)
     inputs = list(dict.fromkeys(n for node in region for n in node.all_input_nodes if n not in within))
@@ -92,7 +92,7 @@ def _interface(region: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node],
 
 
 def _kind(value: Any) -> str:
-    """The size and dtype of an example value."""
+    """Returns size and dtype of an example value as text."""
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
@@ -109,7 +109,7 @@ def _text(value: Any, number: dict[fx.Node, str]) -> str:
 
 
 def _extracted(region: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.Graph:
-    """A graph of a region alone."""
+    """Returns the graph of a region."""
     graph = fx.Graph()
     env = {}
     for node in inputs:

@@ -1,9 +1,9 @@
-"""recompute: lets backward compute blocks, or the scores of attention, again.
+"""recompute: lets backward recompute blocks, or the scores of attention.
 
     Before: y = block(x, w)                                 After: y = recomputed(block)(x, w), which keeps x and w only
     Before: s = matmul(q, k); p = softmax(s); o = matmul(p, v)     After: o = recomputed(core)(q, k, v)      "selective"
 
-The scores and what is made of them are most of what attention keeps and little of what it computes.
+Scores and values computed from them are most of the memory that attention keeps, and little of its computation.
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", sections 5 and 6.
 """
@@ -28,28 +28,28 @@ aten = torch.ops.aten
 
 
 class Recomputed(nn.Module):
-    """A graph of which only the inputs are kept for backward; there it runs again, on the same random numbers."""
+    """A graph of which only the inputs are kept for backward; backward runs it again with the same random numbers."""
 
     def __init__(self, inner: fx.GraphModule) -> None:
         super().__init__()
         self.inner, self.draws = inner, any(draws(node) for node in inner.graph.nodes)
 
     def forward(self, *args: Any) -> Any:
-        """What the graph returns. torch.func's transforms know no such thing: there everything is kept."""
+        """Runs the graph. Under transforms of torch.func, which do not support recomputation, everything is kept."""
         plain = all(is_plain(x) for x in args if isinstance(x, Tensor)) or torch.compiler.is_compiling()
         if not plain or not torch.is_grad_enabled():
             return self.inner(*args)
         return checkpoint(self._run, *args, use_reentrant=False, preserve_rng_state=self.draws)
 
     def _run(self, *args: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # As in forward: backward comes here by itself.
+        with torch._C.DisableTorchFunctionSubclass():  # As around forward: backward calls this from outside of it.
             return self.inner(*args)
 
 
 def recompute(graph: fx.Graph, how: Recompute, updated: Collection[str] = ()) -> fx.GraphModule:
-    """The graph as a module whose blocks are submodules, and keep as little as was asked for.
+    """Returns the graph as a module whose blocks are submodules, which recompute in backward what `how` says.
 
-    A block that writes into buffers (batch norm) is computed once.
+    A block that writes into buffers (batch norm) is not recomputed.
 
     Args:
         updated: placeholder names of the buffers that are written to between forward and backward.
@@ -67,7 +67,7 @@ def recompute(graph: fx.Graph, how: Recompute, updated: Collection[str] = ()) ->
 
 
 def _read_a_copy(node: fx.Node) -> None:
-    """What is computed again reads what a buffer was."""
+    """Makes all operators read a copy of a buffer, so that a recomputation sees its old value."""
     with node.graph.inserting_after(node):
         copy = node.graph.call_function(aten.clone.default, (node,))
     copy.meta = {"val": node.meta["val"]} if "val" in node.meta else {}
@@ -81,8 +81,9 @@ def _recompute(module: fx.GraphModule) -> None:
 
 
 def _writes(node: fx.Node) -> bool:
-    """True for an operator that moves running statistics, which its schema does not say (`functionalize` took batch
-    norms apart).
+    """True for an instance norm that updates running statistics; its schema does not say so.
+
+    (`functionalize` has replaced batch norms.)
     """
     arguments = bind(node) if node.target is aten.instance_norm.default else {}
     return bool(arguments) and arguments["use_input_stats"] and arguments["running_mean"] is not None
@@ -93,9 +94,9 @@ def _parts(module: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:
 
 
 def _cores(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """The operators of each attention that keeps scores: from the product that makes them to the one that reads them.
+    """Yields the operators of each attention that keeps scores: from the product that makes them to their reader.
 
-    Fused attention without dropout keeps none, and is left as it is.
+    Fused attention without dropout keeps no scores, and is not recomputed.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     taken: set[fx.Node] = set()
@@ -109,7 +110,7 @@ def _cores(graph: fx.Graph) -> Iterator[list[fx.Node]]:
 
 
 def _around(softmax: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
-    """What is on a way from the last products before a softmax to the first behind it; nothing where one is missing."""
+    """Returns the nodes between the last products before a softmax and the first products after it; else nothing."""
     before, after = _until_product(softmax, lambda n: n.all_input_nodes), _until_product(softmax, lambda n: n.users)
     ends = [any(has(node.target, Trait.BATCHED) for node in side) for side in (before, after)]
     follows: set[fx.Node] = set()
@@ -120,7 +121,7 @@ def _around(softmax: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
 
 
 def _until_product(start: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """A node and all that is reached from it, no further than products."""
+    """Returns a node and all nodes reached from it by `step`, up to products."""
     found, queue = {start}, [start]
     while queue:
         for node in step(queue.pop()):

@@ -3,8 +3,9 @@
     Before: c = copy(w, "tp"); norm(x, c); d = copy(v, "tp"); norm(y, d)
     After:  t = together((w, v), "tp", (None, None)); norm(x, t[0]); norm(y, t[1])
 
-One exchange a block, axis and dtype, and not one a parameter: what some ranks hold (`share`) is summed among these.
-What is before the blocks and what is behind them are two, for they may be stages of a pipeline.
+There is one all-reduce for each block, mesh axis and dtype, in place of one for each parameter. A parameter that only
+some ranks hold (`share`) is summed among these. Parameters before the blocks and behind the blocks are separate
+buckets, because they may be in different stages of a pipeline.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from autotp.source_location import block_of
 
 
 def bucket(graph: fx.Graph) -> fx.Graph:
-    """The same function, with one conjugate for all parameters of a block, an axis and a dtype."""
+    """Returns the same function with one conjugate for all parameters of a block, a mesh axis and a dtype."""
     bundles: dict[Any, list[fx.Node]] = {}
     behind = False
     for node in graph.nodes:

@@ -14,7 +14,7 @@ from autotp.rules.traits import draws
 
 
 def dce(graph: fx.Graph) -> fx.Graph:
-    """The same function and the same collectives, without dead operators."""
+    """Returns the same function and the same collectives, without dead operators."""
     builder, needed = Builder(fake_mode_of(graph)), live(graph)
     for node in graph.nodes:
         if node in needed:
@@ -23,7 +23,7 @@ def dce(graph: fx.Graph) -> fx.Graph:
 
 
 def live(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that the outputs need, and those that do more than give a value: inputs, regions, random draws."""
+    """Returns the nodes that the outputs depend on, and nodes with effects: inputs, regions, random draws."""
     live: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         needed = node in live or node.op in ("placeholder", "output")
@@ -34,7 +34,7 @@ def live(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _acts(node: fx.Node) -> bool:
-    """True for a call for its effect: it gives neither a tensor nor a size."""
+    """True for a call with an effect: its result is neither a tensor nor a size."""
     numbers = int | float | torch.SymInt | torch.SymFloat | torch.SymBool
     gives = isinstance(node.meta.get("val"), torch.Tensor | numbers | list | tuple)
     return node.op == "call_function" and not gives

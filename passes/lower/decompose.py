@@ -6,7 +6,7 @@
 
 NOTE [Vocab-parallel loss]
 With the classes cut, a maximum, a sum and a target logit for each token are reduced over ranks; the logits are never
-exchanged (Megatron-LM, Shoeybi et al. 2019, section 3). The last two travel together.
+exchanged (Megatron-LM, Shoeybi et al. 2019, section 3). The sum and the target logit are reduced in one collective.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MEAN, SUM = 1, 2
 
 
 def decompose(graph: fx.Graph, axes: Axes, decision: Decision) -> tuple[fx.Graph, Axes, Decision]:
-    """The graph with its mixing operators spelled out where they are cut, and the axes and cuts of the new one."""
+    """Returns the graph with mixing operators decomposed where they are cut, and its axes and cuts."""
     builder, new_axes, new = Builder(fake_mode_of(graph)), Axes(), Decision(chosen=decision.chosen)
     for node in graph.nodes:
         builder.origin = node
@@ -54,7 +54,7 @@ def _mixes(node: fx.Node, axes: Axes, leaf: Any) -> bool:
 
 
 def carry(copy: fx.Node, node: fx.Node, old: Axes, axes: Axes, before: Decision, after: Decision) -> None:
-    """What was known of `node` is known of its copy."""
+    """Copies axes, rule and cuts of `node` to its copy in another graph."""
     if node in old.dims:
         axes.dims[copy] = old.dims[node]
     if node in old.bound:
@@ -66,7 +66,7 @@ def carry(copy: fx.Node, node: fx.Node, old: Axes, axes: Axes, before: Decision,
 
 
 def _centred(builder: Builder, x: fx.Node, dim: int) -> tuple[fx.Node, fx.Node]:
-    """`x` minus its maximum along `dim`, in float32 at least, and the log of the sum of its exponentials."""
+    """Returns `x` minus its maximum along `dim`, in at least float32, and the log of the sum of its exponentials."""
     if x.meta["val"].dtype in (torch.float16, torch.bfloat16):
         x = builder.call(aten.to.dtype, x, torch.float32)
     z = builder.call(aten.sub.Tensor, x, builder.call(peak, x, dim))
@@ -132,13 +132,13 @@ def _class_dim(args: dict[str, Any]) -> int:
 
 
 def _classes(builder: Builder, args: dict[str, Any]) -> tuple[fx.Node, fx.Node]:
-    """Which targets are ignored, and the targets with a legal class in their place."""
+    """Returns the mask of ignored targets, and the targets with class 0 in their place."""
     ignored = builder.call(aten.eq.Scalar, args["target"], args["ignore_index"])
     return ignored, builder.call(aten.masked_fill.Scalar, args["target"], ignored, 0)
 
 
 def _every(builder: Builder, z: fx.Node, lse: fx.Node, weight: fx.Node | None, dim: int) -> fx.Node:
-    """`-sum over classes of weight * log p`, one a row; `z - lse` are the log-probabilities."""
+    """Returns `-sum over classes of weight * log p` for each row, where `z - lse` are the log-probabilities."""
     call, total = builder.call, z.meta["val"].shape[dim]
     if weight is not None:
         shape = [-1] + [1] * (z.meta["val"].dim() - 1 - dim)
@@ -150,11 +150,11 @@ def _every(builder: Builder, z: fx.Node, lse: fx.Node, weight: fx.Node | None, d
 def _reduced(
     builder: Builder, args: dict[str, Any], loss: fx.Node, smooth: fx.Node | None, ignored: fx.Node, classes: fx.Node
 ) -> fx.Node:
-    """The class loss of torch's documentation: ignored targets, class weights, smoothing, the three reductions.
+    """Returns the class loss of torch's documentation: ignored targets, class weights, smoothing, three reductions.
 
     Args:
-        loss: `-log p` of each row's class, neither weighed nor ignored yet.
-        smooth: what smoothing adds to each row.
+        loss: `-log p` of each row's class, before weights and ignored targets.
+        smooth: the label-smoothing term of each row.
     """
     call, weight, dtype = builder.call, args["weight"], loss.meta["val"].dtype
     counted = _cast(builder, call(aten.logical_not.default, ignored), dtype)

@@ -33,7 +33,7 @@ How = Callable[[fx.Node, Builder], fx.Node]
 
 
 def defer_reductions(graph: fx.Graph, axes: Axes, decision: Decision) -> Known:
-    """The graph with such sums regrouped, and the axes and cuts of the new one."""
+    """Returns the graph with such sums regrouped, and its axes and cuts."""
     graph, axes, decision = _biases_behind_views(graph, axes, decision)
     have = propagate(graph, axes, decision.cuts, decision.held)
     trees = {node: list(terms(node)) for node in graph.nodes if is_sum(node) and not inside(node)}
@@ -48,7 +48,7 @@ def defer_reductions(graph: fx.Graph, axes: Axes, decision: Decision) -> Known:
 
 
 def _biases_behind_views(graph: fx.Graph, axes: Axes, decision: Decision) -> Known:
-    """A bias that a view joins with a product that waits for its reduction is added behind the view."""
+    """Moves a bias behind a view of the sum of a partial product and the bias."""
     have = propagate(graph, axes, decision.cuts, decision.held)
 
     def added(node: fx.Node, builder: Builder) -> fx.Node:
@@ -62,20 +62,20 @@ def _biases_behind_views(graph: fx.Graph, axes: Axes, decision: Decision) -> Kno
 
 
 def _hides(node: fx.Node, have: Have) -> bool:
-    """True for a view of a partial product and its bias, read by a sum."""
+    """True for a view of the sum of a partial product and its bias, if another sum reads the view."""
     seen = views(node) if any(map(is_sum, node.users)) else []
     both = _terms_seen(seen) if seen else []
     return len(both) == 2 and waits(both[0], have) and both[1].meta["val"].shape == node.meta["val"].shape[-1:]
 
 
 def _terms_seen(seen: list[fx.Node]) -> list[fx.Node]:
-    """What the sum adds up that these views show, if nothing else reads it."""
+    """Returns the two terms of the sum behind these views, if nothing else reads the sum; else an empty list."""
     inner: Any = seen[-1].args[0]
     return list(inner.args) if is_sum(inner) and len(inner.users) == 1 else []
 
 
 def _rewritten(graph: fx.Graph, axes: Axes, decision: Decision, some: Collection[fx.Node], how: How) -> Known:
-    """The graph with `how(node, builder)` in place of some nodes."""
+    """Returns the graph with `how(node, builder)` in place of some nodes."""
     if not some:
         return graph, axes, decision
     builder, new_axes, new = Builder(fake_mode_of(graph)), Axes(), Decision(chosen=decision.chosen)
@@ -92,7 +92,7 @@ def _rewritten(graph: fx.Graph, axes: Axes, decision: Decision, some: Collection
 
 
 def _without_dead(graph: fx.Graph) -> fx.Graph:
-    """Drops the old inner sums and views, which nothing reads any more."""
+    """Erases the old inner sums and views, which nothing reads any more."""
     for node in reversed(list(graph.nodes)):
         if (is_sum(node) or has(node.target, Trait.MOVABLE)) and not node.users:
             graph.erase_node(node)

@@ -1,10 +1,10 @@
-"""exchange: the conjugates that move a value along a leaf, at any place of a dimension.
+"""exchange: writes the conjugates that move a value along a leaf, wherever the leaf is in its dimension.
 
     Before: gather of f32[b, s, (q: heads@tp x 64 | k: ... | v: ...)] along heads
     After:  split; gather each part in whole heads; cat
 
-A collective moves contiguous blocks of one dimension. A leaf that is major in its dimension is that already; inside
-a product it is made so by a view, in a concatenation each part is moved by itself.
+A collective moves contiguous blocks of one dimension. The blocks of a leaf that is major in its dimension are
+contiguous. A leaf inside a product becomes major by a view, and each part of a concatenation is moved by itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Conjugate = Callable[..., Any]
 
 
 def exchange(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: Conjugate) -> fx.Node:
-    """`kind` applied to `x`, whose dimension `dim` is `axis`, along the `leaf` inside it."""
+    """Writes the conjugate `kind` of `x`, whose dimension `dim` is `axis`, along the `leaf` inside it."""
     axis, leaf = find(axis), find(leaf)
     if axis is leaf:
         return _blocks(local, x, axis, leaf, dim, kind, 1)
@@ -41,12 +41,12 @@ def exchange(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: C
 
 
 def _inward(kind: Conjugate) -> bool:
-    """True for a conjugate that cuts, false for one that puts together."""
+    """True for a conjugate that cuts a value, False for one that joins the parts."""
     return kind in (scatter, reduce_scatter)
 
 
 def _blocks(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: Conjugate, block: int) -> fx.Node:
-    """The collective itself, along a dimension of which whole blocks belong together."""
+    """Writes the collective itself; `block` consecutive positions of the dimension are not divided."""
     size = local.size(axis.size)
     args = (dim, size) if block == 1 else (dim, size, block)
     length = local.local_size(axis.size, axis, leaf if _inward(kind) else None)
@@ -56,7 +56,7 @@ def _blocks(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: Co
 
 
 def _parts(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: Conjugate) -> fx.Node:
-    """Each part of a concatenation by itself."""
+    """Splits a concatenation, moves each part by itself, and joins them."""
     lengths = [local.local_size(part.size, part, None if _inward(kind) else leaf) for part in axis.parts]
     pieces = local.builder.raw(aten.split_with_sizes.default, (x, lengths, dim))
     pieces.meta["val"] = [local.resized(x.meta["val"], dim, n) for n in lengths]
@@ -73,7 +73,7 @@ def _parts(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: Con
 def _inside(
     local: Local, x: fx.Node, part: Axis, around: tuple[Size, Size], leaf: Axis, dim: int, kind: Conjugate
 ) -> fx.Node:
-    """Splits a product into what is before the part that has the leaf, the part, and what is behind; moves the part."""
+    """Splits a product into (major, the part with the leaf, minor), moves the part, and flattens the product again."""
     middle = local.local_size(part.size, part, None if _inward(kind) else leaf)
     before, behind = (local.size(size) for size in around)
     split = local.builder.call(aten.unflatten.int, x, dim, [before, middle, behind])

@@ -1,4 +1,4 @@
-"""fuse_bias: puts a bias back into its product, where the product is not reduced.
+"""fuse_bias: puts a bias back into its product if the product is not reduced.
 
 Before: y = linear(x, w); z = add(y, b)                After: z = linear(x, w, b)
 Before: p = reduce(linear(x, w)); z = add(p, b)        After: the same (NOTE [Why the bias leaves the linear])
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def fuse_bias(graph: fx.Graph) -> fx.Graph:
-    """The same function and the same collectives, with biases inside their products."""
+    """Returns the same function and the same collectives, with biases inside their products."""
     builder = Builder(fake_mode_of(graph))
     joined = {node: product for node in graph.nodes if (product := _product(node)) is not None}
     inside = set(joined.values())
@@ -42,7 +42,7 @@ def _with_bias(builder: Builder, add: fx.Node, product: fx.Node) -> fx.Node:
 
 
 def _product(node: fx.Node) -> fx.Node | None:
-    """The product that a sum adds a bias of one dimension to, if nothing else reads it."""
+    """Returns the product to which a sum adds a one-dimensional bias, if nothing else reads the product; else None."""
     if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
         return None
     for product, bias in (node.args, reversed(node.args)):
@@ -56,7 +56,7 @@ def _is_product(node: Any) -> bool:
 
 
 def _is_bias(bias: Any, product: Any, add: fx.Node) -> bool:
-    """True for a vector along the product's last dimension that exists before the product does."""
+    """True for a placeholder with a vector along the product's last dimension."""
     if not isinstance(bias, fx.Node) or bias.op != "placeholder":
         return False
     vector, matrix = bias.meta["val"], product.meta["val"]

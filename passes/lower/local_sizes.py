@@ -1,4 +1,4 @@
-"""A rank's part of sizes and values, for the passes that make its graph."""
+"""Sizes and example values of one rank, for the passes that make its graph."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from autotp.sharding.partition import chunk_bounds, chunk_size, chunk_start, chu
 from autotp.source_location import line_of
 
 aten = torch.ops.aten
-OPERATORS: dict[Any, Callable[..., Any]] = {
+SIZE_OPERATORS: dict[Any, Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod, "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv, "Mod": operator.mod,
     "PythonMod": operator.mod, "Max": torch.sym_max, "Min": torch.sym_min,
 }  # fmt: skip
-"""What sizes are computed by, as their terms are printed."""
+"""The operators in printed expressions of sizes."""
 PARTS = (chunk_start, chunk_stop, chunk_size)
-"""What graphs compute of this rank's part of a length that the inputs' sizes decide."""
+"""The functions by which a graph computes a rank's part of a symbolic length."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Whose graph is made.
+    """The rank whose graph is made.
 
     Attributes:
-        axis: the mesh axis's name.
-        tp, rank: its size, and the place of this rank on it.
-        randomness: "exact" draws the masks one device would, "fast" masks of the rank's own.
-        local_outputs: output positions that stay cut; the others are gathered.
-        parts: where this rank's part of a symbolic length starts, stops, and how long it is, once something computes
-            it: (one of `PARTS`, the length) -> that size.
+        axis: name of the mesh axis.
+        tp, rank: the size of the mesh axis, and this rank's place on it.
+        randomness: "exact" draws the same dropout masks as one device, "fast" draws a mask per rank.
+        local_outputs: positions of the outputs that stay cut; the others are gathered.
+        parts: start, stop and length of this rank's part of symbolic lengths, as far as the graph computes them:
+            (one of `PARTS`, the length) -> size.
     """
 
     axis: str
@@ -51,17 +51,17 @@ class Target:
     parts: dict[tuple[Callable[..., int], Size], Size] = field(default_factory=dict, compare=False)
 
     def chunk(self, leaf: Axis) -> tuple[int, int]:
-        """Where this rank's part of a leaf starts and stops."""
+        """Returns start and stop of this rank's part of a leaf."""
         return chunk_bounds(find(leaf).size.number, self.tp, self.rank)
 
     def length(self, leaf: Axis) -> int:
-        """How many positions of a leaf this rank has."""
+        """Returns the number of positions of a leaf that this rank has."""
         start, stop = self.chunk(leaf)
         return stop - start
 
 
 class Local:
-    """Sizes and example values of one rank, as numbers or as nodes of its graph."""
+    """Sizes of one rank, as numbers or as nodes of its graph, and its example values."""
 
     def __init__(self, builder: Builder, to: Target) -> None:
         self.builder, self.to = builder, to
@@ -70,11 +70,11 @@ class Local:
         self.parts: dict[tuple[Callable[..., int], Size], fx.Node] = {}
 
     def learn(self, node: fx.Node, whole: torch.Tensor | None, cut: Collection[int] = ()) -> None:
-        """Remembers which symbolic sizes a value shows: a symbol, or a sum of some (`s0 - 1`) as one.
+        """Notes the symbolic sizes that can be read off a value; an expression such as `s0 - 1` counts as one symbol.
 
         Args:
             node: the value in this rank's graph.
-            whole: the model's example value of it.
+            whole: its example value in the model's graph.
             cut: the dimensions that are cut.
         """
         for d, length in enumerate(whole.shape if isinstance(whole, torch.Tensor) else ()):
@@ -82,10 +82,10 @@ class Local:
             if size.number == 1 and len(size.symbols) == 1 and d not in cut:
                 self.symbols.setdefault(size.symbols[0], (node, d))
 
-    # ---- sizes as arguments: numbers, or nodes that compute them from the inputs' sizes
+    # ---- sizes as arguments: numbers, or nodes that compute sizes from the inputs' sizes
 
     def size(self, size: Any) -> Any:
-        """A global size."""
+        """Returns a global size."""
         found: Any = Size.of(size).number
         for symbol in Size.of(size).symbols:
             if symbol not in self.read:
@@ -96,7 +96,7 @@ class Local:
     def _symbol(self, symbol: str) -> fx.Node:
         if symbol in self.symbols:
             return self.call(aten.sym_size.int, *self.symbols[symbol])
-        try:  # A sum of others, which no tensor has yet.
+        try:  # An expression of other symbols, which is no dimension of a tensor yet.
             term = ast.parse(symbol, mode="eval").body
             found = None if isinstance(term, ast.Name) else self._computed(term)
         except (SyntaxError, KeyError):
@@ -107,24 +107,24 @@ class Local:
         return found
 
     def _computed(self, term: ast.AST) -> Any:
-        """An expression of sizes as calls. Raises KeyError where it is of what no size is made of."""
+        """Returns an expression of sizes as calls. Raises KeyError for an unknown operator."""
         match term:
             case ast.Constant(value=int() as number):
                 return number
             case ast.Name(id=symbol):
                 return self.size(Size(1, (symbol,)))
             case ast.BinOp(left=left, op=op, right=right):
-                parts = OPERATORS[type(op)], self._computed(left), self._computed(right)
+                parts = SIZE_OPERATORS[type(op)], self._computed(left), self._computed(right)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 parts = operator.mul, -1, self._computed(operand)
             case ast.Call(func=ast.Name(id=name), args=[left, right]):
-                parts = OPERATORS[name], self._computed(left), self._computed(right)
+                parts = SIZE_OPERATORS[name], self._computed(left), self._computed(right)
             case _:
                 raise KeyError(ast.dump(term))
         return self.call(*parts) if any(isinstance(n, fx.Node) for n in parts) else parts[0](*parts[1:])
 
     def local_size(self, size: Any, axis: Axis, leaf: Axis | None) -> Any:
-        """The size of a dimension of a local tensor, which is `axis` and `size` globally."""
+        """Returns the local size of a dimension with this axis and global size."""
         if leaf is None or not touches(axis, leaf):
             return self.size(size)
         if find(leaf).size.symbols:
@@ -135,7 +135,7 @@ class Local:
         return self.times(mine, self.size(find(axis).size.divided(whole) or ONE))
 
     def part(self, what: Callable[..., int], leaf: Axis) -> Any:
-        """One of `PARTS` of this rank's part of a leaf."""
+        """Returns start, stop or length (`what`, one of `PARTS`) of this rank's part of a leaf."""
         size = find(leaf).size
         if not size.symbols:
             return what(size.number, self.to.tp, self.to.rank)
@@ -149,12 +149,12 @@ class Local:
         return self.parts[what, size]
 
     def times(self, a: Any, b: Any) -> Any:
-        """A product of sizes. A local length of one is multiplied too: the graphs of all ranks have the same nodes."""
+        """Returns a product of sizes. A factor 1 is multiplied, too: the graphs of all ranks have the same nodes."""
         both = isinstance(a, int) and isinstance(b, int)
         return a * b if both else self.call(operator.mul, a, b)
 
     def call(self, target: Any, *args: Any) -> fx.Node:
-        """A call that gives a size."""
+        """Adds a call that returns a size."""
         values = fx.map_arg(args, lambda n: n.meta["val"])
         new = self.builder.raw(target, args)
         new.meta["val"] = values[0].shape[values[1]] if target is aten.sym_size.int else target(*values)
@@ -163,7 +163,7 @@ class Local:
     # ---- example values
 
     def value(self, value: torch.Tensor, dims: tuple[Axis, ...], leaf: Axis) -> torch.Tensor:
-        """A global example value with the cut dimension local."""
+        """Returns the local example value for a global one that is cut along `leaf`."""
         shape: list[Any] = []
         for size, axis in zip(value.shape, dims, strict=True):
             if not touches(axis, leaf):
@@ -179,7 +179,7 @@ class Local:
         return self.empty(shape, value)
 
     def resized(self, value: torch.Tensor, dim: int, length: Any) -> torch.Tensor:
-        """An example value with another length along `dim`."""
+        """Returns an example value with another length along `dim`."""
         return self.empty([length if d == dim else n for d, n in enumerate(value.shape)], value)
 
     def empty(self, shape: list[Any], like: torch.Tensor) -> torch.Tensor:

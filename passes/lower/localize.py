@@ -1,4 +1,4 @@
-"""localize: rewrites one call for local operands: local sizes, and parallel forms of lookups and dropout.
+"""localize: rewrites a call for local operands: with local sizes, or as the parallel form of a lookup or dropout.
 
 Before: view(x, [b, s, 12, 64]); embedding(w, t); dropout(x, 0.1)              cut by heads, vocab, heads
 After:  view(x, [b, s, 6, 64]); parallel.embedding(w, t, 25129); parallel.fast_dropout(x, 0.1, rank)
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 def localize(local: Local, node: fx.Node, axes: Axes, factor: Factor, leaf: Axis) -> fx.Node:
-    """The call of `node` on this rank's operands, which stand in `local.builder.env`, cut along `leaf`.
+    """Writes the call of `node`, cut along `leaf`, on this rank's operands in `local.builder.env`.
 
     Raises:
         Error: the operator mixes the factor and has no parallel form.
@@ -52,7 +52,7 @@ Called = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 def _localized(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Called:
-    """Target and arguments of the local call, in the new graph."""
+    """Returns target and arguments of the local call, in the new graph."""
     args, kwargs = local.builder.map(node.args), local.builder.map(node.kwargs)
     if has(node.target, Trait.SPLIT):
         return _split(local, node, axes, leaf)
@@ -66,7 +66,7 @@ def _localized(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Called:
 
 
 def _sizes(local: Local, node: fx.Node, axes: Axes, leaf: Axis, count: int) -> list[Any]:
-    """The size argument for the local output: explicit everywhere, since -1 is ambiguous on an empty shard."""
+    """Returns the size argument for the local output, without -1, which is ambiguous for an empty shard."""
     shape, dims = node.meta["val"].shape, axes.of(node)
     start = len(shape) - count
     if str(node.target).startswith("aten.unflatten"):
@@ -75,14 +75,14 @@ def _sizes(local: Local, node: fx.Node, axes: Axes, leaf: Axis, count: int) -> l
 
 
 def _split(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Called:
-    """A split into the lengths that the parts have here."""
+    """Returns a split into the local lengths of the parts."""
     dims, dim = axes.dims[node], bind(node)["dim"] % len(axes.dims[node][0])
     lengths = [local.local_size(v.shape[dim], d[dim], leaf) for v, d in zip(node.meta["val"], dims, strict=True)]
     return aten.split_with_sizes.default, (local.builder.env[node.args[0]], lengths, dim), {}  # type: ignore[index]
 
 
 def _slice(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Called:
-    """A slice out of a concatenation, which starts where the local parts before it end; or every k-th place."""
+    """Returns a slice that starts after the local parts before it; a slice with a step takes the same step."""
     x, arguments = node.args[0], bind(node)
     dim = arguments["dim"] % node.meta["val"].dim()
     axis, taken = axes.of(x)[dim], axes.of(node)[dim]  # type: ignore[arg-type]
@@ -132,7 +132,11 @@ def _routed(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
 
 
 def _start(local: Local, node: fx.Node, axis: Axis, leaf: Axis) -> int:
-    """Where this rank's positions of `axis` start; they must be neighbours: the leaf is the axis, or major in it."""
+    """Returns the start of this rank's positions of `axis`, which must be contiguous: the leaf is major in the axis.
+
+    Raises:
+        Error: they are not.
+    """
     opened = open_product(axis, leaf)
     if opened is None or opened[0] != ONE or opened[1].symbols or find(leaf).size.symbols:
         raise Error(f"{node.target} cannot be cut inside an axis of {axis}", at=line_of(node))
@@ -160,9 +164,9 @@ def _attention(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
 
 
 def _whole(local: Local, shape: Any, dims: tuple[Axis, ...], leaf: Axis) -> tuple[Any, ...]:
-    """The global shape, its cut dimension opened into (before, leaf, behind), and where this rank's part is.
+    """Returns the global shape with the cut dimension split into (major, leaf, minor), and this rank's ranges of it.
 
-    A dimension that is a concatenation is not opened: the ranges are those of the dimension itself.
+    A dimension that is a concatenation is not split: the ranges are positions of the dimension itself.
     """
     dim = next(d for d, axis in enumerate(dims) if touches(axis, leaf))
     sizes: list[Any] = [local.size(n) for n in shape]

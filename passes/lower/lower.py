@@ -1,10 +1,10 @@
-"""lower: makes the graph of one rank: cut values are local, and conjugates stand where placements differ.
+"""lower: makes the graph of one rank, with local values where they are cut, and conjugates where placements differ.
 
     Before: y = linear(x, w); z = gelu(y); o = linear(z, v); r = add(x, o)        w, v cut by width
     After:  c = copy(x); y = linear(c, w); z = gelu(y); o = linear(z, v); p = reduce(o); r = add(x, p)
 
-Every communication is a row of the table of conjugates (`autotp/ops/collectives.py`). A value that several cut
-operators read has one copy. Graphs name the mesh axis; `bind` gives the name a process group.
+Every communication is a row of the table of conjugates (`autotp/ops/collectives.py`). All cut operators that read a
+value share one copy. Graphs name the mesh axis; `bind` replaces the name by a process group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autotp.passes.lower.local_sizes import Local, Target
 from autotp.passes.lower.localize import localize
 from autotp.passes.plan.choose import Decision
 from autotp.passes.plan.infer_axes import Axes, Bound, is_getitem
-from autotp.passes.plan.propagate import needs, stored
+from autotp.passes.plan.propagate import needs, stored_placement
 from autotp.sharding.axis import Axis, find, touches
 from autotp.sharding.grid import holders, same_cut
 from autotp.sharding.layout import Layout, layout_of
@@ -41,11 +41,11 @@ def lower(
     to: Target,
     hoisted: Collection[fx.Node] = (),
 ) -> fx.Graph:
-    """The graph that `to.rank` runs.
+    """Returns the graph that `to.rank` runs.
 
     Args:
-        differentiable: values a gradient may flow through; only these need their conjugate's backward.
-        hoisted: whole operators that are computed from copies.
+        differentiable: values that a gradient may flow through; only these need their conjugate's backward.
+        hoisted: whole operators that read copies (`passes/plan/hoist.py`).
     """
     lowering = _Lowering(graph, axes, decision, differentiable, to, hoisted)
     for node in graph.nodes:
@@ -54,7 +54,12 @@ def lower(
 
 
 class _Lowering:
-    """The new graph, and for every old value the forms in which the new one has it."""
+    """The new graph.
+
+    Attributes:
+        have: old node -> placements of its outputs.
+        forms: old node -> (placement -> new node).
+    """
 
     def __init__(
         self,
@@ -92,7 +97,7 @@ class _Lowering:
         self.local.learn(new, node.meta.get("val"))
         if leaf is not None:
             new.meta["val"] = self.local.value(node.meta["val"], self.axes.of(node), leaf)
-        self._give(node, new, stored(self.axes.of(node), leaf) if leaf is not None else Replicate())
+        self._give(node, new, stored_placement(self.axes.of(node), leaf) if leaf is not None else Replicate())
 
     def _output(self, node: Any, position: int) -> Any:
         if not isinstance(node, fx.Node) or node not in self.have:
@@ -101,7 +106,7 @@ class _Lowering:
         have = self.have[node][0]
         if position not in self.to.local_outputs or not isinstance(have, Shard):
             return self.read(node, Replicate())
-        return self.read(node, stored(self.axes.of(node), have.axis))
+        return self.read(node, stored_placement(self.axes.of(node), have.axis))
 
     def _getitem(self, node: fx.Node) -> None:
         source: Any = node.args[0]
@@ -113,9 +118,9 @@ class _Lowering:
         self._give(node, new, placement)
 
     def _plain(self, node: fx.Node) -> None:
-        """A node without tensors of its own: sizes, arithmetic on them, regions. A cut value is read whole.
+        """Copies a node without tensors: a size, arithmetic on sizes, the edge of a region. It reads cut values whole.
 
-        The size of a dimension that is not cut is the same on every rank: nothing is gathered to read it.
+        The size of an uncut dimension is the same on every rank, so nothing is gathered to read it.
         """
         if self._is_cut_size(node):
             self.builder.env[node] = self.local.size(node.meta["val"])
@@ -133,7 +138,7 @@ class _Lowering:
         return at is not None and not touches(self.axes.of(x)[at], leaf)
 
     def _is_cut_size(self, node: fx.Node) -> bool:
-        """True for the size of a cut dimension, which is the model's: read where it is whole."""
+        """True for the size of a cut dimension; the graph needs its global size."""
         x: Any = node.args[0] if node.target is torch.ops.aten.sym_size.int else None
         have = self.have[x][0] if x in self.have else None
         return isinstance(have, Shard) and not self._is_uncut_size(node, have.axis)
@@ -159,14 +164,14 @@ class _Lowering:
     # ---- conversions
 
     def read(self, node: fx.Node, want: Placement) -> fx.Node:
-        """The form of a value in which a reader wants it, converted once however many readers there are."""
+        """Returns a value in the placement that a reader needs; each conversion is made once for all readers."""
         forms = self.forms[node]
         if want not in forms:
             forms[want] = self._converted(node, self.have[node][0], want)
         return forms[want]
 
     def _converted(self, node: fx.Node, have: Placement, want: Placement) -> fx.Node:
-        """One row of the table of conjugates, or two by way of the replicated form."""
+        """Writes one conjugate, or two with the replicated value between them."""
         x, through_whole = self.forms[node][have], Replicate() in self.forms[node]
         if any(isinstance(placement, Shard) and find(placement.axis).kind == "grid" for placement in (have, want)):
             return self._on_grid(node, have, want)
@@ -196,7 +201,10 @@ class _Lowering:
                 return self._converted(node, Replicate(), want)
 
     def _on_grid(self, node: fx.Node, have: Placement, want: Placement) -> fx.Node:
-        """A row of the table where what a grid does not cut is on several ranks: by way of a sum, or of the whole."""
+        """Writes a conversion for a value that a grid cuts, of which several ranks may hold the same part.
+
+        It is a conjugate, a sum over ranks of disjoint parts, or two steps with the replicated value between them.
+        """
         x = self.forms[node][have]
         match have, want:
             case Held(leaf), Shard(other) if type(want) is Shard and same_cut(leaf, other):
@@ -221,7 +229,7 @@ class _Lowering:
                 return self._converted(node, Replicate(), want)
 
     def _placed(self, node: fx.Node, x: fx.Node, leaf: Axis) -> fx.Node:
-        """A rank's summand of the whole."""
+        """Writes a rank's part into a tensor of zeros of full size: a summand of the whole value."""
         dim, layout = self._layout(node, leaf)
         mine = layout.first(self.to.rank)
         places = layout.places(self.to.rank, mine)
@@ -230,7 +238,7 @@ class _Lowering:
         return new
 
     def _layout(self, node: fx.Node, leaf: Axis) -> tuple[int, Layout]:
-        """The dimension of a value that a grid cuts, and which of it each rank holds."""
+        """Returns the dimension of a value that a grid cuts, and its layout."""
         dims = self.axes.of(node)
         dim = self._dim(node, leaf)
         shape = tuple(n if isinstance(n, int) else -1 for n in node.meta["val"].shape)

@@ -1,9 +1,9 @@
-"""overlap: joins the products that read one conjugate into an operator whose backward overlaps communication.
+"""overlap: joins the products that read one conjugate into an operator that overlaps communication in backward.
 
     Before: c = copy(x, "tp"); q = linear(c, w1, b1); k = linear(c, w2)
     After:  t = columns(x, "tp", None, None, (w1, w2), (b1, None), (False, False)); q = t[0]; k = t[1]
 
-`separate` is the way back: it is what the checker reads, and what is counted.
+`separate` is the inverse: the checker reads the separate products, and collectives are counted there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 class Product(NamedTuple):
-    """`x` times a weight [out hidden], or [hidden out] where it is turned, and a bias."""
+    """`x` times a weight [out hidden], or [hidden out] if `turned`, plus a bias."""
 
     node: fx.Node
     weight: fx.Node
@@ -34,7 +34,7 @@ class Product(NamedTuple):
 
 
 class ColumnGroup(NamedTuple):
-    """A conjugate, the view of it that the products read if not itself, and these in order."""
+    """A conjugate, the view of it that the products read (None: the conjugate itself), and the products in order."""
 
     conjugate: fx.Node
     view: fx.Node | None
@@ -42,7 +42,7 @@ class ColumnGroup(NamedTuple):
 
 
 def overlap(graph: fx.Graph) -> fx.Graph:
-    """The same function, each conjugate that products alone read in one operator with these."""
+    """Returns the same function; a conjugate that only products read is one operator with these products."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     found = [group for node in graph.nodes if (group := _group(node, order)) is not None]
     first = {group.products[0].node: group for group in found}
@@ -58,9 +58,9 @@ def overlap(graph: fx.Graph) -> fx.Graph:
 
 
 def _group(node: fx.Node, order: dict[fx.Node, int]) -> ColumnGroup | None:
-    """The group of a conjugate, if products are all that reads it, and their weights wait for none of them."""
+    """Returns the group of a conjugate if only products read it, and no weight depends on one of them; else None."""
     if node.target not in (copy, all_gather) or node.kwargs or not node.meta["val"].is_floating_point():
-        return None  # Of complex numbers the gradients are conjugated, too.
+        return None  # The operator's backward does not conjugate complex numbers.
     view = next(iter(node.users)) if len(node.users) == 1 else None
     view = view if view is not None and view.target is aten.flatten.using_ints else None
     read = node if view is None else view
@@ -72,7 +72,7 @@ def _group(node: fx.Node, order: dict[fx.Node, int]) -> ColumnGroup | None:
 
 
 def _product(node: fx.Node, x: fx.Node) -> Product | None:
-    """A product of `x` with a matrix."""
+    """Returns a node as a product of `x` with a matrix; None if it is another operator."""
     args: Any = node.args
     if node.kwargs or not isinstance(node.meta.get("val"), torch.Tensor):
         return None
@@ -87,7 +87,7 @@ def _product(node: fx.Node, x: fx.Node) -> Product | None:
 
 
 def _can_stand_before(node: fx.Node, start: int, order: dict[fx.Node, int], x: fx.Node) -> bool:
-    """True for what stands before a place, and what is computed from such alone (not from `x`): a weight's cast."""
+    """True for a node before `start`, and for pure operators on such nodes, such as a weight's cast; False for `x`."""
     if node is x or order[node] < start:
         return node is not x
     pure = node.op == "call_function" and bool(outputs_of(node)) and not draws(node)
@@ -95,7 +95,7 @@ def _can_stand_before(node: fx.Node, start: int, order: dict[fx.Node, int], x: f
 
 
 def _together(builder: Builder, group: ColumnGroup) -> None:
-    """Writes the operator, and what its products' results are."""
+    """Writes the joined operator, and the results of its products."""
     node, products = group.conjugate, group.products
     x, axis, *where = node.args
     flat = None if group.view is None else group.view.args[1:]
@@ -124,13 +124,13 @@ def _item(builder: Builder, node: fx.Node, i: int) -> fx.Node:
 
 
 def separate(graph: fx.Graph) -> fx.Graph:
-    """The same function, each group as its conjugate and its products."""
+    """Returns the same function with each joined operator as a conjugate and products."""
     builder = Builder(fake_mode_of(graph))
     for node in graph.nodes:
         builder.origin = node
         source: Any = node.args[0] if node.args else None
         if node.target is columns:
-            builder.env[node] = list(_apart(builder, node, *builder.map(node.args)))
+            builder.env[node] = list(_separated(builder, node, *builder.map(node.args)))
         elif node.target is operator.getitem and source.target is columns:
             builder.env[node] = builder.env[source][node.args[1]]
         else:
@@ -138,10 +138,10 @@ def separate(graph: fx.Graph) -> fx.Graph:
     return builder.graph
 
 
-def _apart(
+def _separated(
     builder: Builder, node: fx.Node, x: Any, axis: Any, gathered: Any, flat: Any, weights: Any, biases: Any, turned: Any
 ) -> Iterable[fx.Node]:
-    """The conjugate and the products that a group stands for."""
+    """Writes the conjugate and the products of a joined operator; yields the products."""
     rest = () if gathered is None else gathered[: 2 if gathered[2] == 1 else 3]
     read = builder.raw(copy if gathered is None else all_gather, (x, axis, *rest))
     read.meta["val"] = _resized(builder, x.meta["val"], gathered)
@@ -157,7 +157,7 @@ def _apart(
 
 
 def _resized(builder: Builder, value: torch.Tensor, gathered: Any) -> torch.Tensor:
-    """The example value of a whole, of one of a part."""
+    """Returns the example value of a gathered tensor, from that of its part."""
     if gathered is None:
         return value
     dim, size, _ = gathered

@@ -1,10 +1,10 @@
-"""prove_rules: tests a rule by brute force: an operator on slices, against the operator on the whole.
+"""prove_rules: tests a rule by brute force: the operator on slices against the operator on whole tensors.
 
     pass-through: op(slice of x) is the slice of op(x)          reduced: op(slice of x) sum to op(x)
     introduced:   op with a local size is the slice of op       linear:  op(x1) + op(x2) is op(x1 + x2)
 
-Every factor is cut in chunks, uneven and empty ones included, and once strided, as the minor part of a product;
-parts of a concatenation are cut together. The local calls are those that graphs get (`passes/lower/localize.py`).
+Every factor is cut into chunks, also uneven and empty ones, and once strided, as the minor part of a product. The parts
+of a concatenation are cut together. The same code makes the local calls of graphs (`passes/lower/localize.py`).
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ from autotp.sharding.layout import layout_of
 from autotp.source_location import line_of
 
 TOLERANCE = 4096
-"""How far two ways to compute one number may be apart, in units of the last place: 1e-12 of the largest in float64."""
+"""The allowed difference of two results, in units in the last place of the largest number: 1e-12 in float64."""
 
 
 def prove(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tp: int) -> list[str]:
-    """What is wrong with the rule of `op`, tried on these arguments cut on `tp` ranks: one line each, none if it holds.
+    """Tests the rule of `op` on these arguments, cut on `tp` ranks; returns one line for each problem.
 
-    Factors that need replication (`^`) claim nothing; those with a parallel form (`!`) are tried where the form is one
-    call. An operator without a rule has nothing to be proved.
+    Factors that need replication (`^`) claim nothing. Factors with a parallel form (`!`) are tested if the form is a
+    single call. An operator without a rule has no problems.
     """
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         node = _call_node(op, args, kwargs)
         try:
             axes = infer_axes(node.graph)
-        except Exception as error:  # Whatever a rule function stumbles over: it is the rule that is at fault.
+        except Exception as error:  # A rule function may raise anything: then the rule is wrong.
             return [f"{op}: the rule does not fit: {type(error).__name__}: {error}"]
         bound = axes.bound.get(node)
         if bound is None or not bound.known:
             return []
         trial = _Trial(node, axes, bound, tp)
         if op in USER_RULES and not trial.repeats():
-            return [f"{op}: two runs on the same numbers differ, which no rule describes"]
+            return [f"{op}: two runs on the same numbers differ, and no rule can say how"]
         return [f"{op}: {problem}" for problem in trial.problems()]
 
 
 def prove_node(node: fx.Node, tp: int = 2, device: str = "cpu") -> None:
-    """Proves the rule of a user's operator on an example like the values that a captured graph carries.
+    """Tests the rule of a user's operator on random numbers with the shapes of a captured graph.
 
     Raises:
-        Error: the rule is not true; says which factor, and what was computed instead.
+        Error: the rule is not true; names the factor and the result.
     """
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _example(n.meta["val"], device))
     try:
         problems = prove(node.target, args, kwargs, tp)  # type: ignore[arg-type]
-    except Exception as error:  # An operator of the user's may fail in any way.
+    except Exception as error:  # A user's operator may fail in any way.
         problem = f"{node.target} does not run on numbers like the graph's, so its rule is not proved"
         got = f"{type(error).__name__}: {error}".splitlines()[0]
         raise Error(problem, got=got, at=line_of(node)) from error
@@ -82,7 +82,7 @@ def prove_node(node: fx.Node, tp: int = 2, device: str = "cpu") -> None:
 
 
 def _example(value: Any, device: str) -> Any:
-    """Numbers in place of an example value that has none."""
+    """Returns random numbers with the shape and dtype of an example value."""
     if not isinstance(value, Tensor):
         return value.node.hint if isinstance(value, torch.SymInt) else value
     shape = [n if isinstance(n, int) else n.node.hint for n in value.shape]
@@ -92,7 +92,7 @@ def _example(value: Any, device: str) -> Any:
 
 
 def _call_node(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> fx.Node:
-    """The only call of a graph, with real tensors as its example values."""
+    """Returns a call in a graph of its own, with real tensors as example values."""
     graph = fx.Graph()
 
     def place(value: Any) -> Any:
@@ -109,7 +109,7 @@ def _call_node(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 
 @dataclass(frozen=True)
 class _Trial:
-    """One call whose rule is tried; its operands and outputs are real tensors."""
+    """A test of the rule of one call, whose operands and outputs are real tensors."""
 
     node: fx.Node
     axes: Axes
@@ -131,19 +131,19 @@ class _Trial:
                 yield f"linear in operands {sorted(group)}: {found}"
 
     def repeats(self) -> bool:
-        """False for an operator that draws random numbers, or leaves memory as it is: only shapes can be compared."""
+        """False for an operator that draws random numbers or leaves memory uninitialised: only shapes are compared."""
         again = _tensors(self._run(self.node, {}))
-        same = all(_apart(a, b) == "" for a, b in zip(outputs_of(self.node), again, strict=True))
+        same = all(_difference(a, b) == "" for a, b in zip(outputs_of(self.node), again, strict=True))
         return same and not has(self.node.target, Trait.UNINITIALIZED)
 
     def _one_call(self, factor: Factor, leaf: Axis) -> bool:
-        """True if the parallel form is one call, which knows where a rank's part of the factor starts."""
+        """True if the parallel form is a single call, which gets the start of a rank's part of the factor."""
         return self.node.target in FORMS and find(factor.axis) is find(leaf)
 
-    # ---- what is cut
+    # ---- the leaves to cut
 
     def _leaves(self) -> Iterator[Axis]:
-        """The leaves of all factors; then those that parts of a concatenation share; then minor parts of each."""
+        """Yields the leaves of all factors; then the leaves that parts of a concatenation share; then minor parts."""
         yield from self._whole_leaves()
         if self._tie():
             yield from self._whole_leaves()
@@ -160,7 +160,7 @@ class _Trial:
         return [leaf for leaf in found if leaf.size.number > 1]
 
     def _tie(self) -> bool:
-        """Gives the parts of every concatenation a leaf in common; true if there were any."""
+        """Gives the parts of every concatenation a common leaf; returns True if there were any."""
         tied = False
         for axis in {find(axis) for dims in (*self.bound.dims[0], *self.bound.dims[1]) for axis in dims}:
             parts = [find(part) for part in axis.parts] if axis.kind == "concat" else []
@@ -174,22 +174,22 @@ class _Trial:
     # ---- local calls
 
     def _cut(self, factor: Factor, leaf: Axis, values: bool) -> str:
-        """What is wrong if the call is cut along `leaf`; "" if nothing."""
+        """Compares the call cut along `leaf` with the whole call; returns the problem, or ""."""
         got = []
         for rank in range(self.tp):
             try:
                 got.append(_tensors(self._local(factor, leaf, rank)))
-            except Exception as error:  # An operator may refuse a slice in any way it likes.
+            except Exception as error:  # An operator may fail on a slice in any way.
                 return f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0]
         for o, want in enumerate(outputs_of(self.node)):
             mine = [found[o] for found in got]
-            apart = self._part(o, want, mine, leaf, values) if o in factor.outs else self._sum(want, mine, values)
-            if apart:
-                return f"output {o}{apart}"
+            difference = self._part(o, want, mine, leaf, values) if o in factor.outs else self._sum(want, mine, values)
+            if difference:
+                return f"output {o}{difference}"
         return ""
 
     def _local(self, factor: Factor, leaf: Axis, rank: int) -> Any:
-        """What `rank` computes."""
+        """Returns the result of `rank`."""
         local = Local(Builder(nullcontext()), Target("tp", self.tp, rank))  # type: ignore[arg-type]
         real: dict[fx.Node, Tensor] = {}
         for node in self.node.all_input_nodes:
@@ -198,25 +198,25 @@ class _Trial:
         return self._run(localize(local, self.node, self.axes, factor, leaf), real)
 
     def _run(self, node: fx.Node, real: dict[fx.Node, Tensor]) -> Any:
-        """The call `node` on `real` tensors, or on its example values."""
+        """Runs the call `node` on `real` tensors; on its example values where there are none."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: real[n] if n in real else n.meta["val"])
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _part(self, o: int, want: Tensor, got: list[Tensor], leaf: Axis, values: bool) -> str:
         layout = layout_of(tuple(want.shape), self.bound.dims[1][o], leaf, self.tp, "")
-        parts = (_apart(layout.take(want, rank), part, values) for rank, part in enumerate(got))
-        return next((f", rank {rank}{apart}" for rank, apart in enumerate(parts) if apart), "")
+        parts = (_difference(layout.take(want, rank), part, values) for rank, part in enumerate(got))
+        return next((f", rank {rank}{difference}" for rank, difference in enumerate(parts) if difference), "")
 
     def _sum(self, want: Tensor, got: list[Tensor], values: bool) -> str:
         wrong = next((part for part in got if part.shape != want.shape), None)
         if wrong is not None:
-            return f": {_typed(wrong)} where {_typed(want)} was to come"
+            return f": {_typed(wrong)}, expected {_typed(want)}"
         parts = torch.stack(got)
         total = parts.sum(0, dtype=want.dtype) if self.bound.rule.reducer == "sum" else parts.amax(0)
-        return _apart(want, total, values, parts)
+        return _difference(want, total, values, parts)
 
     def _linear(self, group: list[int]) -> str:
-        """What is wrong if the operands of a group are sums; "" if nothing."""
+        """Replaces the operands of a group by summands, and compares the sum of results; returns the problem, or ""."""
         nodes = [self.bound.operands[i] for i in group]
         whole = [node.meta["val"] for node in nodes]
         if any(x.dtype == torch.bool or not x.isfinite().all() for x in whole):
@@ -224,9 +224,9 @@ class _Trial:
         summands = [_summands(x, self.tp) for x in whole]
         runs = [_tensors(self._run(self.node, dict(zip(nodes, xs, strict=True)))) for xs in zip(*summands, strict=True)]
         for o, want in enumerate(outputs_of(self.node)):
-            apart = self._sum(want, [run[o] for run in runs], True)
-            if apart:
-                return f"output {o}{apart}"
+            difference = self._sum(want, [run[o] for run in runs], True)
+            if difference:
+                return f"output {o}{difference}"
         return ""
 
 
@@ -239,7 +239,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _summands(x: Tensor, n: int) -> list[Tensor]:
-    """`n` tensors that sum to `x`."""
+    """Returns `n` tensors that sum to `x`."""
     real = x.is_floating_point() or x.is_complex()
     rest = [torch.randn_like(x) if real else torch.randint_like(x, 0, 4) for _ in range(n - 1)]
     return [x - sum(rest), *rest] if n > 1 else [x]
@@ -249,10 +249,10 @@ def _typed(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
 
 
-def _apart(want: Tensor, got: Tensor, values: bool = True, parts: Tensor | None = None) -> str:
-    """How two tensors differ, "" if they do not; rounding is measured by the largest number in `want` and `parts`."""
+def _difference(want: Tensor, got: Tensor, values: bool = True, parts: Tensor | None = None) -> str:
+    """Returns the difference of two tensors as text, or ""; rounding is relative to the largest number."""
     if want.shape != got.shape or want.dtype != got.dtype:
-        return f": {_typed(got)} where {_typed(want)} was to come"
+        return f": {_typed(got)}, expected {_typed(want)}"
     if not values or not want.numel():
         return ""
     if not want.is_floating_point() and not want.is_complex():

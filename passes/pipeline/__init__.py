@@ -1,1 +1,1 @@
-"""What a pipeline needs of a graph: independent rows, totals of a loss, stages and their costs."""
+"""Prepares a graph for a pipeline: proves that rows are independent, makes losses sums, divides blocks into stages."""

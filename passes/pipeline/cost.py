@@ -1,4 +1,4 @@
-"""cost: counts what each block of a model costs, for dividing the blocks among stages.
+"""cost: counts the cost of each block of a model, to divide the blocks among stages.
 
 Before: a graph and its axes
 After:  [Cost(multiplications=2.5e9, parameters=7087872, activations=98304), ...]
@@ -25,12 +25,12 @@ from autotp.source_location import block_of
 
 @dataclass(frozen=True)
 class Cost:
-    """What a block costs.
+    """The cost of a block.
 
     Attributes:
-        multiplications: at nominal batch and sequence.
-        parameters: numbers that it reads of them.
-        activations: numbers that its operators make of one microbatch, of the size that it was captured with.
+        multiplications: number of multiplications at nominal batch and sequence.
+        parameters: number of elements of the parameters that it reads.
+        activations: number of elements that its operators make for one microbatch, at the captured sizes.
     """
 
     multiplications: float = 0
@@ -46,11 +46,11 @@ class Cost:
 
 
 def block_costs(graph: fx.Graph, axes: Axes, blocks: Sequence[str], parameters: Collection[str]) -> list[Cost]:
-    """What each block costs; what is before the blocks is the first's, and what stands behind one (a head, the loss)
-    is that one's.
+    """Returns the cost of each block. Operators before the blocks count for the first block, and operators behind a
+    block (a head, the loss) for that block.
 
     Args:
-        parameters: placeholder names.
+        parameters: placeholder names of the parameters.
     """
     found = [Cost()] * max(len(blocks), 1)
     read: list[set[fx.Node]] = [set() for _ in found]
@@ -65,7 +65,7 @@ def block_costs(graph: fx.Graph, axes: Axes, blocks: Sequence[str], parameters: 
 
 
 def multiplications(node: fx.Node, axes: Axes) -> float:
-    """Those of a product, or of an attention's two: of everything else they do not count."""
+    """Returns the multiplications of a product, or of the two products of an attention; 0 for other operators."""
     bound = axes.bound.get(node)
     if contracts(bound):
         summed = [factor for factor in bound.factors if not factor.outs and 1 in factor.ins]  # type: ignore[union-attr]
@@ -81,12 +81,12 @@ def _nominal(size: Size) -> int:
 
 
 def _made(node: fx.Node) -> int:
-    """Numbers that an operator makes, in memory of its own."""
+    """Returns the number of elements that an operator makes in new memory."""
     return 0 if _memory(node) & _memory(*node.all_input_nodes) else _numbers(node)
 
 
 def _numbers(node: fx.Node) -> int:
-    """The numbers in a node's tensors, at the sizes that it was captured with."""
+    """Returns the number of elements of a node's tensors, at the captured sizes."""
     return sum(math.prod(n if isinstance(n, int) else n.node.hint or 0 for n in x.shape) for x in _tensors(node))
 
 

@@ -1,10 +1,10 @@
-"""loss_totals: turns a mean over a batch into a sum, divided by the count of the whole batch.
+"""loss_totals: turns a mean over a batch into a sum that is divided by the count of the whole batch.
 
     Before: l = cross_entropy_loss(x, t)                                   the mean of the tokens that count
     After:  l = div(cross_entropy_loss(x, t, reduction=sum), total_0)       counts(t) = sum(ne(t, -100))
 
-Given the whole batch's totals, the losses of its parts (microbatches, replicas) sum up to its loss, and their gradients
-to its gradients, however many tokens each of them counts.
+With the totals of the whole batch, the losses of its parts (microbatches, replicas) sum to its loss, and their
+gradients to its gradients, even if the parts have different numbers of tokens.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from autotp.source_location import line_of
 aten = torch.ops.aten
 MEAN, SUM = 1, 2
 TOTAL = "total"
-"""What the placeholders of totals are called, with a number."""
+"""The names of placeholders for totals begin with this, and end with a number."""
 
 NUMBERS = (*range(2, 34), 48, 63, 64, 65, 100, 127, 128, 129, 255, 256, 257, 512, 1000, 1024, 4096)
-"""Numbers of rows for which a comparison that the model makes is tried."""
+"""Numbers of rows for which the model's comparisons are evaluated."""
 LENGTHS = ("size", "sizes", "shape", "repeats", "dims")
-"""The names of arguments that list how long a result is."""
+"""The names of arguments that list sizes of a result."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Totals:
     """A loss as a sum over the batch.
 
     Attributes:
-        graph: returns the loss alone, of the placeholders there were and `total_0`, ..., floats of no dimension.
-        counts: returns what a part of the batch adds to each total, of the placeholders it needs, under their names.
+        graph: returns the loss alone; it has the old placeholders and `total_0`, ..., floating scalars.
+        counts: returns the contribution of a part of the batch to each total; it has the placeholders that it needs.
     """
 
     graph: fx.Graph
@@ -50,26 +50,26 @@ class Totals:
 
 @dataclass(frozen=True)
 class Kinds:
-    """What is made of nothing; of inputs alone; of anything but inputs' values."""
+    """The nodes that depend on constants only; on inputs only; on everything except values of inputs."""
 
     constant: Collection[fx.Node]
     free: Collection[fx.Node]
     fixed: Collection[fx.Node]
 
     def varies(self, value: Any) -> bool:
-        """True for a value that is made of something."""
+        """True for a value that is not constant."""
         return isinstance(value, fx.Node) and value not in self.constant
 
 
 def loss_totals(graph: fx.Graph, loss: fx.Node, inputs: Sequence[str]) -> Totals:
-    """The graph with its loss as a sum over the batch; other outputs are dropped.
+    """Returns the graph with its loss as a sum over the batch, without other outputs.
 
     Args:
         loss: a scalar that the graph returns.
-        inputs: names of the placeholders of the inputs that are a batch, along their first dimension.
+        inputs: placeholder names of the inputs whose first dimension is the batch.
 
     Raises:
-        Error: the loss is not made of means over the batch, by adding and scaling.
+        Error: the loss is not a sum of scaled means over the batch.
     """
     _expect_any_number(graph, inputs)
     kinds = Kinds(_made_of(graph, ()), _made_of(graph, inputs), _made_of(graph, _places(graph) - set(inputs), True))
@@ -89,10 +89,10 @@ def loss_totals(graph: fx.Graph, loss: fx.Node, inputs: Sequence[str]) -> Totals
 
 
 def returning(graph: fx.Graph, wanted: Sequence[fx.Node], places: bool = True) -> fx.Graph:
-    """What of a graph these values need.
+    """Returns the part of a graph that these values need, with them as outputs.
 
     Args:
-        places: whether placeholders stay that are not needed.
+        places: whether to keep placeholders that are not needed.
     """
     needed = set(wanted)
     for node in reversed(graph.nodes):
@@ -114,12 +114,12 @@ def _total(builder: Builder, i: int, of: fx.Node) -> fx.Node:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums of this dtype are taken in: 65,504 is the largest number of float16, and bfloat16 has 8 bits."""
+    """Returns the dtype for sums: 65,504 is the largest number of float16, and bfloat16 has 8 bits."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _widened(builder: Builder, value: Any) -> Any:
-    """A floating tensor in the dtype that sums are taken in; anything else as it is."""
+    """Returns a floating tensor in the dtype for sums; any other value unchanged."""
     example = value.meta.get("val") if isinstance(value, fx.Node) else None
     if not isinstance(example, torch.Tensor) or _wide(example.dtype) == example.dtype:
         return value
@@ -131,7 +131,7 @@ def _places(graph: fx.Graph) -> set[str]:
 
 
 def _made_of(graph: fx.Graph, names: Collection[str], sizes: bool = False) -> set[fx.Node]:
-    """What is made of these placeholders, and of constants, alone; of `sizes`, whosever they are, if asked for."""
+    """Returns the nodes that depend on these placeholders and constants only; `sizes`: or on sizes of any tensor."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         made = node.name in names if node.op == "placeholder" else all(n in found for n in node.all_input_nodes)
@@ -141,12 +141,15 @@ def _made_of(graph: fx.Graph, names: Collection[str], sizes: bool = False) -> se
 
 
 def _divided(node: fx.Node, kinds: Kinds) -> dict[fx.Node, bool]:
-    """What of a loss the whole batch has to count: means and what no input is part of; True for counts themselves."""
+    """Returns the nodes of a loss that are divided by a total of the whole batch: means, and terms without inputs.
+
+    The value is True for a node that is itself a count.
+    """
     x, y = (*node.args, None, None)[:2]
     if node.target is aten.mul.Tensor and not kinds.varies(x):
         x, y = y, x
     if (is_mean(node) or _is_sum(node)) and isinstance(x, fx.Node) and x.meta["val"].dim() == 0 and y is None:
-        return _divided(x, kinds)  # Of one number: itself.
+        return _divided(x, kinds)  # The mean or sum of one number is the number.
     if is_mean(node) or node in kinds.fixed:
         return {node: False}
     if _is_sum(node):
@@ -167,10 +170,10 @@ def _divided(node: fx.Node, kinds: Kinds) -> dict[fx.Node, bool]:
 
 
 def _expect_any_number(graph: fx.Graph, inputs: Sequence[str]) -> None:
-    """Raises Error where a graph depends on how many rows there are: parts of a batch have fewer."""
+    """Raises Error if a graph depends on the number of rows: parts of a batch have fewer."""
     lengths = [node.meta["val"].shape[0] for node in graph.nodes if node.name in inputs]
     rows = {symbol for length in lengths for symbol in symbols(length)}
-    if not rows and lengths[0] > 1:  # A single row is no batch: `pipeline.analysed` looks at two.
+    if not rows and lengths[0] > 1:  # For a single row the caller captures a batch of two.
         raise Error(
             f"the model can be traced for batches of {lengths[0]} rows only, and parts of a batch have fewer",
             fix="in the model, x.shape[0] as it is, without int(); or autotp.parallelize, for whole batches",
@@ -186,7 +189,7 @@ def _expect_any_number(graph: fx.Graph, inputs: Sequence[str]) -> None:
 
 
 def _expect_no_branches(graph: fx.Graph, rows: Collection[Any]) -> None:
-    """Raises Error where the model did one thing for so many rows, and would do another for others."""
+    """Raises Error if the model compared the number of rows, and the result differs for other numbers."""
     environment: Any = getattr(fake_mode_of(graph), "shape_env", None)
     for made in environment.guards if environment is not None else ():
         guard, known = environment.replace(made.expr), environment.backed_var_to_val
@@ -202,7 +205,7 @@ def _expect_no_branches(graph: fx.Graph, rows: Collection[Any]) -> None:
 
 
 def _only_lengths(node: fx.Node, rows: Collection[Any]) -> bool:
-    """True if the number of rows says nothing but how long a result is, or a slice of what has as many rows."""
+    """True if an operator uses the number of rows as a size of its result only, or as a bound of a slice of rows."""
     if node.target is aten.slice.Tensor:
         x, dim, *_ = (*node.args, 0)
         if symbols(x.meta["val"].shape[dim]) & set(rows):  # type: ignore[union-attr]
@@ -220,12 +223,12 @@ def _only_lengths(node: fx.Node, rows: Collection[Any]) -> bool:
 
 
 def symbols(size: Any) -> set[Any]:
-    """What a size is computed from; nothing for a number, or for a tensor."""
+    """Returns the symbols in a size; an empty set for a number or a tensor."""
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt | torch.SymFloat) else set()
 
 
 def _counts(node: fx.Node, kinds: Kinds) -> list[fx.Node]:
-    """The sums that a divisor is made of; none if it is not made of sums of what is made of inputs alone."""
+    """Returns the sums that a divisor is made of; an empty list if it is not made of sums over inputs."""
     if _is_sum(node):
         return [node] if node in kinds.free else []
     found = [_counts(n, kinds) for n in node.all_input_nodes if kinds.varies(n)]
@@ -233,25 +236,27 @@ def _counts(node: fx.Node, kinds: Kinds) -> list[fx.Node]:
 
 
 def _passes_on(node: fx.Node) -> bool:
-    """True for what leaves a number what it is, but for its sign."""
+    """True for an operator that changes nothing of a scalar but its sign."""
     return has(node.target, Trait.SAME | Trait.RESHAPE) or node.target is aten.neg.default
 
 
 def is_mean(node: fx.Node) -> bool:
-    """True for a mean over all there is."""
+    """True for a mean over all elements, or a loss with this reduction."""
     return node.target is aten.mean.default or (node.op == "call_function" and bind(node).get("reduction") == MEAN)
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """True for a sum over all there is."""
+    """True for a sum over all elements, or a loss with this reduction."""
     return node.target is aten.sum.default or (node.op == "call_function" and bind(node).get("reduction") == SUM)
 
 
 def _by_total(builder: Builder, node: fx.Node, total: fx.Node, rows: fx.Node | None) -> tuple[fx.Node, fx.Node]:
-    """A mean as a sum divided by `total`; without `rows` a count as `total`; and what this part adds to it.
+    """Returns a mean as a sum divided by `total`, and this part's contribution to the total.
 
-    A mean of all elements counts rows, and so does what no input is part of; a mean of classes counts the targets that
-    are not ignored.
+    A mean over elements, and a term without inputs, count rows; a class loss counts the targets that are not ignored.
+
+    Args:
+        rows: an input, for its number of rows; None if `node` is itself a count, which `total` replaces.
     """
     if rows is None:
         return total, builder.copy(node)
@@ -268,7 +273,7 @@ def _by_total(builder: Builder, node: fx.Node, total: fx.Node, rows: fx.Node | N
 
 
 def _counted(builder: Builder, arguments: dict[str, Any]) -> fx.Node:
-    """How many targets count, or what they weigh."""
+    """Returns the number of targets that are not ignored, or the sum of their weights."""
     target, weight, ignored = arguments["target"], arguments["weight"], arguments["ignore_index"]
     counts = builder.call(aten.ne.Scalar, target, ignored)
     if weight is None:

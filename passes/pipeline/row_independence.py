@@ -1,9 +1,9 @@
 """row_independence: proves from the axes that no row of a batch depends on other rows.
 
 Before: x = norm(x, w); m = mean(x, [0]); y = sub(x, m)
-After:  an Error that names `mean`: it has the batch's axis in what it reads, and not in what it gives
+After:  an Error that names `mean`: its operand has the batch's axis, and its result does not
 
-Each value is one of four kinds, and what an operator gives follows from what it reads:
+Each value has one of four kinds, and the kind of a result follows from the kinds of the operands:
 
     free      has no rows: it is the same for each part of the batch
     rows      has the batch along one dimension, and there each row is made of that row alone
@@ -11,15 +11,15 @@ Each value is one of four kinds, and what an operator gives follows from what it
     sums      a sum over the batch, of which parts add up
 
 NOTE [Two batches that are one]
-All inputs have as many rows (`one_batch` says so to torch), but how long their rows are the model need not say: `b x s`
-of one and `b x t` of another may be read side by side, flattened. Both are divided along the batch: where that is
-outermost in both, they go together. (A mean of all there is has been multiplied by the rows it is of:
-`loss_totals.py`.)
+All inputs have the same number of rows (`one_batch` tells torch). The lengths of their rows may differ: an operator may
+read `b x s` of one input and `b x t` of another, both flattened, elementwise. Both are divided along the batch. If the
+batch is outermost in both, equal positions belong to the same part. (A mean over all elements has been multiplied by
+its number of rows: `loss_totals.py`.)
 
 NOTE [Each row reads itself]
-`mask[arange(batch)[:, None], keys]` reads row `i` of the mask where the result has row `i`, whichever part of the batch
-is computed: both begin at 0 with the same row. So numbers of rows may be an index into as many rows, if all else that
-has rows stands along the same dimension of what is read. Any other use of them gives a part something else.
+`mask[arange(batch)[:, None], keys]` reads row `i` of the mask for row `i` of the result, also when only a part of the
+batch is computed: both count from 0 at the same row. So row numbers may be an index into a tensor with as many rows, if
+all other operands with rows have them along the same dimension. Any other use of row numbers differs between parts.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ aten = torch.ops.aten
 
 
 def batched(inputs: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[str]:
-    """The inputs that are a batch: their first dimension is as long as that of the first."""
+    """Returns the inputs that are a batch: those whose first dimension is as long as that of the first input."""
     return [name for name, shape in zip(inputs, shapes, strict=True) if shape and shape[0] == shapes[0][0]]
 
 
 def one_batch(graph: fx.Graph, inputs: Collection[str]) -> None:
-    """Says to torch that these placeholders have as many rows, where the model does not: then their axes are one."""
+    """Tells torch that these placeholders have the same number of rows, so that their axes are unified."""
     first, *others = (n.meta["val"].shape[0] for n in graph.nodes if n.op == "placeholder" and n.name in inputs)
     for size in others:
         torch._check(size == first)
 
 
 def expect_rows(graph: fx.Graph, axes: Axes, inputs: Collection[str]) -> None:
-    """Raises Error where a row depends on others, of a graph whose loss is a sum over the batch.
+    """Raises Error if a row depends on other rows, in a graph whose loss is a sum over the batch.
 
     Args:
-        inputs: names of the placeholders of what is a batch.
+        inputs: placeholder names of the inputs that are a batch.
     """
     given = [node for node in graph.nodes if node.op == "placeholder" and node.name in inputs]
-    if given[0].meta["val"].shape[0] == 1:  # Of a single row nothing shows it: `pipeline.analysed` looks at two.
+    if given[0].meta["val"].shape[0] == 1:  # A single row shows nothing: the caller captures a batch of two.
         return
     proof = _Proof(axes, given)
     for node in graph.nodes:
@@ -73,13 +73,13 @@ def expect_rows(graph: fx.Graph, axes: Axes, inputs: Collection[str]) -> None:
 
 
 class _Proof:
-    """What is known of the values of a graph so far.
+    """The kinds of a graph's values so far.
 
     Attributes:
-        sizes: the symbols that say how many rows there are.
-        batch: the axes that rows lie along.
+        sizes: the symbols of the number of rows.
+        batch: the axes of rows.
         rows, sums: the values of these kinds.
-        numbers: a value of this kind -> the dimension along which it counts; None where it does not only count.
+        numbers: a value of this kind -> the dimension along which it counts; None if it contains other numbers, too.
     """
 
     def __init__(self, axes: Axes, inputs: Sequence[fx.Node]) -> None:
@@ -96,7 +96,7 @@ class _Proof:
                 _refuse(node, "is as long as the batch along two dimensions")
 
     def visit(self, node: fx.Node) -> None:
-        """Adds a node's kind. Raises Error where it is none of the four."""
+        """Adds a node's kind. Raises Error if it has none of the four."""
         read = set[fx.Node]() if has(node.target, Trait.FILL) else set(node.all_input_nodes)
         scalar = all(value.dim() == 0 for value in outputs_of(node))
         if self._counts(node):
@@ -106,7 +106,7 @@ class _Proof:
                 _refuse(node, "computes with the numbers of rows")
             self.rows.add(node)
         elif read & self.sums and (not scalar or read & self.rows):
-            _refuse(node, "gives each row what the batch sums up to")
+            _refuse(node, "gives each row a sum over the batch")
         elif read & self.rows or self._has_rows(node):
             if not (self._adds(node) if scalar else self._is_by_row(node)):
                 _refuse(node, "mixes the rows of the batch")
@@ -114,17 +114,17 @@ class _Proof:
         elif read & self.sums:
             self.sums.add(node)
 
-    # ---- where rows lie
+    # ---- dimensions with rows
 
     def _has(self, axis: Axis) -> int:
-        """How many times the batch is in an axis."""
+        """Returns how often the batch is in an axis."""
         return sum(leaf in self.batch for leaf in leaves(axis))
 
     def _has_rows(self, node: fx.Node) -> bool:
         return any(self._has(axis) for dims in self.axes.dims[node] for axis in dims)
 
     def _along(self, dims: Dims) -> int | None:
-        """The dimension along which a tensor has rows; None if there is none, or several."""
+        """Returns the dimension along which a tensor has rows; None if there is none, or several."""
         found = [d for d, axis in enumerate(dims) for _ in range(self._has(axis))]
         return found[0] if len(found) == 1 else None
 
@@ -135,13 +135,13 @@ class _Proof:
     # ---- numbers of rows
 
     def _counts(self, node: fx.Node) -> bool:
-        """True for numbers of rows, and for what leaves them what they are."""
+        """True for row numbers, and for operators that do not change them."""
         if operator_name(node) == "aten::arange":
             return any(symbols(n.meta["val"]) & self.sizes for n in node.all_input_nodes)
         return _leaves_numbers(node) and node.args[0] in self.numbers
 
     def _counted(self, node: fx.Node) -> int | None:
-        """The dimension along which a node counts rows; None if it counts anything else, or rounds."""
+        """Returns the dimension along which a node counts rows; None if it counts something else, or rounds."""
         value = node.meta["val"]
         if value.dtype not in (torch.int64, torch.int32):
             return None
@@ -158,7 +158,7 @@ class _Proof:
         return at if alone and kept else None
 
     def _picks(self, node: fx.Node) -> bool:
-        """True for `x[numbers, ...]`, and a write to it, in which each row stands where its number does.
+        """True for `x[numbers, ...]`, and a write to it, in which row `i` of the result uses row `i` of `x`.
 
         NOTE [Each row reads itself]
         """
@@ -183,18 +183,18 @@ class _Proof:
         return all(beside) and (rest is None or self._lies_at(rest, front + at, picked))
 
     def _lies_at(self, node: fx.Node, at: int, rank: int) -> bool:
-        """True if a value has its rows, if any, along dimension `at` of the `rank` that it is broadcast to."""
+        """True if a value has no rows, or has them along dimension `at` of the `rank` dimensions it is broadcast to."""
         dims = self.axes.of(node)
         return not self._has_rows(node) or (self._along(dims) == at - (rank - len(dims)))
 
     # ---- rows
 
     def _adds(self, node: fx.Node) -> bool:
-        """True for a number that is a sum over rows."""
+        """True for a scalar that is a sum over rows."""
         return is_mean(node) or self._passes(self.axes.bound[node], node, True)
 
     def _is_by_row(self, node: fx.Node) -> bool:
-        """True if each row of what an operator gives is made of that row alone."""
+        """True if each row of an operator's result depends on the same row of its operands only."""
         if is_getitem(node):
             return True
         if any(self._along(dims) is None for dims in self.axes.dims[node]):
@@ -205,14 +205,14 @@ class _Proof:
         return self._passes(bound, node, False)
 
     def _side_by_side(self, dims: Dims, others: Dims) -> bool:
-        """True if two tensors have rows at the same places, outermost."""
+        """True if two tensors have rows along the same dimensions, as the outermost factor."""
         if not any(self._has(axis) for axis in dims):
             return True
         pairs = [(a, b) for a, b in zip(dims[::-1], others[::-1], strict=False) if self._has(a) or self._has(b)]
         return all(self._leads(axis) for pair in pairs for axis in pair)
 
     def _passes(self, bound: Bound, node: fx.Node, added: bool) -> bool:
-        """True if an operator passes the batch through; or, if `added`, if it sums over it."""
+        """True if an operator passes the batch through; if `added`, True if it sums over the batch."""
         marks = {name.name: name.mark for term in bound.rule.ins for expr in term for name in names(expr)}
         named = [pair for row in named_dims(bound.rule, bound.dims[0]) for pair in row]
         along = {name for name, axis in named if name and self._has(axis)}
@@ -228,13 +228,13 @@ class _Proof:
 
 
 def _leaves_numbers(node: fx.Node) -> bool:
-    """True for what leaves numbers what they are, at other places."""
+    """True for an operator that moves elements without changing them."""
     moves = Trait.SAME | Trait.RESHAPE | Trait.PERMUTE
     return has(node.target, moves) or node.target is aten.expand.default
 
 
 def _lengths(node: Any) -> list[Any]:
-    """The lengths of a tensor's dimensions, as expressions."""
+    """Returns the lengths of a tensor's dimensions as expressions."""
     return [size if isinstance(size, int) else size.node.expr for size in node.meta["val"].shape]
 
 

@@ -4,9 +4,9 @@
     After:  0: a = embedding(t, e); m = mask(t); b = block(a, m, w0); send b
             1: receive b; m = mask(t); c = block(b, m, w1); loss(c, y)
 
-The boundaries are between blocks. What is made of inputs alone (masks, positions, rotary tables, labels) is computed
-again where it is needed, and so is what is made of parameters alone; everything else crosses every boundary between the
-stage that makes it and the last one that reads it: of most models one value, the residual stream.
+The boundaries are between blocks. Values that depend on inputs only (masks, positions, rotary tables, labels), or on
+parameters only, are computed again in each stage that needs them. Every other value is sent across each boundary
+between the stage that makes it and the last stage that reads it. In most models this is one value, the residual stream.
 
 Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM".
 """
@@ -28,7 +28,7 @@ from autotp.rules.traits import draws
 from autotp.source_location import block_of, line_of
 
 KEPT = 4
-"""Numbers that training keeps for each parameter: itself, its gradient and two moments."""
+"""The numbers that training keeps for each parameter: its value, its gradient and two moments."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Stage:
     """One stage of a pipeline.
 
     Attributes:
-        graph: placeholders of what is received, in the order it is sent, and of what else it reads, under their names;
-            it returns what it sends, the last stage what the whole returns.
-        received: names of the placeholders of what is received.
-        blocks: the blocks whose work it does, in order.
+        graph: has placeholders for the received values, in the order of sending, and for other values that it reads;
+            returns the values to send, and in the last stage the model's outputs.
+        received: names of the placeholders of received values.
+        blocks: the blocks that it computes, in order.
     """
 
     graph: fx.Graph
@@ -49,13 +49,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class Division:
-    """How the blocks of a model are divided among the stages of a pipeline.
+    """The division of a model's blocks among the stages of a pipeline.
 
     Attributes:
-        blocks: those of each stage, in the order in which they run.
-        costs: what each stage costs, in multiplications.
-        memory: what each stage keeps, in numbers.
-        ranks: the rank of the pipeline that each is on.
+        blocks: the blocks of each stage, in the order in which they run.
+        costs: the cost of each stage, in multiplications.
+        memory: the numbers that each stage keeps.
+        ranks: the pipeline rank of each stage.
     """
 
     blocks: tuple[tuple[str, ...], ...]
@@ -75,16 +75,16 @@ class Division:
 
 
 def divided(blocks: Sequence[str], costs: Sequence[Cost], homes: Sequence[int], flights: Sequence[int]) -> Division:
-    """The blocks in as many stages as there are homes, the dearest of which costs as little as it can.
+    """Returns the division of the blocks into stages with the smallest cost of the most expensive stage.
 
-    Among such divisions it is one in which the stage that keeps most keeps as little as it can.
+    Among such divisions it returns one with the smallest memory of the stage that keeps most.
 
     Args:
         homes: the rank of each stage.
-        flights: of how many microbatches each stage has activations at a time.
+        flights: the number of microbatches of which each stage keeps activations at a time.
 
     Raises:
-        Error: there are fewer blocks.
+        Error: there are fewer blocks than stages.
     """
     if len(blocks) < len(homes) and len(homes) > 1:
         raise Error(f"{len(homes)} stages, and the model has {len(blocks)} blocks", fix="fewer pipeline ranks")
@@ -92,7 +92,7 @@ def divided(blocks: Sequence[str], costs: Sequence[Cost], homes: Sequence[int], 
 
     def work(_: int, run: range) -> float:
         done = total[run.stop].multiplications - total[run.start].multiplications
-        return done + len(run)  # A block is never nothing.
+        return done + len(run)  # No block is free.
 
     def memory(stage: int, run: range) -> float:
         learnt = total[run.stop].parameters - total[run.start].parameters
@@ -100,7 +100,7 @@ def divided(blocks: Sequence[str], costs: Sequence[Cost], homes: Sequence[int], 
         return KEPT * learnt + flights[stage] * made
 
     fast = balanced(len(blocks) or 1, len(homes), work)
-    dearest = max(itertools.starmap(work, enumerate(fast))) * (1 + 1e-9)  # Sums of floats.
+    dearest = max(itertools.starmap(work, enumerate(fast))) * (1 + 1e-9)  # Room for the rounding of sums.
     runs = balanced(
         len(blocks) or 1, len(homes), lambda i, run: memory(i, run) if work(i, run) <= dearest else math.inf
     )
@@ -113,14 +113,14 @@ def divided(blocks: Sequence[str], costs: Sequence[Cost], homes: Sequence[int], 
 
 
 def staged(graph: fx.Graph, parts: Sequence[Collection[str]], parameters: Collection[str]) -> list[Stage]:
-    """The graph as a pipeline.
+    """Returns the stages of a graph.
 
     Args:
         parts: the blocks of each stage, in the order in which they run.
-        parameters: placeholder names.
+        parameters: placeholder names of the parameters.
 
     Raises:
-        Error: a block reads what a later stage makes, or what is no tensor of an earlier one's.
+        Error: a block reads a value of a later stage, or a value of an earlier stage that is not a tensor.
     """
     again = _again(graph, parameters)
     homes = _homes(graph, again, {name: i for i, part in enumerate(parts) for name in part}, len(parts))
@@ -137,20 +137,20 @@ def staged(graph: fx.Graph, parts: Sequence[Collection[str]], parameters: Collec
 
 
 def blocks_in_order(graph: fx.Graph, parameters: Collection[str]) -> list[str]:
-    """The numbered blocks that do what crosses boundaries, in the order of their first operator."""
+    """Returns the numbered blocks with operators that are computed once, in the order of their first operator."""
     again = _again(graph, parameters)
     found = (block_of(node) for node in graph.nodes if node.op == "call_function" and node not in again)
     return list(dict.fromkeys(name for name in found if name))
 
 
 def balanced(items: int, count: int, cost: Callable[[int, range], float]) -> list[range]:
-    """Consecutive runs of items, none of them empty, the dearest of which costs as little as it can.
+    """Returns `count` consecutive runs of items, none empty, with the smallest cost of the most expensive run.
 
     Args:
-        count: how many runs, no more than items.
-        cost: what a run costs, by its number.
+        count: the number of runs, at most `items`.
+        cost: (number of a run, the run) -> its cost.
     """
-    # (runs, items) -> what the dearest costs, and where the last begins.
+    # (runs, items) -> cost of the most expensive run, and start of the last run.
     best: dict[tuple[int, int], tuple[float, int]] = {(0, 0): (-math.inf, 0)}
     for runs in range(1, count + 1):
         for stop in range(runs, items - (count - runs) + 1):
@@ -165,7 +165,7 @@ def balanced(items: int, count: int, cost: Callable[[int, range], float]) -> lis
 
 
 def _again(graph: fx.Graph, parameters: Collection[str]) -> set[fx.Node]:
-    """What is computed wherever it is needed: made of inputs alone, or of parameters alone; and sizes."""
+    """Returns the nodes that each stage computes for itself: they depend on inputs only, or on parameters only."""
     inputs, weights = set[fx.Node](), set[fx.Node]()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -178,7 +178,11 @@ def _again(graph: fx.Graph, parameters: Collection[str]) -> set[fx.Node]:
 
 
 def _homes(graph: fx.Graph, again: Collection[fx.Node], of_block: dict[str, int], count: int) -> dict[fx.Node, int]:
-    """The stage that computes a value, of those that are computed once: its block's, or the first that reads it."""
+    """Node -> stage, for values that are computed once: the stage of the block, or of the first reader.
+
+    Raises:
+        Error: a stage would need a value of a later stage.
+    """
     homes: dict[fx.Node, int] = {}
     behind: set[fx.Node] = set()
     once = [node for node in graph.nodes if node.op == "call_function" and node not in again]
@@ -205,10 +209,10 @@ def _homes(graph: fx.Graph, again: Collection[fx.Node], of_block: dict[str, int]
 def _cut(
     graph: fx.Graph, homes: dict[fx.Node, int], at: int, received: Sequence[fx.Node], sent: Sequence[fx.Node]
 ) -> fx.Graph:
-    """The graph of one stage."""
+    """Returns the graph of one stage."""
     known = set(received)
     needed = set[fx.Node]()
-    for node in reversed(graph.nodes):  # What is computed again for these.
+    for node in reversed(graph.nodes):  # Adds the nodes that are computed again here.
         mine = node in sent or homes.get(node) == at or node in needed
         if mine and node not in known:
             needed.update([node, *(n for n in node.all_input_nodes if n not in homes)])

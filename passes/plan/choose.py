@@ -1,11 +1,11 @@
-"""choose: decides which leaf each operator is cut along, and each parameter is stored cut along.
+"""choose: decides along which leaf axis each operator and each parameter is cut.
 
     Before: candidates heads (h.0), width (h.0), vocab, hidden, ...
     After:  cuts {linear: heads, attention: heads, ...}, held {c_attn.weight: heads, ...}; hidden is not cut
 
-The choice is greedy: heads come first, those that share the attentions best, and widths; then what divides most weights
-for its communication, which is taken if it is worth it. So the hidden axis, which every weight has and which would be
-exchanged at every turn, comes last, when nothing is left to divide. An operator is cut along one leaf at most.
+The choice is greedy. Heads come first, with the most even division of attentions, then widths; then the axes that
+divide most weights for their communication, if that is worth it. The hidden axis is in every weight and would need the
+most communication, so it comes last, when nothing is left to divide. An operator is cut along one leaf at most.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from math import ceil, prod
+from math import prod
 
 import torch
 from torch import fx
@@ -25,27 +25,28 @@ from autotp.passes.plan.match import ATTENTION, MLP, Candidate, contracts, cut_v
 from autotp.sharding.axis import Axis, Size, find, leaves, touches
 from autotp.sharding.grid import slices_of
 from autotp.sharding.layout import Layout, layout_of, ranges
+from autotp.sharding.partition import chunk_length
 from autotp.source_location import line_of
 
 NOMINAL = 512
-"""The length assumed of a symbolic dimension (batch, sequence) when communication is weighed."""
+"""The assumed length of a symbolic dimension (batch, sequence) in the estimate of communication."""
 WORTH = 8
-"""A vocabulary is cut if it divides this many parameters for each element exchanged per token."""
+"""A vocabulary is cut if it divides at least this many parameters for each element exchanged per token."""
 WORTH_UNKNOWN = 32
-"""So is an axis that nobody recognised, or of which another axis took a part, for this many."""
+"""The same threshold for an axis without a name, or of which another axis has taken operators already."""
 SHARE = 0.005
 """Such an axis must also divide at least this share of all parameters."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What is cut.
+    """The decision what is cut.
 
     Attributes:
         cuts: node -> the leaf that the operator is cut along.
         held: parameter placeholder -> the leaf along which it is stored cut.
         chosen: the candidates that were accepted, in the order of acceptance.
-        scattered: sum over ranks -> the sequence along which it is scattered, and never reduced as a whole.
+        scattered: sum over ranks -> the sequence axis along which it is reduce-scattered.
     """
 
     cuts: dict[fx.Node, Axis] = field(default_factory=dict)
@@ -62,17 +63,17 @@ def choose(
     tp: int,
     kept: Collection[fx.Node] = (),
 ) -> Decision:
-    """The cuts for `tp` ranks.
+    """Returns the cuts for `tp` ranks.
 
     Args:
-        kept: what is returned and stays cut; other outputs that are cut are gathered, which costs communication.
-        trainable: values that a gradient flows through: only those cost communication in backward.
-        total: elements of all parameters.
+        trainable: values that a gradient flows through: only these cost communication in backward.
+        total: number of elements of all parameters.
+        kept: outputs that stay cut; other cut outputs are gathered, which costs communication.
     """
     decision = Decision()
 
     def worth(candidate: Candidate) -> float:
-        """Elements of weights divided for each element exchanged per token, or place of a convolution."""
+        """Returns the elements of weights that are divided for each exchanged element, per token or pixel."""
         cost = _cost(candidate, decision, axes, trainable, kept)
         reads = _gain(candidate, decision, axes, tp, lambda weight: _places(weight, candidate, axes))
         return reads / max(cost, 1)
@@ -87,7 +88,7 @@ def choose(
         stale = heappop(queue)
         i = stale[-1]
         now = worth(candidates[i])
-        if queue and key(i) > max(stale, queue[0]):  # It lost to what was cut since: it queues again.
+        if queue and key(i) > max(stale, queue[0]):  # Cuts made since have lowered its worth: it queues again.
             heappush(queue, key(i))
         elif _acceptable(candidates[i], decision, axes, now, _gain(candidates[i], decision, axes, tp), total):
             accept(candidates[i], decision)
@@ -95,9 +96,9 @@ def choose(
 
 
 def _acceptable(candidate: Candidate, decision: Decision, axes: Axes, worth: float, gain: float, total: int) -> bool:
-    """True for a block's own axis where nothing else took part of it, and for what is worth its communication.
+    """True for an axis inside a block if none of its operators is cut yet, and for axes worth their communication.
 
-    Convolutions have few weights for what they make of each place, so the channels between two must be worth it, too.
+    Convolutions have few weights for their large outputs, so the channels between two must be worth it, too.
     """
     if find(candidate.leaf).kind == "grid" and candidate.pattern != ATTENTION:
         return False
@@ -110,15 +111,15 @@ def _acceptable(candidate: Candidate, decision: Decision, axes: Axes, worth: flo
 
 
 def choose_as(axes: Axes, candidates: list[Candidate], stored: Mapping[fx.Node, Layout], tp: int) -> Decision:
-    """The cuts for a further graph of a model whose parameters are stored already.
+    """Returns the cuts for a further graph of a model whose parameters are stored already.
 
-    A parameter stays stored as it is, whatever reads it here; operators that cannot follow read it gathered.
+    The storage of parameters does not change; operators that cannot be cut that way read them gathered.
 
     Args:
-        stored: placeholder of a parameter, or of an input that comes cut -> how it is held.
+        stored: placeholder of a parameter, or of an input that is cut -> its layout.
 
     Raises:
-        Error: it is cut along what is no axis in this graph.
+        Error: a tensor is cut along an axis that this graph does not have.
     """
     decision = Decision()
     grids = [c for c in candidates if find(c.leaf).kind == "grid" and _stored_so(c, stored, axes, tp)]
@@ -137,26 +138,26 @@ def choose_as(axes: Axes, candidates: list[Candidate], stored: Mapping[fx.Node, 
 
 
 def _stored_so(candidate: Candidate, stored: Mapping[fx.Node, Layout], axes: Axes, tp: int) -> bool:
-    """True if all parameters of a candidate are stored as its leaf cuts them."""
+    """True if all parameters of a candidate are stored cut along its leaf."""
     rows = [(axes.of(node), stored[node]) for node in candidate.parameters if node in stored]
     return bool(rows) and all(layout_of(it.shape, dims, candidate.leaf, tp, it.axis) == it for dims, it in rows)
 
 
 def _leaf_of(node: fx.Node, layout: Layout, axes: Axes, tp: int, grids: Sequence[Axis]) -> Axis:
-    """The leaf of a parameter that, cut, stores it as `layout` does."""
+    """Returns the leaf along which a parameter with this layout is cut."""
     dims = axes.of(node)
     for leaf in [*grids, *leaves(dims[layout.dim or 0])]:
         if layout_of(layout.shape, dims, leaf, tp, layout.axis) == layout:
             return leaf
     raise Error(
-        f"this call uses a tensor {list(layout.shape)} in a way that its cut by {layout.axis} does not fit",
+        f"this call uses a tensor {list(layout.shape)} in a way that does not fit its cut by {layout.axis}",
         at=line_of(next(iter(node.users), node)),
         fix="give parallelize this call's arguments as example_inputs",
     )
 
 
 def accept(candidate: Candidate, decision: Decision) -> None:
-    """Cuts what is free along a candidate's leaf, and stores the parameters cut that only cut operators read."""
+    """Cuts a candidate's free operators along its leaf, and the parameters that only cut operators read."""
     for node, _ in candidate.nodes:
         decision.cuts.setdefault(node, candidate.leaf)
     for parameter in candidate.parameters:
@@ -175,13 +176,13 @@ def _only_read_cut(parameter: fx.Node, candidate: Candidate, decision: Decision)
 def _gain(
     candidate: Candidate, decision: Decision, axes: Axes, tp: int, counts: Callable[[fx.Node], float] = lambda p: 1
 ) -> float:
-    """Elements of weights that the fullest rank no longer holds, each counted so often."""
+    """Returns the elements of weights that the fullest rank no longer holds, weighted by `counts`."""
     cut = [p for p in candidate.weights if p not in decision.held and _only_read_cut(p, candidate, decision)]
     return sum(p.meta["val"].numel() * (1 - _fullest(candidate.leaf, p, axes, tp)) * counts(p) for p in cut)
 
 
 def _places(weight: fx.Node, candidate: Candidate, axes: Axes) -> float:
-    """How often a step reads each element of a weight: once a token; of a convolution once for each of its places."""
+    """Returns how often a step reads each element of a weight: once a token, or once a pixel in a convolution."""
     for node, _ in candidate.nodes:
         operands = axes.bound[node].operands
         if _convolves(node, axes) and root(operands[1]) is weight:
@@ -190,7 +191,7 @@ def _places(weight: fx.Node, candidate: Candidate, axes: Axes) -> float:
 
 
 def _channels(node: fx.Node) -> int:
-    """How many channels a convolution makes."""
+    """Returns the number of output channels of a convolution."""
     places = node.args[1].meta["val"].dim() - (2 if node.target is convolution else 3)  # type: ignore[union-attr]
     return int(node.meta["val"].shape[-1 - places])
 
@@ -201,23 +202,23 @@ def _convolves(node: fx.Node, axes: Axes) -> bool:
 
 
 def _fullest(leaf: Axis, parameter: fx.Node, axes: Axes, tp: int) -> float:
-    """The share of a parameter that the fullest rank holds."""
+    """Returns the share of a parameter that the fullest rank holds."""
     axis = next(axis for axis in axes.of(parameter) if touches(axis, leaf))
     if find(leaf).kind != "grid":
-        return ceil(leaf.size.number / tp) / leaf.size.number
+        return chunk_length(leaf.size.number, tp) / leaf.size.number
     held = [sum(b - a for a, b in ranges(axis, leaf, tp, rank)) for rank in range(tp)]
     return max(held) / axis.size.number
 
 
 def _busiest(leaf: Axis, tp: int) -> float:
-    """The share of all attentions that the fullest rank computes, where `leaf` counts them."""
-    return prod(ceil(one.size.number / parts) / one.size.number for one, parts, _ in slices_of(leaf, tp))
+    """Returns the share of all attentions that the busiest rank computes, if `leaf` counts attentions."""
+    return prod(chunk_length(axis.size.number, parts) / axis.size.number for axis, parts, _ in slices_of(leaf, tp))
 
 
 def _cost(
     candidate: Candidate, decision: Decision, axes: Axes, trainable: Collection[fx.Node], kept: Collection[fx.Node]
 ) -> float:
-    """Elements exchanged in a step, forward and backward, at nominal batch and sequence."""
+    """Returns the elements exchanged in a step, forward and backward, at nominal batch and sequence."""
     free = {node: factor for node, factor in candidate.nodes if node not in decision.cuts}
     summed = [node for node, factor in free.items() if not factor.outs and factor.summed]
     copied, moved = set(), set()
@@ -234,7 +235,7 @@ def _cost(
 
 
 def elements(node: fx.Node) -> int:
-    """Elements of a node's value at nominal batch and sequence."""
+    """Returns the number of elements of a node's value at nominal batch and sequence."""
     value = node.meta["val"]
     total = 0
     for tensor in value if isinstance(value, list | tuple) else [value]:

@@ -1,9 +1,9 @@
-"""decouple: gives a mask or similar, made without parameters, axes of its own where they do not fit.
+"""decouple: gives a value made without parameters, such as a mask, separate axes where its axes do not fit.
 
     Before: slopes = cat(a[4], b[2]); scores + slopes        heads would be `4 | 2`, and never cut
     After:  slopes = cat(a[4], b[2]); scores + apart(slopes)
 
-`apart(x)` is `x` on axes of its own. It is whole on every rank, so a cut reader takes its part without communication.
+`apart(x)` is `x` with separate axes. It is whole on every rank, so a cut reader takes its part without communication.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from autotp.rules.call import call_of, operand_nodes
 from autotp.rules.registry import rule_of
 from autotp.sharding.axis import ONE, Axis, Size, find
 
-Wanted = dict[fx.Node, list[Size | None]]
-"""Operand -> for each of its dimensions the size that the others at this operator have, or None."""
+Misfits = dict[fx.Node, list[Size | None]]
+"""Operand -> for each of its dimensions the size that it should have at this operator; None if it fits."""
 
 
 def decouple(graph: fx.Graph, parameters: Collection[str]) -> tuple[fx.Graph, Axes]:
-    """The same function, its parameter-free values of other axes read apart, and the axes of all values.
+    """Returns the same function with `apart` where axes do not fit, and the axes of all values.
 
     Args:
         parameters: placeholder names of the parameters.
@@ -44,8 +44,8 @@ def decouple(graph: fx.Graph, parameters: Collection[str]) -> tuple[fx.Graph, Ax
     return builder.graph, axes
 
 
-def _misfits(node: fx.Node, axes: Axes, made: Collection[fx.Node], builder: Builder) -> Wanted:
-    """The operands that no parameter made, with a dimension that does not fit what parameters made."""
+def _misfits(node: fx.Node, axes: Axes, made: Collection[fx.Node], builder: Builder) -> Misfits:
+    """Returns the operands that do not depend on parameters and whose axes do not fit those of the other operands."""
     operands = [n for n in operand_nodes(node) if n is not None] if node.op == "call_function" else []
     if len({n in made for n in operands}) < 2 or (rule := rule_of(call_of(node))) is None:
         return {}
@@ -54,7 +54,7 @@ def _misfits(node: fx.Node, axes: Axes, made: Collection[fx.Node], builder: Buil
     terms = list(named_dims(rule, dims))
     for operand, named in zip(operands, terms, strict=True):
         known |= {name: find(axis) for name, axis in named if name and operand in made}
-    found: Wanted = {}
+    found: Misfits = {}
     for operand, named in zip(operands, terms, strict=True):
         sizes = [_misfit(find(axis), known.get(name)) for name, axis in named]
         if operand not in made and any(sizes):
@@ -63,7 +63,7 @@ def _misfits(node: fx.Node, axes: Axes, made: Collection[fx.Node], builder: Buil
 
 
 def _misfit(axis: Axis, other: Axis | None) -> Size | None:
-    """The size that a dimension should have, where `other`, unified with it, would be cut up or not be cut at all."""
+    """Returns the size that a dimension should have if, unified with it, `other` could not be cut."""
     if other is None or other is axis or ONE in (axis.size, other.size):
         return None
     if axis.size != other.size:
@@ -72,7 +72,7 @@ def _misfit(axis: Axis, other: Axis | None) -> Size | None:
 
 
 def _factors(axis: Axis) -> Iterator[Axis]:
-    """The factors of a product, major to minor."""
+    """Yields the factors of a product, major to minor."""
     axis = find(axis)
     if axis.kind == "product":
         for part in axis.parts:
@@ -82,7 +82,7 @@ def _factors(axis: Axis) -> Iterator[Axis]:
 
 
 def _splits(factors: list[Axis], others: list[Axis]) -> bool:
-    """True if a factor of numbers among `others` meets one that is a concatenation of other parts."""
+    """True if a factor of constant size among `others` meets a concatenation with other parts, or another size."""
     for factor, other in zip(factors, others, strict=False):
         if factor.size != other.size or (factor.kind == "concat" and factor is not other and not other.size.symbols):
             return True
@@ -90,7 +90,7 @@ def _splits(factors: list[Axis], others: list[Axis]) -> bool:
 
 
 def _read_apart(builder: Builder, x: fx.Node, sizes: list[Size | None]) -> fx.Node:
-    """`apart(x)`, with sizes as numbers that the exporter has as terms (`6*s0 // s1`)."""
+    """Writes `apart(x)`, with known sizes where the exporter has expressions (`6*s0 // s1`)."""
     value = x.meta["val"]
     plain = [size if size is None or size.symbols else size.number for size in sizes]
     shape = [size if isinstance(size, int) else n for n, size in zip(value.shape, plain, strict=True)]

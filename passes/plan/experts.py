@@ -1,11 +1,12 @@
-"""experts: sorts rows by the expert that they chose, so that experts are an axis that can be cut.
+"""experts: sorts rows by their chosen expert, so that experts are an axis that can be cut.
 
     Before: v = index(w, [chosen]); y = bmm(x, v); z = gelu(y)                     w[8, 64, 256], chosen[rows]
     After:  p = dispatch(chosen, 8, ...); c = counts(chosen, 8, ...)
             v = spread(w, c, p); y = bmm(index_select(x, 0, p), v); z = combine(gelu(y), p, chosen)
 
-Between dispatch and combine stands what works on each row by itself. A rank that holds two experts has their rows
-there and no others; what `combine` makes of them is its summand. Products of groups of rows (`grouped_mm`) likewise.
+The operators between dispatch and combine work on each row by itself. A rank that holds two experts computes the rows
+of these experts only, and the result of its `combine` is a partial sum. The same holds for products of groups of rows
+(`grouped_mm`).
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ aten = torch.ops.aten
 
 @dataclass
 class Routed:
-    """Rows that choose among one number of experts.
+    """Rows that are routed to experts.
 
     Attributes:
-        chosen: the node that says which, [rows].
-        number: how many experts there are.
-        grouped: rows stand in the experts' order already.
-        reads: the nodes that read the experts' weights: a row's own (`index`), or of rows in groups.
-        inside: those, and what works on each of their rows by itself before the last of them is used.
+        chosen: the node with the expert of each row, [rows].
+        number: the number of experts.
+        grouped: whether the rows are in the experts' order already.
+        reads: the nodes that read the experts' weights: for each row (`index`), or for groups of rows.
+        inside: the nodes between dispatch and combine: `reads`, and operators on their rows.
     """
 
     chosen: fx.Node
@@ -50,7 +51,7 @@ class Routed:
 
 
 def experts(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int) -> tuple[fx.Graph, Axes]:
-    """The same function, experts' rows in the experts' order where their number divides by `tp`; and its axes.
+    """Returns the same function with rows in the experts' order, if `tp` divides the number of experts; and its axes.
 
     Args:
         parameters: placeholder names of the parameters.
@@ -65,7 +66,7 @@ def experts(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int) -
 
 
 def _routed(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int) -> list[Routed]:
-    """What is routed to experts, of whose weights some product reads each row's own. No node is in two of them."""
+    """Returns the routed rows of a graph; no node is inside of two of them."""
     found: dict[tuple[fx.Node, int], Routed] = {}
     in_groups: dict[tuple[fx.Node, int], Routed] = {}
     for node in graph.nodes:
@@ -87,12 +88,12 @@ def _routed(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int) -
 
 
 def _experts_of(node: fx.Node, position: int) -> int:
-    """How many experts an operand's weights are of."""
+    """Returns the number of experts whose weights an operand holds."""
     return int(operand_nodes(node)[position].meta["val"].shape[0])  # type: ignore[union-attr]
 
 
 def _is_read(node: fx.Node, parameters: Collection[str]) -> bool:
-    """True for rows, by a list of integers, of a stack of parameters or of a view of one."""
+    """True for a lookup of rows by a list of integers in a parameter, or in a view of a parameter."""
     if node.target is not aten.index.Tensor:
         return False
     weight, indices = operand_nodes(node)[0], bind(node)["indices"]
@@ -105,7 +106,7 @@ def _is_read(node: fx.Node, parameters: Collection[str]) -> bool:
 
 
 def _counted(node: fx.Node) -> fx.Node | None:
-    """The experts that rows in groups chose, in order: their groups end at `cumsum(histc(chosen))`."""
+    """Returns the sorted choice of grouped rows, if the groups end at `cumsum(histc(chosen))`; else None."""
     x, weight, ends = (operand_nodes(node))[:3]
     number = int(weight.meta["val"].shape[0])  # type: ignore[union-attr]
     counts: Any = ends.args[0] if ends is not None and ends.target is aten.cumsum.default else None
@@ -119,7 +120,7 @@ def _counted(node: fx.Node) -> fx.Node | None:
 
 
 def _is_sorted(chosen: fx.Node) -> bool:
-    """True for the values of a sort, or for a choice read in the order that sorts it, smallest first."""
+    """True for the values of an ascending sort, or for a choice indexed by the order that sorts it."""
     if is_getitem(chosen):
         return bool(chosen.args[1] == 0) and _sorts(chosen.args[0])
     if chosen.target is not aten.index.Tensor:
@@ -134,7 +135,7 @@ def _sorts(node: Any) -> bool:
 
 
 def _source(chosen: fx.Node, number: int | None = None) -> fx.Node:
-    """The choice without casts, and without bounds that hold of all of `number` experts."""
+    """Returns the choice before casts, and before a clamp that changes nothing for `number` experts."""
     while chosen.op == "call_function":
         arguments = bind(chosen)
         bounded = number is not None and operator_name(chosen) == "aten::clamp"
@@ -146,16 +147,16 @@ def _source(chosen: fx.Node, number: int | None = None) -> fx.Node:
 
 
 def _are_exact(*chosen: fx.Node) -> bool:
-    """True if the numbers of experts are whole before a cast, and as good behind it."""
+    """True if casts between these dtypes keep the indices of experts exact."""
     dtypes = [node.meta["val"].dtype for node in chosen]
     return dtypes[-1] in EXACT[:2] and dtypes[0] in EXACT
 
 
 def _fill(routed: Routed, graph: fx.Graph, axes: Axes, others: Collection[fx.Node]) -> None:
-    """Finds what is inside: on the way from a read to where the last of them is used; nothing, without a product.
+    """Finds the nodes inside: from a read of weights to the last use of one. Without a product there are none.
 
     Args:
-        others: what belongs to other rows.
+        others: reads of weights, and nodes inside, of other routed rows.
     """
     rows, after = find(axes.of(routed.reads[0])[0]), set(routed.reads)
     for node in graph.nodes:
@@ -177,7 +178,7 @@ def _fill(routed: Routed, graph: fx.Graph, axes: Axes, others: Collection[fx.Nod
 
 
 def _by_rows(node: fx.Node, rows: Axis, axes: Axes) -> bool:
-    """True if every result row comes from the operands' rows at its place; rows are the first dimension of all."""
+    """True if each row of the result depends on the same row of the operands only, and rows are the first dimension."""
     if is_getitem(node):
         return True
     if node not in axes.bound or size_argument(node.target):
@@ -194,7 +195,7 @@ def _by_rows(node: fx.Node, rows: Axis, axes: Axes) -> bool:
 
 
 class _Rewriting:
-    """The new graph. Inside, `env` has rows in the experts' order; what reads them from outside gets them combined."""
+    """The new graph. `ordered` has the values inside, in the experts' order; readers outside get them combined."""
 
     def __init__(self, graph: fx.Graph, axes: Axes, found: list[Routed]) -> None:
         self.axes, self.builder = axes, Builder(fake_mode_of(graph))
@@ -220,7 +221,7 @@ class _Rewriting:
             self.builder.env[node] = back
 
     def _route(self, routed: Routed) -> tuple[fx.Node, fx.Node]:
-        """The rows of each expert in order, and how many they are."""
+        """Returns the rows of each expert in order, and their numbers."""
         if id(routed) not in self.routes:
             chosen, number = self.builder.env[routed.chosen], routed.number
             arguments = (chosen, number, routed.grouped, 0, number)
@@ -233,7 +234,7 @@ class _Rewriting:
         return self.routes[id(routed)]
 
     def _read(self, routed: Routed, node: fx.Node) -> fx.Node:
-        """A read of the experts' weights."""
+        """Writes a read of the experts' weights."""
         places, count = self._route(routed)
         if is_grouped(node.target):
             x, weight, _ = (n for n in operand_nodes(node) if n is not None)
@@ -247,12 +248,12 @@ class _Rewriting:
         return new
 
     def _inner(self, routed: Routed, node: fx.Node) -> fx.Node:
-        """An operator on rows, on what it reads in the experts' order."""
+        """Writes an operator on rows, with its operands in the experts' order."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._rows(routed, n))
         return self.builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
 
     def _rows(self, routed: Routed, node: fx.Node) -> fx.Node:
-        """A value in the experts' order, if it has rows; else as it is."""
+        """Returns a value in the experts' order if it has rows; else unchanged."""
         if node in self.ordered and self.of[node] is routed:
             return self.ordered[node]
         rows = find(self.axes.of(routed.reads[0])[0])
@@ -267,4 +268,4 @@ class _Rewriting:
 
 EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
 ROWS = 7
-"""How many rows an expert has in examples: a number that is nothing else's."""
+"""The number of rows of an expert in example values: a number that no other size has."""

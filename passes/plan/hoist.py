@@ -1,11 +1,11 @@
-"""hoist: moves a copy up through work that all ranks do, to where its gradient is smallest.
+"""hoist: moves a copy up through operators that all ranks compute, to where its gradient is smallest.
 
     Before: n = norm(x, w); m = norm(x, v); linear(copy(n), q); linear(copy(m), u)
     After:  c = copy(x); n = norm(c, copy(w)); m = norm(c, copy(v)); linear(n, q); linear(m, u)
 
-What all ranks compute alike may read Copied values, whatever it is: its result is then Copied, and its gradient, linear
-in that of the result, a summand. So a copy can stand before an operator or behind it. Before it are its parameters,
-which are small beside activations; what others read copied anyway costs nothing.
+An operator that all ranks compute whole may read Copied values. Its result is then Copied, too. Its gradient is linear
+in the gradient of the result, so it is a partial sum. So a copy can stand before or after the operator. Before it, the
+parameters need copies, too; they are small beside activations. A value that is copied for other readers costs nothing.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Cuts = Mapping[fx.Node, Axis]
 
 
 def hoist(graph: fx.Graph, axes: Axes, cuts: Cuts, have: Have, differentiable: Collection[fx.Node]) -> set[fx.Node]:
-    """The operators to be computed from copies of what they read, rather than their result copied.
+    """Returns the operators that read copies, so that their result need not be copied.
 
     Args:
-        have: the placements that all values come in.
-        differentiable: values a gradient may flow through: the others need no copy.
+        have: the placements of all values.
+        differentiable: values that a gradient may flow through: the others need no copy.
     """
     found = set(_wanted(graph, axes, cuts, have, differentiable))
-    while True:  # What shares a copy shares its price; where one drops out, the others pay more.
+    while True:  # Operators that share a copy share its price: if one drops out, the others pay more.
         cheap = _cheap(graph, found, axes, cuts, have, differentiable)
         if cheap == found:
             return found
@@ -45,7 +45,7 @@ def hoist(graph: fx.Graph, axes: Axes, cuts: Cuts, have: Have, differentiable: C
 def _wanted(
     graph: fx.Graph, axes: Axes, cuts: Cuts, have: Have, differentiable: Collection[fx.Node]
 ) -> Iterator[fx.Node]:
-    """The whole operators whose result is read in copy alone, by cut work or by each other; or returned."""
+    """Yields the whole operators whose result is read Copied only: by cut operators, by each other, or as an output."""
     found, last = set(), _returned(graph, axes, cuts)
     for node in reversed(graph.nodes):
         alike = node in differentiable and node in axes.bound and have[node] == (Replicate(),) and node not in cuts
@@ -58,7 +58,7 @@ def _wanted(
 
 
 def _returned(graph: fx.Graph, axes: Axes, cuts: Cuts) -> set[fx.Node]:
-    """The output, and parts of values that are only returned, as of a cache: they take a value in either form."""
+    """Returns the output, and views of values that are only returned, as in a cache: they take either placement."""
     found = {graph.output_node()}
     for node in reversed(graph.nodes):
         bound = axes.bound.get(node)
@@ -78,7 +78,10 @@ def _cheap(
     have: Have,
     differentiable: Collection[fx.Node],
 ) -> set[fx.Node]:
-    """Those that copies before them make cheaper, if all of `wanted` that share one do; and whose readers are so."""
+    """Returns the operators in `wanted` for which copies of their operands cost less than a copy of their result.
+
+    An operator that reads another one in `wanted` counts only if its readers are returned, too.
+    """
     price: dict[fx.Node, float] = {}
     for node in graph.nodes:
         if node in wanted:
@@ -94,7 +97,7 @@ def _cheap(
 
 
 def _in_copy(node: fx.Node, reader: fx.Node, axes: Axes, cuts: Cuts) -> bool:
-    """True if a cut operator reads a value in copy."""
+    """True if a cut operator reads a value Copied."""
     bound, leaf = axes.bound.get(reader), cuts.get(reader)
     factor = bound.cuttable(leaf) if bound is not None and leaf is not None else None
     return bound is not None and factor is not None and not any(bound.operands[i] is node for i in factor.ins)
@@ -103,7 +106,7 @@ def _in_copy(node: fx.Node, reader: fx.Node, axes: Axes, cuts: Cuts) -> bool:
 def _price(
     node: fx.Node, price: Mapping[fx.Node, float], wanted: Collection[fx.Node], axes: Axes, cuts: Cuts, have: Have
 ) -> float:
-    """What a copy of an operand costs each of those that share it; nothing where there is one anyway."""
+    """Returns the price of a copy of an operand for each reader that shares it; 0 if there is a copy anyway."""
     if have.get(node) == (Copied(),) or _copied_anyway(node, wanted, axes, cuts):
         return 0
     sharing = len([reader for reader in node.users if reader in wanted])
@@ -111,7 +114,7 @@ def _price(
 
 
 def _copied_anyway(node: fx.Node, wanted: Collection[fx.Node], axes: Axes, cuts: Cuts) -> bool:
-    """True if cut work reads a copy of a value, or of a view of it: that is a view of the one copy."""
+    """True if a cut operator reads a copy of a value or of its view (a view of the same copy)."""
     return any(
         _in_copy(node, reader, axes, cuts)
         or (reader in wanted and has(reader.target, Trait.MOVABLE) and _copied_anyway(reader, wanted, axes, cuts))

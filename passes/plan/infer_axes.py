@@ -1,4 +1,4 @@
-"""infer_axes: names every dimension of every tensor, by unifying what the operators' rules say.
+"""infer_axes: gives every dimension of every tensor an axis, by unification along the operators' rules.
 
 Before: x f32[s77, s27, 768], w f32[2304, 768], linear(x, w), split(...), view(...), attention(...)
 After:  w[0] = (q: heads x 64 | k: heads x 64 | v: heads x 64), w[1] = width, ...
@@ -29,11 +29,11 @@ class Factor:
 
     Attributes:
         name: its name in the rule.
-        axis: the axis it is.
+        axis: its axis.
         mark: "" it may be cut, "^" never, "!" in the operator's parallel form.
         ins: operand position -> the operand's dimension that has the factor.
         outs: output position -> dimension.
-        summed: False where an output that does not have the factor has all that it needs: another part of `q | k | v`.
+        summed: False if an output without the factor is not a sum over it: it is another part of `q | k | v`.
     """
 
     name: str
@@ -63,15 +63,15 @@ class Bound:
     known: bool = True
 
     def renamed(self, copy: fx.Node) -> Bound:
-        """The same rule at a copy of the node in another graph."""
+        """Returns the same rule for a copy of the node in another graph."""
         operands = tuple(n for n in operand_nodes(copy) if n is not None)
         return Bound(self.rule, operands, self.factors, self.dims, self.known)
 
     def cuttable(self, leaf: Axis) -> Factor | None:
-        """The factor along which this operator can be cut by `leaf`, or None.
+        """Returns the factor along which this operator can be cut by `leaf`, or None.
 
-        Several factors may have the leaf only where one dimension is their concatenation (`q | k | v`): then they
-        are cut together, and come back as one.
+        Several factors may have the leaf only if one dimension is their concatenation (`q | k | v`): then they are cut
+        together, and are returned as one factor.
         """
         found = [factor for factor in self.factors if touches(factor.axis, leaf)]
         if find(leaf).kind == "grid":
@@ -82,7 +82,10 @@ class Bound:
         return factor if factor is not None and self._held(factor, leaf) else None
 
     def _on_grid(self, found: list[Factor], grid: Axis) -> Factor | None:
-        """The factors that a grid cuts, as one: they pass through, or are parts left out, or all are reduced."""
+        """Returns the factors that a grid cuts as one factor, or None.
+
+        All of them appear in the outputs, or are unused parts of a concatenation, or are summed over.
+        """
         dims = [axis for side in self.dims for term in side for axis in term if touches(axis, grid)]
         if not found or any(factor.mark == "^" for factor in found) or not all(holds(axis, grid) for axis in dims):
             return None
@@ -92,13 +95,15 @@ class Bound:
         every = all(any(holds(factor.axis, leaf) for factor in found) for leaf in grid.parts)
         if some or (summed and (len(summed) < len(found) or not (every and is_full(grid)))):
             return None
-        if not every and any(factor.mark == "!" for factor in found):  # Holders of the same would draw other numbers.
+        if not every and any(
+            factor.mark == "!" for factor in found
+        ):  # Ranks with the same shard would draw differently.
             return None
         ins, outs = _places(found)
         return Factor(" ".join(f.name for f in found), grid, max(f.mark for f in found), ins, outs, bool(summed))
 
     def _held(self, factor: Factor, leaf: Axis) -> bool:
-        """True if cutting `leaf` cuts every dimension that has the factor, not one part of a concatenation only."""
+        """True if cutting `leaf` cuts every dimension with the factor, not only one part of a concatenation."""
         places = ((self.dims[0], factor.ins), (self.dims[1], factor.outs))
         return all(holds(dims[at][d], leaf) for dims, place in places for at, d in place.items())
 
@@ -116,7 +121,7 @@ class Bound:
 
 
 def _parts(expr: Expr, inside: bool = False) -> Iterator[Name]:
-    """The factors in the concatenations of an expression."""
+    """Yields the factors in the concatenations of an expression."""
     if isinstance(expr, Group):
         for part in expr.parts:
             yield from _parts(part, inside or expr.kind == "concat")
@@ -125,35 +130,35 @@ def _parts(expr: Expr, inside: bool = False) -> Iterator[Name]:
 
 
 def _places(factors: Sequence[Factor]) -> tuple[dict[int, int], dict[int, int]]:
-    """Where any of the factors are, in operands and outputs."""
+    """Returns the dimensions that have any of the factors, in operands and in outputs."""
     ins = {at: dim for factor in factors for at, dim in factor.ins.items()}
     return ins, {at: dim for factor in factors for at, dim in factor.outs.items()}
 
 
 @dataclass(frozen=True)
 class Axes:
-    """What the pass found.
+    """The axes of a graph's values, and its operators' rules.
 
     Attributes:
         dims: node -> for each of its output tensors the axes of its dimensions.
-        bound: node -> its rule, bound.
+        bound: node -> its rule, bound to axes.
     """
 
     dims: dict[fx.Node, tuple[Dims, ...]] = field(default_factory=dict)
     bound: dict[fx.Node, Bound] = field(default_factory=dict)
 
     def of(self, node: fx.Node) -> Dims:
-        """The axes of a tensor-valued node's dimensions."""
+        """Returns the axes of the dimensions of a node whose value is a tensor."""
         return self.dims[node][0]
 
     def dim_of(self, node: fx.Node, leaf: Axis) -> int | None:
-        """The dimension of `node` that is cut where `leaf` is, or None."""
+        """Returns the dimension of `node` that a cut of `leaf` divides, or None."""
         at = [d for d, axis in enumerate(self.of(node)) if holds(axis, leaf)]
         return at[0] if len(at) == 1 else None
 
 
 def infer_axes(graph: fx.Graph) -> Axes:
-    """The axes of all values in `graph`, whose nodes carry example values in `node.meta["val"]`."""
+    """Returns the axes of all values in `graph`. Its nodes have example values in `node.meta["val"]`."""
     axes = Axes()
     for node in graph.nodes:
         visit(node, axes)
@@ -161,7 +166,7 @@ def infer_axes(graph: fx.Graph) -> Axes:
 
 
 def visit(node: fx.Node, axes: Axes) -> None:
-    """Adds one node to `axes`; its operands must be there."""
+    """Adds a node to `axes`, which must have its operands."""
     if node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor) and is_getitem(node):
         axes.dims[node] = (axes.dims[node.args[0]][_tensor_index(node)],)  # type: ignore[index]
         return
@@ -173,7 +178,7 @@ def visit(node: fx.Node, axes: Axes) -> None:
 
 
 def bind_rule(node: fx.Node, call: Call, axes: Axes) -> Bound:
-    """The rule of a node, after unifying its factors with the axes of what it reads and writes."""
+    """Unifies the factors of a node's rule with the axes of its operands and outputs; returns the bound rule."""
     found = rule_of(call)
     rule = found or unknown(call)
     operands = tuple(n for n in operand_nodes(node) if n is not None)
@@ -188,20 +193,20 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def outputs(node: fx.Node) -> Sequence[Any]:
-    """The example value of what a graph reads from outside; nothing for other nodes."""
+    """Returns the example value of a placeholder or attribute in a tuple; an empty tuple for other nodes."""
     value = node.meta.get("val")
     return (value,) if node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor) else ()
 
 
 def _tensor_index(node: fx.Node) -> int:
-    """Which of the tuple's tensors a getitem picks; what is no tensor does not count."""
+    """Returns the index among the tuple's tensors of the item that a getitem picks."""
     source, at = node.args
     values = source.meta["val"]  # type: ignore[union-attr]
     return sum(isinstance(v, torch.Tensor) for v in values[:at])
 
 
 def named_dims(rule: Rule, ins: list[Dims]) -> Iterator[list[tuple[str, Axis]]]:
-    """For each operand the factor of each of its dimensions ("" for a group of factors, or none) and its axis."""
+    """Yields for each operand the (factor, axis) of each dimension; the factor is "" for a group of factors or none."""
     for term, dims in zip(_spelled(rule.ins, ins), ins, strict=True):
         names_ = [expr.name if isinstance(expr, Name) and expr != UNIT else "" for expr in term]
         yield list(zip(names_, dims, strict=True))
@@ -215,28 +220,28 @@ def _unify_terms(rule: Rule, ins: list[Dims], outs: list[Dims]) -> tuple[Factor,
     terms = _spelled((*rule.ins, *rule.outs), tensors)
     pairs = [pair for term, dims in zip(terms, tensors, strict=True) for pair in zip(term, dims, strict=True)]
     known = {name: Axis(size) for name, size in rule.sizes.items()}
-    apart: set[str] = set()  # Factors of two lengths that are one on these inputs only: whole, here.
+    uncuttable: set[str] = set()  # Factors whose two lengths are equal on these inputs only: they cannot be cut here.
     for expr, axis in pairs:
         if isinstance(expr, Name) and expr != UNIT and not unify(known.setdefault(expr.name, axis), axis):
-            apart.add(expr.name)
+            uncuttable.add(expr.name)
     for expr in (expr for term in (*rule.ins, *rule.outs) for expr in term if isinstance(expr, Name)):
-        known.setdefault(expr.name, Axis(ONE))  # Of one element wherever it stands alone: it may be part of a group.
+        known.setdefault(expr.name, Axis(ONE))  # It has size 1 wherever it stands alone; it may be part of a group.
     for expr, axis in sorted(pairs, key=lambda pair: _unknown_parts(pair[0], known)):
         if isinstance(expr, Group) and not unify(_build(expr, find(axis).size, known), axis):
-            apart.update(name.name for name in names(expr))
+            uncuttable.update(name.name for name in names(expr))
     found = _factors(terms[: len(ins)], terms[len(ins) :], known)
-    return tuple(replace(factor, mark="^") if factor.name in apart else factor for factor in found)
+    return tuple(replace(factor, mark="^") if factor.name in uncuttable else factor for factor in found)
 
 
 def _spelled(terms: Sequence[Term], tensors: Sequence[Dims]) -> list[Term]:
-    """The terms without `*`."""
+    """Returns the terms with `*` replaced by named factors."""
     both = list(zip(terms, tensors, strict=True))
     stars = max((len(dims) - len(term) + 1 for term, dims in both if STAR in term), default=0)
     return [_without_star(term, dims, stars) for term, dims in both]
 
 
 def _without_star(term: Term, dims: Dims, stars: int) -> Term:
-    """`*` spelled out as named factors, aligned right; a dimension of one element has none."""
+    """Replaces `*` by named factors, aligned right; a dimension of size 1 has no factor."""
     if STAR in term:
         at = term.index(STAR)
         mine = len(dims) - len(term) + 1
@@ -252,7 +257,7 @@ def _unknown_parts(expr: Expr, known: dict[str, Axis]) -> int:
 
 
 def _build(expr: Expr, size: Size, known: dict[str, Axis]) -> Axis:
-    """The axis that an expression spells, whose size is known; at most one factor in a group may be new."""
+    """Returns the axis of an expression of known size; at most one factor in a group may be new."""
     if isinstance(expr, Name):
         return known.setdefault(expr.name, Axis(size))
     if expr.kind == "concat":
@@ -269,7 +274,7 @@ def _build(expr: Expr, size: Size, known: dict[str, Axis]) -> Axis:
 
 
 def _size(expr: Expr, known: dict[str, Axis]) -> Size | None:
-    """The size of an expression if all its factors are known."""
+    """Returns the size of an expression; None if a factor is not known."""
     if isinstance(expr, Name):
         return find(known[expr.name]).size if expr.name in known else None
     sizes = []

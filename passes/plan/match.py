@@ -1,4 +1,4 @@
-"""match: recognises the axes of parameters (heads, width, vocabulary), and ranks them. Correctness never rests on it.
+"""match: recognises the axes of parameters (heads, width, vocabulary), and ranks them. No result depends on it.
 
 Before: leaf of 12 in c_attn.weight, c_attn.bias, c_proj.weight
 After:  heads (QKV -> attention -> projection)
@@ -29,16 +29,16 @@ EXPERTS = "dispatch -> experts -> combine"
 
 @dataclass
 class Candidate:
-    """A leaf that some parameter has.
+    """A leaf axis of some parameter.
 
     Attributes:
         leaf: the axis.
         nodes: the operators that could be cut along it, in graph order, each with its factor.
         parameters: the parameters that have it.
-        name: heads, kv_heads, group, experts, width, vocab; or "" where nothing was recognised.
-        pattern: what was recognised, for the plan's reader.
-        hub: True if its weights lead to more than two other axes, as those of the residual stream do.
-        weights: those of `parameters` that a product, or a lookup of the model's inputs, reads; the cut is for them.
+        name: heads, kv_heads, group, experts, width, vocab; or "" if it is not recognised.
+        pattern: the recognised pattern, for the plan's reader.
+        hub: True if its weights connect it to more than two other axes, as in a residual stream.
+        weights: the parameters that a product, or a lookup of the model's inputs, reads: the cut divides them.
     """
 
     leaf: Axis
@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def turn(self) -> int:
-        """When it is chosen: experts, heads, widths (a low rank leads to heads, and loses), vocabularies, the rest."""
+        """Its turn: experts, heads, widths, vocabularies, the rest. (A low rank beside heads comes after the heads.)"""
         patterns = (self.pattern == EXPERTS, self.pattern == ATTENTION)
         return [*patterns, self.core, self.name == "vocab", True].index(True)
 
@@ -69,14 +69,13 @@ def match(
     tp: int = 1,
     kept: Collection[fx.Node] = (),
 ) -> list[Candidate]:
-    """The leaves that parameters have and that can be cut somewhere, named where their use is known.
+    """Returns the leaves of parameters along which some operator can be cut, with names if they are recognised.
 
     Args:
         parameters: placeholder name -> parameter name.
         inputs: placeholder names of the model's inputs.
-        tp: how many ranks, which are a grid where one axis has too few positions for them.
-        kept: what is returned and stays cut, as a key-value cache does: nobody reads it whole; and the new values of
-            buffers, which are small.
+        tp: number of ranks; if an axis has too few positions for them, two axes form a grid.
+        kept: outputs that stay cut, such as a key-value cache, and the new values of buffers, which are small.
     """
     found: dict[Axis, Candidate] = {}
     for node in graph.nodes:
@@ -110,7 +109,7 @@ def _describe(
     kept: Collection[fx.Node],
     ranks: Collection[Axis],
 ) -> None:
-    """Names the candidates; the ranks of low-rank products have no name, and lead nowhere."""
+    """Names the candidates. The ranks of low-rank products get no name, and do not count for `hub`."""
     for candidate in candidates:
         if find(candidate.leaf) not in ranks:
             candidate.name, candidate.pattern = _recognised(candidate, axes, inputs, kept)
@@ -118,11 +117,11 @@ def _describe(
         candidate.hub = len(_partners(candidate, axes) - set(ranks)) > 2
 
 
-# ---- cuts of two axes at once, and of fused weights that have an axis in some parts
+# ---- grids: cuts of two axes at once, and of fused weights that have an axis in some parts only
 
 
 def _grids(candidates: Iterable[Candidate], axes: Axes, tp: int) -> Iterator[Axis]:
-    """What is worth a grid: fewer key/value heads than ranks, and heads that share a weight with what has none."""
+    """Yields grids: for fewer key/value heads than ranks, and for heads in a fused weight with a part without heads."""
     for candidate in candidates:
         if not any(_counts_attentions(node, factor, axes) for node, factor in candidate.nodes):
             continue
@@ -138,7 +137,7 @@ def _grids(candidates: Iterable[Candidate], axes: Axes, tp: int) -> Iterator[Axi
 
 
 def _pair(candidate: Candidate, axes: Axes) -> tuple[Axis, Axis] | None:
-    """Key/value heads and the group of query heads that share one, where `candidate` is the first of them."""
+    """Returns key/value heads and the group of query heads of each, if `candidate` is the key/value heads."""
     for node, factor in candidate.nodes:
         inside = list(leaves(factor.axis))
         if (
@@ -158,7 +157,7 @@ def _on_grid(
     found: Mapping[Axis, Candidate],
     order: Mapping[fx.Node, int],
 ) -> Candidate:
-    """A grid's candidate: what it can cut of the operators that have one of its leaves, in their order."""
+    """Returns a grid's candidate: the operators with one of its leaves that it can cut, in graph order."""
     nodes = dict.fromkeys(node for part in leaf.parts for node in touching.get(find(part), []))
     cut = [(node, axes.bound[node].cuttable(leaf)) for node in sorted(nodes, key=order.__getitem__)]
     parameters = dict.fromkeys(p for part in leaf.parts if find(part) in found for p in found[find(part)].parameters)
@@ -166,7 +165,7 @@ def _on_grid(
 
 
 def _shared_evenly(candidate: Candidate, axes: Axes, tp: int) -> bool:
-    """True if what several ranks hold of a parameter is held by all of its holders' group."""
+    """True if every shard that several ranks hold is held by one whole group of ranks."""
     run = find(candidate.leaf).counts[0][1]
     for node in candidate.parameters:
         layout = layout_of(tuple(node.meta["val"].shape), axes.of(node), candidate.leaf, tp, "")
@@ -178,7 +177,7 @@ def _shared_evenly(candidate: Candidate, axes: Axes, tp: int) -> bool:
 def _recognised(
     candidate: Candidate, axes: Axes, inputs: Collection[str], kept: Collection[fx.Node]
 ) -> tuple[str, str]:
-    """Name and pattern of a candidate."""
+    """Returns name and pattern of a candidate."""
     if any(node.target is combine and not factor.outs for node, factor in candidate.nodes):
         return "experts", EXPERTS
     weighed = [(node, factor) for node, factor in candidate.nodes if _reads_weight(node, axes, factor)]
@@ -197,9 +196,9 @@ def _recognised(
 
 
 def _is_rank(candidate: Candidate, axes: Axes) -> bool:
-    """True for the rank of a low-rank product, LoRA's `B(A(x))`: two weights, nothing but views and casts between.
+    """True for the rank of a low-rank product, LoRA's `B(A(x))`: two weights with only views and casts between.
 
-    Narrower than what it joins, it divides little, for the price of a width.
+    It is narrower than the axes around it, so a cut divides few weights, at the communication of a width.
     """
     products = [node for node, _ in candidate.nodes if contracts(axes.bound[node])]
     between = [axes.bound[node] for node, _ in candidate.nodes if node not in products]
@@ -210,7 +209,7 @@ def _is_rank(candidate: Candidate, axes: Axes) -> bool:
 
 
 def _closed(candidate: Candidate, axes: Axes, kept: Collection[fx.Node]) -> bool:
-    """True if whatever is cut is read by operators that can be cut, too: nothing has to be gathered on the way."""
+    """True if all readers of cut values can be cut, too, so that nothing is gathered between the two products."""
     nodes = {node for node, _ in candidate.nodes}
     made = [node for node, factor in candidate.nodes if factor.outs]
     values = [(node, it) for node in made for it in cut_values(node, candidate.leaf, axes)]
@@ -219,20 +218,20 @@ def _closed(candidate: Candidate, axes: Axes, kept: Collection[fx.Node]) -> bool
 
 
 def cut_values(node: fx.Node, leaf: Axis, axes: Axes) -> Iterator[fx.Node]:
-    """The value of an operator, or those items of a tuple, that have the leaf."""
+    """Yields the operator itself, or the items of its tuple, whose value has the leaf."""
     items = [user for user in node.users if user.target is operator.getitem and user in axes.dims]
     yield from [item for item in items if any(touches(axis, leaf) for axis in axes.of(item))] if items else [node]
 
 
 def contracts(bound: Bound | None) -> bool:
-    """True for a product that sums over a factor of both its operands: linear, matmul, einsum, of groups of rows."""
+    """True for a product that sums over a factor of both operands: linear, matmul, einsum, grouped products."""
     if bound is None or not {frozenset({0}), frozenset({1})} <= set(bound.rule.linear):
         return False
     return any({0, 1} <= factor.ins.keys() and not factor.outs for factor in bound.factors)
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
-    """The operators that read a value's elements (not only its sizes), those of a tuple's items included."""
+    """Yields the operators that read a value's elements (not only its sizes), also through items of a tuple."""
     for user in node.users:
         if user.target is operator.getitem:
             yield from readers(user)
@@ -241,12 +240,12 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def maker(node: fx.Node) -> fx.Node:
-    """The operator that makes a value: for an item of a tuple, that of the tuple."""
+    """Returns the operator that makes a value; for an item of a tuple, the operator that makes the tuple."""
     return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
 
 
 def _reads_weight(node: fx.Node, axes: Axes, factor: Factor) -> bool:
-    """True for a contraction with a weight that has the factor."""
+    """True for a product with a weight that has the factor."""
     if not contracts(axes.bound[node]):
         return False
     return any(root(axes.bound[node].operands[i]).op == "placeholder" for i in factor.ins)
@@ -262,13 +261,13 @@ def _weights(candidate: Candidate, axes: Axes) -> list[fx.Node]:
 
 
 def _partners(candidate: Candidate, axes: Axes) -> set[Axis]:
-    """The axes that the candidate's weights lead to; of a stack of experts' weights, those of an expert's."""
+    """Returns the other axes of the candidate's weights; of a stack of experts' weights, its last two axes."""
     others = (find(axis) for weight in candidate.weights for axis in axes.of(weight)[-2:])
     return {axis for axis in others if not touches(axis, candidate.leaf)}
 
 
 def root(node: fx.Node) -> fx.Node:
-    """The placeholder a value is a view of, rows of (an expert's, by its number), or scales; or the value itself."""
+    """Returns the placeholder that a value views, scales or takes rows of; the value itself if there is none."""
     while node.op != "placeholder":
         if has(node.target, Trait.ROWS):
             node = node.args[0]  # type: ignore[assignment]
@@ -282,13 +281,13 @@ def root(node: fx.Node) -> fx.Node:
 
 
 def _scaled(node: fx.Node) -> fx.Node | None:
-    """The parameter that a product of elements scales (weight norm's direction); None if it is none, or a value."""
+    """Returns the placeholder that an elementwise product scales (weight norm's direction); else None."""
     first: Any = node.args[0]
     return first if isinstance(first, fx.Node) and first.op == "placeholder" else None
 
 
 def _from_input(candidate: Candidate, inputs: Collection[str]) -> bool:
-    """True if some lookup's indices come from the model's inputs: tokens do, positions (counted up) do not."""
+    """True if the indices of a lookup come from the model's inputs: tokens do, counted positions do not."""
     lookups = [node for node, _ in candidate.nodes if has(node.target, Trait.LOOKUP)]
     seen: set[fx.Node] = set()
     queue = [node.args[1] for node in lookups]
@@ -301,7 +300,7 @@ def _from_input(candidate: Candidate, inputs: Collection[str]) -> bool:
 
 
 def _attention(candidate: Candidate, axes: Axes) -> str:
-    """heads, kv_heads or group where the leaf counts independent attentions; else ""."""
+    """Returns heads, kv_heads or group if the leaf counts independent attentions; else ""."""
     for node, factor in candidate.nodes:
         if has(node.target, Trait.ATTENTION) and _counts_attentions(node, factor, axes):
             return "kv_heads" if factor.name == "k" else "group" if factor.name == "g" else "heads"
@@ -311,7 +310,7 @@ def _attention(candidate: Candidate, axes: Axes) -> str:
 
 
 def _counts_attentions(node: fx.Node, factor: Factor, axes: Axes) -> bool:
-    """True for the factor of an attention, or of a batch of products, that counts independent ones."""
+    """True for a factor that counts independent attentions, or independent products of a batch."""
     if has(node.target, Trait.ATTENTION):
         return bool(factor.outs) and factor.name != "e"
     return contracts(axes.bound[node]) and len(factor.ins) == 2 and bool(factor.outs)

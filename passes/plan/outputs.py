@@ -1,7 +1,7 @@
 """outputs: decides which outputs stay cut, and the layouts of outputs and parameters.
 
 Before: outputs (logits, loss), training; logits are cut by vocabulary
-After:  {0: Layout(vocab)}: logits lie beside a loss that is computed from them
+After:  {0: Layout(vocab)}: the logits stay cut, because a loss is computed from them
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from autotp.sharding.placement import Shard
 def positions_that_stay(
     graph: fx.Graph, captured: Captured, updated: int, training: bool, outputs: Outputs
 ) -> list[int]:
-    """Positions of the outputs that stay cut if they are: all that the model returns for "local", none for "full".
+    """Returns the positions of the outputs that stay cut if they are cut.
 
-    For "auto" what is given back some day (of a state, of attributes that the next call reads) and what was made of
-    parameters alone; in training also what a loss is computed from that is returned beside it.
+    For "local" these are all results of the model, for "full" none. For "auto" they are the outputs that a later call
+    gets as inputs (of states, of attributes) and those made of parameters alone; in training also the results that a
+    returned loss is computed from.
 
     Args:
-        updated: how many of what is returned are no outputs, but the new values of buffers.
+        updated: number of the last outputs, which are new values of buffers.
     """
     found = returned(graph)[: len(returned(graph)) - updated]
     if outputs == "full":
@@ -53,13 +54,13 @@ def positions_that_stay(
 
 
 def makers(graph: fx.Graph, positions: Iterable[int]) -> set[fx.Node]:
-    """What makes the outputs at these positions."""
+    """Returns the operators that make the outputs at these positions."""
     found = (returned(graph)[i] for i in positions)
     return {maker(node) for node in found if isinstance(node, fx.Node)}
 
 
 def layouts_of_outputs(graph: fx.Graph, stay: Sequence[int], axes: Axes, have: Have, tp: int) -> dict[int, Layout]:
-    """How the outputs that stay cut are held, where they are cut."""
+    """Position -> layout, for the outputs that stay cut."""
     local = {}
     for i in stay:
         node = returned(graph)[i]
@@ -73,7 +74,7 @@ def layouts_of_outputs(graph: fx.Graph, stay: Sequence[int], axes: Axes, have: H
 def layouts_of_parameters(
     graph: fx.Graph, axes: Axes, decision: Decision, parameters: Mapping[str, str], tp: int
 ) -> dict[str, Layout]:
-    """Parameter name -> how it is held. parameters: placeholder -> parameter name"""
+    """Parameter name -> layout. parameters: placeholder name -> parameter name"""
     names = {find(c.leaf): c.name for c in decision.chosen}
     found = {}
     for node in graph.nodes:
@@ -86,13 +87,13 @@ def layouts_of_parameters(
 
 
 def is_loss(node: fx.Node) -> bool:
-    """True for a floating number: a tensor of no dimension."""
+    """True for a floating tensor without dimensions."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """All that some nodes are computed from."""
+    """Returns all nodes that some nodes depend on."""
     found, queue = set[fx.Node](), list(nodes)
     while queue:
         new = set(queue.pop().all_input_nodes) - found

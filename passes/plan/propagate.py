@@ -1,4 +1,4 @@
-"""propagate: derives the placement of every value from what is cut.
+"""propagate: derives the placement of every value from the cuts of operators.
 
 Before: linear cut along `heads`       After: operands Copied and Shard(heads), result Shard(heads)
 """
@@ -20,25 +20,26 @@ from autotp.sharding.axis import ONE, Axis, Size, find, holds, touches
 from autotp.sharding.placement import Copied, Held, Partial, Placement, Replicate, Shard
 
 Cuts = Mapping[fx.Node, Axis]
-"""Node -> the leaf that it is cut along; a node that is not in it is whole."""
+"""Node -> the leaf along which it is cut; every rank computes the other nodes whole."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The placements an operator reads its operands in, and gives its outputs."""
+    """The placements in which an operator reads its operands, and of its outputs."""
 
     operands: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
 
 
 Have = Mapping[fx.Node, tuple[Placement, ...]]
-"""Node -> the placements of its outputs, for what stands before in the graph."""
+"""Node -> the placements of its outputs, for all earlier nodes of the graph."""
 
 
 def needs(node: fx.Node, axes: Axes, leaf: Axis | None, have: Have, hoisted: Collection[fx.Node] = ()) -> Needs:
-    """What `node` reads and gives where it is cut along `leaf`, or whole; `have` holds its operands' placements.
+    """Returns the placements of a node's operands and outputs if it is cut along `leaf`, or computed whole (None).
 
     Args:
+        have: the placements of earlier nodes.
         hoisted: whole operators that read copies (`passes/plan/hoist.py`).
     """
     bound = axes.bound[node]
@@ -59,13 +60,13 @@ def needs(node: fx.Node, axes: Axes, leaf: Axis | None, have: Have, hoisted: Col
         return Needs(ins, (Partial(),) * n_outs)
     copied = not bound.rule.exact and (
         node in hoisted or any(have[n] == (Copied(),) for n in bound.operands)
-    )  # Read whole, its gradient would be summed here.
+    )  # Replicate here would need an all-reduce of the gradient.
     kind: Placement = Copied() if copied else Replicate()
     return Needs((kind,) * len(bound.operands), (kind,) * n_outs)
 
 
 def _deferred(node: fx.Node, axes: Axes, have: Have) -> frozenset[int] | None:
-    """The operands that can stay partial sums through this operator: it is linear in them and their only reader."""
+    """Returns the operands that can stay partial sums, or None: linear operands with this reader only."""
     bound = axes.bound[node]
     for group in bound.rule.linear:
         operands = [bound.operands[i] for i in group]
@@ -75,14 +76,14 @@ def _deferred(node: fx.Node, axes: Axes, have: Have) -> frozenset[int] | None:
 
 
 def waits(node: fx.Node, have: Have) -> bool:
-    """True for a partial sum that only one operator reads, which may take it on."""
+    """True for a partial sum with a single reader: its reduction can wait until after the reader."""
     return have.get(node) == (Partial(),) and len(node.users) == 1
 
 
 def _joins(node: fx.Node, axes: Axes, have: Have) -> bool:
-    """True if the result becomes, by linear operators alone, a term of a sum that waits for its reduction anyway.
+    """True if the result becomes, through linear operators only, a term of a sum that is reduced later anyway.
 
-    So a LoRA adapter of a row-parallel layer, `B(A(x)) * scaling`, is reduced together with the layer.
+    So the LoRA adapter of a row-parallel layer, `B(A(x)) * scaling`, is reduced together with the layer.
     """
     while len(node.users) == 1:
         reader = next(iter(node.users))
@@ -114,7 +115,7 @@ def _count(value: torch.Tensor) -> Size:
 
 
 def propagate(graph: fx.Graph, axes: Axes, cuts: Cuts, held: Cuts) -> dict[fx.Node, tuple[Placement, ...]]:
-    """The placements in which every node's outputs come, before any conversion.
+    """Returns the placements of every node's outputs, before any conversion.
 
     Args:
         cuts: node -> leaf it is cut along.
@@ -127,17 +128,17 @@ def propagate(graph: fx.Graph, axes: Axes, cuts: Cuts, held: Cuts) -> dict[fx.No
         elif node in axes.bound:
             have[node] = needs(node, axes, cuts.get(node), have).outputs
         elif axes.dims.get(node):
-            have[node] = (stored(axes.of(node), held[node]) if node in held else Replicate(),)
+            have[node] = (stored_placement(axes.of(node), held[node]) if node in held else Replicate(),)
     return have
 
 
-def stored(dims: tuple[Axis, ...], leaf: Axis) -> Placement:
-    """The placement of a parameter that is held cut along `leaf`."""
+def stored_placement(dims: tuple[Axis, ...], leaf: Axis) -> Placement:
+    """Returns the placement of a parameter that is stored cut along `leaf`."""
     return Held(leaf) if find(leaf).kind == "grid" and overlaps(dims, leaf) else Shard(leaf)
 
 
 def overlaps(dims: tuple[Axis, ...], leaf: Axis) -> bool:
-    """True if some positions of a value that is cut by a grid are on several ranks."""
+    """True if a grid puts some positions of a value on several ranks."""
     cut = [axis for axis in dims if touches(axis, leaf)]
     leaves_there = {id(find(part)) for part in find(leaf).parts if any(touches(axis, part) for axis in cut)}
     mixed = any(not _every(axis, part) for part in find(leaf).parts for axis in cut if touches(axis, part))
@@ -150,7 +151,7 @@ def _every(axis: Axis, leaf: Axis) -> bool:
 
 
 def needs_grad(graph: fx.Graph, trainable: frozenset[fx.Node]) -> set[fx.Node]:
-    """The values a gradient can flow through: floating, and computed from `trainable` without a detach."""
+    """Returns the values that a gradient can flow through: floating, and computed from `trainable` without a detach."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         value = node.meta.get("val")

@@ -3,10 +3,10 @@
     Before: x = add(x, reduce(o)); n = norm(x, w); linear(copy(n), q)
     After:  x = add(x, reduce_scatter(o)); n = norm(x, copy(w)); linear(all_gather(n), q)       x, n f32[B, T@tp, 768]
 
-The region begins where a product leaves a sum to be reduced, and goes on through all whole operators whose rule passes
-the sequence through: residual additions, norms, dropouts. Nothing is moved that was not: an all-reduce is a
-reduce-scatter and an all-gather. What ranks keep for backward there is divided among them, and each norms its own
-rows, so the parameters' gradients are partial and summed, those of a block in one exchange (`bucket.py`).
+The region begins at a product whose result is a partial sum, and extends through all whole operators whose rule keeps
+the sequence: residual additions, norms, dropouts. The communication is the same: an all-reduce is a reduce-scatter and
+an all-gather. The activations that are kept for backward are divided among ranks. Each rank normalises its own rows, so
+the gradients of the norms' parameters are partial sums; those of a block are reduced together (`bucket.py`).
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2.
 """
@@ -38,11 +38,11 @@ def sequence_parallel(
     differentiable: Collection[fx.Node],
     hoisted: Collection[fx.Node],
 ) -> Decision:
-    """The decision, with the operators of such regions cut along their sequence.
+    """Returns the decision with the operators of such regions cut along their sequence.
 
     Args:
-        differentiable: values a gradient may flow through: only those are kept for backward.
-        hoisted: operators that all ranks compute from one copy, cheaper than a copy of what each of them gives.
+        differentiable: values that a gradient may flow through: only these are kept for backward.
+        hoisted: operators that all ranks compute from copies (`hoist.py`).
     """
     have = propagate(graph, axes, decision.cuts, decision.held)
     along = set(_sequences(axes))
@@ -71,7 +71,7 @@ def sequence_parallel(
 def _grow(
     graph: fx.Graph, axes: Axes, decision: Decision, differentiable: Collection[fx.Node], region: dict[fx.Node, Axis]
 ) -> None:
-    """Adds what the region alone reads, where it is cheaper to cut it than to gather its gradient: small tables."""
+    """Adds operators that only the region reads, if that is cheaper than gathering their gradient: small tables."""
     for node in reversed(graph.nodes):
         into = {region.get(user) for user in node.users}
         leaf = into.pop() if len(into) == 1 else None
@@ -83,7 +83,7 @@ def _grow(
 
 
 def _trim(graph: fx.Graph, axes: Axes, cut: Mapping[fx.Node, Axis], region: dict[fx.Node, Axis]) -> None:
-    """Takes out what has to be gathered and is more than what it is made of: a head's logits."""
+    """Removes values that are gathered and have more elements than their operands, such as a head's logits."""
     for node in reversed(graph.nodes):
         if node in region and any(user not in region for user in readers(node)):
             before = [operand for operand in axes.bound[node].operands if operand in cut]
@@ -92,7 +92,7 @@ def _trim(graph: fx.Graph, axes: Axes, cut: Mapping[fx.Node, Axis], region: dict
 
 
 def _passes(node: fx.Node, leaf: Axis, axes: Axes) -> bool:
-    """True if an operator can be cut along the sequence and gives all that it gives cut so."""
+    """True if an operator can be cut along the sequence and all its outputs are then cut along it."""
     factor = axes.bound[node].cuttable(leaf)
     whole = factor is not None and len(factor.outs) == len(axes.bound[node].rule.outs)
     return whole and (factor.mark == "" or draws(node))  # type: ignore[union-attr]
@@ -104,12 +104,12 @@ def _is_product(node: fx.Node, axes: Axes) -> bool:
 
 
 def _leading(dims: tuple[Axis, ...]) -> Iterator[Axis]:
-    """The leaves of all dimensions but the features."""
+    """Yields the leaves of all dimensions but the last, the features."""
     yield from (find(leaf) for axis in dims[:-1] for leaf in leaves(axis))
 
 
 def _sequences(axes: Axes) -> Iterator[Axis]:
-    """The axes along which attentions sum: those that keys and values share, and queries have too."""
+    """Yields the axes over which attentions sum: the sequence of keys and values."""
     for node, bound in axes.bound.items():
         attends = has(node.target, Trait.ATTENTION) or contracts(bound)
         if attends and all(root(operand).op != "placeholder" for operand in bound.operands[:2]):

@@ -1,7 +1,7 @@
 """Finds the terms of a tree of additions, for `propagate` and `defer_reductions`.
 
-(x + (attention + b1)) + (mlp + b2) has the terms x, attention, b1, mlp, b2: every inner sum is read by its outer one
-alone, and is of its shape.
+(x + (attention + b1)) + (mlp + b2) has the terms x, attention, b1, mlp, b2: the only reader of each inner sum is its
+outer sum, of the same shape.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ aten = torch.ops.aten
 
 
 def is_sum(node: fx.Node) -> bool:
-    """A plain sum of two tensors."""
+    """True for a plain sum of two tensors."""
     both = all(isinstance(arg, fx.Node) for arg in node.args)
     return node.target is aten.add.Tensor and not node.kwargs and both and len(node.args) == 2
 
 
 def inside(node: fx.Node) -> bool:
-    """True for a sum whose only reader is a sum of the same shape, of which it is a part."""
+    """True for a sum whose only reader is a sum of the same shape."""
     reader = next(iter(node.users), None)
     return len(node.users) == 1 and reader is not None and is_sum(reader) and _alike(node, reader)
 
@@ -36,7 +36,7 @@ def _alike(a: fx.Node, b: fx.Node) -> bool:
 
 
 def terms(node: fx.Node) -> Iterator[fx.Node]:
-    """What a tree of sums adds up, left to right."""
+    """Yields the terms of a tree of sums, left to right."""
     both: Any = node.args
     for arg in both:
         if is_sum(arg) and inside(arg):
@@ -46,14 +46,14 @@ def terms(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def outermost(node: fx.Node) -> fx.Node:
-    """The whole tree that a sum is a part of."""
+    """Returns the root of the tree that a sum belongs to."""
     while inside(node):
         node = next(iter(node.users))
     return node
 
 
 def views(node: fx.Node) -> list[fx.Node]:
-    """The views through which a value is seen, outermost first, if they leave the last dimension where it is."""
+    """Returns the chain of views that make a value, outermost first, if they keep the last dimension."""
     found: list[Any] = []
     while _keeps_last(node) and (not found or len(node.users) == 1):
         found.append(node)
@@ -62,7 +62,7 @@ def views(node: fx.Node) -> list[fx.Node]:
 
 
 def _keeps_last(node: fx.Node) -> bool:
-    """True for a view whose last dimension is that of what it reads."""
+    """True for a view that keeps the last dimension of its operand."""
     x: Any = node.args[0] if has(node.target, Trait.MOVABLE) else None
     if x is None:
         return False

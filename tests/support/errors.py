@@ -37,7 +37,7 @@ def refusal(model: nn.Module, n: int, **given: Any) -> str:
 
 
 OPERATOR = "torch.library.custom_op with register_fake and register_autograd, and autotp.rule"
-LOOPS = "the model loops as often as the values of a tensor say: torch.export has no such loop"
+LOOPS = "the model has a loop whose length depends on the values of a tensor: torch.export has no such loop"
 ROUNDS = f"do all rounds, and mask with torch.where; or one operator: {OPERATOR}"
 
 

@@ -166,7 +166,7 @@ class Noisy(Plain):
 
 def test_a_rule_for_what_draws_numbers_is_refused(registry: None) -> None:
     autotp.rule(torch.ops.autotp_tests.noise, "* -> *")
-    with pytest.raises(autotp.Error, match="two runs on the same numbers differ, which no rule describes"):
+    with pytest.raises(autotp.Error, match="two runs on the same numbers differ, and no rule can say how"):
         autotp.explain(Noisy(), 2, example_inputs=X)
 
 

@@ -80,8 +80,8 @@ def models(rank: int, n: int) -> None:
         Writing: "the model changes a tensor in place where autotp cannot follow: writes into an input or a parameter"
         f" of the model\n  at       {line('self.up.weight.clamp_')}\n  try      write the new value to a new tensor",
         Choosing: "the model calls an operator that takes functions (cond, while_loop, scan)"
-        f"\n  at       {line('return torch.cond(')}\n  try      torch.where of what both branches compute, or a"
-        " loop of Python as long as shapes say",
+        f"\n  at       {line('return torch.cond(')}\n  try      compute both branches and choose with torch.where;"
+        " loop in Python, as often as shapes say",
         Shapeless: "the model calls an operator that does not say what shape it returns"
         f"\n  at       {line('return self.down(shapeless')}\n  try      torch.library.register_fake, on the operator",
     }

@@ -1,1 +1,1 @@
-"""Facts that a graph was captured with (`attribute_paths`, `code_names`), and whether they still hold (`guard`)."""
+"""The facts that a graph relies on (`attribute_paths`, `code_names`), and their check in each call (`guard`)."""

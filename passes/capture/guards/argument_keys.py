@@ -1,6 +1,6 @@
 """A value to compare with ==, for each plain argument that decides which graph a call runs.
 
-A key is kept from one call to the next: it holds what an argument contained, not an object that may change.
+A key is kept from one call to the next, so it holds an argument's contents, not an object that may change.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 import numpy
 
 
-def plain(leaf: Any) -> Any:
-    """A plain argument as part of a key, in which undefined numbers are the same, and 1, 1.0 and True are not."""
+def argument_key(leaf: Any) -> Any:
+    """Returns a plain argument as part of a key: all NaNs are equal, and 1, 1.0 and True differ."""
     return type(leaf), _content(leaf)
 
 
 def _content(leaf: Any) -> Any:
     match leaf:
         case numpy.ndarray() if leaf.dtype.hasobject:
-            return leaf.shape, tuple(map(plain, leaf.ravel().tolist()))
+            return leaf.shape, tuple(map(argument_key, leaf.ravel().tolist()))
         case numpy.ndarray() | numpy.generic():
             return leaf.dtype.str, leaf.shape, leaf.tobytes()
         case float():
@@ -36,7 +36,7 @@ def _content(leaf: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Other:
-    """An argument of another class: the same as a second if it is that object, or if == says so and nothing else."""
+    """An argument of another class: equal to another if they are one object, or if their `==` returns True itself."""
 
     leaf: Any
 
@@ -47,7 +47,7 @@ class Other:
             return True
         try:
             return (self.leaf == other.leaf) is True
-        except Exception:  # of any kind: it is another's `==`, which may well be for elements
+        except Exception:  # The user's `==` may raise anything, or compare element by element.
             return False
 
     def __hash__(self) -> int:

@@ -1,8 +1,8 @@
-"""A model's attributes that are not parameters, buffers or modules, and the objects below them.
+"""A model's attributes that are not parameters, buffers or modules, and the objects that they lead to.
 
-A graph knows tensors that come in and tensors that go out. What a model writes besides is in `attribute_writes.py`,
-what it reads in `guard.py`. An attribute that a call writes and that holds tensors before is *opened*: these are
-inputs.
+A graph has only input and output tensors. `attribute_writes.py` finds the attributes that a model writes, `guard.py`
+those that it reads. If a call writes an attribute that held tensors before, the attribute is *opened*: its tensors
+become inputs of the graph.
 """
 
 from __future__ import annotations
@@ -21,41 +21,39 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autotp.passes.capture.guards.comparison import PLAIN, SYMBOLIC, Frozen
+from autotp.passes.capture.guards.comparison import DEEPEST, LARGEST, PLAIN, SYMBOLIC, Frozen
 
 Slot = tuple[str, str]
 """The path of a module, and the name of an attribute."""
 Path = tuple[Any, ...]
-"""The path of a module, an attribute, and the keys and places below."""
+"""The path of a module, the name of an attribute, and the keys and indices that lead on from it."""
 
 STATE = "_autotp"
-"""The one attribute that each module of a parallel model has besides its own."""
+"""The one attribute that autotp adds to each module of a parallel model."""
 INTERNAL = frozenset({*vars(nn.Module()), STATE, "_is_torch_compile"})
-"""What each module has of torch's and of autotp's own: the tables of what is in it, its hooks, its mode."""
-LARGEST, DEEPEST = 10_000, 50
-"""So many values of a model's attributes are looked at, and those no deeper."""
+"""Attributes of every module that belong to torch or autotp: tables of parameters and children, hooks, the mode."""
 TABLES = "its tables"
-"""In a path: buffers and parameters of a module, which are no attributes."""
+"""In a path: the tables of a module's buffers and parameters."""
 WHOLE: Any = object()
-"""Stands for the key of a container that is written whole."""
+"""Stands for the key where a container is replaced as a whole."""
 
 
 def spelled(path: Path, key: Any = None) -> str:
-    """A place as the user writes it: `h.0.losses`, `config.tau`."""
+    """Returns a path as the user writes it: `h.0.losses`, `config.tau`."""
     keys = [*path[1:], *([] if key is None or key is WHOLE else [key])]
     return ".".join([part for part in (path[0], *map(str, keys)) if part])
 
 
 def slot_of(path: Path) -> Slot:
-    """The attribute that a place lies below."""
+    """Returns the attribute that a path starts with."""
     return path[0], path[1]
 
 
-# ---- what is in what
+# ---- containers and their contents
 
 
 def is_object(value: Any) -> bool:
-    """True for an object of a class written in Python, whose attributes lie open."""
+    """True for an object of a class written in Python, whose attributes can be listed."""
     return hasattr(value, "__dict__") and not isinstance(value, CLOSED)
 
 
@@ -63,18 +61,18 @@ CLOSED = (
     nn.Module, Tensor, type, enum.Enum, types.ModuleType, types.FunctionType, types.MethodType,
     types.BuiltinFunctionType, functools.partial, *SYMBOLIC, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
 )  # fmt: skip
-"""What has attributes, and is none the less no container."""
+"""Types with attributes that are not treated as containers."""
 
 
 MIXED = (list, dict, set, deque, tuple)
-"""What holds items, and, of a class of the user's own, attributes besides."""
+"""Types that hold items; the user's subclasses of them may hold attributes, too."""
 VIEWS = (types.MappingProxyType,)
-"""What shows the items of a dict, which others may change."""
+"""Types that show the items of a dict that other code may change."""
 
 
 @dataclass(frozen=True)
 class Attribute:
-    """A key: the attribute of this name, of what holds items besides."""
+    """A key: the attribute of this name, of an object that also holds items."""
 
     name: str
 
@@ -83,28 +81,28 @@ class Attribute:
 
 
 class Tables(ChainMap[str, Any]):
-    """Buffers and parameters of a module."""
+    """The buffers and parameters of a module, by name."""
 
 
 def key_of(value: Any) -> int:
-    """What a value is known by: its `id`; of a module, for which the exporter puts others, that of its attributes."""
+    """Returns the `id` of a value; for a module that of its `__dict__`, because the exporter replaces modules."""
     return id(vars(value)) if isinstance(value, nn.Module) else id(value)
 
 
 def is_internal(key: str) -> bool:
-    """True for what torch or autotp keeps on a module."""
-    return key in INTERNAL or key.startswith("__")  # `fully_shard` keeps its own under such names.
+    """True for the name of an attribute that torch or autotp keeps on a module."""
+    return key in INTERNAL or key.startswith("__")  # `fully_shard` uses such names.
 
 
 def is_container(value: Any) -> bool:
-    """True for what a call may change in place."""
+    """True for an object that a call may change in place."""
     return isinstance(value, (list, dict, set, deque)) or is_object(value)
 
 
 def children(value: Any) -> list[tuple[Any, Any]]:
-    """What lies in a module's attributes, a container or a tuple, by key."""
+    """Returns the (key, value) pairs in a module's attributes, a container or a tuple."""
     if isinstance(value, nn.Module):
-        weights = isinstance(value, nn.RNNBase)  # Of which torch keeps lists, made anew where others are put in.
+        weights = isinstance(value, nn.RNNBase)  # torch keeps lists of its weights, and rebuilds them by itself.
         held = [(key, item) for key, item in vars(value).items() if not is_internal(key)]
         return [pair for pair in held if not (weights and pair[0].startswith("_flat_weight"))]
     items: list[tuple[Any, Any]] = []
@@ -112,13 +110,13 @@ def children(value: Any) -> list[tuple[Any, Any]]:
         items = list(enumerate(value))
     elif isinstance(value, (dict, Tables, *VIEWS)):
         items = list(value.items())
-    if isinstance(value, MIXED) and type(value) not in MIXED:  # The user's own kind of list: it may hold both.
+    if isinstance(value, MIXED) and type(value) not in MIXED:  # The user's subclass: items and attributes.
         return [*items, *((Attribute(key), item) for key, item in getattr(value, "__dict__", {}).items())]
     return items or (list(vars(value).items()) if is_object(value) else [])
 
 
 def is_opaque(value: Any) -> bool:
-    """True for an object whose state lies not open: an array, an iterator, an object with `__slots__`."""
+    """True for an object whose state cannot be listed: an array, an iterator, an object with `__slots__`."""
     plain = (
         *CLOSED,
         type(None),
@@ -137,14 +135,18 @@ def is_opaque(value: Any) -> bool:
 
 
 def state_of_opaque(value: Any) -> Any:
-    """The state of such an object, as something to compare."""
+    """Returns the state of an opaque object in a form that can be compared."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python will not pickle iterators for ever.
+        warnings.simplefilter("ignore")  # Python warns that it will stop pickling iterators.
         return repr(Frozen({})(value)) if not isinstance(value, np.ndarray) else (value.shape, value.tobytes())
 
 
 def hidden(value: Any, globals_too: bool = True) -> list[Any]:
-    """What a function holds of its surroundings, or what a weak reference refers to."""
+    """Returns the objects that a function holds (closure, defaults, bound object), or that a weak reference refers to.
+
+    Args:
+        globals_too: whether containers count that the function reads as globals.
+    """
     if isinstance(value, weakref.ref):
         return [value()]
     if isinstance(value, functools.partial):
@@ -164,14 +166,14 @@ def hidden(value: Any, globals_too: bool = True) -> list[Any]:
 
 def _is_filled(cell: Any) -> bool:
     try:
-        cell.cell_contents  # noqa: B018  Nothing else tells.
+        cell.cell_contents  # noqa: B018  Reading is the only test.
     except ValueError:
         return False
     return True
 
 
 def below(value: Any, path: Path, seen: dict[int, Any]) -> Iterator[tuple[Path, Any]]:
-    """A value and all that lies below, each once, with where it lies; modules below are not entered."""
+    """Yields a value and all values that it leads to, each once, with their paths; does not enter modules."""
     if key_of(value) in seen or type(value) in (*PLAIN, *SYMBOLIC) or len(seen) > LARGEST or len(path) > DEEPEST:
         return
     seen[key_of(value)] = value
@@ -181,7 +183,7 @@ def below(value: Any, path: Path, seen: dict[int, Any]) -> Iterator[tuple[Path, 
 
 
 def everything(model: nn.Module) -> Iterator[tuple[Path, Any]]:
-    """All modules of a model, and what lies below their attributes, each once, with where it lies."""
+    """Yields all modules of a model and all values that their attributes lead to, each once, with their paths."""
     seen: dict[int, Any] = {}
     modules = list(model.named_modules())
     for path, module in modules:
@@ -193,7 +195,7 @@ def everything(model: nn.Module) -> Iterator[tuple[Path, Any]]:
 
 
 def reached(model: nn.Module) -> Iterator[tuple[Path, Any]]:
-    """As `everything`, and what functions among it hold of their surroundings."""
+    """Yields the same as `everything`, and the objects that functions among these hold (`hidden`)."""
     seen: set[int] = set()
     for path, value in everything(model):
         queue = [value]
@@ -206,10 +208,10 @@ def reached(model: nn.Module) -> Iterator[tuple[Path, Any]]:
 
 
 def found_at(modules: Mapping[str, nn.Module], path: Path) -> Any:
-    """What lies at a place.
+    """Returns the value at a path.
 
     Raises:
-        LookupError: nothing does.
+        LookupError: there is none.
     """
     value: Any = modules[path[0]]
     for key in path[1:]:
@@ -225,7 +227,7 @@ def found_at(modules: Mapping[str, nn.Module], path: Path) -> Any:
 
 
 def put_at(modules: Mapping[str, nn.Module], path: Path, value: Any) -> None:
-    """Puts a value at a place; a tuple on the way is made anew."""
+    """Puts a value at a path; replaces tuples on the way by new tuples."""
     *way, key = path
     holder: Any = found_at(modules, tuple(way))
     if isinstance(key, Attribute):
@@ -240,7 +242,7 @@ def put_at(modules: Mapping[str, nn.Module], path: Path, value: Any) -> None:
 
 
 def values_at(model: nn.Module, slots: Collection[Slot], numbers: Collection[Path]) -> dict[Path, Any]:
-    """The tensors below some attributes, and whole numbers at some places, by where they lie."""
+    """Path -> value, for all tensors in some attributes and for the whole numbers at some paths."""
     modules, seen, found = dict(model.named_modules()), dict[int, Any](), dict[Path, Any]()
     known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for path, name in sorted(slot for slot in slots if slot[0] in modules):
@@ -256,7 +258,7 @@ def values_at(model: nn.Module, slots: Collection[Slot], numbers: Collection[Pat
 
 
 def without_numbers(value: Any, numbers: Collection[Path]) -> Any:
-    """A value with `int` in the place of the whole numbers at some places in it, which are relative to it."""
+    """Returns a value with the whole numbers at some paths, relative to the value, replaced by `int`."""
     if () in numbers and type(value) is int:
         return int
     inside = {path[0]: {p[1:] for p in numbers if p and p[0] == path[0]} for path in numbers if path}

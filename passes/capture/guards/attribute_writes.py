@@ -1,12 +1,13 @@
 """Finds the attributes that a call writes, and writes them again after each call of the graph.
 
-A model remembers (`self.prev = y.detach()`), counts (`self.n += 1`) and collects (`self.losses.append(aux)`). What its
-modules hold, and lists, dicts and objects below, is looked at before and after. What is another then is a `Change`,
-which every later call makes, too: computed tensors are outputs of the graph, put back in their places.
+A model remembers (`self.prev = y.detach()`), counts (`self.n += 1`) and collects (`self.losses.append(aux)`). So the
+attributes of its modules, and the lists, dicts and objects that they lead to, are compared before and after the
+captured run. Each difference is a `Change`, which every later call makes, too: computed tensors are outputs of the
+graph, and are put where the model put them.
 
 NOTE [Containers]
-Two modules may hold one list. So what changes is a container, a module, list, dict, set or object, found by the first
-path that leads to it; it is changed in place, as the model does.
+Two modules may hold the same list. So a change belongs to a container (a module, list, dict, set or object), which is
+found by the first path that leads to it, and is changed in place, as the model does.
 """
 
 from __future__ import annotations
@@ -50,18 +51,18 @@ GONE: Any = object()
 
 @dataclass(frozen=True)
 class At:
-    """Stands for what lay at a place before the call."""
+    """Stands for the value at a path before the call."""
 
     path: Path
 
 
 @dataclass(frozen=True)
 class Change:
-    """What a call does to one container.
+    """The change of one container by a call.
 
     Attributes:
-        path: where the container lies.
-        values: key -> leaves and structure of its new value, or GONE. Of a list or set the key is WHOLE.
+        path: the container's path.
+        values: key -> leaves and structure of its new value, or GONE. The key of a set is WHOLE.
     """
 
     path: Path
@@ -76,8 +77,8 @@ class Write:
     """A tensor of an attribute that a call writes into, in place.
 
     Attributes:
-        path: where the tensor lies.
-        at: position of the output that is written.
+        path: the tensor's path.
+        at: position of the output that has its new values.
     """
 
     path: Path
@@ -88,12 +89,12 @@ class Write:
 
 
 class Before:
-    """What a model's attributes hold before a call."""
+    """The contents of a model's attributes before a call."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.modules = model, dict(model.named_modules())
         self.places: dict[int, Path] = {}
-        self.kept: list[Any] = []  # What is known by its `id` lives on.
+        self.kept: list[Any] = []  # Keeps objects alive that are compared by their `id`.
         self.was: list[tuple[Path, Any, Any]] = []
         self.opaque: list[tuple[Path, Any, Any]] = []
         for path, value in everything(model):
@@ -110,10 +111,10 @@ class Before:
         self.aside = list(_aside(model, set(self.places)))
 
     def changes(self) -> list[tuple[Path, dict[Any, Any]]]:
-        """The containers that are another now: where each lies, and its new values by key.
+        """Returns the containers that have changed: path and new values by key.
 
         Raises:
-            Error: what changed cannot be put back by later calls; everything is as it was then.
+            Error: later calls cannot make one of the changes. All attributes are restored then.
         """
         self._expect_open()
         found = []
@@ -127,11 +128,11 @@ class Before:
         return found
 
     def at(self, path: Path) -> Any:
-        """What lies at a place now."""
+        """Returns the value that is now at a path."""
         return found_at(self.modules, path)
 
     def restore(self) -> None:
-        """Gives everything what it held."""
+        """Restores the contents of all containers."""
         for _, value, content in self.was:
             if not same_content(content_of(value), content):
                 fill(value, content)
@@ -163,7 +164,7 @@ class Before:
 
 
 OF_FORWARD = "the module of"
-"""Of a global of Python: what is no tensor may be written there, once, as a line may be printed."""
+"""Prefix for a global of Python. Writing values that are not tensors there is allowed, and happens in capture only."""
 
 
 def _refused(what: str, restore: Callable[[], None]) -> Error:
@@ -175,12 +176,12 @@ def _refused(what: str, restore: Callable[[], None]) -> Error:
 
 
 def content_of(value: Any) -> Any:
-    """What a container or module holds: keys and values."""
+    """Returns keys and values of a container or module; the items of a set."""
     return frozenset(value) if isinstance(value, set) else tuple(children(value))
 
 
 def keyed(value: Any) -> dict[Any, Any]:
-    """What a container or module holds, by key; a set by WHOLE."""
+    """Key -> value of a container or module; WHOLE -> items of a set."""
     return {WHOLE: set(value)} if isinstance(value, set) else dict(children(value))
 
 
@@ -194,7 +195,7 @@ def same_content(now: Any, then: Any) -> bool:
 
 
 def _difference(then: Any, now: Any) -> dict[Any, Any]:
-    """Key -> new value, of a container that changed."""
+    """Key -> new value, for the keys of a container that changed."""
     if isinstance(now, frozenset):
         return {WHOLE: set(now)}
     before, after = dict(then), dict(now)
@@ -206,7 +207,7 @@ def _difference(then: Any, now: Any) -> dict[Any, Any]:
 
 
 def fill(value: Any, content: Any) -> None:
-    """Gives a container or module what it held."""
+    """Restores the contents of a container or module."""
     if isinstance(value, nn.Module):
         for key, _ in children(value):
             del vars(value)[key]
@@ -220,7 +221,7 @@ def fill(value: Any, content: Any) -> None:
 
 
 def _fill_items(value: Any, content: Any) -> None:
-    """Gives what holds items those that it held; a tuple has them for good."""
+    """Restores the items of a set, dict, list or deque; a tuple cannot have changed."""
     if isinstance(value, set):
         value.clear()
         value.update(content)
@@ -244,14 +245,14 @@ def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str
 
 
 def is_new(now: Any, then: Any) -> bool:
-    """True for a buffer in the place of another that had another shape or dtype."""
+    """True if a buffer was replaced by a tensor of another shape or dtype."""
     if now is then or now is None:
         return now is not then
     return then is None or now.shape != then.shape or now.dtype != then.dtype
 
 
 def _aside(model: nn.Module, known: set[int]) -> Iterator[tuple[str, Any, Any]]:
-    """Containers that functions hold, which the model's attributes are or its hooks: nobody puts these back."""
+    """Yields the containers that functions among a model's attributes and hooks hold; no path leads to these."""
     seen: set[int] = set(known)
     for path, module in model.named_modules():
         for key, value in vars(module).items():
@@ -274,14 +275,14 @@ def _held(value: Any, where: str, seen: set[int]) -> Iterator[tuple[str, Any, An
         queue += [item for _, item in children(one)] + hidden(one)
 
 
-# ---- as leaves, and put back
+# ---- new values as leaves, and writing them
 
 
-def opened(value: Any, places: Mapping[int, Path]) -> tuple[list[Any], Any]:
-    """The leaves and the structure of a new value; what was there before is a leaf `At` its place.
+def flatten_new_value(value: Any, places: Mapping[int, Path]) -> tuple[list[Any], Any]:
+    """Returns leaves and structure of a new value; an object that existed before is a leaf `At` its path.
 
     Raises:
-        Error: an object that holds tensors and that torch cannot take apart.
+        Error: an object holds tensors, and torch cannot flatten it.
     """
 
     if isinstance(value, set) and any(isinstance(item, Tensor) for item in value):
@@ -295,11 +296,11 @@ def opened(value: Any, places: Mapping[int, Path]) -> tuple[list[Any], Any]:
     return leaves, spec
 
 
-def apply(changes: Sequence[Change], modules: Mapping[str, nn.Module], leaf: Callable[[Any], Any]) -> None:
+def apply_changes(changes: Sequence[Change], modules: Mapping[str, nn.Module], leaf: Callable[[Any], Any]) -> None:
     """Makes the changes of a call on a model.
 
     Args:
-        leaf: what a leaf stands for.
+        leaf: maps a leaf to its value.
     """
     made: list[tuple[Any, Any, Any]] = []
     for change in changes:
@@ -307,12 +308,12 @@ def apply(changes: Sequence[Change], modules: Mapping[str, nn.Module], leaf: Cal
         for key, value in change.values.items():
             leaves = [] if value is GONE else [_then(x, modules, leaf) for x in value[0]]
             made.append((holder, key, GONE if value is GONE else pytree.tree_unflatten(leaves, value[1])))
-    for holder, key, new in made:  # At the end: a leaf may be what lay at a place before.
+    for holder, key, new in made:  # At the end: a leaf may be an old value at a path.
         _write(holder, key, new)
 
 
 def write_into(tensor: Tensor, value: Tensor) -> None:
-    """Gives a tensor the values of another, as the model does in place. tensor, value: [...]"""
+    """Copies values into a tensor in place, as the model does. tensor, value: [...]"""
     if value is tensor:
         return
     if tensor.requires_grad or not value.requires_grad:
@@ -348,7 +349,7 @@ def _write_into_table(table: Any, key: Any, new: Any) -> None:
 
 
 def _write_item(holder: Any, key: int, new: Any) -> None:
-    """Keys of a list come in order: those behind its end are appended, and GONE are the last."""
+    """Writes an item of a list. Its keys come in order: a key at the end appends, and GONE removes the last item."""
     if new is GONE:
         holder.pop()
     elif key == len(holder):

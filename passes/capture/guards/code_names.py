@@ -8,12 +8,12 @@
             return clamped(x, LIMIT)                  `clamped`, `LIMIT`: globals of Python
 
 NOTE [What code names]
-Nothing tells that a class or a global was set, so these are compared in each call. Which are worth it is read in the
-code: from the attributes that forward reads on, methods are followed through the names that occur in them. A function
-of the user's is a scope, too: its code, its defaults, its own attributes, and the variables of the functions around it,
-which `nonlocal` and decorators set. A name that is put together at run time (`getattr(type(self), f"act_{kind}")`) is
-not seen, nor what torch's own code names (`torch.relu` in the user's own is). Of transformers only what its modules'
-methods name themselves is compared.
+Python does not report assignments to classes and globals, so they are compared in each call. The names to compare are
+found in the code: it starts with the attributes that forward reads, and follows the names in methods to further
+methods. A user's function is a scope, too: its code, defaults and attributes, and the variables of enclosing functions,
+which `nonlocal` and decorators set. Not seen are names that are composed at run time (`getattr(type(self),
+f"act_{kind}")`) and names in torch's own code (but `torch.relu` in the user's code is). For transformers, only names in
+the methods of its modules are compared.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from autotp.passes.capture.guards.comparison import PLAIN
 ABSENT: Any = object()
 """Stands for the value of a name that is not there."""
 LIBRARIES = ("torch", "numpy", "autotp")
-"""Packages whose code is followed no further, beside libraries of models."""
+"""Packages whose code is not followed; libraries of models are a further case (`is_of_models`)."""
 STANDARD = sysconfig.get_path("stdlib")
 """The folder of Python's own modules."""
 SETTINGS = (types.SimpleNamespace, ChainMap, deque)
 OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
-"""What a function has that may be another tomorrow."""
+"""Attributes of a function that can be assigned."""
 IMPLIED = frozenset(
     f"__{name}__"
     for name in (
@@ -64,9 +64,9 @@ class Scope:
     """A class, the globals of a module of Python, or a function.
 
     Attributes:
-        title: as the user calls it.
-        table: what it holds by name, as it is now.
-        kind: the class.
+        title: its name for the user.
+        table: its present values by name.
+        kind: the class; None for globals and functions.
     """
 
     title: str
@@ -74,7 +74,7 @@ class Scope:
     kind: type | None = None
 
     def put(self, name: str, value: Any) -> None:
-        """Gives a name a value, or takes it away."""
+        """Gives a name a value; ABSENT deletes the name."""
         if self.kind is None:
             self.table.pop(name, None) if value is ABSENT else self.table.update({name: value})  # type: ignore[attr-defined]
         elif value is not ABSENT:
@@ -84,7 +84,7 @@ class Scope:
 
 
 class Inside(MutableMapping[str, Any]):
-    """What a function is made of: `OF_FUNCTIONS`, and the variables of the functions around it by name."""
+    """The parts of a function: `OF_FUNCTIONS`, and the variables of enclosing functions, by name."""
 
     def __init__(self, function: types.FunctionType) -> None:
         self.function = function
@@ -96,7 +96,7 @@ class Inside(MutableMapping[str, Any]):
             return getattr(self.function, name)
         try:
             return self.cells[name].cell_contents
-        except ValueError:  # An empty one.
+        except ValueError:  # An empty cell.
             raise KeyError(name) from None
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -124,7 +124,7 @@ class CodeName:
 
     @property
     def value(self) -> Any:
-        """What it is now."""
+        """Its present value."""
         return self.scope.table.get(self.name, ABSENT)
 
 
@@ -138,11 +138,11 @@ class Named:
         return (CodeName(scope, name) for scope, names in self.scopes for name in names)
 
     def values(self) -> list[tuple[Any, ...]]:
-        """What all are now, scope by scope."""
+        """Returns the present values, scope by scope."""
         return [tuple(map(scope.table.get, names)) for scope, names in self.scopes]
 
     def are(self, then: list[tuple[Any, ...]]) -> bool:
-        """True if all are the very objects that they were."""
+        """True if every name still has the same object as in `then`."""
         return all(
             all(map(is_, map(scope.table.get, names), values))
             for (scope, names), values in zip(self.scopes, then, strict=True)
@@ -150,7 +150,7 @@ class Named:
 
 
 def is_followed(kind: type) -> bool:
-    """True for a class whose attributes may be another tomorrow."""
+    """True for a class whose attributes are compared in each call: the user's own, or one of a library of models."""
     package = kind.__module__.partition(".")[0]
     return is_of_models(package) or not is_library(kind.__module__)
 
@@ -158,7 +158,7 @@ def is_followed(kind: type) -> bool:
 def is_library(module: str) -> bool:
     """True for a module of Python whose code is a library's: Python's own, torch, numpy, autotp, or one of models.
 
-    A file of the user's may have the name of one of Python's own: `token.py`, a folder `test`.
+    A user's file may have the name of one of Python's modules: `token.py`, a folder `test`.
     """
     package = module.partition(".")[0]
     if package in sys.stdlib_module_names:
@@ -168,17 +168,17 @@ def is_library(module: str) -> bool:
 
 
 def is_setting(value: Any) -> bool:
-    """True for a value that may change inside."""
+    """True for a value whose contents may change."""
     kind = type(value)
     return kind in (list, dict, set, tuple, *SETTINGS) or isinstance(value, Tensor) or not is_library(kind.__module__)
 
 
 def named(model: nn.Module, read: Collection[str], class_of: Any = type) -> Named:
-    """What a model's code names.
+    """Returns the names that a model's code reads.
 
     Args:
         read: names of attributes that forward reads.
-        class_of: the class whose code a module runs.
+        class_of: returns the class whose code a module runs.
     """
     found = _Following(set(read) | {"forward"} | IMPLIED, frozenset(read))
     for module in model.modules():
@@ -195,10 +195,11 @@ def named(model: nn.Module, read: Collection[str], class_of: Any = type) -> Name
 
 
 class NamedBefore:
-    """What a model's code names, before a run of it.
+    """The values of the names in a model's code before a run of the model.
 
     Attributes:
-        scopes: each with what it held: of a class everything, of a module of Python what code names.
+        scopes: each with its values: all of a class; of a Python module those that code names.
+        contents: containers in classes, and their contents.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -212,8 +213,8 @@ class NamedBefore:
         settings = [one for one in settings_in(found) if one.scope.kind is not None]
         self.contents = [(one, content_of(one.value)) for one in settings if is_container(one.value)]
 
-    def _now(self) -> list[tuple[CodeName, Any, Any]]:
-        """Each name whose object is another now, what it was, and what it is."""
+    def _changed(self) -> list[tuple[CodeName, Any, Any]]:
+        """Returns each name that has another object now, with the old and the new object."""
         found = []
         for scope, then in self.scopes:
             names = {*then, *(filter(_is_own, scope.table) if scope.kind is not None else ())}
@@ -223,13 +224,13 @@ class NamedBefore:
         return found
 
     def changes(self) -> list[tuple[CodeName, Any]]:
-        """The names that were set, each with a plain value.
+        """Returns the names that were set, each with its new, plain value.
 
         Raises:
-            Error: one was set to what is no plain value, or what lies in a class was changed.
+            Error: a name was set to a value that is not plain, or the contents of a class attribute changed.
         """
         inside = [one for one, content in self.contents if not same_content(content_of(one.value), content)]
-        found = self._now()
+        found = self._changed()
         odd = inside + [name for name, _, now in found if now is not ABSENT and type(now) not in PLAIN]
         if odd:
             what = "an attribute of its class" if odd[0].scope.kind is not None else "a global of Python"
@@ -240,8 +241,8 @@ class NamedBefore:
         return [(name, now) for name, _, now in found]
 
     def restore(self) -> None:
-        """Gives all what they were."""
-        for name, was, _ in self._now():
+        """Restores all values and contents."""
+        for name, was, _ in self._changed():
             name.scope.put(name.name, was)
         for one, content in self.contents:
             if not same_content(content_of(one.value), content):
@@ -250,7 +251,7 @@ class NamedBefore:
 
 @dataclass
 class _Following:
-    """The names that are known, while the code that they lead to is followed."""
+    """The state of the search: the names found so far, and the code that they lead to."""
 
     names: set[str]
     read: frozenset[str]
@@ -286,7 +287,7 @@ class _Following:
                 self._read(self.todo.pop())
 
     def _add_code(self, value: Any) -> None:
-        """Follows what a class holds under a name."""
+        """Follows the value of a class attribute."""
         if isinstance(value, property):
             for part in (value.fget, value.fset):
                 self._add_code(part)
@@ -298,7 +299,7 @@ class _Following:
             self._add_code(called_by(value))
 
     def _add_value(self, value: Any) -> None:
-        """Follows what a global is, if it is the user's own."""
+        """Follows the value of a global, if it is the user's own."""
         if isinstance(value, types.FunctionType) and not is_library(value.__module__ or ""):
             self.add_function(value)
         elif isinstance(value, CALLED):
@@ -325,14 +326,14 @@ class _Following:
             try:
                 self._add_code(cell.cell_contents)
                 self._add_value(cell.cell_contents)
-            except ValueError:  # An empty one.
+            except ValueError:  # An empty cell.
                 continue
 
     def named(self) -> Named:
-        """What was found."""
+        """Returns the names found."""
         found = []
         mine = [vars(kind).keys() & self.names for kind in self.classes if not is_library(kind.__module__)]
-        somewhere = self.read.union(*mine)  # One of these may be given the name, and go before the one that has it.
+        somewhere = self.read.union(*mine)  # A subclass may be given such a name later, and hide that of its base.
         for kind, scope in self.classes.items():
             known = self.names if is_followed(kind) else {"forward"}
             held = somewhere if not is_library(kind.__module__) else set[str]()
@@ -350,7 +351,7 @@ class _Following:
 
 
 def _is_own(name: str) -> bool:
-    """False for what Python itself keeps under a name."""
+    """False for a name that Python itself uses."""
     return not name.startswith("__") or name in IMPLIED
 
 
@@ -358,13 +359,13 @@ CALLED = (functools.partial, types.MethodType, functools._lru_cache_wrapper)
 
 
 def called_by(value: Any) -> Any:
-    """The function that a partial, a bound method or a function with a cache calls."""
+    """Returns the function that a partial, a bound method or a cached function calls."""
     return next(getattr(value, name) for name in ("func", "__func__", "__wrapped__") if hasattr(value, name))
 
 
 @functools.cache
 def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The attributes and the globals that code names."""
+    """Returns the names of the attributes and of the globals that code reads."""
     attributes, of_globals = set[str](), set[str]()
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"):
@@ -381,7 +382,7 @@ def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def settings_in(names: Iterable[CodeName]) -> list[CodeName]:
-    """Those that may change inside: of the user's own code, since libraries keep caches and loggers there."""
+    """Returns the names whose contents may change, from user code only: libraries keep caches and loggers there."""
     mine = [name for name in names if not is_library(_module_of(name.scope))]
     return [name for name in mine if is_setting(name.value)]
 

@@ -1,4 +1,4 @@
-"""Structures, tensors, modes and values in a form that can be compared, for two calls of two blocks."""
+"""Puts structures, tensors, modes and values into a form in which two calls of blocks can be compared."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 OF_FAKES = {*FakeTensor.__annotations__, "fake_device", "constant", "real_tensor", "pytype", "dispatch_keys"}
 HOLDERS = 3
-"""What a container holds has as many references while it is looked at: from there, from the loop, from the counting."""
+"""References to an item of a container during `is_shared`: the container, the loop, and the argument of getrefcount."""
 LARGEST, DEEPEST = 10_000, 50
-"""So many values of an object are compared, and those no deeper; what is beyond is equal to itself only."""
+"""Limits of searches: the number of values, and the depth. Beyond them a value is equal to itself only."""
 
 
 def structure(module: nn.Module) -> Any:
-    """Classes, flags, and the shapes and strides of what a module holds, equal for modules built alike."""
+    """Returns classes, flags, and tensors' shapes and strides of a module: equal for modules that were built alike."""
     own = tensors_of(module)
     first = {id(t): i for i, t in reversed(list(enumerate(own)))}
     tensors = [(first[id(t)], isinstance(t, nn.Parameter), t.shape, t.stride(), t.dtype, t.requires_grad) for t in own]
@@ -42,24 +42,24 @@ def _all_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
-    """Parameters, then buffers, under every name they have."""
+    """Returns the parameters, then the buffers; a tied tensor appears once for each of its names."""
     return [tensor for _, tensor in (*_all_parameters(module), *_all_buffers(module))]
 
 
 def tensor_kind(x: Tensor, given: Sequence[Tensor]) -> Any:
-    """All of a tensor that code can ask for without its values; which of the arguments it is."""
-    sizes = Sizes((*x.shape, *x.stride(), x.storage_offset()))
+    """Returns all properties of a tensor that code can read without its values, and its place among the arguments."""
+    sizes = SymbolicSizes((*x.shape, *x.stride(), x.storage_offset()))
     return sizes, x.dim(), x.dtype, x.device, x.requires_grad, position(x, given)
 
 
 @dataclass(frozen=True, eq=False)
-class Sizes:
-    """Sizes that are compared by what is known of them by then: a call may show that two are one."""
+class SymbolicSizes:
+    """Sizes that are compared by their present expressions: a later operator may prove two symbols equal."""
 
     sizes: tuple[Any, ...]
 
-    def agree(self, other: Sizes) -> None:
-        """Takes for one from here on what is one in the example: the graph is right for no other sizes then."""
+    def agree(self, other: SymbolicSizes) -> None:
+        """Assumes that sizes are equal that are equal in the example; the graph is then right for such sizes only."""
         for mine, its in zip(self.sizes, other.sizes, strict=False):
             if not isinstance(mine, torch.SymInt) or not isinstance(its, torch.SymInt):
                 continue
@@ -68,14 +68,14 @@ class Sizes:
                 bool(mine == its)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sizes) and self._spelled() == other._spelled()
+        return isinstance(other, SymbolicSizes) and self._spelled() == other._spelled()
 
     def _spelled(self) -> list[Any]:
         return [size if isinstance(size, int) else size.node.expr for size in self.sizes]
 
 
 def modes() -> Any:
-    """What of the surroundings changes what an operator does."""
+    """Returns the global modes that change what an operator does."""
     on = torch.is_autocast_enabled("cpu")
     stack = tuple(map(id, _get_current_function_mode_stack()))
     return (
@@ -88,23 +88,23 @@ def modes() -> Any:
 
 
 def position(x: Tensor, among: Sequence[Tensor]) -> Any:
-    """Which of these it is; None if none."""
+    """Returns the index of a tensor or object among others, by identity; None if it is not there."""
     return next((i for i, one in enumerate(among) if one is x), None)
 
 
 def is_harmless(value: Any) -> bool:
-    """True for what a block can be given without our knowing more of it: nothing that it could change, or hide in."""
+    """True for an argument that a block cannot change and that has no hidden state."""
     if isinstance(value, Tensor):
         wrapped = torch._C._functorch.is_functorch_wrapped_tensor(value)
         noted = {name for name in getattr(value, "__dict__", ()) if "_memo" not in name} - OF_FAKES
         return value.layout is torch.strided and not (isinstance(value, nn.Parameter) or wrapped or noted)
     if type(value) is tuple:
         return all(map(is_harmless, value))
-    return is_plain(value) or isinstance(value, SYMBOLIC)
+    return is_plain_value(value) or isinstance(value, SYMBOLIC)
 
 
 def is_shared(values: Iterable[Any]) -> bool:
-    """True if one of these is a list or a dict that anybody knows besides whoever holds them, or holds such a one."""
+    """True if a list or dict among these values, at any depth, has a further reference."""
     for value in values:
         if isinstance(value, (list, dict)) and sys.getrefcount(value) > HOLDERS:
             return True
@@ -114,13 +114,13 @@ def is_shared(values: Iterable[Any]) -> bool:
     return False
 
 
-def is_plain(value: Any) -> bool:
-    """True for what is all that can be read of it: not for a float of a class of the user's own."""
+def is_plain_value(value: Any) -> bool:
+    """True for a value that is nothing but its value: not for an instance of a user's subclass of float."""
     return type(value) in PLAIN or isinstance(value, (type, enum.Enum))
 
 
 def attribute(module: nn.Module, name: str) -> Any:
-    """What a module has under this name besides parameters, buffers and modules: itself, or its class; or None."""
+    """Returns an attribute of a module or its class that is no parameter, buffer or module; None if there is none."""
     attributes = object.__getattribute__(module, "__dict__")
     if name in attributes:
         return attributes[name]
@@ -128,10 +128,10 @@ def attribute(module: nn.Module, name: str) -> Any:
 
 
 class Frozen:
-    """A value as something to compare: plain ones by value, containers and Python's objects by what they hold.
+    """Turns values into a form that can be compared: plain values as they are, containers and objects by contents.
 
     Args:
-        paths: modules that are compared by their place: `id` of their attributes -> name.
+        paths: modules that are compared by their name: `id` of their `__dict__` -> name.
     """
 
     def __init__(self, paths: Mapping[int, str]) -> None:
@@ -142,7 +142,7 @@ class Frozen:
 
     def __call__(self, value: Any) -> Any:
         self.count += 1
-        if is_plain(value):
+        if is_plain_value(value):
             return type(value), repr(value) if isinstance(value, float) else value
         if isinstance(value, SYMBOLIC):
             return type(value), value.node.expr
@@ -151,7 +151,7 @@ class Frozen:
             return self._itself(value.__dict__) if path is None else ("module", path)
         if id(value) not in self.seen:
             self.kept.append(value)
-            self.seen[id(value)] = "around"  # As seen from inside.
+            self.seen[id(value)] = "around"  # For a value that contains itself.
             self.depth += 1
             self.seen[id(value)] = self._object(value)
             self.depth -= 1
@@ -180,7 +180,7 @@ class Frozen:
             return dict, [(self(key), self(item)) for key, item in value.items()]
         try:
             state = value.__reduce_ex__(4)
-        except Exception:  # It may refuse for whatever reason.
+        except Exception:  # The user's `__reduce_ex__` may raise anything.
             return self._itself(value)
         if not isinstance(state, tuple):
             return self._itself(value)

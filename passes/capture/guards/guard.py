@@ -1,15 +1,16 @@
-"""The attributes that a graph was captured with, and whether they are still the same.
+"""Guard: checks in each call that the attributes have the values with which a graph was captured.
 
 NOTE [When a graph is still right]
-A forward that reads `self.drop.p` or `self.config.tau` has decided by it what the graph computes. So each attribute
-that it reads is noted, with its value: plain values, containers and objects by what they hold, functions with their
-closures, tensors by their identity (of an attribute that is opened, `attributes.py`, by their kind: they are inputs).
-So are attributes of classes and globals of Python that its code names (`code_names.py`). In each call it is asked
-whether all these are the very objects that they were, and hold the very objects: only where one is not, values are
-compared. What cannot be seen: state behind a class of C.
+If forward reads `self.drop.p` or `self.config.tau`, the graph depends on the value. So each attribute that forward
+reads is noted, with its value: plain values, containers and objects by their contents, functions with their closures,
+tensors by identity (or by their kind, if the attribute is opened and they are inputs: `attribute_paths.py`). Attributes
+of classes and globals that its code names are noted, too (`code_names.py`). Each call first checks that all of these
+are the same objects and hold the same objects; values are compared only where an object differs. The state of classes
+written in C cannot be seen.
 
 NOTE [Compiled calls]
-Dynamo would trace each of these comparisons. It sees what is set on modules (`Tree.version`), and nothing else.
+Dynamo would trace each of these comparisons. Compiled calls compare `Tree.version` only, which counts assignments to
+modules.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from autotp.source_location import is_users
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 MISSING: Any = object()
-"""Stands for the value of an attribute that is not there."""
+"""Stands for the value of an attribute that does not exist."""
 
 
 class Reads:
@@ -62,7 +63,7 @@ class Reads:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """A region in which attributes that are read are noted."""
+        """A region in which each read of a module's attribute is noted."""
         note, get = self.seen.add, nn.Module.__getattribute__
 
         def read(module: nn.Module, name: str) -> Any:
@@ -78,7 +79,10 @@ class Reads:
             yield
 
     def slots(self, same: Sequence[tuple[nn.Module, nn.Module]] = ()) -> frozenset[Slot]:
-        """What was read: of a block that is said to do what another did (`same`), what that one read.
+        """Returns the attributes that were read.
+
+        Args:
+            same: pairs of a captured block and a later block that repeats it: the second counts as reading the same.
 
         A `forward` that is set on a module counts as read.
         """
@@ -95,17 +99,17 @@ Look = Callable[[nn.Module, str], Any]
 
 
 def looked_up(module: nn.Module, name: str) -> Any:
-    """The value of an attribute that is no parameter, buffer, module, nor a method of the class."""
+    """Returns an attribute of a module or its class; MISSING for parameters, buffers, modules and methods."""
     if name in vars(module):
         return vars(module)[name]
     if any(name in table for table in (module._parameters, module._buffers, module._modules)):
-        return MISSING  # Which these are, and where, is compared by itself.
+        return MISSING  # `structure` compares these.
     found = next((vars(kind)[name] for kind in type(module).__mro__ if name in vars(kind)), MISSING)
     return MISSING if hasattr(type(found), "__get__") else found
 
 
 class _Values(Frozen):
-    """Values to compare, of tensors among what is opened their kinds."""
+    """Turns values into a form that can be compared; tensors of opened attributes by their kinds."""
 
     def __init__(self, modules: Mapping[str, nn.Module], opened: bool) -> None:
         super().__init__({id(vars(module)): path for path, module in modules.items()})
@@ -135,7 +139,7 @@ class _Values(Frozen):
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written into; inference tensors do not count."""
+    """Returns how often a tensor was written into; 0 for inference tensors, which do not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -143,18 +147,18 @@ SettingPlace = Slot | CodeName
 
 
 class Guard:
-    """The values of attributes, and of what code names, that a graph was captured with.
+    """The values of attributes, and of names in code, with which a graph was captured.
 
     Args:
         slots: the attributes that were read.
-        opened: those of which the tensors are inputs.
-        numbers: where whole numbers lie that are inputs.
-        written: those that calls write, which are compared each time.
-        modules: by path.
-        look: finds the value of an attribute.
-        table: finds where a module keeps an attribute of this name.
-        named: what the model's code names.
-        version: of the tree.
+        opened: attributes whose tensors are inputs.
+        numbers: paths of the whole numbers that are inputs.
+        written: attributes that calls write; their values are compared in each call.
+        modules: the modules by path.
+        look: returns the value of an attribute.
+        table: returns the dict in which a module keeps an attribute of this name.
+        named: the names that the model's code reads.
+        version: the version of the tree.
     """
 
     def __init__(
@@ -177,15 +181,15 @@ class Guard:
         self.kept: list[Any] = []
         self.values: dict[SettingPlace, Any] = {slot: self._value(slot, keep=True) for slot in sorted(slots)}
         self.values |= {name: self._value(name, keep=True) for name in named}
-        # In each call the objects of all slots are compared in three loops of C.
-        self.slots = [slot for slot in sorted(slots - self.written) if self._may_lie(slot)]
+        # For speed, each call compares the objects of all slots with `map`, in loops of C.
+        self.slots = [slot for slot in sorted(slots - self.written) if self._is_attribute(slot)]
         self.tables = [table(modules[path], name) for path, name in self.slots]
         self.names = [name for _, name in self.slots]
         self.objects, self.of_names = self._objects(), named.values()
         self.contents = self._contents()
 
     def holds(self, version: int) -> bool:
-        """True if all are what they were."""
+        """True if all values are unchanged."""
         if torch.compiler.is_compiling():  # NOTE [Compiled calls]
             return version == self.version
         if any(self._value(slot) != self.values[slot] for slot in self.written):
@@ -200,18 +204,18 @@ class Guard:
         return True
 
     def _others(self) -> list[SettingPlace]:
-        """The places where another object lies now, which most often has another value."""
+        """Returns the places that have another object now; most often its value differs, too."""
         slots = zip(self.slots, self.objects, self._objects(), strict=True)
         names = zip(self.named, chain(*self.of_names), chain(*self.named.values()), strict=True)
         found: list[SettingPlace] = [slot for slot, then, now in slots if now is not then]
         return found + [name for name, then, now in names if now is not then]
 
     def changed(self) -> list[SettingPlace]:
-        """What is another now."""
+        """Returns the places whose values have changed."""
         return [place for place in self.values if self._value(place) != self.values[place]]
 
     def holds_tensors(self, slot: Slot) -> bool:
-        """True if there are tensors below an attribute now."""
+        """True if an attribute now leads to tensors."""
         return any(isinstance(value, Tensor) for _, value in below(self._now(slot), slot, {}))
 
     def _now(self, place: SettingPlace) -> Any:
@@ -226,11 +230,11 @@ class Guard:
             now = without_numbers(now, self.numbers[place])
         values = _Values(self.modules, place in self.opened)
         if keep:
-            self.kept.append(values)  # What is compared by its `id` lives on.
+            self.kept.append(values)  # Keeps objects alive that are compared by their `id`.
         return values(now)
 
-    def _may_lie(self, slot: Slot) -> bool:
-        """True for an attribute that is no parameter, buffer or module: which these are is compared by itself."""
+    def _is_attribute(self, slot: Slot) -> bool:
+        """True for an attribute that is no parameter, buffer or module; `structure` compares those."""
         module = self.modules.get(slot[0])
         tables = () if module is None else (module._parameters, module._buffers, module._modules)
         return module is not None and not any(slot[1] in table for table in tables)
@@ -239,7 +243,7 @@ class Guard:
         return list(map(dict.get, self.tables, self.names, repeat(MISSING)))
 
     def _contents(self) -> list[Callable[[], bool]]:
-        """Of each container below these values, once, a function that is True as long as it holds the same objects."""
+        """Returns for each container a function that is True while the container holds the same objects."""
         seen: dict[int, Any] = {}
         found = []
         values = [self._now(slot) for slot in self.slots if slot not in self.opened]
@@ -250,7 +254,7 @@ class Guard:
                 for _, one in below(queue.pop(), ("", ""), seen):
                     if is_container(one) or isinstance(one, (Tensor, *VIEWS)) or is_opaque(one) or _is_setting(one):
                         found.append(_unchanged(one))
-                    queue += hidden(one, globals_too=False)  # Those are in `named`.
+                    queue += hidden(one, globals_too=False)  # `named` has the globals.
         return found
 
 
@@ -259,7 +263,7 @@ def _is_setting(value: Any) -> bool:
 
 
 def _unchanged(value: Any) -> Callable[[], bool]:
-    """A function that is True as long as a container holds the same objects, a tensor the same numbers."""
+    """Returns a function that is True while a container holds the same objects, or a tensor the same numbers."""
     if isinstance(value, Tensor):
         version = version_of(value)
         return lambda: version_of(value) == version
@@ -288,8 +292,8 @@ def _unchanged(value: Any) -> Callable[[], bool]:
     )  # fmt: skip
 
 
-def explained(places: Sequence[SettingPlace]) -> str:
-    """Attributes and names, as the user writes them."""
+def spelled_places(places: Sequence[SettingPlace]) -> str:
+    """Returns attributes and names as the user writes them."""
     return ", ".join(
         f"`{place if isinstance(place, CodeName) else spelled((place[0],), place[1])}`" for place in places
     )

@@ -1,9 +1,10 @@
-"""Notes what a model asks of Python and torch during capture: gradient mode, random numbers.
+"""Notes during capture whether a model asks for the gradient mode, and refuses random numbers of Python.
 
 NOTE [Whether gradients are wanted]
 A graph is right with gradients and without, unless the model's own code asks (`torch.is_grad_enabled()`,
-`x.requires_grad`) and computes something else. So the question is answered as in the call that is captured, and noted:
-the graph is then for calls of this kind only. torch's own code asks all the time, and is answered that they are wanted.
+`x.requires_grad`) and then computes something else. Such a question is answered for the call that is captured, and
+noted: the graph is then used for calls with the same answers only. torch's own code asks very often; it is always told
+that gradients are wanted.
 
 A number from `random` or `numpy.random` would be the same in every later call: a model that draws one is refused.
 """
@@ -30,22 +31,22 @@ from autotp.passes.capture.repeats.blocks import patched
 from autotp.source_location import is_users, user_line
 
 ASKING = tuple(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
-OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-IN_PLACE = tuple(f"__i{name}__" for name in OPERATORS)
+IN_PLACE_NAMES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+IN_PLACE = tuple(f"__i{name}__" for name in IN_PLACE_NAMES)
 MODES = ("is_grad_enabled", "is_inference_mode_enabled")
 
 
 @dataclass(frozen=True)
 class GradientsWanted:
-    """Of what gradients are wanted in a call.
+    """The gradient modes of a call, and the tensors that require a gradient.
 
     Attributes:
-        enabled: whether they are wanted at all.
+        enabled: whether gradients are enabled.
         inference: whether the call is in inference mode.
-        inputs: of each tensor among the arguments.
-        parameters: of each parameter.
+        inputs: `requires_grad` of each tensor among the arguments.
+        parameters: `requires_grad` of each parameter.
 
-    Of a graph None stands for what its model did not ask.
+    For a graph, None stands for a question that its model did not ask.
     """
 
     enabled: bool | None = True
@@ -54,7 +55,7 @@ class GradientsWanted:
     parameters: tuple[bool, ...] | None = ()
 
     def covers(self, call: GradientsWanted) -> bool:
-        """True if a graph, whose model asked this, is right for a call."""
+        """True if a graph that was captured with these answers is right for a call."""
         known = zip(vars(self).values(), vars(call).values(), strict=True)
         return all(mine in (None, its) for mine, its in known)
 
@@ -63,19 +64,19 @@ NOT_ASKED = GradientsWanted(None, None, None, None)
 
 
 def wanted_now(tensors: Sequence[Tensor], parameters: Iterable[Tensor]) -> GradientsWanted:
-    """Of what gradients are wanted in a call with these arguments, here and now."""
+    """Returns the present gradient modes, for a call with these tensors."""
     flags = tuple(x.requires_grad for x in tensors), tuple(p.requires_grad for p in parameters)
     return GradientsWanted(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *flags)
 
 
-class Asked(TorchFunctionMode):
-    """A mode that notes whether the model's code asks if gradients are wanted, and answers for a call.
+class GradientQueries(TorchFunctionMode):
+    """A mode that notes the model's questions about gradients, and answers them for the call that is captured.
 
     Attributes:
-        wanted: what is wanted in the call.
-        inputs: the tensors that the model is given, which want a gradient or not in any mode.
-        written: constants that were written into, by themselves or through views (`roots`: a view -> its constant).
-        modes, flags: whether it was asked for the mode, or whether a tensor wants a gradient.
+        wanted: the answers.
+        inputs: the tensor arguments, whose `requires_grad` is the same in any mode.
+        written: constants that the model wrote into, directly or through views (`roots`: a view -> its constant).
+        modes, flags: whether the model asked for the mode, or whether a tensor requires a gradient.
     """
 
     def __init__(self, wanted: GradientsWanted) -> None:
@@ -100,10 +101,10 @@ class Asked(TorchFunctionMode):
         self.flags = True
         if self.wanted.enabled or args[0].is_leaf or any(args[0] is x for x in self.inputs):
             return found
-        return {ASKING[0]: False, ASKING[1]: None, ASKING[2]: True}[func]  # A value, where nothing wants gradients.
+        return {ASKING[0]: False, ASKING[1]: None, ASKING[2]: True}[func]  # The answers without gradients.
 
     def _follow(self, func: Any, x: Tensor, found: Any) -> None:
-        """Notes views of constants, and what is written into one. While a model is captured, others are fakes."""
+        """Notes views of constants, and writes into them. During capture only constants are no fake tensors."""
         root = x if not isinstance(x, FakeTensor) else self.roots.get(id(x), (None,))[0]
         name = getattr(func, "__name__", "")
         if root is None:
@@ -116,18 +117,18 @@ class Asked(TorchFunctionMode):
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """A region in which torch's functions that tell the mode answer for the call."""
+        """A region in which `torch.is_grad_enabled` and the like answer for the call that is captured."""
         with patched(torch, {name: self._answering(getattr(torch, name)) for name in MODES}):
             yield
 
     def relevant(self) -> GradientsWanted:
-        """What of the call's is relevant to the graph."""
+        """Returns the answers that the model asked for."""
         modes = (self.wanted.enabled, self.wanted.inference) if self.modes or self.flags else (None, None)
         flags = (self.wanted.inputs, self.wanted.parameters) if self.flags else (None, None)
         return GradientsWanted(*modes, *flags)
 
     def _answering(self, real: Callable[[], bool]) -> Callable[[], bool]:
-        """NOTE [Whether gradients are wanted]"""
+        """Replaces a function that returns a mode: NOTE [Whether gradients are wanted]"""
 
         def answer() -> bool:
             if not is_users(sys._getframe(1)):
@@ -138,17 +139,18 @@ class Asked(TorchFunctionMode):
         return answer
 
 
-# ---- chance
+# ---- random numbers of Python and numpy
 
 SOURCES = (random.Random, np.random.RandomState, np.random.Generator)
 
 
 @contextmanager
-def without_chance(model: nn.Module) -> Iterator[None]:
-    """A region in which the model runs; numbers that it draws from a source of Python's are an Error.
+def without_python_random(model: nn.Module) -> Iterator[None]:
+    """A region in which the model runs and must not draw numbers from random generators of Python or numpy.
 
     Raises:
-        Error: it drew one, from `random`, `numpy.random`, or from a source that it holds. All are as they were before.
+        Error: the model drew a number from `random`, `numpy.random`, or from a generator that it holds. The generators
+            are restored then.
     """
     held = {f"`{spelled(path)}`": x for path, x in reached(model) if isinstance(x, SOURCES)}
     sources = {"Python's `random`": random, "Python's `numpy.random`": np.random, **held}
@@ -159,7 +161,7 @@ def without_chance(model: nn.Module) -> Iterator[None]:
         _restore(source, before[name])
     if drawn:
         raise Error(
-            f"forward draws a number from {drawn[0]}, which every later call would find unchanged",
+            f"forward draws a number from {drawn[0]}, and every later call would use the same number",
             fix="torch.rand(()), and torch.where on it; or draw it outside, as an argument of forward",
         )
 

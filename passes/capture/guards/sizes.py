@@ -1,4 +1,4 @@
-"""sizes: what a graph assumes of the shapes of its inputs, as a Python function.
+"""sizes: a graph's assumptions about the shapes of its inputs, as a Python function.
 
 Before: x [s0, 8] of a model that takes int(s0 ** 0.5) ** 2 for s0
 After:  fits([[9, 8]]) is True, fits([[10, 8]]) is False
@@ -19,11 +19,11 @@ from torch.utils._sympy.printers import PythonPrinter
 Shapes = Sequence[Sequence[int]]
 
 
-class Sizes:
-    """What the exporter assumed of the shapes of a call, as plain Python functions of them.
+class SizeAssumptions:
+    """The exporter's assumptions about the shapes of a call, as plain Python functions of shapes.
 
-    Every size must be the number or the symbol it was captured as, symbols stay in their ranges, and the
-    comparisons that the model made keep their outcome.
+    Every size is the number or the symbol of the capture, symbols are in their ranges, and the comparisons that the
+    model made have the same outcome.
     """
 
     def __init__(self, example: Sequence[Sequence[Any]], environment: Any, program: ExportedProgram) -> None:
@@ -47,9 +47,9 @@ class Sizes:
         self.tests += map(self.printer.doprint, known)
 
     def fits(self) -> Callable[[Shapes], bool]:
-        """True for shapes of which all that was assumed is true.
+        """Returns a function that is True for shapes that meet all assumptions.
 
-        A test that has no answer (a root of a negative number, a division by zero) is not met.
+        An assumption that cannot be evaluated (a root of a negative number, a division by zero) is not met.
         """
         holds = self._function(" and ".join(f"({test})" for test in self.tests) or "True")
 
@@ -62,7 +62,7 @@ class Sizes:
         return fits
 
     def value(self, expression: sympy.Basic) -> Callable[[Shapes], Any]:
-        """An expression of symbols, as a function of shapes."""
+        """Returns an expression of symbols as a function of shapes."""
         return self._function(self.printer.doprint(expression))
 
     def _function(self, text: str) -> Callable[[Shapes], Any]:
@@ -73,12 +73,12 @@ class Sizes:
 
 
 class Printer(PythonPrinter):
-    """Sizes, and comparisons of them, as Python.
+    """Prints expressions of sizes, and comparisons of sizes, as Python.
 
-    A function that torch's printer cannot spell is called by its name: it evaluates itself on numbers.
+    A sympy function that torch's printer does not know is printed as a call of the function itself.
 
     Attributes:
-        scope: what the Python needs around it.
+        scope: the globals of the printed Python.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Printer(PythonPrinter):
 
 
 def _on_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of sympy's as one of Python's numbers."""
+    """Returns a sympy function as a function of Python numbers."""
 
     def evaluated(*numbers: Any) -> Any:
         found = function(*map(sympy.sympify, numbers))

@@ -1,1 +1,1 @@
-"""Captures blocks that are alike once."""
+"""Captures the first of several blocks that are alike, and repeats its operators for the others."""

@@ -12,11 +12,11 @@ from torch import fx, nn
 from autotp.passes.capture.guards.comparison import structure
 
 Blocks = Mapping[int, tuple[nn.Module, int]]
-"""`id` of a block's attributes -> the block, and the number of its kind: those of one kind have one structure."""
+"""`id` of a block's `__dict__` -> the block, and the number of its kind: blocks of a kind have the same structure."""
 
 
 def blocks_of(model: nn.Module) -> Blocks:
-    """The outermost numbered modules that have one of the same structure beside them."""
+    """Returns the outermost numbered modules that have a sibling of the same structure."""
     kinds: list[Any] = []
     found = {}
     for block in _alike(model):
@@ -28,7 +28,7 @@ def blocks_of(model: nn.Module) -> Blocks:
 
 
 def differing(blocks: Blocks) -> set[tuple[int, str, str]]:
-    """(kind, module, attribute) of the integers that are not the same in all blocks of a kind."""
+    """Returns (kind, module, attribute) of the integers that differ between blocks of a kind."""
     found: dict[tuple[int, str, str], set[int]] = {}
     for block, kind in blocks.values():
         for path, module in block.named_modules():
@@ -39,12 +39,12 @@ def differing(blocks: Blocks) -> set[tuple[int, str, str]]:
 
 
 def parts_of(block: nn.Module) -> list[int]:
-    """The `id` of each module that it has: others may be put in their place."""
+    """Returns the `id` of each module in a block; they differ if a module is replaced."""
     return [id(part) for part in block.modules()]
 
 
 def definer(kind: Any) -> Any:
-    """The class that a class has its forward from."""
+    """Returns the class that defines the forward of a class."""
     return next(base for base in kind.__mro__ if "forward" in vars(base))
 
 
@@ -52,7 +52,7 @@ def definer(kind: Any) -> Any:
 def patched(kind: Any, names: Mapping[str, Any]) -> Iterator[None]:
     """A region in which a class, or a module of Python, has other attributes.
 
-    They are set past its metaclass: the class of a part of a parallel model passes on what is set on it (`module.py`).
+    They are set with `type.__setattr__`: a metaclass of autotp forwards plain assignments (`runtime/module.py`).
     """
     put, delete = (type.__setattr__, type.__delattr__) if isinstance(kind, type) else (setattr, delattr)
     before, done = dict(vars(kind)), list[str]()
@@ -70,7 +70,7 @@ def patched(kind: Any, names: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _alike(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost numbered modules that have one of the same structure beside them."""
+    """Yields the outermost numbered modules that have a sibling of the same structure."""
     inside: set[nn.Module] = set()
     for parent in model.modules():
         if parent in inside:
@@ -84,7 +84,7 @@ def _alike(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_ordinary(block: nn.Module) -> bool:
-    """True for Python's own modules that compute what their class says."""
+    """True for modules whose forward is that of their class, written in Python."""
     odd = (torch.jit.ScriptModule, fx.GraphModule)
     own = any(type(module).__getattribute__ is not nn.Module.__getattribute__ for module in block.modules())
     return not own and not any(isinstance(module, odd) or "forward" in vars(module) for module in block.modules())

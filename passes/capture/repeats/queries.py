@@ -1,19 +1,19 @@
-"""What a block asks of an object that it gets, such as a cache; asked again for each block that is alike.
+"""Records the methods that a block calls on its objects, such as a cache, and calls them again for each alike block.
 
     The first block:   k, v = cache.update(k, v, self.layer_idx)     The object's own code runs, outside the block.
     A later one:       the same method of its own object, with its own k, v and number; and the same kind of answer
 
 NOTE [Objects that a block is given]
-Whatever is done to an object goes through a method: `cache.x` is `cache.__getattribute__("x")`, `cache.x = y` is
-`cache.__setattr__("x", y)`, `len(cache)` is `cache.__len__()`. Each is a request, before which the block ends and after
-which it begins again. So nobody needs to know what an object is and does: its code runs for every block. What goes to
-and fro are tensors, plain values, such objects, and tuples of these. At anything else, as a list that an object holds,
-the model is captured anew, each block that is given an object for itself.
+Every access to an object is a method call: `cache.x` is `cache.__getattribute__("x")`, `cache.x = y` is
+`cache.__setattr__("x", y)`, `len(cache)` is `cache.__len__()`. Each such call is a request. The recorded block ends
+before a request and begins again after it, so the object's own code runs for every block, and no knowledge of the
+object is needed. Arguments and answers are tensors, plain values, such objects, and tuples of these. At anything else,
+such as a list that an object holds, the model is captured anew, with each block that is given an object by itself.
 
 NOTE [Numbers that only objects are given]
-`self.layer_idx` differs from block to block and says where in the cache a layer has its part. A block reads a `Number`
-instead: to a request it is the block's own, and for everybody else the integer, which is then compared as all that is
-read. Only `type(self.layer_idx)` shows that it is none.
+`self.layer_idx` differs from block to block and is the index of a layer's part of the cache. A block reads a `Number`
+in its place. A request gets the number of its own block; any other code gets the integer, which is then compared like
+all attributes that a block reads. Only `type(self.layer_idx)` shows that it is not an integer.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from torch.utils import _pytree as pytree
 from autotp.passes.capture.guards.comparison import (
     SYMBOLIC,
     Frozen,
-    Sizes,
+    SymbolicSizes,
     is_harmless,
-    is_plain,
+    is_plain_value,
     position,
     tensor_kind,
 )
@@ -44,32 +44,32 @@ ATTRIBUTES = ("__getattribute__", "__setattr__", "__delattr__")
 
 
 class Entangled(Exception):
-    """What a block does to what is around it is not all seen: blocks must not be captured once."""
+    """Raised if a block does something to its surroundings that is not recorded: its blocks are captured one by one."""
 
 
 @dataclass(frozen=True)
 class TensorAt:
-    """Stands for a tensor: the number of those that a call was given, made or was told until then."""
+    """Stands for a tensor: its place among the tensors that a call got as arguments, made, or got as answers."""
 
     at: int
 
 
 @dataclass(frozen=True)
 class ObjectAt:
-    """Stands for an object: the number of those that a call was given or was told until then."""
+    """Stands for an object: its place among the objects that a call got as arguments or as answers."""
 
     at: int
 
 
 @dataclass
 class Request:
-    """A method that a block called of an object.
+    """A call of an object's method by a block.
 
     Attributes:
-        of: the object's number.
-        name: the method's.
+        of: the object's place.
+        name: the method's name.
         given, spec: leaves and structure of the arguments, tensors and objects by their places; some are a `Number`.
-        answer: structure of what it returned, and what the block can tell of the leaves.
+        answer: structure of the result, and the properties of its leaves that the block can read.
     """
 
     of: int
@@ -79,32 +79,37 @@ class Request:
     answer: tuple[Any, list[Any]] = (None, [])
 
     def made(self, one: Any, leaves: Sequence[Any]) -> Any:
-        """What this object's method returns on these arguments."""
+        """Calls the method of another object on these arguments, and returns its result."""
         args, kwargs = pytree.tree_unflatten(list(leaves), self.spec)
         return getattr(one, self.name)(*args, **dict(kwargs))
 
 
-def opened(value: Any) -> tuple[list[Any], Any]:
-    """What tuples hold, at whatever depth, and their structure."""
+def flatten_tuples(value: Any) -> tuple[list[Any], Any]:
+    """Returns the items of nested tuples, and their structure."""
     return pytree.tree_flatten(value, is_leaf=lambda x: type(x) is not tuple)
 
 
 def is_passable(leaf: Any) -> bool:
-    """True for what a request may be given besides tensors and objects."""
-    return is_plain(leaf) or isinstance(leaf, (Number, *SYMBOLIC))
+    """True for an argument that a request may have, other than tensors and objects."""
+    return is_plain_value(leaf) or isinstance(leaf, (Number, *SYMBOLIC))
 
 
-def told(leaves: Sequence[Any], known: Sequence[Any], watched: Collection[type] = ()) -> list[Any]:
-    """The objects in an answer that are new, each once; `watched`: classes that are known to be an object's."""
-    new = {id(x): x for x in leaves if position(x, known) is None and (type(x) in watched or is_object(x))}
+def new_objects(leaves: Sequence[Any], known: Sequence[Any], watched: Collection[type] = ()) -> list[Any]:
+    """Returns the new objects in an answer, each once.
+
+    Args:
+        known: the objects that the call knows already.
+        watched: classes whose methods are patched, so that `is_queryable` no longer recognises their instances.
+    """
+    new = {id(x): x for x in leaves if position(x, known) is None and (type(x) in watched or is_queryable(x))}
     return list(new.values())
 
 
 def kinds(leaves: Sequence[Any], tensors: Sequence[Tensor], objects: Sequence[Any]) -> list[Any]:
-    """What a block can tell of an answer's leaves.
+    """Returns the properties of an answer's leaves that a block can read.
 
     Raises:
-        Entangled: it could change one, or see more of it.
+        Entangled: the block could change a leaf, or a leaf has hidden state.
     """
     with torch._C.DisableTorchFunction():
         return [_kind(leaf, tensors, objects) for leaf in leaves]
@@ -119,23 +124,22 @@ def _kind(leaf: Any, tensors: Sequence[Tensor], objects: Sequence[Any]) -> Any:
     return tensor_kind(leaf, tensors) if isinstance(leaf, Tensor) else Frozen({})(leaf)
 
 
-def agree(leaves: Sequence[Any], answer: tuple[Any, list[Any]]) -> None:
-    """Takes sizes in an answer for those in the first one's, where they are so in the example.
+def unify_sizes(leaves: Sequence[Any], answer: tuple[Any, list[Any]]) -> None:
+    """Assumes that sizes in an answer equal those in the first block's answer, if they are equal in the example.
 
-    Every layer of a cache has symbols of its own for its length, which nothing but running its block would show to be
-    those of the first.
+    Each layer of a cache has its own symbols for its length; only running the block would show that they are equal.
     """
     for leaf, (first, *_) in zip(leaves, answer[1], strict=False):
-        if isinstance(leaf, Tensor) and isinstance(first, Sizes):
+        if isinstance(leaf, Tensor) and isinstance(first, SymbolicSizes):
             tensor_kind(leaf, ())[0].agree(first)
 
 
 class _Bare:
-    """What an instance takes up whose class adds nothing to it but attributes."""
+    """An object whose class adds nothing but a `__dict__`; its size is compared."""
 
 
-def is_object(value: Any) -> bool:
-    """True for an object of a class written in Python, all of which is behind its methods."""
+def is_queryable(value: Any) -> bool:
+    """True for an object of a class written in Python whose state can be reached through its methods only."""
     kind = type(value)
     own = ("__new__", *ATTRIBUTES)
     return (
@@ -144,16 +148,16 @@ def is_object(value: Any) -> bool:
         and all(getattr(kind, name) is getattr(object, name) for name in own)
         and not hasattr(kind, "__getattr__")
         and not isinstance(value, (type, Tensor, nn.Module, types.FunctionType))
-        and not is_plain(value)
+        and not is_plain_value(value)
     )
 
 
 def asking(kind: Any, is_asked: Callable[[Any], bool], ask: Callable[..., Any]) -> dict[str, Any]:
-    """What a class's methods are, for as long as some objects are watched.
+    """Returns the methods that replace those of a class while some of its objects are watched.
 
     Args:
-        is_asked: whether an object is watched now.
-        ask: called instead of its methods, as `ask(object, name, *args, **kwargs)`.
+        is_asked: returns whether an object is watched now.
+        ask: called instead of the object's methods, as `ask(object, name, *args, **kwargs)`.
     """
 
     def get(self: Any, name: str) -> Any:
@@ -178,15 +182,15 @@ def asking(kind: Any, is_asked: Callable[[Any], bool], ask: Callable[..., Any]) 
 
 
 def _as_integer(kind: Any) -> Any:
-    """The class with all special methods of an integer, on the integer: whatever the other operand is, it meets one."""
+    """Adds all special methods of int to a class; each works on the integer that the instance stands for."""
 
     def method(name: str) -> Callable[..., Any]:
         known = vars(operator) | {"__pow__": pow, "__divmod__": divmod}
         here = known.get(name, getattr(int, name))
         there = known.get(f"__{name[3:]}") if name.startswith("__r") else None
         if there is not None:
-            return lambda self, other, *args: there(plain(other), plain(self), *map(plain, args))
-        return lambda self, *args: here(plain(self), *map(plain, args))
+            return lambda self, other, *args: there(as_integer(other), as_integer(self), *map(as_integer, args))
+        return lambda self, *args: here(as_integer(self), *map(as_integer, args))
 
     names = {*vars(int)} - {*vars(kind), "__new__", "__getattribute__", "__getnewargs__"}
     for name in names:
@@ -197,12 +201,12 @@ def _as_integer(kind: Any) -> Any:
 
 @_as_integer
 class Number:
-    """An integer that blocks differ in. NOTE [Numbers that only objects are given]
+    """An integer that differs from block to block. NOTE [Numbers that only objects are given]
 
     Args:
         value: the integer.
         place: the module's path in the block, and the attribute's name.
-        used: called when anything is done with it.
+        used: called when code uses the integer.
     """
 
     def __init__(self, value: int, place: tuple[str, str], used: Callable[[], None]) -> None:
@@ -213,20 +217,20 @@ class Number:
         return int
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(plain(self), name)
+        return getattr(as_integer(self), name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return int, (plain(self),)
+        return int, (as_integer(self),)
 
 
-def plain(value: Any) -> Any:
-    """The value itself; of a number, the integer, which is known to be used then."""
+def as_integer(value: Any) -> Any:
+    """Returns the integer of a `Number`, and notes that it is used; any other value unchanged."""
     if type(value) is not Number:
         return value
     value._used()
     return value._value
 
 
-def place_of(number: Number) -> tuple[str, str]:
-    """The attribute that a number is: the module's path in the block, and its name."""
+def attribute_of(number: Number) -> tuple[str, str]:
+    """Returns the attribute that a number was read from: the module's path in the block, and the attribute's name."""
     return number._place

@@ -1,20 +1,20 @@
 """repeats: captures blocks that are alike once; one operator stands for each later call.
 
-    The first call:   x = begin([x], 3); what the block does, on x; y = end([y], own, 3)
+    The first call:   x = begin([x], 3); the block's operators; y = end([y], own, 3)
     A later call:     y = again([x], own, 3)           `own` are the block's own parameters and buffers
 
-`passes/capture/repeats/unfold.py` writes out what that stands for. The model's own code around its blocks runs as ever:
-which block is called with what, how often and in what order is not guessed; and so does what belongs to an object that
-a block is given, as a key-value cache (`passes/capture/repeats/queries.py`).
+`passes/capture/repeats/unfold.py` replaces `again` by the block's operators. The model's code around its blocks runs as
+usual, so the calls of blocks, their order and their arguments are not guessed. The code of objects that a block is
+given, such as a key-value cache, runs as usual, too (`passes/capture/repeats/queries.py`).
 
-NOTE [When a call does what another did]
+NOTE [When a call repeats another]
 Both blocks have the same structure: classes, flags, shapes. The arguments have the same structure, sizes, strides and
-dtypes, and the plain ones the same values; so have all attributes that the first call read, at whatever depth, and the
-modes around it. A number that counts layers may differ where nobody reads it, or objects alone are given it. Objects
-answer a later block as they did the first. A block is captured each time if it sets attributes, reads those of modules
-around it, or is given what it might change and cannot be asked: a list, a dict. What cannot be seen is a global of
-Python that somebody changes between two calls, what goes around `__getattribute__`, and state that an object hides
-from `pickle`.
+dtypes, and plain arguments have the same values. All attributes that the first call read, at any depth, and the modes
+around it are the same. The number of a layer may differ if no code reads it, or only requests to objects use it.
+Objects give a later block the same kinds of answers as the first. A block is captured each time if it sets attributes,
+reads attributes of modules around it, or is given an object that it might change unseen: a list, a dict. Not seen are
+globals of Python that change between two calls, reads that bypass `__getattribute__`, and state of an object that
+`pickle` does not see.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from autotp.passes.capture.guards.comparison import (
     Frozen,
     attribute,
     is_harmless,
-    is_plain,
+    is_plain_value,
     is_shared,
     modes,
     position,
@@ -45,26 +45,26 @@ from autotp.passes.capture.guards.comparison import (
 from autotp.passes.capture.repeats import queries as asked
 from autotp.passes.capture.repeats import record as recorded
 from autotp.passes.capture.repeats.blocks import Blocks, blocks_of, definer, differing, parts_of, patched
-from autotp.passes.capture.repeats.queries import Entangled, Number, ObjectAt, Request, TensorAt, is_object
-from autotp.passes.capture.repeats.record import CALLS, LAST, RecordedCall, again, filled, tensors_in, unbacked
+from autotp.passes.capture.repeats.queries import Entangled, Number, ObjectAt, Request, TensorAt, is_queryable
+from autotp.passes.capture.repeats.record import CALLS, LAST, RecordedCall, again, tensors_in, unbacked, with_tensors
 
 UNTOUCHED = ("_parameters", "_buffers", "_modules")  # `tensors_of` and `structure` have these.
-# Where attributes are looked up for everybody.
-OWN = (os.path.dirname(torch.__file__), __file__, alike.__file__, recorded.__file__)
+# Files whose code reads `__dict__` of modules only to look up single attributes.
+LOOKUP_FILES = (os.path.dirname(torch.__file__), __file__, alike.__file__, recorded.__file__)
 
 
 class Repeats:
-    """The calls of a model's blocks, while it is captured.
+    """The calls of a model's blocks during capture.
 
     Args:
-        with_objects: whether a block that is given objects may be captured once.
+        with_objects: whether blocks that are given objects may be captured once, too.
 
     Attributes:
-        same: a block that was captured, and a later one that did the same.
+        same: pairs of a captured block and a later block that repeated it.
         open: the call that is being captured.
-        is_asking: whether an object's own code runs, for the call that is open.
-        met_objects: whether any block was given one.
-        failed: whether a request was not understood.
+        is_asking: whether an object's own code runs at present, in a request of the open call.
+        met_objects: whether any block was given an object.
+        failed: whether a request could not be recorded.
     """
 
     def __init__(self, with_objects: bool = True) -> None:
@@ -80,10 +80,10 @@ class Repeats:
 
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
-        """A region in which the calls of numbered modules that have alike ones beside them come here.
+        """A region in which calls of numbered modules with alike siblings go through `call`.
 
         Raises:
-            Entangled: a block asked of an object what is not understood.
+            Entangled: a request of a block could not be recorded.
         """
         self.blocks = blocks_of(model)
         self.parts = {at: parts_of(block) for at, (block, _) in self.blocks.items()}
@@ -97,17 +97,17 @@ class Repeats:
                 yield
         finally:
             CALLS.pop()
-        if self.failed:  # The model may have caught it.
+        if self.failed:  # The model may have caught the exception.
             raise Entangled
 
     def call(self, block: nn.Module, kind: int, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What `run(*args, **kwargs)` returns, `block`'s own forward."""
+        """Returns the result of `run(*args, **kwargs)`, the block's forward, or repeats an earlier call."""
         if self.open is not None or not all(map(self._is_seen, (*args, *kwargs.values()))):
             return run(*args, **kwargs)
-        if parts_of(block) != self.parts[id(block.__dict__)]:  # It is another by now.
+        if parts_of(block) != self.parts[id(block.__dict__)]:  # Its submodules were replaced.
             return run(*args, **kwargs)
-        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_object)
-        given, objects = tensors_in(leaves), list({id(x): x for x in leaves if is_object(x)}.values())
+        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_queryable)
+        given, objects = tensors_in(leaves), list({id(x): x for x in leaves if is_queryable(x)}.values())
         if not given:
             return run(*args, **kwargs)
         self.met_objects |= bool(objects)
@@ -125,30 +125,30 @@ class Repeats:
         return self._recorded(call, lambda: run(*args, **kwargs))
 
     def _is_seen(self, value: Any) -> bool:
-        """True for an argument of which nothing goes unseen that a block does with it."""
-        return is_harmless(value) or (self.with_objects and is_object(value))
+        """True for an argument if everything that a block does with it is recorded."""
+        return is_harmless(value) or (self.with_objects and is_queryable(value))
 
     def _repeated(self, call: RecordedCall, block: nn.Module, given: Sequence[Tensor], objects: Sequence[Any]) -> Any:
-        """What a later call returns."""
+        """Repeats a recorded call for another block; returns its result."""
         outside, objects = [*given], [*objects]
         for step, request in enumerate(call.requests):
             outside += again(outside, tensors_of(block), call.at, step)
             with self._asking(call):
-                answer = request.made(objects[request.of], filled(request.given, outside, objects, block))
-            leaves, spec = asked.opened(answer)
+                answer = request.made(objects[request.of], with_tensors(request.given, outside, objects, block))
+            leaves, spec = asked.flatten_tuples(answer)
             outside += [x for x in tensors_in(leaves) if position(x, outside) is None]
-            objects += asked.told(leaves, objects)
-            asked.agree(leaves, request.answer)
+            objects += asked.new_objects(leaves, objects)
+            asked.unify_sizes(leaves, request.answer)
             if (spec, asked.kinds(leaves, outside, objects)) != request.answer:
                 raise Entangled
-        if call.requests and not call.is_like(block):  # An object changed what the block had read, or was to read.
+        if call.requests and not call.is_like(block):  # An object changed attributes that the block reads.
             raise Entangled
         outside += again(outside, tensors_of(block), call.at, LAST)
         return call.rebuilt(outside, objects)
 
     @contextmanager
     def _asking(self, call: RecordedCall) -> Iterator[None]:
-        """A region in which an object's own code runs for a later block: the blocks that it calls are no others."""
+        """A region in which an object's own code runs for a later block; blocks that it calls are not recorded."""
         self.open, self.is_asking = call, True
         try:
             yield
@@ -156,14 +156,14 @@ class Repeats:
             self.open, self.is_asking = None, False
 
     def _recorded(self, call: RecordedCall, run: Callable[[], Any]) -> Any:
-        """What a first call returns."""
+        """Records the first call of a kind; returns its result."""
         before = unbacked(call.inside)
         self.open = call
         try:
             with self.patches:
                 self._watch(call.objects)
                 result = [run()]
-                self.failed |= is_shared(result)  # Who has it, too, is to see what is done to it: we return a copy.
+                self.failed |= is_shared(result)  # We return a copy, so changes to it would not reach the original.
                 leaves, spec = pytree.tree_flatten(result[0], is_leaf=lambda x: position(x, call.objects) is not None)
         except BaseException:
             call.usable = False
@@ -171,15 +171,15 @@ class Repeats:
         finally:
             self.open = None
             self.patched.clear()
-        call.usable &= before == unbacked(call.inside) and call.is_like(call.block)  # Or it changed what it had read.
+        call.usable &= before == unbacked(call.inside) and call.is_like(call.block)  # Else it changed what it had read.
         places = call.end(leaves, LAST)
         call.usable &= any(call.ended.values())
-        call.usable &= all(isinstance(x, TensorAt | ObjectAt) or is_plain(x) for x in places)
+        call.usable &= all(isinstance(x, TensorAt | ObjectAt) or is_plain_value(x) for x in places)
         call.result = spec, places
         return call.rebuilt(call.outside, call.objects)
 
     def _watch(self, objects: Sequence[Any]) -> None:
-        """From here on, what the open call does with these objects is asked."""
+        """Patches the classes of these objects: from here on their methods go through `ask`."""
         for kind in {type(one) for one in objects} - self.patched:
             self.patches.enter_context(patched(kind, asked.asking(kind, self._is_asked, self.ask)))
             self.patched.add(kind)
@@ -188,8 +188,8 @@ class Repeats:
         return self.open is not None and not self.is_asking and position(one, self.open.objects) is not None
 
     def ask(self, one: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        """What an object's method returns to the call that is open."""
-        if self.open is None or not self._is_asked(one):  # The method was kept.
+        """Calls an object's method as a request of the open call; returns its result."""
+        if self.open is None or not self._is_asked(one):  # The model kept the bound method.
             return getattr(one, name)(*args, **kwargs)
         self.is_asking = True
         try:
@@ -201,15 +201,17 @@ class Repeats:
             self.is_asking = False
 
     def _asked(self, call: RecordedCall, one: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if modes() != call.key[-1]:  # Later blocks' requests are made in those around the block.
+        if modes() != call.key[-1]:  # Requests of later blocks run in the modes around the block.
             raise Entangled
-        leaves, spec = asked.opened((args, tuple(kwargs.items())))
+        leaves, spec = asked.flatten_tuples((args, tuple(kwargs.items())))
         given = call.end(leaves, len(call.requests))
         if not all(isinstance(x, TensorAt | ObjectAt) or asked.is_passable(x) for x in given):
             raise Entangled
         request = Request(position(one, call.objects), name, given, spec)
-        leaves, spec = asked.opened(request.made(one, filled(given, call.outside, call.objects, call.block)))
-        new = asked.told(leaves, call.objects, self.patched)
+        leaves, spec = asked.flatten_tuples(
+            request.made(one, with_tensors(given, call.outside, call.objects, call.block))
+        )
+        new = asked.new_objects(leaves, call.objects, self.patched)
         self._watch(new)
         call.objects += new
         inside = call.begin(leaves)
@@ -218,17 +220,17 @@ class Repeats:
         return pytree.tree_unflatten(inside, spec)
 
     def read(self, module: nn.Module, name: str) -> Number | None:
-        """Notes that an attribute is read, whether it is there or not; what stands for it, if anything does."""
+        """Notes that an attribute is read, even if it does not exist; returns the `Number` in its place, if any."""
         call = self.open
         if call is None or self.is_asking or name in UNTOUCHED or (name.startswith("__") and name != "__dict__"):
             return None
-        if name == "__dict__":  # Whoever reads that may have read anything.
-            call.usable &= sys._getframe(2).f_code.co_filename.startswith(OWN)
+        if name == "__dict__":  # Its reader may have read any attribute.
+            call.usable &= sys._getframe(2).f_code.co_filename.startswith(LOOKUP_FILES)
             return None
         path = call.paths.get(id(object.__getattribute__(module, "__dict__")))
         if path is None:
-            call.usable = False  # Of another block.
-        elif name != "forward" and (path, name) not in call.reads:  # The class has that: maybe ours, of blocks.
+            call.usable = False  # A module of another block.
+        elif name != "forward" and (path, name) not in call.reads:  # `forward` may be our patch of the class.
             with torch._C.DisableTorchFunction():
                 value = attribute(module, name)
                 known = call.frozen(value)
@@ -238,19 +240,19 @@ class Repeats:
         return None
 
     def _used(self, call: RecordedCall, place: tuple[str, str], known: Any) -> None:
-        """A number was read, by others than objects."""
+        """Notes that code other than requests used a number."""
         call.reads[place] = known
-        self.failed |= self.open is not call  # Too late: another call may have been said to do the same.
+        self.failed |= self.open is not call  # Too late: another call may already repeat this one.
 
     def written(self, module: nn.Module) -> None:
-        """Notes that an attribute was set: by the block, or of it."""
+        """Notes that the open block sets an attribute, or that an attribute of the block is set."""
         if self.open is not None:
             its = id(object.__getattribute__(module, "__dict__")) in self.open.paths
             self.open.usable &= self.is_asking and not its
 
 
 def _kind(leaf: Any, given: Sequence[Tensor], objects: Sequence[Any], frozen: Frozen) -> Any:
-    """What of an argument is compared."""
+    """Returns the properties of an argument that are compared."""
     if isinstance(leaf, Tensor):
         return tensor_kind(leaf, given)
     at = position(leaf, objects)
@@ -258,7 +260,7 @@ def _kind(leaf: Any, given: Sequence[Tensor], objects: Sequence[Any], frozen: Fr
 
 
 def _watching(repeats: Repeats) -> dict[str, Any]:
-    """What all modules' attributes are read and set by, under our eyes."""
+    """Returns the methods of nn.Module that note in `repeats` the attributes that are read and set."""
     before_get, before_set, before_delete = nn.Module.__getattribute__, nn.Module.__setattr__, nn.Module.__delattr__
 
     def get(self: nn.Module, name: str) -> Any:
@@ -279,7 +281,7 @@ def _watching(repeats: Repeats) -> dict[str, Any]:
 
 
 def _calling(forward: Any, repeats: Repeats) -> Any:
-    """A class's forward, which for blocks goes through `repeats`."""
+    """Returns a forward that passes calls of blocks to `repeats`."""
 
     @functools.wraps(forward)
     def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -23,12 +23,12 @@ from autotp.rules.traits import has
 
 @dataclass
 class Step:
-    """A part of a call, up to its end or to what it asks of an object.
+    """A part of a call, up to a request or to the end of the call.
 
     Attributes:
-        stack: the modules that it ends inside of.
+        stack: the modules around its end.
         nodes: its operators.
-        made: what it gives to what is outside.
+        made: its outputs.
     """
 
     stack: dict[str, Any]
@@ -38,12 +38,12 @@ class Step:
 
 @dataclass
 class Region:
-    """A call that was captured, in the old graph.
+    """A captured call, in the old graph.
 
     Attributes:
-        stack: the modules that it is inside of.
-        known: for each tensor that it is given, makes or is told, in order, the nodes that stand for it inside: some
-            that nobody reads; none for what it makes.
+        stack: the modules around the call.
+        known: for each tensor of the call, by place, the nodes that stand for it inside the block; a tensor that the
+            block made has none.
         steps: its parts.
         own: the block's parameters and buffers.
     """
@@ -60,10 +60,10 @@ class Region:
 
 
 def unfold(graph: fx.Graph) -> fx.Graph:
-    """The same function, every call of a block with operators of its own.
+    """Returns a graph of the same function in which every call of a block has its own operators.
 
     Raises:
-        Entangled: a block writes into what it is given, returns a view of it, or has parameters that were computed.
+        Entangled: a block writes into an argument, returns a view of an argument, or has computed parameters.
     """
     unfolding = _Unfolding(graph)
     for node in graph.nodes:
@@ -73,15 +73,15 @@ def unfold(graph: fx.Graph) -> fx.Graph:
 
 
 class _Unfolding:
-    """The new graph as far as it is written.
+    """The state of the pass: the new graph so far.
 
     Attributes:
-        inside: the operators of a first call since it began, or was told something; None outside of any.
-        asking: where a later call asks something of an object: the modules that the first was inside of then, those
-            around it, and those around the later one.
-        shared: memory that a call knows which is not over yet, and what is around it as well.
-        lent: memory that a call asked something with.
-        env: of a later call, what became of the first one's nodes.
+        inside: the operators of the current step of a first call; None outside of first calls.
+        asking: during a request of a later call: the modules around the request in the first call, the modules around
+            the first call, and the modules around the later call.
+        shared: storages that both the current call and the code around it know.
+        requested: storages of the arguments of requests.
+        env: node of the first call -> node of the later call.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -89,11 +89,11 @@ class _Unfolding:
         self.inside: list[fx.Node] | None = None
         self.asking: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] | None = None
         self.shared: set[int] = set()
-        self.lent: set[int] = set()
+        self.requested: set[int] = set()
         self.env: dict[fx.Node, Any] = {}
 
     def visit(self, node: fx.Node) -> None:
-        """Writes a node of the old graph, or what it stands for."""
+        """Writes a node of the old graph, or the operators that it stands for."""
         args: Any = node.args
         env = self.builder.env
         if node.target is begin:
@@ -108,8 +108,8 @@ class _Unfolding:
             self._copy(node)
 
     def _copy(self, node: fx.Node) -> None:
-        if writes(node) and (self.shared | self.lent) & _memory(*_nodes(node.args[0])):
-            raise Entangled  # Either side has views of it which the other does not know.
+        if writes(node) and (self.shared | self.requested) & _memory(*_nodes(node.args[0])):
+            raise Entangled  # The block and its surroundings may have views that the other side does not know.
         new = self.builder.copy(node)
         if self.inside is not None:
             self.inside.append(node)
@@ -117,7 +117,7 @@ class _Unfolding:
             new.meta["nn_module_stack"] = _moved(*self.asking) | _deeper(_stack(node), self.asking[-1])
 
     def _begun(self, node: fx.Node, given: list[fx.Node], at: int) -> Any:
-        """What a first call is given, or told."""
+        """Begins a step of a first call: its arguments or an answer enter the block."""
         region = self.regions.setdefault(at, Region(_stack(node)))
         region.known += [[user for user in node.users if user.args[1] == i] for i in range(len(given))]
         self.inside = []
@@ -125,7 +125,7 @@ class _Unfolding:
         return self.builder.map(given)
 
     def _ended(self, node: fx.Node, made: list[fx.Node], own: list[Any], at: int, step: int) -> Any:
-        """What a first call returns, or asks with."""
+        """Ends a step of a first call: its result or the arguments of a request leave the block."""
         region = self.regions[at]
         its = region.steps.setdefault(step, Step(_stack(node)))
         its.nodes += self.inside or []
@@ -135,14 +135,14 @@ class _Unfolding:
         self.inside = None
         self.shared |= _memory(node, *made)
         if step != LAST:
-            self.lent |= _memory(node, *made)
+            self.requested |= _memory(node, *made)
         else:
             _expect_apart(region)
             self.shared = set()
         return self.builder.map(made)
 
     def _repeated(self, call: fx.Node, given: list[Any], own: list[Any], at: int, step: int) -> list[Any]:
-        """What a later call returns, or asks with: the first one's operators, on what it knows itself."""
+        """Writes a step of a later call: the operators of the first call, on the later call's own tensors."""
         region, around = self.regions[at], _stack(call)
         its = region.steps[step]
         if self.asking is None:
@@ -155,7 +155,7 @@ class _Unfolding:
         self.shared |= _memory(call, *_nodes(call.args[0]))
         if step != LAST:
             self.asking = (its.stack, region.stack, around)
-            self.lent |= _memory(call)
+            self.requested |= _memory(call)
         else:
             self.asking, self.shared = None, set()
         return [self._read(node) for node in its.made]
@@ -165,7 +165,7 @@ class _Unfolding:
 
 
 def _drop_unread(graph: fx.Graph, builder: Builder) -> None:
-    """Drops what nothing reads any more: a call was given it, and its block has no use for it."""
+    """Erases operators that nothing reads any more: their results were arguments that a block does not use."""
     for node in reversed(graph.nodes):
         new = builder.env.get(node)
         if node.op != "call_function" or not node.users or not isinstance(new, fx.Node) or new.users:
@@ -176,10 +176,10 @@ def _drop_unread(graph: fx.Graph, builder: Builder) -> None:
 
 
 def _first(node: Any) -> fx.Node:
-    """The parameter or buffer itself, of what an operator returned that wrote into it, or had nothing to convert.
+    """Returns the placeholder of a parameter or buffer, behind operators that wrote into it or left it unchanged.
 
     Raises:
-        Entangled: it is neither: the block was called with others than its own.
+        Entangled: the node is not a parameter or buffer: the block was called with computed tensors in their place.
     """
     while writes(node) or (_may_be_operand(node) and _memory(node) == _memory(node.args[0])):
         node = node.args[0]
@@ -197,14 +197,14 @@ def _stack(node: fx.Node) -> dict[str, Any]:
 
 
 def _moved(stack: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """The modules that a node of one call is inside of, in another call."""
+    """Returns the modules around a node, moved from one call of a block to another call."""
     old, new = (list(around.values())[-1][0] if around else "" for around in (before, after))
     deeper = _deeper(stack, before)
     return after | {key: (new + path.removeprefix(old), kind) for key, (path, kind) in deeper.items()}
 
 
 def _expect_apart(region: Region) -> None:
-    """Raises Entangled if what a call made, or wrote into, lies in memory that was there before."""
+    """Raises Entangled if the outputs of a call, or the tensors that it wrote into, share memory with its inputs."""
     inside = set(region.nodes)
     before = _memory(*(n for node in inside for n in node.all_input_nodes if n not in inside))
     within = {node for node in inside if not _memory(node) & before}
@@ -213,25 +213,25 @@ def _expect_apart(region: Region) -> None:
     made = region.steps[LAST].made
     if not within >= {*asked, *made} or any(set(node.all_input_nodes[:1]) - within - {*region.own} for node in written):
         raise Entangled
-    lies = [_memory(*asked), *map(_memory, made)]  # What it asks with may be parts of one: nobody writes into them.
+    lies = [_memory(*asked), *map(_memory, made)]  # Arguments of requests may share memory: nothing writes into them.
     if len(set().union(*lies)) < sum(map(len, lies)):
         raise Entangled
 
 
 def _deeper(stack: dict[str, Any], around: dict[str, Any]) -> dict[str, Any]:
-    """The modules that a node is inside of beyond those around it."""
+    """Returns the modules of a stack that are inside of the modules around a call."""
     return dict(list(stack.items())[len(around) :])
 
 
 def _nodes(argument: Any) -> list[fx.Node]:
-    """The nodes in an argument."""
+    """Returns the nodes in an argument."""
     found: list[fx.Node] = []
     fx.map_arg(argument, found.append)
     return found
 
 
 def _memory(*nodes: fx.Node) -> set[int]:
-    """The storages that the tensors of these nodes lie in."""
+    """Returns the storages of the tensors of these nodes."""
     values = [node.meta.get("val") for node in nodes]
     flat = [x for value in values for x in (value if isinstance(value, tuple | list) else [value])]
     return {x.untyped_storage()._cdata for x in flat if isinstance(x, torch.Tensor)}

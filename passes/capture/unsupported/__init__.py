@@ -1,1 +1,1 @@
-"""Models that cannot be captured: finds them, and raises an Error in the user's terms."""
+"""Finds models that cannot be captured, and raises an Error in the user's terms."""

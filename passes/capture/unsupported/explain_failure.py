@@ -1,4 +1,4 @@
-"""torch.export's exception -> an Error with the user's line, and what to change."""
+"""explain_failure: torch.export's exception -> an Error with the user's line and a fix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autotp.source_location import user_line
 
 
 def raised_plainly(flat: nn.Module, given: Sequence[Any], mode: FakeTensorMode) -> Exception | None:
-    """What the model raises on inputs of exactly these sizes, if anything: there no symbols stand for sizes."""
+    """Runs the model with these sizes as plain numbers; returns the exception that it raises, or None."""
     try:
         with mode:
             flat(*given)
@@ -24,8 +24,12 @@ def raised_plainly(flat: nn.Module, given: Sequence[Any], mode: FakeTensorMode) 
     return None
 
 
-def explained(error: Exception, plain: Exception | None, model: nn.Module) -> Error:
-    """The exporter's complaint, with the user's line and what to change."""
+def explain_failure(error: Exception, plain: Exception | None, model: nn.Module) -> Error:
+    """Returns an Error for the exporter's exception, with the user's line and a fix.
+
+    Args:
+        plain: the exception that the model raises without symbolic sizes, if any.
+    """
     if reads_values(error):
         return refused(error, model)
     shown = plain or error
@@ -39,7 +43,7 @@ def explained(error: Exception, plain: Exception | None, model: nn.Module) -> Er
         return Error(
             "the model calls an operator that takes functions (cond, while_loop, scan)",
             at=user_line(traceback.extract_tb(shown.__traceback__)),
-            fix="torch.where of what both branches compute, or a loop of Python as long as shapes say",
+            fix="compute both branches and choose with torch.where; loop in Python, as often as shapes say",
         )
     kind, text = type(shown).__name__, str(shown).strip()
     at = user_line(traceback.extract_tb(shown.__traceback__))

@@ -1,8 +1,8 @@
 """Keeps or refuses a model's own gradients that torch.export would drop silently.
 
-A captured graph is differentiated by autograd, operator by operator. A `torch.autograd.Function`'s backward is put into
-it (`passes/capture/autograd_functions.py`); a hook on a gradient and inference mode are not in it, and are refused:
-with them gone the gradients would be wrong, and nobody would know.
+Autograd differentiates a captured graph operator by operator. The backward of a `torch.autograd.Function` becomes part
+of the graph (`passes/capture/autograd_functions.py`). A gradient hook and inference mode cannot, so they are refused:
+without them the gradients would be silently wrong.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from autotp.errors import Error
 from autotp.passes.capture import autograd_functions as functions
 from autotp.source_location import user_line
 
-HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+TENSOR_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
 @contextmanager
 def nothing_lost(model: nn.Module) -> Iterator[None]:
-    """A region in which `model` runs, and what a graph of it would lose is an Error.
+    """A region in which `model` runs, and anything that its graph would lose is an Error.
 
-    Checkpointing is not lost: what it recomputes is run as it is.
+    Checkpointed functions run without checkpointing: that changes no number.
     """
     _expect_no_backward_hooks(model)
     apply = torch.autograd.Function.__dict__["apply"]
@@ -38,9 +38,9 @@ def nothing_lost(model: nn.Module) -> Iterator[None]:
             run, _, *given = args
             return run(*given)
         real = apply.__get__(None, function)
-        if function.__module__ == "torch._library.autograd":  # what is behind an operator, which the graph has
+        if function.__module__ == "torch._library.autograd":  # Part of a custom operator, which the graph has.
             return real(*args, **kwargs)
-        return functions.apply(function, args)
+        return functions.run_function(function, args)
 
     torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment,method-assign]
     try:
@@ -52,8 +52,8 @@ def nothing_lost(model: nn.Module) -> Iterator[None]:
 
 class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in HOOKS:
-            raise _lost("a hook on a tensor", "an operator whose gradient is what the hook makes of it")
+        if func in TENSOR_HOOKS:
+            raise _lost("a hook on a tensor", "a torch.autograd.Function whose backward does what the hook does")
         if torch.is_inference_mode_enabled():
             raise _lost("torch.inference_mode", "torch.no_grad()")
         return func(*args, **(kwargs or {}))

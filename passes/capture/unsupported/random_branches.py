@@ -1,7 +1,7 @@
-"""Finds comparisons of a random number that have one result, as `torch.rand([]) < 0`.
+"""Decides comparisons of a random number whose result is certain, such as `torch.rand([]) < 0`.
 
-While a model is captured no tensor has a value, so a branch on one is refused. But a number from [0, 1) is below 1, and
-not below 0, without being known. The draw itself stays in the graph: the random stream does not shift.
+During capture tensors have no values, so a branch on a tensor is refused. But a number from [0, 1) is certainly below
+1, and not below 0. The draw itself stays in the graph, so that the stream of random numbers is the same.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 COMPARISONS = {"lt": (True, True), "le": (True, False), "ge": (False, True), "gt": (False, False)}
-"""Name -> (what it says of a number that is below, whether an equal one is not)."""
+"""Name -> (its result for a number below the bound, whether the bound itself is above every number)."""
 
 
-class Decided(TorchFunctionMode):
-    """A mode in which such comparisons of `torch.rand([])` with a number are a bool."""
+class CertainComparisons(TorchFunctionMode):
+    """A mode in which a comparison of `torch.rand([])` with a number is a bool if its result is certain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Decided(TorchFunctionMode):
 
 
 def is_below(bound: Any, strict: bool) -> bool | None:
-    """True if every number of [0, 1) is below `bound`, False if none is, None where it depends or is unknown."""
+    """True if every number of [0, 1) is below `bound`, False if none is, None otherwise or if `bound` is unknown."""
     if not isinstance(bound, int | float):
         return None
     if bound >= 1:

@@ -1,8 +1,8 @@
-"""Makes sizes plain numbers where a model uses them as text or as a key, during capture.
+"""Makes a size a plain number during capture where a model uses it as text or as a key.
 
-A size of a graph is a symbol: `x[: n // 2]` is right for all. `f"rows {n}"` and `self.cache[n]` are not: a text and a
-key are there once for all calls. So a size that the model's own code writes out, or looks up, becomes the number that
-it is in this call, and the graph is for calls of this size. torch's own code asks for texts of symbols, and gets these.
+A size in a graph is a symbol: `x[: n // 2]` is right for every n. `f"rows {n}"` and `self.cache[n]` are not: the text
+and the key would be the same in all calls. So if the model's own code formats or hashes a size, the size becomes a
+number, and the graph is right for calls of this size only. torch's own code still gets the texts of symbols.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ METHODS = {"__hash__": hash, "__str__": str, "__repr__": repr, "__format__": for
 
 @contextmanager
 def known_sizes() -> Iterator[None]:
-    """A region in which sizes that the model's own code uses so are numbers."""
+    """A region in which sizes become numbers where the model's own code uses them as text or key."""
     with patched(torch.SymInt, {name: _method(name) for name in METHODS}):
         yield
 

@@ -1,4 +1,4 @@
-"""Raises Error where a model reads the values of a tensor, and names the ways out."""
+"""Explains, for a model that reads the values of a tensor, what to write instead."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from autotp.errors import Error
 from autotp.model_library import instead_of_expert_loop
 from autotp.source_location import user_line
 
-OPERATOR = "torch.library.custom_op with register_fake and register_autograd, and autotp.rule"
+CUSTOM_OPERATOR = "torch.library.custom_op with register_fake and register_autograd, and autotp.rule"
 LOOP = r"for .* in |while "
 NUMBER = r"\.item\(|\.tolist\(|\bint\(|\bfloat\(|\blen\(|\brange\("
 
 
 def reads_values(error: Exception) -> bool:
-    """True for the exporter's complaint that a value is not known."""
+    """True for the exporter's exception that says that a value is not known."""
     return "DataDependent" in type(error).__name__ or "data-dependent" in str(error)
 
 
 def refused(error: Exception, model: nn.Module) -> Error:
-    """The Error of a model that reads a tensor's values: by the line that does, a loop, a number or a branch."""
+    """Returns the Error for a model that reads a tensor's values: in a loop, as a number, or in a branch."""
     at = user_line(traceback.extract_tb(error.__traceback__))
     code = at.partition("  ")[2]
     if "expert" in code and (instead := instead_of_expert_loop(model)):
-        what = "the model loops over the experts that are hit: torch.export has no loop that is as long as values say"
+        what = "the model loops over the experts that are hit: torch.export has no loop whose length depends on values"
         return Error(what, at=at, fix=instead)
     if re.match(LOOP, code) and not re.search(r"\bif\b", code):
-        what = "the model loops as often as the values of a tensor say: torch.export has no such loop"
-        return Error(what, at=at, fix=f"do all rounds, and mask with torch.where; or one operator: {OPERATOR}")
+        what = "the model has a loop whose length depends on the values of a tensor: torch.export has no such loop"
+        return Error(what, at=at, fix=f"do all rounds, and mask with torch.where; or one operator: {CUSTOM_OPERATOR}")
     if re.search(NUMBER, code) and not re.match(r"(el)?if |assert ", code):
-        what = "the model makes a number of a tensor's values: torch.export knows none, and can decide nothing by it"
+        what = "the model makes a Python number of a tensor's values, which are not known in a graph"
         return Error(
             what,
             at=at,
-            fix=f"a mask, `torch.arange(n) < lengths[:, None]`; the number as an argument; or {OPERATOR}",
+            fix=f"a mask, `torch.arange(n) < lengths[:, None]`; the number as an argument; or {CUSTOM_OPERATOR}",
         )
     return Error(
         "the model branches on the values of a tensor, which one graph cannot do",

@@ -43,11 +43,11 @@ WRONG: list[tuple[str, Any, str, Any, tuple[Any, ...], str]] = [
     ),
     (
         "transposed", aten.mm.default, "m i, i n -> n m", (), (r(4, 4), r(4, 4)),
-        first("m") + "output 0, rank 0: float64[2, 4] where float64[4, 2] was to come",
+        first("m") + "output 0, rank 0: float64[2, 4], expected float64[4, 2]",
     ),
     (
         "squeezed", aten.squeeze.default, "a b -> a b", (), (r(2, 3),),
-        "factor a of 2 on 2 ranks, pass-through: output 0, rank 0: float64[3] where float64[1, 3] was to come",
+        "factor a of 2 on 2 ranks, pass-through: output 0, rank 0: float64[3], expected float64[1, 3]",
     ),
     (
         "glued", aten.view.default, "(a b) -> b a", (), (r(4), [2, 2]),

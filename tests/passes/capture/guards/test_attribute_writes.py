@@ -401,7 +401,7 @@ def test_what_cannot_be_put_back_is_refused() -> None:
     with pytest.raises(autotp.Error, match=r"forward changes `late`, a parameter or module, which a graph cannot do"):
         autotp.parallelize(Lazily(), 1, example_inputs=(x().float(),))
     with pytest.raises(
-        autotp.Error, match=r"forward sets `holder`, which no later call could do: a Holder holds tensors"
+        autotp.Error, match=r"forward sets `holder`, and a later call could not: a Holder holds tensors"
     ):
         autotp.parallelize(Opaque(), 1, example_inputs=(x().float(),))
     for model in (Lazily(), Opaque()):

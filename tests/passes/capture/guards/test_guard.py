@@ -268,7 +268,7 @@ def test_chance_of_python_is_refused(name: str, draw: Callable[[], Any]) -> None
         with pytest.raises(autotp.Error) as raised:
             call(Dice(draw), 1, example_inputs=(x().float(),))
         assert str(raised.value).partition(": ")[2] == (
-            f"forward draws a number from {name}, which every later call would find unchanged\n"
+            f"forward draws a number from {name}, and every later call would use the same number\n"
             "  try      torch.rand(()), and torch.where on it; or draw it outside, as an argument of forward"
         )
         assert states == (random.getstate(), np.random.get_state()[1].tolist())

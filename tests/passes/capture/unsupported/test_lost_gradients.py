@@ -49,7 +49,10 @@ class Reentrant(Checkpointed):
 @pytest.mark.parametrize(
     ("kind", "what", "at", "instead"),
     [
-        (Hook, "a hook on a tensor", "# on a gradient", "an operator whose gradient is what the hook makes of it"),
+        (
+            Hook, "a hook on a tensor", "# on a gradient",
+            "a torch.autograd.Function whose backward does what the hook does",
+        ),
         (Inference, "torch.inference_mode", "# without a gradient", "torch.no_grad()"),
         (Hooked, "the backward hook on `up`", "", "remove it, or register it on what autotp.parallelize returns"),
     ],

@@ -14,7 +14,7 @@ import autotp
 
 X = torch.linspace(-1, 1, 24).view(3, 8)
 line = partial(line_of, __file__)
-NUMBERS = "the model makes a number of a tensor's values: torch.export knows none, and can decide nothing by it"
+NUMBERS = "the model makes a Python number of a tensor's values, which are not known in a graph"
 MASKS = f"a mask, `torch.arange(n) < lengths[:, None]`; the number as an argument; or {OPERATOR}"
 BRANCHES = "the model branches on the values of a tensor, which one graph cannot do"
 CHOICES = "choose with torch.where, or branch on shapes and configuration only"
@@ -88,7 +88,7 @@ def test_experts_of_transformers() -> None:
     at = line_of(str(modeling_mixtral.__file__), "for expert_idx in expert_hit")
     assert message(lambda: autotp.explain(model, 2)) == (
         "explain(MixtralForCausalLM, tp=2): the model loops over the experts that are hit: torch.export has no loop "
-        f"that is as long as values say\n  at       {at}\n"
+        f"whose length depends on values\n  at       {at}\n"
         '  try      model.set_experts_implementation("grouped_mm"), which has no loop'
     )
     model.set_experts_implementation("grouped_mm")
