@@ -13,7 +13,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 TYPED := build/typed/autotp
-# Two workers share the files, the longest of which comes early in the alphabet.
+# Two workers share the files, in the order that tests/conftest.py gives them: the longest first.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test test-examples test-all bench lint clean

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Sequence
 from traceback import FrameSummary
 from types import FrameType
@@ -11,15 +12,24 @@ from types import FrameType
 import torch
 from torch import fx
 
-_LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+# In a checkout, `passes` and `models` lie beside the package, and `__path__` has the folder of both.
+_PACKAGE = list(sys.modules["autotp"].__path__)
+_LIBRARIES = tuple(
+    os.path.join(folder, "")  # It ends in a separator: the folder `autotp2` is another one.
+    for folder in (os.path.dirname(torch.__file__), _PACKAGE[0], *(os.path.join(path, "passes") for path in _PACKAGE))
+)
+_MODELS = os.path.join(_PACKAGE[0], "models", "")
+"""Ordinary models, as users write them: where these are installed inside the package, errors name their lines, too."""
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) and not file.startswith(_MODELS)
 
 
 def user_line(frames: Sequence[FrameSummary]) -> str:
     """The deepest frame outside torch and autotp, as `file.py:12  the code`."""
     for frame in reversed(frames):
-        if not frame.filename.startswith(_LIBRARIES) and not frame.filename.startswith("<"):
-            if os.sep + "passes" + os.sep in frame.filename:
-                continue
+        if not _is_library(frame.filename) and not frame.filename.startswith("<"):
             return f"{os.path.basename(frame.filename)}:{frame.lineno}  {frame.line or ''}".rstrip()
     return "?"
 
@@ -35,7 +45,7 @@ def is_users(frame: FrameType) -> bool:
 def line_of(node: fx.Node) -> str:
     """The source line a node was captured from, as `file.py:12  the code`; torch's own layers by their caller."""
     found = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
-    mine = [row for row in found if not row[0].startswith(_LIBRARIES)] or found
+    mine = [row for row in found if not _is_library(row[0])] or found
     if not mine:
         return "?"
     path, line, code = mine[-1]

@@ -13,10 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import BILL
 from hypothesis import Phase, settings
+from ranks import BILL
 
-NAMED_ONLY = [Path(__file__).parent / name for name in ("examples", "benchmarks")]
+HERE = Path(__file__).parent
+NAMED_ONLY = [HERE / name for name in ("examples", "benchmarks")]
+LONG = ("system", "checkpoint", "training", "hf", "distributed", "runtime", "ops")
+"""The folders whose files take longest, for most of their tests start ranks."""
 BUSY = 2
 """A core that others use as well, or its cache, gives so many seconds for one of an idle core."""
 
@@ -46,7 +49,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left = [item for item in items if item.get_closest_marker("rare") and not config.getoption("all")]
     config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item not in left]
+    items[:] = sorted((item for item in items if item not in left), key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    """Where the folder of a test stands: the long files first, so that two workers are done at the same time."""
+    folder = item.path.relative_to(HERE).parts[0]
+    return LONG.index(folder) if folder in LONG else len(LONG)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -26,7 +26,6 @@ from contextlib import ExitStack, contextmanager, redirect_stderr
 from io import StringIO
 
 from torch import nn
-from torch._dynamo import config
 
 from autotp.ops.eager_mode import alone
 from autotp.passes.capture.autocast_regions import Autocast
@@ -45,7 +44,7 @@ CAPTURING = threading.RLock()
 @contextmanager
 def around_capture(autocast: Autocast) -> Iterator[None]:
     """A region for a whole capture. NOTE [What is patched during capture]"""
-    with alone(), autocast.on(), slow_path(), known_sizes(), _quiet(), config.patch(fake_tensor_cache_enabled=False):
+    with alone(), autocast.on(), slow_path(), known_sizes(), _quiet(), _no_cache():
         yield
 
 
@@ -80,3 +79,12 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+@contextmanager
+def _no_cache() -> Iterator[None]:
+    """A region in which torch does not cache what operators give on fake tensors."""
+    from torch._dynamo import config  # All of Dynamo comes with it (1 s). The exporter imports it as well.
+
+    with config.patch(fake_tensor_cache_enabled=False):
+        yield

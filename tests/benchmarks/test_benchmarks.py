@@ -24,7 +24,7 @@ import step
 import torch
 import torch.distributed as dist
 import zero
-from helpers import run_ranks
+from ranks import run_ranks
 
 import passes
 from autotp.models.bert import BERTConfig

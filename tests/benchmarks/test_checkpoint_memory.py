@@ -8,7 +8,7 @@ import checkpoint as benchmark
 import memory
 import pytest
 import torch.distributed as dist
-from helpers import run_ranks
+from ranks import run_ranks
 
 from autotp.checkpoint.files.tensor_sources import BLOCK
 

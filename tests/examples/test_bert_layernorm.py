@@ -10,7 +10,7 @@ import bert_layernorm
 import pytest
 import torch
 from bert_layernorm import Run
-from helpers import run_ranks
+from ranks import run_ranks
 
 
 def run(folder: Path, *more: str) -> None:

@@ -12,7 +12,7 @@ import torch
 import train_bert
 import train_gpt
 import training
-from helpers import run_ranks
+from ranks import run_ranks
 from torch import Tensor, nn
 
 

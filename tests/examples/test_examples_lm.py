@@ -14,7 +14,7 @@ import pytest
 import tokens
 import torch
 import training
-from helpers import run_ranks
+from ranks import run_ranks
 from tokenizers import Tokenizer
 from torch import Tensor
 

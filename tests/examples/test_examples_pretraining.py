@@ -20,7 +20,7 @@ import pretraining
 import pytest
 import tokens
 import torch
-from helpers import run_ranks
+from ranks import run_ranks
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 

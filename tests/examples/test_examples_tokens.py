@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tokens
 from filelock import FileLock, Timeout
-from helpers import run_ranks
+from ranks import run_ranks
 
 TEXT = ["The cat sat.\n\n    The dog\tran <|endoftext|> away.\r\n", "é ☃ [MASK] x" * 20, "a cat\nthe dog\n \nthe cat\n"]
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from formats import Answer, Choice, Pair, Question
 from heads import MultipleChoice, PairClassifier, SpanExtractor
-from helpers import run_ranks
 from initial import initial
 from inputs import Reader
+from ranks import run_ranks
 from tokens import SEP, word_pieces
 from torch import Tensor
 from windows import windows

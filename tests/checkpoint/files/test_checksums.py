@@ -1,0 +1,133 @@
+"""checksums: folders of transformers that we write have a file beside the weights, which transformers does not mind."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from errors import message
+from hugging_face import family
+from ranks import Checks, shared
+from safetensors.torch import save_file
+from trainers import bit_flips, changed, torn
+
+import autotp
+from autotp.checkpoint.files import checksums
+from autotp.checkpoint.files.checksums import SIDE_FILE, Summed, expect_unchanged, side_file
+
+checks = Checks(timeout=480)
+
+
+def written(folder: Path, data: bytes, steps: Iterator[int]) -> Path:
+    """A file that is written in such steps, and its checksums."""
+    with (folder / "x").open("wb") as opened:
+        file, at = Summed(opened), 0
+        while at < len(data):
+            size = next(steps)
+            file.write(data[at : at + size])
+            at += size
+    assert (folder / "x").read_bytes() == data
+    (folder / SIDE_FILE).write_bytes(side_file({"x": (file.size, file.sums)}))
+    return folder / "x"
+
+
+@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 1234])
+def test_every_block_of_a_file(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the steps in which it is written: the ranks together see any bit, each reading its part."""
+    monkeypatch.setattr(checksums, "SUMMED", 100)
+    draw, data = random.Random(size), random.Random(1).randbytes(size)
+    file = written(tmp_path, data, iter(lambda: draw.randrange(1, 300), None))
+    for at in range(0, size * 8, 7):
+        flipped = bytearray(data)
+        flipped[at // 8] ^= 1 << at % 8
+        file.write_bytes(flipped)
+        seen = []
+        for rank in range(3):
+            try:
+                expect_unchanged(tmp_path, rank, 3)
+            except autotp.Error as error:
+                seen.append((rank, error.problem))
+        assert seen == [(at // 8 // 100 % 3, f"x is not what was written, according to {SIDE_FILE}")]
+    file.write_bytes(data)
+    for rank in range(3):
+        expect_unchanged(tmp_path, rank, 3)
+
+
+@checks.on(2)
+def a_few(rank: int, n: int) -> None:
+    damaged(rank, n, 6)
+
+
+@checks.on(2, rare=True)
+def many(rank: int, n: int) -> None:
+    damaged(rank, n, 150)
+
+
+def damaged(rank: int, n: int, count: int) -> None:
+    """Any bit of any file of weights: an error on every rank that names it."""
+    root, draw = shared(rank), random.Random(0)
+    model, inputs, _ = family("llama")
+    kind = type(model)
+    folder = root / "a"
+    autotp.save_pretrained(autotp.parallelize(model, n, example_inputs=inputs), folder, max_shard_size="80KB")
+    files = sorted([*folder.glob("*.safetensors*"), folder / SIDE_FILE])
+    assert len(files) > 3
+    for file in files[:1] + files[-3:]:
+        for content in [*bit_flips(file, draw, count), *torn(file, draw, count // 3)]:
+            if (content is None and file.name == SIDE_FILE) or content == file.read_bytes():
+                continue
+            with changed(file, rank, content):
+                text = message(lambda: autotp.from_pretrained(folder, n, example_inputs=inputs))
+                assert str(file) in text or file.name in text.splitlines()[0], text
+    whole = kind.from_pretrained(folder)
+    parallel = autotp.from_pretrained(folder, n, example_inputs=inputs)
+    assert all(
+        torch.equal(parallel.layouts[k].take(p, rank), parallel.get_parameter(k)) for k, p in whole.named_parameters()
+    )
+
+
+@checks.on(1)
+def other_programs(rank: int, n: int) -> None:
+    """Without the file nothing is compared; where another program wrote over our weights, the error says what to do."""
+    root = shared(rank)
+    model, inputs, _ = family("llama")
+    kind = type(model)
+    parallel = autotp.parallelize(model, n, example_inputs=inputs)
+    for name in ("a", "b"):
+        autotp.save_pretrained(parallel, root / name)
+    (root / "a" / SIDE_FILE).unlink()
+    given: dict[str, Any] = {"example_inputs": inputs}
+    alone = kind.from_pretrained(root / "a")
+    with torch.no_grad():
+        alone.model.norm.weight.add_(1)
+    autotp.from_pretrained(root / "a", n, **given)
+    alone.save_pretrained(root / "b")
+    text = message(lambda: autotp.from_pretrained(root / "b", n, **given))
+    beside = root / "b" / SIDE_FILE
+    assert text.splitlines()[1:] == [
+        f"  at       {root / 'b' / 'model.safetensors'}",
+        f"  try      copy it anew; if another program wrote it, remove {beside}: nothing is compared then",
+    ]
+    (root / "b" / "model.safetensors").unlink()
+    alone.save_pretrained(root / "c", max_shard_size="80KB")
+    shutil.copy(root / "b" / SIDE_FILE, root / "c")
+    assert "cannot be read: No such file" in message(lambda: autotp.from_pretrained(root / "c", n, **given))
+    (root / "c" / SIDE_FILE).write_bytes(side_file({}))
+    autotp.from_pretrained(root / "c", n, **given)
+    save_file({}, root / "c" / "model-extra.safetensors")
+    (root / "c" / SIDE_FILE).write_bytes(side_file({"model-extra.safetensors": (8 + 2, [0])}))
+    assert " is not what was written" in message(lambda: autotp.from_pretrained(root / "c", n, **given))
+    for name in ("b", "c"):  # Saved anew by us, all is well.
+        autotp.save_pretrained(parallel, root / name)
+        autotp.from_pretrained(root / name, n, **given)
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)

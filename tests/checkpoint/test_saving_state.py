@@ -1,0 +1,265 @@
+"""What of a training's state is saved, and what is refused: names of parameters, state beside them, replicas, steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch.optim import SGD, AdamW
+from trainers import edited, started, trained
+
+import autotp
+from autotp.checkpoint.save import saved_steps
+from autotp.models.gpt import GPT, GPTConfig
+
+
+def problem(call: Callable[[], Any]) -> str:
+    with pytest.raises(autotp.Error) as raised:
+        call()
+    return str(raised.value).splitlines()[0]
+
+
+# ---- an optimizer of named parameters
+
+
+def with_names(rank: int, n: int, folder: str) -> None:
+    """Saved in one layout, loaded in it and in others; each keeps the names of its own parameters."""
+    for source in ((2, 1, 1), (1, 2, 1)):
+        trainer, _ = started(source)
+        optimizer = AdamW(trainer.named_parameters(), lr=0.01)
+        trained(trainer, optimizer, range(1))
+        where = Path(folder, str(source))
+        autotp.save_checkpoint(where, trainer, optimizer, 1)
+        for target in ((2, 1, 1), (1, 2, 1)):
+            trainer, _ = started(target)
+            other = AdamW(trainer.named_parameters(), lr=0.5)
+            own = list(other.param_groups[0]["param_names"])
+            assert autotp.load_checkpoint(where, trainer, other) == 1
+            assert other.param_groups[0]["param_names"] == own
+            assert other.param_groups[0]["lr"] == 0.01
+
+
+def test_names_follow_from_the_parameters(tmp_path: Path) -> None:
+    run_ranks(with_names, 2, str(tmp_path), timeout=100)
+
+
+# ---- a model whose state_dict() is not its parameters and buffers
+
+
+class ExtraState(GPT):
+    """Has state that is no tensor of the model."""
+
+    def get_extra_state(self) -> Any:
+        return torch.ones(3)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing of it is used."""
+
+
+class LeavesOut(GPT):
+    """Does not save what it learns."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: x for name, x in super().state_dict(*args, **kwargs).items() if "mlp" not in name}
+
+
+def other_states(rank: int, n: int, folder: str) -> list[str]:
+    config, found = GPTConfig(block_size=8, vocab_size=49, n_layer=2, n_head=4, n_embd=16, dropout=0.0), list[str]()
+    for kind in (ExtraState, LeavesOut):
+        trainer, optimizer = started((2, 1, 1), model=kind(config))
+        found.append(problem(lambda: autotp.save_checkpoint(folder, trainer, optimizer, 1)))  # noqa: B023  Called here.
+        trained(trainer, optimizer, range(1))
+        autotp.clip_grad_norm_(trainer, 1.0)
+    model = autotp.parallelize(ExtraState(config), tp=2)
+    found.append(problem(lambda: autotp.full_state_dict(model)))
+    assert not saved_steps(folder)
+    return found
+
+
+def test_a_state_dict_of_something_else(tmp_path: Path) -> None:
+    beside = "`_extra_state` in the model's state_dict() is no parameter or buffer of the model"
+    for found in run_ranks(other_states, 2, str(tmp_path), timeout=100):
+        assert found == [
+            f"save_checkpoint: {beside}",
+            "save_checkpoint: `h.0.mlp.c_fc.weight` learns, and the model's state_dict() leaves it out: "
+            "it would not be saved",
+            f"full_state_dict: {beside}",
+        ]
+
+
+# ---- a folder that cannot be read
+
+
+def unreadable(rank: int, n: int, folder: str) -> list[str]:
+    trainer, optimizer = started((2, 1, 1))
+    file, scandir = Path(folder, "file"), os.scandir
+    file.touch()
+    assert autotp.load_checkpoint(Path(folder, "nothing"), trainer, optimizer) == 0
+    found = [problem(lambda: autotp.load_checkpoint(file, trainer, optimizer))]
+
+    def denied(path: Any = ".") -> Any:
+        if Path(path) == Path(folder):
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    os.scandir = denied  # type: ignore[assignment]
+    return [*found, problem(lambda: autotp.load_checkpoint(folder, trainer, optimizer))]
+
+
+def test_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
+    for found in run_ranks(unreadable, 2, str(tmp_path), timeout=100):
+        assert found == [
+            f"load_checkpoint: {tmp_path}/file cannot be read: Not a directory",
+            f"load_checkpoint: {tmp_path} cannot be read: Permission denied",
+        ]
+
+
+def test_a_step_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "step-00000001").mkdir()
+
+    def denied(*args: Any, **kwargs: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "lstat", denied)
+    assert problem(lambda: saved_steps(tmp_path)) == f"{tmp_path}/step-00000001 cannot be read: Permission denied"
+
+
+def test_folders_that_are_not_ours(tmp_path: Path) -> None:
+    """Numbers that no step has are passed over."""
+    for name in ("step-" + "9" * 30, "step-0000000010", "step-" + "\u0661" * 8, "step-00000007"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").touch()
+    assert saved_steps(tmp_path) == [7]
+
+
+# ---- state that has no place in a checkpoint
+
+
+class Beside(SGD):
+    """Keeps a number under a text, as torch allows."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["global"] = {"n": 1}  # type: ignore[index]
+        return super().step(closure)
+
+
+class InDict(SGD):
+    """Keeps a number of its own in its state dict."""
+
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "k": 3}
+
+
+class OwnNumbers(SGD):
+    """Keeps of each parameter a number of what this rank has of it."""
+
+    tensor = False
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            found = parameter.detach().norm()
+            self.state[parameter]["rms"] = found if self.tensor else found.item()
+
+
+class OwnTensors(OwnNumbers):
+    tensor = True
+
+
+class OwnLists(SGD):
+    """Keeps a list of tensors of each parameter, which is cut as it is."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["past"] = [torch.zeros_like(parameter)]
+
+
+def refused(rank: int, n: int, folder: str) -> list[str]:
+    found = []
+    for i, kind in enumerate((Beside, InDict, OwnNumbers, OwnTensors, OwnLists)):
+        trainer, _ = started((2, 1, 1))
+        optimizer: Any = kind(trainer.parameters(), lr=0.01)
+        trained(trainer, optimizer, range(1))
+        where = Path(folder, str(i))
+        found.append(problem(lambda: autotp.save_checkpoint(where, trainer, optimizer, 1)))  # noqa: B023
+        assert saved_steps(where) == []
+    trainer, optimizer = started((2, 1, 1))
+    found.append(problem(lambda: autotp.save_checkpoint(folder, trainer, optimizer, 2**63)))
+    return found
+
+
+def test_state_without_a_place(tmp_path: Path) -> None:
+    first, other = run_ranks(refused, 2, str(tmp_path), timeout=100)
+    assert first == other
+    assert first[:2] == [
+        "save_checkpoint: Beside keeps `global` beside the state of its parameters, which a checkpoint cannot hold",
+        "save_checkpoint: InDict keeps `k` beside the state of its parameters, which a checkpoint cannot hold",
+    ]
+    for text in first[2:4]:
+        assert text.startswith("save_checkpoint: `rms` of `")
+        assert text.endswith("` in the optimizer is another on rank 1 than on rank 0")
+    assert first[4].startswith("save_checkpoint: `past` of `")
+    assert first[5] == f"save_checkpoint: step={2**63} is not a number of steps"
+
+
+def drifted(rank: int, n: int, folder: str) -> str:
+    trainer, optimizer = started((1, 1, 2))
+    trained(trainer, optimizer, range(1))
+    autotp.save_checkpoint(folder, trainer, optimizer, 1)
+    with torch.no_grad():
+        dict(trainer.named_parameters())["h.1.ln_2.weight"][3] += 1e-6 * rank
+    found = problem(lambda: autotp.save_checkpoint(folder, trainer, optimizer, 2))
+    assert saved_steps(folder) == [1]
+    return found
+
+
+def test_replicas_that_differ(tmp_path: Path) -> None:
+    text = "save_checkpoint: `h.1.ln_2.weight` is another on rank 1 than on rank 0"
+    assert run_ranks(drifted, 2, str(tmp_path), timeout=100) == [text] * 2
+
+
+# ---- options that are of another kind than the optimizer's
+
+OPTIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "`lr` is 'a'": lambda options: options.update(lr="a"),
+    "`lr` is nan": lambda options: options.update(lr=float("nan")),
+    "`betas` is [0.9, 0.95, 1]": lambda options: options.update(betas=[0.9, 0.95, 1]),
+    "`betas` is 0.9": lambda options: options.update(betas=0.9),
+    "`amsgrad` is 'no'": lambda options: options.update(amsgrad="no"),
+    "`eps` is missing": lambda options: options.pop("eps"),
+    "is not valid: RuntimeError": lambda options: options.update(lr={"": "tensor", "of": "model|wte.weight"}),
+}
+
+
+def resealed(rank: int, n: int, folder: str) -> list[str]:
+    trainer, optimizer = started((1, 1, 1))
+    trained(trainer, optimizer, range(1))
+    found = []
+    for i, change in enumerate([*OPTIONS.values(), None]):
+        where = Path(folder, str(i))
+        autotp.save_checkpoint(where, trainer, optimizer, 1)
+
+        def edit(content: dict[str, Any], change: Any = change) -> None:
+            for group in content["about"]["groups"]:
+                if change is None:
+                    group[0] = [1, 2]
+                else:
+                    change(group[0])
+
+        edited(where / "step-00000001", edit)
+        found.append(problem(lambda: autotp.load_checkpoint(where, trainer, optimizer)))  # noqa: B023
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    return found
+
+
+def test_options_of_another_kind(tmp_path: Path) -> None:
+    (found,) = run_ranks(resealed, 1, str(tmp_path), timeout=100)
+    for text, expected in zip(found, OPTIONS, strict=False):
+        assert expected in text, text
+    assert "is not valid" in found[-1]

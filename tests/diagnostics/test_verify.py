@@ -1,0 +1,264 @@
+"""The oracle can see: whatever is done wrong to a parallel model, verify says so, and says where."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from architectures import Architecture, arguments, model
+from faults import apart, argument, behind, bias_before_reduce, calls, conjugate, drop, on, red, repeat, resliced, wrong
+from small_models import gpt
+from torch import Tensor, fx, nn
+
+import autotp
+from autotp import compiler as transform
+from autotp.diagnostics.verify import Difference, Report, Trial, compare, prepare
+from autotp.models.bert import BERT, BERTConfig
+from autotp.models.gpt import GPT, GPTConfig
+from autotp.ops import collectives, cross_entropy, dropout, lookup
+from autotp.options import Options
+from autotp.passes.canonicalize.functionalize import functionalize
+from autotp.passes.plan.propagate import needs_grad
+
+CONJUGATES = (
+    collectives.copy, collectives.reduce, collectives.scatter, collectives.gather, collectives.all_gather,
+    collectives.reduce_scatter,
+)  # fmt: skip
+SIZES: dict[str, Any] = {"block_size": 8, "vocab_size": 61, "n_layer": 1, "n_head": 4, "n_embd": 16}
+
+
+@cache
+def gpt_trial() -> Trial:
+    trained = gpt(**SIZES, dropout=0.1)
+    return apart(prepare(trained, (), trained.dummy_inputs, 2))
+
+
+@cache
+def bert_trial() -> Trial:
+    trained = BERT(BERTConfig(**SIZES))
+    return apart(prepare(trained, (), trained.dummy_inputs, 2))
+
+
+@cache
+def alibi() -> Trial:
+    """Slopes of heads that are scattered, logits that are gathered beside the loss."""
+    arch = Architecture(positions="alibi", hidden=64, vocab=61, logits=True)
+    return apart(prepare(model(arch), (), arguments(arch), 2, Options("full")))
+
+
+TRIALS = pytest.mark.parametrize("trial", [gpt_trial, bert_trial, alibi], ids=["gpt", "bert", "alibi"])
+
+
+# ---- conjugates
+
+
+@TRIALS
+def test_nothing_changed(trial: Callable[[], Trial]) -> None:
+    assert compare(trial()).ok
+
+
+@TRIALS
+def test_each_conjugate_dropped(trial: Callable[[], Trial]) -> None:
+    nodes = calls(trial(), *CONJUGATES)
+    assert len(nodes) >= 8
+    assert [str(n) for n in nodes if not red(trial(), on(n.name, drop))] == []
+
+
+@TRIALS
+def test_each_conjugate_twice(trial: Callable[[], Trial]) -> None:
+    """The maximum of maxima is the maximum; all others count."""
+    nodes = [n for n in calls(trial(), *CONJUGATES) if n.args[2:] != ("max",)]
+    assert [str(n) for n in nodes if not red(trial(), on(n.name, repeat))] == []
+
+
+@TRIALS
+def test_each_conjugate_for_the_other(trial: Callable[[], Trial]) -> None:
+    nodes = calls(trial(), collectives.copy, collectives.reduce)
+    assert [str(n) for n in nodes if not red(trial(), on(n.name, conjugate))] == []
+
+
+@pytest.mark.parametrize("kind", [collectives.copy, collectives.reduce], ids=["copy", "reduce"])
+def test_a_conjugate_too_many(kind: Any) -> None:
+    """Behind any value that a gradient flows through."""
+    graph, captured = gpt_trial().graphs[0], gpt_trial().analysis.captured
+    parameters = frozenset(n for n in graph.nodes if n.name in captured.parameters)
+    values = needs_grad(graph, parameters) - parameters
+    tensors = [n.name for n in graph.nodes if n in values and isinstance(n.meta["val"], Tensor)]
+    assert len(tensors) > 30
+    assert [name for name in tensors if not red(gpt_trial(), on(name, behind(kind, "tp")))] == []
+
+
+def test_names_what_is_wrong() -> None:
+    """A dropped copy leaves outputs right; wrong is the gradient of all that stands before it, and nothing else."""
+    copies = calls(gpt_trial(), collectives.copy)
+    before = [{"wte.weight", "wpe.weight", "h.0.ln_1.weight", "h.0.ln_1.bias"}]
+    before += [before[0] | {f"h.0.attn.c_{part}.{kind}" for part in ("attn", "proj") for kind in ("weight", "bias")}]
+    before[1] |= {"h.0.ln_2.weight", "h.0.ln_2.bias"}
+    for node, expected in zip(copies[:2], before, strict=True):
+        report = compare(gpt_trial(), on(node.name, drop))
+        assert all(d.error <= report.tolerance for d in report.outputs)
+        assert wrong(report) == expected
+        assert report.worst.name in expected
+
+
+def test_the_gradient_of_an_input() -> None:
+    mlp = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
+    trial = apart(prepare(mlp, (torch.ones(2, 6),), {}, 2))
+    (node,) = calls(trial, collectives.copy)
+    assert compare(trial).ok
+    assert wrong(compare(trial, on(node.name, drop))) == {"input 0"}
+
+
+# ---- slices, sizes and numbers
+
+
+@pytest.mark.parametrize("name", ["h.0.attn.c_attn.weight", "h.0.attn.c_attn.bias"])
+def test_a_fused_weight_cut_as_one(name: str) -> None:
+    """Contiguous halves of q | k | v instead of half of each."""
+    assert not compare(resliced(gpt_trial(), name, [(0, 24), (24, 48)])).ok
+
+
+@pytest.mark.parametrize(
+    "name", ["attention.query.weight", "attention.key.weight", "attention.value.bias", "attention.output.weight"]
+)
+def test_heads_in_another_order(name: str) -> None:
+    assert not compare(resliced(bert_trial(), f"layer.0.{name}", [(8, 16), (0, 8)])).ok
+
+
+@pytest.mark.parametrize("trial", [gpt_trial, bert_trial], ids=["gpt", "bert"])
+def test_a_bias_added_on_every_rank(trial: Callable[[], Trial]) -> None:
+    reduced = [n for n in calls(trial(), collectives.reduce) if is_biased(n)]
+    assert len(reduced) >= 2
+    assert [str(n) for n in reduced if not red(trial(), on(n.name, bias_before_reduce))] == []
+
+
+def is_biased(node: fx.Node) -> bool:
+    reader = next(iter(node.users))
+    return reader.target is torch.ops.aten.add.Tensor and any(arg.op == "placeholder" for arg in reader.all_input_nodes)
+
+
+WRONG = {
+    "scale": (dropout.exact_attention, 6, lambda scale: 0.7),
+    "causal": (dropout.exact_attention, 5, lambda causal: not causal),
+    "dropout": (dropout.exact_attention, 10, lambda pieces: ((1, 3),)),
+    "lookup": (lookup.embedding, 2, lambda start: start + 1),
+    "target": (cross_entropy.class_terms, 4, lambda start: start + 1),
+}
+
+
+@pytest.mark.parametrize("trial", [gpt_trial, bert_trial], ids=["gpt", "bert"])
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_argument(trial: Callable[[], Trial], what: str) -> None:
+    """The softmax scale, the mask, the heads whose mask is drawn, where a rank's rows of the vocabulary start."""
+    function, at, change = WRONG[what]
+    (node,) = calls(trial(), function)
+    assert not compare(trial(), on(node.name, argument(at, change))).ok
+
+
+def test_a_loss_divided_twice() -> None:
+    (node,) = calls(gpt_trial(), torch.ops.aten.div.Tensor)
+    report = compare(gpt_trial(), on(node.name, behind(torch.ops.aten.mul.Tensor, 0.5)))
+    assert [d.name for d in report.outputs if d.error > report.tolerance] == ["loss"]
+
+
+# ---- the report
+
+
+def test_report() -> None:
+    gradients = (Difference("w", 3e-16), Difference("b", 0.0))
+    good = Report(gpt_trial().plan, (Difference("loss", 2e-16),), gradients, (Difference("w", 1e-17),))
+    assert good.ok
+    assert str(good) == OK
+    bad = replace(good, gradients=(Difference("w", 0.5), Difference("b", 0.25), Difference("c", 0.0)))
+    assert not bad.ok
+    assert bad.worst == Difference("w", 0.5)
+    assert str(bad) == FAILED
+
+
+OK = """\
+GPT on tp=2: equal to one device (float64, tolerance 1e-09)
+  outputs         1 compared, worst 2.0e-16  loss
+  gradients       2 compared, worst 3.0e-16  w
+  after a step    1 compared, worst 1.0e-17  w
+  forward         5 all-reduce
+  backward        3 all-reduce"""
+
+FAILED = """\
+GPT on tp=2: DIFFERENT from one device (float64, tolerance 1e-09)
+  outputs         1 compared, worst 2.0e-16  loss
+  gradients       3 compared, worst 5.0e-01  w
+                    and 2.5e-01  b
+  after a step    1 compared, worst 1.0e-17  w
+  forward         5 all-reduce
+  backward        3 all-reduce"""
+
+
+def test_what_is_no_number_is_not_ok() -> None:
+    (node,) = calls(gpt_trial(), torch.ops.aten.div.Tensor)
+    report = compare(gpt_trial(), on(node.name, behind(torch.ops.aten.mul.Tensor, float("nan"))))
+    assert not report.ok
+    assert str(report.outputs[0]) == "nan  loss"
+
+
+def test_on_meta() -> None:
+    with torch.device("meta"):
+        big = GPT(GPTConfig(n_layer=2))
+    assert str(autotp.verify(big, tp=8)) == (
+        "GPT on tp=8: the model is on meta: proved and counted, nothing computed\n"
+        "  forward         7 all-reduce\n  backward        5 all-reduce"
+    )
+
+
+def test_the_model_is_not_touched() -> None:
+    trained = BERT(BERTConfig(**SIZES))
+    trained.layer[0].mlp.output.weight.requires_grad_(False)
+    inputs = trained.dummy_inputs
+    before = copy.deepcopy((trained.state_dict(), inputs))
+    state, dtype = torch.get_rng_state(), torch.get_default_dtype()
+    assert autotp.verify(trained, tp=3, example_inputs=inputs).ok
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_default_dtype() == dtype
+    after = (trained.state_dict(), inputs)
+    for was, now in zip(before, after, strict=True):
+        assert list(was) == list(now)
+        assert all(torch.equal(was[name], now[name]) and was[name].dtype == now[name].dtype for name in was)
+    assert all(p.grad is None for p in trained.parameters())
+    assert [n for n, p in trained.named_parameters() if not p.requires_grad] == ["layer.0.mlp.output.weight"]
+    assert trained.training
+
+
+class Counting(nn.Module):
+    """Counts its calls, and leaves one buffer alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [n 8]"""
+        self.calls.add_(1)
+        return self.down(self.up(x).relu()) * self.scale
+
+
+def test_a_buffer_that_is_not_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not among what the ranks' graphs return, and differs from one device's."""
+    x = torch.randn(3, 8)
+    report = autotp.verify(Counting(), 2, example_inputs=x)
+    assert report.ok and [row.name for row in report.outputs if row.name in ("calls", "scale")] == ["calls"]
+
+    def forgetful(*args: Any) -> Any:
+        graph, updated = functionalize(*args)
+        output = graph.output_node()
+        output.args = (output.args[0][: len(output.args[0]) - len(updated)],)
+        return graph, []
+
+    monkeypatch.setattr(transform, "functionalize", forgetful)
+    report = autotp.verify(Counting(), 2, example_inputs=x)
+    assert not report.ok and report.outputs[0].name == "calls"

@@ -1,0 +1,239 @@
+"""Ranks that differ, meshes that cannot be, peers that die: one clear error, its message compared whole."""
+
+import copy
+import os
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from errors import BRANCHES, DATA_BRANCH, TRY_WHERE, Branching, Odd, line_of, message, refusal
+from ranks import Checks, run_ranks
+from small_models import gpt, tokens
+from torch.distributed.device_mesh import init_device_mesh
+
+import autotp
+from autotp.models.gpt import __file__ as gpt_file
+
+checks = Checks()
+
+
+# ---- ranks that differ
+
+SAME_MODEL = "\n  try      build the same model and call it alike on all ranks"
+SAME_BATCH = "\n  try      give every rank of the axis the same batch"
+SAME_SEED = "\n  try      torch.manual_seed(seed) with one seed on all ranks"
+
+
+@checks.on(3)
+@checks.on(2, rare=True)
+def different_models(rank: int, n: int) -> None:
+    """Of another depth, with other heads, in another mode, frozen elsewhere, or asked for otherwise."""
+    last = rank == n - 1
+    heads, dropped = line_of(gpt_file, "q = q.view(B"), line_of(gpt_file, "x = self.drop(")
+    rows = [
+        ({}, gpt(n_layer=1 + last), "%14 = parameter `ln_f.weight`  float32[48]",
+         "%14 = parameter `h.1.ln_1.weight`  float32[48]"),
+        ({}, gpt(n_layer=1, n_head=3 + 3 * last),
+         f"%30 = aten.reshape.default(%29, [%23, %19, 3, 16])  float32[s95, s85, 3, 16]  at {heads}",
+         f"%30 = aten.reshape.default(%29, [%23, %19, 6, 8])  float32[s95, s85, 6, 8]  at {heads}"),
+        ({}, gpt(n_layer=1, dropout=0.1).train(not last),
+         f"%23 = aten.dropout.default(%22, 0.1, True)  float32[s95, s85, 48]  at {dropped}",
+         "%23 = aten.sym_size.int(%16, 0)"),
+        ({}, gpt(n_layer=1).requires_grad_(not last),
+         "... summed=False) [True, True, True, True, True, True, True, Tru ...",
+         "... summed=False) [False, False, False, False, False, False, Fal ..."),
+        ({"outputs": "full" if last else "local"}, gpt(n_layer=1),
+         "... [48] Options(outputs='local', experts='width', sequence_para ...",
+         "... [48] Options(outputs='full', experts='width', sequence_paral ..."),
+        ({"randomness": "exact" if last else "fast"}, gpt(n_layer=1),
+         "... without=(), randomness='fast', check_inputs='first', recompu ...",
+         "... without=(), randomness='exact', check_inputs='first', recomp ..."),
+    ]  # fmt: skip
+    for given, model, one, other in rows:
+        assert refusal(model, n, **given) == (
+            f"parallelize(GPT, tp={n}): tp rank {n - 1} would run another graph than rank 0\n"
+            f"  rank 0   {one}\n  rank {n - 1}   {other}{SAME_MODEL}"
+        )
+
+
+@checks.on(3)
+def one_rank_fails(rank: int, n: int) -> None:
+    """Its own error there, and one that says where on the others; a further graph too."""
+    model = Branching() if rank == 1 else Odd()
+    found = refusal(model, n, example_inputs=torch.randn(4, 16))
+    if rank == 1:
+        assert found == f"parallelize(Branching, tp=3): {BRANCHES}\n  at       {DATA_BRANCH}{TRY_WHERE}"
+    else:
+        assert found == (
+            "parallelize(Odd, tp=3): tp rank 1 could not build a graph\n"
+            "  try      read the error of that rank: this rank has none"
+        )
+    parallel, x = autotp.parallelize(gpt(n_layer=1), n), torch.zeros(2, 20 if rank == 1 else 6, dtype=torch.int64)
+    assert message(lambda: parallel(x)) == (f"GPT.forward: tp rank 1 got other inputs than rank 0{SAME_BATCH}")
+
+
+@checks.on(3)
+def different_batches(rank: int, n: int) -> None:
+    """Values, shapes, dtypes, plain arguments; the ranks that differ from the first are named."""
+    parallel = autotp.parallelize(gpt(n_layer=1).train(), n)
+    x, y = tokens(seq=4)
+    other = tokens(seq=4, seed=2)[0]
+    two = f"GPT.forward: tp ranks 1, 2 got other inputs than rank 0{SAME_BATCH}"
+    assert message(lambda: parallel(x if rank == 0 else other, y)) == two
+    assert message(lambda: parallel(x[: 3 - (rank > 0)], y[: 3 - (rank > 0)])) == two
+    assert message(lambda: parallel(x, y if rank == 0 else None)) == two
+    assert message(lambda: parallel(x, y if rank == 0 else y.int())) == two
+    assert message(lambda: parallel(x if rank == 2 else other, y)) == (
+        f"GPT.forward: tp rank 2 got other inputs than rank 0{SAME_BATCH}"
+    )
+    assert torch.isfinite(parallel(x, y))  # and it is as good as before
+
+
+@checks.on(2)
+def different_modes(rank: int, n: int) -> None:
+    """One rank in eval mode, at the first call: the others know that graph already."""
+    parallel = autotp.parallelize(gpt(n_layer=1).train(), n, example_inputs=tokens(seq=4))
+    parallel.train(rank == 0)
+    assert message(lambda: parallel(*tokens(seq=4))) == (
+        "GPT.forward: tp rank 1 was called in another mode than rank 0\n"
+        "  try      model.train(), model.eval(), .to(dtype) and autocast on all ranks alike"
+    )
+    assert torch.isfinite(parallel.train()(*tokens(seq=4)))
+
+
+@checks.on(2)
+def when_inputs_are_compared(rank: int, n: int) -> None:
+    """At first: the first two calls of each graph; always; never."""
+    x, y = tokens(seq=4)
+    wrong = tokens(seq=4, seed=1 + rank)[0]
+    compared = {}
+    for setting in ("first", "always", "never"):
+        parallel = autotp.parallelize(gpt(n_layer=1).train(), n, check_inputs=setting)
+        compared[setting] = []
+        for right in (False, True, True, False):
+            try:
+                parallel(x if right else wrong, y)
+                compared[setting].append(False)
+            except autotp.Error as error:
+                assert str(error) == f"GPT.forward: tp rank 1 got other inputs than rank 0{SAME_BATCH}"
+                compared[setting].append(True)
+    assert compared == {
+        "first": [True, False, False, False], "always": [True, False, False, True], "never": [False] * 4,
+    }  # fmt: skip
+
+
+@checks.on(2)
+def different_seeds(rank: int, n: int) -> None:
+    """Only where random numbers are drawn."""
+    parallel = autotp.parallelize(gpt(n_layer=1, dropout=0.1).train(), n)
+    torch.manual_seed(rank)
+    text = f"GPT.forward: tp rank 1 would draw other random numbers than rank 0{SAME_SEED}"
+    assert message(lambda: parallel(*tokens(seq=4))) == text
+    parallel.eval()(*tokens(seq=4))
+    torch.manual_seed(0)
+    parallel.train()(*tokens(seq=4))
+
+
+# ---- meshes
+
+
+@checks.on(2)
+def meshes(rank: int, n: int) -> None:
+    sys.argv = ["train.py"]
+    assert refusal(gpt(n_layer=1), 3) == (
+        "parallelize(GPT, tp=3): tp=3 needs 3 processes, and the world has 2\n"
+        "  try      torchrun --nproc-per-node 3 train.py"
+    )
+    assert refusal(gpt(n_layer=1), 1) == (
+        "parallelize(GPT, tp=1): 2 processes are more than tp=1: "
+        "without a mesh the replicas would silently drift apart\n"
+        '  try      mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))\n'
+        "  then     parallelize(model, mesh=mesh), and DDP over mesh['dp']"
+    )
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "model"))
+    assert refusal(gpt(n_layer=1), 2, mesh=mesh) == (
+        "parallelize(GPT, tp=2): no dimension of the mesh is named tp: ('data', 'model')\n"
+        '  try      init_device_mesh("cpu", (1, 2), mesh_dim_names=(..., "tp"))'
+    )
+
+
+@checks.on(3)
+def no_multiple(rank: int, n: int) -> None:
+    sys.argv = ["train.py"]
+    assert refusal(gpt(n_layer=1), 2) == (
+        "parallelize(GPT, tp=2): 3 processes are not a multiple of tp=2\n"
+        "  try      torchrun --nproc-per-node 2 train.py"
+    )
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
+
+
+# ---- a peer that dies
+
+
+def lose_a_peer(rank: int, n: int, when: str) -> str:
+    """Rank 1 dies between forward and backward, or before forward."""
+    group = dist.new_group(timeout=timedelta(seconds=20), group_desc="tp")
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("tp",))
+    assert group is not None
+    parallel = autotp.parallelize(gpt(n_layer=1).train(), mesh=mesh)
+    parallel(*tokens(seq=4)).backward()
+    parallel(*tokens(seq=4)).backward()
+    if rank == 1 and when == "before":
+        os._exit(3)
+    loss = parallel(*tokens(seq=4)) if when == "backward" or rank == 0 else None
+    if rank == 1:
+        os._exit(3)
+    assert loss is not None
+    loss.backward()
+    return "no error"
+
+
+@pytest.mark.parametrize("when", ["backward", pytest.param("before", marks=pytest.mark.rare)])
+def test_a_peer_dies_in_a_step(when: str) -> None:
+    with pytest.raises(autotp.Error) as raised:
+        run_ranks(lose_a_peer, 2, when, timeout=60, may_die=[1])
+    assert str(raised.value) == (
+        "all_reduce_ over axis `tp` failed on rank 0 of 2 (global rank 0): "
+        "tp rank 1 (global rank 1) is lost, ended or stopped\n"
+        "  try      every call is made by all ranks (none under `if rank == 0`); read the logs of the others\n"
+        "  or       if it was only slow: timeout= of autotp.parallelize, or of init_process_group"
+    )
+
+
+# ---- one process
+
+
+def test_not_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    model = gpt(n_layer=1)
+    assert refusal(model, 8) == (
+        "parallelize(GPT, tp=8): tp=8 needs 8 processes, and this is one\n"
+        "  try      torchrun --nproc-per-node 8 train.py"
+    )
+    assert autotp.parallelize(copy.deepcopy(model), 1)(*tokens(seq=4)).isfinite()
+
+
+def test_rules_that_do_not_parse() -> None:
+    assert message(lambda: autotp.rule(torch.ops.aten.add.Tensor, "b h")) == (
+        'rule(aten.add.Tensor): the rule "b h" does not parse\n'
+        "  expected one `->` between operands and outputs\n"
+        '  try      for example "* i, o i -> * o"'
+    )
+
+
+def test_an_error_travels() -> None:
+    """Pickled, as between processes, an Error keeps its call and its facts."""
+    import pickle
+
+    error = autotp.Error("a problem", at="here", fix="this").within("parallelize(GPT, tp=2)")
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) == "parallelize(GPT, tp=2): a problem\n  at       here\n  try      this"

@@ -1,0 +1,378 @@
+"""A cut parameter that is taken for the whole: a warning the first time; an optimizer's work is none."""
+
+import copy
+import io
+import re
+import warnings
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Checks, silence
+from small_models import Mlp, x
+from torch import Tensor, nn
+from torch.optim.optimizer import _default_to_fused_or_foreach
+
+import autotp
+from autotp.distributed.cut_parameter import CutTensor
+from autotp.runtime.torch_hooks.optimizer_guard import CHECKED_STEPS
+
+checks = Checks()
+
+
+class Net(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x)
+
+
+def norm_of(x: Tensor) -> Tensor:
+    return x.norm()
+
+
+def gradient(w: Tensor) -> Tensor:
+    """The weight's gradient, as a loop reads it."""
+    w.grad = torch.ones(w.shape, dtype=w.dtype)
+    return w.grad
+
+
+def hooked(w: Tensor) -> None:
+    with torch.enable_grad():
+        handle = w.register_hook(lambda g: g * 0 if g.norm() < 0 else None)
+        torch.autograd.backward(w * 2, torch.ones(w.shape, dtype=w.dtype))
+        handle.remove()
+
+
+def differentiated(w: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return torch.autograd.grad(w * 2, [w], torch.ones(w.shape, dtype=w.dtype))[0].norm()
+
+
+WRONG: list[tuple[str, Any]] = [
+    ("norm", lambda w: w.norm()),
+    ("sum", lambda w: w.sum()),
+    ("__getitem__", lambda w: w[3]),
+    ("__setitem__", lambda w: w.__setitem__(3, 0)),
+    ("linear", lambda w: nn.functional.linear(torch.ones(1, 8, dtype=w.dtype), w)),
+    ("matmul", lambda w: torch.matmul(w, w.new_zeros(8))),
+    ("__get__", lambda w: w.T),
+    ("view", lambda w: w.view(-1)),
+    ("normal_", nn.init.normal_),
+    ("kaiming_uniform_", nn.init.kaiming_uniform_),
+    ("uniform_", nn.init.xavier_uniform_),
+    ("normal_", lambda w: torch.empty_like(w).normal_()),
+    ("bernoulli", lambda w: torch.bernoulli(torch.full_like(w.data, 0.5))),
+    ("norm", lambda w: torch.zeros_like(w).add_(w).norm()),
+    ("sum", lambda w: w.pow(2).sum()),
+    ("norm", lambda w: w.data.norm()),
+    ("max", lambda w: w.detach().abs().max()),
+    ("mean", lambda w: (2 * w.clone() + 1).to(torch.float32).mean()),
+    ("norm", lambda w: gradient(w).norm()),
+    ("sum", lambda w: torch.where(w > 0, gradient(w), w.data).sum()),
+    ("_foreach_norm", lambda w: torch._foreach_norm([gradient(w)])),
+    ("_foreach_norm", lambda w: torch._foreach_norm(torch._foreach_mul([w, w], 2.0))),
+    ("add", lambda w: w.data + torch.ones(2, 1, 1, dtype=w.dtype)),
+    ("norm", hooked),
+    ("norm", differentiated),
+    ("norm", lambda w: torch.zeros(w.shape, dtype=w.dtype).add_(w.data).norm()),
+    ("view", lambda w: nn.utils.parameters_to_vector([w])),
+    ("view_as", lambda w: nn.utils.vector_to_parameters(torch.zeros(240, dtype=w.dtype), [w])),
+    ("get_total_norm", lambda w: nn.utils.get_total_norm([w.detach()])),
+]
+
+
+@checks.on(2)
+def what_is_wrong_on_parts(rank: int, n: int) -> None:
+    made = autotp.parallelize(Net(), n, example_inputs=(x(),))
+    for name, do in WRONG:
+        parallel = copy.deepcopy(made)
+        in_model = parallel.up.weight.autotp_cut.in_model
+        in_model.lines.clear()  # Of this line, by what torch's own functions did.
+        in_model.of_sizes = True
+        with torch.no_grad(), pytest.warns(UserWarning, match="this rank's part") as told:
+            do(parallel.up.weight)
+        (found,) = [str(warning.message) for warning in told]
+        assert found == (
+            f"`up.weight` is this rank's part [15, 8] of [30, 8], and `{name}` is computed of that alone. "
+            "autotp.gather(tensor), on all ranks, is the whole, with its gradient; autotp.full_state_dict and "
+            "autotp.load_full_state_dict read and write it"
+        )
+        assert told[0].filename == __file__
+        with torch.no_grad(), silence():
+            do(parallel.up.weight)  # Once.
+            do(nn.Parameter(torch.zeros(30, 8, dtype=torch.float64)))
+
+
+@checks.on(2)
+def a_line_is_warned_of_once(rank: int, n: int) -> None:
+    """Whatever parameters come there; another line for itself, if it reads another one."""
+    parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
+    with pytest.warns(UserWarning) as told:
+        for p in parallel.parameters():
+            norm_of(p.detach())
+        parallel.up.weight.sum()
+        parallel.up.bias.sum()
+    assert [str(warning.message).split("`")[1] for warning in told] == ["up.weight", "up.bias"]
+
+
+@checks.on(2)
+def sizes_are_of_parts(rank: int, n: int) -> None:
+    """Once for a model, whoever asks but torch and autotp."""
+    parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
+    for name, asked in (
+        ("numel", lambda: sum(p.numel() for p in parallel.up.parameters())),
+        ("numel", lambda: parallel.up.weight.nelement()),
+        ("shape", lambda: torch.randn(parallel.up.weight.shape)),
+        ("size", lambda: parallel.up.weight.detach().size(0) ** -0.5),
+        ("__len__", lambda: len(parallel.up.weight)),
+        ("nbytes", lambda: parallel.up.weight.nbytes),
+    ):
+        with pytest.warns(UserWarning) as told:
+            asked()
+        (found,) = [str(warning.message) for warning in told]
+        assert found == (
+            f"`{name}` of `up.weight` is of this rank's part [15, 8]; the whole is [30, 8]. Sizes of cut parameters "
+            "are right for what lies beside the parts, as an optimizer's state does, and too small in a count of "
+            "parameters, noise, or a learning rate by width: model.layouts[name].shape has the whole's. "
+            "This warning comes once for a model"
+        )
+        with silence():
+            asked()
+            parallel.down.weight.size()
+            parallel.down.bias.numel()
+            sum(p.numel() for p in copy.deepcopy(parallel).parameters())
+        parallel.up.weight.autotp_cut.in_model.of_sizes = False
+
+
+@checks.on(2)
+def what_is_right_on_parts(rank: int, n: int) -> None:
+    """Training, averages, freezing, initialisation with constants, printing: not a word."""
+    with silence():
+        everything_that_is_right(autotp.parallelize(Net(), n, example_inputs=(x(),)))
+
+
+def everything_that_is_right(parallel: Any) -> None:
+    average = {name: p.detach().clone() for name, p in parallel.named_parameters()}
+    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad):
+        for foreach in (True, False):
+            optimizer = kind(parallel.parameters(), lr=0.01, foreach=foreach)
+            parallel(x()).sum().backward()
+            assert all(p.grad is p.grad and p.grad.isfinite() is not None for p in parallel.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        for name, p in parallel.named_parameters():
+            average[name].mul_(0.9).add_(p, alpha=0.1)
+            p.copy_(average[name])
+            p.data = p.data * 2
+            assert str(p.device) == "cpu" and len(repr(p)) > 0
+            p.requires_grad_(False).requires_grad_()
+        torch._foreach_lerp_(list(average.values()), list(parallel.parameters()), 0.1)
+        nn.init.zeros_(parallel.up.weight)
+        nn.init.constant_(parallel.up.weight, 0.5)
+        (parallel.up.weight * 2 + 1).abs()
+        torch.zeros_like(parallel.up.weight).lerp_(parallel.up.weight, 0.1).sqrt().add_(1e-8)
+    assert isinstance(parallel.up.weight, nn.Parameter) and parallel.up.weight in set(parallel.parameters())
+
+
+@checks.on(2)
+def wholes_are_not_written_over_parts(rank: int, n: int) -> None:
+    parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
+    weight, whole = parallel.up.weight, torch.zeros(30, 8, dtype=torch.float64)
+    with torch.no_grad():
+        for name, write in {
+            "data": lambda: setattr(weight, "data", whole),
+            "grad": lambda: setattr(weight, "grad", whole),
+            "copy_": lambda: weight.data.copy_(whole),
+            "add_": lambda: weight.add_(whole),
+            "lerp_": lambda: weight.detach().lerp_(whole, 0.5),
+        }.items():
+            with pytest.raises(autotp.Error) as raised:
+                write()
+            assert str(raised.value) == (
+                f"`{name}` of a tensor [30, 8], which is the whole `up.weight`, and of this rank's part [15, 8]\n"
+                "  try      autotp.load_full_state_dict(model, state), which writes the whole model's state\n"
+                "  or       autotp.gather(tensor) is the whole of a part"
+            )
+    for module, state in ((parallel, Net().state_dict()), (parallel.up, nn.Linear(8, 30).state_dict())):
+        for assign in (False, True):
+            with pytest.raises(autotp.Error) as raised:
+                module.load_state_dict(state, assign=assign)
+            assert str(raised.value) == (
+                "load_state_dict: these are not the parts that this rank holds\n"
+                "  try      autotp.load_full_state_dict(model, state), for the original model's"
+            )
+        module.load_state_dict(module.state_dict())
+
+
+@checks.on(2)
+def of_a_trainer(rank: int, n: int) -> None:
+    """What a trainer of `distribute` holds warns as well; its steps do not."""
+    example = {"x": x().float(), "y": x().float()}
+    trainer = autotp.distribute(Loss().float(), tp=n, example_inputs=example)
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=0.01)
+    with silence():
+        for _ in range(3):
+            trainer.step(**example)
+            autotp.clip_grad_norm_(trainer, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        trainer.evaluate(**example)
+    with pytest.warns(UserWarning, match="`net.up.weight` is this rank's part") as told:
+        trainer.get_parameter("net.up.weight").norm()
+    assert len(told) == 1
+
+
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.net(x) - y).square().mean()
+
+
+@checks.on(2)
+def loops_over_replicas(rank: int, n: int) -> None:
+    """`broadcast` and `all_reduce` of each parameter, as replicas are kept alike: over these ranks an Error."""
+    parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
+    parallel(x()).sum().backward()
+    alone = [dist.new_group([i]) for i in range(n)][rank]
+    for p in parallel.parameters():
+        dist.broadcast(p.data, rank, group=alone)
+        dist.all_reduce(p.grad, group=alone)
+    for name, send in {
+        "broadcast": lambda p: dist.broadcast(p.data, 0),
+        "all_reduce": lambda p: dist.all_reduce(p.grad, op=dist.ReduceOp.AVG),
+        "reduce": lambda p: dist.reduce(p.detach().clone(), 0),
+    }.items():
+        with pytest.raises(autotp.Error) as raised:
+            for p in parallel.parameters():
+                send(p)
+        assert str(raised.value) == (
+            f"{name} of `up.weight` over ranks [0, 1], of which each has another part of it\n"
+            "  try      no such loop over parameters: autotp has broadcast them, and has summed their gradients\n"
+            "  or       with replicas: parallelize(model, mesh=mesh), and group=mesh['dp'].get_group()"
+        )
+    parts = [torch.empty(15, 8, dtype=torch.float64) for _ in range(n)]
+    dist.all_gather(parts, parallel.up.weight.data)
+    assert torch.equal(parts[rank], parallel.up.weight.detach())
+
+
+@checks.on(2, 3)
+def gathered_parameters_are_right_in_a_loss(rank: int, n: int) -> None:
+    """A penalty on whole parameters, square sums and norms: loss and gradients are one device's."""
+    torch.manual_seed(0)
+    whole = Net()
+    parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=(x(),))
+    losses = []
+    for model, read in ((whole, lambda p: p), (parallel, autotp.gather)):
+        parameters = [read(p) for p in model.parameters()]
+        losses.append(model(x()).square().sum() + sum(p.pow(2).sum() + p.norm() for p in parameters))
+        losses[-1].backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-13, atol=0)
+    for (name, mine), theirs in zip(parallel.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(autotp.gather(mine.grad), theirs.grad, rtol=1e-12, atol=1e-12)
+
+        if parallel.layouts[name].dim is not None:
+            torch.testing.assert_close(autotp.gather(mine.detach() * 2), theirs.detach() * 2, rtol=0, atol=0)
+
+
+@checks.on(2)
+def copies_files_and_new_parameters(rank: int, n: int) -> None:
+    """Parts stay parts in copies and in new parameters; in files they are plain tensors."""
+    parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
+    parallel(x()).sum().backward()
+    weight = parallel.up.weight
+    file = io.BytesIO()
+    torch.save({"p": weight, "grad": weight.grad, "data": weight.data, "state": parallel.state_dict()}, file)
+    file.seek(0)
+    found = torch.load(file, weights_only=True)
+    assert {type(found[key]) for key in ("grad", "data")} == {Tensor} and type(found["p"]) is nn.Parameter
+    assert torch.equal(found["p"], weight.detach()) and found["p"].requires_grad
+    for part in (copy.deepcopy(weight), copy.deepcopy(weight.grad), nn.Parameter(weight), nn.Parameter(weight.data)):
+        with pytest.warns(UserWarning, match="`up.weight` is this rank's part"):
+            part.norm()
+        weight.autotp_cut.warned = False
+        weight.autotp_cut.in_model.lines.clear()
+    expected = parallel(x())
+    parallel.up.weight = nn.Parameter(weight.data * 1)
+    torch.testing.assert_close(parallel(x()), expected)
+    parallel.up.weight = nn.Parameter(autotp.gather(weight.detach()))
+    torch.testing.assert_close(parallel(x()), expected)
+    with silence():
+        parallel.up.weight.norm()  # Whole now.
+
+
+@checks.on(2)
+def a_step_costs_nothing(rank: int, n: int) -> None:
+    """Torch's optimizers step plain parameters, and take their fast ways; where a step raises, no harm is done."""
+    parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
+    parallel(x()).sum().backward()
+    gradients = [p.grad for p in parallel.parameters()]
+    with patch("torch.optim.optimizer._get_foreach_kernels_supported_devices", lambda: ["cpu"]):
+        assert _default_to_fused_or_foreach(list(parallel.parameters()), False, True) == (True, False)
+        assert _default_to_fused_or_foreach(gradients, False, False) == (False, True)
+    called: list[Any] = []
+    original = CutTensor.__dict__["__torch_function__"]
+
+    def counted(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        called.append(func)
+        return original.__func__(cls, func, types, args, kwargs)
+
+    for given in ({}, {"foreach": True}, {"fused": True}):
+        optimizer = torch.optim.AdamW(parallel.parameters(), **given)
+        for _ in range(CHECKED_STEPS):  # In which ranks are compared.
+            optimizer.step()
+        _ = [p.grad for p in parallel.parameters()]
+        with patch.object(CutTensor, "__torch_function__", classmethod(counted)):
+            parallel.up.weight.detach()
+            assert len(called) == 1, "it counts"
+            optimizer.step()
+        assert called == [Tensor.detach]
+        called.clear()
+        with pytest.warns(UserWarning, match="`up.weight` is this rank's part"):
+            parallel.up.weight.norm()
+        parallel.up.weight.autotp_cut.warned = False
+        parallel.up.weight.autotp_cut.in_model.lines.clear()
+    optimizer.param_groups[0]["lr"] = "none"
+    with pytest.raises((TypeError, RuntimeError)):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.step()
+    assert isinstance(parallel.up.weight, CutTensor)
+
+
+@checks.on(2)
+def a_state_of_parts(rank: int, n: int) -> None:
+    """One of them in a file would be half a model."""
+    parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            parallel.state_dict()
+    (one,) = found
+    assert re.fullmatch(
+        r"`state_dict\(\)` is of this rank's parts: `[\w.]+` and \d+ more are cut. .*", str(one.message)
+    )
+    assert one.filename == __file__
+    with silence():
+        copy.deepcopy(parallel)
+        autotp.load_full_state_dict(parallel, autotp.full_state_dict(parallel))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
+
+
+def test_nothing_is_said_on_one_rank() -> None:
+    parallel = autotp.parallelize(Net(), 1, example_inputs=(x(),))
+    with silence():
+        parallel.up.weight.norm()

@@ -1,0 +1,347 @@
+"""heartbeat: ranks are killed or stopped in each phase that has collectives; the others end, and name them.
+
+A rank ends itself right before some collective of a phase, so that it is known where it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hugging_face import built, prompt
+from ranks import run_ranks
+from small_models import gpt
+from torch.distributed.device_mesh import DeviceMesh
+from trainers import SMALL, batch
+
+import autotp
+from autotp.distributed.background_exchange import BackgroundExchange
+from autotp.distributed.heartbeat import INTERVAL, Heart
+from autotp.ops import collectives
+from autotp.runtime.torch_hooks import optimizer_guard
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+TIMEOUT = timedelta(seconds=8)
+Layout = tuple[int, int, int]
+Calls = tuple[Callable[[], Any], Callable[[], Any]]
+"""What all ranks do first, and the phase: in it one is lost."""
+
+
+def trainer(layout: Layout) -> autotp.Trainer:
+    tp, pp, dp = layout
+    example = {name: x[: 4 // (2 * dp)] for name, x in batch(0).items()}
+    return autotp.distribute(
+        gpt(seed=0, **SMALL), tp=tp, pp=pp, dp=dp, microbatches=2, example_inputs=example, timeout=TIMEOUT
+    )
+
+
+def rows(it: autotp.Trainer) -> Any:
+    mesh = it.mesh["dp"]
+    return {name: x.chunk(mesh.size())[mesh.get_local_rank()] for name, x in batch(0).items()}
+
+
+def step(layout: Layout, folder: Path) -> Calls:
+    it = trainer(layout)
+    return (lambda: it.step(**rows(it))), (lambda: it.step(**rows(it)))
+
+
+def evaluate(layout: Layout, folder: Path) -> Calls:
+    it = trainer(layout)
+    return (lambda: it.evaluate(**rows(it))), (lambda: it.evaluate(**rows(it)))
+
+
+def forward(layout: Layout, folder: Path) -> Calls:
+    model, x = parallel(), torch.arange(12).view(2, 6)
+    return (lambda: model(x, x)), (lambda: model(x, x))
+
+
+def backward(layout: Layout, folder: Path) -> Calls:
+    model, x = parallel(), torch.arange(12).view(2, 6)
+    loss = model(x, x)
+    return (lambda: model(x, x)), loss.backward
+
+
+def stepped(layout: Layout) -> tuple[autotp.Trainer, torch.optim.Optimizer]:
+    it = trainer(layout)
+    optimizer = torch.optim.AdamW(it.parameters(), lr=0.01)
+    it.step(**rows(it))
+    return it, optimizer
+
+
+def optimize(layout: Layout, folder: Path) -> Calls:
+    it, optimizer = stepped(layout)
+    return (lambda: it.step(**rows(it))), (lambda: (autotp.clip_grad_norm_(it, 1.0), optimizer.step()))
+
+
+def save(layout: Layout, folder: Path) -> Calls:
+    it, optimizer = stepped(layout)
+    saves = (lambda i=i: autotp.save_checkpoint(folder / "saved", it, optimizer, i) for i in itertools.count())
+    return (lambda: next(saves)()), (lambda: next(saves)())
+
+
+def load(layout: Layout, folder: Path) -> Calls:
+    it, optimizer = stepped(layout)
+    autotp.save_checkpoint(folder / "saved", it, optimizer, 1)
+    read = functools.partial(autotp.load_checkpoint, folder / "saved", it, optimizer)
+    return read, read
+
+
+def gathered(layout: Layout, folder: Path) -> Calls:
+    it = trainer(layout)
+    state = autotp.full_state_dict(it)
+    return (lambda: autotp.full_state_dict(it)), (lambda: autotp.load_full_state_dict(it, state))
+
+
+def begin(layout: Layout, folder: Path) -> Calls:
+    return (lambda: dist.barrier()), (lambda: trainer(layout))
+
+
+def read(layout: Layout, folder: Path) -> Calls:
+    if dist.get_rank() == 0:
+        built("gpt2").save_pretrained(folder / "hf")
+    dist.barrier()
+    call = functools.partial(autotp.from_pretrained, folder / "hf", tp=layout[0], timeout=TIMEOUT)
+    return call, call
+
+
+def written(layout: Layout, folder: Path) -> Calls:
+    model = autotp.parallelize(built("gpt2"), layout[0], timeout=TIMEOUT)
+    write = functools.partial(autotp.save_pretrained, model, folder / "out", max_shard_size="20KB")
+    return write, write
+
+
+def generate(layout: Layout, folder: Path) -> Calls:
+    model = autotp.parallelize(built("gpt2"), layout[0], timeout=timedelta(seconds=600))
+    call = functools.partial(model.generate, **prompt(), max_new_tokens=3, min_new_tokens=3, timeout=TIMEOUT)
+    return call, call
+
+
+def parallel() -> Any:
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=TIMEOUT, group_desc="tp"), "cpu", mesh_dim_names=("tp",))
+    return autotp.parallelize(gpt(seed=0, **SMALL), mesh=mesh)
+
+
+PHASES = {
+    phase.__name__: phase
+    for phase in (begin, forward, backward, step, evaluate, optimize, save, load, gathered, read, written, generate)
+}
+
+
+def losing(
+    rank: int, n: int, phase: str, layout: Layout, lost: int, at: int, how: int, folder: str, keeper: int | None
+) -> str:
+    """What the others are told, once the lost rank was about to start the phase's collective of this number."""
+    Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
+    if keeper is not None:
+        meet(rank, n, keeper, Path(folder))
+    before, call = PHASES[phase](layout, Path(folder))
+    before()
+    if rank == lost:
+        _end_at(at, how)
+        call()
+        os.kill(os.getpid(), how)  # It had fewer collectives.
+    return error_of(iter((call, before)), Path(folder, f"pid-{lost}"))  # It may end behind the phase.
+
+
+def error_of(calls: Iterator[Callable[[], Any]], lost: Path) -> str:
+    """The first line of what one of the calls raises. Kills the process of that number, which may be a stopped one."""
+    try:
+        for call in calls:
+            call()
+    except autotp.Error as error:
+        return str(error).splitlines()[0]
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(int(lost.read_text()), signal.SIGKILL)
+    return "no error"
+
+
+def meet(rank: int, n: int, keeper: int, folder: Path) -> None:
+    """The ranks meet in a store that one of them keeps, as without torchrun."""
+    dist.destroy_process_group()
+    found = dist.FileStore(str(folder / "meet"), n)
+    if rank == keeper:
+        store = dist.TCPStore("127.0.0.1", 0, n, True, TIMEOUT, wait_for_workers=False)
+        found.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(found.get("port")), n, False, TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=TIMEOUT)
+
+
+def _end_at(at: int, how: int) -> None:
+    count = itertools.count()
+
+    def counted(run: Callable[..., Any]) -> Callable[..., Any]:
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            if next(count) == at:
+                os.kill(os.getpid(), how)
+            return run(*args, **kwargs)
+
+        return collective
+
+    collectives._start = counted(collectives._start)
+    BackgroundExchange._gather = counted(BackgroundExchange._gather)  # type: ignore[method-assign]
+    optimizer_guard.store_gather = counted(optimizer_guard.store_gather)
+    for name in TORCHS:
+        setattr(dist, name, counted(getattr(dist, name)))
+
+
+TORCHS = ("all_reduce", "batch_isend_irecv", "broadcast_object_list", "gather_object", "new_group", "recv", "send")
+RARE = [
+    (phase, layout, 1, at, how)
+    for phase, layouts in (
+        ("step", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2)]),
+        ("evaluate", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2)]),
+        ("forward", [(2, 1, 1)]),
+        ("backward", [(2, 1, 1)]),
+    )
+    for layout, at, how in itertools.product(layouts, (0, 2, 5), (KILL, STOP))
+] + [
+    (phase, layout, 1, at, how)
+    for phase, layouts in (
+        ("begin", [(2, 1, 1), (1, 2, 1)]),
+        ("optimize", [(2, 1, 1), (1, 2, 1), (2, 1, 2)]),
+        ("save", [(2, 1, 1), (1, 2, 1), (2, 1, 2)]),
+        ("load", [(2, 1, 1), (1, 2, 1), (2, 1, 2)]),
+        ("gathered", [(2, 1, 1), (1, 2, 1)]),
+        ("read", [(2, 1, 1)]),
+        ("written", [(2, 1, 1)]),
+        ("generate", [(2, 1, 1), (3, 1, 1)]),
+    )
+    for layout, (at, how) in itertools.product(layouts, ((0, KILL), (3, KILL), (3, STOP)))
+]
+USUAL = [
+    ("step", (1, 2, 1), 1, 3, KILL),
+    ("backward", (2, 1, 1), 1, 2, STOP),
+    ("read", (2, 1, 1), 1, 2, KILL),
+    pytest.param("generate", (2, 1, 1), 1, 5, KILL, marks=pytest.mark.rare),
+]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("phase", "layout", "lost", "at", "how"),
+    [*USUAL, *(pytest.param(*case, marks=pytest.mark.rare) for case in RARE)],
+    ids=str,
+)
+def test_the_lost_rank_is_named(phase: str, layout: Layout, lost: int, at: int, how: int, tmp_path: Path) -> None:
+    n = layout[0] * layout[1] * layout[2]
+    found = run_ranks(losing, n, phase, layout, lost, at, how, str(tmp_path), None, timeout=100, may_die=[lost])
+    expect_named(found, lost, layout)
+
+
+def expect_named(found: list[str], lost: int, layout: Layout) -> None:
+    """Every other rank was told who is lost."""
+    axis = next(axis for axis, size in zip(("tp", "pp", "dp"), layout, strict=True) if size > 1)  # Of rank 1.
+    for rank, text in enumerate(found):
+        if rank != lost:
+            named = f"{axis} rank {lost} is lost", f"global rank {lost} is lost", f"(global rank {lost}) is lost"
+            assert any(name in text for name in named), text
+
+
+def training(layout: Layout, folder: Path) -> Iterator[Callable[[], Any]]:
+    """What a training does, for ever."""
+    it, optimizer = stepped(layout)
+    for i in itertools.count(1):
+        yield lambda: it.step(**rows(it))
+        yield lambda: autotp.clip_grad_norm_(it, 1.0)
+        yield optimizer.step
+        yield lambda: it.evaluate(**rows(it))
+        yield lambda i=i: autotp.save_checkpoint(folder / "saved", it, optimizer, i, wait=i % 3 == 0)
+        yield lambda: autotp.load_checkpoint(folder / "saved", it, optimizer)
+        yield lambda: autotp.load_full_state_dict(it, autotp.full_state_dict(it))
+
+
+def generating(layout: Layout, folder: Path) -> Iterator[Callable[[], Any]]:
+    """What is done with a model of transformers, for ever."""
+    model, x = autotp.parallelize(built("gpt2").train(), layout[0], timeout=TIMEOUT), prompt()["input_ids"]
+    for i in itertools.count():
+        yield lambda: autotp.save_pretrained(model, folder / "out")
+        yield lambda: autotp.from_pretrained(folder / "out", tp=layout[0], timeout=TIMEOUT)
+        yield lambda: model(x, labels=x).loss.backward()
+        yield lambda i=i: model.generate(**prompt(), max_new_tokens=5, do_sample=i % 2 == 1, timeout=TIMEOUT)
+
+
+def losing_any_time(rank: int, n: int, layout: Layout, lost: int, how: int, seconds: float, folder: str) -> str:
+    """What the others are told, once the lost rank ended at any moment after some seconds."""
+    Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
+    global TIMEOUT
+    TIMEOUT = timedelta(seconds=20)  # What is done first has to be done in time on a machine that does much else.
+    phases = (training if seconds % 1 < 0.7 or layout[0] == 1 else generating)(layout, Path(folder))
+    for _ in range(7):
+        next(phases)()
+    dist.barrier()
+    if rank == lost:
+        threading.Timer(seconds, os.kill, (os.getpid(), how)).start()
+    return error_of(phases, Path(folder, f"pid-{lost}"))
+
+
+class Busy:
+    """A store that takes its time."""
+
+    def clone(self) -> Any:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        """Nothing is kept."""
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(2.5 * INTERVAL)
+        return False
+
+
+def test_no_thread_is_in_the_store_when_python_ends() -> None:
+    heart = Heart(Busy(), 0)
+    time.sleep(1.5 * INTERVAL)  # It has asked.
+    heart.stop()
+    assert not heart.thread.is_alive()
+
+
+@pytest.mark.rare
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("seed", range(50))
+def test_a_random_moment(seed: int, tmp_path: Path) -> None:
+    """Real processes, each with a hash seed of its own; a rank ends wherever it is, a save beside it, too."""
+    draw = random.Random(seed)
+    layout = draw.choice([(2, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)])
+    lost, how, seconds = draw.randrange(2), draw.choice((KILL, STOP)), draw.uniform(0, 3)
+    given = layout, lost, how, seconds, str(tmp_path)
+    expect_named(run_ranks(losing_any_time, 2, *given, timeout=120, may_die=[lost], fresh=True), lost, layout)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("phase", "layout", "lost", "how"),
+    [
+        ("forward", (2, 1, 1), 0, KILL),
+        *(
+            pytest.param(phase, layout, lost, how, marks=pytest.mark.rare)
+            for phase, layout in (
+                *(("forward", (2, 1, 1)), ("step", (1, 2, 1)), ("step", (3, 1, 1))),
+                *(("optimize", (2, 1, 1)), ("save", (2, 1, 1)), ("load", (3, 1, 1))),
+            )
+            for lost, how in itertools.product((0, 1), (KILL, STOP))
+        ),
+    ],
+    ids=str,
+)
+def test_the_rank_that_keeps_the_store(phase: str, layout: Layout, lost: int, how: int, tmp_path: Path) -> None:
+    """Where the first rank keeps the store it is named as any other is, and with it nobody else is blamed."""
+    n = layout[0] * layout[1] * layout[2]
+    found = run_ranks(losing, n, phase, layout, lost, 2, how, str(tmp_path), 0, timeout=100, may_die=[lost])
+    expect_named(found, lost, layout)
+    if lost == 0:
+        assert all("and with it the store in which the processes met" in text for text in found[1:])

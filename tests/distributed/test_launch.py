@@ -1,0 +1,179 @@
+"""launch: processes of srun or mpirun find each other, or are told what to write; one alone stays alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+
+import autotp
+from autotp.distributed.launch import TORCHRUN, Launch, launch, store_of
+from autotp.distributed.mesh import gather_ints, make_mesh, world_size
+
+NAMES = re.compile("^(RANK|WORLD_SIZE|LOCAL_|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMIX?_|MPI_)")
+JOB = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "a1"}
+"""What a shell in an allocation has, with or without a step."""
+
+
+def of_srun(rank: int, size: int, per_node: str = "2") -> dict[str, str]:
+    step = {"SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": str(size), "SLURM_STEP_TASKS_PER_NODE": per_node}
+    return {**JOB, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2), "SLURM_NODEID": str(rank // 2)}
+
+
+def of_open_mpi(rank: int, size: int, local_size: int = 2) -> dict[str, str]:
+    values = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank % 2, "LOCAL_SIZE": local_size}
+    found = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in values.items()}
+    return {**found, "PMIX_NAMESPACE": "prterun-host-1234@1"}
+
+
+def of_hydra(rank: int, size: int) -> dict[str, str]:
+    return {"PMI_RANK": str(rank), "PMI_SIZE": str(size), "MPI_LOCALRANKID": str(rank % 2), "MPI_LOCALNRANKS": "2"}
+
+
+def put(variables: dict[str, str]) -> None:
+    for name in [name for name in os.environ if NAMES.match(name)]:
+        del os.environ[name]
+    os.environ.update(variables)
+    tempfile.tempdir = None  # It is found again, in TMPDIR.
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+# ---- what the variables say
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        ({**JOB, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}, None),  # in a batch script
+        (of_srun(0, 1, "1"), None),  # srun --pty bash
+        (of_srun(1, 2), Launch("srun", 1, 2, 1, 2, "77.3.0")),
+        (of_srun(5, 7, "2(x3),1"), Launch("srun", 5, 7, 1, 2, "77.3.0")),
+        (of_srun(6, 7, "2(x3),1"), Launch("srun", 6, 7, 0, 1, "77.3.0")),
+        (of_open_mpi(1, 2), Launch("mpirun", 1, 2, 1, 2, "prterun-host-1234@1")),
+        (of_srun(0, 2, "1(x2)") | of_open_mpi(3, 4), Launch("mpirun", 3, 4, 1, 2, "prterun-host-1234@1")),
+        (of_hydra(1, 2), Launch("mpirun", 1, 2, 1, 2)),
+        (of_srun(1, 2) | of_hydra(1, 2), Launch("srun", 1, 2, 1, 2, "77.3.0")),  # srun --mpi=pmi2
+        (of_srun(0, 2, "1(x2)") | of_hydra(3, 4), Launch("mpirun", 3, 4, 1, 2)),
+        (
+            of_srun(0, 2) | dict(zip(TORCHRUN, ("3", "4", "localhost", "1"), strict=True)) | {"LOCAL_RANK": "1"},
+            Launch("torchrun", 3, 4, 1, 1),
+        ),
+        (dict(zip(TORCHRUN, ("0", "1", "localhost", "1"), strict=True)), Launch("torchrun", 0, 1, 0, 1)),
+    ],
+    ids=[
+        "alone", "batch", "shell", "srun", "srun-nodes", "srun-last", "open-mpi", "open-mpi-in-srun", "mpich",
+        "srun-pmi2", "mpich-in-srun", "torchrun-in-srun", "torchrun-1",
+    ],
+)  # fmt: skip
+def test_who_started_it(variables: dict[str, str], expected: Launch | None) -> None:
+    put(variables)
+    assert launch() == expected
+    assert world_size() == (expected.size if expected is not None else 1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "here", "line"),
+    [
+        (of_srun(0, 4, "2(x2)"), 2, "MASTER_ADDR=<the first node> MASTER_PORT=29500 srun"),
+        (of_open_mpi(0, 4), 2, "mpirun -x MASTER_ADDR=<the first node> -x MASTER_PORT=29500"),
+        (of_hydra(0, 4), 2, "mpirun -x MASTER_ADDR=<the first node> -x MASTER_PORT=29500"),
+    ],
+    ids=["srun", "open-mpi", "mpich"],
+)
+def test_nobody_knows_where(variables: dict[str, str], here: int, line: str) -> None:
+    put(variables)
+    with pytest.raises(autotp.Error) as raised:
+        make_mesh(4)
+    by = "srun" if "srun" in line else "mpirun"
+    assert str(raised.value) == (
+        f"{by} started 4 processes ({here} here), and they do not know where to meet\n"
+        f"  try      {line} ... (or torchrun on each machine)"
+    )
+    assert not dist.is_initialized()
+
+
+def test_the_folder_is_this_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    folder = tmp_path / f"autotp-{os.getuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(autotp.Error) as raised:
+        store_of(Launch("srun", 0, 2, 0, 2, "1.0.0"), timedelta(seconds=1))
+    assert str(raised.value) == f"{folder} can be changed by other users\n  try      TMPDIR=<a folder of yours>"
+
+
+# ---- processes that meet
+
+
+def meet(rank: int, n: int, kind: str, folder: str, port: int) -> Any:
+    dist.destroy_process_group()
+    put({"srun": of_srun, "open-mpi": of_open_mpi, "mpich": of_hydra}[kind](rank, n) | {"TMPDIR": folder})
+    if port:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(SLURM_STEP_TASKS_PER_NODE="1(x2)")  # It does not matter then where they are.
+    mesh = make_mesh(2, timeout=timedelta(seconds=30))
+    return mesh.rank, mesh.size, gather_ints([rank * 7], mesh)
+
+
+def free_port() -> int:
+    """A port that the first rank can have: nobody has it now."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return int(store.port)
+
+
+@pytest.mark.parametrize("kind", ["srun", "open-mpi"])
+def test_on_one_machine(kind: str, tmp_path: Path) -> None:
+    """A job of the same name that was killed has left the port of a process that is gone."""
+    left = tmp_path / f"autotp-{os.getuid()}"
+    left.mkdir(mode=0o700)
+    for job in ("77.3.0", "prterun-host-1234_1"):
+        (left / job).write_text(str(free_port()))
+    for rank, found in enumerate(run_ranks(meet, 2, kind, str(tmp_path), 0)):
+        assert found == (rank, 2, [[0], [7]])
+
+
+@pytest.mark.parametrize("kind", ["srun", "mpich"])
+def test_at_an_address(kind: str, tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(meet, 2, kind, str(tmp_path), free_port())):
+        assert found == (rank, 2, [[0], [7]])
+    assert not list(tmp_path.iterdir())
+
+
+SCRIPT = """
+import torch, autotp
+torch.manual_seed(0)
+model = autotp.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)),
+                           example_inputs=torch.ones(2, 4))
+print(model.mesh, tuple(model[0].weight.shape))
+"""
+
+
+def test_a_script(tmp_path: Path) -> None:
+    """`srun python train.py`, unchanged."""
+    started = []
+    for rank in range(2):
+        variables = {name: value for name, value in os.environ.items() if not NAMES.match(name)}
+        variables |= of_srun(rank, 2) | {"TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-c", SCRIPT]
+        started.append(subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True))
+    for rank, process in enumerate(started):
+        assert process.communicate(timeout=60)[0] == f"tp=2, rank {rank} on cpu (4, 4)\n"
+    assert not list(tmp_path.rglob("77*")), "the file is gone"

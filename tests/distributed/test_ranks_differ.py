@@ -1,0 +1,160 @@
+"""Ranks that save, load or generate with arguments of their own: one error on all, and nothing is mixed."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from hugging_face import built, prompt
+from ranks import run_ranks
+from torch import Tensor
+from trainers import fingerprint, started, trained
+
+import autotp
+from autotp.hf import pretrained
+
+
+def problem(call: Any) -> str:
+    with pytest.raises(autotp.Error) as raised:
+        call()
+    return str(raised.value).splitlines()[0]
+
+
+def training(rank: int, n: int, folder: str) -> list[str]:
+    """Another folder, and another step, than the first rank's; then a state dict of other names."""
+    trainer, optimizer = started((2, 1, 1))
+    trained(trainer, optimizer, range(1))
+    own, both = Path(folder, f"of-{rank}"), Path(folder, "both")
+    found = [problem(lambda: autotp.save_checkpoint(own, trainer, optimizer, 1))]
+    found.append(problem(lambda: autotp.save_checkpoint(both, trainer, optimizer, 1 + rank)))
+    dist.barrier()
+    assert {file.name for at in (own, both) for file in at.iterdir()} <= {".lock"}
+    found.append(problem(lambda: autotp.full_state_dict(trainer, lambda name: name.startswith(("wte", "h.")[rank]))))
+    before = fingerprint(trainer, optimizer)
+    autotp.save_checkpoint(both, trainer, optimizer, 1)
+    assert autotp.load_checkpoint(both, trainer, optimizer) == 1 and fingerprint(trainer, optimizer) == before
+    trained(trainer, optimizer, range(1))
+    before = fingerprint(trainer, optimizer)
+    found.append(problem(lambda: autotp.load_checkpoint(both, trainer, optimizer if rank else None)))
+    more = {"optimizer_again": optimizer} if rank else {}
+    found.append(problem(lambda: autotp.load_checkpoint(both, trainer, optimizer, **more)))
+    assert fingerprint(trainer, optimizer) == before
+    return found
+
+
+def apart(rank: int, n: int, folder: str) -> dict[str, str]:
+    """Each rank makes a call of its own, for all pairs; and then all go on."""
+    trainer, optimizer = started((2, 1, 1))
+    trained(trainer, optimizer, range(1))
+    autotp.save_checkpoint(folder, trainer, optimizer, 1)
+    state, x = autotp.full_state_dict(trainer), torch.arange(12).view(2, 6)
+    calls = {
+        "Trainer.step": lambda: trainer.step(x, labels=x),
+        "Trainer.evaluate": lambda: trainer.evaluate(x, labels=x),
+        "save_checkpoint": lambda: autotp.save_checkpoint(folder, trainer, optimizer, 2),
+        "load_checkpoint": lambda: autotp.load_checkpoint(folder, trainer, optimizer),
+        "full_state_dict": lambda: autotp.full_state_dict(trainer),
+        "load_full_state_dict": lambda: autotp.load_full_state_dict(trainer, state),
+    }
+    found = {}
+    for pair in itertools.permutations(calls, 2):
+        found[" ".join(pair)] = problem(calls[pair[rank]])
+    trained(trainer, optimizer, range(1))
+    return found
+
+
+AXES = ("global", "tp")  # These ranks are all there are.
+
+
+def test_another_call(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(apart, 2, str(tmp_path), timeout=100)):
+        for pair, said in found.items():
+            one, other = pair.split()
+            ways = [f"{pair.split()[rank]}: {axis} rank 0 is in {one}, and {axis} rank 1 in {other}" for axis in AXES]
+            assert said in ways, pair
+
+
+def test_training(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(training, 2, str(tmp_path), timeout=100)):
+        assert found == [
+            f"save_checkpoint: rank 0 does not see what rank 1 wrote: rank-00001.tensors is not in {tmp_path}/of-0",
+            "save_checkpoint: step is not the same on rank 1 as on rank 0",
+            "full_state_dict: global rank 1 wants other names than rank 0",
+            *["load_checkpoint: global rank 1 loads something else than rank 0"] * 2,
+        ], rank
+
+
+class Own(transformers.LogitsProcessor):
+    """Forces another token on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.token = 5 + rank
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([self.token]), 0.0)
+
+
+def of_transformers(rank: int, n: int, folder: str) -> list[str]:
+    """Other files than the first rank's, files that change while they are read, other settings."""
+    one, two = Path(folder, "one"), Path(folder, "two")
+    if rank == 0:
+        model = built("gpt2")
+        model.save_pretrained(one)
+        with torch.no_grad():
+            model.transformer.h[1].mlp.c_fc.weight += 0.01
+        model.save_pretrained(two)
+    dist.barrier()
+    found = [problem(lambda: autotp.from_pretrained(two if rank else one, tp=n))]
+    read = pretrained.read_parts
+
+    def late(*given: Any) -> Any:
+        dist.barrier()
+        if rank == 0:
+            (one / "model.safetensors").unlink()
+            (two / "model.safetensors").rename(one / "model.safetensors")
+        dist.barrier()
+        return read(*given)
+
+    pretrained.read_parts = late
+    found.append(problem(lambda: autotp.from_pretrained(one, tp=n)))
+    pretrained.read_parts = read
+    model = autotp.from_pretrained(one, tp=n)
+    out = Path(folder, "out")
+    found.append(problem(lambda: autotp.save_pretrained(model, out, max_shard_size="10KB" if rank else "20KB")))
+    masked = [transformers.SuppressTokensLogitsProcessor([i + 40 * rank for i in range(40)])]
+    stopped = [transformers.MaxLengthCriteria(9 + rank)]
+    for how in (
+        {"max_new_tokens": 3 + rank},
+        {"max_new_tokens": 3, "do_sample": bool(rank)},
+        {"max_new_tokens": 3, "logits_processor": transformers.LogitsProcessorList(masked)},
+        {"max_new_tokens": 3, "logits_processor": transformers.LogitsProcessorList(masked[:rank])},
+        {"max_new_tokens": 3, "stopping_criteria": transformers.StoppingCriteriaList(stopped)},
+    ):
+        found.append(problem(lambda how=how: model.generate(**prompt(), **how)))
+    for config, name, value in ((model.generation_config, "temperature", 0.5), (model.config, "own", problem)):
+        setattr(config, name, value)
+        found.append(problem(lambda: autotp.save_pretrained(model, out)).partition(" cannot be written: ")[0])
+        delattr(config, name)
+    own = transformers.LogitsProcessorList([Own(rank)])
+    for beams in (1, 2):
+        of_first = model.generate(**prompt(), max_new_tokens=3, num_beams=beams, logits_processor=own)
+        assert of_first[:, 7:].eq(5).all()
+    assert not out.exists() and model.generate(**prompt(), max_new_tokens=3).shape == (2, 10)
+    return [text.partition(": ")[2] for text in found]
+
+
+def test_of_transformers(tmp_path: Path) -> None:
+    for found in run_ranks(of_transformers, 2, str(tmp_path), timeout=100):
+        assert found == [
+            "tp rank 1 sees another checkpoint than rank 0",
+            "the checkpoint was replaced while it was read",
+            "tp rank 1 would write other files than rank 0",
+            *["tp rank 1 generates with other settings than rank 0"] * 5,
+            "model.generation_config",
+            "model.config",
+        ]

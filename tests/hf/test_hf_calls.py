@@ -1,0 +1,151 @@
+"""Hugging Face models as they are called: eager and sdpa attention, masks, packed rows, embeddings, hidden states."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hugging_face import tiny
+from torch import Tensor, nn
+
+import autotp
+
+transformers = pytest.importorskip("transformers")
+Inputs = dict[str, Any]
+Call = Callable[[nn.Module, Inputs], Inputs]
+CAUSAL = ("gpt2", "llama", "qwen3", "bloom", "falcon-new")
+FAMILIES = (*CAUSAL, "bert", "t5")
+PACKING = ("gpt2", "llama", "qwen3")
+"""Those that keep packed texts apart."""
+
+
+OTHERS: dict[str, tuple[str, str, Inputs]] = {
+    # Slices between bounds that the values of a tensor give.
+    "deberta": ("DebertaConfig", "AutoModelForMaskedLM", {
+        "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 80,
+        "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_position_embeddings": 32}),
+    "xlm": ("XLMConfig", "XLMWithLMHeadModel", {
+        "emb_dim": 48, "n_layers": 2, "n_heads": 6, "max_position_embeddings": 32}),
+    "xlnet": ("XLNetConfig", "XLNetLMHeadModel", {"d_model": 48, "n_layer": 2, "n_head": 6, "d_inner": 80}),
+}  # fmt: skip
+"""Families that are not in the table, for what is odd in them."""
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # in transformers
+@pytest.mark.parametrize("name", ["deberta", *(pytest.param(n, marks=pytest.mark.rare) for n in ("xlm", "xlnet"))])
+def test_odd_families(name: str) -> None:
+    config, kind, sizes = OTHERS[name]
+    torch.manual_seed(0)
+    built = getattr(transformers, config)(vocab_size=99, **sizes)
+    own = getattr(transformers, kind)
+    model = own.from_config(built) if kind.startswith("Auto") else own(built)
+    x = torch.arange(14).view(2, 7) * 17 % 94 + 5
+    report = autotp.verify(model, 2, example_inputs={"input_ids": x, "labels": x})
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.rare)])
+def test_checkpointing(name: str) -> None:
+    """What is computed twice is erased from the graph, and in verify the model keeps what it computes once."""
+    model, given = tiny(name)
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    report = autotp.verify(model.train(), 2, example_inputs=given)
+    assert report.ok, report
+    assert all(module.gradient_checkpointing for module in model.modules() if hasattr(module, "gradient_checkpointing"))
+
+
+def no_mask(model: nn.Module, given: Inputs) -> Inputs:
+    return {name: value for name, value in given.items() if name != "attention_mask"}
+
+
+def padding(model: nn.Module, given: Inputs) -> Inputs:
+    """The second row is shorter by two: at its end, and for causal models at its start, as for generation."""
+    mask = torch.ones_like(given["input_ids"])
+    mask[-1, -2:] = 0
+    mask = mask.flip(1) if model.config.model_type in ("gpt2", "llama") else mask
+    return given | {"attention_mask": mask, "labels": given["labels"].masked_fill(mask == 0, -100)}
+
+
+def packed(model: nn.Module, given: Inputs) -> Inputs:
+    """Two texts in each row, told by positions that start again, and no mask. (With a cache they would be one.)"""
+    length = given["input_ids"].shape[1]
+    positions = torch.tensor([*range(length - 3), *range(3)]).expand_as(given["input_ids"]).contiguous()
+    return no_mask(model, given) | {"position_ids": positions, "use_cache": False}
+
+
+def no_labels(model: nn.Module, given: Inputs) -> Inputs:
+    """A forward alone; an encoder and decoder is told what it decodes."""
+    rest = {name: value for name, value in given.items() if name != "labels"}
+    seq2seq = model.config.is_encoder_decoder
+    return rest | ({"decoder_input_ids": given["input_ids"][:, :5]} if seq2seq else {})
+
+
+def embeddings(model: nn.Module, given: Inputs) -> Inputs:
+    """Embeddings in place of tokens, of which a gradient is wanted."""
+    rest = {name: value for name, value in given.items() if name != "input_ids"}
+    size = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator, union-attr]
+    count = given["input_ids"].numel() * size
+    return rest | {"inputs_embeds": torch.linspace(-1, 1, count).view(*given["input_ids"].shape, size)}
+
+
+def hidden_states(model: nn.Module, given: Inputs) -> Inputs:
+    return given | {"output_hidden_states": True}
+
+
+def attentions(model: nn.Module, given: Inputs) -> Inputs:
+    """The weights of every head, which only eager attention has."""
+    return given | {"output_attentions": True}
+
+
+CALLS: tuple[Call, ...] = (no_mask, padding, packed, no_labels, embeddings, hidden_states, attentions)
+
+
+USUAL = {
+    "falcon-new-no_mask-eager", "bloom-padding-eager", "qwen3-packed-eager", "llama-no_labels-sdpa",
+    "gpt2-embeddings-eager", "gpt2-hidden_states-sdpa", "bert-attentions-eager",
+}  # fmt: skip
+"""Each call once."""
+
+
+def cases() -> list[Any]:
+    """Every family in every call and both attentions."""
+    found = []
+    for family, call in itertools.product(FAMILIES, CALLS):
+        for how in attentions_of(family, call):
+            name = f"{family}-{call.__name__}-{how}"
+            marks = () if name in USUAL else pytest.mark.rare
+            found.append(pytest.param(family, call, how, marks=marks, id=name))
+    assert {case.id for case in found} >= USUAL
+    return found
+
+
+def attentions_of(family: str, call: Call) -> tuple[str, ...]:
+    """How the family can compute attention in this call."""
+    if call is packed and family not in PACKING:
+        return ()
+    return ("eager",) if call is attentions or family == "bloom" else ("eager", "sdpa")
+
+
+@pytest.mark.parametrize(("family", "call", "attention"), cases())
+def test_equal_to_one_device(family: str, call: Call, attention: str) -> None:
+    model, given = tiny(family, attention)
+    inputs: dict[str, Tensor] = call(model, given)
+    report = autotp.verify(model, 2, example_inputs=inputs)
+    assert report.ok, report
+
+
+def test_packed_rows_stay_apart() -> None:
+    """The graph of a call with one text in each row is right for two: the second does not see the first."""
+    model, given = tiny("llama")
+    two = no_labels(model, packed(model, given))
+    one = two | {"position_ids": torch.arange(7).expand(2, 7).contiguous()}
+    other = two | {"input_ids": two["input_ids"].index_fill(1, torch.arange(4), 50)}
+    expected = [model(**inputs).logits for inputs in (one, two, other)]
+    parallel = autotp.parallelize(model, 1, example_inputs=one)
+    found = [parallel(**inputs).logits for inputs in (one, two, other)]
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found[1][:, 4:], found[2][:, 4:])
+    assert not torch.allclose(found[0][:, 4:], found[1][:, 4:])

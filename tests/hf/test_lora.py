@@ -1,0 +1,185 @@
+"""LoRA adapters of `peft` on cut layers: cut by the same axes, reduced together with their layer, trained alone."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hugging_face import RANK, TARGETS, adapted, tiny
+from ranks import Checks
+from torch import nn
+
+import autotp
+from autotp.diagnostics.verify import Trial, all_double, prepare
+
+checks = Checks()
+on_both = pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.rare)])
+
+
+@on_both
+@pytest.mark.parametrize(
+    ("tp", "dropout"), [(2, 0.1), *(pytest.param(tp, 0.0, marks=pytest.mark.rare) for tp in (2, 3))]
+)
+def test_equal_to_one_device(family: str, tp: int, dropout: float) -> None:
+    model, inputs = adapted(family, dropout)
+    report = autotp.verify(model, tp, example_inputs=inputs)
+    assert report.ok, report
+
+
+@cache
+def llama_and_twin(n: int) -> tuple[nn.Module, Any]:
+    """One model for all that changes nothing of it."""
+    whole, inputs = adapted("llama")
+    return whole, autotp.parallelize(copy.deepcopy(whole), n, example_inputs=inputs)
+
+
+@checks.on(2)
+def what_is_done_before(rank: int, n: int) -> None:
+    """Adapters of a parallel model are not merged, exchanged, or saved in parts: one error, that says what to do."""
+    _, parallel = llama_and_twin(n)
+    for name in ("merge_adapter", "merge_and_unload", "disable_adapter", "add_adapter"):
+        with pytest.raises(autotp.Error, match="adapters of a parallel model are not merged"):
+            getattr(parallel, name)()
+    with pytest.raises(autotp.Error, match="the adapters of a parallel model are cut"):
+        parallel.save_pretrained("adapters")
+
+
+@pytest.mark.parametrize(
+    ("family", "kept"),
+    [
+        pytest.param("gpt2", True, id="gpt2-merge_adapter", marks=pytest.mark.rare),
+        pytest.param("llama", False, id="llama-merge_and_unload"),
+        pytest.param("gpt2", False, id="gpt2-merge_and_unload", marks=pytest.mark.rare),
+        pytest.param("llama", True, id="llama-merge_adapter", marks=pytest.mark.rare),
+    ],
+)
+def test_merged(family: str, kept: bool) -> None:
+    """The product is in the weights: it costs and gives what the model without adapters does."""
+    model, inputs = adapted(family)
+    model.merge_adapter() if kept else (model := model.merge_and_unload())
+    model.requires_grad_()
+    report = autotp.verify(model, 2, example_inputs=inputs)
+    assert report.ok, report
+    found, expected = report.plan.traffic, trial(family, plain=True).plan.traffic
+    assert (found.forward, found.backward, found.forward_bytes) == (
+        expected.forward, expected.backward, expected.forward_bytes,
+    )  # fmt: skip
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_other_adapters(family: str) -> None:
+    """Of the rank's square root; of embeddings and head; whole modules trained beside; biases too."""
+    head = {"gpt2": ["wte"], "llama": ["embed_tokens", "lm_head"]}[family]
+    for given in (
+        {"use_rslora": True, "bias": "lora_only"},
+        {"target_modules": [*TARGETS[family], *head]},
+        {"modules_to_save": head[-1:]},
+    ):
+        model, inputs = adapted(family, **given)
+        report = autotp.verify(model, 2, example_inputs=inputs)
+        assert report.ok, (given, report)
+
+
+# ---- what is cut, and what it costs
+
+
+@cache
+def trial(family: str, plain: bool = False) -> Trial:
+    model, inputs = tiny(family) if plain else adapted(family)
+    return prepare(model, (), inputs, 2)
+
+
+COLUMNS = {"c_attn", "c_fc", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+
+
+@on_both
+def test_adapters_are_cut_by_their_layers_axes(family: str) -> None:
+    """`B` of a column-parallel layer on its output, `A` of a row-parallel one on its input; the rank nowhere."""
+    layouts = {name: layout for name, layout in trial(family).analysis.layouts.items() if "lora_" in name}
+    assert len(layouts) == 2 * 2 * len(TARGETS[family]) + (4 if family == "gpt2" else 0)  # two modules are a c_proj
+    for name, layout in layouts.items():
+        layer, which = name.split(".")[-4], name.split(".")[-3]
+        where = {"lora_A": None, "lora_B": 0} if layer in COLUMNS else {"lora_A": 1, "lora_B": None}
+        assert layout.dim == where[which], name
+        assert layout.dim is None or layout.shape[layout.dim] != RANK
+
+
+@on_both
+def test_one_reduction_for_layer_and_adapter(family: str) -> None:
+    """Forward as without adapters; backward one all-reduce more in each of the two layers.
+
+    An adapter has one matrix that is whole on every rank, and of which every rank uses a part: a column-parallel
+    layer's `B` is cut and reads all of `A(x)`, a row-parallel layer's `A` gives every rank a partial sum, of which
+    `B` makes another. The gradient of the whole matrix is a sum over ranks, and those of a layer travel together.
+    """
+    plain, lora = (trial(family, plain).plan.traffic for plain in (True, False))
+    assert lora.forward == plain.forward
+    assert lora.backward == {"all-reduce": plain.backward["all-reduce"] + 2}
+
+
+# ---- training
+
+
+@checks.on(2)
+@checks.on(3, rare=True)
+def only_adapters_train(rank: int, n: int) -> None:
+    """Gradients and parameters after steps of AdamW, its decay too, are one device's; nothing else has moved."""
+    with all_double():  # transformers computes its losses in float32
+        train_both("llama", rank, n)
+
+
+@checks.on(2, 3, rare=True)
+def only_adapters_of_fused_weights_train(rank: int, n: int) -> None:
+    with all_double():
+        train_both("gpt2", rank, n)
+
+
+def train_both(family: str, rank: int, n: int) -> None:
+    whole, inputs = adapted(family, dropout=0.1)
+    whole.double()
+    parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=inputs, randomness="exact")
+    before = autotp.full_state_dict(parallel)
+    models: tuple[nn.Module, ...] = whole, parallel
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01) for m in models]
+    for step in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            torch.manual_seed(step)
+            model(**inputs).loss.backward()
+        expect_gradients(whole, parallel)
+        for optimizer in optimizers:
+            optimizer.step()
+    after = autotp.full_state_dict(parallel)
+    for name, tensor in whole.state_dict().items() if rank == 0 else ():
+        torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+        assert torch.equal(after[name], before[name]) == ("lora_" not in name), name
+
+
+def expect_gradients(whole: nn.Module, parallel: Any) -> None:
+    """Adapters have one device's, to 1e-12 of the largest; nothing else has any."""
+    scale = max(float(p.grad.abs().max()) for p in whole.parameters() if p.grad is not None)
+    for (name, a), b in zip(whole.named_parameters(), parallel.parameters(), strict=True):
+        assert (b.grad is None) == (a.grad is None) == ("lora_" not in name), name
+        if a.grad is not None:
+            mine = parallel.layouts[name].take(a.grad, parallel.mesh.rank)
+            assert a.grad.any(), name
+            torch.testing.assert_close(b.grad, mine, rtol=0, atol=1e-12 * scale, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@checks.on(2)
+def adapters_alone_are_gathered(rank: int, n: int) -> None:
+    whole, parallel = llama_and_twin(n)
+    found = autotp.full_state_dict(parallel, lambda name: "lora_" in name)
+    expected = {name: tensor for name, tensor in whole.state_dict().items() if "lora_" in name and rank == 0}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)

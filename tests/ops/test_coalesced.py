@@ -1,0 +1,125 @@
+"""coalesced: several parameters read in copy: one exchange for all their gradients, in every way of differentiating."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from ranks import Checks, Collectives
+from small_models import Branches, normed
+from torch import Tensor, nn
+
+import autotp
+from autotp.ops.coalesced import together
+from autotp.ops.collectives import copy as one
+
+checks = Checks()
+WHERE = (None, (0, ((1, 3),)), None)
+
+
+def group() -> str:
+    return torch.distributed.group.WORLD.group_name  # type: ignore[union-attr]
+
+
+def parameters() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(n, 2, dtype=torch.float64, requires_grad=True) for n in (3, 4, 2)]
+
+
+def loss(xs: Any, scale: float) -> Any:
+    return sum(((i + 1) * scale * x**3).sum() for i, x in enumerate(xs))
+
+
+@checks.on(2, 3)
+def gradients(rank: int, n: int) -> None:
+    """The sums over ranks, at the positions that they hold together; one collective."""
+    xs = parameters()
+    with Collectives() as sent:
+        loss(together(xs, group(), WHERE), rank + 1.0).backward()
+    assert sent.counts == {"all-reduce-coalesced": 1}
+    total, own = n * (n + 1) / 2, rank + 1.0
+    for i, x in enumerate(xs):
+        expected = 3 * (i + 1) * total * x.detach() ** 2
+        if i == 1:
+            expected[[0, 3]] *= own / total
+        torch.testing.assert_close(x.grad, expected)
+
+
+@checks.on(2)
+def some_have_none(rank: int, n: int) -> None:
+    """A frozen one is not summed, nor is one that the loss does not reach."""
+    xs = parameters()
+    xs[0].requires_grad_(False)
+    found = together(xs, group(), WHERE)
+    assert found[0] is xs[0] and not found[0].requires_grad
+    loss(found[:2], 1.0).backward()
+    assert xs[1].grad is not None and xs[2].grad is None
+    assert together([x.detach() for x in xs], group(), WHERE)[1].grad_fn is None
+    assert all(a is b for a, b in zip(together(xs, None, WHERE), xs, strict=True))
+
+
+@checks.on(2)
+def transforms(rank: int, n: int) -> None:
+    """Second derivatives, forward mode, torch.func and its maps, torch.compile: what each by itself gives."""
+
+    def alike(xs: Any) -> Any:
+        return loss(together(xs, group(), (None,) * 3), rank + 1.0)
+
+    def each(xs: Any) -> Any:
+        return loss([one(x, group()) for x in xs], rank + 1.0)
+
+    xs = tuple(parameters())
+    same = torch.testing.assert_close
+    first, second = (torch.autograd.grad(f(xs), xs, create_graph=True) for f in (alike, each))
+    same(first, second)
+    same(*(torch.autograd.grad(sum(g.sum() for g in found), xs) for found in (first, second)))
+    plain = tuple(x.detach() for x in xs)
+    same(torch.func.grad(alike)(plain), torch.func.grad(each)(plain))
+    same(torch.func.jvp(alike, (plain,), (plain,)), torch.func.jvp(each, (plain,), (plain,)))
+    rows = tuple(torch.stack([x, 2 * x], 1) for x in plain)
+    mapped = [torch.vmap(torch.func.grad(f), in_dims=((1, 1, None),))((*rows[:2], plain[2])) for f in (alike, each)]
+    same(*mapped)
+    compiled = torch.compile(alike, fullgraph=True, backend="aot_eager")
+    same(torch.autograd.grad(compiled(xs), xs), second)
+
+
+@checks.on(2)
+def a_model(rank: int, n: int) -> None:
+    """Two norms of one value: in backward one exchange for it, and one for the weight and bias of each (`norms.0`)."""
+    torch.manual_seed(0)
+    whole, x = Branches(normed, normed).double(), torch.randn(3, 5, 16, dtype=torch.float64)
+    parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=x, check_inputs="never")
+    for model in (whole, parallel):
+        y = model(x).square().sum()
+        with Collectives() as sent:
+            y.backward()
+    assert sent.counts == {"all-reduce": 1, "all-reduce-coalesced": 2}
+    for name, parameter in parallel.named_parameters():
+        expected = parallel.layouts[name].take(whole.get_parameter(name).grad, rank)
+        torch.testing.assert_close(parameter.grad, expected, msg=lambda m, name=name: f"{name}: {m}")
+    norm: nn.Module = parallel.norms[0]
+    norm.requires_grad_(False)
+    parallel.zero_grad()
+    parallel(x).square().sum().backward()
+    assert norm.weight.grad is None and parallel.norms[1].weight.grad is not None
+
+
+@checks.on(2)
+def what_is_returned_alone(rank: int, n: int) -> None:
+    """A loss of what all ranks compute alike, and of nothing that is cut: backward meets on all, and counts once."""
+    torch.manual_seed(0)
+    whole, x = Branches(normed, normed, returned=lambda y: y).double(), torch.randn(3, 5, 16, dtype=torch.float64)
+    parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=x, check_inputs="never")
+    for model in (whole, parallel):
+        model(x)[1].square().sum().backward()
+    for name, parameter in whole.named_parameters():
+        own = parallel.get_parameter(name).grad
+        expected = None if parameter.grad is None else parallel.layouts[name].take(parameter.grad, rank)
+        assert (own is None or not own.any()) if expected is None else torch.allclose(own, expected), name
+
+
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)

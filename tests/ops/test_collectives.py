@@ -1,0 +1,400 @@
+"""The conjugates on real ranks against what they mean, written out in one process over all the ranks' values."""
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+import autotp
+from autotp.ops import collectives
+from autotp.ops.collectives import all_gather, copy, gather, reduce, reduce_scatter, scatter
+
+PAIRS = (copy, reduce), (scatter, gather), (all_gather, reduce_scatter)
+ALL = {fn.__name__: fn for pair in PAIRS for fn in pair}
+BACKWARD = {f.__name__: g.__name__ for pair in PAIRS for f, g in (pair, pair[::-1])}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A whole value and the dimension of it that is cut. shape: [... size ...]"""
+
+    shape: tuple[int, ...]
+    dim: int
+    block: int = 1
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def size(self) -> int:
+        return self.shape[self.dim]
+
+    def parts(self, whole: Tensor, n: int) -> list[Tensor]:
+        """The n ranks' parts of `whole`, empty ones included."""
+        blocks = torch.arange(self.size).view(-1, self.block)
+        chunks = [chunk.flatten() for chunk in blocks.chunk(n)]
+        chunks += [torch.arange(0)] * (n - len(chunks))
+        return [whole.index_select(self.dim, chunk) for chunk in chunks]
+
+
+CASES = {
+    "even": Case((12, 5), 0),
+    "even-last": Case((3, 12), -1),
+    "even-middle": Case((2, 12, 3), 1),
+    "uneven-first": Case((7, 2), 0),
+    "uneven-last": Case((2, 3, 7), 2),
+    "empty": Case((2, 5), 1),
+    "emptier": Case((1, 3), 0),
+    "blocks": Case((3, 20), 1, 4),
+    "blocks-first": Case((6, 2), 0, 2),
+    "vector": Case((9,), 0),
+    "nothing": Case((0, 6), 1),
+    "bfloat16": Case((2, 7), 1, 1, torch.bfloat16),
+    "float16": Case((7, 2), 0, 1, torch.float16),
+    "float32": Case((2, 7), 1, 1, torch.float32),
+    "int64": Case((2, 7), 1, 1, torch.int64),
+    "int16": Case((2, 7), 1, 1, torch.int16),
+    "bool": Case((2, 7), 1, 1, torch.bool),
+}
+SUMS = {"reduce", "reduce_scatter"}
+RAN = [(name, label) for name in ALL for label in CASES if not (name in SUMS and label in ("int16", "bool"))]
+
+
+def meaning(name: str, values: list[Tensor], case: Case) -> list[Tensor]:
+    """What each rank gets from `name` where the ranks hold `values`."""
+    n = len(values)
+    match name:
+        case "copy":
+            return values
+        case "reduce":
+            return [sum(values[1:], values[0])] * n
+        case "scatter":
+            return [case.parts(value, n)[rank] for rank, value in enumerate(values)]
+        case "gather" | "all_gather":
+            return [torch.cat(values, case.dim)] * n
+        case _:
+            return case.parts(sum(values[1:], values[0]), n)
+
+
+def backward_meaning(name: str, grads: list[Tensor], case: Case) -> list[Tensor]:
+    return meaning(BACKWARD[name], grads, case)
+
+
+def wholes(case: Case, n: int, seed: int) -> list[Tensor]:
+    """For each rank a different whole value of small whole numbers, so that sums are exact in every dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 5, case.shape, generator=generator).to(case.dtype) for _ in range(n)]
+
+
+def inputs(name: str, case: Case, n: int) -> list[Tensor]:
+    """What the ranks hold before `name`: the same where it takes a Replicate, parts where it takes a Shard."""
+    values = wholes(case, n, 0)
+    if name in ("copy", "scatter"):
+        return [values[0]] * n
+    return case.parts(values[0], n) if name in ("gather", "all_gather") else values
+
+
+def grads(name: str, case: Case, n: int) -> list[Tensor]:
+    """The gradients of the outputs: the same where the output is Replicate, parts where it is Shard."""
+    values = wholes(case, n, 1)
+    if name in ("reduce", "gather"):
+        return [values[0]] * n
+    return case.parts(values[0], n) if name in ("scatter", "reduce_scatter") else values
+
+
+def convert(name: str, x: Tensor, group: str | None, case: Case) -> Tensor:
+    where = () if name in ("copy", "reduce") else (case.dim, case.size, case.block)
+    return ALL[name](x, group, *where)
+
+
+def strided(x: Tensor) -> Tensor:
+    """An equal tensor with every second element of its memory unused."""
+    return torch.stack([x, torch.zeros_like(x)], -1)[..., 0]
+
+
+def world() -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    return group.group_name
+
+
+# --- the six, forward and backward
+
+
+def run_case(rank: int, n: int, name: str, case: Case) -> tuple[Tensor, Tensor | None]:
+    x = strided(inputs(name, case, n)[rank])
+    before = x.clone()
+    x.requires_grad_(case.dtype.is_floating_point)
+    out = convert(name, x, world(), case)
+    assert torch.equal(x, before), "the input was written to"
+    assert name == "copy" or out.is_contiguous()
+    if not x.requires_grad:
+        return out, None
+    out.backward(strided(grads(name, case, n)[rank]))
+    return out.detach(), x.grad
+
+
+def run_cases(rank: int, n: int) -> dict[tuple[str, str], tuple[Tensor, Tensor | None]]:
+    return {(name, label): run_case(rank, n, name, CASES[label]) for name, label in RAN}
+
+
+@cache
+def results(n: int) -> list[Any]:
+    return run_ranks(run_cases, n)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4], ids="tp{}".format)
+@pytest.mark.parametrize(("name", "label"), RAN, ids=[f"{name}-{label}" for name, label in RAN])
+def test_meaning(name: str, label: str, n: int) -> None:
+    case = CASES[label]
+    expected = meaning(name, inputs(name, case, n), case)
+    expected_grads = backward_meaning(name, grads(name, case, n), case)
+    for rank in range(n):
+        out, grad = results(n)[rank][name, label]
+        torch.testing.assert_close(out, expected[rank], rtol=0, atol=0)
+        if grad is not None:
+            torch.testing.assert_close(grad, expected_grads[rank], rtol=0, atol=0)
+
+
+# --- the backend's own reduce-scatter, which NCCL takes
+
+
+def run_native(rank: int, n: int) -> list[Tensor]:
+    collectives._is_gloo = lambda *_: False
+    cases = [CASES[label] for name, label in RAN if name == "reduce_scatter"]
+    return [convert("reduce_scatter", inputs("reduce_scatter", case, n)[rank], world(), case) for case in cases]
+
+
+def test_native_reduce_scatter() -> None:
+    ranks = run_ranks(run_native, 3)
+    labels = [label for name, label in RAN if name == "reduce_scatter"]
+    for index, label in enumerate(labels):
+        case = CASES[label]
+        expected = meaning("reduce_scatter", inputs("reduce_scatter", case, 3), case)
+        for rank in range(3):
+            torch.testing.assert_close(ranks[rank][index], expected[rank], rtol=0, atol=0)
+
+
+# --- scalars, maxima, groups of one
+
+
+def run_small(rank: int, n: int) -> dict[str, Any]:
+    x = torch.tensor(float(rank + 1), requires_grad=True)
+    reduce(copy(x, world()) ** 2, world()).backward()
+    y = torch.tensor([1.0, -rank], requires_grad=True)
+    top = reduce(y, world(), "max")
+    (y * top).sum().backward()
+    per_row = torch.func.vmap(lambda row: reduce(row, world(), op="max"))(torch.tensor([[rank], [-rank]]))
+    shifted = torch.func.grad(lambda y: (y - reduce(y, world(), "max")).sum())(y.detach())
+    alone: str = [dist.new_group([each]) for each in range(n)][rank].group_name
+    same = [convert(name, y, group, Case((2,), 0)) is y for name in ALL for group in (None, alone)]
+    same += [torch.equal(top := reduce(y, group, "max"), y) and not top.requires_grad for group in (None, alone)]
+    return {
+        "scalar": x.grad,
+        "top": reduce(y, world(), "max"),
+        "kept": y.grad,
+        "rows": per_row,
+        "shifted": shifted,
+        "same": same,
+    }
+
+
+def test_scalars_maxima_and_groups_of_one() -> None:
+    for rank, got in enumerate(run_ranks(run_small, 3)):
+        assert got["scalar"].item() == sum(2 * (r + 1) for r in range(3)), "copy's gradient is summed"
+        assert got["top"].tolist() == [1, 0] and not got["top"].requires_grad
+        assert got["kept"].tolist() == [1, 0], "no gradient through the maximum"
+        assert got["rows"].tolist() == [[2], [0]]
+        assert got["shifted"].tolist() == [1, 1]
+        assert got["same"] == [True] * 14, rank
+
+
+# --- transforms: a function through all six, cut on every rank, and the same uncut
+
+HIDDEN, ROWS, COLUMNS = 5, 6, 3
+
+
+def waves(*shape: int, pace: float) -> Tensor:
+    """Values of both signs below one, in float64, that every process has alike; no draw, which vmap would refuse."""
+    return torch.sin(pace * torch.arange(math.prod(shape), dtype=torch.float64)).view(shape)
+
+
+def weights() -> tuple[Tensor, Tensor, Tensor]:
+    return waves(COLUMNS, HIDDEN, pace=1.1), waves(HIDDEN, COLUMNS, pace=2.3), waves(COLUMNS, HIDDEN, pace=0.7)
+
+
+def samples() -> Tensor:
+    return waves(4, ROWS, COLUMNS, pace=1.9)
+
+
+def whole_loss(x: Tensor) -> Tensor:
+    """x: [rows columns] -> []"""
+    w1, w2, w3 = weights()
+    y = (torch.tanh(x @ w1) @ w2) ** 3
+    z = torch.sin(y) ** 2
+    h = torch.tanh(torch.tanh(z @ w1) @ w2 + z)
+    return (torch.cos(h @ w3) ** 3).sum()
+
+
+def cut_loss(rank: int, n: int, group: str) -> Callable[[Tensor], Tensor]:
+    w1, w2, w3 = weights()
+    w1, w2, w3 = (Case(tuple(w.shape), dim).parts(w, n)[rank].contiguous() for w, dim in ((w1, 1), (w2, 0), (w3, 1)))
+
+    def loss(x: Tensor) -> Tensor:
+        y = reduce(torch.tanh(copy(x, group) @ w1) @ w2, group) ** 3  # tensor parallel
+        z = torch.sin(scatter(y, group, 0, ROWS)) ** 2  # sequence parallel from here on
+        h = torch.tanh(all_gather(z, group, 0, ROWS) @ w1) @ w2
+        h = torch.tanh(reduce_scatter(h, group, 0, ROWS) + z)
+        out = gather(torch.cos(all_gather(h, group, -2, ROWS) @ w3), group, -1, HIDDEN)
+        return (out**3).sum()
+
+    return loss
+
+
+def transforms(loss: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """The gradient, per-sample gradients, and Hessian-vector products both ways that compose here."""
+    xs = samples()
+    x = xs[0].clone().requires_grad_()
+    (grad,) = torch.autograd.grad(loss(x), x, create_graph=True)
+    (product,) = torch.autograd.grad(grad, x, xs[1])
+    slope = torch.func.grad(loss)
+    return {
+        "value": loss(xs[0]),
+        "grad": slope(xs[0]),
+        "autograd": grad.detach(),
+        "hessian-vector": product,
+        "func-hessian-vector": torch.func.grad(lambda x: (slope(x) * xs[1]).sum())(xs[0]),
+        "per-sample": torch.func.vmap(slope)(xs),
+        "per-sample-inner": torch.func.vmap(slope, in_dims=2, out_dims=1)(xs.movedim(0, 2)),
+        "per-sample-hessian-vector": torch.func.vmap(lambda x: torch.func.vjp(slope, x)[1](xs[1])[0])(xs),
+    }
+
+
+def run_transforms(rank: int, n: int) -> dict[str, Tensor]:
+    return transforms(cut_loss(rank, n, world()))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4], ids="tp{}".format)
+def test_transforms(n: int) -> None:
+    expected = transforms(whole_loss)
+    for got in run_ranks(run_transforms, n):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+# --- torch.compile
+
+
+def run_compiled(rank: int, n: int) -> list[Tensor]:
+    loss = cut_loss(rank, n, world())
+
+    def step(x: Tensor) -> Tensor:
+        return loss(x) + reduce(x, world(), "max").sum()
+
+    found = []
+    for backend, dynamic in (("inductor", False), ("aot_eager", True)):
+        torch._dynamo.reset()
+        compiled = torch.compile(step, backend=backend, dynamic=dynamic, fullgraph=True)
+        x = samples()[0].requires_grad_()
+        value = compiled(x)
+        value.backward()
+        assert x.grad is not None
+        found += [value.detach(), x.grad]
+    return found
+
+
+def test_compile() -> None:
+    x = samples()[0].requires_grad_()
+    value = whole_loss(x)
+    value.backward()
+    assert x.grad is not None
+    expected = [value.detach() + x.detach().sum(), x.grad]
+    for got in run_ranks(run_compiled, 2, timeout=120):
+        torch.testing.assert_close(got, expected * 2, rtol=1e-10, atol=1e-10)
+
+
+def run_symbolic(rank: int, n: int) -> list[Tensor]:
+    group = world()
+
+    def there_and_back(x: Tensor) -> Tensor:
+        part = scatter(x, group, 1, x.shape[1]) * 2
+        return reduce_scatter(all_gather(part, group, 1, x.shape[1]), group, 1, x.shape[1])
+
+    compiled = torch.compile(there_and_back, backend="aot_eager", dynamic=True, fullgraph=True)
+    return [compiled(torch.arange(3.0 * size).view(3, size)) for size in (8, 5, 9, 4)]
+
+
+def test_compile_symbolic_sizes() -> None:
+    for rank, got in enumerate(run_ranks(run_symbolic, 2)):
+        for size, part in zip((8, 5, 9, 4), got, strict=True):
+            assert torch.equal(part, 4 * torch.arange(3.0 * size).view(3, size).chunk(2, 1)[rank])
+
+
+# --- what goes wrong
+
+LOST = (
+    "{op} over axis `{axis}` failed on rank 0 of {n} (global rank 0): {reason}\n"
+    "  try      every call is made by all ranks (none under `if rank == 0`); read the logs of the others\n"
+    "  or       if it was only slow: timeout= of autotp.parallelize, or of init_process_group"
+)
+CLOSED, SILENT = "a peer closed its connection", "a peer did not answer within the group's timeout"
+
+
+def run_lost(rank: int, n: int, dies: bool) -> list[str]:
+    group = dist.new_group(timeout=timedelta(seconds=30 if dies else 5), group_desc="tp").group_name
+    x = torch.ones(3, requires_grad=True)
+    out = copy(reduce(x, group), group).sum()
+    if rank == 1 and dies:
+        os._exit(1)
+    return [] if rank == 1 else [lost(lambda: gather(x, group, 0, 3 * n)), lost(lambda: out.backward())]
+
+
+def lost(call: Callable[[], object]) -> str:
+    with pytest.raises(autotp.Error) as raised:
+        call()
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("dies", "reason"), [(False, SILENT), (True, CLOSED)], ids=["silent", "dead"])
+def test_lost_peer_forward_and_backward(dies: bool, reason: str) -> None:
+    got = run_ranks(run_lost, 2, dies, may_die=[1] if dies else [])
+    ops = "all_gather_into_tensor", "all_reduce"
+    assert got[0] == [LOST.format(op=op, axis="tp", n=2, reason=reason) for op in ops]
+
+
+def run_lost_world(rank: int, n: int) -> str:
+    if rank == 2:
+        os._exit(1)
+    return lost(lambda: reduce(torch.ones(3), world()))
+
+
+def test_the_whole_world_is_the_tp_axis() -> None:
+    got = run_ranks(run_lost_world, 3, may_die=[2])
+    assert got[0] == LOST.format(op="all_reduce", axis="tp", n=3, reason=CLOSED)
+    assert got[1] == got[0].replace("rank 0", "rank 1")
+
+
+def run_misfit(rank: int, n: int) -> list[str]:
+    messages = []
+    for call in (lambda x: gather(x, world(), 1, 4), lambda x: scatter(x, world(), -1, 4)):
+        with pytest.raises(autotp.Error) as raised:
+            call(torch.ones(2, 3))
+        messages.append(str(raised.value))
+    with pytest.raises(RuntimeError, match="memory format"):  # somebody else's error stays what it is
+        collectives.communicate("all_reduce", torch.eye(2).to_sparse(), "product", world())
+    return messages
+
+
+def test_wrong_lengths() -> None:
+    message = (
+        "dimension 1 of [2, 3] should have length {} on rank 0 of 2\n"
+        "  try      pass the value as the parallel model returned it, with the global size of the cut dimension"
+    )
+    assert run_ranks(run_misfit, 2)[0] == [message.format(2), message.format(4)]

@@ -1,0 +1,429 @@
+"""What forward does to a model's attributes: on two ranks as on one device, call after call; and in `verify`."""
+
+import copy
+import functools
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ranks import Checks, run_ranks
+from small_models import Mlp, as_gathered, expect_same, twins, x
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import autotp
+from autotp.runtime.module import executable_of
+
+checks = Checks()
+CALLS = 5
+
+
+class Previous(Mlp):
+    """The last output, a tensor from the second call on."""
+
+    prev: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x) if self.prev is None else self.mlp(x) + self.prev
+        self.prev = y.detach()
+        return y
+
+
+class WithGradient(Mlp):
+    """The state's gradient reaches the call that made it, as in truncated backpropagation through time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = torch.zeros(3, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = torch.tanh(self.mlp(x) + self.state)
+        return self.state * 2
+
+
+class Memory(Mlp):
+    """Transformer-XL's: a list of what each layer computed, longer at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mems: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(torch.cat([*self.mems, x])).sum(0) + x
+        self.mems = [*self.mems, y.detach()][-2:]
+        return y
+
+
+class Counter(Mlp):
+    """A number that is read and set, and decides now and then."""
+
+    n = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        return self.mlp(x) * 2 if self.n % 3 == 0 else self.mlp(x)
+
+
+class Multiplied(Mlp):
+    """A number that operators are given: a graph for each."""
+
+    n = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        return self.mlp(x) * self.n
+
+
+class Cut(Mlp):
+    """A state that is cut by the width, and stays so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = torch.zeros(3, 30, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inside = self.inner(x).detach() + self.inside
+        return self.down(self.inside) + self.mlp(x)
+
+
+class InPlace(Mlp):
+    """A plain tensor that forward writes into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average, self.rows = torch.zeros(8, dtype=torch.float64), torch.zeros(4, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x) + self.average
+        self.average.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        self.rows[1:] = y.detach()
+        return y + self.rows.sum(0)
+
+
+class Places(Mlp):
+    """All kinds of places: a dict, an object, a deque, a set, a tuple, a submodule; deleted ones, sizes and texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memo: dict[str, Any] = {"h": None, "calls": 0}
+        self.note, self.last, self.seen = SimpleNamespace(h=None), deque[Tensor](maxlen=2), set[str]()
+        self.pair: Any = (None, "nothing")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        for h in (self.memo["h"], self.note.h, *self.last, self.pair[0]):
+            y = y if h is None else y + h
+        self.memo["h"], self.note.h, self.pair = y.detach(), y.detach() / 2, (y.detach() * 2, "pair")
+        self.memo["calls"] += 1
+        self.memo["rows"] = x.shape[0]
+        self.last.append(y.detach().mean(0))
+        self.seen.add("called")
+        self.up.stats = y.detach().mean()
+        self.__dict__.pop("gone", None)
+        return y
+
+
+class Buffers(Mlp):
+    """A buffer that is set to another shape, and one that is none at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(1, 8))
+        self.register_buffer("late", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cache.shape[0] < x.shape[0]:
+            self.cache = torch.arange(x.shape[0], dtype=x.dtype)[:, None].expand(-1, 8) * 1.0
+        self.late = x.detach().mean(0)
+        return self.mlp(x) + self.cache[: x.shape[0]] + self.late
+
+
+class Weight(Mlp):
+    """An attribute that is set to a weight that is computed, which stays cut, and one to what was there."""
+
+    prev: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.doubled, self.before = self.up.weight * 2, self.prev
+        self.prev = x.detach() + 1
+        return self.mlp(x)
+
+
+STATES = (
+    Previous, WithGradient, Memory, Counter, Multiplied, Cut, InPlace, Places, Buffers, Weight,
+)  # fmt: skip
+
+
+class Collected(Mlp):
+    """A loss that the training loop collects: as an attribute, and in a list that two modules share."""
+
+    def __init__(self, bag: list[Tensor]) -> None:
+        super().__init__()
+        self.losses, self.aux = bag, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        self.aux = h.square().mean()
+        self.losses.append(h.mean() * 0.1)
+        return self.down(h)
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag: list[Tensor] = []
+        self.layers = nn.ModuleList(Collected(self.bag) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def expect_attributes(whole: nn.Module, parallel: nn.Module) -> None:
+    own = {*vars(nn.Module()), "_autotp"}
+    for module, mine in zip(whole.modules(), parallel.modules(), strict=True):
+        names = [name for name in vars(module) if name not in own]
+        assert names == [name for name in vars(mine) if name not in own]
+        for name in names:
+            theirs, ours = vars(module)[name], as_gathered(vars(mine)[name])
+            if isinstance(theirs, SimpleNamespace):
+                theirs, ours = vars(theirs), vars(ours)
+            if isinstance(theirs, Tensor) and theirs is not whole.get_parameter("up.weight"):
+                torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+            elif isinstance(theirs, dict | list | deque | tuple):
+                leaves = [
+                    pytree.tree_leaves(as_gathered(list(v) if isinstance(v, deque) else v)) for v in (ours, theirs)
+                ]
+                for our, other in zip(*leaves, strict=True):
+                    assert type(our) is type(other) and (isinstance(our, Tensor) or our == other)
+                    if isinstance(our, Tensor):
+                        torch.testing.assert_close(our, other, rtol=1e-10, atol=1e-12)
+
+
+@checks.on(2)
+def states(rank: int, n: int) -> None:
+    for kind in STATES:
+        torch.manual_seed(0)
+        whole, parallel = twins(kind(), n)
+        for call in range(CALLS):
+            found = []
+            for model in (whole, parallel):
+                model.zero_grad()
+                if kind is WithGradient:
+                    model.state = model.state.detach()
+                out = model(x(call))
+                out.square().sum().backward()
+                found.append(out)
+            torch.testing.assert_close(*found[::-1], rtol=1e-10, atol=1e-12, msg=lambda m, k=kind: f"{k.__name__}: {m}")
+            expect_same(whole, parallel, kind.__name__)
+        if kind not in (Weight, Multiplied):
+            expect_attributes(whole, parallel)
+        if kind not in (Memory, Multiplied, Buffers):
+            assert len(executable_of(parallel).entries) <= 3, kind
+    assert autotp.gather(parallel.doubled).shape == (30, 8)
+    assert (parallel.before.shape, parallel.prev.shape) == ((3, 8), (3, 8))
+
+
+class Items(Mlp):
+    """Keeps numbers that it takes from tensors, and returns one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.log = 0.0, list[float]()
+        self.at: Any = 0
+        self.large: Any = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.mlp(x)
+        mean = h.mean().item()
+        self.last, self.at, self.large = mean, h.argmax().item(), (h.max() > 1).item()
+        self.log.append(mean)
+        return h
+
+
+@checks.on(2)
+def numbers_of_tensors(rank: int, n: int) -> None:
+    whole, parallel = twins(Items(), n)
+    for call in range(CALLS):
+        for model in (whole, parallel):
+            model.log.clear()
+        torch.testing.assert_close(parallel(x(call)), whole(x(call)))
+        assert parallel.log == pytest.approx(whole.log, rel=1e-12) and len(parallel.log) == 1
+        assert [type(v) for v in (parallel.last, parallel.at, parallel.large)] == [float, int, bool]
+        assert (parallel.at, parallel.large) == (whole.at, whole.large)
+    assert len(executable_of(parallel).entries) <= 2
+
+
+@checks.on(2)
+def gradients_through_two_calls(rank: int, n: int) -> None:
+    whole, parallel = twins(WithGradient(), n)
+    for model in (whole, parallel):
+        model(x(0))
+        model(x(1)).sum().backward()
+    expect_same(whole, parallel)
+
+
+@checks.on(2)
+def losses_that_a_loop_collects(rank: int, n: int) -> None:
+    """With the gradient, whether the loop empties the list or puts another in its place."""
+    torch.manual_seed(0)
+    whole, parallel = twins(Both(), n)
+    for call in range(CALLS):
+        losses = []
+        for model in (whole, parallel):
+            model.zero_grad()
+            if call == 2:
+                model.bag = []
+                for layer in model.layers:
+                    layer.losses = model.bag
+            else:
+                model.bag.clear()
+            out = model(x(call)).sum()
+            assert len(model.bag) == 3
+            loss = out + sum(model.bag) + sum(layer.aux for layer in model.layers)
+            loss.backward()
+            losses.append(loss)
+        torch.testing.assert_close(*losses[::-1], rtol=1e-10, atol=0)
+        expect_same(whole, parallel)
+    assert len(executable_of(parallel).entries) <= 2
+
+
+class Cached(nn.Module):
+    """Attention whose keys and values lie in plain tensors, written in place from a position on, as in Meta's Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.keys, self.values = (torch.zeros(2, 8, 4, 4, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: Tensor, start: int) -> Tensor:
+        rows, length, _ = x.shape
+        q, k, v = (part(x).view(rows, length, 4, 4) for part in (self.q, self.k, self.v))
+        self.keys, self.values = self.keys.to(q), self.values.to(q)
+        self.keys[:rows, start : start + length] = k
+        self.values[:rows, start : start + length] = v
+        scores = torch.einsum("bthd,bshd->bhts", q, self.keys[:rows, : start + length])
+        found = torch.einsum("bhts,bshd->bthd", scores.softmax(-1), self.values[:rows, : start + length])
+        return self.o(found.reshape(rows, length, 16))
+
+
+@checks.on(2)
+def a_cache_in_plain_tensors(rank: int, n: int) -> None:
+    whole = Cached().double().eval()
+    tokens = torch.linspace(-1, 1, 2 * 6 * 16, dtype=torch.float64).view(2, 6, 16)
+    parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=(tokens[:, :4], 0))
+    with torch.no_grad():
+        for start, stop in ((0, 4), (4, 5), (5, 6)):
+            found, expected = (model(tokens[:, start:stop], start) for model in (parallel, whole))
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(as_gathered(parallel.keys), whole.keys)
+    other = copy.deepcopy(parallel)
+    assert not parallel.keys.requires_grad and other.keys is not parallel.keys
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
+
+
+# ---- one process
+
+
+@pytest.mark.parametrize("kind", [*STATES, Both, Items], ids=lambda kind: kind.__name__)
+def test_verify_sees_two_calls(kind: Callable[[], nn.Module]) -> None:
+    report = autotp.verify(kind().double(), 2, example_inputs=(x(),))
+    assert report.ok, report
+    assert any("second call" in row.name for row in report.outputs)
+
+
+class Hidden(Mlp):
+    """A list that nothing but a function holds."""
+
+    def __init__(self, how: str, seen: list[Tensor]) -> None:
+        super().__init__()
+        if how == "hook":
+            self.up.register_forward_hook(lambda module, args, output: seen.append(output))
+        else:
+            self.note = {"function": lambda y: seen.append(y), "partial": functools.partial(noted, seen)}[how]
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        if self.how != "hook":
+            self.note(y)
+        return y
+
+
+def noted(seen: list[Tensor], y: Tensor) -> None:
+    seen.append(y)
+
+
+@pytest.mark.parametrize(
+    ("how", "where"), [("hook", "a hook on `up`"), ("function", "`note`"), ("partial", "`note`")], ids=str
+)
+def test_what_a_function_holds_is_refused(how: str, where: str) -> None:
+    seen: list[Tensor] = []
+    model = Hidden(how, seen)
+    with pytest.raises(autotp.Error) as raised:
+        autotp.parallelize(model, 1, example_inputs=(x().float(),))
+    assert str(raised.value) == (
+        f"parallelize(Hidden, tp=1): forward changes a list that {where} holds, which a graph cannot do\n"
+        "  try      set an attribute of the module (`self.name = value`), which is put back after each call"
+    )
+    assert seen == [] and not isinstance(model, autotp.ParallelModule)
+
+
+class Lazily(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "late"):
+            self.late = nn.Linear(8, 8)
+        return self.late(self.mlp(x))
+
+
+class Holder:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Opaque(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        self.holder = Holder(y)
+        return y
+
+
+def test_what_cannot_be_put_back_is_refused() -> None:
+    with pytest.raises(autotp.Error, match=r"forward changes `late`, a parameter or module, which a graph cannot do"):
+        autotp.parallelize(Lazily(), 1, example_inputs=(x().float(),))
+    with pytest.raises(
+        autotp.Error, match=r"forward sets `holder`, and a later call could not: a Holder holds tensors"
+    ):
+        autotp.parallelize(Opaque(), 1, example_inputs=(x().float(),))
+    for model in (Lazily(), Opaque()):
+        with pytest.raises(autotp.Error):
+            autotp.verify(model, 2, example_inputs=(x().float(),))
+
+
+def refused(rank: int, n: int) -> None:
+    with pytest.raises(autotp.Error) as raised:
+        autotp.distribute(WithLoss(), tp=1, example_inputs=(x().float(), x(1).float()))
+    assert str(raised.value) == (
+        "distribute(WithLoss, tp=1, pp=1, dp=1): the model sets `prev` in forward, which parts of a batch cannot "
+        "share\n"
+        "  try      add it to the returned loss, if it is a part of that\n  or       autotp.parallelize(model, tp)"
+    )
+
+
+def test_a_trainer_refuses_what_forward_sets() -> None:
+    run_ranks(refused, 1, timeout=60)
+
+
+class WithLoss(Mlp):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.prev = self.mlp(x)
+        return (self.prev - y).square().mean()

@@ -1,0 +1,267 @@
+"""repeats, unfold: blocks that are alike are captured once, and the graph is the one that it is without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_models import RAN, ZEROS, Block, Noted, Stack, gpt, runs, scaled, stack, told
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autotp
+from autotp.models.gpt import Block as Layer
+from autotp.passes.capture.capture import capture
+from autotp.passes.capture.skeleton import skeleton_of
+
+FAMILIES = pytest.importorskip("hf_families").FAMILIES
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+def test_one_block_runs(train: bool) -> None:
+    assert runs(stack(6).train(train), ZEROS) == 1
+
+
+def counting(block: Any, x: Tensor, y: Tensor) -> Tensor:
+    block.count = block.count + 1
+    return y * block.count
+
+
+def collecting(block: Any, x: Tensor, y: Tensor) -> Tensor:
+    block.count.append(1)
+    return y * len(block.count)
+
+
+@pytest.mark.parametrize(("does", "start"), [(counting, 0), (collecting, [])], ids=["attribute", "list"])
+def test_a_block_that_counts_its_calls_runs_each_time(does: Any, start: Any) -> None:
+    def call(model: Any, i: int, block: Any, x: Tensor) -> Any:
+        return block(block(x))
+
+    def fresh() -> Stack:
+        return Stack(*(Block(does, count=start if start == 0 else []) for _ in range(2)), call=call)
+
+    found = [told(capture(skeleton_of(fresh()), (ZEROS,), {}, once=once).graph) for once in (False, True)]
+    assert found[0] == found[1]
+
+
+def in_place(block: Any, x: Tensor, y: Tensor) -> Tensor:
+    x.mul_(2)
+    return y
+
+
+def through_a_view(block: Any, x: Tensor, y: Tensor) -> Tensor:
+    x[:, 0].zero_()
+    return y
+
+
+def written_to(model: Any, i: int, block: Any, x: Tensor) -> Tensor:
+    y = block(x)
+    y.add_(1)  # Of a view it is `x` that changes.
+    return y + x
+
+
+def one_of_two(model: Any, i: int, block: Any, x: Tensor) -> Tensor:
+    y, first = block(x)
+    first.add_(1)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("does", "call"),
+    [
+        pytest.param(in_place, lambda m, i, b, x: b(x) + x, id="writes"),
+        pytest.param(through_a_view, lambda m, i, b, x: b(x) + x, id="writes-into-a-view"),
+        pytest.param(lambda b, x, y: x.view(-1, 8).view(x.shape), written_to, id="returns-a-view"),
+        pytest.param(lambda b, x, y: (y, y[:, 0]), one_of_two, id="two"),
+        pytest.param(lambda b, x, y: b.up.weight.view(8, 16), lambda m, i, b, x: x @ b(x) @ b.up.weight, id="a-weight"),
+    ],
+)
+def test_memory_that_is_shared(does: Any, call: Any) -> None:
+    """Then all run: in the graph of one block alone nobody would see who writes to what."""
+    assert runs(stack(3, does, call), ZEROS) == 1 + 3
+
+
+@pytest.mark.parametrize(
+    ("does", "call"),
+    [
+        pytest.param(lambda b, x, y: (x, y), lambda m, i, b, x: sum(b(x)), id="passed-on"),
+        pytest.param(lambda b, x, y: {"y": y, "n": 2, "s": "a"}, lambda m, i, b, x: b(x)["y"] * b(x)["n"], id="plain"),
+        pytest.param(lambda b, x, y: (y, y), lambda m, i, b, x: sum(b(x)), id="twice"),
+        pytest.param(lambda b, x, y: y.clone().add_(1), None, id="writes-to-its-own"),
+        pytest.param(lambda b, x, y: checkpoint(torch.sin, y, use_reentrant=False), None, id="checkpoint"),
+    ],
+)
+def test_results(does: Any, call: Any) -> None:
+    assert runs(stack(4, does, call), ZEROS) == 1
+
+
+def test_a_conversion_that_does_nothing() -> None:
+    """It returns the parameter itself."""
+    assert runs(stack(3, lambda b, x, y: y * b.up.weight.float().mean() * b.up.bias.contiguous().mean()), ZEROS) == 1
+
+
+def test_a_size_is_returned() -> None:
+    model = stack(3, lambda b, x, y: (y, x.shape[1]), lambda m, i, b, x: (lambda y, n: y * n)(*b(x)))
+    assert runs(model, ZEROS) == 3
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        RAN.append("block")
+        return self.up(self.norm(x))
+
+
+def test_buffers_that_a_block_updates() -> None:
+    assert runs(Stack(*(Normed() for _ in range(3))), ZEROS[:, 0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        pytest.param(lambda b: b.steps.add_(1), 1, id="add"),
+        pytest.param(lambda b: b.steps.mul_(0.5).add_(1), 4, id="twice"),  # What it writes into is no buffer.
+        pytest.param(lambda b: b.steps.copy_(b.up.weight.detach().mean()), 1, id="copy"),
+    ],
+)
+def test_what_a_block_writes_last(last: Callable[[Any], Any], expected: int) -> None:
+    """Nobody reads it in the graph, and it is what the model has afterwards."""
+
+    def does(block: Any, x: Tensor, y: Tensor) -> Tensor:
+        y = y * block.steps
+        last(block)
+        return y
+
+    blocks = [Block(does) for _ in range(3)]
+    for block in blocks:
+        block.register_buffer("steps", torch.ones(()))
+    assert runs(Stack(*blocks), ZEROS) == expected
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(Block(), Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_blocks_in_blocks() -> None:
+    assert runs(Stack(Nested(), Nested(), Nested()), ZEROS) == 2
+
+
+def test_a_hook_runs_every_time() -> None:
+    model = stack(3)
+    for i, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda m, args, y, i=i: y * (i + 1))
+    assert runs(model, ZEROS) == 1
+
+
+def test_what_a_block_changes_among_its_arguments() -> None:
+    """A list, a dict, an object: each call is captured, on the caller's own."""
+
+    def filling(model: Any, i: int, block: Any, x: Tensor) -> Any:
+        found, named, noted = [x], {"x": x}, Noted()
+        y = block(x, found, named, noted)
+        return y + found.pop() * named["y"] + noted.seen  # type: ignore[attr-defined]
+
+    def does(block: Any, x: Tensor, y: Tensor, found: Any, named: Any, noted: Any) -> Tensor:
+        found.append(y.sum(-1, keepdim=True))
+        named["y"] = y.mean()
+        noted.seen = y.exp()
+        return y
+
+    assert runs(stack(3, does, filling), ZEROS) == 3
+
+
+def test_classes_are_what_they_are() -> None:
+    def does(block: Any, x: Tensor, y: Tensor) -> Tensor:
+        return y if type(block) is Block and {nn.Linear: 1}[type(block.up)] else y * 2
+
+    assert runs(stack(3, does, lambda m, i, b, x: b(x) if type(b) is Block else x), ZEROS) == 1
+
+
+@pytest.mark.parametrize("other", [lambda p, i: p * (i + 1), lambda p, i: p.half().float()], ids=["computed", "cast"])
+def test_other_parameters_than_its_own(other: Any) -> None:
+    def call(model: Any, i: int, block: Any, x: Tensor) -> Any:
+        others = {name: other(p, i) for name, p in block.named_parameters()}
+        return torch.func.functional_call(block, others, (x,))
+
+    assert runs(stack(3, call=call), ZEROS) == 1 + 3
+
+
+def test_what_is_around_a_block() -> None:
+    """It is not watched: whoever reads it runs each time."""
+
+    def call(model: Any, i: int, block: Any, x: Tensor) -> Any:
+        model.step = i
+        return block(x)
+
+    model = stack(3, lambda b, x, y: y * (b.around[0].step + 1), call)
+    for block in model.blocks:
+        block.around = [model]
+    assert runs(model, ZEROS) == 3
+
+
+def test_values_decide_a_size() -> None:
+    """Each block's size is its own."""
+    model = stack(3, lambda b, x, y: y + y[y > 0].sum())
+    assert runs(model, ZEROS) == 3
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = stack(4, lambda b, x, y, mask: y * mask).blocks
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+def test_a_size_that_a_block_shows_to_be_another() -> None:
+    """From the second call on it is known that the mask is as long as the sequence. The first input has no gradient."""
+    assert runs(Masked(), ZEROS, torch.ones(3, 5, 1)) == 2
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = skeleton_of(stack(3))
+    kinds = [type(module) for module in model.modules()]
+    capture(model, (ZEROS,), {})
+    assert [type(module) for module in model.modules()] == kinds
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_gradients_are_those_of_one_device(sequence_parallel: bool) -> None:
+    torch.manual_seed(0)
+    model = Stack(*(Block(scaled, index=i // 2) for i in range(6)))
+    assert autotp.verify(model, 2, example_inputs=ZEROS, sequence_parallel=sequence_parallel).ok
+
+
+def test_depth_costs_no_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = gpt(n_layer=12, n_embd=16, n_head=2, vocab_size=32, block_size=8, dropout=0.1)
+    forward = Layer.forward
+    monkeypatch.setattr(Layer, "forward", lambda self, x: RAN.append("layer") or forward(self, x))
+    RAN.clear()
+    capture(skeleton_of(model), (), {"tokens": torch.zeros(2, 7, dtype=torch.int64)})
+    assert RAN == ["layer"]
+
+
+@pytest.mark.rare
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_without_a_cache(name: str, train: bool) -> None:
+    torch.manual_seed(0)
+    model, inputs = FAMILIES[name]()
+    if getattr(model.config, "use_cache", False):
+        inputs = {**inputs, "use_cache": False}
+    runs(model.train(train), **inputs)

@@ -1,0 +1,95 @@
+"""What a model does with a tensor's values is refused by what it is, with the ways out; messages compared whole."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from errors import LOOPS, OPERATOR, ROUNDS, line_of, message
+from small_models import Plain
+from torch import Tensor, nn
+
+import autotp
+
+X = torch.linspace(-1, 1, 24).view(3, 8)
+line = partial(line_of, __file__)
+NUMBERS = "the model makes a Python number of a tensor's values, which are not known in a graph"
+MASKS = f"a mask, `torch.arange(n) < lengths[:, None]`; the number as an argument; or {OPERATOR}"
+BRANCHES = "the model branches on the values of a tensor, which one graph cannot do"
+CHOICES = "choose with torch.where, or branch on shapes and configuration only"
+
+
+class Experts(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([Plain() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hit = nn.functional.one_hot(self.mlp(x).argmax(-1) % 4, 4).sum(0)
+        y = torch.zeros_like(x)
+        for e in hit.nonzero():
+            y = y + self.experts[e](x)
+        return y
+
+
+class While(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        while x.sum() > 0:
+            x = x - 1
+        return self.mlp(x)
+
+
+class Longest(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        longest = int(x.abs().max().item())
+        return self.mlp(x[:, :longest])
+
+
+class Branch(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x) if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "at", "way"),
+    [
+        (Experts, LOOPS, "for e in hit.nonzero():", ROUNDS),
+        (While, LOOPS, "while x.sum() > 0:", ROUNDS),
+        (Longest, NUMBERS, "longest = int(x", MASKS),
+        (Branch, BRANCHES, "return self.mlp(x) if", CHOICES),
+    ],
+)
+def test_refused(kind: type[nn.Module], what: str, at: str, way: str) -> None:
+    found = message(lambda: autotp.explain(kind(), 2, example_inputs=X))
+    assert found == f"explain({kind.__name__}, tp=2): {what}\n  at       {line(at)}\n  try      {way}"
+
+
+class Lengths(Plain):
+    """Takes its rows apart by the values of a tensor, as vision towers do: nothing is decided by them."""
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        lengths = (ends[1:] - ends[:-1]).tolist()
+        parts = self.mlp(x).split(lengths)
+        return torch.cat([nn.functional.scaled_dot_product_attention(p[None], p[None], p[None])[0] for p in parts])
+
+
+def test_lengths_that_decide_nothing_are_in_the_graph() -> None:
+    assert autotp.verify(Lengths(), 2, example_inputs=(X, torch.tensor([0, 1, 3]))).ok
+
+
+def test_experts_of_transformers() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers.models.mixtral import modeling_mixtral
+
+    sizes = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, experts_implementation="eager"))
+    at = line_of(str(modeling_mixtral.__file__), "for expert_idx in expert_hit")
+    assert message(lambda: autotp.explain(model, 2)) == (
+        "explain(MixtralForCausalLM, tp=2): the model loops over the experts that are hit: torch.export has no loop "
+        f"whose length depends on values\n  at       {at}\n"
+        '  try      model.set_experts_implementation("grouped_mm"), which has no loop'
+    )
+    model.set_experts_implementation("grouped_mm")
+    assert autotp.explain(model, 2).cuts

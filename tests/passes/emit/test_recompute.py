@@ -1,0 +1,377 @@
+"""recompute and outline: blocks are one module, and computed again in backward; gradients stay what they are."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from errors import message, refusal
+from graphs import draft, some
+from ranks import Checks
+from small_models import gpt
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import autotp
+from autotp.options import Recompute
+from autotp.passes.emit.outline import blocks, outlined
+from autotp.passes.emit.recompute import Recomputed, recompute
+
+aten = torch.ops.aten
+checks = Checks()
+HOW: tuple[Recompute, ...] = ("none", "selective", "full")
+
+# ---- blocks
+
+
+def chain(names: list[str], *scales: float) -> fx.Graph:
+    """`x * scale + w` for each name of a block and scale."""
+
+    def make(call: Any, x: Any, w: Any) -> Any:
+        for name, scale in zip(names, scales, strict=True):
+            for target, args in ((aten.mul.Tensor, (scale,)), (aten.add.Tensor, (w,))):
+                x = call(target, x, *args)
+                x.meta["nn_module_stack"] = {"m": (f"L['self'].{name}", nn.Module)} if name else {}
+        return x
+
+    return draft(make, x=some(2, 3), w=some(3))
+
+
+@pytest.mark.parametrize(
+    ("names", "scales", "kinds", "calls"),
+    [
+        (["h.0.a", "h.1.a", "h.2.a"], (2.0, 2.0, 2.0), 1, 3),
+        (["h.0", "h.1"], (2.0, 3.0), 2, 2),  # Another number is another block.
+        (["h.0.a", "h.0.b", "h.1"], (2.0, 2.0, 2.0), 2, 2),
+        (["", "h.0", "norm"], (2.0, 2.0, 2.0), 1, 1),
+        (["h.0", "", "h.0"], (2.0, 2.0, 2.0), 1, 2),  # One module called twice.
+    ],
+)
+def test_blocks_that_compute_alike_are_one_module(
+    names: list[str], scales: tuple[float, ...], kinds: int, calls: int
+) -> None:
+    graph = chain(names, *scales)
+    module = recompute(graph, "none")
+    called = [node.target for node in module.graph.nodes if node.op == "call_module"]
+    assert (len(dict(module.named_children())), len(called)) == (kinds, calls)
+    values = some(2, 3), some(3)
+    torch.testing.assert_close(module(*values), fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(*values))
+
+
+def test_several_results() -> None:
+    def make(call: Any, x: Any) -> Any:
+        a = call(aten.mul.Tensor, x, 2.0)
+        b = call(aten.add.Tensor, a, 1.0)
+        for node in (a, b):
+            node.meta["nn_module_stack"] = {"m": ("L['self'].h.0", nn.Module)}
+        return call(aten.mul.Tensor, a, b)
+
+    graph = draft(make, x=some(3))
+    assert [len(region) for region in blocks(graph)] == [2]
+    (found,) = outlined(graph, list(blocks(graph)), "block")(some(3))
+    torch.testing.assert_close(found, some(3) * 2 * (some(3) * 2 + 1))
+
+
+# ---- what is kept
+
+
+class Attention(nn.Module):
+    """Scores by hand, with dropout; [b, s, 12]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(12), nn.Linear(12, 36), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, 3)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        weights = F.dropout((q @ k.transpose(-2, -1)).softmax(-1), 0.2)
+        return x + self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Attention() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch seq 12]"""
+        for block in self.h:
+            x = block(x)
+        return x
+
+
+def kept(run: Any) -> int:
+    """Elements of what backward needs of a forward, each memory counted once."""
+    found: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        run()
+    return sum(found.values())
+
+
+@checks.on(2)
+def gradients_are_the_same_along_the_sequence(rank: int, n: int) -> None:
+    """Dropout draws the same numbers again. The more is computed, the less is kept."""
+    expect_same_gradients(rank, n, along=True)
+
+
+@checks.on(2, rare=True)
+def gradients_are_the_same(rank: int, n: int) -> None:
+    expect_same_gradients(rank, n, along=False)
+
+
+def expect_same_gradients(rank: int, n: int, along: bool) -> None:
+    torch.manual_seed(0)
+    whole, x = Blocks().double(), torch.randn(2, 9, 12, dtype=torch.float64)
+    grads, sizes = [], []
+    for how in HOW:
+        cut = autotp.parallelize(
+            copy.deepcopy(whole), n, example_inputs=x, randomness="exact", recompute=how, sequence_parallel=along
+        )
+        torch.manual_seed(1)
+        outputs: list[Tensor] = []
+        sizes.append(kept(lambda cut=cut, outputs=outputs: outputs.append(cut(x))))
+        outputs[0].square().sum().backward()
+        grads.append([outputs[0].detach(), torch.rand(()), *(p.grad for p in cut.parameters())])
+    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+    torch.testing.assert_close(grads[0], grads[2], rtol=0, atol=0)
+    assert sizes[0] > sizes[1] > sizes[2], sizes
+    torch.manual_seed(1)
+    whole(x).square().sum().backward()
+    state = dict(whole.named_parameters())
+    for (name, _), grad in zip(cut.named_parameters(), grads[0][2:], strict=True):
+        expected = state[name].grad
+        assert expected is not None
+        torch.testing.assert_close(cut.layouts[name].take(expected, rank), grad, rtol=0, atol=1e-12)
+
+
+@checks.on(2)
+def it_may_be_switched(rank: int, n: int) -> None:
+    """From one call to the next; torch.func knows no such thing, and keeps all."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 12)
+    cut = autotp.parallelize(Blocks(), n, example_inputs=x, randomness="exact")
+    before = kept(lambda: cut(x))
+    cut.recompute = "full"
+    cut(x)  # Captures anew.
+    assert kept(lambda: cut(x)) < before
+    with pytest.raises(autotp.Error, match="recompute='all'"):
+        cut.recompute = "all"  # type: ignore[assignment]
+    params = dict(cut.named_parameters())
+    torch.manual_seed(1)
+    found = torch.func.grad(lambda p: torch.func.functional_call(cut, p, (x,)).square().sum())(params)
+    torch.manual_seed(1)
+    cut(x).square().sum().backward()
+    torch.testing.assert_close(found, {name: p.grad for name, p in params.items()})
+
+
+@checks.on(2)
+def as_hugging_face_says_it(rank: int, n: int) -> None:
+    """`gradient_checkpointing_enable()`, before and after."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    model = transformers.LlamaForCausalLM(config).train()
+    model.gradient_checkpointing_enable()
+    x = torch.arange(12).view(2, 6)
+    cut = autotp.parallelize(model, n, example_inputs={"input_ids": x, "labels": x})
+    assert cut.recompute == "full" and cut.is_gradient_checkpointing
+    cut.gradient_checkpointing_disable()
+    assert cut.recompute == "none" and not cut.is_gradient_checkpointing
+    loss = cut(input_ids=x, labels=x).loss
+    cut.gradient_checkpointing_enable()
+    torch.testing.assert_close(cut(input_ids=x, labels=x).loss, loss)
+
+
+@checks.on(2, rare=True)
+def compiled(rank: int, n: int) -> None:
+    """The blocks in one graph, without a break, at a second length too."""
+    torch.manual_seed(0)
+    cut = autotp.parallelize(gpt(vocab_size=32, n_head=2, n_embd=8), n, sequence_parallel=True)
+    assert cut.code.count("def forward") == 3  # The first block reads a sum that is whole.
+    fast = torch.compile(cut, fullgraph=True, backend="aot_eager")
+    for length in (7, 9):
+        tokens = torch.randint(32, (2, length))
+        torch.testing.assert_close(fast(tokens, tokens), cut(tokens, tokens))
+
+
+@checks.on(2)
+def a_block_is_compiled_once(rank: int, n: int) -> None:
+    """However many there are; from the second step on nothing is compiled; a graph to come has its blocks compiled."""
+    torch.manual_seed(0)
+    whole = gpt(vocab_size=32, n_layer=4, n_head=2, n_embd=8).double()
+    cut, compiled = autotp.parallelize(copy.deepcopy(whole), n), []
+
+    def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    cut.compile_blocks(backend=backend, fullgraph=True)
+    tokens = torch.randint(32, (2, 7))
+    for _ in range(3):
+        cut.zero_grad()
+        loss = cut(tokens, tokens)
+        loss.backward()
+        assert len(compiled) == 1
+    expected = whole(tokens, tokens)
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    grads = {name: p.grad for name, p in whole.named_parameters()}
+    for name, p in cut.named_parameters():
+        torch.testing.assert_close(cut.layouts[name].take(grads[name], rank), p.grad)
+    cut.eval()
+    torch.testing.assert_close(cut(tokens), whole.eval()(tokens))
+    assert len(compiled) == 2
+
+
+@checks.on(2, rare=True)
+def compiled_blocks_are_computed_again(rank: int, n: int) -> None:
+    """Compiled blocks that backward computes again draw the same numbers again, fast ones too."""
+    torch.manual_seed(0)
+    whole, x = Blocks().double(), torch.randn(2, 9, 12, dtype=torch.float64)
+    for how, randomness in (("selective", "fast"), ("full", "fast"), ("full", "exact")):
+        cut = autotp.parallelize(
+            copy.deepcopy(whole), n, example_inputs=x, recompute=how, randomness=randomness, sequence_parallel=True
+        )
+        grads = []
+        for compiles in (False, True):
+            if compiles:
+                cut.compile_blocks(backend="aot_eager")
+                cut(x)
+            cut.zero_grad()
+            torch.manual_seed(1)
+            cut(x).square().sum().backward()
+            grads.append([p.grad for p in cut.parameters()])
+        torch.testing.assert_close(grads[0], grads[1])
+
+
+@checks.on(2)
+def blocks_of_many_sizes_are_compiled(rank: int, n: int) -> None:
+    """Each once, and none too many: Dynamo compiles one code for eight kinds of arguments only."""
+    torch.manual_seed(0)
+    whole, x = Chain(*(Wide(4 * i + 4) for i in range(10))), torch.randn(3, 8)
+    for how in ("none", "full"):
+        compiled: list[fx.GraphModule] = []
+
+        def backend(graph: fx.GraphModule, inputs: Any, compiled: list[fx.GraphModule] = compiled) -> Any:
+            compiled.append(graph)
+            return graph.forward
+
+        cut = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=x, recompute=how)
+        cut.compile_blocks(backend=backend, fullgraph=True)
+        for _ in range(2):
+            cut(x).sum().backward()
+        assert len(compiled) == 10
+        torch.testing.assert_close(cut(x), whole(x))
+
+
+class Chain(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.h = nn.Sequential(*blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [n 8]"""
+        found: Tensor = self.h(x)
+        return found
+
+
+class Wide(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [n 8]"""
+        return x + self.down(self.up(x).relu())
+
+
+class Averaging(Wide):
+    """Adds a buffer that follows the mean of what it has seen, after it has read it; norms by a running variance."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.norm = nn.BatchNorm1d(8) if width > 8 else nn.Identity()
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [n 8]"""
+        y = super().forward(self.norm(x) * (1 + self.seen))
+        with torch.no_grad():
+            self.seen.lerp_(x.mean(0), 0.5)
+        return y
+
+
+@checks.on(2)
+def buffers_are_written_once(rank: int, n: int) -> None:
+    """Running statistics and averages: backward computes from what they were, and leaves them alone."""
+    torch.manual_seed(0)
+    whole, x = Chain(*(Averaging(4 * i + 8) for i in range(3))).double(), torch.randn(4, 8).double()
+    for compiles in (False, True):
+        alone = copy.deepcopy(whole)
+        cut = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=x, recompute="full")
+        if compiles:
+            cut.compile_blocks(backend="aot_eager")
+        for _ in range(2):
+            for model in (alone, cut):
+                model.zero_grad()
+                model(x).square().sum().backward()
+        torch.testing.assert_close(dict(cut.named_buffers()), dict(alone.named_buffers()))
+        for name, p in cut.named_parameters():
+            expected = alone.get_parameter(name).grad
+            assert expected is not None
+            torch.testing.assert_close(cut.layouts[name].take(expected, rank), p.grad)
+
+
+@checks.on(2)
+def without_blocks(rank: int, n: int) -> None:
+    """Where blocks are left out, nothing can be computed again or compiled block by block, and the user hears it."""
+    torch.manual_seed(0)
+    whole, x = Blocks(), torch.randn(2, 5, 12)
+    cut = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=x, without="outline", randomness="exact")
+    assert "block" not in cut.code
+    found = []
+    for model in (cut, whole):
+        torch.manual_seed(1)
+        found.append(model(x))
+    torch.testing.assert_close(*found)
+    assert message(cut.compile_blocks) == (
+        "compile_blocks: without=('outline',) left no blocks\n  try      torch.compile(model)"
+    )
+    again = "without=('outline',): what is computed again is a block\n  try      recompute=\"none\""
+    assert message(lambda: setattr(cut, "recompute", "full")) == again
+    assert refusal(whole, n, example_inputs=x, without="outline", recompute="selective").endswith(again)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
+
+
+def test_a_core_is_what_makes_and_reads_scores() -> None:
+    """Of a block's operators, from one product to the other; a softmax without products is none."""
+
+    def make(call: Any, q: Any, k: Any, v: Any) -> Any:
+        scores = call(aten.mul.Tensor, call(aten.matmul.default, q, k), 0.5)
+        weights = call(aten.dropout.default, call(aten.softmax.int, scores, -1), 0.1, True)
+        outs = call(aten.relu.default, call(aten.matmul.default, weights, v)), call(aten.softmax.int, v, -1)
+        for node in outs[0].graph.nodes:
+            if node.op == "call_function":
+                node.meta["nn_module_stack"] = {"m": ("L['self'].h.0", nn.Module)}
+        return outs
+
+    module = recompute(draft(make, q=some(2, 3), k=some(3, 4), v=some(4, 3)), "selective")
+    (block,) = module.children()
+    (core,) = block.children()
+    assert isinstance(core, Recomputed)
+    targets = [node.target for node in core.inner.graph.nodes if node.op == "call_function"]
+    assert targets == [
+        aten.matmul.default, aten.mul.Tensor, aten.softmax.int, aten.dropout.default, aten.matmul.default
+    ]  # fmt: skip

@@ -1,0 +1,80 @@
+"""overlap: products of one copied or gathered value become one operator, and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from graphs import draft, lines
+from torch import fx
+
+from autotp.ops.collectives import all_gather, copy, reduce
+from autotp.passes.lower.overlap import overlap, separate
+
+aten = torch.ops.aten
+
+
+def of(make: Any, **shapes: tuple[int, ...]) -> fx.Graph:
+    return draft(make, **{name: torch.ones(shape) for name, shape in shapes.items()})
+
+
+SHAPES: dict[str, tuple[int, ...]] = {"x": (2, 3, 4), "w": (6, 4), "v": (5, 4), "b": (6,)}
+
+
+def pair(call: Any, x: Any, w: Any, v: Any, b: Any) -> Any:
+    c = call(copy, x, "tp")
+    return call(aten.linear.default, c, w, b), call(aten.linear.default, c, call(aten.mul.Tensor, v, 2))
+
+
+def test_products_of_one_copy_are_one_operator() -> None:
+    """A weight that is computed between them stands before."""
+    graph = of(pair, **SHAPES)
+    assert lines(overlap(graph)) == [
+        "mul(v, 2)",
+        "columns(x, 'tp', None, None, [w, mul], [b, None], [False, False])",
+        "getitem(columns, 0)",
+        "getitem_1 = getitem(columns, 1)",
+        "return getitem, getitem_1",
+    ]
+    assert sorted(lines(separate(overlap(graph)))[:-1]) == sorted(lines(graph)[:-1])
+
+
+def flattened(call: Any, x: Any, w: Any, v: Any, b: Any) -> Any:
+    f = call(aten.flatten.using_ints, call(all_gather, x, "tp", 1, 3), 0, 1)
+    return call(aten.addmm.default, b, f, call(aten.t.default, w)), call(aten.mm.default, f, call(aten.t.default, v))
+
+
+def test_turned_weights_behind_a_flattening() -> None:
+    graph = of(flattened, **SHAPES)
+    assert "columns(x, 'tp', [1, 3, 1], [0, 1], [t, t_1], [b, None], [True, True])" in lines(overlap(graph))
+    assert sorted(lines(separate(overlap(graph)))[:-1]) == sorted(lines(graph)[:-1])
+
+
+def others(call: Any, x: Any, w: Any, v: Any, b: Any) -> Any:
+    c = call(copy, x, "tp")
+    return call(aten.linear.default, c, w), call(aten.relu.default, c)
+
+
+def chained(call: Any, x: Any, w: Any, v: Any, b: Any) -> Any:
+    c = call(copy, x, "tp")
+    first = call(aten.linear.default, c, call(aten.slice.Tensor, w, 0, 0, 4))
+    return call(aten.linear.default, c, call(aten.sum.dim_IntList, first, [0])), first
+
+
+def sums(call: Any, x: Any, w: Any, v: Any, b: Any) -> Any:
+    return call(aten.linear.default, call(reduce, x, "tp"), w), b
+
+
+def test_complex_products_stay() -> None:
+    """Their gradients are conjugated, which the operator does not do."""
+    given = {name: torch.ones(shape, dtype=torch.complex64) for name, shape in SHAPES.items()}
+    graph = draft(pair, **given)
+    assert lines(overlap(graph)) == lines(graph)
+
+
+@pytest.mark.parametrize("make", [others, chained, sums], ids=lambda make: make.__name__)
+def test_what_is_no_group_stays(make: Any) -> None:
+    """Something else reads the copy; a weight is made of another product; no copy."""
+    graph = of(make, **SHAPES)
+    assert lines(overlap(graph)) == lines(graph)

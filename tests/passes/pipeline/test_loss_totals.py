@@ -1,0 +1,128 @@
+"""loss_totals: parts of a batch whose losses sum up to the whole's, however many tokens each of them counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from autotp.errors import Error
+from autotp.passes.canonicalize.canonicalize import canonicalize
+from autotp.passes.capture.capture import capture
+from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.pipeline.loss_totals import TOTAL, loss_totals
+from autotp.rules.call import returned
+
+X, Y = torch.randn(6, 5, 7, generator=torch.Generator().manual_seed(0)), torch.arange(30).view(6, 5) % 7
+SOME = Y.masked_fill(torch.arange(30).view(6, 5) % 11 < 6, -100)
+SOME[:2] = -100  # A part that counts nothing.
+WEIGHT = torch.rand(7, generator=torch.Generator().manual_seed(1))
+
+
+class Loss(nn.Module):
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.register_buffer("weight", WEIGHT)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """x: [batch seq classes], y: [batch seq]"""
+        return self.function(x, y, self.weight)
+
+
+def tokens(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return F.cross_entropy(x.flatten(0, 1), y.flatten())
+
+
+def weighted(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return F.cross_entropy(x.flatten(0, 1), y.flatten(), w)
+
+
+def smoothed(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return F.cross_entropy(x.transpose(1, 2), y.clamp(min=0), w, label_smoothing=0.1, ignore_index=3)
+
+
+def likelihood(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return F.nll_loss(x.flatten(0, 1).log_softmax(-1), y.flatten())
+
+
+def direct(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return torch.ops.aten.nll_loss(x.flatten(0, 1).log_softmax(-1), y.flatten(), w)
+
+
+def two(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return (
+        tokens(x, y, w) + 0.5 * F.cross_entropy(x[:, 0], y[:, 0].clamp(min=0)) - F.mse_loss(x, x * y.unsqueeze(-1)) / 3
+    )
+
+
+def mean(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return -(x * y.unsqueeze(-1)).tanh().mean()
+
+
+def masked(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    counts = (y >= 0).to(x.dtype)
+    return (x[..., 0] * counts).sum() / counts.sum().clamp(min=1)
+
+
+def regular(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return x.mean() + w.square().sum()
+
+
+def table(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """The part of a table that is as long as the sequence: no input is part of it, but a size."""
+    return x.mean() + w[: x.shape[1]].sum()
+
+
+def taken(function: Callable[..., Tensor]) -> Any:
+    captured = capture(skeleton_of(Loss(function)), (X, SOME), {})
+    graph = canonicalize(captured.graph)
+    return captured, loss_totals(graph, returned(graph)[0], captured.inputs)
+
+
+def run(graph: fx.Graph, known: dict[str, Tensor]) -> Any:
+    names = [node.name for node in graph.nodes if node.op == "placeholder"]
+    return fx.GraphModule(nn.Module(), graph)(*(known[name] for name in names))
+
+
+@pytest.mark.parametrize(
+    "function", [tokens, weighted, smoothed, likelihood, direct, two, mean, masked, regular, table]
+)
+@pytest.mark.parametrize("sizes", [(1, 5), (2, 2, 2), (6,)], ids=str)
+def test_parts_sum_up(function: Callable[..., Tensor], sizes: tuple[int, ...]) -> None:
+    captured, found = taken(function)
+    parts = list(zip(X.split(sizes), SOME.split(sizes), strict=True))
+    places = dict.fromkeys(captured.buffers, WEIGHT)
+    known = [places | dict(zip(captured.inputs, part, strict=True)) for part in parts]
+    summed = [sum(count).float() for count in zip(*(run(found.counts, one) for one in known), strict=True)]
+    given = {f"{TOTAL}_{i}": total for i, total in enumerate(summed)}
+    losses = [run(found.graph, one | given)[0] for one in known]
+    torch.testing.assert_close(torch.stack(losses).sum(), function(X, SOME, WEIGHT))
+
+
+def squared(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return x.mean() ** 2
+
+
+def product(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return x.mean() * x.abs().mean()
+
+
+def shifted(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return x.mean() + 3
+
+
+def inverse(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return 2 / x.mean()
+
+
+@pytest.mark.parametrize("function", [squared, product, shifted, inverse])
+def test_what_is_no_mean_is_refused(function: Callable[..., Tensor]) -> None:
+    """By the line of the operator."""
+    with pytest.raises(Error, match="not a mean over the batch") as raised:
+        taken(function)
+    assert "test_loss_totals.py" in str(raised.value)

@@ -1,0 +1,242 @@
+"""stages: one behind another they compute what the whole graph does, and only what must cross does."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small_models import gpt
+from torch import Tensor, fx, nn
+
+from autotp.compiler import analyse
+from autotp.errors import Error
+from autotp.passes.capture.capture import capture
+from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.pipeline.cost import Cost, block_costs, multiplications
+from autotp.passes.pipeline.stages import balanced, blocks_in_order, divided, staged
+from autotp.passes.plan.choose import NOMINAL, elements
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
+from autotp.training.pipeline_schedules import ENGINES, Training, expect_splits
+
+
+@given(costs=st.lists(st.integers(0, 9), min_size=1, max_size=7), data=st.data())
+def test_balanced(costs: list[int], data: Any) -> None:
+    """No other way to divide has a cheaper dearest run."""
+    count = data.draw(st.integers(1, len(costs)))
+    runs = balanced(len(costs), count, lambda _, run: sum(costs[i] for i in run))
+    assert [i for run in runs for i in run] == list(range(len(costs))) and all(runs)
+    ways = ((0, *cuts, len(costs)) for cuts in itertools.combinations(range(1, len(costs)), count - 1))
+    least = min(max(sum(costs[a:b]) for a, b in itertools.pairwise(way)) for way in ways)
+    assert max(sum(costs[i] for i in run) for run in runs) == least
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x: [batch seq 8], mask: [batch seq]"""
+        x = x + self.linear(x).tanh() * mask.unsqueeze(-1)
+        return x if bias is None else x + bias
+
+
+class Stack(nn.Module):
+    """A mask of inputs alone, a bias that the first block's weight makes for all, a table that is read at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places = nn.Embedding(12, 8), nn.Embedding(6, 8)
+        self.h = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: [batch seq]"""
+        x = self.table(tokens)
+        mask = (tokens > 3).to(x.dtype)
+        bias = self.places(torch.arange(tokens.size(1)))
+        for block in self.h:
+            x = block(x, mask, bias)
+        return (x @ self.table.weight.T).sum(-1) * mask
+
+
+TOKENS = torch.arange(10).view(2, 5)
+
+
+def taken(model: nn.Module, *args: Tensor) -> tuple[fx.Graph, Any]:
+    captured = capture(skeleton_of(model), args, {})
+    return captured.graph, captured
+
+
+def chained(stages: list[Any], known: dict[str, Tensor]) -> Any:
+    """What the last stage gives, each having what the one before it sent."""
+    sent: Any = ()
+    for stage in stages:
+        names = [node.name for node in stage.graph.nodes if node.op == "placeholder"]
+        mine = known | dict(zip(stage.received, sent, strict=True))
+        sent = fx.GraphModule(nn.Module(), stage.graph)(*(mine[name] for name in names))
+    return sent
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2), (1, 3), (1, 1, 2), (1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("name", ["stack", "gpt"])
+def test_one_behind_another(name: str, sizes: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    sizes_of_gpt = {"block_size": 6, "vocab_size": 12, "n_layer": 4, "n_head": 2, "n_embd": 8}
+    model, args = (Stack(), (TOKENS,)) if name == "stack" else (gpt(**sizes_of_gpt), (TOKENS, TOKENS))
+    graph, captured = taken(model, *args)
+    weights = list(captured.parameters)
+    blocks = blocks_in_order(graph, weights)
+    assert blocks == [f"h.{i}" for i in range(4)]
+    queue = iter(blocks)
+    stages = staged(graph, [[next(queue) for _ in range(size)] for size in sizes], weights)
+    known = {place: model.get_parameter(first) for place, first in captured.parameters.items()}
+    found = chained(stages, known | dict(zip(captured.inputs, args, strict=True)))
+    torch.testing.assert_close(found[0], model(*args))
+    # The mask is made where it is needed, and the stack's bias with the residual stream sent on.
+    assert [len(stage.received) for stage in stages] == [0] + [1 + (name == "stack")] * (len(sizes) - 1)
+    mine = [{n.name for n in stage.graph.nodes if n.name in weights} for stage in stages]
+    both = [name for name in weights if sum(name in some for some in mine) > 1]
+    assert len(both) == (len(sizes) > 1)  # The table.
+
+
+def test_costs() -> None:
+    """Of four blocks of which one is four times as wide, and a head that is as dear as two of the others."""
+
+    class Uneven(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.h = nn.ModuleList(nn.Sequential(nn.Linear(8, n), nn.ReLU(), nn.Linear(n, 8)) for n in (8, 32, 8, 8))
+            self.head = nn.Linear(8, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            """x: [batch 8]"""
+            for block in self.h:
+                x = block(x)
+            found: Tensor = self.head(x)
+            return found
+
+    analysis = analyse(skeleton_of(Uneven()), (torch.zeros(3, 8),), {}, 2)
+    blocks = [f"h.{i}" for i in range(4)]
+    costs = block_costs(analysis.graph, analysis.axes, blocks, list(analysis.captured.parameters))
+    assert [cost.multiplications / costs[0].multiplications for cost in costs] == [1, 4, 1, 3]
+    assert [cost.parameters for cost in costs] == [2 * 64 + 16, 2 * 256 + 40, 144, 144 + 256 + 32]
+    assert [cost.activations for cost in costs] == [3 * 40, 3 * 112, 3 * 40, 3 * (40 + 64)]  # Products, and with bias.
+    assert divided(blocks, costs, [0, 1], [2, 1]).blocks == (("h.0", "h.1"), ("h.2", "h.3"))
+    attention = analyse(skeleton_of(Heads()), (torch.zeros(3, 5, 8),), {}, 2)
+    (node,) = (n for n in attention.graph.nodes if has(n.target, Trait.ATTENTION))
+    assert multiplications(node, attention.axes) == 2 * elements(node) * NOMINAL
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch seq 8]"""
+        q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        found: Tensor = self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return found
+
+
+class Backwards(Stack):
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: [batch seq]"""
+        x = self.table(tokens)
+        for i in (1, 0, 1):
+            x = self.h[i](x, tokens)
+        return x
+
+
+def test_a_block_that_is_called_again_later() -> None:
+    graph, captured = taken(Backwards(), TOKENS)
+    with pytest.raises(Error, match="stage 0 would need what stage 1 computes"):
+        staged(graph, [["h.1"], ["h.0"]], list(captured.parameters))
+
+
+def test_a_division_prints() -> None:
+    costs = [Cost(2, 1), Cost(1, 1, 2), Cost(1), Cost(1, 1), Cost(3, 1, 4)]
+    found = divided([f"h.{i}" for i in range(5)], costs, [0, 1, 0], [3, 2, 1])
+    assert str(found) == (
+        "stage  pp rank  blocks      multiplications  memory\n"
+        "0      0        h.0 to h.1  37.5%            53.8%\n"
+        "1      1        h.2 to h.3  25.0%            15.4%\n"
+        "2      0        h.4         37.5%            30.8%"
+    )
+
+
+def test_blocks_that_cost_nothing_are_divided_evenly() -> None:
+    found = divided([f"h.{i}" for i in range(4)], [Cost()] * 4, [0, 1], [2, 1])
+    assert [len(some) for some in found.blocks] == [2, 2]
+
+
+@given(
+    costs=st.lists(st.tuples(*[st.integers(0, 3)] * 3).map(lambda it: Cost(*it)), min_size=1, max_size=6),
+    data=st.data(),
+)
+def test_of_the_fastest_divisions_it_is_the_one_that_needs_least_memory(costs: list[Cost], data: Any) -> None:
+    count = data.draw(st.integers(1, len(costs)))
+    flights = data.draw(st.lists(st.integers(1, 4), min_size=count, max_size=count))
+
+    def needs(cuts: Sequence[int]) -> tuple[float, float]:
+        stages = [costs[a:b] for a, b in itertools.pairwise((0, *cuts, len(costs)))]
+        work = max(sum(it.multiplications + 1 for it in some) for some in stages)
+        kept = [
+            sum(4 * it.parameters + n * it.activations for it in some) for n, some in zip(flights, stages, strict=True)
+        ]
+        return work, max(kept)
+
+    found = divided([str(i) for i in range(len(costs))], costs, range(count), flights)
+    best = min(map(needs, itertools.combinations(range(1, len(costs)), count - 1)))
+    assert needs([*itertools.accumulate(map(len, found.blocks))][:-1]) == best
+    assert max(found.memory) == best[1]
+
+
+def test_the_first_stages_have_fewer_blocks_where_all_cost_the_same() -> None:
+    """They wait for the others' backward, and keep what more microbatches made."""
+    found = divided([str(i) for i in range(10)], [Cost(1, 1, 1)] * 10, range(4), [4, 3, 2, 1])
+    assert [len(some) for some in found.blocks] == [2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "found"),
+    [
+        ("1F1B", 4, [4, 3, 2, 1]),
+        ("GPipe", 4, [8] * 4),
+        # As counted in the orders that torch's schedules print.
+        ("interleaved", 2, [4, 3, 2, 1]),
+        ("interleaved", 3, [6, 6, 4, 3, 3, 1]),
+        ("interleaved", 4, [8, 8, 7, 5, 4, 4, 3, 1]),
+        ("zero-bubble", 4, [8] * 4 + [4] * 4),
+        ("zero-bubble-v", 4, [8, 7, 6, 5, 4, 3, 2, 1]),
+    ],
+)
+def test_microbatches_that_a_stage_waits_for(schedule: str, ranks: int, found: list[int]) -> None:
+    stages = ranks * ENGINES[schedule].rounds
+    assert [ENGINES[schedule].flight(i, stages, 9 if ranks == 3 else 8) for i in range(stages)] == found
+    assert ENGINES[schedule].flight(0, stages, 1) == 1
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "zero-bubble-v", "interleaved"])
+@pytest.mark.parametrize(
+    ("given", "tp", "all_learn", "problem"),
+    [
+        ({}, 2, False, "loses gradients where parameters are frozen"),
+        ({"sequence_parallel": True}, 2, True, "cannot halve the backward"),
+        ({"sequence_parallel": True}, 1, True, ""),
+        ({}, 2, True, ""),
+    ],
+)
+def test_backward_that_cannot_be_halved(schedule: Any, given: Any, tp: int, all_learn: bool, problem: str) -> None:
+    training = Training(schedule=schedule, **given)
+    if not problem or schedule == "interleaved":
+        expect_splits(training, tp, all_learn)
+    else:
+        with pytest.raises(Error, match=f'schedule="{schedule}" {problem}'):
+            expect_splits(training, tp, all_learn)

@@ -1,0 +1,97 @@
+"""The order of the folders: each file imports only what stands before it."""
+
+import ast
+from pathlib import Path
+
+import autotp
+
+ORDER = (
+    "errors", "source_location", "model_library", "sharding", "ops", "rules", "options", "distributed",
+    "passes.builder", "passes.capture", "passes.canonicalize", "passes.plan", "passes.lower", "passes.check",
+    "passes.emit", "passes.pipeline",
+    "compiler", "deferred_init", "diagnostics.plan_text", "runtime", "diagnostics", "training", "checkpoint",
+    "hf", "api",
+)  # fmt: skip
+ROOT = Path(autotp.__file__).parent.parent
+FILES = [*(ROOT / "autotp").rglob("*.py"), *(ROOT / "passes").rglob("*.py")]
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(part for part in (parts[1:] if parts[0] == "autotp" else parts) if part != "__init__")
+
+
+def layer(module: str) -> int:
+    """The place of a module in the order; that of `autotp` itself is behind all others."""
+    found = [i for i, name in enumerate(ORDER) if f"{module}.".startswith(f"{name}.")]
+    return max(found, key=lambda i: len(ORDER[i]), default=len(ORDER))
+
+
+def imported(file: Path) -> set[str]:
+    """The modules of autotp that a file imports, also those inside functions."""
+    modules, found = {module_of(file) for file in FILES}, set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "autotp":
+            base = (node.module or "").removeprefix("autotp").removeprefix(".")
+            below = {f"{base}.{alias.name}".removeprefix(".") for alias in node.names}
+            found |= (below & modules) or {base}
+    return found
+
+
+def test_nothing_is_imported_from_further_down():
+    upwards = [
+        (module_of(file), other)
+        for file in FILES
+        for other in imported(file)
+        if layer(other) > layer(module_of(file)) and module_of(file)
+    ]
+    assert upwards == []
+    assert layer("") == len(ORDER) and {module_of(file) for file in FILES if layer(module_of(file)) == len(ORDER)} == {
+        "", "passes",
+    }  # fmt: skip
+
+
+def test_only_hf_imports_libraries_of_models() -> None:
+    for file in FILES:
+        names = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add((node.module or "").partition(".")[0])
+        assert not names & {"transformers", "peft"} or module_of(file).startswith("hf."), file
+
+
+def test_folders_are_small_and_say_what_they_are_for() -> None:
+    for folder in {file.parent for file in FILES} - {ROOT / "autotp"}:
+        files = [file for file in folder.glob("*.py") if file.name != "__init__.py"]
+        assert len(files) <= 12, folder
+        door = ast.parse((folder / "__init__.py").read_text())
+        assert len(door.body) == 1 and (ast.get_docstring(door) or "").splitlines()[0].endswith("."), folder
+
+
+TESTS = ROOT / "tests"
+BESIDE = {"models", "examples", "benchmarks", "system", "project"}
+"""Folders of tests beside those of autotp: of the folders beside it, of whole systems, of the project's own files."""
+
+
+def test_tests_lie_as_the_source_does() -> None:
+    """Each folder is one of the source, or a folder for tests of the whole; none is large; names are unique."""
+    folders = {module_of(file).rpartition(".")[0].replace(".", "/") for file in FILES} - {""}
+    files = list(TESTS.rglob("test_*.py"))
+    assert {str(file.parent.relative_to(TESTS)) for file in files} - {"."} <= folders | BESIDE
+    for folder in {file.parent for file in files}:
+        assert len(list(folder.glob("*.py"))) <= 12, folder
+    assert len({file.name for file in files}) == len(files), "pytest tells test files by their names"
+
+
+def test_no_test_file_imports_another() -> None:
+    """What several need is in `tests/support`: eight files at most, which import no test, and programs to start."""
+    shared = list((TESTS / "support").glob("*.py"))
+    assert len(shared) <= 8
+    files = {path.stem: path for path in TESTS.rglob("test_*.py")}
+    for path in [*files.values(), *shared, *(TESTS / "support" / "scripts").glob("*.py")]:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+        names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        assert not {(name or "").partition(".")[0] for name in names} & files.keys(), path

@@ -1,0 +1,277 @@
+"""The parallel model as a user calls it: signatures, dtypes, modes, outputs, buffers, structures."""
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from ranks import Checks
+from small_models import VOCAB, both, expect_gradients, gpt, signatures_met, tokens
+from torch import Tensor, nn
+
+import autotp
+from autotp.distributed.sharded_tensor import Sharded
+
+checks = Checks()
+
+
+# ---- signatures
+
+
+@checks.on(2)
+def further_signatures(rank: int, n: int) -> None:
+    """Without labels, in eval mode, of length 1 and batch 1: another graph each time one is needed, and only then."""
+    whole, parallel = both(n, gpt().double().train())
+    x, y = tokens()
+    for a, b in ((x, y), (x[:2, :5], y[:2, :5])):
+        torch.testing.assert_close(parallel(a, b), whole(a, b))
+        torch.testing.assert_close(parallel(labels=b, tokens=a), whole(a, b))
+    assert signatures_met(parallel) == 1
+    for a in (x, x[:2], x[:1], x[:, :1], x[:1, :1], x[1:3, :4]):
+        torch.testing.assert_close(parallel(a), whole(a))
+        torch.testing.assert_close(parallel(a, labels=None), whole(a))
+    assert signatures_met(parallel) <= 5
+    before = signatures_met(parallel)
+    for mode in (False, True, False):
+        torch.testing.assert_close(parallel.train(mode)(x), whole.train(mode)(x))
+    assert signatures_met(parallel) == before + 1
+
+
+@checks.on(2)
+def dtypes(rank: int, n: int) -> None:
+    """`.to(dtype)` moves shards and buffers, and the next call has a graph of its own."""
+    whole, parallel = both(n, gpt().double().train())
+    x, y = tokens()
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+        loss, expected = parallel.to(dtype)(x, y), whole.to(dtype)(x, y)
+        assert loss.dtype == expected.dtype == dtype
+        torch.testing.assert_close(loss, expected, rtol=tolerance, atol=0)
+        loss.backward()
+        expected.backward()
+        expect_gradients(whole, parallel, tolerance)
+        whole.zero_grad()
+        parallel.zero_grad()
+
+
+class Dtypes(nn.Module):
+    """An MLP that shows the dtypes inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+        self.inside: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        up = self.up(self.norm(x))
+        down = self.down(nn.functional.gelu(up))
+        with torch.autocast("cpu", enabled=False):
+            own = self.down.weight.sum() * 1.0
+        kept = down.to(up.dtype) + own  # a cast to what the value has
+        return {"up": up, "down": down, "sum": x + down, "kept": kept, "prob": (x @ down.mT).softmax(-1)}
+
+
+@checks.on(2)
+def autocast(rank: int, n: int) -> None:
+    """bfloat16 wherever one device has it, float32 elsewhere, and a graph for each state of autocast."""
+    torch.manual_seed(0)
+    whole, parallel = both(n, Dtypes(), example_inputs=torch.randn(4, 5, 16), outputs="full")
+    x = torch.randn(4, 5, 16)
+    torch.testing.assert_close(parallel(x), whole(x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = parallel(x), whole(x)
+        assert {k: v.dtype for k, v in found.items()} == {k: v.dtype for k, v in expected.items()}
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+        assert signatures_met(parallel) == 2
+    torch.testing.assert_close(parallel(x), whole(x))
+    language, split = both(n, gpt().train())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = [model(*tokens()) for model in (language, split)]
+        torch.testing.assert_close(*losses, rtol=1e-2, atol=0)
+    for loss in losses:
+        loss.backward()
+    assert {p.grad.dtype for p in split.parameters()} == {torch.float32}
+    expect_gradients(language, split, 5e-2)
+
+
+@checks.on(2)
+def without_gradients(rank: int, n: int) -> None:
+    """A signature first met under no_grad or inference mode is as good for training afterwards."""
+    whole, parallel = both(n, gpt().double().train())
+    x, y = tokens(2, 1)
+    with torch.inference_mode():
+        torch.testing.assert_close(parallel(x, y), whole(x, y))
+    with torch.no_grad():
+        assert not parallel(x).requires_grad
+    for model in (whole, parallel):
+        model(x, y).backward()
+    expect_gradients(whole, parallel)
+
+
+# ---- gradients
+
+
+@checks.on(2)
+def accumulation_and_freezing(rank: int, n: int) -> None:
+    """Several backwards, frozen parameters, and the same ones unfrozen later, with the graph there was."""
+    whole = gpt().double().train()
+    whole.h[0].requires_grad_(False)
+    whole.wte.requires_grad_(False)
+    parallel = autotp.parallelize(copy.deepcopy(whole), n)
+    for frozen in (True, False):
+        for model in (whole, parallel):
+            model.h[0].requires_grad_(not frozen)
+            model.wte.weight.requires_grad_(not frozen)
+            for rows in (2, 3):
+                model(*tokens(rows)).backward()
+        expect_gradients(whole, parallel)
+        torch.testing.assert_close(
+            autotp.clip_grad_norm_(parallel, 0.1), nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+        )
+        expect_gradients(whole, parallel)
+    assert signatures_met(parallel) == 1
+
+
+class Embedded(nn.Module):
+    """Takes embeddings, as Hugging Face's `inputs_embeds`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, embeds: Tensor, scale: float = 1.0) -> Tensor:
+        return (embeds + self.down(nn.functional.gelu(self.up(embeds)))) * scale
+
+
+@checks.on(2)
+def gradient_of_inputs(rank: int, n: int) -> None:
+    whole, parallel = both(n, Embedded().double(), example_inputs=torch.randn(3, 16, dtype=torch.float64))
+    x = torch.randn(3, 16, dtype=torch.float64)
+    given = [x.clone().requires_grad_() for _ in range(2)]
+    for model, leaf in zip((whole, parallel), given, strict=True):
+        model(leaf, scale=2.0).square().sum().backward()
+    torch.testing.assert_close(given[1].grad, given[0].grad)
+    expect_gradients(whole, parallel)
+    torch.testing.assert_close(parallel(x, 3.0), whole(x, 3.0))  # another plain value: another graph
+
+
+# ---- outputs
+
+
+@checks.on(2)
+@checks.on(4, rare=True)
+def outputs(rank: int, n: int) -> None:
+    """Logits: whole in eval mode; with a loss in training this rank's part, and `gather` has the right backward."""
+    x, y = tokens()
+    for whole in (WithLoss(), WithLoss().eval()):
+        for setting in ("auto", "full", "local"):
+            parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs={"x": x, "y": y}, outputs=setting)
+            cut = setting == "local" or (setting == "auto" and whole.training)
+            logits = parallel(x, y)["logits"]
+            assert (logits.shape[-1] < VOCAB) == (setting == "local")
+            assert isinstance(logits, Sharded) == (cut and setting == "auto")
+            everything = autotp.gather(parallel(x, y))
+            expected = whole(x, y)
+            torch.testing.assert_close(everything, expected)
+            weights = torch.linspace(0, 1, VOCAB, dtype=torch.float64)
+            for model, found in ((whole, expected), (parallel, everything)):
+                model.zero_grad()
+                (found["loss"] + (found["logits"] * weights).square().sum()).backward()
+            expect_gradients(whole, parallel)
+    with pytest.raises(autotp.Error) as raised:
+        autotp.gather(logits * 2)
+    assert str(raised.value) == (
+        f"gather: a tensor {list(logits.shape)} that is not an output of a parallel model\n"
+        "  try      autotp.gather(output) on what the model returned, before anything is computed from it"
+    )
+
+
+class WithLoss(nn.Module):
+    """Returns a dict, a dataclass or a tuple around both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = gpt().double()
+
+    def forward(self, x: Tensor, y: Tensor, form: str = "dict") -> Any:
+        logits = self.gpt(x)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+        if form == "none":
+            return None
+        if form == "tuple":
+            return loss, [logits, x.shape[1], None], "text"
+        return {"loss": loss, "logits": logits} if form == "dict" else Result(loss, logits, x.shape[0])
+
+
+@dataclasses.dataclass
+class Result:
+    loss: Tensor
+    logits: Tensor
+    rows: int
+    note: str | None = None
+
+
+@checks.on(2)
+def structures(rank: int, n: int) -> None:
+    """Whatever the model returns, sizes in it included, at sizes other than those of the capture."""
+    whole = WithLoss().eval()
+    parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=tokens())
+    for rows, seq in ((3, 7), (2, 5)):
+        x, y = tokens(rows, seq)
+        for form in ("dict", "tuple", "none", "dataclass"):
+            found, expected = parallel(x, y, form), whole(x, y, form)
+            assert type(found) is type(expected)
+            if form == "dataclass":
+                assert (found.rows, found.note) == (rows, None)
+                found, expected = vars(found), vars(expected)
+            if form == "tuple":
+                assert found[1][1:] == [seq, None] and found[2] == "text"
+                found, expected = (found[0], found[1][0]), (expected[0], expected[1][0])
+            torch.testing.assert_close(found, expected)
+
+
+# ---- state that a forward changes
+
+
+class Counting(nn.Module):
+    """A counter, a running mean of what is cut, a buffer set anew, and one that nobody saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("share", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(64))
+        self.register_buffer("last", torch.zeros(16), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = nn.functional.gelu(self.up(x))
+        self.calls += 1
+        self.share = self.share * 0.5 + 0.5
+        if self.training:
+            self.mean.mul_(0.9).add_(inside.detach().mean(0), alpha=0.1)
+        self.last = x.detach().sum(0)
+        return self.down(inside * (self.share + self.mean)) * self.calls
+
+
+@checks.on(2)
+def buffers(rank: int, n: int) -> None:
+    torch.manual_seed(0)
+    example = torch.randn(4, 16, dtype=torch.float64)
+    whole, parallel = both(n, Counting().double(), example_inputs=example, outputs="local")
+    for step in range(3):
+        x = torch.randn(4, 16, dtype=torch.float64)
+        whole.train(step < 2)
+        parallel.train(step < 2)
+        torch.testing.assert_close(parallel(x), whole(x))
+        for (name, a), (other, b) in zip(whole.named_buffers(), parallel.named_buffers(), strict=True):
+            assert name == other
+            torch.testing.assert_close(b, a, msg=lambda m, name=name: f"{name}: {m}")
+    assert parallel.calls == 3
+    assert "last" not in parallel.state_dict()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)

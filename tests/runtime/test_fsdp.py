@@ -1,0 +1,115 @@
+"""fully_shard on the blocks of a parallel model: they gather where they run, and gradients are one device's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from small_models import gpt
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import autotp
+from autotp.models.gpt import GPT
+
+X = torch.arange(64).view(4, 16) * 7 % 101
+LABELS = X.roll(1, 1)
+SIZES = {"vocab_size": 101, "n_layer": 3, "n_head": 4, "n_embd": 24}
+
+
+def sharded(whole: GPT, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None = None, **given: Any) -> Any:
+    """The model, cut over "tp", its blocks and the rest sharded over "dp"."""
+    model = autotp.parallelize(copy.deepcopy(whole), mesh=mesh["tp"], example_inputs=(X[:2], LABELS[:2]), **given)
+    for block in model.h:
+        fully_shard(block, mesh=mesh["dp"], mp_policy=policy or MixedPrecisionPolicy())
+    return fully_shard(model, mesh=mesh["dp"], mp_policy=policy or MixedPrecisionPolicy())
+
+
+def mine(mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    rank, n = mesh["dp"].get_local_rank(), mesh["dp"].size()
+    return X.chunk(n)[rank], LABELS.chunk(n)[rank]
+
+
+def equal(rank: int, n: int, given: dict[str, Any]) -> None:
+    """Three steps; the norm, the state, and evaluation."""
+    mesh = init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("dp", "tp"))
+    whole = gpt(seed=0, **SIZES).double()
+    model = sharded(whole, mesh, **given)
+    units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    assert units == ["", "h.0", "h.1", "h.2"]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (whole, model)]
+    for _ in range(3):
+        expected, found = whole(X, labels=LABELS), model(*mine(mesh))
+        expected.backward()
+        found.backward()
+        for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+            assert isinstance(p.grad, DTensor) and isinstance(p, DTensor)
+            full = model.layouts[name].take(q.grad, model.mesh.rank)
+            torch.testing.assert_close(p.grad.full_tensor(), full, rtol=0, atol=1e-12)
+        norms = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1), autotp.clip_grad_norm_(model, 0.1)
+        torch.testing.assert_close(*norms)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    whole.eval(), model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(autotp.gather(model(X)), whole(X))
+    for name, value in autotp.full_state_dict(model).items():
+        torch.testing.assert_close(value, whole.state_dict()[name])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param({}, marks=pytest.mark.rare),
+        {"recompute": "full", "sequence_parallel": True},
+        pytest.param({"recompute": "selective"}, marks=pytest.mark.rare),
+    ],
+    ids=str,
+)
+def test_gradients_are_those_of_one_device(given: dict[str, Any]) -> None:
+    run_ranks(equal, 4, given, timeout=100)
+
+
+def in_half(rank: int, n: int) -> None:
+    """The graph is the one of a model in bfloat16; parameters and gradients are in float32."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    whole = gpt(seed=0, **SIZES)
+    model = sharded(whole, mesh, MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    found, expected = model(*mine(mesh)), whole.bfloat16()(*mine(mesh))
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected)
+    found.backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_half_precision() -> None:
+    run_ranks(in_half, 2, timeout=100)
+
+
+def refused(rank: int, n: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    model = autotp.parallelize(gpt(seed=0, **SIZES), mesh=mesh["tp"], example_inputs=(X[:2], LABELS[:2]))
+    found = []
+    for module in (model.h[0].attn, model.ln_f):
+        with pytest.raises(autotp.Error) as raised:
+            fully_shard(module, mesh=mesh["dp"])
+        found.append(str(raised.value))
+    with pytest.raises(autotp.Error) as raised:
+        model.h[0].register_forward_hook(lambda *given: None)
+    return [*found, str(raised.value).splitlines()[0]]
+
+
+def test_what_would_never_be_gathered() -> None:
+    remedy = "this part of a parallel model is no block, and never called\n  try      fully_shard each numbered block"
+    for attention, norm, hook in run_ranks(refused, 2, timeout=100):
+        assert attention == f"fully_shard(CausalSelfAttention): {remedy}, as model.h[0], and the model"
+        assert norm == f"fully_shard(LayerNorm): {remedy}, as model.h[0], and the model"
+        assert (
+            hook == "a hook on a submodule of a parallel model would never run: its work is part of the model's graph"
+        )

@@ -1,0 +1,235 @@
+"""The parallel model as an nn.Module: names, attributes, copies, its state, and what was made before it."""
+
+import copy
+import pickle
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from ranks import Checks
+from small_models import VOCAB, both, expect_gradients, gpt, signatures_met, tokens
+from torch import Tensor, nn
+
+import autotp
+from autotp.passes.capture.repeats.blocks import patched
+
+checks = Checks()
+
+
+@checks.on(2)
+def names_and_attributes(rank: int, n: int) -> None:
+    whole, other = gpt().double(), gpt().double()
+    other.ln_f.weight.mark = "no decay"
+    parallel = autotp.parallelize(other, n)
+    assert [name for name, _ in parallel.named_parameters()] == [name for name, _ in whole.named_parameters()]
+    assert [name for name, _ in parallel.named_modules()] == [name for name, _ in whole.named_modules()]
+    assert list(parallel.state_dict()) == list(whole.state_dict())
+    assert parallel.config is not None and parallel.config == whole.config
+    assert (parallel.h[0].attn.n_head, len(parallel.h)) == (3, 2)
+    assert parallel.ln_f.weight.mark == "no decay"
+    assert parallel.dummy_inputs.keys() == whole.dummy_inputs.keys()
+    assert not hasattr(parallel, "no_such_thing") and not hasattr(parallel.h[0], "no_such_thing")
+    seen: list[Any] = []
+    parallel.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    parallel.ln_f.weight.register_hook(lambda grad: seen.append(grad.shape))
+    parallel(*tokens()).backward()
+    assert seen == [(), (48,)]
+
+
+class Headed(nn.Module):
+    """A network, and a head that may be exchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 40, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.down(self.up(x).relu())), torch.arange(len(x)))
+
+
+def in_plan(model: Any) -> dict[str, str]:
+    """How the plan says that parameters are held."""
+    cut = {row.name: str(row.layout) for row in model.plan.cuts}
+    return cut | {row.name: str(list(row.shape)) for row in model.plan.whole}
+
+
+@checks.on(2)
+def the_plan_is_of_now(rank: int, n: int) -> None:
+    """A head is exchanged, and put back: the plan is that of what the model has, or an error, never that of before."""
+    x = torch.randn(3, 8)
+    parallel = autotp.parallelize(Headed(), n, example_inputs=x)
+    first, code, old = str(parallel.plan), parallel.code, parallel.head
+    assert in_plan(parallel) == {name: str(layout) for name, layout in parallel.layouts.items()}
+    assert parallel.layouts["head.weight"].dim is not None
+    parallel.head = nn.Linear(8, 7)
+    for name in ("plan", "code"):
+        with pytest.raises(autotp.Error, match="was not called since its modules or parameters were exchanged"):
+            getattr(parallel, name)
+    parallel(x)
+    held = {name: str(layout) for name, layout in parallel.layouts.items()}
+    assert in_plan(parallel) == held and (held["head.weight"], held["head.bias"]) == ("[7, 8]", "[7]")
+    assert parallel.code != code
+    parallel.head = old
+    parallel(x)
+    assert (str(parallel.plan), parallel.code) == (first, code)
+
+
+@checks.on(2)
+def local_state(rank: int, n: int) -> None:
+    """The state dict of one rank's shards into another parallel model, and back."""
+    _, first = both(n, gpt().double())
+    torch.manual_seed(5)
+    _, second = both(n, gpt().double())
+    saved = {name: tensor.clone() for name, tensor in first.state_dict().items()}
+    assert saved["wte.weight"].shape == (49 - rank, 48)
+    assert not torch.equal(second.wte.weight, saved["wte.weight"])
+    second.load_state_dict(saved)
+    torch.testing.assert_close(second(*tokens()), first(*tokens()), rtol=0, atol=0)
+
+
+@checks.on(2)
+def copies(rank: int, n: int) -> None:
+    """A deep copy is a model of its own, whose further captures are its own; pickling says what to do instead."""
+    whole, parallel = both(n, gpt().double().train())
+    other = copy.deepcopy(parallel)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.01)
+    torch.testing.assert_close(parallel(*tokens()), whole(*tokens()))
+    with torch.no_grad():
+        for p in whole.parameters():
+            p.add_(0.01)
+    other(*tokens()).backward()
+    whole(*tokens()).backward()
+    expect_gradients(whole, other)
+    assert parallel.wte.weight.grad is None
+    torch.testing.assert_close(other.eval()(tokens()[0]), whole.eval()(tokens()[0]))
+    assert (signatures_met(parallel), signatures_met(other), parallel.training) == (1, 2, True)
+    with pytest.raises(autotp.Error) as raised:
+        pickle.dumps(parallel)
+    assert str(raised.value) == (
+        "a parallel model cannot be pickled: it is tied to its process group\n"
+        "  try      save model.state_dict() on each rank, or autotp.full_state_dict(model)"
+    )
+
+
+@checks.on(2)
+def generation(rank: int, n: int) -> None:
+    """The model's own `generate` draws the tokens that one device draws, past the block size."""
+    torch.manual_seed(0)
+    whole = gpt().double().eval()
+    for p in whole.parameters():
+        nn.init.normal_(p, std=0.3)
+    parallel = autotp.parallelize(copy.deepcopy(whole), n)
+    drawn = []
+    for model in (whole, parallel):
+        torch.manual_seed(3)
+        drawn.append(model.generate(tokens(2, 1)[0], 20, temperature=0.8, top_k=20))
+    assert torch.equal(*drawn)
+
+
+@checks.on(2)
+def what_was_made_before(rank: int, n: int) -> None:
+    """An optimizer and hooks on parameters that were there first go on working: parameters stay the same objects."""
+    whole, model = gpt().double().train(), gpt().double().train()
+    model.load_state_dict(whole.state_dict())
+    before = list(model.parameters())
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (whole, model)]
+    for one in (whole, model):
+        one.ln_f.weight.register_hook(lambda grad: 2 * grad)
+        one.wte.weight.grad = torch.ones_like(one.wte.weight)
+    parallel = autotp.parallelize(model, n)
+    assert all(now is then for now, then in zip(parallel.parameters(), before, strict=True))
+    assert torch.equal(autotp.gather(parallel.wte.weight.grad), whole.wte.weight.grad)
+    for _ in range(3):
+        for one, optimizer in zip((whole, parallel), optimizers, strict=True):
+            one(*tokens()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(parallel(*tokens()), whole(*tokens()), rtol=1e-12, atol=0)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
+
+
+# ---- one process
+
+
+class Shared(nn.Module):
+    """One module under two names, a tied weight, a parameter that is None, and a submodule called as ours are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan = nn.Linear(8, 8, bias=False)
+        self.again = self.plan
+        self.head = nn.Linear(8, 8)
+        self.head.weight = self.plan.weight
+        self.register_parameter("nothing", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.again(self.plan(x)))
+
+    @classmethod
+    def made(cls) -> str:
+        return cls.__name__
+
+    @staticmethod
+    def twice(x: int) -> int:
+        return 2 * x
+
+
+def test_tree() -> None:
+    whole, parallel = both(1, Shared(), example_inputs=torch.randn(2, 8))
+    assert parallel.again is parallel._modules["plan"]
+    assert parallel.head.weight is parallel.again.weight
+    assert parallel.nothing is None
+    assert (parallel.made(), parallel.twice(4)) == ("Shared", 8)
+    for duplicates in (True, False):
+        theirs = [n for n, _ in whole.named_parameters(remove_duplicate=duplicates)]
+        assert [n for n, _ in parallel.named_parameters(remove_duplicate=duplicates)] == theirs
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(parallel(x), whole(x))
+
+
+def mocked(kind: Any, names: Any) -> Any:
+    return patch.multiple(kind, **names)
+
+
+@pytest.mark.parametrize("region", [patched, mocked])
+def test_a_class_is_what_it_was_after_a_region_with_another(region: Any) -> None:
+    """The class of a part passes on to the original's what is set on it: a wrapped forward that is put back there, too,
+    would call itself without end, in this model and in all of its class."""
+    parallel, kind = autotp.parallelize(gpt().double(), 1), type(gpt().double().h[0])
+    part, before = type(parallel.h[0]), (kind.forward, dict(vars(type(parallel.h[0]))))
+    assert part is not kind
+    with region(part, {"forward": None}):
+        assert part.forward is None or kind.forward is None
+    assert (kind.forward, dict(vars(part))) == before
+    whole, parallel = both(1, gpt().double())
+    torch.testing.assert_close(parallel(*tokens()), whole(*tokens()))
+
+
+def test_plan_of_a_parallel_model() -> None:
+    parallel = autotp.parallelize(gpt().double(), 1)
+    assert str(parallel.plan).startswith("GPT on tp=1\n")
+    other = copy.deepcopy(parallel)
+    for model, reason in ((other, "by itself"), (parallel.h[0], "by itself")):
+        with pytest.raises(autotp.Error, match=f"the {type(model).__name__} was not called {reason}, and its plan"):
+            str(model.plan)
+    assert parallel.layout_of("wte.weight").shape == (VOCAB, 48)
+
+
+def test_what_is_refused_leaves_torchs_classes_alone() -> None:
+    """torch puts a property on the class that it derives for a parametrized module: not on `nn.Linear`."""
+    model: Any = autotp.parallelize(nn.Sequential(nn.Linear(4, 4)), 1, example_inputs=(torch.zeros(2, 4),))
+    before = dict(vars(nn.Linear))
+    nn.utils.parametrizations.weight_norm(model[0])
+    assert dict(vars(nn.Linear)) == before
+    with pytest.raises(autotp.Error, match="was parametrized when its model was parallel already"):
+        model(torch.zeros(2, 4))
+    assert dict(vars(nn.Linear)) == before
+    nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))

@@ -1,0 +1,523 @@
+"""Optimizers of parallel models: right, or an Error on every rank; ranks that drift apart are seen."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Checks, run_ranks
+from small_models import STEPS, Normed, X, expect_equal_state, pair
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+from trainers import batch, started
+
+import autotp
+from autotp.runtime.torch_hooks import optimizer_guard
+from autotp.runtime.torch_hooks.optimizer_guard import EVERY
+
+checks = Checks()
+FLOAT64 = torch.float64
+
+
+def message(call: Callable[[], Any]) -> str:
+    with pytest.raises(autotp.Error) as raised:
+        call()
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, str(raised.value))
+    assert set(texts) == {texts[0]}, "the same on every rank"
+    return texts[0]
+
+
+def stepped(model: Any, optimizer: Optimizer, step: int = 0, change: Callable[[], Any] = lambda: None) -> None:
+    """One step; `change` happens behind backward."""
+    optimizer.zero_grad()
+    model(X[next(model.parameters()).dtype] * (1 + step)).backward()
+    change()
+    optimizer.step()
+
+
+# ---- optimizers that work element by element
+
+ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "adamw-loop": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=torch.tensor(0.1), momentum=0.9, nesterov=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=1e-2),
+}
+
+
+@checks.on(2)
+@checks.on(3, rare=True)
+def elementwise_ones_are_right(rank: int, n: int) -> None:
+    for make in ELEMENTWISE.values():
+        whole, parallel = pair(n)
+        optimizers = [make(m.parameters()) for m in (whole, parallel)]
+        for step in range(STEPS):
+            for model, optimizer in zip((whole, parallel), optimizers, strict=True):
+                stepped(model, optimizer, step)
+        expect_equal_state(whole, parallel, 1e-12)
+
+
+@checks.on(2)
+def two_optimizers_one_made_before(rank: int, n: int) -> None:
+    torch.manual_seed(0)
+    whole = Normed().double()
+    later = copy.deepcopy(whole)
+    optimizers = [[torch.optim.AdamW(m.up.parameters())] for m in (whole, later)]
+    parallel = autotp.parallelize(later, n, example_inputs=X[FLOAT64])
+    for some, model in zip(optimizers, (whole, parallel), strict=True):
+        some.append(torch.optim.SGD([*model.down.parameters(), *model.norm.parameters()], lr=0.1))
+        for step in range(STEPS):
+            model.zero_grad()
+            model(X[FLOAT64] * (1 + step)).backward()
+            for optimizer in some:
+                optimizer.step()
+    expect_equal_state(whole, parallel, 1e-12)
+
+
+@checks.on(2)
+def compiled_steps(rank: int, n: int) -> None:
+    _, parallel = pair(n)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    parallel(X[FLOAT64]).backward()
+    step()
+    parallel.norm.bias.grad += rank
+    assert "the gradient of `norm.bias` differs between ranks" in message(step)
+
+
+# ---- optimizers that look at a matrix, or at all
+
+
+class Lamb(torch.optim.SGD):
+    pass
+
+
+class GaLoreAdamW8bit(torch.optim.AdamW):
+    pass
+
+
+class _Own(GaLoreAdamW8bit):
+    pass
+
+
+@checks.on(2)
+def matrix_optimizers_are_refused(rank: int, n: int) -> None:
+    for make in (
+        torch.optim.Muon,
+        torch.optim.Adafactor,
+        lambda p: torch.optim.LBFGS(p),
+        lambda p: Lamb(p, lr=0.1),
+        _Own,
+    ):
+        _, parallel = pair(n)
+        before = {name: p.clone() for name, p in parallel.named_parameters()}
+        optimizer = make([parallel.up.weight, parallel.down.weight])
+        parallel(X[FLOAT64]).backward()
+        found = message(lambda: optimizer.step(lambda: parallel(X[FLOAT64])))  # noqa: B023
+        assert found == (
+            f"{type(optimizer).__name__}.step: each rank has a part of `up.weight`, and this optimizer does not work "
+            "element by element\n"
+            "  try      AdamW, SGD, Lion or their like for parameters that are cut (`model.layouts` tells which)"
+        )
+        assert all(torch.equal(before[name], p) for name, p in parallel.named_parameters())
+
+
+@checks.on(2)
+def they_are_right_on_whole_parameters(rank: int, n: int) -> None:
+    for make in (torch.optim.Adafactor, lambda p: torch.optim.LBFGS(p, max_iter=3), lambda p: Lamb(p, lr=0.1)):
+        whole, parallel = pair(n)
+        for model in (whole, parallel):
+            optimizer = make([model.down.bias, *model.norm.parameters()])
+            for step in range(STEPS):
+
+                def closure(model: Any = model, optimizer: Optimizer = optimizer, step: int = step) -> Tensor:
+                    optimizer.zero_grad()
+                    loss: Tensor = model(X[FLOAT64] * (1 + step))
+                    loss.backward()
+                    return loss
+
+                optimizer.step(closure)
+        expect_equal_state(whole, parallel, 1e-10)
+
+
+@checks.on(2)
+def a_group_that_is_added_later(rank: int, n: int) -> None:
+    _, parallel = pair(n)
+    optimizer = torch.optim.Adafactor(parallel.norm.parameters())
+    for step in range(6):
+        stepped(parallel, optimizer, step)
+    optimizer.add_param_group({"params": [parallel.up.weight]})
+    assert "each rank has a part of `up.weight`" in message(lambda: stepped(parallel, optimizer))
+
+
+def known(name: str) -> bool:
+    name = name.lower().replace("_", "")
+    return any(kind.search(name) for kind in (optimizer_guard.OF_A_MATRIX, optimizer_guard.OF_ALL))
+
+
+def test_names() -> None:
+    """Of torch's optimizers those that do not work element by element, and no other."""
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)]
+    assert {kind.__name__ for kind in kinds if known(kind.__name__)} == {"Muon", "Adafactor", "LBFGS"}
+    names = "LAMB FusedLAMB DistributedShampoo SOAP GaLoreAdamW Adam_mini LARS CAME SingleDeviceMuonWithAuxAdam Kron"
+    assert all(map(known, names.split()))
+    names = "AdamW8bit Lion Adan AdEMAMix AdamWScheduleFree Sophia LambdaSGD FusedAdam DeepSpeedCPUAdam Yogi StepSGD"
+    assert not any(map(known, names.split()))
+
+
+def over_a_pipeline(rank: int, n: int) -> str:
+    trainer, _ = started((1, 2, 1))
+    trainer.step(**batch(0))
+    torch.optim.SGD(trainer.parameters(), lr=0.1).step()
+    return message(lambda: torch.optim.LBFGS(trainer.parameters()).step(lambda: None))
+
+
+def test_over_a_pipeline() -> None:
+    """What goes by all gradients is refused where a rank has some layers only."""
+    for found in run_ranks(over_a_pipeline, 2):
+        assert found == (
+            "LBFGS.step: a rank of the pipeline has some of the parameters, and this optimizer uses the gradients "
+            "of all\n  try      AdamW, SGD, Lion or their like; or pp=1"
+        )
+
+
+# ---- ranks that drift apart
+
+
+class SAM(Optimizer):
+    """Foret et al. 2021: a step up by the norm over all gradients, then one down from there."""
+
+    def __init__(self, parameters: Any, base: type, **given: Any) -> None:
+        super().__init__(parameters, given)
+        self.base = base(self.param_groups, **given)
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> None:
+        held = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        before = [p.clone() for p in held]
+        for p in held:
+            p.add_(p.grad * (0.05 / norm))
+        torch.enable_grad()(closure)()
+        for p, old in zip(held, before, strict=True):
+            p.copy_(old)
+        self.base.step()
+
+
+@checks.on(2)
+def sam(rank: int, n: int) -> None:
+    _, parallel = pair(n)
+    optimizer = SAM(parallel.parameters(), torch.optim.SGD, lr=0.1)
+
+    def closure() -> None:
+        optimizer.zero_grad()
+        parallel(X[FLOAT64]).backward()
+
+    closure()
+    assert " differs between ranks by " in message(lambda: optimizer.step(closure))
+
+
+def own_norm(parallel: Any, rank: int) -> None:
+    norm = torch.stack([p.grad.norm() for p in parallel.parameters()]).norm()
+    for p in parallel.parameters():
+        p.grad *= 0.1 / norm
+
+
+def noise(parallel: Any, rank: int) -> None:
+    parallel.norm.weight.grad[0] += 1e-3 * rank
+
+
+def written(parallel: Any, rank: int) -> None:
+    with torch.no_grad():
+        parallel.norm.weight[0] += 1e-3 * rank
+
+
+def undefined(parallel: Any, rank: int) -> None:
+    if rank:
+        parallel.norm.weight.grad[0] = torch.nan
+
+
+@checks.on(2)
+def drift_is_an_error(rank: int, n: int) -> None:
+    """In the first step and in the fourth; of what is clipped by a rank's own norm, of noise, of values."""
+    changes = {
+        own_norm: "the gradient of `down.bias`",
+        noise: "the gradient of `norm.weight`",
+        written: "`norm.weight`",
+    }
+    for change, what in {**changes, undefined: "the gradient of `norm.weight`"}.items():
+        for at in (0, 3):
+            _, parallel = pair(n)
+            optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+            for step in range(at):
+                stepped(parallel, optimizer, step)
+            before = parallel.up.weight.clone()
+            found = message(lambda: stepped(parallel, optimizer, at, lambda: change(parallel, rank)))  # noqa: B023
+            first, *facts = found.splitlines()
+            assert first.startswith(f"AdamW.step: {what} differs between ranks by "), found
+            assert first.endswith(" of its largest element: they would drift apart"), found
+            assert facts == [
+                "  likely   each rank changed it by a number of its own: a norm of its own gradients, a batch, noise",
+                "  try      autotp.clip_grad_norm_(model, ...); a number that all ranks share, from one all_reduce",
+            ]
+            assert torch.equal(parallel.up.weight, before), "nothing was stepped"
+
+
+@checks.on(2)
+def later_drift(rank: int, n: int) -> None:
+    """What begins behind the first steps is seen within as many as are between two comparisons, or in each."""
+    for check, seen in (("first", EVERY), ("always", 10), ("never", None)):
+        torch.manual_seed(0)
+        parallel = autotp.parallelize(Normed().double(), n, example_inputs=X[FLOAT64], check_inputs=check)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=1e-2)
+        parallel(X[FLOAT64]).backward()
+        for step in range(EVERY + 3):
+            if step == 10:
+                parallel.norm.bias.grad += rank
+            if step == seen:
+                found = message(optimizer.step)
+                break
+            optimizer.step()
+        assert seen is None or "`norm.bias` differs between ranks" in found
+
+
+@checks.on(2)
+def differing_calls(rank: int, n: int) -> None:
+    def lr(parallel: Any, optimizer: Optimizer) -> None:
+        optimizer.param_groups[0]["lr"] = 0.1 + rank
+
+    def none(parallel: Any, optimizer: Optimizer) -> None:
+        if rank:
+            parallel.norm.bias.grad = None
+
+    def left_out(parallel: Any, optimizer: Optimizer) -> None:
+        group = optimizer.param_groups[0]
+        group["params"] = [p for p in group["params"] if rank == 0 or p is not parallel.norm.bias]
+
+    for change, problem, got in (
+        (lr, "the settings differ", "'lr': 1.1"),
+        (none, "`norm.bias` does not have a gradient on all ranks", "none on tp rank 1"),
+        (left_out, "`norm.bias` is not stepped on all ranks", "left out on tp rank 1"),
+    ):
+        _, parallel = pair(n)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        found = message(lambda: stepped(parallel, optimizer, 0, lambda: change(parallel, optimizer)))  # noqa: B023
+        assert found.startswith(f"SGD.step: {problem}\n  expected "), found
+        assert got in found.splitlines()[2], found
+
+
+@checks.on(2)
+def round_off_is_mended(rank: int, n: int) -> None:
+    """The last bit of a sum in another order: all ranks take the first one's, and a warning says so once."""
+    for dtype in X:
+        _, parallel = pair(n, dtype)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+
+        def last_bit(parallel: Any = parallel, eps: float = torch.finfo(dtype).eps) -> None:
+            parallel.norm.weight.grad *= 1 + 2 * eps * rank
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(3):
+                stepped(parallel, optimizer, step, last_bit)
+        (warning,) = [str(w.message) for w in caught if "round-off" in str(w.message)]
+        assert warning.startswith("the gradient of `norm.weight` differed between ranks by ")
+        both = [torch.empty_like(parallel.norm.weight) for _ in range(n)]
+        dist.all_gather(both, parallel.norm.weight.detach())
+        assert torch.equal(*both)
+
+
+@checks.on(2)
+def half_precision_and_sparse_gradients(rank: int, n: int) -> None:
+    """Numbers of any kind are compared; gradients that lie sparse, too."""
+    torch.manual_seed(0)
+    parallel = autotp.parallelize(Normed().bfloat16(), n, example_inputs=X[torch.float32].bfloat16())
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    parallel(X[torch.float32].bfloat16()).backward()
+    optimizer.step()
+    parallel.norm.weight.grad[0] += 1.0 * rank
+    assert "the gradient of `norm.weight`" in message(optimizer.step)
+    parallel.norm.weight.grad = torch.eye(8)[rank].bfloat16().to_sparse()
+    assert "the gradient of `norm.weight`" in message(optimizer.step)
+
+
+@checks.on(2)
+def one_rank_needs_nothing(rank: int, n: int) -> None:
+    """Other optimizers, and models of one rank, are never compared: ranks may do what they want."""
+    mesh = init_device_mesh("cpu", (n, 1), mesh_dim_names=("dp", "tp"))
+    _, parallel = pair(n)
+    alone = autotp.parallelize(Normed().double(), mesh=mesh["tp"], example_inputs=X[FLOAT64])
+    other = nn.Linear(8, 1).double()
+    assert alone.mesh.size == 1
+    for model in (alone, other):
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1 * (1 + rank))
+        for _ in range(1 + rank):
+            optimizer.zero_grad()
+            (model(X[FLOAT64]).sum() * (1 + rank)).backward()
+            optimizer.step()
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    stepped(parallel, optimizer)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
+
+
+# ---- a rank that does not step
+
+
+def steps_alone(rank: int, n: int) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    parallel = autotp.parallelize(Normed().double(), mesh=mesh, example_inputs=X[FLOAT64])
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    stepped(parallel, optimizer)
+    parallel(X[FLOAT64]).backward()
+    with pytest.raises(autotp.Error) as raised:
+        if rank == 0:
+            optimizer.step()
+        parallel(X[FLOAT64]).backward()
+    return str(raised.value)
+
+
+def test_a_rank_that_does_not_step() -> None:
+    first, other = run_ranks(steps_alone, 2)
+    assert first == (
+        "SGD.step: step 1 is not taken by all ranks: tp rank 1 did not come within the group's timeout\n"
+        "  try      call step on all ranks: decide by a value that is the same on all whether to step"
+    )
+    assert "failed on rank 1 of 2" in other
+
+
+# ---- replicas of a trainer, and tied weights
+
+
+def stepping(layout: tuple[int, int, int], change: Callable[[Any, Optimizer, int], Any], **more: Any) -> str:
+    """The error of five steps, on every rank the same; `change` happens behind each backward."""
+    trainer, _ = started(layout, **more)
+    optimizer = torch.optim.SGD(trainer.parameters(), lr=0.1)
+    replicas, rank = trainer.mesh["dp"].size(), trainer.mesh["dp"].get_local_rank()
+
+    def run() -> None:
+        for step in range(5):
+            trainer.step(**{name: x.chunk(replicas)[rank] for name, x in batch(step).items()})
+            change(trainer, optimizer, step)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return message(run)
+
+
+def other_lr(trainer: Any, optimizer: Optimizer, step: int) -> None:
+    optimizer.param_groups[0]["lr"] = 0.1 + dist.get_rank()
+
+
+def own_scale(trainer: Any, optimizer: Optimizer, step: int) -> None:
+    for p in trainer.parameters():
+        p.grad *= 1 + dist.get_rank()
+
+
+def own_noise(trainer: Any, optimizer: Optimizer, step: int) -> None:
+    with torch.no_grad():
+        for p in trainer.parameters():
+            p += dist.get_rank() * 0.1
+
+
+def frozen(trainer: Any, optimizer: Optimizer, step: int) -> None:
+    """Another one of two parameters that are as large."""
+    names = ("h.0.ln_1.weight", "h.0.ln_2.weight")
+    trainer.get_parameter(names[dist.get_rank()]).requires_grad_(False)
+
+
+def replicas_drift(rank: int, n: int) -> None:
+    dp = (1, 1, 2)
+    assert stepping(dp, other_lr).startswith("SGD.step: the settings differ\n  expected ")
+    assert stepping(dp, other_lr, zero=1).startswith("SGD.step: the settings differ\n  expected ")
+    found = stepping(dp, own_scale)
+    assert found.startswith("SGD.step: the gradient of `") and " differs between ranks by " in found
+    found = stepping(dp, own_noise)
+    assert found.startswith("SGD.step: `") and " differs between ranks by " in found
+    found = stepping(dp, frozen)
+    assert found.startswith("Trainer.step: dp rank 1 has other parameters frozen than dp rank 0\n"), found
+
+
+def tied_weights_drift(rank: int, n: int) -> None:
+    found = stepping((1, 2, 1), other_lr)
+    assert found.startswith("SGD.step: the settings differ\n  expected ") and "on pp rank 1" in found
+
+
+def test_replicas_that_drift_apart() -> None:
+    run_ranks(replicas_drift, 2)
+
+
+def test_tied_weights_that_drift_apart() -> None:
+    run_ranks(tied_weights_drift, 2)
+
+
+def replica_skips(rank: int, n: int) -> str:
+    trainer, optimizer = started((1, 1, 2), timeout=timedelta(seconds=3))
+    rows = [{name: x.chunk(2)[rank] for name, x in batch(step).items()} for step in range(3)]
+    with pytest.raises(autotp.Error) as raised:
+        for step in range(3):
+            trainer.step(**rows[step])
+            if (rank, step) != (1, 1):
+                optimizer.step()
+            optimizer.zero_grad()
+    return str(raised.value)
+
+
+def test_a_replica_that_does_not_step() -> None:
+    first, other = run_ranks(replica_skips, 2)
+    assert first.startswith("AdamW.step: step 1 is not taken by all ranks: dp rank 1 did not come within the group's ")
+    assert "Trainer.step" in other
+
+
+# ---- beside replicas
+
+
+def beside_replicas(rank: int, n: int, how: str) -> None:
+    """Ten steps, clipped by torch's function, of two or three replicas, whose parts do not divide."""
+    dp = n // 2
+    mesh = init_device_mesh("cpu", (dp, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    whole = Normed().double()
+    x = torch.randn(6, 8, dtype=FLOAT64)
+    model = parallel = autotp.parallelize(copy.deepcopy(whole), mesh=mesh, example_inputs=x[:2])
+    if how == "ddp":
+        model = nn.parallel.DistributedDataParallel(parallel, process_group=mesh["dp"].get_group())
+    else:
+        torch.distributed.fsdp.fully_shard(parallel, mesh=mesh["dp"])
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (whole, model)]
+    for _ in range(STEPS):
+        norms = []
+        for each, optimizer, rows in ((whole, optimizers[0], x), (model, optimizers[1], x.chunk(dp)[rank // 2])):
+            optimizer.zero_grad()
+            each(rows).backward()
+            norms.append(nn.utils.clip_grad_norm_(each.parameters(), 0.05))
+            optimizer.step()
+        torch.testing.assert_close(norms[1], norms[0].to(norms[1]), rtol=1e-12, atol=0)
+    for name, value in autotp.full_state_dict(model).items():
+        torch.testing.assert_close(value, whole.state_dict()[name], rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("how", "n"),
+    [("ddp", 4), pytest.param("fsdp", 4, marks=pytest.mark.rare), pytest.param("ddp", 6, marks=pytest.mark.rare),
+     pytest.param("fsdp", 6, marks=pytest.mark.rare)],
+)  # fmt: skip
+def test_beside_replicas(how: str, n: int) -> None:
+    run_ranks(beside_replicas, n, how, timeout=120)

@@ -1,0 +1,212 @@
+"""grid: who holds what, that the parts make up the whole, and that what several hold counts once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_models import Grouped
+from small_models import places as places_of
+from torch import Tensor, nn
+
+import autotp
+from autotp.ops.placement_moves import first, place, take
+from autotp.sharding.axis import Axis, Size, concat, holds, product, touches
+from autotp.sharding.grid import all_grids, grid, is_full, part_of, same_cut, slices_of, splits
+from autotp.sharding.layout import Layout, layout_of, ranges
+from autotp.sharding.partition import chunk_bounds
+
+
+def axis(n: int) -> Axis:
+    return Axis(Size(n))
+
+
+@pytest.mark.parametrize(
+    ("kv", "group", "tp", "expected"),
+    [
+        pytest.param(2, 3, 4, (2, 2), id="2-kv-on-4"),
+        pytest.param(2, 4, 8, (2, 4), id="2-kv-on-8"),
+        pytest.param(8, 8, 16, (8, 2), id="8-kv-on-16"),
+        pytest.param(8, 4, 4, (4, 1), id="enough-kv"),
+        pytest.param(2, 6, 3, (1, 3), id="no-common-factor"),
+        pytest.param(1, 6, 4, (1, 4), id="one-kv"),
+    ],
+)
+def test_splits(kv: int, group: int, tp: int, expected: tuple[int, int]) -> None:
+    assert splits(kv, group, tp) == expected
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 16))
+def test_splits_is_balanced(kv: int, group: int, tp: int) -> None:
+    """No other product of the ranks leaves the fullest of them fewer heads."""
+
+    def fullest(n: int) -> int:
+        return max(-(-kv // n) * -(-group // (tp // n)), 0)
+
+    found = splits(kv, group, tp)
+    assert found[0] * found[1] == tp
+    assert fullest(found[0]) == min(fullest(n) for n in range(1, tp + 1) if tp % n == 0)
+
+
+# ---- fused weights, against an oracle
+
+KV, GROUP, DIM = axis(2), axis(3), axis(4)
+QUERIES, KEYS = product([KV, GROUP, DIM]), product([KV, DIM])
+WEIGHTS = {
+    "queries": QUERIES,
+    "keys": KEYS,
+    "q|k|v": concat([QUERIES, KEYS, KEYS]),
+    "per-group": product([KV, concat([GROUP, axis(1), axis(1)]), DIM]),
+    "multi-query": product([concat([GROUP, axis(2)]), DIM]),
+}
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS.keys())
+def test_ranges(weight: Axis, tp: int) -> None:
+    """A rank holds a position if it holds its place along each leaf that the position has."""
+    for cut in all_grids([KV, GROUP], tp):
+        if not touches(weight, cut):
+            continue
+        for rank in range(tp):
+            held = torch.ones(weight.size.number, dtype=torch.bool)
+            for leaf, parts, run in slices_of(cut, tp):
+                start, stop = chunk_bounds(leaf.size.number, parts, rank // run % parts)
+                at = places_of(weight, leaf)
+                held &= (at < 0) | ((at >= start) & (at < stop))
+            mine = [i for a, b in ranges(weight, cut, tp, rank) for i in range(a, b)]
+            assert mine == held.nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS.keys())
+def test_layouts(weight: Axis, tp: int) -> None:
+    """Taking and putting back is exact; the first holders' positions, and their places, make up the whole once."""
+    full = torch.randn(weight.size.number, 2)
+    for cut in all_grids([KV, GROUP], tp):
+        layout = layout_of((weight.size.number, 2), (weight, axis(2)), cut, tp, "")
+        if layout.dim is None:
+            continue
+        again, seen, total = torch.zeros_like(full), [], torch.zeros_like(full)
+        for rank in range(tp):
+            local = layout.take(full, rank)
+            layout.put(again, local, rank)
+            mine = layout.first(rank)
+            places = layout.places(rank, mine)
+            seen += [i for a, b in places for i in range(a, b)]
+            total += place(local, 0, tuple(mine), tuple(places), full.shape[0])
+            assert torch.equal(take(full, 0, layout.pieces, rank), local)
+        assert torch.equal(again, full) and torch.equal(total, full)
+        assert sorted(seen) == list(range(full.shape[0]))
+        assert layout.repeated == (sum(layout.lengths()) > full.shape[0]) == (max(layout.holders()) > 1)
+
+
+def test_holds() -> None:
+    """A plain cut needs every part of a concatenation, a grid leaves some whole; what is tangled is never cut."""
+    fused = WEIGHTS["q|k|v"]
+    assert not holds(fused, GROUP) and holds(fused, grid([(GROUP, 4, 1)], 4))
+    assert not holds(product([axis(3), axis(4)]), grid([(GROUP, 4, 1)], 4))
+    assert not holds(product([GROUP, GROUP]), grid([(GROUP, 4, 1)], 4))
+    tangled = Axis(Size(3), tangled=True)
+    assert not holds(concat([tangled, axis(2)]), grid([(tangled, 2, 1)], 2))
+
+
+def test_same_cut() -> None:
+    both = grid([(KV, 2, 2), (GROUP, 2, 1)], 4)
+    assert same_cut(both, grid([(KV, 2, 2), (GROUP, 2, 1)], 4)) and is_full(both)
+    outer = grid([(KV, 2, 2)], 4)
+    assert not same_cut(both, outer) and not is_full(outer)
+    assert not same_cut(outer, grid([(KV, 2, 1)], 4))
+    assert same_cut(KV, grid([(KV, 4, 1)], 4)) and not same_cut(KV, GROUP)
+    assert part_of(QUERIES, both, 4, 3) == (Size(6), 1)
+    assert part_of(KEYS, both, 4, 3) == (Size(2), 1)
+
+
+def test_first() -> None:
+    """The value is all of it; the gradient reaches the positions that are named, and is zero where these are none."""
+    x = torch.randn(2, 5, requires_grad=True)
+    for ranges_, expected in ((None, [1.0] * 5), ((), [0.0] * 5), (((1, 2), (3, 5)), [0.0, 1.0, 0.0, 1.0, 1.0])):
+        x.grad, y = None, first(x, 1, ranges_)
+        assert torch.equal(y, x)
+        y.sum().backward()
+        assert x.grad is not None and x.grad[0].tolist() == expected
+
+
+def test_layout_without_repetition() -> None:
+    layout = Layout((4,), 0, (((0, 2),), ((2, 4),)), "heads")
+    assert not layout.repeated and layout.shared(0) == [] and layout.first(1) == [(0, 2)]
+
+
+# ---- whole attentions
+
+
+@settings(deadline=None, max_examples=6 if settings.get_current_profile_name() == "default" else 24)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.sampled_from(["separate", "q|k|v", "per-group"]),
+    st.sampled_from([2, 3, 4, 8]),
+)
+def test_grouped_attention(kv: int, group: int, layout: str, tp: int) -> None:
+    model = Grouped(kv, group, layout)
+    report = autotp.verify(model, tp, example_inputs=torch.randn(2, 5, 12))
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("layout", ["separate", "q|k|v"])
+def test_grouped_attention_is_balanced(layout: str) -> None:
+    """Two key/value heads on eight ranks: each has one of the eight query heads, and shares a key with three others."""
+    plan = autotp.explain(Grouped(2, 4, layout), 8, example_inputs=torch.randn(2, 5, 12))
+    held = {cut.name: cut.layout for cut in plan.cuts}
+    assert plan.traffic.forward == {"all-reduce": 1}
+    if layout == "separate":
+        assert held["q.weight"].lengths() == [4] * 8 and held["k.weight"].lengths() == [4] * 8
+        assert held["k.weight"].pieces[:4] == (((0, 4),),) * 4
+    else:
+        assert held["fused.weight"].lengths() == [12] * 8
+
+
+def test_a_key_that_is_dropped_is_not_on_several_ranks() -> None:
+    """Each holder would draw a mask of its own for what they hold the same of."""
+    model = Grouped(2, 4, "separate", dropout=0.5).train()
+    plan = autotp.explain(model, 8, example_inputs=torch.randn(2, 5, 12))
+    assert not any(cut.layout.repeated for cut in plan.cuts)
+    report = autotp.verify(model, 8, example_inputs=torch.randn(2, 5, 12))
+    assert report.ok, report
+
+
+class SharedQueries(nn.Module):
+    """The same eight query heads look at two sets of keys and values, of as many heads each as `kv` says."""
+
+    def __init__(self, kv: tuple[int, int], repeated: str) -> None:
+        super().__init__()
+        self.kv, self.repeated = kv, repeated
+        self.q, self.out = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.keys = nn.ModuleList([nn.Linear(16, 8 * heads) for heads in kv])
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, found = self.q(x).unflatten(-1, (8, 4)).transpose(1, 2), torch.zeros(())
+        for heads, keys in zip(self.kv, self.keys, strict=True):
+            k, v = self.grown(keys(x).unflatten(-1, (heads, 8)).transpose(1, 2)).split(4, -1)
+            found = found + F.scaled_dot_product_attention(q, k, v)
+        return self.out(found.transpose(1, 2).flatten(2))
+
+    def grown(self, x: Tensor) -> Tensor:
+        """[batch heads seq 8] -> [batch 8 seq 8]"""
+        if self.repeated == "interleaved":
+            return x.repeat_interleave(8 // x.shape[1], 1)
+        return x[:, :, None].expand(-1, -1, 8 // x.shape[1], -1, -1).flatten(1, 2)
+
+
+@pytest.mark.parametrize("tp", [4, 8])
+@pytest.mark.parametrize("kv", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("repeated", ["interleaved", "expanded"])
+def test_queries_of_two_attentions(repeated: str, kv: tuple[int, int], tp: int) -> None:
+    """One key/value head, expanded, is cut as the queries are, on both factors of the grid."""
+    model = SharedQueries(kv, repeated)
+    report = autotp.verify(model, tp, example_inputs=torch.linspace(-1, 1, 160).view(2, 5, 16))
+    assert report.ok, report
+    held = {cut.name: cut.layout for cut in report.plan.cuts}
+    assert held["q.weight"].lengths() == [32 // tp] * tp

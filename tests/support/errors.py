@@ -1,0 +1,74 @@
+"""What the tests of errors share: a message, its line, and that a failed `parallelize` has changed nothing."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_models import Plain
+from torch import Tensor, nn
+
+import autotp
+
+
+def message(call: Callable[[], Any]) -> str:
+    with pytest.raises(autotp.Error) as raised:
+        call()
+    return str(raised.value)
+
+
+def line_of(file: str, text: str) -> str:
+    """Where in a test's `__file__` `text` stands, as an error names it."""
+    with open(file) as opened:
+        at, code = next((i, row.strip()) for i, row in enumerate(opened, 1) if text in row)
+    return f"{os.path.basename(file)}:{at}  {code}"
+
+
+def refusal(model: nn.Module, n: int, **given: Any) -> str:
+    """The message of a failed `parallelize`, which has left the parameters and buffers the very objects they were."""
+    before = dict(model.state_dict(keep_vars=True))
+    values = {name: tensor.clone() for name, tensor in before.items()}
+    text = message(lambda: autotp.parallelize(model, n, **given))
+    now = model.state_dict(keep_vars=True)
+    assert list(now) == list(before)
+    assert all(now[name] is before[name] and torch.equal(now[name], values[name]) for name in now)
+    return text
+
+
+OPERATOR = "torch.library.custom_op with register_fake and register_autograd, and autotp.rule"
+LOOPS = "the model has a loop whose length depends on the values of a tensor: torch.export has no such loop"
+ROUNDS = f"do all rounds, and mask with torch.where; or one operator: {OPERATOR}"
+
+
+class Branching(Plain):
+    def __init__(self) -> None:
+        super().__init__(16, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:  # a branch on data
+            x = x + 1
+        return self.mlp(x)
+
+
+class Odd(Branching):
+    """A block's weight that an operator needs whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.h = nn.ModuleList([nn.Linear(16, 16, bias=False)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x + self.mlp(x))
+        return x @ torch.linalg.matrix_exp(self.h[0].weight)
+
+
+BRANCHES = "the model branches on the values of a tensor, which one graph cannot do"
+TRY_WHERE = "\n  try      choose with torch.where, or branch on shapes and configuration only"
+
+
+DATA_BRANCH = line_of(__file__, "if x.sum() > 0:  # a")
+"""Where `Branching` branches, as an error names it."""
+NO_RULE = line_of(__file__, "return x @ torch")
+"""Where `Odd` has an operator without a rule."""

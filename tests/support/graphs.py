@@ -1,0 +1,416 @@
+"""What the tests of passes share: graphs written by hand or captured, printed, and run; calls of operators; passes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from math import inf
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from small_models import Plain
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensorMode
+
+from autotp.diagnostics.lockstep import COLLECTIVES
+from autotp.ops import channels
+from autotp.ops.grouped_mm import OPERATOR
+from autotp.options import OPTIONAL
+from autotp.passes.builder import Builder
+from autotp.passes.canonicalize.canonicalize import canonicalize
+from autotp.passes.canonicalize.cse import cse
+from autotp.passes.canonicalize.functionalize import functionalize
+from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
+from autotp.passes.capture.capture import capture
+from autotp.passes.capture.captured import Captured
+from autotp.passes.capture.skeleton import skeleton_of
+
+
+def draft(make: Callable[..., Any], **inputs: Tensor) -> fx.Graph:
+    """The graph that `make(call, **placeholders)` writes: `call(target, *args)` adds an operator."""
+    builder = Builder(FakeTensorMode(allow_non_fake_inputs=True))
+    places = {name: builder.graph.placeholder(name) for name in inputs}
+    for name, value in inputs.items():
+        places[name].meta["val"] = builder.mode.from_tensor(value)
+    found = make(partial(_call, builder), **places)
+    builder.graph.output(found if isinstance(found, tuple) else (found,))
+    return builder.graph
+
+
+def _call(builder: Builder, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    if target in (enter_autocast, exit_autocast):
+        return builder.raw(target, args)
+    if target not in COLLECTIVES:
+        return builder.call(target, *args, **kwargs)
+    node = builder.raw(target, args)  # There is no group to run it on.
+    node.meta["val"] = args[0].meta["val"]
+    return node
+
+
+class Function(nn.Module):
+    """A function as a module, for what must be captured."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.function(*args)
+
+
+def canonical(model: nn.Module, *args: Tensor) -> tuple[Captured, fx.Graph]:
+    """What is captured of `model(*args)`, and the graph of which axes are inferred."""
+    captured = capture(skeleton_of(model), args, {})
+    return captured, cse(canonicalize(functionalize(captured.graph, captured.buffers)[0]))
+
+
+def lines(graph: fx.Graph) -> list[str]:
+    """One line a call, and the output: `add(linear, b)`. Values are named for their operators, a second one `add_1`."""
+    names: dict[fx.Node, str] = {}
+    taken = [node.name for node in graph.nodes if node.op == "placeholder"]
+    found = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            names[node] = str(node.target)
+        if node.op == "output":
+            found.append("return " + ", ".join(_text(value, names) for value in node.args[0]))
+        elif node.op == "call_function":
+            kind = op(node)
+            names[node] = f"{kind}_{taken.count(kind)}" if kind in taken else kind
+            taken.append(kind)
+            args = [_text(arg, names) for arg in node.args]
+            args += [f"{name}={_text(arg, names)}" for name, arg in node.kwargs.items()]
+            found.append(f"{names[node]} = " * (names[node] != kind) + f"{kind}({', '.join(args)})")
+    return found
+
+
+def op(node: fx.Node) -> str:
+    """The name of the operator that a node calls, without its overload."""
+    target: Any = node.target
+    return target._schema.name.split("::")[1] if isinstance(target, OpOverload) else target.__name__
+
+
+def ops(graph: fx.Graph) -> list[str]:
+    """The names of a graph's operators, in order."""
+    return [op(node) for node in graph.nodes if node.op == "call_function"]
+
+
+def _text(value: Any, names: dict[fx.Node, str]) -> str:
+    if isinstance(value, fx.Node):
+        return names[value]
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_text(item, names) for item in value) + "]"
+    return repr(value).removeprefix("torch.")
+
+
+def call_named(graph: fx.Graph, kind: str, at: int = 0) -> fx.Node:
+    """The `at`-th call of an operator."""
+    return [node for node in graph.nodes if node.op == "call_function" and op(node) == kind][at]
+
+
+def run(graph: fx.Graph, values: Sequence[Any], seed: int = 0) -> tuple[Any, ...]:
+    """What the graph returns, each operator called as it stands."""
+    torch.manual_seed(seed)
+    module = graph.owning_module or fx.GraphModule(nn.Module(), graph)
+    return fx.Interpreter(module, graph=graph).run(*values)
+
+
+def expect_same(before: fx.Graph, after: fx.Graph, values: Sequence[Tensor]) -> None:
+    """Both graphs return the same numbers, and draw the same ones. Inputs are copied: a graph may write into them."""
+    found = [run(graph, [value.clone() for value in values]) for graph in (before, after)]
+    for old, new in zip(*found, strict=True):
+        assert type(old) is type(new)
+        torch.testing.assert_close(new, old, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+def some(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A tensor of numbers that are all different, from -1 to 1."""
+    count = torch.Size(shape).numel()
+    return (torch.linspace(-1, 1, count, dtype=torch.float64) ** 3).roll(count // 3).reshape(shape).to(dtype)
+
+
+TOKENS = torch.arange(6).view(2, 3)
+
+
+class MLP(Plain):
+    def __init__(self) -> None:
+        super().__init__(12, 10)
+
+
+class Attention(nn.Module):
+    """Three query heads for each of two heads of keys and values."""
+
+    def __init__(self, group: int = 3) -> None:
+        super().__init__()
+        self.q, self.out = nn.Linear(12, group * 8), nn.Linear(group * 8, 12)
+        self.k, self.v = nn.Linear(12, 8), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in (self.q(x), self.k(x), self.v(x)))
+        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.size(1) != k.size(1))
+
+
+class Language(nn.Module):
+    """Tokens and positions, a head of its own or the embedding's weight, with or without a loss."""
+
+    def __init__(self, tied: bool, loss: bool) -> None:
+        super().__init__()
+        self.tokens, self.places, self.head = nn.Embedding(47, 12), nn.Embedding(8, 12), nn.Linear(12, 47, bias=False)
+        self.loss = loss
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.tokens(tokens) + self.places(torch.arange(tokens.size(1))))
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()) if self.loss else logits
+
+
+# ---- passes that may be left out, chosen one by one
+
+
+CUTS = [name for name in OPTIONAL if name != "outline"]
+"""Those that a rank's graph is made by."""
+SEQUENCE = "sequence"
+PASSES = [*CUTS, SEQUENCE]
+PAIRS = list(itertools.combinations(PASSES, 2))
+
+
+def only(names: Collection[str]) -> dict[str, Any]:
+    """The choices with these passes and no others of those that may be left out."""
+    return {"sequence_parallel": SEQUENCE in names, "without": tuple(name for name in CUTS if name not in names)}
+
+
+# ---- calls of operators: name -> operator, arguments, and perhaps a dictionary of keyword arguments
+
+
+aten = torch.ops.aten
+
+
+def r(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def ints(high: int, *shape: int) -> Tensor:
+    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(high))
+
+
+def bools(*shape: int) -> Tensor:
+    return ints(2, *shape).bool()
+
+
+GROUPS = torch.tensor([2, 3, 6], dtype=torch.int32)
+
+CALLS: dict[str, tuple[Any, ...]] = {
+    # pointwise
+    "and": (aten.__and__.Tensor, bools(5, 3), bools(3)),
+    "or": (aten.__or__.Scalar, ints(9, 5), 3),
+    "xor": (aten.__xor__.Tensor, ints(9, 5), ints(9, 2, 1)),
+    "lshift": (aten.__lshift__.Scalar, ints(9, 5), 2),
+    "rshift": (aten.__rshift__.Tensor, ints(9, 5), ints(3, 5)),
+    "add": (aten.add.Tensor, r(4, 5), r(5)),
+    "add-number": (aten.add.Tensor, r(4, 5), 2.0),
+    "sub-alpha": (aten.sub.Tensor, r(4, 5), r(4, 1), {"alpha": 3}),
+    "rsub": (aten.rsub.Tensor, r(4), r(3, 1), {"alpha": 2}),
+    "rsub-number": (aten.rsub.Scalar, r(4), 2.0),
+    "mul": (aten.mul.Tensor, r(4, 5), r(5)),
+    "mul-int": (aten.mul.Tensor, ints(5, 4), ints(7, 4)),
+    "div": (aten.div.Tensor, r(4, 5), r(5)),
+    "div-by": (aten.div.Tensor, 1.0, r(5)),
+    "div-floor": (aten.div.Tensor_mode, r(4, 5), r(5), {"rounding_mode": "floor"}),
+    "div-trunc": (aten.div.Scalar_mode, r(4, 5), 0.3, {"rounding_mode": "trunc"}),
+    "div-true": (aten.div.Tensor_mode, r(4, 5), r(5), {"rounding_mode": None}),
+    "where": (aten.where.self, bools(4, 5), r(5), r(4, 1)),
+    "where-number": (aten.where.ScalarSelf, bools(4, 5), 1.0, r(4, 1)),
+    "where-zero": (aten.where.ScalarOther, bools(4, 5), r(5), 0.0),
+    "masked-fill": (aten.masked_fill.Scalar, r(4, 5), bools(5), -inf),
+    "masked-fill-zero": (aten.masked_fill.Scalar, r(4, 5), bools(4, 1), 0),
+    "masked-fill-tensor": (aten.masked_fill.Tensor, r(4, 5), bools(5), torch.tensor(2.0, dtype=torch.float64)),
+    "softplus": (aten.softplus.default, r(7), 2.0, 0.5),
+    "type-as": (aten.type_as.default, r(4, 5), r(3)),
+    "type-as-cast": (aten.type_as.default, r(4, 5), ints(9, 3)),
+    "to-copy": (aten._to_copy.default, r(4, 5), {"dtype": torch.float32}),
+    "to-dtype": (aten.to.dtype, r(4, 5), torch.int64),
+    "to-other": (aten.to.other, r(4, 5), r(2, 2)),
+    "copy": (aten.copy.default, r(4, 5), r(5)),
+    "copy-cast": (aten.copy.default, ints(9, 4, 5), r(5)),
+    "fill": (aten.fill.Tensor, r(4, 5), torch.tensor(2.0, dtype=torch.float64)),
+    "alias": (aten.alias.default, r(4)),
+    "grouped-mm-own": (OPERATOR, r(7, 5), r(3, 5, 4), GROUPS),
+    "grouped-mm": (aten._grouped_mm.default, r(6, 48).float(), r(3, 48, 48).float(), GROUPS),
+    "detach": (aten.detach.default, r(4)),
+    "lift": (aten.lift.default, r(4)),
+    "lift-fresh": (aten.lift_fresh.default, r(4)),
+    "contiguous": (aten.contiguous.default, r(4, 5).t()),
+    "conj": (aten.conj.default, torch.complex(r(5), r(5))),
+    "scalar": (aten.exp.default, r()),
+    "glu": (aten.glu.default, r(2, 8, 3), 1),
+    "prelu": (aten.prelu.default, r(2, 5, 3), r(5)),
+    "prelu-one": (aten.prelu.default, r(2, 5, 3), r(1)),
+    "alpha-dropout-eval": (aten.alpha_dropout.default, r(4), 0.5, False),
+    # contractions
+    "linear": (aten.linear.default, r(2, 3, 7), r(5, 7)),
+    "linear-bias": (aten.linear.default, r(2, 3, 7), r(5, 7), r(5)),
+    "linear-vector": (aten.linear.default, r(7), r(5, 7)),
+    "linear-of-one": (aten.linear.default, r(2, 7), r(1, 7)),
+    "bilinear": (aten.bilinear.default, r(2, 3), r(2, 4), r(5, 3, 4)),
+    "bilinear-bias": (aten.bilinear.default, r(2, 3), r(2, 4), r(5, 3, 4), r(5)),
+    "addmm": (aten.addmm.default, r(4), r(5, 3), r(3, 4), {"beta": 2, "alpha": 3}),
+    "baddbmm": (aten.baddbmm.default, r(2, 5, 1), r(2, 5, 3), r(2, 3, 4)),
+    "addr": (aten.addr.default, r(4), r(5), r(4)),
+    "linalg-matmul": (aten.linalg_matmul.default, r(2, 1, 4, 3), r(3, 3, 5)),
+    "vdot": (aten.vdot.default, r(5), r(5)),
+    "einsum-ellipsis": (aten.einsum.default, "...ij,jk->...ik", [r(2, 4, 3), r(3, 5)]),
+    "einsum-implicit": (aten.einsum.default, "ij,jk", [r(4, 3), r(3, 5)]),
+    "einsum-sums": (aten.einsum.default, "bij,k->b", [r(2, 4, 3), r(5)]),
+    "einsum-one": (aten.einsum.default, "ij,jk->ik", [r(4, 1), r(3, 5)]),
+    "einsum-diagonal": (aten.einsum.default, "ii->i", [r(4, 4)]),
+    "conv1d": (channels.convolution, r(2, 4, 9), r(5, 4, 3), [1], [0], [1]),
+    "conv2d-strided": (channels.convolution, r(2, 4, 6, 7), r(5, 4, 3, 2), [2, 1], [1, 0], [1, 2]),
+    "conv1d-unbatched": (channels.convolution, r(4, 9), r(5, 4, 3), [1], [0], [1]),
+    "conv1d-groups": (channels.convolution, r(2, 6, 9), r(9, 2, 3), [1], [0], [1]),
+    "conv3d-same": (channels.convolution, r(2, 4, 4, 3, 3), r(6, 2, 3, 3, 1), [1, 1, 1], "same", [1, 1, 1]),
+    "conv1d-of-one": (channels.convolution, r(2, 1, 9), r(5, 1, 3), [1], [0], [1]),
+    "depthwise": (channels.convolution, r(2, 4, 9), r(4, 1, 3), [1], [2], [1]),
+    "depthwise-twice": (channels.convolution, r(2, 4, 9), r(8, 1, 3), [1], [2], [1]),
+    "depthwise-unbatched": (channels.convolution, r(4, 9, 7), r(4, 1, 3, 2), [2, 1], "valid", [1, 2]),
+    "transposed": (channels.conv_transpose, r(2, 4, 5), r(1, 4, 6, 3), [2], [1], [1], [1]),
+    "transposed-groups": (channels.conv_transpose, r(2, 6, 5, 4), r(3, 2, 4, 2, 3), [1, 2], [0, 0], [0, 0], [1, 1]),
+    "transposed-unbatched": (channels.conv_transpose, r(4, 5), r(4, 1, 1, 3), [1], [0], [0], [1]),
+    # views and movement
+    "view-minus-one": (aten.view.default, r(2, 3, 12), [2, -1, 4, 3]),
+    "unsafe-view": (aten._unsafe_view.default, r(6, 4), [4, 6]),
+    "view-of-nothing": (aten.view.default, r(0, 3), [3, 0]),
+    "unflatten": (aten.unflatten.int, r(3, 12), 1, [4, 3]),
+    "view-as": (aten.view_as.default, r(6, 4), r(2, 3, 4)),
+    "squeeze": (aten.squeeze.default, r(4, 1, 3)),
+    "squeeze-dim": (aten.squeeze.dim, r(4, 1, 3), 1),
+    "squeeze-kept": (aten.squeeze.dims, r(4, 1, 3), [0, 1]),
+    "expand": (aten.expand.default, r(4, 1), [3, -1, 5]),
+    "expand-as": (aten.expand_as.default, r(4, 1), r(3, 4, 5)),
+    "broadcast-to": (aten.broadcast_to.default, r(4, 1), [2, 4, 3]),
+    "movedim": (aten.movedim.intlist, r(2, 3, 4, 5), [0, -1], [2, 0]),
+    "swapaxes": (aten.swapaxes.default, r(2, 3, 4), 0, -1),
+    "swapdims": (aten.swapdims.default, r(2, 3, 4), 0, -1),
+    "moveaxis": (aten.moveaxis.int, r(2, 3, 4), 0, -1),
+    "slice": (aten.slice.Tensor, r(3, 12), 1, 4, 8),
+    "slice-negative": (aten.slice.Tensor, r(3, 12), -1, -8, -4),
+    "slice-step": (aten.slice.Tensor, r(3, 12), 1, 0, 12, 2),
+    "slice-all": (aten.slice.Tensor, r(3, 12), 1, 0, 2**63 - 1),
+    "slice-none": (aten.slice.Tensor, r(3, 12), 1, 20, 30),
+    "narrow": (aten.narrow.default, r(3, 12), 1, 6, 6),
+    "narrow-all": (aten.narrow.default, r(3, 12), 1, 0, 12),
+    "select": (aten.select.int, r(3, 12), 1, -1),
+    "split": (aten.split.Tensor, r(3, 12), 4, -1),
+    "split-rest": (aten.split.Tensor, r(3, 10), 4, 1),
+    "split-ones": (aten.split.Tensor, r(3, 4), 1, 1),
+    "split-with-sizes": (aten.split_with_sizes.default, r(3, 12), [8, 2, 2], 1),
+    "chunk": (aten.chunk.default, r(3, 12), 3, 1),
+    "tensor-split": (aten.tensor_split.sections, r(3, 11), 3, 1),
+    "tensor-split-at": (aten.tensor_split.indices, r(3, 12), [4, 8], 1),
+    "cat": (aten.cat.default, [r(2, 4), r(2, 6)], -1),
+    "cat-one": (aten.cat.default, [r(2, 4)], 1),
+    "cat-nothing": (aten.cat.default, [r(2, 4), r(2, 0)], 1),
+    "cat-empty": (aten.cat.default, [r(2, 0), r(2, 4)], 1),
+    "cat-old-style": (aten.cat.default, [r(2, 4), r(0)], 1),
+    "cat-ones": (aten.cat.default, [r(4, 1), r(4, 1), r(4, 2)], 1),
+    "stack": (aten.stack.default, [r(4, 3), r(4, 3)], -1),
+    "vstack": (aten.vstack.default, [r(4, 3), r(2, 3)]),
+    "row-stack": (aten.row_stack.default, [r(4), r(4)]),
+    "hstack": (aten.hstack.default, [r(4, 2), r(4, 6)]),
+    "hstack-flat": (aten.hstack.default, [r(4), r(6)]),
+    "dstack": (aten.dstack.default, [r(4, 2, 2), r(4, 2, 4)]),
+    "meshgrid": (aten.meshgrid.indexing, [r(4), r(5), r(2)], {"indexing": "xy"}),
+    "repeat": (aten.repeat.default, r(4, 1, 3), [2, 1, 5, 2]),
+    "tile": (aten.tile.default, r(2, 4, 3), [2]),
+    "repeat-interleave": (aten.repeat_interleave.self_int, r(3, 4), 2, 1),
+    "repeat-interleave-flat": (aten.repeat_interleave.self_int, r(3, 4), 2),
+    "repeat-interleave-tensor": (aten.repeat_interleave.self_Tensor, r(3, 2), torch.tensor([1, 2, 3]), 0),
+    "pad": (aten.pad.default, r(4, 5), [1, 2]),
+    "pad-value": (aten.constant_pad_nd.default, r(4, 5), [0, 0, 1, 0], 3.0),
+    "pad-reflect": (aten.pad.default, r(4, 5, 6), [2, 2], "reflect"),
+    "flip": (aten.flip.default, r(4, 5), [1]),
+    "roll": (aten.roll.default, r(4, 5), [2], [0]),
+    "roll-flat": (aten.roll.default, r(4, 5), [2]),
+    "tril": (aten.tril.default, r(2, 4, 5)),
+    "diagonal": (aten.diagonal.default, r(2, 4, 5), 1, 0, 2),
+    "unfold": (aten.unfold.default, r(2, 9), 1, 3, 2),
+    "slice-scatter": (aten.slice_scatter.default, r(4, 6), r(4, 2), 1, 2, 4),
+    "slice-scatter-all": (aten.slice_scatter.default, r(4, 6), r(4, 6), 1),
+    "select-scatter": (aten.select_scatter.default, r(4, 6), r(4), 1, -1),
+    # reductions and norms
+    "sum": (aten.sum.dim_IntList, r(4, 5, 3), [0, -1], True),
+    "sum-all": (aten.sum.default, r(4, 5)),
+    "sum-cast": (aten.sum.dim_IntList, r(4, 5), [1], False, {"dtype": torch.float32}),
+    "sum-none": (aten.sum.dim_IntList, r(4, 5), []),
+    "sum-scalar": (aten.sum.dim_IntList, r(), [0]),
+    "count-nonzero": (aten.count_nonzero.default, ints(2, 4, 5), 1),
+    "max-dim": (aten.max.dim, r(4, 5), 1),
+    "argmax": (aten.argmax.default, r(4, 5)),
+    "norm": (aten.norm.ScalarOpt_dim, r(4, 5), 2, [1]),
+    "cumsum": (aten.cumsum.default, r(4, 5), 1),
+    "softmax": (aten._softmax.default, r(4, 5), 1, False),
+    "log-softmax": (aten._log_softmax.default, r(4, 5), 1, False),
+    "topk": (aten.topk.default, r(4, 5), 2),
+    "layer-norm": (aten.layer_norm.default, r(2, 4, 5), [5], r(5), r(5)),
+    "layer-norm-two": (aten.layer_norm.default, r(3, 4, 5), [4, 5]),
+    "rms-norm": (aten.rms_norm.default, r(4, 5), [5], r(5)),
+    "batch-norm": (channels.batch_norm, r(4, 5), r(5), r(5), r(5), r(5).abs(), False, 0.1, 1e-5),
+    "batch-norm-of-batch": (channels.batch_norm, r(4, 5, 3), r(5), None, None, None, True, 0.1, 1e-5),
+    "batch-norm-moving": (channels.batch_norm_moving, r(4, 5, 2, 3), r(5), r(5), r(5), r(5).abs(), 0.1, 1e-5),
+    "group-norm": (channels.group_norm, r(2, 3, 4, 5), r(3, 4), r(3, 4), 1e-5),
+    "group-norm-plain": (channels.group_norm, r(2, 4, 2), None, None, 1e-5),
+    "max-pool": (channels.by_channel, r(2, 5, 6, 7), aten.max_pool2d.default, 1, ([2, 2],)),
+    "max-pool-places": (channels.by_channel, r(5, 6, 7), aten.max_pool2d_with_indices.default, 0, ([2, 2],)),
+    "mean-pool": (channels.by_channel, r(2, 5, 6), aten.adaptive_avg_pool1d.default, 1, ([1],)),
+    "upsample": (channels.by_channel, r(2, 5, 3, 3), aten.upsample_bilinear2d.vec, 1, (None, False, [2.0, 2.0])),
+    # creation
+    "zeros": (aten.zeros.default, [4, 5], {"dtype": torch.float64}),
+    "full": (aten.full.default, [4, 5], 2.0),
+    "new-ones": (aten.new_ones.default, r(3), [4, 5]),
+    "new-full": (aten.new_full.default, r(), [4, 5], 2.0),
+    "arange": (aten.arange.default, 5),
+    "randn": (aten.randn.default, [4, 5]),
+    "rand-like": (aten.rand_like.default, r(4, 5)),
+    "uniform": (aten.uniform.default, r(4, 5)),
+    "geometric": (aten.geometric.default, r(4, 5), 0.5),
+    "log-normal": (aten.log_normal.default, r(4, 5)),
+    "random": (aten.random.default, r(4, 5)),
+    "exponential": (aten.exponential.default, r(4, 5)),
+    "cauchy": (aten.cauchy.default, r(4, 5)),
+    "normal-functional": (aten.normal_functional.default, r(4, 5)),
+    "randperm": (aten.randperm.default, 5),
+    "poisson": (aten.poisson.default, r(4).abs()),
+    # lookups, updates and losses
+    "embedding": (aten.embedding.default, r(7, 5), ints(7, 3, 2), 2),
+    "gather": (aten.gather.default, r(4, 7), 1, ints(7, 4, 3)),
+    "gather-less": (aten.gather.default, r(4, 7), 1, ints(7, 2, 3)),
+    "index": (aten.index.Tensor, r(4, 5, 6), [None, ints(5, 3), ints(6, 2, 1)]),
+    "index-apart": (aten.index.Tensor, r(4, 5, 6), [ints(4, 3), None, ints(6, 3)]),
+    "index-scalar": (aten.index.Tensor, r(4, 5), [torch.tensor(2)]),
+    "index-mask": (aten.index.Tensor, r(4, 5), [None, torch.tensor([True, False, True, True, False])]),
+    "index-put": (aten.index_put.default, r(4, 5, 6), [None, ints(5, 3)], r(3, 6)),
+    "index-put-adds": (aten.index_put.default, r(4, 5), [ints(4, 3), ints(5, 3)], r(3), True),
+    "index-select": (aten.index_select.default, r(4, 5), 1, ints(5, 3)),
+    "index-add": (aten.index_add.default, r(4, 5), 1, ints(5, 3), r(4, 3)),
+    "index-fill": (aten.index_fill.int_Scalar, r(4, 5), 1, ints(5, 3), 2.0),
+    "scatter": (aten.scatter.src, r(4, 5), 1, ints(5, 4, 3), r(4, 3)),
+    "scatter-value": (aten.scatter.value, r(4, 5), 0, ints(4, 3, 5), 1.0),
+    "scatter-add-less": (aten.scatter_add.default, r(4, 5), 1, ints(5, 3, 3), r(4, 3)),
+    "one-hot": (aten.one_hot.default, ints(5, 4, 3), 5),
+    "one-hot-counted": (aten.one_hot.default, ints(5, 4, 3)),
+    "isin": (aten.isin.Tensor_Tensor, ints(5, 4, 3), ints(5, 2)),
+    "bucketize": (aten.bucketize.Tensor, r(4, 5), r(3).sort().values),
+    "searchsorted": (aten.searchsorted.Tensor, r(4, 5).sort().values, r(4, 3)),
+    "nll": (aten.nll_loss.default, r(6, 5), ints(5, 6), None, 0),
+    "cross-entropy-sum": (aten.cross_entropy_loss.default, r(6, 5, 3), ints(5, 6, 3), r(5), 2, 1, 0.1),
+    "cross-entropy-mean": (aten.cross_entropy_loss.default, r(6, 5), ints(5, 6)),
+    "cross-entropy-soft": (aten.cross_entropy_loss.default, r(6, 5), r(6, 5)),
+    "mse-sum": (aten.mse_loss.default, r(6, 5), r(6, 5), 2),
+    "bce-sum": (aten.binary_cross_entropy_with_logits.default, r(6, 5), r(6, 5), r(5), r(5), 2),
+}  # fmt: skip

@@ -1,0 +1,339 @@
+"""Functions and programs on real ranks: `run_ranks`, `Checks`, `job`; what is counted of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+PRELOADED = ["torch", "autotp", "torch.export._trace", "transformers.modeling_utils", "scripts.warm"]
+"""What every rank would import, or most: forked, they have it already. A failure in one of them is not told."""
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+LAST_WORDS = 0.5  # seconds the other ranks have to answer once one has failed
+EXPECTED = (
+    ".*this rank's part", ".* is captured for the",  # Tests compare parts, and change models.
+    "Converting a tensor with requires_grad", "The .grad attribute of a Tensor that is not a leaf",
+    "There is a performance drop",
+)  # fmt: skip
+"""Warnings that tests on ranks give rise to, of autotp and of torch."""
+
+
+@dataclass
+class Bill:
+    """The CPU that the running test is charged beside that of its own process, in seconds. `conftest.py` reads it."""
+
+    ranks: float = 0.0  # of each launch, that of its busiest rank
+
+
+BILL = Bill()
+
+
+class Died(RuntimeError):
+    """A rank ended without an answer."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a rank returned, or what it raised and where."""
+
+    value: Any = None
+    error: BaseException | None = None
+    where: str = ""
+    cpu: float = 0.0  # seconds
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    n: int,
+    *args: Any,
+    timeout: float = 60,
+    may_die: Sequence[int] = (),
+    fresh: bool = False,
+) -> list[Any]:
+    """What `fn(rank, n, *args)` returned on each of `n` real processes, by rank; None for one of `may_die` that died.
+
+    Within `fn`, a module-level function, the default process group is initialised (gloo, one thread a rank) and the
+    environment is as torchrun sets it. A rank that is done lives on until all are.
+
+    Args:
+        timeout: in seconds, for the whole run and for each collective.
+        fresh: each rank is an interpreter of its own, as torchrun's are, with a hash seed of its own: sets of strings
+            have another order on each. (Forked from one server, all have its seed.) A start costs seconds more.
+
+    Raises:
+        Exception: what a rank raised first, with its traceback there as the cause.
+        Died: a rank died.
+        TimeoutError: a rank was not done in time.
+    """
+    payload = pickle.dumps((fn, args))
+    with tempfile.TemporaryDirectory() as folder, _started(payload, n, folder, timeout, fresh) as ranks:
+        replies = _replies(ranks, time.monotonic() + timeout, may_die)
+    BILL.ranks += max((reply.cpu for reply in replies.values()), default=0.0)
+    errors = {rank: reply.error for rank, reply in replies.items() if reply.error is not None}
+    failed = [rank for rank, error in errors.items() if not (isinstance(error, Died) and rank in may_die)]
+    if failed:  # a death counts before what it made the others raise
+        rank = min(failed, key=lambda rank: not isinstance(errors[rank], Died))
+        raise errors[rank] from RuntimeError(f"on rank {rank} of {n}:\n{replies[rank].where}")
+    late = [rank for rank in range(n) if rank not in replies]
+    if late:
+        raise TimeoutError(f"{fn.__name__}: ranks {late} of {n} not done in {timeout} s")
+    return [replies[rank].value for rank in range(n)]
+
+
+@contextmanager
+def _started(
+    payload: bytes, n: int, folder: str, timeout: float, fresh: bool
+) -> Iterator[list[tuple[BaseProcess, Connection]]]:
+    """The running ranks; these, and nothing else, are killed in the end."""
+    context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
+    if not fresh:
+        context.set_forkserver_preload(PRELOADED)
+    ranks: list[tuple[BaseProcess, Connection]] = []
+    try:
+        for rank in range(n):
+            here, there = context.Pipe()
+            process = context.Process(target=_rank, args=(payload, rank, n, folder, timeout, there), daemon=True)
+            with _hash_seed(2 * rank + 1 if fresh else None):
+                process.start()
+            there.close()  # so that reading ends when the rank does
+            ranks.append((process, here))
+        yield ranks
+    finally:
+        for rank_and_pipe in ranks:
+            _end(*rank_and_pipe)
+
+
+@contextmanager
+def _hash_seed(seed: int | None) -> Iterator[None]:
+    """A region in which interpreters that are started have this hash seed."""
+    before = os.environ.get("PYTHONHASHSEED")
+    if seed is not None:
+        os.environ["PYTHONHASHSEED"] = str(seed)
+    try:
+        yield
+    finally:
+        os.environ.pop("PYTHONHASHSEED", None)
+        if before is not None:
+            os.environ["PYTHONHASHSEED"] = before
+
+
+def _end(process: BaseProcess, pipe: Connection) -> None:
+    pipe.close()
+    process.kill()
+    process.join()
+
+
+def _replies(ranks: list[tuple[BaseProcess, Connection]], deadline: float, may_die: Sequence[int]) -> dict[int, Reply]:
+    """What has come by `deadline`, or soon after the first failure that was not expected, in order of arrival."""
+    silent = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
+    replies: dict[int, Reply] = {}
+    while silent and (left := deadline - time.monotonic()) > 0:
+        ready = wait(list(silent), left)
+        for pipe in [pipe for pipe in silent if pipe in ready]:
+            rank = silent.pop(pipe)
+            try:
+                replies[rank] = pickle.loads(pipe.recv_bytes())
+            except (EOFError, ConnectionError):
+                ranks[rank][0].join(LAST_WORDS)
+                replies[rank] = Reply(error=Died(f"rank {rank} of {len(ranks)}, exit code {ranks[rank][0].exitcode}"))
+            if replies[rank].error is not None and rank not in may_die:
+                deadline = min(deadline, time.monotonic() + LAST_WORDS)
+    return replies
+
+
+def _rank(payload: bytes, rank: int, n: int, folder: str, timeout: float, pipe: Connection) -> None:
+    try:
+        value = _run(payload, rank, n, folder, timeout)
+        reply = pickle.dumps(Reply(value, cpu=time.process_time()))
+    except BaseException as error:
+        reply = _failure(error)
+    pipe.send_bytes(reply)
+    pipe.poll(None)  # the peers may still be reading from this rank
+
+
+def _run(payload: bytes, rank: int, n: int, folder: str, timeout: float) -> Any:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0, "OMP_NUM_THREADS": 1}
+    os.environ.update({name: str(value) for name, value in (place | rendezvous).items()})
+    torch.set_num_threads(1)
+    file = Path(folder, "rendezvous").as_uri()
+    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=n, timeout=timedelta(seconds=timeout))
+    fn, args = pickle.loads(payload)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # setup.cfg asks for the same, of the process of pytest only.
+        for message in EXPECTED:
+            warnings.filterwarnings("ignore", message, UserWarning)
+        return fn(rank, n, *args)
+
+
+def _failure(error: BaseException) -> bytes:
+    where = "".join(traceback.format_exception(error))
+    try:
+        reply = pickle.dumps(Reply(error=error, where=where, cpu=time.process_time()))
+        pickle.loads(reply)
+    except Exception:  # an exception that cannot travel
+        return pickle.dumps(Reply(error=RuntimeError(repr(error)), where=where))
+    return reply
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a function did on a rank."""
+
+    failure: str  # empty if it held
+    cpu: float  # seconds
+
+
+class Checks:
+    """Functions that assert on real ranks, batched: one launch for each number of ranks and module.
+
+    A file registers its functions with `@checks.on(2, 4)` and ends in one test over `checks.cases()`.
+    """
+
+    def __init__(self, timeout: float = 240, fresh: bool = False) -> None:
+        self.timeout, self.fresh = timeout, fresh
+        self.functions: dict[tuple[int, bool], list[Callable[[int, int], None]]] = {}
+        self.outcomes: dict[tuple[int, bool], list[dict[str, Outcome]] | BaseException] = {}
+
+    def on(self, *sizes: int, rare: bool = False) -> Callable[[Callable[[int, int], None]], Callable[[int, int], None]]:
+        """Registers a module-level function of the rank and the number of ranks; a `rare` one is for `--all` only."""
+
+        def register(fn: Callable[[int, int], None]) -> Callable[[int, int], None]:
+            for n in sizes:
+                self.functions.setdefault((n, rare), []).append(fn)
+            return fn
+
+        return register
+
+    def cases(self) -> list[Any]:
+        """Parameters `n, name` for each function and size."""
+        found = [(n, fn.__name__, rare) for (n, rare), functions in self.functions.items() for fn in functions]
+        return [pytest.param(n, name, marks=[pytest.mark.rare] * rare, id=f"{n}-{name}") for n, name, rare in found]
+
+    def expect(self, n: int, name: str) -> None:
+        """Fails with the traceback of the first rank on which the function failed."""
+        key = next(key for key, functions in self.functions.items() if key[0] == n and name in map(_name, functions))
+        if key not in self.outcomes:
+            self.outcomes[key] = self._launched(*key)
+        outcome = self.outcomes[key]
+        if isinstance(outcome, BaseException):
+            raise outcome
+        BILL.ranks += max((found[name].cpu for found in outcome if name in found), default=0.0)
+        for rank, found in enumerate(outcome):
+            assert name in found, f"not run on rank {rank}: {list(found)[-1]} failed before"
+            assert not found[name].failure, f"on rank {rank} of {n}:\n{found[name].failure}"
+
+    def _launched(self, n: int, rare: bool) -> list[dict[str, Outcome]] | BaseException:
+        """What all functions of a size did. A test pays for its own, not for being the first that asked."""
+        before = BILL.ranks
+        try:
+            return run_ranks(_in_turn, n, self.functions[n, rare], timeout=self.timeout, fresh=self.fresh)
+        except Exception as error:
+            return error
+        finally:
+            BILL.ranks = before
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return fn.__name__
+
+
+def _in_turn(rank: int, n: int, functions: Sequence[Callable[[int, int], None]]) -> dict[str, Outcome]:
+    """Outcomes by name. Ends at the first failure on any rank: then nothing is in step."""
+    found: dict[str, Outcome] = {}
+    for fn in functions:
+        torch.manual_seed(0)
+        began, failure = time.process_time(), ""
+        try:
+            with warnings.catch_warnings():
+                fn(rank, n)
+        except BaseException as error:  # pytest's own failures are no Exceptions
+            failure = "".join(traceback.format_exception(error))
+        found[fn.__name__] = Outcome(failure, time.process_time() - began)
+        failed = torch.tensor(bool(failure), dtype=torch.int32)
+        dist.all_reduce(failed, dist.ReduceOp.MAX)
+        if failed:
+            break
+    return found
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """A region in which a warning is an error: in the ranks' processes it is none by itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that run, in-place ones too (which torch's CommDebugMode does not see)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = func._schema.name.partition("::")
+        if space in ("c10d", "_c10d_functional") and name != "wait_tensor":
+            name = name.rstrip("_").replace("_", "-")
+            self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def job(folder: Path, script: str, given: Sequence[str], restarts: int) -> Iterator[subprocess.Popen[str]]:
+    """torchrun with two processes of a file of `scripts`; ended, with its own processes, in any case."""
+    folder.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--monitor-interval", "0.1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
+    process = subprocess.Popen(
+        [*command, *where, str(HERE / "scripts" / script), str(folder), *given],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.communicate()
+
+
+def over(process: subprocess.Popen[str], seconds: float) -> bool:
+    """Whether a process is over within a time."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def shared(rank: int) -> Path:
+    """A new folder, the same on all ranks."""
+    made = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(made)
+    return Path(made[0])

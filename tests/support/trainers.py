@@ -1,0 +1,130 @@
+"""Trainings that tests start, go on with and compare, and files of checkpoints that they damage."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from small_models import gpt
+from torch import Tensor
+from torch.optim import AdamW
+
+import autotp
+from autotp.checkpoint.files.checksums import sealed, unsealed
+from autotp.checkpoint.files.tensor_sources import Box
+
+Layout = tuple[int, int, int]
+
+SMALL = {"block_size": 8, "vocab_size": 49, "n_head": 4, "n_embd": 16}
+"""The sizes of a GPT: a vocabulary that four does not divide."""
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    x = (torch.arange(32).view(4, 8) * 7 + step * 5) % 49
+    return {"tokens": x, "labels": x.roll(1, 1).masked_fill(x % 3 == 0, -100)}
+
+
+def started(
+    layout: Layout, dropout: float = 0.0, layers: int = 2, model: Any = None, **more: Any
+) -> tuple[autotp.Trainer, AdamW]:
+    """The trainer of a model, by default a GPT of the sizes `SMALL`, and its optimizer."""
+    tp, pp, dp = layout
+    example = {name: x[: max(1, 4 // (2 * dp))] for name, x in batch(0).items()}
+    trainer = autotp.distribute(
+        model or gpt(seed=0, n_layer=layers, dropout=dropout, **SMALL),
+        tp=tp, pp=pp, dp=dp, microbatches=2, example_inputs=example, **more,
+    )  # fmt: skip
+    return trainer, AdamW(trainer.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def trained(trainer: autotp.Trainer, optimizer: AdamW, steps: range) -> list[float]:
+    """The losses of these steps."""
+    losses, dp, rank = [], trainer.mesh["dp"].size(), trainer.mesh["dp"].get_local_rank()
+    for step in steps:
+        losses.append(trainer.step(**{name: x.chunk(dp)[rank] for name, x in batch(step).items()}).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def fingerprint(trainer: autotp.Trainer, optimizer: AdamW) -> str:
+    """All that a checkpoint may change, as text."""
+    state = [p.tolist() for p in trainer.parameters()], optimizer.state_dict(), torch.get_rng_state().tolist()
+    return repr((state, trainer.steps))
+
+
+def mine(batch: dict[str, Tensor], rank: int, dp: int) -> dict[str, Tensor]:
+    """A replica's part of a batch."""
+    return {name: value.chunk(dp)[rank] for name, value in batch.items()}
+
+
+@contextmanager
+def changed(file: Path, rank: int, content: bytes | None) -> Iterator[None]:
+    """Within, a file has another content, or is gone."""
+    before = file.read_bytes()
+    dist.barrier()
+    if rank == 0:
+        file.unlink()
+        if content is not None:
+            file.write_bytes(content)
+    dist.barrier()
+    yield
+    dist.barrier()
+    if rank == 0:
+        file.write_bytes(before)
+    dist.barrier()
+
+
+def bit_flips(file: Path, draw: random.Random, count: int) -> Iterator[bytes]:
+    """The content of a file with one bit changed, so many times."""
+    before = file.read_bytes()
+    for _ in range(count):
+        at = draw.randrange(len(before))
+        yield before[:at] + bytes([before[at] ^ 1 << draw.randrange(8)]) + before[at + 1 :]
+
+
+def torn(file: Path, draw: random.Random, count: int) -> Iterator[bytes | None]:
+    """The content of a file that ends too early, is longer, has a page of zeros or of another place, or is gone."""
+    before = file.read_bytes()
+    yield None
+    yield b""
+    yield before + b"\0"
+    for _ in range(count):
+        at, size = draw.randrange(len(before)), draw.randrange(1, 4096)
+        yield before[:at]
+        yield before[:at] + b"\xff" * len(before[at : at + size]) + before[at + size :]
+
+
+def edited(step: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes what the manifest says, its checksum included."""
+    content = unsealed(step / "manifest.json")
+    change(content)
+    del content["crc32"]
+    (step / "manifest.json").write_bytes(sealed(content))
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """A tensor that counts how many elements were read of it."""
+
+    tensor: Tensor
+    counts: list[int] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def read(self, box: Box) -> Tensor:
+        self.counts.append(math.prod(b - a for a, b in box))
+        return self.tensor[tuple(slice(a, b) for a, b in box)]

@@ -1,0 +1,193 @@
+"""Models that broke autotp once: each is right, or refused for a reason."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_models import Negated, Plain
+from torch import Tensor, nn
+
+import autotp
+from autotp.diagnostics.verify import compare, prepare
+
+X = torch.linspace(-1, 1, 120).view(3, 5, 8)
+
+
+class Recurrent(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.rnn(x)[0])
+
+
+class Shift(Plain):
+    """Moves what it reads by slice assignment, as sequence-to-sequence models do with their labels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.new_zeros(x.shape)
+        y[:, 1:] = x[:, :-1].clone()
+        y[:, 0] = 2
+        y[:, 1:] += 1
+        return super().forward(y)
+
+
+class Doubled(Plain):
+    """Writes into a part whose end is a size of the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cat([x, x], 1).clone()
+        y[:, : x.size(1)] *= 2
+        return super().forward(y)
+
+
+class Swap(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x).clone()
+        a, b = h[..., :16], h[..., 16:]
+        kept = a.clone()
+        a.copy_(b)
+        b.copy_(kept)
+        return self.down(h)
+
+
+class Interleave(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        y = h.new_zeros(h.shape)
+        y[..., ::2] = h[..., ::2]
+        y[..., 1::2] = -h[..., 1::2]
+        return self.down(y)
+
+
+class Counted(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.ones(x[..., 0].numel(), 1).view(x.shape[0], -1, 1)
+
+
+class Attribute(Plain):
+    """A tensor that is neither parameter nor buffer is a constant of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.linspace(0, 1, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * self.scale)
+
+
+class Classified(nn.Module):
+    """A class token before the sequence: lengths are sums, of which sizes are products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(1, 1, 24))
+        self.attention, self.head = nn.MultiheadAttention(24, 6, batch_first=True), nn.Linear(24, 10)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1)
+        return F.cross_entropy(self.head(self.attention(x, x, x, need_weights=False)[0][:, 0]), labels)
+
+
+CLASSIFIED = {"x": torch.linspace(-1, 1, 288).view(3, 4, 24), "labels": torch.tensor([1, 2, 3])}
+
+
+# The exporter warns of what an LSTM does to its own attributes.
+recurrent = pytest.param(Recurrent, marks=pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning"))
+
+
+@pytest.mark.parametrize("kind", [recurrent, Shift, Doubled, Swap, Interleave, Counted, Attribute, Classified])
+@pytest.mark.parametrize("tp", [2, 3], ids=lambda tp: f"tp{tp}")
+def test_right(kind: type[nn.Module], tp: int) -> None:
+    report = autotp.verify(kind(), tp, example_inputs=CLASSIFIED if kind is Classified else X)
+    assert report.ok, report
+
+
+class Averaging(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(32))
+
+    mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.up(x))
+        self.mean.mul_(0.9).add_(h.detach().mean((0, 1)), alpha=0.1)
+        return self.down(h)
+
+
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 400, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(x)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "at", "spoil"),
+    [
+        pytest.param(Averaging(), {"x": X}, -1, torch.neg, id="buffer"),
+        pytest.param(
+            Language(), {"x": X, "labels": torch.arange(15).view(3, 5)}, 1, lambda x: Negated.apply(x), id="cut-logits"
+        ),
+    ],
+)
+def test_verify_sees(model: nn.Module, inputs: dict[str, Tensor], at: int, spoil: Any) -> None:
+    """The new value of a buffer, and the gradient of logits that stay cut beside a loss."""
+
+    def change(graph: Any, rank: int) -> Any:
+        out = graph.output_node()
+        row = list(out.args[0])
+        with graph.inserting_before(out):
+            row[at] = graph.call_function(spoil, (row[at],))
+        out.args = (tuple(row),)
+        return graph
+
+    trial = prepare(model, (), inputs, 2)
+    assert compare(trial).ok
+    assert not compare(trial, change).ok
+
+
+noise = torch.library.custom_op(
+    "autotp_tests::noise", lambda x: x + torch.rand_like(x), mutates_args=(), schema="(Tensor x) -> Tensor"
+)
+noise.register_fake(lambda x: torch.empty_like(x))
+
+
+class Noisy(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(noise(self.up(x)))
+
+
+def test_a_rule_for_what_draws_numbers_is_refused(registry: None) -> None:
+    autotp.rule(torch.ops.autotp_tests.noise, "* -> *")
+    with pytest.raises(autotp.Error, match="two runs on the same numbers differ, and no rule can say how"):
+        autotp.explain(Noisy(), 2, example_inputs=X)
+
+
+class Into(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        with torch.no_grad():
+            torch.mul(x, 0.1, out=y)
+        return super().forward(x) + y
+
+
+def test_an_output_argument_is_written_to() -> None:
+    report = autotp.verify(Into(), 2, example_inputs=X)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("tp", [0, -1, 2.0, "2", True], ids=repr)
+@pytest.mark.parametrize("call", [autotp.explain, autotp.verify], ids=["explain", "verify"])
+def test_a_number_of_ranks(call: Any, tp: Any) -> None:
+    with pytest.raises(autotp.Error) as raised:
+        call(Plain(), tp, example_inputs=X)
+    assert str(raised.value) == (
+        f"{call.__name__}(Plain, tp={tp}): tp={tp!r} is not a whole number of 1 or more\n  try      tp=2"
+    )

@@ -1,0 +1,199 @@
+"""torch.func transforms and torch.compile on real ranks: the numbers of one device."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import Checks
+from small_models import gpt
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import autotp
+
+checks = Checks()
+Params = dict[str, Tensor]
+TOLERANCE = 1e-12
+
+
+class LossAndLogits(nn.Module):
+    """A GPT that returns both."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.gpt = gpt(n_layer=1, n_embd=96, dropout=dropout)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """[batch seq], [batch seq] -> [], [batch seq vocab]"""
+        logits = self.gpt(tokens)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+def both(n: int, dropout: float = 0.0, **settings: Any) -> tuple[nn.Module, autotp.ParallelModule]:
+    """The model in float64, and its parallel form."""
+    torch.manual_seed(0)
+    whole = LossAndLogits(dropout).double().train()
+    example = dict.fromkeys(("tokens", "labels"), torch.zeros(2, 5, dtype=torch.int64))
+    return whole, autotp.parallelize(copy.deepcopy(whole), n, example_inputs=example, **settings)
+
+
+def tokens(batch: int = 4, seq: int = 6) -> tuple[Tensor, Tensor]:
+    """Some, and what should follow them. (Not drawn: they are made inside vmap, too.)"""
+    count = torch.arange(batch * seq).view(batch, seq)
+    return count * 31 % 97, count * 17 % 97
+
+
+def cut(parallel: autotp.ParallelModule, whole: Params, batched: bool = False) -> Params:
+    """This rank's part of each of the whole model's tensors; `batched` ones have one dimension more in front."""
+    take = lambda name: parallel.layouts[name].take  # noqa: E731
+    rank = parallel.mesh.rank
+    return {
+        n: torch.stack([take(n)(row, rank) for row in t]) if batched else take(n)(t, rank) for n, t in whole.items()
+    }
+
+
+def expect_equal(parallel: autotp.ParallelModule, found: Params, expected: Params, batched: bool = False) -> None:
+    mine = cut(parallel, expected, batched)
+    assert list(found) == list(mine)
+    scale = max(float(t.abs().max()) for t in expected.values())
+    for name, tensor in mine.items():
+        torch.testing.assert_close(
+            found[name], tensor, rtol=0, atol=TOLERANCE * scale, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+def loss_of(model: nn.Module) -> Callable[[Params, Tensor, Tensor], Tensor]:
+    return lambda params, x, y: functional_call(model, params, (x, y))[0]
+
+
+def parameters(model: nn.Module) -> Params:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@checks.on(2)
+def functional_calls(rank: int, n: int) -> None:
+    """With other parameters: not those that the module holds."""
+    whole, parallel = both(n)
+    other = {name: p + 0.1 for name, p in parameters(whole).items()}
+    expected = functional_call(whole, other, tokens())[0]
+    found = functional_call(parallel, cut(parallel, other), tokens())[0]
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(found, whole(*tokens())[0])
+
+
+@checks.on(2)
+def gradients(rank: int, n: int) -> None:
+    whole, parallel = both(n)
+    expected = grad(loss_of(whole))(parameters(whole), *tokens())
+    expect_equal(parallel, grad(loss_of(parallel))(parameters(parallel), *tokens()), expected)
+
+
+@checks.on(2)
+def per_sample_gradients(rank: int, n: int) -> None:
+    """`vmap(grad)` with a batch of one in each sample, which is a signature not met before."""
+    whole, parallel = both(n)
+    x, y = (t.unsqueeze(1) for t in tokens())
+    found, expected = (vmap(grad(loss_of(m)), (None, 0, 0))(parameters(m), x, y) for m in (parallel, whole))
+    expect_equal(parallel, found, expected, batched=True)
+
+
+@checks.on(2, rare=True)
+def per_sample_gradients_with_dropout(rank: int, n: int) -> None:
+    """One mask for all samples, the same as on one device."""
+    whole, parallel = both(n, dropout=0.2, randomness="exact")
+    x, y = (t.unsqueeze(1) for t in tokens())
+    found = []
+    for model in (parallel, whole):
+        parallel(x[0], y[0])
+        torch.manual_seed(1)
+        found.append(vmap(grad(loss_of(model)), (None, 0, 0), randomness="same")(parameters(model), x, y))
+    expect_equal(parallel, *found, batched=True)
+
+
+@checks.on(2)
+@sdpa_kernel(SDPBackend.MATH)  # the one that can be differentiated twice
+def hessian_vector_products(rank: int, n: int) -> None:
+    """Reverse over reverse: by torch.func, by torch.autograd, and mapped over several vectors."""
+    whole, parallel = both(n)
+    torch.manual_seed(2)
+    direction = {name: torch.randn_like(p) for name, p in whole.named_parameters()}
+    mine = cut(parallel, direction)
+    expected = _product(whole, direction)
+    expect_equal(parallel, _product(parallel, mine), expected)
+    expect_equal(parallel, _product_by_autograd(parallel, mine), expected)
+    rows = {name: torch.stack([t, 2 * t]) for name, t in mine.items()}
+    both_rows = vmap(lambda v: _product(parallel, v))(rows)
+    for i, times in enumerate((1, 2)):
+        expect_equal(parallel, {k: t[i] for k, t in both_rows.items()}, {k: times * t for k, t in expected.items()})
+
+
+def _product(model: nn.Module, v: Params) -> Params:
+    """H v = gradient of <gradient, v>, v fixed."""
+
+    def slope(params: Params) -> Params:
+        return grad(loss_of(model))(params, *tokens())
+
+    _, pull = vjp(slope, parameters(model))
+    return pull(v)[0]
+
+
+def _product_by_autograd(model: nn.Module, v: Params) -> Params:
+    loss = model(*tokens())[0]
+    slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return dict(zip(v, torch.autograd.grad(slopes, list(model.parameters()), list(v.values())), strict=True))
+
+
+@checks.on(2)
+@sdpa_kernel(SDPBackend.MATH)
+def forward_mode(rank: int, n: int) -> None:
+    """The directional derivative of the loss, the same on every rank, and that of the gradient."""
+    whole, parallel = both(n)
+    torch.manual_seed(2)
+    direction = {name: torch.randn_like(p) for name, p in whole.named_parameters()}
+    found = []
+    for model, v in ((whole, direction), (parallel, cut(parallel, direction))):
+        slope = jvp(lambda p, model=model: loss_of(model)(p, *tokens()), (parameters(model),), (v,))[1]
+        curve = jvp(lambda p, model=model: grad(loss_of(model))(p, *tokens()), (parameters(model),), (v,))[1]
+        found.append((slope, curve))
+    torch.testing.assert_close(found[1][0], found[0][0])
+    expect_equal(parallel, found[1][1], found[0][1])
+
+
+# ---- torch.compile
+
+
+@checks.on(2, rare=True)
+def compiled(rank: int, n: int) -> None:
+    """One graph, forward and backward equal to eager, and no compilation after the first step."""
+    from torch._dynamo.utils import counters
+
+    _, parallel = both(n, dropout=0.1, randomness="exact")
+    fast = torch.compile(parallel, fullgraph=True, backend="aot_eager")
+    for step in range(3):
+        expected, found = (_step(model, step) for model in (parallel, fast))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert counters["stats"]["unique_graphs"] == 1
+    torch.manual_seed(9)
+    logits = fast(*tokens())[1]
+    assert logits.shape == (4, 6, 49 - rank)
+    torch.manual_seed(9)
+    torch.testing.assert_close(autotp.gather(logits), autotp.gather(parallel(*tokens())[1]))
+    with pytest.raises(Exception, match=r"first call of its kind is inside torch\.compile"):
+        fast.eval()(*tokens())
+
+
+def _step(model: Any, seed: int) -> list[Tensor]:
+    torch.manual_seed(seed)
+    model.zero_grad()
+    loss = model(*tokens())[0]
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters()), torch.rand(())]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)

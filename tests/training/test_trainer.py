@@ -1,0 +1,444 @@
+"""What a trainer is asked besides a step: norms, state, half precision, data, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from small_models import gpt
+from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+from trainers import SMALL, batch, started, trained
+
+import autotp
+from autotp.training.sampler import Sampler
+
+LAYOUTS = [((2, 2, 1), {})]
+RARE = [
+    ((2, 1, 2), {"zero": 2}),
+    ((1, 1, 2), {"zero": 1}),
+    ((1, 2, 2), {"zero": 3}),
+    ((2, 2, 2), {"sequence_parallel": True}),
+]
+cases = pytest.mark.parametrize(
+    ("layout", "more"), [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.rare) for case in RARE)], ids=str
+)
+
+
+def part(trainer: autotp.Trainer, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    mesh = trainer.mesh["dp"]
+    return {name: x.chunk(mesh.size())[mesh.get_local_rank()] for name, x in rows.items()}
+
+
+def whole_of(tensor: Any) -> Tensor:
+    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found
+
+
+# ---- norms and states
+
+
+def clipped_and_stated(rank: int, n: int, layout: Any, more: Any) -> None:
+    clipped(layout, more)
+    stated(rank, layout, more)
+
+
+def clipped(layout: Any, more: Any) -> None:
+    """Equal to one device's norm, of every order; gradients are scaled alike."""
+    for order in (2.0, 1.0, float("inf")):
+        whole = gpt(seed=0, **SMALL)
+        whole.wpe.requires_grad_(False)
+        trainer, _ = started(layout, **more, model=copy.deepcopy(whole))
+        whole(**batch(0)).backward()
+        trainer.step(**part(trainer, batch(0)))
+        expected = nn.utils.clip_grad_norm_(whole.parameters(), 1e-3, order)
+        found = nn.utils.clip_grad_norm_(trainer.parameters(), float("inf"), order)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(autotp.clip_grad_norm_(trainer, 1e-3, order), expected, rtol=1e-5, atol=0)
+        grads = {name: p.grad for name, p in whole.named_parameters()}
+        for name, p in trainer.named_parameters():
+            mine = trainer.layouts[name].take(grads[name], trainer.place.rank) if grads[name] is not None else None
+            assert (mine is None) == (p.grad is None)
+            if mine is not None:
+                torch.testing.assert_close(whole_of(p.grad), mine, rtol=1e-3, atol=1e-8)
+
+
+def stated(rank: int, layout: Any, more: Any) -> None:
+    """The state dict of the original, out and in again, bit for bit."""
+    trainer, _ = started(layout, **more)
+    for source in (gpt(seed=0, **SMALL), gpt(seed=0, **SMALL).requires_grad_(False)):
+        if any(not p.requires_grad for p in source.parameters()):
+            torch.nn.init.ones_(source.wte.weight)
+            autotp.load_full_state_dict(trainer, source.state_dict() if rank == 0 else {})
+        found = autotp.full_state_dict(trainer)
+        assert list(found) == (list(source.state_dict()) if rank == 0 else [])
+        for name, value in found.items():
+            assert torch.equal(value, source.state_dict()[name]), name
+
+
+@cases
+def test_norm_and_state(layout: Any, more: dict[str, Any]) -> None:
+    run_ranks(clipped_and_stated, layout[0] * layout[1] * layout[2], layout, more, timeout=100)
+
+
+# ---- half precision
+
+
+def in_half(rank: int, n: int, layout: Any, dtype: torch.dtype, more: Any) -> tuple[float, ...]:
+    """Losses of a few steps; parameters and gradients are in float32, what is computed is not."""
+    kind = torch.amp.GradScaler if layout[0] > 1 else ShardedGradScaler
+    scaler = kind("cpu", init_scale=2.0**12) if dtype == torch.float16 else None
+    trainer, optimizer = started(layout, compute_dtype=dtype, loss_scaler=scaler, **more)
+    losses = []
+    for step in range(4):
+        losses.append(trainer.step(**part(trainer, batch(step))).item())
+        assert {p.grad.dtype for p in trainer.parameters() if p.grad is not None} == {torch.float32}
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        norm = autotp.clip_grad_norm_(trainer, 1.0).item()
+        (scaler or optimizer).step(*([optimizer] if scaler else []))
+        if scaler is not None:
+            scaler.update()
+        optimizer.zero_grad()
+    return (*losses, norm)
+
+
+@pytest.mark.parametrize(
+    ("layout", "more", "dtype"),
+    [
+        ((1, 1, 2), {"zero": 3}, torch.bfloat16),
+        ((2, 1, 1), {}, torch.float16),
+        pytest.param((1, 1, 2), {"zero": 3}, torch.float16, marks=pytest.mark.rare),
+        pytest.param((2, 1, 1), {}, torch.bfloat16, marks=pytest.mark.rare),
+        pytest.param((1, 2, 1), {}, torch.bfloat16, marks=pytest.mark.rare),
+        pytest.param((1, 2, 1), {}, torch.float16, marks=pytest.mark.rare),
+    ],
+    ids=str,
+)
+def test_half_precision(layout: Any, more: dict[str, Any], dtype: torch.dtype) -> None:
+    expected = trained_alone()
+    for found in run_ranks(in_half, layout[0] * layout[1] * layout[2], layout, dtype, more, timeout=100):
+        assert found == pytest.approx(expected, rel=0.03)
+        assert found != pytest.approx(expected, rel=1e-6)
+
+
+def trained_alone() -> tuple[float, ...]:
+    model = gpt(seed=0, **SMALL)
+    optimizer, losses = AdamW(model.parameters(), lr=0.01, weight_decay=0.1), []
+    for step in range(4):
+        loss = model(**batch(step))
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return (*losses, norm.item())
+
+
+def overflowing(rank: int, n: int, kind: type[torch.amp.GradScaler]) -> list[float]:
+    """A scale that overflows in the first steps: they are skipped on every rank, and the scale falls."""
+    scaler = kind("cpu", init_scale=2.0**40)
+    trainer, optimizer = started((1, 2, 1), compute_dtype=torch.float16, loss_scaler=scaler)
+    before = [p.detach().clone() for p in trainer.parameters()]
+    trainer.step(**batch(0))
+    if rank == 0:  # One rank alone has seen it.
+        for p in trainer.parameters():
+            p.grad = torch.zeros_like(p)
+    else:
+        next(trainer.parameters()).grad.fill_(torch.inf)  # type: ignore[union-attr]
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(torch.equal(p, old) for p, old in zip(trainer.parameters(), before, strict=True))
+    return [scaler.get_scale()]
+
+
+@pytest.mark.parametrize("kind", [ShardedGradScaler, torch.amp.GradScaler])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(kind: type[torch.amp.GradScaler]) -> None:
+    assert run_ranks(overflowing, 2, kind, timeout=100) == [[2.0**39]] * 2
+
+
+# ---- refused
+
+
+def undefined(rank: int, n: int) -> str:
+    trainer, optimizer = started((1, 2, 1))
+    trained(trainer, optimizer, range(2))
+    if rank == 1:
+        with torch.no_grad():
+            trainer.get_parameter("h.1.mlp.c_fc.weight")[0, 0] = torch.nan
+    with pytest.raises(autotp.Error) as raised:
+        trainer.step(**batch(2))
+    return str(raised.value)
+
+
+class Scaled(nn.Module):
+    """A product of a parameter and a buffer."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch 8]"""
+        return self.linear(x * self.scale).square().mean()
+
+
+def test_products_of_two_dtypes() -> None:
+    """On meta torch does not see that there are two."""
+    with pytest.raises(autotp.Error) as raised:
+        run_ranks(half_scaled, 1)
+    assert "compute_dtype: a product of bfloat16 and float32" in str(raised.value)
+    assert raised.value.facts["at"].endswith("return self.linear(x * self.scale).square().mean()")
+
+
+def half_scaled(rank: int, n: int) -> None:
+    autotp.distribute(Scaled(), compute_dtype=torch.bfloat16, example_inputs={"x": torch.randn(4, 8)})
+
+
+def test_a_loss_that_is_undefined_names_the_parameter() -> None:
+    first = "Trainer.step: the loss of step 3 is nan: `h.1.mlp.c_fc.weight` is infinite or undefined"
+    for found in run_ranks(undefined, 2, timeout=100):
+        assert found.splitlines()[0] == first
+
+
+def otherwise(rank: int, n: int) -> str:
+    trainer, _ = started((2, 1, 1))
+    with pytest.raises(autotp.Error) as raised:
+        trainer.step(**batch(rank))
+    return str(raised.value).splitlines()[0]
+
+
+def test_ranks_of_a_replica_with_other_batches() -> None:
+    expected = "Trainer.step: tp rank 1 got other inputs than tp rank 0"
+    assert run_ranks(otherwise, 2, timeout=100) == [expected] * 2
+
+
+def taken_over(rank: int, n: int) -> list[str]:
+    model = gpt(seed=0, **SMALL)
+    started((1, 1, 1), model=model)
+    found = []
+    for again in (lambda: started((1, 1, 1), model=model), lambda: autotp.parallelize(model, 1)):
+        with pytest.raises(autotp.Error) as raised:
+            again()
+        found.append(str(raised.value).partition(": ")[2])
+    return found
+
+
+def test_a_model_is_taken_over_once() -> None:
+    (found,) = run_ranks(taken_over, 1)
+    remedy = "  try      use what autotp.parallelize or autotp.distribute returned then"
+    assert found == [f"the model was cut before, and its parameters were taken over\n{remedy}"] * 2
+
+
+def in_two_modes(rank: int, n: int) -> str:
+    trainer, optimizer = started((1, 1, 2))
+    trained(trainer, optimizer, range(3))
+    with pytest.raises(autotp.Error) as raised:
+        (trainer.evaluate if rank else trainer.step)(**part(trainer, batch(3)))
+    return str(raised.value).splitlines()[0].partition(": ")[2]
+
+
+def test_replicas_in_two_modes() -> None:
+    """A step of one replica while another evaluates."""
+    assert run_ranks(in_two_modes, 2) == ["dp rank 0 is in Trainer.step, and dp rank 1 in Trainer.evaluate"] * 2
+
+
+def frozen_on_one(rank: int, n: int) -> list[str]:
+    """One rank freezes what it holds with the others of its stage, or of another one; then all do."""
+    pp, found = n // 2, list[str]()
+    trainer, optimizer = started((2, pp, 1), timeout=timedelta(seconds=20))
+    trained(trainer, optimizer, range(1))
+    table = trainer.wte.weight if pp > 1 else next(trainer.parameters())
+    for chosen in [rank == n - 1, rank >= n // 2][:pp]:
+        table.requires_grad_(not chosen)
+        with pytest.raises(autotp.Error) as raised:
+            trainer.step(**part(trainer, batch(1)))
+        found.append(str(raised.value))
+    table.requires_grad_(False)
+    before = table.detach().clone()
+    trained(trainer, optimizer, range(1, 2))
+    assert torch.equal(table, before)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("n", "told"),
+    [
+        pytest.param(2, ["tp rank 1 has other parameters frozen than tp rank 0"], marks=pytest.mark.rare),
+        (
+            4,
+            [
+                "pp rank 1, tp rank 1 has other parameters frozen than pp rank 1, tp rank 0",
+                "pp rank 1, tp rank 0; pp rank 1, tp rank 1 has other tied parameters frozen than pp rank 0, tp rank 0",
+            ],
+        ),
+    ],
+)
+def test_what_one_rank_freezes(n: int, told: list[str]) -> None:
+    """An error on every rank, at once: also where a table is tied over stages of the pipeline."""
+    for found in run_ranks(frozen_on_one, n, timeout=90):
+        assert [text.splitlines()[0] for text in found] == [f"Trainer.step: {text}" for text in told]
+
+
+def alone(rank: int, n: int, change: str) -> str:
+    """What each rank raises where one rank's batch has other values, long after these were compared."""
+    trainer, optimizer = started((2, 1, 1), timeout=timedelta(seconds=3))
+    trained(trainer, optimizer, range(3))
+    rows = part(trainer, batch(3))
+    if rank and change == "ignored":
+        rows["labels"] = torch.full_like(rows["labels"], -100)
+    if rank and change == "range":
+        rows["tokens"] = rows["tokens"] + 1000
+    if rank and change == "meta":
+        rows["tokens"] = rows["tokens"].to("meta")
+    if rank and change == "sparse":
+        rows["tokens"] = rows["tokens"].to_sparse()
+    with pytest.raises(Exception) as raised:
+        trainer.step(**rows)
+    return str(raised.value)
+
+
+def test_a_batch_whose_values_fail_on_one_rank() -> None:
+    for found in run_ranks(alone, 2, "ignored"):
+        assert found.startswith("Trainer.step: the loss of step 4 is nan"), found
+    first, other = run_ranks(alone, 2, "range")
+    assert "tp rank 1 (global rank 1) raised RuntimeError: an index is out of range" in first
+    assert other.startswith("an index is out of range")
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ("meta", "has no values: it is on meta"),
+        pytest.param("sparse", "is not dense: torch.sparse_coo", marks=pytest.mark.rare),
+    ],
+)
+def test_a_batch_that_is_no_batch_on_one_rank(change: str, what: str) -> None:
+    for found in run_ranks(alone, 2, change):
+        assert found.startswith(f"Trainer.step: a tensor of the batch {what}\n"), found
+
+
+BAD = {
+    "another length": (lambda rows: {name: x[:, :-1] for name, x in rows.items()}, "got other inputs than"),
+    "another dtype": (lambda rows: {name: x.int() for name, x in rows.items()}, "got other inputs than"),
+    "rows that do not divide": (
+        lambda rows: {name: x[:1] for name, x in rows.items()}, "a batch of 1 does not divide into 2 microbatches",
+    ),
+    "of unequal rows": (lambda rows: {**rows, "labels": rows["labels"][:1]}, "need the same number of rows"),
+    "no tensor": (lambda rows: {}, "the first tensor of a batch has no rows"),
+    "an argument too many": (lambda rows: {**rows, "unknown": 1}, "got other inputs than"),
+}  # fmt: skip
+"""What one rank alone makes of its batch, and what all are told."""
+
+
+def bad_on_one(rank: int, n: int, layout: tuple[int, int, int], bad: int) -> list[Any]:
+    """Long after values were compared: an error on every rank, and the next step is right."""
+    trainer, optimizer = started(layout)
+    trained(trainer, optimizer, range(3))
+    trainer.evaluate(**part(trainer, batch(3)))
+    found: list[Any] = []
+    for change, _ in BAD.values():
+        for call in (trainer.step, trainer.evaluate):
+            given = part(trainer, batch(3))
+            with pytest.raises(Exception) as raised:
+                call(**(change(given) if rank == bad else given))
+            found.append(str(raised.value))
+    trainer.zero_grad()
+    found.append(trainer.step(**part(trainer, batch(3))).item())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "bad", "named"),
+    [
+        ((2, 1, 1), 1, "tp rank 1 got other inputs than tp rank 0"),
+        ((1, 2, 1), 1, "pp rank 1 got other inputs than pp rank 0"),
+        pytest.param((2, 2, 1), 2, "pp rank 1, tp rank 0 got", marks=pytest.mark.rare),
+        pytest.param(
+            (2, 1, 2), 3, "dp rank 1, tp rank 1 got other inputs than dp rank 1, tp rank 0", marks=pytest.mark.rare
+        ),
+    ],
+    ids=lambda it: "tp{}-pp{}-dp{}".format(*it) if isinstance(it, tuple) else str(it)[:9],
+)
+def test_a_bad_batch_on_one_rank_is_an_error_on_all(layout: tuple[int, int, int], bad: int, named: str) -> None:
+    expected = [text for _, text in BAD.values() for _ in range(2)]
+    ranks = run_ranks(bad_on_one, layout[0] * layout[1] * layout[2], layout, bad, timeout=100)
+    for rank, found in enumerate(ranks):
+        assert found[-1] == ranks[0][-1]
+        for text, error in zip(expected, found, strict=False):
+            assert text in error and (text != "got other inputs than" or named in error), (rank, error)
+            alone = text != "got other inputs than" and rank != bad
+            assert not alone or error.splitlines()[-1] == f"  on       {named.partition(' got')[0]}"
+
+
+# ---- data
+
+
+class Mesh:
+    def __init__(self, dp: int, rank: int) -> None:
+        self.dp, self.rank = dp, rank
+
+    def __getitem__(self, name: str) -> Mesh:
+        return self
+
+    def size(self) -> int:
+        return self.dp
+
+    def get_local_rank(self) -> int:
+        return self.rank
+
+
+class At:
+    def __init__(self, steps: int, dp: int = 1, rank: int = 0) -> None:
+        self.steps, self.mesh = steps, Mesh(dp, rank)
+
+
+def taken(count: int, at: Any, size: int = 11, seed: int | None = 0) -> list[list[int]]:
+    return [rows for rows, _ in zip(Sampler(size, 4, at, seed), range(count), strict=False)]
+
+
+def test_each_epoch_has_each_row_once_at_most() -> None:
+    rows = taken(4, At(0))
+    for epoch in (rows[:2], rows[2:]):
+        assert len({row for some in epoch for row in some}) == 8
+    assert rows[:2] != rows[2:]
+    assert taken(2, At(0), seed=None) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_sampler_begins_where_the_trainer_is() -> None:
+    assert taken(3, At(5)) == taken(8, At(0))[5:]
+
+
+def test_replicas_share_a_batch() -> None:
+    whole, shares = taken(3, At(0)), [taken(3, At(0, 2, rank)) for rank in range(2)]
+    assert [first + second for first, second in zip(*shares, strict=True)] == whole
+
+
+@pytest.mark.parametrize(
+    ("size", "dp", "expected"),
+    [
+        (11, 3, "Sampler: batch_size=4 does not divide into 3 replicas\n  try      batch_size=3"),
+        (3, 1, "Sampler: a data set of 3 rows, and a batch has 4"),
+    ],
+)
+def test_what_cannot_be_sampled(size: int, dp: int, expected: str) -> None:
+    with pytest.raises(autotp.Error) as raised:
+        taken(1, At(0, dp), size)
+    assert str(raised.value) == expected
+
+
+def test_what_decays() -> None:
+    decayed, others = autotp.weight_decay_groups(gpt(seed=0, **SMALL), 0.1)
+    names = {id(p): name for name, p in gpt(seed=0, **SMALL).named_parameters()}
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert all(p.dim() == 2 for p in decayed["params"]) and all(p.dim() == 1 for p in others["params"])
+    assert len(decayed["params"]) + len(others["params"]) == len(names)

@@ -1,0 +1,46 @@
+"""Modules of a trainer are of the model's classes: what is decided by class is decided as on the model."""
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from small_models import gpt, tokens
+from torch import nn
+
+import autotp
+
+
+def by_class(rank: int, n: int, sizes: dict[str, int], zero: int) -> None:
+    whole = gpt().double()
+    trainer = autotp.distribute(gpt().double(), **sizes, microbatches=2, zero=zero, example_inputs=tokens(2))  # type: ignore[arg-type]
+    kinds = {path: type(module) for path, module in whole.named_modules()}
+    mine = {path: module for path, module in trainer.named_modules() if path}
+    assert mine and all(isinstance(module, kinds[path]) for path, module in mine.items())
+    assert all(type(m).__name__.removeprefix("FSDP") == kinds[path].__name__ for path, m in mine.items())
+    norms = {path for path, module in mine.items() if isinstance(module, nn.LayerNorm)}
+    assert norms == {path for path in mine if path.endswith(("ln_1", "ln_2", "ln_f"))}
+    for path in norms:
+        trainer.get_submodule(path).requires_grad_(False)
+    assert torch.isfinite(trainer.step(*(x.chunk(sizes["dp"])[0] for x in tokens(4))))
+    for name, p in trainer.named_parameters():
+        assert p.requires_grad != (name.rpartition(".")[0] in norms)
+    told: Any = mine[sorted(norms)[0]]
+    told.eps = told.eps
+    with pytest.raises(autotp.Error, match="`eps` is 1e-05 in the graphs of the trainer, and setting it would change"):
+        told.eps = 0.5
+    with pytest.raises(autotp.Error, match="a part of a trainer, a LayerNorm, is not called by itself"):
+        told(torch.ones(48))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "zero"),
+    [
+        ({"tp": 1, "pp": 2, "dp": 1}, 0),
+        pytest.param({"tp": 1, "pp": 1, "dp": 2}, 2, marks=pytest.mark.rare),
+        pytest.param({"tp": 2, "pp": 1, "dp": 1}, 0, marks=pytest.mark.rare),
+    ],
+    ids=str,
+)
+def test_by_class(sizes: dict[str, int], zero: int) -> None:
+    run_ranks(by_class, 2, sizes, zero, timeout=100)
