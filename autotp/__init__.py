@@ -10,7 +10,7 @@ from pathlib import Path
 __version__ = "0.1.0"  # setup.cfg reads it from here.
 
 _checkout = Path(__file__).resolve().parent.parent
-if (_checkout / "setup.cfg").is_file():  # A checkout that is not installed: autotp.passes and autotp.models lie beside.
+if (_checkout / "setup.cfg").is_file():  # A checkout that is not installed: passes/ and models/ are beside autotp/.
     __path__ = [*__path__, str(_checkout)]
 
 from autotp.api import explain, parallelize  # noqa: E402  The path above comes first.

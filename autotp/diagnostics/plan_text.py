@@ -25,7 +25,7 @@ from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.sharding.axis import find
 from autotp.sharding.layout import Layout
-from autotp.source_location import layer_of, line_of, numbered
+from autotp.source_location import block_in, layer_of, line_of
 
 WIDTH = 100
 
@@ -257,7 +257,7 @@ def _whole(name: str, node: fx.Node, analysis: Program) -> WholeRow:
     if reader is None:
         return WholeRow(name, shape, "?", "nothing reads it on these inputs")
     matrix = len(shape) > 1 and not has(reader.target, Trait.LOOKUP)
-    in_block = matrix and numbered(name) != ""
+    in_block = matrix and block_in(name) != ""
     return WholeRow(name, shape, line_of(reader), _reason(node, reader, analysis), in_block)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autotp.compiler import Program, behind_each_pass, captured, emitted, expect_typed, lowered_by_each_pass
+from autotp.compiler import Program, captured_program, emitted, expect_typed, graphs_after_passes, programs_after_passes
 from autotp.diagnostics.graph_text import INDENT, graph_text, size_text, sizes_of, type_text
 from autotp.diagnostics.plan_text import report
 from autotp.distributed.mesh import expect_size
@@ -94,7 +94,7 @@ def stages(
         with uncollected():
             args, kwargs = find_inputs(model, example_inputs)
             args, kwargs = signature_of(model).by_name(args, kwargs)
-            program = captured(skeleton_of(model), args, kwargs, tp, options)
+            program = captured_program(skeleton_of(model), args, kwargs, tp, options)
             return Stages(dict(_pages(model, program, _names_of_inputs((args, kwargs), program))))
 
     return within(f"stages({type(model).__name__}, tp={tp})", run)
@@ -114,7 +114,7 @@ def _pages(model: nn.Module, program: Program, given: Mapping[str, str]) -> Iter
     yield "model", str(model)
     yield "capture", graph_text(program.graph, names, given)
     canonical = True
-    for each, later in behind_each_pass(program):
+    for each, later in programs_after_passes(program):
         if canonical and each.stage != "canonicalize" and each.name == "decouple":
             yield "canonicalize", graph_text(program.graph, names, given)
             canonical = False
@@ -122,7 +122,7 @@ def _pages(model: nn.Module, program: Program, given: Mapping[str, str]) -> Iter
     yield "axes", graph_text(program.graph, names, given, lambda node: _axes_of(node, program))
     yield "plan", str(report(program, type(model).__name__))
     to = Target("tp", program.tp, 0, "fast", frozenset(program.local_outputs))
-    *_, (_, lowered) = lowered_by_each_pass(program, to)
+    *_, (_, lowered) = graphs_after_passes(program, to)
     yield "lower", graph_text(lowered, names, given)
     types = expect_typed(lowered, program, to)
     proved = next(iter(types)).graph

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autotp.compiler import Program, analyse, emitted, rank_graph
+from autotp.compiler import CallState, Program, analyse, emitted, rank_graph
 from autotp.diagnostics.lockstep import run_lockstep
 from autotp.diagnostics.plan_text import Plan, report
 from autotp.distributed.mesh import expect_size
@@ -125,7 +125,7 @@ def prepare(
         args, kwargs = pytree.tree_map_only(Tensor, _doubled, (args, kwargs))
         tensors = [x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         wanted = GradientsWanted(inputs=tuple(tensors), parameters=tuple(p.requires_grad for p in whole.parameters()))
-        analysis = analyse(skeleton_of(whole), args, kwargs, tp, settings, wanted=wanted)
+        analysis = analyse(skeleton_of(whole), args, kwargs, tp, settings, CallState(wanted=wanted))
         graphs = tuple(rank_graph(analysis, rank, "exact") for rank in range(tp))
         return Trial(whole, args, kwargs, analysis, graphs, report(analysis, name), settings)
 

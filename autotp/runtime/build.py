@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from autotp.compiler import analyse
+from autotp.compiler import CallState, analyse
 from autotp.diagnostics.plan_text import Plan, report
 from autotp.distributed.consistency import agree_on_graph
 from autotp.distributed.live_models import models
@@ -48,7 +48,8 @@ def build(
         expect_ordinary(model)
         expect_choices(settings)
         args, kwargs = signature_of(model).by_name(*find_inputs(model, given))
-        analysis = analyse(skeleton_of(model), args, kwargs, place.size, settings, autocast=ambient(place.device))
+        call = CallState(autocast=ambient(place.device))
+        analysis = analyse(skeleton_of(model), args, kwargs, place.size, settings, call)
         if strict:
             _expect_cut(report(analysis, _name(model)))
         return prepare(analysis, place, settings), classes_of(model)

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autotp.compiler import analyse
+from autotp.compiler import CallState, analyse
 from autotp.distributed.consistency import agree_on_graph
 from autotp.distributed.gather import mark, marked
 from autotp.distributed.mesh import Mesh
@@ -272,16 +272,19 @@ class Executable:
         self._open_what_changes(called)
         mesh, settings = self.mesh, self.tree.settings
         given: dict[int | Path, Layout] = {i: t.held for i, t in enumerate(called.tensors) if isinstance(t, Sharded)}
-        opened, wanted = self.opened, self._wanted(called.tensors)
         given |= {at: x.held for at, x in everything(self.module) if isinstance(x, Sharded)}
+        call = CallState(
+            autocast=called.autocast,
+            layouts=self.layouts,
+            given=given,
+            opened=self.opened,
+            wanted=self._wanted(called.tensors),
+        )
 
         def make() -> GraphEntry:
             args, kwargs = pytree.tree_unflatten(called.leaves, called.spec)
             skeleton = original_of(self.module, self._whole())
-            analysis = analyse(
-                skeleton, args, kwargs, mesh.size, settings, self.layouts, called.autocast, given, opened, wanted
-            )
-            return prepare(analysis, mesh, settings)
+            return prepare(analyse(skeleton, args, kwargs, mesh.size, settings, call), mesh, settings)
 
         with alone():
             entry = agree_on_graph(mesh, make, lambda made: digest(made.analysis))
