@@ -1,9 +1,11 @@
-"""Ranks that differ, meshes that cannot be, peers that die: one clear error, its message compared whole."""
+"""consistency: ranks that differ, in other calls, without a peer: one clear error, its message compared whole."""
 
 import copy
+import itertools
 import os
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from errors import BRANCHES, DATA_BRANCH, TRY_WHERE, Branching, Odd, line_of, me
 from ranks import Checks, run_ranks
 from small_models import gpt, tokens
 from torch.distributed.device_mesh import init_device_mesh
+from trainers import started, trained
 
 import autotp
 from autotp.models.gpt import __file__ as gpt_file
@@ -175,6 +178,41 @@ def test_on_ranks(n: int, name: str) -> None:
 
 
 # ---- a peer that dies
+
+
+# ---- ranks in different public calls
+
+
+def in_other_calls(rank: int, n: int, folder: str) -> dict[str, str]:
+    """Each rank makes a call of its own, for all pairs; and then all go on."""
+    trainer, optimizer = started((2, 1, 1))
+    trained(trainer, optimizer, range(1))
+    autotp.save_checkpoint(folder, trainer, optimizer, 1)
+    state, x = autotp.full_state_dict(trainer), torch.arange(12).view(2, 6)
+    calls = {
+        "Trainer.step": lambda: trainer.step(x, labels=x),
+        "Trainer.evaluate": lambda: trainer.evaluate(x, labels=x),
+        "save_checkpoint": lambda: autotp.save_checkpoint(folder, trainer, optimizer, 2),
+        "load_checkpoint": lambda: autotp.load_checkpoint(folder, trainer, optimizer),
+        "full_state_dict": lambda: autotp.full_state_dict(trainer),
+        "load_full_state_dict": lambda: autotp.load_full_state_dict(trainer, state),
+    }
+    found = {}
+    for pair in itertools.permutations(calls, 2):
+        found[" ".join(pair)] = message(calls[pair[rank]]).splitlines()[0]
+    trained(trainer, optimizer, range(1))
+    return found
+
+
+AXES = ("global", "tp")  # These ranks are all there are.
+
+
+def test_another_call(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(in_other_calls, 2, str(tmp_path), timeout=100)):
+        for pair, said in found.items():
+            one, other = pair.split()
+            ways = [f"{pair.split()[rank]}: {axis} rank 0 is in {one}, and {axis} rank 1 in {other}" for axis in AXES]
+            assert said in ways, pair
 
 
 def lose_a_peer(rank: int, n: int, when: str) -> str:

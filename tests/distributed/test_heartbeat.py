@@ -10,6 +10,7 @@ import itertools
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -275,22 +276,41 @@ def generating(layout: Layout, folder: Path) -> Iterator[Callable[[], Any]]:
         yield lambda i=i: model.generate(**prompt(), max_new_tokens=5, do_sample=i % 2 == 1, timeout=TIMEOUT)
 
 
-def losing_any_time(rank: int, n: int, layout: Layout, lost: int, how: int, seconds: float, folder: str) -> str:
-    """What the others are told, once the lost rank ended at any moment after some seconds."""
+def losing_anywhere(rank: int, n: int, layout: Layout, lost: int, how: int, at: int, folder: str) -> str:
+    """What the others are told, once the lost rank ended in its `at`-th call of a Python function."""
     Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
     global TIMEOUT
     TIMEOUT = timedelta(seconds=20)  # What is done first has to be done in time on a machine that does much else.
-    phases = (training if seconds % 1 < 0.7 or layout[0] == 1 else generating)(layout, Path(folder))
+    phases = (training if at % 10 < 7 or layout[0] == 1 else generating)(layout, Path(folder))
     for _ in range(7):
         next(phases)()
     dist.barrier()
     if rank == lost:
-        threading.Timer(seconds, os.kill, (os.getpid(), how)).start()
+        _end_in_call(at, how)
     return error_of(phases, Path(folder, f"pid-{lost}"))
+
+
+def _end_in_call(at: int, how: int) -> None:
+    """This process ends in its `at`-th call of a Python function from here, in whatever thread that is."""
+    count = itertools.count(1)
+
+    def called(frame: Any, event: str, given: Any) -> None:
+        if event == "call" and next(count) == at:
+            os.kill(os.getpid(), how)
+
+    threading.setprofile(called)  # Of threads to come: those that write, and those of backward.
+    sys.setprofile(called)
+
+
+CALLED = 150_000
+"""Python functions that a training calls in two rounds of `training`, which has one of each phase."""
 
 
 class Busy:
     """A store that takes its time."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
 
     def clone(self) -> Any:
         return self
@@ -299,13 +319,15 @@ class Busy:
         """Nothing is kept."""
 
     def check(self, keys: list[str]) -> bool:
+        self.asked.set()
         time.sleep(2.5 * INTERVAL)
         return False
 
 
 def test_no_thread_is_in_the_store_when_python_ends() -> None:
-    heart = Heart(Busy(), 0)
-    time.sleep(1.5 * INTERVAL)  # It has asked.
+    store = Busy()
+    heart = Heart(store, 0)
+    assert store.asked.wait(60)
     heart.stop()
     assert not heart.thread.is_alive()
 
@@ -313,13 +335,13 @@ def test_no_thread_is_in_the_store_when_python_ends() -> None:
 @pytest.mark.rare
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("seed", range(50))
-def test_a_random_moment(seed: int, tmp_path: Path) -> None:
-    """Real processes, each with a hash seed of its own; a rank ends wherever it is, a save beside it, too."""
+def test_in_a_random_call(seed: int, tmp_path: Path) -> None:
+    """Real processes, each with a hash seed of its own; a rank ends in any function, one that saves beside it, too."""
     draw = random.Random(seed)
     layout = draw.choice([(2, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)])
-    lost, how, seconds = draw.randrange(2), draw.choice((KILL, STOP)), draw.uniform(0, 3)
-    given = layout, lost, how, seconds, str(tmp_path)
-    expect_named(run_ranks(losing_any_time, 2, *given, timeout=120, may_die=[lost], fresh=True), lost, layout)
+    lost, how, at = draw.randrange(2), draw.choice((KILL, STOP)), draw.randrange(1, CALLED)
+    given = layout, lost, how, at, str(tmp_path)
+    expect_named(run_ranks(losing_anywhere, 2, *given, timeout=120, may_die=[lost], fresh=True), lost, layout)
 
 
 @pytest.mark.timeout(120)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -45,38 +44,6 @@ def training(rank: int, n: int, folder: str) -> list[str]:
     found.append(problem(lambda: autotp.load_checkpoint(both, trainer, optimizer, **more)))
     assert fingerprint(trainer, optimizer) == before
     return found
-
-
-def apart(rank: int, n: int, folder: str) -> dict[str, str]:
-    """Each rank makes a call of its own, for all pairs; and then all go on."""
-    trainer, optimizer = started((2, 1, 1))
-    trained(trainer, optimizer, range(1))
-    autotp.save_checkpoint(folder, trainer, optimizer, 1)
-    state, x = autotp.full_state_dict(trainer), torch.arange(12).view(2, 6)
-    calls = {
-        "Trainer.step": lambda: trainer.step(x, labels=x),
-        "Trainer.evaluate": lambda: trainer.evaluate(x, labels=x),
-        "save_checkpoint": lambda: autotp.save_checkpoint(folder, trainer, optimizer, 2),
-        "load_checkpoint": lambda: autotp.load_checkpoint(folder, trainer, optimizer),
-        "full_state_dict": lambda: autotp.full_state_dict(trainer),
-        "load_full_state_dict": lambda: autotp.load_full_state_dict(trainer, state),
-    }
-    found = {}
-    for pair in itertools.permutations(calls, 2):
-        found[" ".join(pair)] = problem(calls[pair[rank]])
-    trained(trainer, optimizer, range(1))
-    return found
-
-
-AXES = ("global", "tp")  # These ranks are all there are.
-
-
-def test_another_call(tmp_path: Path) -> None:
-    for rank, found in enumerate(run_ranks(apart, 2, str(tmp_path), timeout=100)):
-        for pair, said in found.items():
-            one, other = pair.split()
-            ways = [f"{pair.split()[rank]}: {axis} rank 0 is in {one}, and {axis} rank 1 in {other}" for axis in AXES]
-            assert said in ways, pair
 
 
 def test_training(tmp_path: Path) -> None:

@@ -1,0 +1,111 @@
+"""plan_text: the table that a plan prints as, compared whole; what a step sends; names folded, widths kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from errors import line_of
+from small_models import gpt
+from torch import Tensor, nn
+
+import autotp
+from autotp.diagnostics.plan_text import WIDTH, CutRow, Plan, Sent, Traffic, WholeRow
+from autotp.sharding.layout import Layout
+
+X = torch.ones(2, 5, 8)
+HALVES = Layout((8, 4), 0, (((0, 4),), ((4, 8),)))
+
+
+class Model(nn.Module):
+    """Two blocks, and an operator that no rule is known for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
+        self.last, self.unread = nn.Linear(8, 8, bias=False), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.h:
+            x = x + block(x)
+        return x @ torch.linalg.matrix_exp(self.last.weight)  # no rule
+
+
+TABLE = """\
+Model on tp=2
+
+cut               shape       forward     backward    why
+h.{0-1}.0.weight  [16@tp, 8]              all-reduce  16 width: linear -> activation -> linear
+h.{0-1}.0.bias    [16@tp]                             16 width: linear -> activation -> linear
+h.{0-1}.2.weight  [8, 16@tp]  all-reduce              16 width: linear -> activation -> linear
+
+whole on every rank             shape   why                                     at
+unread                          [3]     nothing reads it on these inputs        ?
+h.{0-1}.2.bias                  [8]     read after the reduction, by every      test_plan_text.py:LOOP
+                                        rank
+last.weight                     [8, 8]  aten.linalg_matrix_exp.default has no   test_plan_text.py:LAST
+                                        rule
+aten.linalg_matrix_exp.default  [8, 8]  no rule: replicated                     test_plan_text.py:LAST
+
+parameters  2.5 KB, the fullest rank holds 1.4 KB (56.6%)
+forward     2 all-reduce; 640 B for inputs 2x5x8
+backward    1 all-reduce; 320 B for inputs 2x5x8"""
+
+
+def test_a_plan_as_a_table() -> None:
+    expected = TABLE
+    for mark, text in (("LOOP", "x = x + block(x)"), ("LAST", "return x @ torch.linalg")):
+        expected = expected.replace(mark, line_of(__file__, text).split(":")[1].split()[0])
+    assert str(autotp.explain(Model(), 2, example_inputs=X)) == expected
+
+
+def made(names: list[str], tp: int = 2, sends: tuple[Sent, ...] = ()) -> Plan:
+    cuts = tuple(CutRow(name, HALVES, "all-reduce", "", "4 heads: q") for name in names)
+    return Plan("Net", tp, cuts, (), 1000, 500, Traffic(sends, ((2, 3), (4,))))
+
+
+@pytest.mark.parametrize(
+    ("names", "folded"),
+    [
+        (["h.0.a", "h.1.a", "h.2.a"], ["h.{0-2}.a"]),
+        (["h.0.a", "h.2.a", "h.3.a", "h.5.a"], ["h.{0,2-3,5}.a"]),
+        (["h.0.a.weight", "h.0.a.bias"], ["h.0.a.{weight,bias}"]),
+        (["h.0.q.w", "h.0.k.w", "h.1.q.w", "h.1.k.w"], ["h.{0-1}.{q,k}.w"]),
+        (["a.0.w", "b.0.w.x"], ["a.0.w", "b.0.w.x"]),
+    ],
+    ids=["layers", "runs", "last", "before-last", "apart"],
+)
+def test_names_that_differ_in_one_place_are_one_row(names: list[str], folded: list[str]) -> None:
+    lines = str(made(names)).split("\n\n")[1].splitlines()[1:]
+    assert [line.split()[0] for line in lines] == folded
+
+
+def test_no_line_is_wider_than_the_page() -> None:
+    long = "a_module_of_a_long_name." * 6 + "weight"
+    whole = (WholeRow(long, (8, 4), "model.py:7  x = f(x)", "every rank needs all that it gives " * 5),)
+    lines = str(Plan("Net", 2, (), whole, 1, 1, Traffic((), ()))).splitlines()
+    assert max(map(len, lines)) <= WIDTH and "".join(line[:40].split()[0] for line in lines[3:5]) in long
+
+
+def test_what_a_step_sends() -> None:
+    """Counts by kind and direction, bytes of all."""
+    sends = (
+        Sent("all-reduce", "h.0", 300, False, False),
+        Sent("all-reduce", "h.1", 300, False, False),
+        Sent("all-gather", "h.1", 1500, True, True),
+    )
+    plan = made(["w"], sends=sends)
+    assert (plan.traffic.forward, plan.traffic.backward) == ({"all-reduce": 2}, {"all-gather": 1})
+    assert str(plan).splitlines()[-3:] == [
+        "parameters  1.0 KB, the fullest rank holds 500 B (50.0%)",
+        "forward     2 all-reduce; 600 B for inputs 2x3 4",
+        "backward    1 all-gather; 1.5 KB for inputs 2x3 4",
+    ]
+    assert str(made([])).splitlines()[-1] == "backward    no collective; 0 B for inputs 2x3 4"
+
+
+def test_one_rank_and_the_sequence() -> None:
+    one = autotp.explain(gpt(), 1)
+    assert not one.cuts and {row.reason for row in one.whole} == {"there is one rank"}
+    assert one.bytes_rank == one.bytes_total and not one.traffic.sends
+    along = autotp.explain(gpt(), 2, sequence_parallel=True)
+    assert along.along_sequence and f"sequence    {along.along_sequence} operators are cut along it" in str(along)

@@ -1,0 +1,85 @@
+"""replication: which ranks hold a value, derived from layouts; and which moves and sums of it are right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from autotp.ops.placement_moves import first, place, take
+from autotp.passes.check.replication import cut_of, extended, joined, moved, shares, stored
+from autotp.passes.check.types import Typed
+from autotp.passes.lower.local_sizes import Target
+from autotp.sharding.axis import Axis, Size, product
+from autotp.sharding.grid import grid, same_cut
+from autotp.sharding.layout import Layout, layout_of
+from autotp.sharding.placement import Copied, Held, Partial, Placement, Replicate, Shard
+
+KV, WIDTH = Axis(Size(2)), Axis(Size(3))
+BOTH = product([KV, WIDTH])
+TWICE = grid([(KV, 2, 2)], 4)
+"""Two key/value heads on four ranks: ranks 0 and 1 hold the first, ranks 2 and 3 the second."""
+HALVES = ((0, 3),), ((0, 3),), ((3, 6),), ((3, 6),)
+LAYOUT = Layout((6,), 0, HALVES)
+
+
+def to(rank: int, tp: int = 4) -> Target:
+    return Target("tp", tp, rank)
+
+
+def typed(placement: Placement) -> Typed:
+    return Typed(torch.float32, (BOTH,), placement, True)
+
+
+def test_the_cut_that_gives_these_pieces() -> None:
+    assert cut_of(to(0, 2), BOTH, (((0, 3),), ((3, 6),))) is KV
+    found = cut_of(to(0), BOTH, HALVES)
+    assert found is not None and same_cut(found, TWICE)
+    assert cut_of(to(0), BOTH, (*HALVES[1:], HALVES[0])) is None  # In another order.
+    assert cut_of(to(0), BOTH, (((0, 2),), ((2, 4),), ((4, 5),), ((5, 6),))) is None
+
+
+def test_what_several_ranks_hold_is_held() -> None:
+    assert stored(TWICE, LAYOUT) == Held(TWICE)
+    assert stored(KV, layout_of((6,), (BOTH,), KV, 2, "w")) == Shard(KV)
+
+
+def test_cuts_that_go_together() -> None:
+    """On factors of the ranks of their own; one leaf is cut in one way."""
+    group = Axis(Size(5))
+    heads = grid([(KV, 2, 2), (group, 2, 1)], 4)
+    assert same_cut(joined([TWICE, grid([(group, 2, 1)], 4)], 4), heads)  # type: ignore[arg-type]
+    assert joined([TWICE, grid([(KV, 2, 1)], 4)], 4) is None
+    assert joined([TWICE, grid([(group, 2, 2)], 4)], 4) is None
+    assert joined([KV, KV], 4) is KV and joined([KV, group], 4) is None and joined([], 4) is None
+    assert same_cut(extended(TWICE, group, 4), heads)  # type: ignore[arg-type]
+    assert extended(None, group, 4) is group and extended(KV, group, 2) is None
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_moves(rank: int) -> None:
+    """Each with the ranges of this rank alone; one of another rank's is none."""
+    mine, dim = to(rank), {"dim": 0}
+    ranges = {"ranges": tuple(LAYOUT.first(rank))}
+    other = {"ranges": tuple(LAYOUT.first(rank ^ 1))}
+    assert moved(mine, first, typed(Shard(TWICE)), dim | ranges) == (Shard(TWICE), Held(TWICE))
+    assert moved(mine, first, typed(Shard(TWICE)), dim | other) is None
+    places = {"places": tuple(LAYOUT.places(rank, LAYOUT.first(rank))), "size": 6}
+    assert moved(mine, place, typed(Shard(TWICE)), dim | ranges | places) == (Shard(TWICE), Partial())
+    assert moved(mine, place, typed(Shard(TWICE)), dim | ranges | places | {"size": 5}) is None
+    assert moved(mine, take, typed(Copied()), dim | {"pieces": HALVES, "rank": rank}) == (Copied(), Shard(TWICE))
+    assert moved(mine, take, typed(Copied()), dim | {"pieces": HALVES, "rank": rank ^ 1}) is None
+    alone = {"ranges": None if rank == 0 else ()}
+    assert moved(mine, first, typed(Copied()), dim | alone) == (Copied(), Replicate())
+    assert moved(mine, first, typed(Copied()), dim | {"ranges": () if rank == 0 else None}) is None
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_share_sums_over_those_that_hold_the_same(rank: int) -> None:
+    held: Any = tuple(LAYOUT.shared(rank))
+    assert shares(to(rank), typed(Held(TWICE)), "tp/2", 0, held)
+    assert not shares(to(rank), typed(Shard(TWICE)), "tp/2", 0, held)  # Of a part of the work each has its own sum.
+    assert not shares(to(rank), typed(Held(TWICE)), "tp", 0, held)  # Over ranks that hold something else.
+    assert not shares(to(rank), typed(Held(TWICE)), "dp/2", 0, held)
+    assert not shares(to(rank), typed(Held(TWICE)), "tp/2", 0, ())

@@ -1,0 +1,38 @@
+"""call_consistency: what ranks compare of an argument: the values of a tensor, and of what is cut its shape alone."""
+
+from __future__ import annotations
+
+import numpy
+import torch
+
+from autotp.distributed.mesh import Mesh
+from autotp.distributed.sharded_tensor import Sharded
+from autotp.runtime.call_consistency import _printed, agree_on_call, shown
+from autotp.sharding.layout import Layout
+
+X = torch.arange(6.0).view(2, 3)
+
+
+def test_tensors_are_compared_by_value() -> None:
+    assert _printed([X]) == _printed([X.clone()]) == _printed([X.t().contiguous().t()])
+    assert len({_printed([x]) for x in (X, X + 1, X.double(), X.view(3, 2), X.t(), X.view(torch.int32))}) == 6
+    assert shown(X) == ((2, 3), "torch.float32") and _printed([torch.ones(0)]) != _printed([torch.ones(0, 2)])
+
+
+def test_of_what_is_cut_each_rank_has_other_values() -> None:
+    layout = Layout((4, 3), 0, (((0, 2),), ((2, 4),)))
+    first, second = (Sharded(local, layout, Mesh("tp", 2, rank)) for rank, local in enumerate((X, X + 1)))
+    assert _printed([first]) == _printed([second]) != _printed([X])
+
+
+def test_other_arguments() -> None:
+    """Plain values by value, an object by its class: it has another address on each rank."""
+    assert _printed([1]) != _printed([True]) and _printed(["1"]) != _printed([1])
+    assert _printed([object()]) == _printed([object()]) != _printed([{}])
+    assert _printed([numpy.ones(2)]) == _printed([numpy.ones(2)]) != _printed([numpy.zeros(2)])
+    assert _printed([X, None]) != _printed([None, X])
+
+
+def test_one_rank_agrees_with_itself() -> None:
+    """There is no group to ask."""
+    agree_on_call(Mesh(), [X], "train", random=True)

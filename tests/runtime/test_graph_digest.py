@@ -1,0 +1,52 @@
+"""graph_digest: the text of a planned graph: what is in it, so that ranks compare it, and what is not."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor, nn
+
+from autotp.compiler import analyse
+from autotp.distributed.consistency import SOURCE
+from autotp.passes.capture.skeleton import skeleton_of
+from autotp.runtime.graph_digest import digest
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 16, shift: float = 1.0, slope: float = 0.5) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
+        self.shift, self.slope = shift, slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.nn.functional.leaky_relu(self.up(x), self.slope)
+        return self.down(h) + torch.tensor(self.shift)
+
+
+def text(model: nn.Module, tp: int = 2, rows: int = 3) -> str:
+    return digest(analyse(skeleton_of(model), (torch.ones(rows, 8),), {}, tp))
+
+
+def test_lines() -> None:
+    lines = text(Model()).splitlines()
+    assert "%0 = parameter `up.weight`  float32[16, 8]" in lines
+    at = f"{SOURCE}test_graph_digest.py:"
+    product = next(line for line in lines if "aten.leaky_relu.default" in line)
+    called, _, source = product.partition(at)
+    assert re.fullmatch(r"%\d+ = aten.leaky_relu.default\(%\d+, 0.5\)  float32\[s\d+, 16\]", called)
+    assert source.endswith("self.up(x), self.slope)")
+    assert any("a tensor made in forward, with checksum " in line for line in lines)
+    assert "up.weight [16@tp, 8]" in lines and "down.bias [8]" in lines
+
+
+def test_what_differs_is_in_it() -> None:
+    """Sizes, arguments, the values of constants, the cuts; not the names of nodes, nor how many rows an example has."""
+    same = text(Model())
+    for other in (text(Model(width=18)), text(Model(slope=0.25)), text(Model(shift=2.0)), text(Model(), tp=1)):
+        assert other != same
+    assert text(Model()) == same == text(Model(), rows=5)
+    analysis = analyse(skeleton_of(Model()), (torch.ones(3, 8),), {}, 2)
+    before = digest(analysis)
+    next(node for node in analysis.graph.nodes if node.op == "call_function").name = "renamed"
+    assert digest(analysis) == before == same

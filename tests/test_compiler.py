@@ -1,0 +1,110 @@
+"""compiler: the passes as one table, each a file of its name; what each finds, and what options leave out or add."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import Plain
+
+import autotp
+from autotp.compiler import (
+    CANONICALIZE,
+    LOWER,
+    PLAN,
+    UNKNOWN,
+    Program,
+    analyse,
+    behind_each_pass,
+    captured,
+    lowered_by_each_pass,
+)
+from autotp.options import DEFAULTS, OPTIONAL, Options
+from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.lower.local_sizes import Target
+
+TABLE = (*CANONICALIZE, *PLAN, *LOWER)
+PASSES = Path(autotp.__file__).parent.parent / "passes"
+NOT_IN_THE_TABLE = {"repeats", "in_place", "outline"}
+"""What may be left out of the stages capture and emit, which are one call each."""
+GIVEN = (skeleton_of(Plain()), (torch.ones(2, 3, 8),), {}, 2)
+
+
+def names(options: Options) -> list[str]:
+    """The passes that a model takes under these options."""
+    found = [each.name for each, _ in behind_each_pass(captured(*GIVEN, options))]
+    return found + [each.name for each, _ in lowered_by_each_pass(analyse(*GIVEN, options), Target("tp", 2, 0))]
+
+
+def test_each_row_is_a_file() -> None:
+    for row in TABLE:
+        module = importlib.import_module(f"autotp.passes.{row.stage}.{row.name}")
+        assert (module.__doc__ or "").startswith(f"{row.name}: "), row
+    assert len({row.name for row in TABLE}) == len(TABLE)
+
+
+@pytest.mark.parametrize("stage", ["canonicalize", "plan", "lower"])
+def test_each_pass_has_a_row(stage: str) -> None:
+    """A file that calls itself a pass is one, or a part of one, which the rows' own files import."""
+    files = {file.stem: file.read_text() for file in (PASSES / stage).glob("*.py")}
+    passes = {name for name, text in files.items() if text.startswith(f'"""{name}: ')}
+    rows = {row.name for row in TABLE if row.stage == stage}
+    imported = re.compile(rf"from autotp\.passes\.{stage}\.(\w+) import")
+    used = {name for text in files.values() for name in imported.findall(text)}
+    assert rows <= passes <= rows | used
+
+
+def test_what_may_be_left_out() -> None:
+    """Each of `OPTIONAL` is one row, which no other choice leaves out."""
+    everything = Options(sequence_parallel=True, experts="expert", summed=True)
+    assert all(row.wanted(everything) for row in TABLE)
+    for name in OPTIONAL:
+        left = [row.name for row in TABLE if not row.wanted(replace(everything, without=(name,)))]
+        assert left == [name] * (name not in NOT_IN_THE_TABLE)
+    assert set(OPTIONAL) > NOT_IN_THE_TABLE
+
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        (Options(summed=True), ["loss_totals", "row_independence"]),
+        (Options(experts="expert"), ["experts"]),
+        (Options(sequence_parallel=True), ["sequence_parallel"]),
+    ],
+    ids=["summed", "experts", "sequence"],
+)
+def test_what_options_add(options: Options, more: list[str]) -> None:
+    assert [row.name for row in TABLE if row.wanted(options) and not row.wanted(DEFAULTS)] == more
+
+
+def test_a_model_takes_the_rows_in_their_order() -> None:
+    assert names(DEFAULTS) == [row.name for row in TABLE if row.wanted(DEFAULTS)]
+    assert names(Options(without=("cse", "overlap"))) == [
+        row.name for row in TABLE if row.wanted(DEFAULTS) and row.name not in ("cse", "overlap")
+    ]
+
+
+def test_facts_stand_in_the_program_behind_the_pass_that_finds_them() -> None:
+    """As its docstring says of each; before, and of a program that is only captured, nobody can use them."""
+    facts = dict(re.findall(r"^ +(\w+): .* \((\w+)\)\.$", Program.__doc__ or "", re.MULTILINE))
+    assert {
+        "axes": "decouple",
+        "candidates": "match",
+        "decision": "choose",
+        "layouts": "outputs",
+    }.items() <= facts.items()
+    before = captured(*GIVEN)
+    unknown = {fact for fact in facts if getattr(before, fact) is UNKNOWN}
+    with pytest.raises(AttributeError, match="`bound` of a fact that is found by a later pass"):
+        _ = before.axes.bound
+    for each, program in behind_each_pass(before):
+        for fact in [fact for fact in unknown if getattr(program, fact) is not UNKNOWN]:
+            assert facts[fact] == each.name, fact
+            unknown.remove(fact)
+    assert not unknown
+    with pytest.raises(FrozenInstanceError):
+        program.tp = 3  # type: ignore[misc]
