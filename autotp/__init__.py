@@ -16,7 +16,7 @@ if (_checkout / "setup.cfg").is_file():  # A checkout that is not installed: pas
 from autotp.api import explain, parallelize  # noqa: E402  The path above comes first.
 from autotp.checkpoint.save import load_checkpoint, save_checkpoint  # noqa: E402
 from autotp.checkpoint.state_dict import full_state_dict, load_full_state_dict  # noqa: E402
-from autotp.diagnostics.plan_text import Plan  # noqa: E402
+from autotp.diagnostics.plan import Plan  # noqa: E402
 from autotp.diagnostics.stages import Stages, stages  # noqa: E402
 from autotp.diagnostics.verify import Report, verify  # noqa: E402
 from autotp.distributed.gather import gather  # noqa: E402

@@ -9,10 +9,11 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from autotp.compiler import CallState, analyse
-from autotp.diagnostics.plan_text import Plan, report
+from autotp.diagnostics.plan import Plan
+from autotp.diagnostics.report import report
 from autotp.distributed.consistency import agree_on_graph
 from autotp.distributed.live_models import models
-from autotp.distributed.mesh import Mesh
+from autotp.distributed.mesh import Mesh, expect_size
 from autotp.errors import Error
 from autotp.model_library import recomputes
 from autotp.options import Options, expect_choices
@@ -73,7 +74,11 @@ def _name(model: Any) -> str:
     return type(model).__name__
 
 
-BEFORE = "{} the original model, before autotp.parallelize"
+def expect_usable(call: str, model: Any, tp: Any, options: Options) -> None:
+    """Raises Error if explain, stages or verify (`call`) cannot use a model, a number of ranks or an option."""
+    expect_size(tp)
+    expect_choices(options)
+    expect_ordinary(model, f"{call} the original model, before autotp.parallelize")
 
 
 def expect_ordinary(model: Any, remedy: str = "parallelize the original model once") -> None:

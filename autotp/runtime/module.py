@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import parametrize
 
-from autotp.diagnostics.plan_text import Plan, report
+from autotp.diagnostics.plan import Plan
+from autotp.diagnostics.report import report
 from autotp.distributed.cut_parameter import Cut, as_cut, is_ordinary, warn_of_parts
 from autotp.distributed.live_models import watch
 from autotp.distributed.mesh import Mesh, broadcast_from_first
@@ -142,7 +143,7 @@ class Submodule(Part):
             )
         if state is not None and not state.is_block:
             raise Error(
-                f"fully_shard({type(self).__name__}): this submodule of a parallel model is not a block: it is never called",
+                f"fully_shard({type(self).__name__}): this part of a parallel model is not a block: it is never called",
                 fix="fully_shard each numbered block, such as model.h[0], and the model",
             )
         return getattr(super(), kind)(hook, *args, **given)

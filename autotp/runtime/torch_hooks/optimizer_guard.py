@@ -233,7 +233,7 @@ def _expect_close(same: Mapping[str, Tensor], every: list[dict[str, Any]], place
             off, first = _off(local_of(tensor.detach()), place)
             if not off <= torch.finfo(tensor.dtype).eps ** 0.5:
                 raise Error(
-                    f"{what}`{name}` differs between ranks by {off:.1e} of its largest element: ranks would drift apart",
+                    f"{what}`{name}` differs between ranks by {off:.1e} of its largest element: they would drift apart",
                     likely="each rank changed it by another number: the norm of its own gradients, its batch, noise",
                     fix="autotp.clip_grad_norm_(model, ...); a number that all ranks share, from one all_reduce",
                 )

@@ -266,7 +266,7 @@ def drift_is_an_error(rank: int, n: int) -> None:
             found = message(lambda: stepped(parallel, optimizer, at, lambda: change(parallel, rank)))  # noqa: B023
             first, *facts = found.splitlines()
             assert first.startswith(f"AdamW.step: {what} differs between ranks by "), found
-            assert first.endswith(" of its largest element: ranks would drift apart"), found
+            assert first.endswith(" of its largest element: they would drift apart"), found
             assert facts == [
                 "  likely   each rank changed it by another number: the norm of its own gradients, its batch, noise",
                 "  try      autotp.clip_grad_norm_(model, ...); a number that all ranks share, from one all_reduce",
