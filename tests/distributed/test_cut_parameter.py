@@ -137,8 +137,8 @@ def sizes_are_of_parts(rank: int, n: int) -> None:
         (found,) = [str(warning.message) for warning in told]
         assert found == (
             f"`{name}` of `up.weight` is that of this rank's part [15, 8]; the whole is [30, 8]. Sizes of parts are "
-            "right for tensors beside the parts, such as an optimizer's state, and too small to count parameters, to draw "
-            "noise, or for a learning rate by width: model.layouts[name].shape is the shape of the whole. "
+            "right for tensors beside the parts, such as an optimizer's state, and too small to count parameters, to "
+            "draw noise, or for a learning rate by width: model.layouts[name].shape is the shape of the whole. "
             "This warning comes once for a model"
         )
         with silence():
