@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from autotp.checkpoint.files.checksums import SENSELESS, sealed, senseless, unsealed
+from autotp.checkpoint.files.checksums import INVALID_CONTENT, invalid_content, sealed, unsealed
 from autotp.checkpoint.files.plain_json import decode, dtype_of, name_of
-from autotp.checkpoint.files.tensor_pieces import Piece, Pieces, Shape, file_of, tiled
+from autotp.checkpoint.files.tensor_pieces import Piece, Shape, StoredPieces, file_of, tiled
 from autotp.errors import Error
 
 FORMAT = 2
@@ -38,9 +38,9 @@ class Manifest:
     folder: Path
     crc32: int
     about: Mapping[str, Any]
-    tensors: Mapping[str, Pieces]
+    tensors: Mapping[str, StoredPieces]
 
-    def pieces(self, key: str) -> Pieces:
+    def pieces(self, key: str) -> StoredPieces:
         """Those of a tensor.
 
         Raises:
@@ -68,8 +68,8 @@ class Manifest:
             return decode(encoded, self.whole)
         except Error:
             raise
-        except SENSELESS as error:
-            raise senseless(self.folder / MANIFEST, error) from error
+        except INVALID_CONTENT as error:
+            raise invalid_content(self.folder / MANIFEST, error) from error
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(folder, int(content["crc32"], 16), content["about"], tensors)
     except Error as error:
         raise Error(error.problem, **{"try": f"remove {folder}: an older one is used"} | error.facts) from error
-    except SENSELESS as error:
-        raise senseless(file, error) from error
+    except INVALID_CONTENT as error:
+        raise invalid_content(file, error) from error
 
 
 def _expect_about(about: Mapping[str, Any]) -> None:
@@ -133,13 +133,13 @@ def _expect_about(about: Mapping[str, Any]) -> None:
         raise ValueError(f"unexpected values of {', '.join(other) or 'groups'}")
 
 
-def _pieces(files: Sequence[int], dtype: str, shape: Sequence[int], rows: Sequence[Sequence[Any]]) -> Pieces:
+def _pieces(files: Sequence[int], dtype: str, shape: Sequence[int], rows: Sequence[Sequence[Any]]) -> StoredPieces:
     """The pieces of a tensor, all of which are within their files, and as large as the tensor together."""
     found, pieces = dtype_of(dtype), tuple(map(Piece.of, rows))
     within = all(piece.start + math.prod(piece.sizes) * found.itemsize <= files[piece.rank] for piece in pieces)
     if not (within and all(type(n) is int and n >= 0 for n in shape) and tiled(shape, pieces)):
         raise ValueError(f"the pieces of {list(shape)} are others")
-    return Pieces(found, tuple(shape), pieces)
+    return StoredPieces(found, tuple(shape), pieces)
 
 
 def _expect_size(file: Path, size: int) -> None:

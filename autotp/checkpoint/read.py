@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autotp.checkpoint.files.checksums import SENSELESS, senseless
+from autotp.checkpoint.files.checksums import INVALID_CONTENT, invalid_content
 from autotp.checkpoint.keys import (
     NAMES,
     NOTHING,
@@ -190,8 +190,8 @@ def _options(manifest: Manifest, parts: Holdings, optimizer: Optimizer) -> list[
         mine = [_own(manifest, had[names[p]]) for p in group["params"]]
         try:
             several = any(options != mine[0] for options in mine)
-        except SENSELESS as error:  # Tensors where numbers were.
-            raise senseless(manifest.folder / MANIFEST, error) from error
+        except INVALID_CONTENT as error:  # Tensors where numbers were.
+            raise invalid_content(manifest.folder / MANIFEST, error) from error
         if several:
             raise Error(f"{manifest.folder} has the parameters of group {i} in several groups", fix="the saved groups")
         if mine:

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from autotp.checkpoint.files.atomic_folder import replaced
-from autotp.checkpoint.files.checksums import SIDE_FILE, Summed, side_file, write_whole
+from autotp.checkpoint.files.checksums import SIDE_FILE, SummedFile, side_file, write_whole
 from autotp.checkpoint.files.safetensors_files import (
     INDEX,
     ONE_FILE,
     FileShard,
+    append_tensor,
     header_of,
     index_of,
     nbytes,
     shards_of,
-    write,
 )
-from autotp.checkpoint.files.tensor_sources import Source, blocks, fill, sliceable, whole
+from autotp.checkpoint.files.tensor_sources import Source, blocks_of_box, read_part, sliceable, whole_box
 from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import Mesh, expect_alike
 from autotp.errors import Error
@@ -51,7 +51,7 @@ def read_parts(sources: Mapping[str, Source], layouts: Mapping[str, Layout], mes
     }
     with bar("reading", sum(map(nbytes, parts.values())), mesh) as count:
         for name, source in sources.items():
-            fill(parts[name], source, held[name], mesh.rank)
+            read_part(parts[name], source, held[name], mesh.rank)
             count(nbytes(parts[name]))
     return parts
 
@@ -87,14 +87,14 @@ def write_checkpoint(
 
 def _write_shard(
     new: Path | None, shard: FileShard, tensors: Mapping[str, Source], mesh: Mesh, count: Callable[[int], None]
-) -> Summed | None:
+) -> SummedFile | None:
     """The file, on the first rank."""
     with ExitStack() as stack:
 
-        def begin() -> Summed | None:
+        def begin() -> SummedFile | None:
             if new is None:
                 return None
-            file = Summed(stack.enter_context((new / shard.file).open("wb")))
+            file = SummedFile(stack.enter_context((new / shard.file).open("wb")))
             file.write(header_of(tensors, shard.names))
             return file
 
@@ -106,15 +106,15 @@ def _write_shard(
     return file
 
 
-def _stream(file: Summed | None, source: Source) -> None:
+def _stream(file: SummedFile | None, source: Source) -> None:
     """Writes a tensor block by block; `file` is None but on the first rank. The others send, so a failure waits."""
-    box = whole(source.shape)
+    box = whole_box(source.shape)
     problem: Exception | None = None
-    for block in blocks(box, source.dtype.itemsize) if sliceable(source) else [box]:
+    for block in blocks_of_box(box, source.dtype.itemsize) if sliceable(source) else [box]:
         part = source.read(block)
         try:
             if file is not None and problem is None:
-                write(file, part)
+                append_tensor(file, part)
         except OSError as error:
             problem = error
     if problem is not None:
@@ -125,12 +125,12 @@ def _write_rest(
     new: Path,
     shards: Sequence[FileShard],
     tensors: Mapping[str, Source],
-    files: Sequence[Summed | None],
+    files: Sequence[SummedFile | None],
 ) -> None:
     written = [file for file in files if file is not None]
     if len(shards) > 1:
         with (new / INDEX).open("wb") as opened:
-            written.append(Summed(opened))
+            written.append(SummedFile(opened))
             written[-1].write(index_of(shards, sum(map(nbytes, tensors.values()))).encode())
     write_whole(new / SIDE_FILE, side_file({Path(file.name).name: (file.size, file.sums) for file in written}))
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autotp.checkpoint.files.atomic_folder import sync
+from autotp.checkpoint.files.atomic_folder import sync_path
 from autotp.checkpoint.files.checksums import bytes_of, write_whole
 from autotp.checkpoint.files.folder_lock import claim
 from autotp.checkpoint.files.plain_json import encode
@@ -303,6 +303,6 @@ def _name(state: TrainingState, every: Sequence[Any], path: Path, new: Path) -> 
         "values": {key: value for some in values for key, value in some.items()},
     }
     write_whole(new / MANIFEST, written(about, ranks))
-    sync(new)
+    sync_path(new)
     new.rename(path)
-    sync(path.parent)
+    sync_path(path.parent)

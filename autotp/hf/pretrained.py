@@ -24,10 +24,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from autotp.checkpoint.files.checksums import SENSELESS, SIDE_FILE, STALE, expect_unchanged, opened, seen, summed
-from autotp.checkpoint.files.lazy_tensor import Lazy, told
-from autotp.checkpoint.files.safetensors_files import Stored, stored
-from autotp.checkpoint.files.tensor_sources import Source, read
+from autotp.checkpoint.files.checksums import (
+    INVALID_CONTENT,
+    SIDE_FILE,
+    STALE,
+    checksums_in,
+    expect_unchanged,
+    fingerprint,
+    open_regular,
+)
+from autotp.checkpoint.files.lazy_tensor import Lazy, source_text
+from autotp.checkpoint.files.safetensors_files import Stored, stored_tensors
+from autotp.checkpoint.files.tensor_sources import Source, read_whole
 from autotp.checkpoint.weights import parse_size, read_parts, write_checkpoint
 from autotp.checkpoint.whole_tensors import Whole
 from autotp.distributed.consistency import agree
@@ -117,7 +125,7 @@ def from_pretrained(
 
     def run() -> ParallelModule:
         place = make_mesh(tp, mesh, device, timeout)
-        before = seen(Path(path))
+        before = fingerprint(Path(path))
         agree(place, lambda: expect_unchanged(Path(path), place.rank, place.size))
         model, sources = agree(place, lambda: _emptied(_load(Path(path), wanted)))
         expect_alike(before[0], place, "sees another checkpoint", "the same files")
@@ -178,8 +186,8 @@ def _staying(folder: Path, before: Any, run: Callable[[], T]) -> T:
     try:
         found = run()
     except Error as error:
-        raise error if seen(folder) == before else problem from error
-    if seen(folder) != before:
+        raise error if fingerprint(folder) == before else problem from error
+    if fingerprint(folder) != before:
         raise problem
     return found
 
@@ -187,7 +195,7 @@ def _staying(folder: Path, before: Any, run: Callable[[], T]) -> T:
 def _load(folder: Path, wanted: Wanted) -> nn.Module:
     """The model of a folder as transformers makes it, of lazy parameters and real buffers."""
     _expect_choices(wanted)
-    files = stored(folder)
+    files = stored_tensors(folder)
     _expect_summed(folder, files)
     config = _config(folder, wanted)
     build = _class(config, wanted, folder)
@@ -204,7 +212,7 @@ def _load(folder: Path, wanted: Wanted) -> nn.Module:
 
 def _expect_summed(folder: Path, files: Mapping[str, Stored]) -> None:
     """Raises Error where a file has no checksums and others have: it is not one that was written with them."""
-    known, used = summed(folder), sorted({tensor.file.name for tensor in files.values()})
+    known, used = checksums_in(folder), sorted({tensor.file.name for tensor in files.values()})
     other = [name for name in used if known and name not in known]
     if other:
         raise Error(f"{SIDE_FILE} has no checksums of {other[0]}", at=str(folder), fix=STALE.format(SIDE_FILE))
@@ -257,13 +265,15 @@ def _emptied(model: nn.Module) -> tuple[nn.Module, dict[str, Source]]:
         for table in (module._parameters, module._buffers):
             for key, tensor in [(k, t) for k, t in table.items() if isinstance(t, Lazy)]:
                 if isinstance(tensor, nn.Parameter) and not (tensor.is_floating_point() or tensor.is_complex()):
-                    raise Error(f"{told(tensor.source)} is {tensor.dtype}, and a parameter is of floating numbers")
+                    raise Error(
+                        f"{source_text(tensor.source)} is {tensor.dtype}, and a parameter is of floating numbers"
+                    )
                 if tensor not in empty and isinstance(tensor, nn.Parameter):
                     sources[f"{prefix}.{key}" if prefix else key] = tensor.source
                     on_meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
                     empty[tensor] = nn.Parameter(on_meta, tensor.requires_grad)
                 elif tensor not in empty:
-                    empty[tensor] = read(tensor.source).clone()
+                    empty[tensor] = read_whole(tensor.source).clone()
                 table[key] = empty[tensor]
     return model, sources
 
@@ -292,13 +302,13 @@ def _config(folder: Path, wanted: Wanted) -> Any:
 def _expect_no_code(file: Path, given: Mapping[str, Any]) -> None:
     """Raises Error where a configuration names code to run: classes beside it, or kernels in a hub."""
     try:
-        with opened(file) as source:
+        with open_regular(file) as source:
             config = json.loads(source.read(), parse_constant=_no_number)
         config |= {key: given[key] for key in given if key == "auto_map"}
         entries = [(key, value, _texts(value) if "_implementation" in key else []) for key, value in _entries(config)]
         if any(key == "__float__" and value == "NaN" for key, value, _ in entries):
             _no_number("NaN")
-    except (*SENSELESS, OSError) as error:
+    except (*INVALID_CONTENT, OSError) as error:
         raise Error(f"the configuration cannot be read: {_first_line(error)}", at=str(file)) from error
     for key, value, texts in entries:
         if key == "auto_map" and value:

@@ -195,7 +195,7 @@ def wholes_are_not_written_over_parts(rank: int, n: int) -> None:
             with pytest.raises(autotp.Error) as raised:
                 write()
             assert str(raised.value) == (
-                f"`{name}` of a tensor [30, 8], the shape of the whole `up.weight`, and of this rank's part [15, 8]\n"
+                f"`{name}` of a tensor [30, 8], the shape of the whole `up.weight`, and this rank's part [15, 8]\n"
                 "  try      autotp.load_full_state_dict(model, state), which writes the whole model's state\n"
                 "  or       autotp.gather(tensor) is the whole of a part"
             )

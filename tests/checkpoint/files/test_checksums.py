@@ -18,7 +18,7 @@ from trainers import bit_flips, changed, torn
 
 import autotp
 from autotp.checkpoint.files import checksums
-from autotp.checkpoint.files.checksums import SIDE_FILE, Summed, expect_unchanged, side_file
+from autotp.checkpoint.files.checksums import SIDE_FILE, SummedFile, expect_unchanged, side_file
 
 checks = Checks(timeout=480)
 
@@ -26,7 +26,7 @@ checks = Checks(timeout=480)
 def written(folder: Path, data: bytes, steps: Iterator[int]) -> Path:
     """A file that is written in such steps, and its checksums."""
     with (folder / "x").open("wb") as opened:
-        file, at = Summed(opened), 0
+        file, at = SummedFile(opened), 0
         while at < len(data):
             size = next(steps)
             file.write(data[at : at + size])
