@@ -132,6 +132,7 @@ def make_trial(
 
 def _copied(model: nn.Module) -> nn.Module:
     """Returns a copy of the model. Computed tensors in it (torch's old weight_norm) become leaves, as torch cannot copy
+
     others; the next call only uses their values.
     """
     computed = [x for _, x in everything(model) if isinstance(x, Tensor) and not x.is_leaf]

@@ -65,6 +65,7 @@ class Engine:
 
     def flight(self, stage: int, stages: int, microbatches: int) -> int:
         """Returns the greatest number of microbatches whose activations a stage keeps at a time, in torch's order.
+
         With one stage a rank, these are the microbatches between the stage's forward and its backward (Narayanan et al.
         2021, section 2.2).
         """
@@ -78,6 +79,7 @@ class Engine:
 
 def _interleaved(rank: int, ranks: int, rounds: int, microbatches: int) -> list[int]:
     """Returns, for each stage of a rank, the greatest number of microbatches whose activations it keeps at a time.
+
     A rank runs forward with `ranks` microbatches in its first stage, then in its next stage, and so on. Once it is
     `ahead` steps ahead, it also runs backward, in the same way from its last stage on.
     """
@@ -120,6 +122,7 @@ def division(training: Training, ranks: int, analysis: Program, lowered: fx.Grap
 @dataclass(frozen=True)
 class StageGraph:
     """The graph that a stage runs in one mode, for microbatches of one kind.
+
     Attributes:
         module: the graph, whose blocks read their parameters themselves.
         received: the names of the placeholders for tensors from other stages.
@@ -151,6 +154,7 @@ class ContiguousGradient(torch.autograd.Function):
 
 class StageModule(nn.Module):
     """A module that runs one stage of a pipeline, with the modules that hold its parameters.
+
     Attributes:
         graph: the graph that it runs now: training and evaluation have different ones.
         totals: the totals of the whole batch, by placeholder.
@@ -209,11 +213,13 @@ def engine(
     loss: Callable[[Tensor, Any], Tensor],
 ) -> Any:
     """Returns torch's schedule for the stages of this rank.
+
     Args:
         works: number of a stage -> its module.
         captured: says which inputs have rows.
         group: the process group of the pipeline's ranks.
         loss: returns the tensor that backward starts from, from a microbatch's loss and an unused target.
+
     Raises:
         Error: the schedule cannot run this number of microbatches.
     """
@@ -269,6 +275,7 @@ def analyse_microbatch(
     skeleton: nn.Module, args: Any, kwargs: Any, tp: int, training: Training, layouts: Mapping[str, Layout] | None
 ) -> Program:
     """Returns the program of a microbatch; its parameters are cut as `layouts` says, if there are layouts.
+
     Raises:
         Error: a product's operands have different dtypes: buffers keep their own dtype.
     """

@@ -1,4 +1,5 @@
 """Trainer: one rank of a model under tensor, pipeline and data parallelism, and the step that trains it.
+
 A rank is at one place of a mesh of pipeline, data and tensor ranks. `compiler.py` makes the graph of its tensor rank;
 of this graph the trainer runs the stages of its pipeline rank (`passes/pipeline/stages.py`), on the microbatches of its
 replica. The loss is a sum over all microbatches and replicas (`passes/pipeline/loss_totals.py`), so gradients are
@@ -277,6 +278,7 @@ class Trainer(HasHoldings):
 
     def _shard(self, stages: Sequence[Stage], names: Mapping[str, str]) -> None:
         """Shards parameters over the replicas: a block is one unit, and a stage's other parameters are one.
+
         A parameter that several stages of one rank read is not sharded on any rank: it would be in two units.
         """
         (pipeline,), every = self._pipelines, set(self.parameters())
@@ -423,6 +425,7 @@ class Trainer(HasHoldings):
 
     def _graphs_for(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, list[Tensor]]:
         """Returns the graphs for a batch and the batch's tensors; where a rank has no graphs, all ranks capture.
+
         Raises:
             Error: on every rank. A rank cannot take its batch or has another than its replica, or the capture failed.
         """

@@ -23,11 +23,14 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of fcntl.h and linux/fs.h
 @contextmanager
 def replaced(folder: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
     """Yields an empty folder next to `folder`, to be filled; at the end of the block it replaces `folder`.
-    If the block raises an exception, or the process dies, `folder` is unchanged. On Linux the two folders exchange their
-    names in one step. Elsewhere there are two renames, and between them no folder has the name of `folder`.
+
+    If the block raises an exception, or the process dies, `folder` is unchanged. On Linux the two folders exchange
+    their names in one step. Elsewhere there are two renames, and between them no folder has the name of `folder`.
+
     Args:
         ours: whether an entry of the old folder is replaced; other entries move into the new folder, if their names are
             free there.
+
     Raises:
         OSError: the file system fails.
     """
@@ -59,6 +62,7 @@ def replaced(folder: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
 
 def _clear(old: Path, folder: Path, ours: Callable[[str], bool]) -> None:
     """Moves entries that are not ours into the new folder, and removes the old folder.
+
     If an entry cannot be moved, all are moved back, and `folder` is the old folder again.
     """
     moved = list[str]()

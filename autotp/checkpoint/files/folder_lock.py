@@ -18,6 +18,7 @@ descriptor of the file. So no descriptor of a held lock is ever closed."""
 
 def claim(folder: Path) -> bool:
     """Locks a folder for this process until it ends; returns whether the lock is new.
+
     Raises:
         Error: another running process holds the lock.
         OSError: the file system fails.

@@ -1,4 +1,5 @@
 """A tensor without data: it records operators, and applies them to the part that is read.
+
 Before: experts = torch.stack([Lazy(file) for file in files]).transpose(1, 2)
 After:  experts.source.read(((0, 8), (0, 64), (0, 32))) reads only that box, from each file its part
 """
@@ -34,6 +35,7 @@ aten = torch.ops.aten
 
 class Lazy(Tensor):
     """A tensor with the shape and dtype of its `source`, without memory; its `device` is the CPU.
+
     Operators are recorded: a view or a concatenation as the operation on a part, any other operator as `Computed`. Only
     `torch.equal` reads the source.
     """

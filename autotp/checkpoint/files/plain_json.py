@@ -1,4 +1,5 @@
 """Converts plain data to JSON and back: the state of a schedule or a scaler, and an optimizer's options.
+
 Reading can make only these values, whatever a file contains: no class is looked up by name, and no code is run.
 A JSON object with the key "" stands for a value that JSON does not have: {"": "tuple", "of": [0.9, 0.95]}.
 """
@@ -30,9 +31,11 @@ MOST_DIGITS = 4000  # The most digits of a number: Python reads at most 4,300.
 
 def encode(value: Any, at: str, keep: Callable[[Tensor], str], depth: int = 0) -> Any:
     """Returns a value in the form of JSON.
+
     Args:
         at: the name of the value in the error.
         keep: stores a tensor of the value, and returns the key that is written in its place.
+
     Raises:
         Error: the value contains an object of another kind; says where.
     """
@@ -65,8 +68,10 @@ def encode(value: Any, at: str, keep: Callable[[Tensor], str], depth: int = 0) -
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
     """Returns the value that `encode` was given.
+
     Args:
         tensor: returns the tensor that was kept under a key.
+
     Raises:
         ValueError, TypeError, LookupError, AttributeError, RuntimeError: `value` is not a result of `encode`.
     """
@@ -144,6 +149,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 def dtype_of(name: str) -> torch.dtype:
     """Returns the dtype of this name.
+
     Raises:
         ValueError: torch has no such dtype.
     """

@@ -33,6 +33,7 @@ ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 class Reader:
     """Opens files, one at a time, and opens a file again after BLOCK bytes were read from it.
+
     While a file is open, all bytes that were read from it stay in the process's memory. To open a file of a thousand
     tensors takes 2 ms.
     """
@@ -89,8 +90,9 @@ class Stored:
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Returns every tensor of the checkpoint in `folder`: of one file, or of the files in the index. Reads the headers.
+
     Raises:
-        Error: the folder has no checkpoint, a file is missing, truncated or corrupt, or a file lacks a tensor of the index;
+        Error: the folder has no checkpoint, a file is missing, truncated or corrupt, or lacks a tensor of the index;
             names the file, and the tensor.
     """
     one, index, reader = folder / ONE_FILE, folder / INDEX, Reader()
@@ -106,7 +108,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
             raise Error(f"`{name}` is listed in {file}, which is not there", at=str(index))
         here = _opened(folder / file, reader)
         if twice := [name for name in here if name in tensors and name not in places]:
-            files = f"{found[twice[0]].file.name} and in {file}"
+            files = f"{tensors[twice[0]].file.name} and in {file}"
             raise Error(f"`{twice[0]}` is in {files}, and the index does not say which", at=str(index))
         tensors |= {name: tensor for name, tensor in here.items() if places.get(name, file) == file}
     for name, file in places.items():
@@ -144,6 +146,7 @@ def _fits(name: str) -> bool:
 
 def _opened(file: Path, reader: Reader) -> dict[str, Stored]:
     """Returns the tensors of one file.
+
     Raises:
         Error: safetensors does not accept the file; names the truncated tensor, if there is one.
     """
@@ -198,6 +201,7 @@ class FileShard:
 
 def shards_of(tensors: Mapping[str, Any], largest: int) -> list[FileShard]:
     """Divides tensors among files, in order: a file has at most `largest` bytes, or one tensor.
+
     Args:
         tensors: name -> tensor or source, with a shape and a dtype.
     """
@@ -229,6 +233,7 @@ def nbytes(tensor: Any) -> int:
 
 def header_of(tensors: Mapping[str, Any], names: Sequence[str]) -> bytes:
     """Returns the length and the header of a file of these tensors.
+
     Raises:
         Error: the format does not have the dtype of a tensor.
     """

@@ -1,4 +1,5 @@
 """The file of one rank: pieces of tensors, each a box of the whole tensor, one after the other.
+
 The manifest (`manifest.py`) has the place and the checksum of each piece. A rank's file has only the bytes of elements:
 reading it interprets no other content.
 """
@@ -25,6 +26,7 @@ Shape = tuple[int, ...]
 @dataclass(frozen=True)
 class Piece:
     """A box of a tensor in a file.
+
     Attributes:
         at: the first index of the box in the whole tensor.
         sizes: the sizes of the box.
@@ -42,6 +44,7 @@ class Piece:
     @classmethod
     def of(cls, row: Sequence[Any]) -> Piece:
         """Returns the piece of a list that `row` made.
+
         Raises:
             ValueError, TypeError: `row` did not make this list.
         """
@@ -65,8 +68,9 @@ class StoredPieces:
 
     def read(self, folder: Path, name: str, at: Shape, into: Tensor) -> None:
         """Reads the box of the tensor that begins at `at` into `into`.
+
         Raises:
-            Error: a file has changed since it was written, or the pieces do not cover the box; names the file or folder.
+            Error: a file has changed since it was written, or the pieces do not cover the box; names the path.
         """
         left = into.numel()
         for piece in self.pieces:
@@ -119,8 +123,10 @@ def file_of(rank: int) -> str:
 
 def write_pieces(folder: Path, rank: int, tensors: Iterable[tuple[Shape, Tensor]]) -> list[Piece]:
     """Writes the file of a rank, and returns its pieces once the file is on the disk.
+
     Args:
         tensors: pairs (the first index in the whole tensor, the part).
+
     Raises:
         OSError: the file system fails.
     """
@@ -137,6 +143,7 @@ def write_pieces(folder: Path, rank: int, tensors: Iterable[tuple[Shape, Tensor]
 
 def read_piece(folder: Path, name: str, piece: Piece, dtype: torch.dtype) -> Tensor:
     """Reads one piece.
+
     Raises:
         Error: the file has changed since it was written; names the file and the tensor.
     """
