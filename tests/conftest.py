@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
-from ranks import BILL
+from ranks import BILL, RUNNING
 
 HERE = Path(__file__).parent
 NAMED_ONLY = [HERE / name for name in ("examples", "benchmarks")]
@@ -32,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "rare: a case for --all only")
+    RUNNING.shares_captures = not config.getoption("all")
     found = (Phase.explicit, Phase.reuse, Phase.generate)  # a failing model takes minutes to shrink: --deep does
     settings.register_profile("default", deadline=None, derandomize=True, max_examples=200, phases=found)
     settings.register_profile("deep", deadline=None, max_examples=5000, print_blob=True)
@@ -56,6 +57,14 @@ def _place(item: pytest.Item) -> int:
     """Where the folder of a test stands: the long files first, so that two workers are done at the same time."""
     folder = item.path.relative_to(HERE).parts[0]
     return LONG.index(folder) if folder in LONG else len(LONG)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """With `--all` each test captures its models itself."""
+    RUNNING.file = item.path
+    with RUNNING.captures():
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

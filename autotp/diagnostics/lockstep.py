@@ -80,7 +80,7 @@ def _run(graphs: Sequence[fx.Graph], ranks: Sequence[Runs], inputs: Sequence[Seq
             values = run_lockstep(parts, [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)])
         elif isinstance(nodes[0].target, Vjp):
             arguments = [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)]
-            values = custom_vjp.run_lockstep([node.target for node in nodes], arguments, run_lockstep)
+            values = custom_vjp.run_vjps_in_lockstep([node.target for node in nodes], arguments, run_lockstep)
         else:
             values = _each(nodes, envs)
         for node, env, value in zip(nodes, envs, values, strict=True):

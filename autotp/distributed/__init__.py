@@ -1,4 +1,4 @@
-"""The ranks: which process is which, whether all were called alike, and tensors that are spread over them.
+"""The ranks: the place of each process, the check that all make the same calls, and tensors that are cut over them.
 
-A warning where the user's code takes a part for the whole belongs here (`cut_parameter`). What may not enter: graphs.
+Warnings belong here, too, if the user's code uses a part as the whole (`cut_parameter`). What may not enter: graphs.
 """

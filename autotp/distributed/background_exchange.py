@@ -1,4 +1,4 @@
-"""Exchanges plain data between ranks while another thread trains."""
+"""Exchanges plain data between ranks from a background thread, while another thread trains."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from autotp.distributed.consistency import settled, spelled, tried
+from autotp.distributed.consistency import problem_as_text, result_of_all, tried
 from autotp.distributed.heartbeat import reason
 from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BackgroundExchange:
-    """All ranks of a mesh, over a group of their own.
+    """All ranks of a mesh, with a separate process group.
 
-    Its own methods are called, not those of torch.distributed: these no longer know it after `destroy_process_group()`,
-    which may be called while a checkpoint is being written.
+    It calls methods of the group, not functions of torch.distributed: those fail after `destroy_process_group()`, which
+    may be called while a checkpoint is being written.
 
     Attributes:
         group: torch's object of a gloo group.
@@ -33,7 +33,7 @@ class BackgroundExchange:
     group: Any
 
     def tell(self, mine: Any) -> list[Any]:
-        """Every rank's `mine`, by rank. It is what JSON has.
+        """Returns every rank's `mine`, by rank. `mine` must be JSON data.
 
         Raises:
             Error: a rank was lost.
@@ -50,13 +50,13 @@ class BackgroundExchange:
         return [json.loads(row.numpy().tobytes()) for row in rows]
 
     def agree(self, make: Callable[[], T]) -> T:
-        """What `make()` returns, once it has returned on every rank.
+        """Returns the result of `make()`, once it has returned on every rank.
 
         Raises:
-            Error: on every rank, as `agree` of `consistency.py`.
+            Error: on every rank, as `agree` in `consistency.py` does.
         """
         made, problem = tried(make)
-        return settled(self.mesh, made, problem, self.tell(spelled(problem)))
+        return result_of_all(self.mesh, made, problem, self.tell(problem_as_text(problem)))
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
         found = [torch.empty_like(mine) for _ in range(self.mesh.size)]

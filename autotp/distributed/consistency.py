@@ -1,7 +1,7 @@
 """Compares values between ranks, and raises on all ranks the Error that one of them raised.
 
-Ranks that differ would drift apart without a word, or wait for each other for ever; here each says what differs, and
-on which ranks.
+Ranks that differ would silently compute different models, or wait for each other for ever. Here the error says what
+differs, and on which ranks.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from autotp.errors import Error
 
 T = TypeVar("T")
 SHOWN = 60
-"""Characters that are shown of a list of settings."""
+"""The number of characters of a list of settings that an error shows."""
 SOURCE = "\t"
-"""Stands in a line before what is for readers: two ranks may have it from different lines of source."""
+"""Separates the compared part of a line from its source location, which may differ between ranks."""
 
 
 def agree_on_random(mesh: Mesh, states: Sequence[int] | None = None) -> None:
     """Raises Error on every rank if some rank would draw other random numbers.
 
     Args:
-        states: what stands for each rank's random state, if that is known already.
+        states: a checksum of each rank's random state, if these are known already.
     """
     rows = [[state] for state in states] if states is not None else gather_ints([random_state(mesh)], mesh)
     expect_as_first(
@@ -41,13 +41,13 @@ def agree_on_random(mesh: Mesh, states: Sequence[int] | None = None) -> None:
 
 
 def agree_on_graph(mesh: Mesh, make: Callable[[], T], text: Callable[[T], str]) -> T:
-    """What `make()` returns, made on every rank before any goes on.
+    """Returns the result of `make()`, once every rank has made it and all are the same.
 
     Args:
-        text: what must be the same on all ranks, but what stands behind SOURCE in a line.
+        text: returns the text that must be the same on all ranks, except behind SOURCE in a line.
 
     Raises:
-        Error: on every rank; where `make` failed its own, elsewhere that it failed there; on all that they differ.
+        Error: on every rank: `make` failed on some rank (this rank raises its own error), or the texts differ.
     """
     made, problem = tried(make)
     lines = text(made[0]).split("\n") if made else []
@@ -70,27 +70,27 @@ def _compared(line: str) -> str:
 
 
 def _first_difference(lines: Sequence[str], other: int, mesh: Mesh) -> dict[str, str]:
-    """The first line that differs between the first rank and another, as both have it."""
+    """Returns the first line that differs between the first rank and another rank, for both ranks."""
     longest = max(row[0] for row in gather_ints([len(lines)], mesh))
     mine = [zlib.crc32(_compared(line).encode()) for line in lines]
     rows = gather_ints([*mine, *[-1] * (longest - len(mine))], mesh)
     at = next(i for i, pair in enumerate(zip(rows[0], rows[other], strict=True)) if pair[0] != pair[1])
     told = gather_texts(lines[at] if at < len(lines) else "nothing more", mesh)
     pair = told[0], told[other]
-    if not any(line.startswith("%") for line in pair):  # No operators, but a list of settings.
+    if not any(line.startswith("%") for line in pair):  # The text is a list of settings, not of operators.
         pair = _around(*pair)
     return {f"rank {rank}": line.replace(SOURCE, "  at ") for rank, line in zip((0, other), pair, strict=True)}
 
 
 def _around(one: str, other: str) -> tuple[str, str]:
-    """Two lines from the last word on that they have in common."""
+    """Returns two lines from their last common word on."""
     same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
     start = one.rfind(" ", 0, max(one.rfind(" ", 0, same), 0)) + 1
     return tuple(f"... {line[start : start + SHOWN]} ..." for line in (one, other))  # type: ignore[return-value]
 
 
 def tried(make: Callable[[], T]) -> tuple[list[T], Exception | None]:
-    """What `make()` returns, in a list, or what it raises: the other ranks are told before this one goes on."""
+    """Returns the result of `make()` in a list, or its exception: other ranks must know before this rank goes on."""
     try:
         return [make()], None
     except Exception as error:
@@ -98,27 +98,27 @@ def tried(make: Callable[[], T]) -> tuple[list[T], Exception | None]:
 
 
 def agree(mesh: Mesh, make: Callable[[], T]) -> T:
-    """What `make()` returns, once it has returned on every rank.
+    """Returns the result of `make()`, once it has returned on every rank.
 
     Raises:
-        Error: on every rank: where `make` failed its own, elsewhere that of the first rank where it did.
+        Error: on every rank, if `make` failed on some rank: its own exception, or that of the first failed rank.
     """
     made, problem = tried(make)
-    return settled(mesh, made, problem, gather_texts(spelled(problem), mesh))
+    return result_of_all(mesh, made, problem, gather_texts(problem_as_text(problem), mesh))
 
 
 def agreed(problem: Exception | None, mesh: Mesh) -> None:
-    """Raises, on every rank, what some have: there their own, elsewhere an Error that says what the first has."""
-    settled(mesh, [None], problem, gather_texts(spelled(problem), mesh))
+    """Raises on every rank if some rank has a problem: its own one, else an Error with that of the first such rank."""
+    result_of_all(mesh, [None], problem, gather_texts(problem_as_text(problem), mesh))
 
 
-def spelled(problem: Exception | None) -> str:
-    """What other ranks are told of a problem; nothing if all is well."""
+def problem_as_text(problem: Exception | None) -> str:
+    """Returns a problem as text for other ranks; "" if there is none."""
     return "" if problem is None else json.dumps(_spelled(problem))
 
 
-def settled(mesh: Mesh, made: Sequence[T], problem: Exception | None, texts: Sequence[str]) -> T:
-    """What `make()` returned, if it did on every rank. texts: what each was told, by rank"""
+def result_of_all(mesh: Mesh, made: Sequence[T], problem: Exception | None, texts: Sequence[str]) -> T:
+    """Returns the result in `made` if all `texts`, the problems by rank, are empty; else raises as `agree` does."""
     if problem is not None:
         raise problem
     failed = [rank for rank, text in enumerate(texts) if text]
@@ -133,7 +133,7 @@ def _spelled(error: Exception) -> tuple[str, dict[str, str]]:
 
 
 def gather_texts(text: str, mesh: Mesh) -> list[str]:
-    """Every rank's `text`, by rank."""
+    """Returns every rank's `text`, by rank."""
     mine = text.encode()
     words = [int.from_bytes(mine[i : i + 8].ljust(8, b"\0"), "little", signed=True) for i in range(0, len(mine), 8)]
     rows = gather_ints([len(mine), *words], mesh)
@@ -142,13 +142,13 @@ def gather_texts(text: str, mesh: Mesh) -> list[str]:
 
 
 def checksum(tensor: Tensor) -> int:
-    """A number that two tensors share if they are bit-equal."""
+    """Returns a checksum of a tensor's bytes."""
     data = tensor.detach().cpu().contiguous().view(-1)
     return zlib.crc32(data.view(torch.uint8).numpy().tobytes()) if data.numel() else 0
 
 
 def random_state(mesh: Mesh) -> int:
-    """A number that two ranks share if they would draw the same numbers."""
+    """Returns a checksum of this rank's random state."""
     states = [torch.get_rng_state()]
     if mesh.device.type == "cuda":
         states.append(torch.cuda.get_rng_state(mesh.device))
@@ -158,7 +158,7 @@ def random_state(mesh: Mesh) -> int:
 def expect_as_first(
     rows: Sequence[Sequence[int]], column: int, mesh: Mesh, what: str, remedy: str, **facts: str
 ) -> None:
-    """Raises Error if the rows of some ranks differ from the first rank's in this column."""
+    """Raises Error if the rows of some ranks differ from the first rank's row in this column."""
     other = [rank for rank, row in enumerate(rows) if row[column] != rows[0][column]]
     if other:
         raise Error(f"{mesh.named(other)} {what}", **facts, fix=remedy)
@@ -167,7 +167,7 @@ def expect_as_first(
 def compared(
     rows: Sequence[Sequence[int]], column: int, mesh: Mesh, ranks: Sequence[int], what: str, remedy: str
 ) -> None:
-    """Raises Error if some of these ranks said other than the first of them."""
+    """Raises Error if the rows of some of these ranks differ from that of the first of them in this column."""
     other = [rank for rank in ranks if rows[rank][column] != rows[ranks[0]][column]]
     if other:
         raise Error(f"{mesh.named(other)} {what} than {mesh.named(ranks[:1])}", fix=remedy)

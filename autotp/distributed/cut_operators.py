@@ -1,4 +1,4 @@
-"""Names of operators that are right on a rank's part of a tensor, because they work element by element."""
+"""Names of operators that are right on a rank's part of a tensor, because they are elementwise."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ELEMENTWISE = """
     logical_xor logical_not zeros ones constant masked_fill detach clone to cpu cuda float double half bfloat16
     type contiguous type_as real imag data zeros_like ones_like empty_like full_like
 """
-"""In place, reflected (`__rmul__`) and over lists (`_foreach_mul_`) as well; copies, too, and what is made in its
-image: noise is drawn into that."""
+"""Their in-place, reflected (`__rmul__`) and list forms (`_foreach_mul_`) count, too. Copies and `zeros_like` are among
+them: noise may be drawn into their result."""
 SIZES = ("size", "numel", "nelement", "__len__", "shape", "nbytes")
 ABOUT = """
     dim ndimension element_size stride storage_offset data_ptr untyped_storage storage
@@ -24,29 +24,29 @@ ABOUT = """
     __format__ __deepcopy__ __reduce_ex__ __dir__ share_memory_ pin_memory set_ is_set_to is_pinned
     is_shared is_same_size swap_tensors
 """
-"""What is asked of a tensor, or made from sizes, whatever its values."""
+"""Operators that read properties of a tensor, or make tensors from sizes, and do not read values."""
 TRANSPOSED = ("T", "mT", "H", "mH")
 SUMMED = ("broadcast", "all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter")
-"""Collectives that take what the ranks have for the same tensor, as replicas have it."""
+"""Collectives that expect the same tensor on all ranks, as replicas have it."""
 
 
 class Kind(Enum):
-    """What an operator does to a part."""
+    """The effect of an operator on a part."""
 
-    EACH = "to every element for itself: its result is a part as well"
-    ABOUT = "does not look at its values"
-    SIZE = "asks for its size"
+    EACH = "is elementwise: its result is a part, too"
+    ABOUT = "does not read its values"
+    SIZE = "reads its size"
     GRADIENT = "reads its gradient"
-    GRADIENTS = "computes gradients of several"
-    SET = "puts another tensor in its place"
-    HOOK = "has a function called with its gradient"
-    REPLICAS = "takes it for what the other ranks have, too"
-    WHOLE = "takes it for the whole"
+    GRADIENTS = "computes gradients of several tensors"
+    SET = "replaces its data or its gradient"
+    HOOK = "registers a hook on its gradient"
+    REPLICAS = "expects the same tensor on other ranks"
+    WHOLE = "uses it as the whole"
 
 
 @cache
 def kind_of(func: Any) -> Kind:
-    """What an operator does to a part. One that is not known takes it for the whole."""
+    """Returns the effect of an operator on a part. An unknown operator uses it as the whole."""
     name, module = getattr(func, "__name__", ""), getattr(func, "__module__", None) or ""
     if name in ("__get__", "__set__", "__delete__"):
         return _of_attribute(name, getattr(getattr(func, "__self__", None), "__name__", ""))

@@ -1,19 +1,19 @@
 """A parameter that holds a rank's part, and warns when code uses the part as the whole.
 
-What an optimizer does to every element for itself is right on parts; so are copies, dtypes, gradients. A norm, a row, a
-product, numbers drawn anew by `nn.init` are of the part alone: the first time that the user's code does such a thing
-to a cut parameter, to its gradient, or to what it computed from them, it is warned. Inside the model's graphs nothing
-of this is looked at.
+Elementwise operators of an optimizer are right on parts, and so are copies, dtypes and gradients. A norm, a row, a
+product, or numbers that `nn.init` draws are those of the part only. The first time that the user's code computes such a
+value from a cut parameter, from its gradient, or from a value computed from them, it gets a warning. Inside the model's
+graphs there are no such checks.
 
 NOTE [Plain in a step]
-Where torch's own optimizers step, parameters are plain ones, and so are their gradients: else each `p.grad` there would
-take the way through Python, and each operator of a loop over parameters. What a step that raised has left plain is a
-part again after the next.
+During a step of torch's own optimizers, parameters and their gradients are plain tensors: otherwise each `p.grad`, and
+each operator in a loop over parameters, would go through Python. If a step raises, its parameters stay plain until the
+next step.
 
 NOTE [Who asks]
-torch's own code (optimizers, `state_dict`, `deepcopy`, wrappers) knows parameters as one device has them, and is right
-on parts or refused elsewhere. So only what the user's code asks for is followed: what it computes from a part, element
-by element, is a `CutTensor`, which is an ordinary tensor but for its class. What torch makes is a plain tensor.
+torch's own code (optimizers, `state_dict`, `deepcopy`, wrappers) is right on parts, or is refused elsewhere. So only
+operators that the user's code calls are followed: an elementwise result of a part is a `CutTensor`, an ordinary tensor
+with another class. Results that torch's code computes are plain tensors.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from autotp.source_location import is_users
 
 @dataclass
 class Warned:
-    """Of what the user was warned in a whole model.
+    """The warnings that were given for one model.
 
     Attributes:
-        lines: of the user's code, each with what it did to cut parameters.
-        of_sizes: whether of a size that was asked for.
+        lines: the lines of the user's code that were warned about.
+        of_sizes: whether there was a warning about sizes.
     """
 
     lines: set[tuple[str, int]] = field(default_factory=set)
@@ -56,14 +56,14 @@ class Warned:
 
 @dataclass
 class Cut:
-    """What a part knows of itself.
+    """The facts about a part.
 
     Attributes:
-        name: of the parameter, in the model.
-        layout: how it is held.
+        name: the parameter's name in the model.
+        layout: its layout.
         mesh: the ranks that hold it.
-        in_model: of what the user was warned in the whole model.
-        warned: whether the user was warned of this parameter.
+        in_model: the warnings that were given for the model.
+        warned: whether there was a warning about this parameter.
     """
 
     name: str
@@ -74,10 +74,10 @@ class Cut:
 
 
 class CutTensor(Tensor):
-    """What the user's code computed, element by element, from a parameter of which this rank holds a part.
+    """A value that the user's code computed elementwise from a parameter of which this rank holds a part.
 
     Attributes:
-        autotp_cut: which parameter that is.
+        autotp_cut: the facts about this parameter.
     """
 
     autotp_cut: Cut
@@ -105,7 +105,7 @@ class CutTensor(Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As a plain tensor: a file is read where nothing is cut."""
+        """Pickles as a plain tensor: the reader of the file may have no parallel model."""
         with torch._C.DisableTorchFunctionSubclass():
             alias = self.detach() if self.is_leaf else self
             return alias.as_subclass(Tensor).requires_grad_(self.requires_grad).__reduce_ex__(protocol)
@@ -120,13 +120,13 @@ class CutParameter(CutTensor, nn.Parameter):
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As a plain parameter."""
+        """Pickles as a plain parameter."""
         with torch._C.DisableTorchFunctionSubclass():
             return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
 def _followed(kind: Kind, func: Any, args: Any, kwargs: Any, asked: FrameType | None) -> Any:
-    """What an operator gives, as a part if it is one; for the user's code, if that asked for it."""
+    """Runs an operator; if the user's code called it, an elementwise result is marked as a part."""
     given = list(_tensors((*args, *kwargs.values())))
     source = next(x for x in given if isinstance(x, CutTensor))
     cut = source.autotp_cut
@@ -148,11 +148,11 @@ def _followed(kind: Kind, func: Any, args: Any, kwargs: Any, asked: FrameType | 
 
 
 RESULTS = (Kind.EACH, Kind.GRADIENT, Kind.GRADIENTS)
-"""What gives a part again."""
+"""The kinds of operators whose result is a part."""
 
 
 def as_cut(parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
-    """The parameter itself, which knows from here on that it is a part, if it is."""
+    """Returns the parameter itself, with the class `CutParameter` if it is a part, `nn.Parameter` if it is whole."""
     if cut.layout.dim is not None and type(parameter) in (nn.Parameter, CutTensor):
         _tell_torch()
         _become(parameter, CutParameter)
@@ -165,7 +165,7 @@ def as_cut(parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
 
 
 def install() -> Undo:
-    """Has torch's own optimizers step plain parameters; what it returns ends that. See NOTE [Plain in a step]."""
+    """Makes parameters plain during steps of torch's optimizers; returns the undo. See NOTE [Plain in a step]."""
     before, after = (
         register(torch.compiler.disable(function))
         for register, function in (
@@ -197,34 +197,34 @@ def _cut_again(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _become(tensor: Any, kind: type[Tensor]) -> None:
-    """Gives a tensor, which stays the object it is, another class."""
+    """Changes the class of a tensor in place."""
     tensor.__class__ = kind
 
 
 def is_ordinary(tensor: Tensor) -> bool:
-    """True for a parameter that is torch's own, or cut."""
+    """True for a plain parameter of torch, and for a cut one."""
     return type(tensor) in (nn.Parameter, CutParameter, CutTensor)
 
 
 def warn_of(tensor: CutTensor, what: str) -> None:
-    """Warns that something is computed of a part, at the line of the user's code that asked for it."""
+    """Warns that the user's code computes `what` from a part; the warning names the user's line."""
     _warn(tensor.autotp_cut, what, _users(sys._getframe(1)))
 
 
 def warn_of_parts(parameters: Iterable[Tensor], what: str, frame: FrameType) -> None:
-    """Warns once for a line of the user's code that takes all parameters of a model, where some are cut."""
+    """Warns once for each line of the user's code that uses all parameters of a model, of which some are cut."""
     cuts = [p.autotp_cut for p in parameters if isinstance(p, CutParameter)]
     at = frame.f_code.co_filename, frame.f_lineno
     if cuts and at not in cuts[0].in_model.lines:
         cuts[0].in_model.lines.add(at)
         _say(
-            f"`{what}()` is of this rank's parts: `{cuts[0].name}` and {len(cuts) - 1} more are cut. "
-            "autotp.full_state_dict(model), on all ranks, is the whole; autotp.distribute has whole checkpoints",
+            f"`{what}()` has this rank's parts only: `{cuts[0].name}` and {len(cuts) - 1} more are cut. "
+            "autotp.full_state_dict(model), on all ranks, has the whole; autotp.distribute has whole checkpoints",
             frame,
         )
 
 
-# ---- who asks
+# ---- the code that calls an operator
 
 
 THROUGH = (
@@ -232,13 +232,13 @@ THROUGH = (
     "torch.nn.utils.convert_parameters", "torch.nn.parameter", "torch.autograd", "torch.optim.swa_utils",
     "torch.utils._contextlib",
 )  # fmt: skip
-"""Where torch passes a call on."""
+"""Modules of torch that pass a call of the user's code on."""
 SIZES_THROUGH = ("torch._tensor", "torch.overrides")
-"""Where torch passes on who asks for a size. What it asks for itself, as `nn.init` does, is of no count."""
+"""Modules of torch that pass on a question for a size. Questions of torch itself, as in `nn.init`, do not count."""
 
 
 def _asked(frame: FrameType | None) -> FrameType | None:
-    """The frame of the user's code that made a call; None if torch or autotp made it. `nn.init` counts as the user."""
+    """Returns the frame of the user's code that made a call (also through `nn.init`); None if there is no such code."""
     while frame is not None and (name := frame.f_globals.get("__name__")) in THROUGH:
         if name == "torch.nn.init":
             return _users(frame)
@@ -252,11 +252,11 @@ def _users(frame: FrameType) -> FrameType:
     return frame
 
 
-# ---- what is wrong on a part
+# ---- operators that are wrong on a part
 
 
 def _expect_right(kind: Kind, func: Any, cut: Cut, args: Any, kwargs: Any, asked: FrameType | None) -> None:
-    """Warns where a part is taken for the whole. Raises Error where it would be overwritten with what it is not."""
+    """Warns if an operator uses a part as the whole. Raises Error if a part would be overwritten with the whole."""
     if kind is Kind.REPLICAS:
         _expect_replicas(func.__name__, cut, kwargs.get("group"))
     if asked is None:
@@ -271,14 +271,14 @@ def _expect_replicas(what: str, cut: Cut, group: Any) -> None:
     ranks = common_ranks(torch.distributed.get_process_group_ranks(group), cut.mesh)
     if len(ranks) > 1:
         raise Error(
-            f"{what} of `{cut.name}` over ranks {ranks}, of which each has another part of it",
+            f"{what} of `{cut.name}` over ranks {ranks}, which have different parts of it",
             fix="no such loop over parameters: autotp has broadcast them, and has summed their gradients",
             alternative="with replicas: parallelize(model, mesh=mesh), and group=mesh['dp'].get_group()",
         )
 
 
 def _warn(cut: Cut, what: str, frame: FrameType) -> None:
-    """Once for a parameter, and once for a line of the user's code."""
+    """Warns once for each parameter and each line of the user's code."""
     at = frame.f_code.co_filename, frame.f_lineno
     if cut.warned or at in cut.in_model.lines:
         return
@@ -286,15 +286,15 @@ def _warn(cut: Cut, what: str, frame: FrameType) -> None:
     cut.in_model.lines.add(at)
     shape = list(cut.layout.local_shape(cut.mesh.rank))
     _say(
-        f"`{cut.name}` is this rank's part {shape} of {list(cut.layout.shape)}, and `{what}` is computed of that "
-        "alone. autotp.gather(tensor), on all ranks, is the whole, with its gradient; autotp.full_state_dict and "
+        f"`{cut.name}` is this rank's part {shape} of {list(cut.layout.shape)}, and `{what}` is computed of the "
+        "part only. autotp.gather(tensor), on all ranks, is the whole, with its gradient; autotp.full_state_dict and "
         "autotp.load_full_state_dict read and write it",
         frame,
     )
 
 
 def _warn_of_size(tensor: Any, func: Any, frame: FrameType | None) -> None:
-    """Once for a model: sizes are asked for in many a loop that is right on parts."""
+    """Warns once for a model: many loops that are right on parts read sizes."""
     cut = tensor.autotp_cut if isinstance(tensor, CutTensor) else None
     if cut is None or cut.in_model.of_sizes:
         return
@@ -304,10 +304,10 @@ def _warn_of_size(tensor: Any, func: Any, frame: FrameType | None) -> None:
         return
     cut.in_model.of_sizes = True
     _say(
-        f"`{_name_of(func)}` of `{cut.name}` is of this rank's part {list(cut.layout.local_shape(cut.mesh.rank))}; the "
-        f"whole is {list(cut.layout.shape)}. Sizes of cut parameters are right for what lies beside the parts, as an "
-        "optimizer's state does, and too small in a count of parameters, noise, or a learning rate by width: "
-        "model.layouts[name].shape has the whole's. This warning comes once for a model",
+        f"`{_name_of(func)}` of `{cut.name}` is that of this rank's part {list(cut.layout.local_shape(cut.mesh.rank))};"
+        f" the whole is {list(cut.layout.shape)}. Sizes of parts are right for tensors beside the parts, such as an "
+        "optimizer's state, and too small to count parameters, to draw noise, or for a learning rate by width: "
+        "model.layouts[name].shape is the shape of the whole. This warning comes once for a model",
         frame,
     )
 
@@ -319,23 +319,23 @@ def _say(text: str, frame: FrameType) -> None:
 
 def _whole_given(cut: Cut, func: Any) -> Error:
     return Error(
-        f"`{_name_of(func)}` of a tensor {list(cut.layout.shape)}, which is the whole `{cut.name}`, and of this rank's "
-        f"part {list(cut.layout.local_shape(cut.mesh.rank))}",
+        f"`{_name_of(func)}` of a tensor {list(cut.layout.shape)}, the shape of the whole `{cut.name}`, and this rank's"
+        f" part {list(cut.layout.local_shape(cut.mesh.rank))}",
         fix="autotp.load_full_state_dict(model, state), which writes the whole model's state",
         alternative="autotp.gather(tensor) is the whole of a part",
     )
 
 
 def _name_of(func: Any) -> str:
-    """An operator's name, or that of the attribute which it reads or sets."""
+    """Returns the name of an operator, or of the attribute that it reads or sets."""
     return getattr(getattr(func, "__self__", None), "__name__", func.__name__)
 
 
-# ---- what is computed from a part is one
+# ---- results of parts are parts
 
 
 def _marked(found: Any, func: Any, source: CutTensor, asked: FrameType) -> Any:
-    """A result that is as large as the part, as a part: the same object, of another class."""
+    """Marks a result with the shape of the part as a part: the same object, with another class."""
     if type(found) is not Tensor:
         return found
     if found.shape != source.shape:
@@ -351,7 +351,7 @@ def _become_cut(tensor: Any, source: CutTensor, kind: type[CutTensor] = CutTenso
 
 
 def _in_parameter(asked: FrameType) -> bool:
-    """True within `nn.Parameter(x)`, which insists on the class of x."""
+    """True within `nn.Parameter(x)`, whose result must have the class of x."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame is not asked:
         if frame.f_globals.get("__name__") == "torch.nn.parameter":
@@ -361,7 +361,7 @@ def _in_parameter(asked: FrameType) -> bool:
 
 
 def _mark_each(found: Any, given: Any) -> None:
-    """Marks results of an operator over lists, each as the tensor in its place is."""
+    """Marks the results of an operator over lists, each like the tensor at its place in the arguments."""
     lists = [x for x in given if isinstance(x, list | tuple) and len(x) == len(found)]
     for i, x in enumerate(found):
         source = next((one[i] for one in lists if isinstance(one[i], CutTensor)), None)
@@ -370,19 +370,19 @@ def _mark_each(found: Any, given: Any) -> None:
 
 
 def _given_parts(hook: Any, *, cut: Cut) -> Any:
-    """A hook on a gradient, given it as the part that it is."""
+    """Returns a gradient hook that gets the gradient as a part."""
 
     def call(gradient: Tensor) -> Any:
         part = gradient.as_subclass(CutTensor)
         part.autotp_cut = cut
-        with torch._C._EnableTorchFunction():  # What asked for gradients may have come through here itself.
+        with torch._C._EnableTorchFunction():  # backward itself may have been called through `_followed`.
             return hook(part)
 
     return call
 
 
 def _tensors(given: Any) -> Iterator[Tensor]:
-    """The tensors among arguments, and in lists of them."""
+    """Yields the tensors among arguments, and in lists among them."""
     for x in given:
         if isinstance(x, Tensor):
             yield x
@@ -392,14 +392,14 @@ def _tensors(given: Any) -> Iterator[Tensor]:
 
 @cache
 def _tell_torch() -> None:
-    """Has torch treat these classes as its own.
+    """Makes torch treat these classes like its own.
 
     NOTE [Classes that torch knows]
-    Optimizers take their fast ways (`foreach`, `fused`) by default only for classes in a list, to which
-    torch.distributed.tensor adds its own in the same way. And Dynamo is told to leave the wrapper alone: its own
-    operators come there, and it would compile it without end.
+    Optimizers use `foreach` and `fused` by default only for classes in a list; torch.distributed.tensor adds its own
+    class in the same way. Dynamo must skip `__torch_function__`: it calls operators there itself, and would compile it
+    endlessly.
     """
-    from torch._dynamo.eval_frame import skip_code  # It takes a second, and export has it by now.
+    from torch._dynamo.eval_frame import skip_code  # The import takes a second; export has done it by now.
     from torch.optim.optimizer import _foreach_supported_types as of_optimizers
     from torch.utils._foreach_utils import _foreach_supported_types as of_gradients
 

@@ -1,4 +1,4 @@
-"""gather: puts together an output or a parameter that is cut."""
+"""gather: joins the parts of a cut output or parameter."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from autotp.ops import collectives, placement_moves
 from autotp.sharding.layout import Layout
 from autotp.sharding.partition import chunk_sizes
 
-HELD = "autotp_held"
-"""The attribute that a parallel model gives each tensor it returns, so that `gather` knows what it is given."""
+LAYOUT_ATTRIBUTE = "autotp_held"
+"""The attribute of each tensor that a parallel model returns, with its layout, for `gather`."""
 
 
 @dataclass(frozen=True)
 class OutputLayout:
-    """How an output is held: whole, or cut by a layout over a mesh axis. (In its shape -1 is a size not known yet.)"""
+    """The layout of an output over a mesh axis; None for a whole output. (In its shape -1 is an unknown size.)"""
 
     layout: Layout | None
     mesh: Mesh
 
 
 def mark(value: Any, held: OutputLayout) -> None:
-    """Notes on an output tensor how it is held."""
+    """Notes the layout of an output tensor on it."""
     if isinstance(value, Tensor):
-        setattr(value, HELD, held)
+        setattr(value, LAYOUT_ATTRIBUTE, held)
 
 
 def marked(value: Any) -> Any:
-    """A tensor that a parallel model returned cut, as the whole that it is a part of; anything else as it is."""
-    held: OutputLayout | None = getattr(value, HELD, None) if isinstance(value, Tensor) else None
+    """Returns a cut tensor of a parallel model as `Sharded`, with the shape of the whole; other values unchanged."""
+    held: OutputLayout | None = getattr(value, LAYOUT_ATTRIBUTE, None) if isinstance(value, Tensor) else None
     return value if held is None or held.layout is None else Sharded(value, held.layout, held.mesh)
 
 
@@ -70,7 +70,7 @@ def gather(output: Any) -> Any:
 
 
 def gather_all(output: Any) -> Any:
-    """A structure with what is cut in it put together; the rest as it is."""
+    """Returns a structure with its cut tensors gathered, and other values unchanged."""
     return pytree.tree_map(lambda x: _gathered(x) if isinstance(x, Sharded) else x, pytree.tree_map(marked, output))
 
 
@@ -79,7 +79,7 @@ def _gathered(output: Tensor) -> Tensor:
         return _joined(output.part, output.held, output.mesh)
     if isinstance(output, CutTensor):
         return cast(Tensor, _Whole.apply(output, output.autotp_cut))
-    held: OutputLayout | None = getattr(output, HELD, None)
+    held: OutputLayout | None = getattr(output, LAYOUT_ATTRIBUTE, None)
     if held is None and sorted_by_model([output])[0]:
         return output
     if held is None:
@@ -93,21 +93,21 @@ def _gathered(output: Tensor) -> Tensor:
 
 
 class _Whole(torch.autograd.Function):
-    """The whole parameter. Each rank that holds some of it gets the gradient of all that it holds.
+    """Returns the whole parameter. In backward each rank gets the gradient of its whole part.
 
-    (Of what several ranks hold an output has one that counts; a parameter's gradient is the same on all of them.)
+    (Ranks that hold the same elements all get their gradient; for an output only one of them does.)
     """
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, cut: Cut) -> Tensor:
-        """The whole, of a part."""
+        """Joins the parts."""
         ctx.cut = cut
         return _joined(part.detach().as_subclass(Tensor), cut.layout, cut.mesh)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """This rank's part of the gradient."""
+        """Returns this rank's part of the gradient."""
         return ctx.cut.layout.take(gradient, ctx.cut.mesh.rank), None
 
 

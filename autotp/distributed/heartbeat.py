@@ -1,15 +1,15 @@
-"""heartbeat: finds the rank that was lost, when a collective fails.
+"""heartbeat: finds the lost rank when a collective fails.
 
-A collective says that it waited too long, or that some connection was closed, and not whose. Behind a process that
-was killed end those that waited for it, and behind these others; one that was stopped closes nothing. So each process
-has a thread that goes on while a collective waits, and that answers when it is called, through the store in which the
-processes met. Where a collective has failed the ranks are called, and those that do not answer are lost. The first to
-find that out leaves it there for the others, since it may soon be gone itself.
+A failed collective reports a timeout or a closed connection, but not whose. After a process is killed, processes that
+waited for it end, then others that waited for these; a stopped process closes no connection. So each process has a
+thread that runs while a collective waits, and answers calls through the store in which the processes met. After a
+failure the ranks are called; those that do not answer are lost. The first rank that finds this writes it into the store
+for the others, because it may soon end itself.
 
-Where the store does not answer, the process that keeps it is lost: all know in time which one that is.
+If the store does not answer, the process that keeps it is lost; all ranks know which process that is.
 
-Costs two questions of some bytes to the store each second. Nothing is written until somebody calls: a store in a file
-would grow.
+The cost is two small requests to the store each second. Nothing is written until a rank calls, because a store in a
+file would grow.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from autotp.ops.collectives import ask_of_lost_peers
 
 T = TypeVar("T")
 INTERVAL = 1.0
-"""Seconds after which a process looks whether it is called."""
+"""Seconds between two looks for a call."""
 SILENCE = 4 * INTERVAL
-"""Seconds without an answer after which a process is lost, and so is the one that keeps the store."""
+"""Seconds without an answer after which a process, or the keeper of the store, counts as lost."""
 LEAVING = 10 * INTERVAL
-"""Seconds for which the end of a process waits for an answer of the store."""
+"""Seconds that a process waits at its end for an answer of the store."""
 JOINED, CALLED, HERE = "joined", "called", "here"
-"""Before the number of a rank: it answers calls. Before that of a call: it was made; who answered it, by rank."""
+"""Prefixes of keys: `joined/rank`: the rank answers calls; `called/call`: a call; `here/call/rank`: an answer."""
 VERDICT, KEEPER = "lost", "keeper"
 NOTE = "failed"
-"""Before the number of a rank: what it raised while the others went on."""
+"""Prefix of a key `failed/rank`: the exception that a rank raised while the others went on."""
 
 _hearts: weakref.WeakKeyDictionary[Any, Heart] = weakref.WeakKeyDictionary()
 
@@ -48,12 +48,12 @@ class Heart:
     """Answers calls in a store, until it is stopped or the store is gone.
 
     Attributes:
-        keeper: the global rank that keeps the store, if one does and it is known.
-        found: the ranks that are lost, once that is known.
+        keeper: the global rank that keeps the store, if it is known.
+        found: the lost ranks, once they are known.
     """
 
     def __init__(self, store: Any, rank: int) -> None:  # A dist.Store, whose `clone` torch's types do not have.
-        # Each thread has a connection of its own. They stay open: torch cannot close a store on a disk that is full.
+        # Each thread has its own connection. They stay open: torch cannot close a store on a full disk.
         self.rank, self.store, self._listening = rank, store.clone(), store.clone()
         self.stopped, self.noted, self.calls = Event(), False, 0
         self.keeper: int | None = None
@@ -68,9 +68,9 @@ class Heart:
         while not self.stopped.wait(INTERVAL):
             try:
                 self._look()
-            except dist.DistNetworkError:  # Whoever kept the store is gone.
+            except dist.DistNetworkError:  # The process that kept the store has ended.
                 return
-            except Exception:  # A disk that is full: it may not stay so.
+            except Exception:  # For example a full disk, which may have space again later.
                 continue
 
     def _look(self) -> None:
@@ -80,11 +80,11 @@ class Heart:
         if store.check([f"{CALLED}/{self.calls}"]):
             store.set(f"{HERE}/{self.calls}/{self.rank}", "")
             self.calls += 1
-        if self.calls and store.check([VERDICT]):  # It is kept here: the store may be gone when it is asked for.
+        if self.calls and store.check([VERDICT]):  # Noted here, because the store may be gone later.
             self.found = list(map(int, json.loads(store.get(VERDICT))))
 
     def call(self) -> list[int]:
-        """The ranks that do not answer, or did not when the first rank called that found some.
+        """Calls all ranks; returns those that do not answer, or the lost ranks that another rank found before.
 
         Raises:
             RuntimeError: the store is gone.
@@ -101,24 +101,24 @@ class Heart:
         if not absent:
             return []
         found = list(map(int, json.loads(store.compare_set(VERDICT, "", json.dumps(absent)))))
-        if self.keeper == self.rank:  # The others look for it, and with this process the store may end.
+        if self.keeper == self.rank:  # The store may end with this process; the others must read it first.
             time.sleep(2 * INTERVAL)
         return found
 
     def stop(self) -> None:
-        """Ends the thread. One that is in the store while Python ends would end the process by SIGABRT."""
+        """Ends the thread. A thread that waits for the store while Python exits would abort the process (SIGABRT)."""
         self.stopped.set()
-        self.thread.join(LEAVING)  # It waits for a store that is busy; one whose keeper is stopped never answers.
+        self.thread.join(LEAVING)  # The store may be busy; if its keeper is stopped, it never answers.
 
 
 def keeps(store: dist.Store) -> bool:
-    """Whether this process keeps a store: it listens where the others connect to. False where that is not known."""
+    """True if this process keeps a store: it listens on the store's port. False if that is not known."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):
         return False
     mine, rows = set[str](), list[list[str]]()
-    with suppress(OSError):  # Linux knows: torchrun's agent keeps the store, or the first rank, or whom a user chose.
+    with suppress(OSError):  # Linux lists its sockets. torchrun's agent, the first rank or another process may listen.
         for file in ("tcp", "tcp6"):
             rows += [line.split() for line in Path("/proc/self/net", file).read_text().splitlines()[1:]]
     for descriptor in Path("/proc/self/fd").glob("*"):
@@ -129,7 +129,7 @@ def keeps(store: dist.Store) -> bool:
 
 
 def begin() -> None:
-    """Has this process answer, if it is one of several and does not yet."""
+    """Starts the heartbeat of this process, if there are several processes and it has none yet."""
     world: Any = dist.group.WORLD
     if world is None or world.size() == 1 or world in _hearts:
         return
@@ -141,14 +141,14 @@ def begin() -> None:
 
 
 def answered(run: Callable[[], T], within: float) -> T:
-    """What `run` returns, which asks a store. A store whose keeper is stopped answers never, whatever its timeout.
+    """Returns the result of `run`, which asks a store. A store whose keeper is stopped ignores its own timeout.
 
     Args:
-        within: in seconds.
+        within: seconds to wait.
 
     Raises:
         TimeoutError: there is no answer.
-        RuntimeError: as the store says.
+        RuntimeError: the store's own error.
     """
     done, found, problem = Event(), list[T](), list[Exception]()
 
@@ -168,10 +168,10 @@ def answered(run: Callable[[], T], within: float) -> T:
 
 
 def reason(named: Callable[[int], str]) -> str:
-    """Why other ranks do not answer: what they raised alone, or which are lost; nothing where neither is known.
+    """Returns why other ranks do not answer: what they raised, or which of them are lost; "" if that is unknown.
 
     Args:
-        named: what a global rank is called.
+        named: returns the name of a global rank.
     """
     heart = _heart()
     if heart is None:
@@ -183,7 +183,7 @@ def reason(named: Callable[[int], str]) -> str:
     except Exception:  # The store is gone.
         lost, about = heart.found or [], ""
         if not lost and heart.keeper is None:
-            return "the store in which the processes met is gone, and with it torchrun, or whoever kept it"
+            return "the store in which the processes met is gone, and with it torchrun or the process that kept it"
         if not lost and heart.keeper != heart.rank:
             assert heart.keeper is not None
             lost, about = [heart.keeper], ", and with it the store in which the processes met"
@@ -193,12 +193,12 @@ def reason(named: Callable[[int], str]) -> str:
 
 
 def leave_note(error: BaseException) -> None:
-    """Leaves for the other ranks what this one raises, alone: their collectives will wait for it."""
+    """Notes for the other ranks the exception that this rank raises: their collectives will wait for this rank."""
     _note(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
 
 
 def take_note_back() -> None:
-    """Says that the ranks are together again, whatever was left."""
+    """Deletes this rank's note: all ranks are at the same call again."""
     heart = _heart()
     if heart is not None and heart.noted:
         _note("")
@@ -213,7 +213,7 @@ def _note(text: str) -> None:
 
 
 def _notes(heart: Heart) -> dict[int, str]:
-    """What other ranks raised alone, by global rank."""
+    """Returns the notes of other ranks, by global rank."""
     found = dict[int, str]()
     for rank in (rank for rank in range(dist.get_world_size()) if rank != heart.rank):
         if heart.store.check([f"{NOTE}/{rank}"]) and (said := heart.store.get(f"{NOTE}/{rank}")):

@@ -1,6 +1,6 @@
 """Finds who started this process (torchrun, mpirun or srun) and with which rank, from environment variables.
 
-A process inside of a SLURM allocation that `srun` did not start has variables of the job, none of a step: it is alone.
+A process in a SLURM allocation that `srun` did not start has variables of the job, but none of a step: it is alone.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Launch:
 
     Attributes:
         by: the program that started them.
-        rank, size: which of how many this is.
-        local_rank, local_size: the same among those of this machine.
-        job: what no other start on this machine is called; nothing where that is not known.
+        rank, size: the rank of this process, and the number of processes.
+        local_rank, local_size: the same among the processes of this machine.
+        job: a name that is unique on this machine; "" if there is none.
     """
 
     by: str
@@ -44,7 +44,7 @@ class Launch:
 
 
 def launch() -> Launch | None:
-    """How this process was started beside others; None if it is alone. What was started last is asked first."""
+    """Returns how this process was started; None if it is alone. The innermost launcher is asked first."""
     if all(name in os.environ for name in TORCHRUN):
         local = _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE", 1)
         return Launch("torchrun", _number("RANK"), _number("WORLD_SIZE"), *local)
@@ -63,7 +63,7 @@ def _open_mpi() -> Launch | None:
 
 
 def _srun() -> Launch | None:
-    """What srun set; nothing if a mpirun inside of its step (of Intel MPI, MPICH) started others of another number."""
+    """Reads the variables of srun; None if an mpirun inside of its step started another number of processes."""
     size = _number("SLURM_STEP_NUM_TASKS", 1)
     if "SLURM_PROCID" not in os.environ or _number("PMI_SIZE", size) != size:
         return None
@@ -72,7 +72,7 @@ def _srun() -> Launch | None:
 
 
 def _tasks_here(size: int) -> int:
-    """How many of a step's processes are on this node: `4(x2),3` are 4 on each of two, and 3 on the third."""
+    """Returns the number of a step's processes on this node: `4(x2),3` means 4 on each of two nodes, 3 on the third."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", str(size))):
         counts += [int(count)] * int(times or 1)
@@ -80,7 +80,7 @@ def _tasks_here(size: int) -> int:
 
 
 def _hydra() -> Launch | None:
-    """What mpirun of MPICH and of Intel MPI set."""
+    """Reads the variables of mpirun of MPICH and of Intel MPI."""
     if not {"PMI_RANK", "PMI_SIZE"} <= os.environ.keys():
         return None
     size = _number("PMI_SIZE")
@@ -92,14 +92,14 @@ def _number(name: str, default: int = 0) -> int:
 
 
 def store_of(started: Launch, timeout: timedelta) -> dist.Store:
-    """Where processes that were started together leave each other word: at MASTER_ADDR, or on their one machine.
+    """Returns the store in which processes that were started together meet: at MASTER_ADDR, or on their machine.
 
-    NOTE [Restarts] torchrun keeps its store when it starts processes anew, and a process may find there the address of
-    one that is gone (pytorch issue 135712). So each attempt has keys of its own. Over several nodes attempts are
-    counted on each, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is what helps.
+    NOTE [Restarts] torchrun keeps its store when it restarts processes, and a process may find there the address of an
+    ended process (pytorch issue 135712). So each attempt has its own keys. With several nodes each node counts its own
+    attempts; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 helps there.
 
     Raises:
-        Error: nothing says where they meet.
+        Error: no address is known.
     """
     if started.by == "torchrun":
         store: dist.Store = next(dist.rendezvous("env://", timeout=timeout))[0]
@@ -114,7 +114,7 @@ def store_of(started: Launch, timeout: timedelta) -> dist.Store:
 
 
 def _on_one_machine(started: Launch, timeout: timedelta) -> dist.Store:
-    """A store on a port that the first process finds free, and leaves in a file of the job's name."""
+    """Returns a store on a free port, which the first process writes into a file with the job's name."""
     if started.local_size != started.size or not started.job:
         given = "MASTER_ADDR=<the first node> MASTER_PORT=29500"
         flags = {"srun": f"{given} srun", "mpirun": "mpirun " + given.replace("MASTER", "-x MASTER")}
@@ -135,7 +135,7 @@ def _on_one_machine(started: Launch, timeout: timedelta) -> dist.Store:
 
 
 def _port_in(file: Path, timeout: timedelta) -> int:
-    """The port that the first process left, once somebody listens there: a job that was killed may have left one."""
+    """Returns the port in the file, once a process listens there: a killed job may have left an old file."""
     end = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < end:
         with suppress(OSError, ValueError):
@@ -143,11 +143,11 @@ def _port_in(file: Path, timeout: timedelta) -> int:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
             return port
         time.sleep(0.05)
-    raise Error(f"the first process did not come within {timeout}", fix="read its log")
+    raise Error(f"the first process did not answer within {timeout}", fix="read its log")
 
 
 def _folder() -> Path:
-    """A folder that only this user can write to."""
+    """Returns a folder that only this user can write to."""
     folder = Path(tempfile.gettempdir(), f"autotp-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()

@@ -18,10 +18,10 @@ _undo: list[Undo] = []
 
 
 def watch(model: Model, installed: Iterable[Callable[[], Undo]] = ()) -> Model:
-    """The model itself, known from now on as one that is parallel.
+    """Notes that a model is parallel, and returns it.
 
     Args:
-        installed: what is called if nothing is installed yet; what each returns undoes it once no model is left.
+        installed: functions that are called for the first model; each returns an undo, called when no model is left.
     """
     _models[next(_numbers)] = model
     weakref.finalize(model, _left).atexit = False
@@ -31,14 +31,14 @@ def watch(model: Model, installed: Iterable[Callable[[], Undo]] = ()) -> Model:
 
 
 def models() -> list[nn.Module]:
-    """The parallel models that are alive, in the order in which they were made: the same on all ranks of one."""
+    """Returns the live parallel models in the order in which they were made, which is the same on all ranks."""
     return list(_models.values())
 
 
 def sorted_by_model(tensors: Iterable[Tensor]) -> tuple[dict[nn.Module, dict[str, Tensor]], list[Tensor]]:
-    """Of these tensors the parameters of parallel models and their gradients, by model and name; and the others."""
+    """Splits tensors into parameters and gradients of parallel models, by model and name, and other tensors."""
     owner: dict[int, tuple[nn.Module, str]] = {}
-    for model in reversed(models()):  # What two of them hold counts as the older one's.
+    for model in reversed(models()):  # A tensor of two models counts for the older model.
         for name, parameter in model.named_parameters():
             owner[id(parameter)] = model, name
             if parameter.grad is not None:

@@ -30,14 +30,14 @@ class Mesh:
     """One axis of processes, and this process's place on it.
 
     Attributes:
-        axis: the name the graphs and the errors use.
-        size: how many processes.
-        rank: which of them this is, from 0.
-        group: the process group's name; None where one process needs none.
-        device: where this process computes.
-        runs: number of ranks -> the name of the group of so many neighbours that this process is in.
-        names: what errors call the ranks, where these lie along several axes.
-        number: drawn by the first process: no other mesh has it.
+        axis: its name in graphs and errors.
+        size: number of processes.
+        rank: the rank of this process.
+        group: name of the process group; None for a single process without a group.
+        device: the device of this process.
+        runs: number of ranks -> name of the group of so many neighbours that this process is in.
+        names: the names of the ranks in errors, if there are several axes.
+        number: a unique number, drawn by the first process.
     """
 
     axis: str = "tp"
@@ -51,11 +51,11 @@ class Mesh:
 
     @property
     def groups(self) -> dict[str, str | None]:
-        """The names that graphs use -> the process groups: `tp`, and `tp/4` for runs of four of its ranks."""
+        """Name in graphs -> process group: `tp`, and `tp/4` for groups of four neighbouring ranks."""
         return {self.axis: self.group, **{f"{self.axis}/{n}": name for n, name in self.runs}}
 
     def named(self, ranks: Sequence[int]) -> str:
-        """These ranks, as errors call them."""
+        """Returns the names of these ranks for errors."""
         if self.names:
             return "; ".join(self.names[rank] for rank in ranks)
         return f"{self.axis} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
@@ -70,19 +70,19 @@ def make_mesh(
     device: torch.device | str | None = None,
     timeout: timedelta | None = None,
 ) -> Mesh:
-    """The tensor-parallel axis: of `mesh` if given, else over the whole world, as torchrun, srun or mpirun started it.
+    """Returns the tensor-parallel axis: that of `mesh`, else all processes, as torchrun, srun or mpirun started them.
 
-    Without `mesh` it initialises torch.distributed where that is not done yet (NCCL where each process has a GPU of its
-    own, else gloo) and makes a group with `timeout`. So it does of a caller's mesh if `timeout` is given.
+    Without `mesh` it initialises torch.distributed if necessary (NCCL if each process has its own GPU, else gloo) and
+    makes a group with `timeout`. With a mesh it makes a new group only if `timeout` is given.
 
     Args:
-        tp: the size; None is the whole world, or the mesh's.
+        tp: the size; None means all processes, or the size of the mesh.
         mesh: one-dimensional, or with a dimension named "tp".
-        device: this process's device; None is the mesh's kind, else the GPU of LOCAL_RANK, else the CPU.
-        timeout: None is the mesh's, or else the default group's, or ten minutes where there is none yet.
+        device: this process's device; None means the kind of the mesh, else the GPU of LOCAL_RANK, else the CPU.
+        timeout: None means the timeout of the mesh, else of the default group, else ten minutes.
 
     Raises:
-        Error: not `tp` processes, not started together, a mesh without "tp" or of another size, no GPU of its own.
+        Error: the number of processes is not `tp`, a mesh has no "tp" or another size, or the process has no GPU.
     """
     if tp is not None:
         expect_size(tp)
@@ -97,7 +97,7 @@ def make_mesh(
 
 
 def group_of(mesh: Mesh) -> Any:
-    """torch's object of the mesh's group, which there is."""
+    """Returns torch's object of the mesh's group, which must exist."""
     return _resolved(str(mesh.group))
 
 
@@ -106,24 +106,24 @@ def _resolved(name: str) -> Any:
 
 
 def new_group(ranks: Sequence[int] | None, timeout: timedelta, **how: Any) -> Any:
-    """torch's, which raises Error where a rank is lost meanwhile."""
+    """Returns a new process group, as torch's `new_group`; raises Error if a rank is lost meanwhile."""
     world: Any = dist.group.WORLD
     with naming_lost("new_group", world.group_name):
         return dist.new_group(None if ranks is None else list(ranks), timeout, **how)
 
 
 def timeout_of(group: Any) -> timedelta:
-    """How long the collectives of a group wait for other ranks."""
+    """Returns the timeout of a group's collectives."""
     found: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return found
 
 
 @contextmanager
 def waiting(mesh: Mesh, timeout: timedelta | None) -> Iterator[None]:
-    """A region in which the collectives of a mesh wait so long for other ranks; with None as long as anywhere.
+    """A region in which the collectives of a mesh have this timeout; None does not change it.
 
     Raises:
-        Error: that is no time.
+        Error: `timeout` is not a positive timedelta.
     """
     if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
         raise Error(f"timeout={timeout!r}", expected="a datetime.timedelta", fix="timedelta(seconds=60)")
@@ -145,7 +145,7 @@ def expect_size(tp: Any) -> None:
 
 
 def broadcast_from_first(tensor: Tensor, mesh: Mesh) -> Tensor:
-    """`tensor` itself, overwritten bit for bit with the one the first rank of the axis holds. tensor: [...]"""
+    """Overwrites `tensor` bit for bit with that of the axis's first rank, and returns it. tensor: [...]"""
     if mesh.group is None or mesh.size == 1 or tensor.numel() == 0:
         return tensor
     source = tensor.detach()
@@ -157,7 +157,7 @@ def broadcast_from_first(tensor: Tensor, mesh: Mesh) -> Tensor:
 
 
 def follow_first_random_state(mesh: Mesh) -> None:
-    """Gives every rank the random state of the first: on the CPU, and on the device it computes on."""
+    """Gives every rank the random state of the first rank: on the CPU and on its device."""
     state = torch.get_rng_state().to(mesh.device)
     torch.set_rng_state(broadcast_from_first(state, mesh).cpu())
     if mesh.device.type == "cuda":
@@ -166,21 +166,21 @@ def follow_first_random_state(mesh: Mesh) -> None:
 
 
 FRAME = 64
-"""Whole numbers in the first exchange of `gather_ints`. The first two say how many follow, and of which call."""
+"""The integers in the first exchange of `gather_ints`. The first two are the count and the call's checksum."""
 MARK = 0x6175746F << 32
-"""Is in the first: what is no frame has another, with all likelihood."""
+"""Marks the first integer of a frame; other data has another value, with high probability."""
 
 
 def gather_ints(values: Sequence[int], mesh: Mesh) -> list[list[int]]:
-    """Every rank's `values`, by rank; each within 64 bits, signed. A second exchange where they are many.
+    """Returns every rank's `values`, by rank; each is a signed 64-bit integer. Many values need a second exchange.
 
     NOTE [Frames]
-    Ranks that make different calls (`if rank == 0: save_checkpoint(...)`) would pair exchanges of different sizes: gloo
-    ends a process then, and NCCL waits. So all that is exchanged beside tensors of the model is of one size at first,
-    and says of which call it is.
+    Ranks that make different calls (`if rank == 0: save_checkpoint(...)`) would pair exchanges of different sizes: then
+    gloo ends the process, and NCCL waits. So every exchange of data other than the model's tensors begins with a frame
+    of a fixed size, which names the call.
 
     Raises:
-        Error: on every rank: some rank makes another call.
+        Error: on every rank, if some rank makes another call.
     """
     if mesh.size == 1:
         return [list(values)]
@@ -218,7 +218,7 @@ def _refuse_calls(call: str, mesh: Mesh) -> NoReturn:
 
 
 def expect_alike(said: Any, mesh: Mesh, what: str, remedy: str) -> None:
-    """Raises Error, on every rank, where `said`, which prints alike where it is the same, is another on some rank."""
+    """Raises Error, on every rank, if the text of `said` differs on some rank."""
     rows = gather_ints([zlib.crc32(repr(said).encode())], mesh)
     other = [rank for rank, row in enumerate(rows) if row != rows[0]]
     if other:
@@ -247,14 +247,14 @@ def _from_device_mesh(
         raise Error(f"tp={tp}, but the mesh has tp={group.size()}", fix="leave tp out")
     where = _mesh_device(mesh, device)
     begin()
-    if timeout is not None and timeout != timeout_of(group):  # The caller's group keeps its own.
+    if timeout is not None and timeout != timeout_of(group):  # The caller's group keeps its timeout.
         ranks = dist.get_process_group_ranks(group)
         group = new_group(ranks, timeout, use_local_synchronization=True, group_desc="tp")
-    return numbered(Mesh("tp", group.size(), group.rank(), group.group_name, where, _runs(group, timeout_of(group))))
+    return with_number(Mesh("tp", group.size(), group.rank(), group.group_name, where, _runs(group, timeout_of(group))))
 
 
 def start(timeout: timedelta = TIMEOUT, device: torch.device | None = None) -> torch.device:
-    """This process's device, once torch.distributed is initialised, as its launcher says or as a world of one."""
+    """Initialises torch.distributed, as the launcher says or for a single process; returns this process's device."""
     device = device or _own_device(None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -269,14 +269,14 @@ def start(timeout: timedelta = TIMEOUT, device: torch.device | None = None) -> t
 
 def _over_the_world(device: torch.device, timeout: timedelta) -> Mesh:
     start(timeout, device)
-    # A group of its own, so that it has this timeout and this name whoever made the default one.
+    # A new group, so that it has this timeout and this name, whatever the default group has.
     group = new_group(None, timeout, group_desc="tp")
     size, rank, runs = dist.get_world_size(), dist.get_rank(), _runs(group, timeout)
-    return numbered(Mesh("tp", size, rank, group.group_name, device, runs))
+    return with_number(Mesh("tp", size, rank, group.group_name, device, runs))
 
 
 def _runs(group: Any, timeout: timedelta) -> tuple[tuple[int, str], ...]:
-    """Groups of 2, 4, ... neighbours, for what is cut on a factor of the axis: of each number, this process's."""
+    """Makes groups of 2, 4, ... neighbours, for cuts on a factor of the axis; returns the groups of this process."""
     ranks, found = dist.get_process_group_ranks(group), []
     for n in (n for n in range(2, len(ranks)) if len(ranks) % n == 0):
         start = group.rank() // n * n
@@ -285,9 +285,9 @@ def _runs(group: Any, timeout: timedelta) -> tuple[tuple[int, str], ...]:
     return tuple(found)
 
 
-def numbered(mesh: Mesh) -> Mesh:
-    """The mesh with a number that its first process draws."""
-    number = torch.tensor(secrets.randbits(62), device=mesh.device)  # Nobody's random state is asked.
+def with_number(mesh: Mesh) -> Mesh:
+    """Returns the mesh with a number that its first process draws."""
+    number = torch.tensor(secrets.randbits(62), device=mesh.device)  # Does not use torch's random state.
     return replace(mesh, number=int(broadcast_from_first(number, mesh)))
 
 
@@ -317,7 +317,7 @@ def _command(tp: int) -> str:
 
 
 def world_size() -> int:
-    """How many processes there are."""
+    """Returns the number of processes."""
     if dist.is_initialized():
         return dist.get_world_size()
     started = launch()
@@ -330,7 +330,7 @@ def _local_rank() -> int:
 
 
 def _own_gpus() -> bool:
-    """Whether each process of this machine has a GPU of its own."""
+    """True if each process of this machine has its own GPU."""
     started = launch()
     return torch.cuda.device_count() >= (started.local_size if started is not None else 1)
 

@@ -1,8 +1,8 @@
-"""Raises Error where torch wraps a parallel model over ranks that are not replicas.
+"""Raises Error if torch wraps a parallel model over ranks that are not replicas.
 
-DistributedDataParallel and `fully_shard` take every rank of their group for one that has all parameters, and other
-data. The ranks of one tensor-parallel model have parts of the parameters, and the same data: averaged or sharded over
-these, it would train something else, without a word.
+DistributedDataParallel and `fully_shard` expect that every rank of their group has all parameters and different data.
+The ranks of a tensor-parallel model have parts of the parameters and the same data. Averaged or sharded over these
+ranks, the model would silently train something else.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from autotp.errors import Error
 
 
 def expect_own_ranks(model: nn.Module, mesh: Mesh, held: Mapping[str, Tensor]) -> None:
-    """Raises Error, in a call of a parallel model, if it is sharded over ranks of the model itself, or averaged.
+    """Raises Error, in a call of a parallel model, if it is sharded or averaged over its own ranks.
 
     Args:
-        held: its parameters and buffers as they are now.
+        held: its present parameters and buffers.
     """
-    around = DistributedDataParallel._get_active_ddp_module()  # What was there before the model became parallel.
+    around = DistributedDataParallel._get_active_ddp_module()  # It may have wrapped the model before `parallelize`.
     if around is not None and any(module is model for module in around.modules()):
         expect_apart("DistributedDataParallel", dist.get_process_group_ranks(around.process_group), mesh)
     if not isinstance(model, FSDPModule) and not any(isinstance(tensor, DTensor) for tensor in held.values()):
@@ -36,20 +36,20 @@ def expect_own_ranks(model: nn.Module, mesh: Mesh, held: Mapping[str, Tensor]) -
 
 
 def expect_apart(what: str, theirs: Iterable[int], mesh: Mesh) -> None:
-    """Raises Error if several of the ranks that hold a model together are among those of `what`, a wrapper."""
+    """Raises Error if the ranks of the wrapper `what` include several ranks of one model."""
     ranks = common_ranks(theirs, mesh)
     if len(ranks) < 2:
         return
     shown = "process_group=mesh['dp'].get_group()" if what != "fully_shard" else "mesh=mesh['dp']"
     raise Error(
-        f"{what} over ranks {ranks} of one tensor-parallel model, which are no replicas",
-        fix=f"no {what}: they hold the model together, and autotp has summed their gradients",
+        f"{what} over ranks {ranks} of one tensor-parallel model, which are not replicas",
+        fix=f"no {what}: these ranks hold the model together, and autotp has summed their gradients",
         alternative=f"with replicas: parallelize(model, mesh=mesh), and {what}(model, {shown})",
     )
 
 
 def common_ranks(theirs: Iterable[int], mesh: Mesh) -> list[int]:
-    """The ranks that hold a model together and are among those of a group, by their numbers in the world."""
+    """Returns the global ranks that belong both to the mesh of a model and to a group."""
     if mesh.group is None:
         return []
     ours = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(mesh.group))  # type: ignore[arg-type]

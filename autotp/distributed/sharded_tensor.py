@@ -1,7 +1,7 @@
 """Sharded: a tensor of which each rank holds a part, such as a cache that a parallel model returns.
 
-Its shape is the global one, so code that asks a cache for its length gets the same answer on every rank, on one that
-holds nothing of it too. Operators that leave the cut dimension alone work on the part; any other says so.
+Its shape is the global shape, so code that reads the length of a cache gets the same length on every rank, also on a
+rank with an empty part. Operators that do not touch the cut dimension work on the part; all others raise Error.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Sharded(Tensor):
     """A tensor with the shape of the whole that holds one rank's part.
 
     Attributes:
-        part: what this rank holds; the gradient passes through it.
-        held: which dimension is cut, and who holds what of it; its shape is not looked at.
+        part: this rank's part, through which gradients flow.
+        held: the layout; its `shape` is not used.
         mesh: the ranks.
     """
 
@@ -43,12 +43,12 @@ class Sharded(Tensor):
 
     @property
     def cut(self) -> tuple[int, Any]:
-        """The dimension that is cut and each rank's ranges of it: what a graph is made for."""
+        """The dimension that is cut, and each rank's ranges of it; graphs are made for these."""
         assert self.held.dim is not None
         return self.held.dim, self.held.pieces
 
     def like(self, part: Tensor, dim: int) -> Sharded:
-        """Another tensor cut as this one is, along its dimension `dim`."""
+        """Returns another tensor that is cut in the same way, along its dimension `dim`."""
         return Sharded(part, Layout(tuple(part.shape), dim, self.held.pieces, self.held.axis), self.mesh)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -76,22 +76,22 @@ class Sharded(Tensor):
         raise _of_a_part(func)
 
 
-ABOUT = """
+PROPERTIES = """
     size dim ndimension numel nelement element_size stride storage_offset is_contiguous is_floating_point is_complex
     is_signed is_inference is_conj is_neg get_device is_same_size is_pinned is_shared type detach has_names
     shape dtype device layout ndim nbytes itemsize names requires_grad is_leaf grad grad_fn output_nr _version _base
     is_sparse is_sparse_csr is_cuda is_cpu is_meta is_mps is_xpu is_xla is_hpu is_ipu is_maia is_mtia is_vulkan
     is_mkldnn is_quantized is_nested retains_grad __len__ __hash__ __repr__ __str__ __format__ __dir__ __deepcopy__
 """
-"""What a tensor is, not what it holds. Some of the rest would read memory that the whole does not have."""
+"""Attributes and methods that do not read values. Others could read memory that the wrapper does not have."""
 
 
 def _expect_about(func: Any) -> None:
-    """Raises Error for what looks at values."""
+    """Raises Error for an operator that reads values."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         name = getattr(getattr(func, "__self__", None), "__name__", "")
-    if name not in ABOUT.split():
+    if name not in PROPERTIES.split():
         raise _of_a_part(name)
 
 
@@ -104,12 +104,16 @@ def _of_a_part(what: Any) -> Error:
 
 
 def _anywhere(cut: int, func: Any, part: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, int]:
-    """An operator on every element for itself."""
+    """Runs an elementwise operator on the part."""
     return func(part, *args, **kwargs), cut
 
 
 def _along(place: int) -> Followed:
-    """An operator along one dimension, its argument `dim`, the one at `place` behind the tensor: not the cut one."""
+    """Returns a function that runs an operator along `dim` (its argument number `place` after the tensor) on the part.
+
+    Raises:
+        Error: `dim` is the cut dimension.
+    """
 
     def followed(cut: int, func: Any, part: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, int]:
         dim = args[place] if len(args) > place else kwargs.get("dim")
@@ -121,7 +125,7 @@ def _along(place: int) -> Followed:
 
 
 def _indexed(cut: int, func: Any, part: Tensor, index: Any) -> tuple[Tensor, int]:
-    """`x[index]`, with numbers, slices, `...` and at most one list of places, all of the cut dimension taken."""
+    """Runs `x[index]` with numbers, slices, `...` and at most one list, if it takes all of the cut dimension."""
     items = list(index) if isinstance(index, tuple) else [index]
     if any(item is Ellipsis for item in items):
         at = next(i for i, item in enumerate(items) if item is Ellipsis)

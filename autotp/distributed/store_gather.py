@@ -1,7 +1,7 @@
 """Gathers text from every rank, through the store in which the processes met.
 
-It is for places to which a rank may fail to come. In a process group the others' exchange would then pair with whatever
-that rank does next; here they wait for it by name, and say so.
+It is for calls that some rank may not reach. In a process group the exchange of the other ranks would then pair with
+the next collective of that rank. Here the others wait for the missing rank by name, and the error names it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from autotp.distributed.mesh import Mesh, group_of, timeout_of
 from autotp.errors import Error
 
 _calls: dict[int, int] = {}
-"""Number of a mesh -> how often its ranks told each other something."""
+"""Number of a mesh -> number of exchanges so far."""
 
 
 def store_gather(text: str, place: Mesh) -> list[str]:
-    """Every rank's `text`, by rank.
+    """Returns every rank's `text`, by rank.
 
     Raises:
-        Error: some rank did not come within the group's timeout.
+        Error: some rank did not make this call within the group's timeout.
     """
     call = _calls[place.number] = _calls.get(place.number, 0) + 1
     store, names, timeout = _get_default_store(), _names(place, call), timeout_of(group_of(place))
@@ -30,7 +30,7 @@ def store_gather(text: str, place: Mesh) -> list[str]:
         store.set(names[place.rank], text)
         store.wait(names, timeout)
         found = [store.get(name).decode() for name in names]
-        if call > 1:  # Who is here has read what was told before.
+        if call > 1:  # Every rank has read the texts of the previous call.
             store.delete_key(_names(place, call - 1)[place.rank])
         return found
 
@@ -51,4 +51,4 @@ def _missing(names: list[str], store: dist.Store, place: Mesh) -> Error:
         absent = answered(lambda: [rank for rank, name in enumerate(names) if not store.check([name])], SILENCE)
     except (RuntimeError, TimeoutError):
         return Error(f"the store in which the processes met does not answer{why}")
-    return Error(f"{place.named(absent)} did not come within the group's timeout{why}")
+    return Error(f"{place.named(absent)} did not make this call within the group's timeout{why}")

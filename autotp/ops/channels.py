@@ -1,7 +1,7 @@
 """Operators on the channels that a rank holds: convolutions, norms and poolings.
 
-Torch refuses some of them where a rank has no channel. There they compute on one channel of zeros, of which the result
-takes none: so backward, vmap and second derivatives are torch's own. How many groups a rank has is told by shapes.
+torch refuses some of them on a rank without channels. There they compute on one channel of zeros, and the result drops
+this channel, so that backward, vmap and second derivatives are torch's own. The number of groups follows from shapes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3
 
 
 def convolution(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    """A convolution without a bias.
+    """Returns a convolution without a bias.
 
     Args:
         x: [* (groups in) places...]
@@ -39,7 +39,7 @@ def convolution(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: 
 
 
 def conv_transpose(x: Tensor, weight: Tensor, stride: Any, padding: Any, output_padding: Any, dilation: Any) -> Tensor:
-    """A transposed convolution without a bias.
+    """Returns a transposed convolution without a bias.
 
     Args:
         x: [* (groups in) places...]
@@ -60,11 +60,11 @@ def conv_transpose(x: Tensor, weight: Tensor, stride: Any, padding: Any, output_
 
 
 def by_channel(x: Tensor, op: Callable[..., Tensor], dim: int, args: tuple[Any, ...]) -> Any:
-    """`op(x, *args)`, which gives of each channel something by itself: pooling, interpolation.
+    """Returns `op(x, *args)` for an operator on each channel by itself: pooling, interpolation.
 
     Args:
         x: [* channels places...]
-        op: an operator that returns a tensor, or a tuple of them, with the channels where `x` has them.
+        op: an operator that returns a tensor, or a tuple of tensors, with the channels in the same dimension as `x`.
         dim: the dimension of the channels.
     """
     if x.shape[dim]:
@@ -79,9 +79,9 @@ def batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, training: bool,
     momentum: float, eps: float,
 ) -> Tensor:  # fmt: skip
-    """Each channel normalised by its mean and variance: those of the batch in training, else those given.
+    """Normalises each channel by its mean and variance: those of the batch in training, else the given ones.
 
-    Nothing is written into `mean` and `var`.
+    It does not write into `mean` and `var`.
 
     Args:
         x: [n channels places...]
@@ -93,12 +93,12 @@ def batch_norm(
 def batch_norm_moving(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, momentum: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each channel normalised by its mean and variance in the batch, and the moved running mean and variance.
+    """Normalises each channel by its mean and variance in the batch; also returns new running mean and variance.
 
     Args:
         x: [n channels places...]
         weight, bias: [channels], or None.
-        mean, var: [channels]; what is moved is a copy of them.
+        mean, var: [channels], the old running mean and variance, which are not written into.
     """
     return _normalised(x, weight, bias, mean.detach().clone(), var.detach().clone(), True, momentum, eps)
 
@@ -114,7 +114,7 @@ def _normalised(
 
 
 def group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Each group of channels normalised over all its channels and places.
+    """Normalises each group of channels over all its channels and places.
 
     Args:
         x: [n groups channels places...]
@@ -127,7 +127,7 @@ def group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 
 def _at_least(x: Tensor, dim: int, channels: int) -> Tensor:
-    """`x`, or where it has no channel so many of zeros."""
+    """Returns `x`; if `dim` is empty, `x` with so many channels of zeros."""
     if x.shape[dim]:
         return x
     zeros = x.new_zeros([channels if d == dim else n for d, n in enumerate(x.shape)])

@@ -1,7 +1,7 @@
 """Conjugates of several parameters at once: one collective sums all their gradients.
 
-`together` is `copy` or `share` of each (`autotp/ops/collectives.py`), and its backward waits for the gradients of all.
-One that has none, in a backward of a part of what was computed, has none here either.
+`together` is `copy` or `share` of each parameter (`autotp/ops/collectives.py`); its backward waits for all gradients. A
+parameter without a gradient, in a backward of a part of the graph, gets none here either.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from autotp.ops.collectives import _seat, communicate_all, copy, share
 from autotp.ops.eager_mode import is_plain
 
 Where = tuple[int, tuple[tuple[int, int], ...]] | None
-"""Which positions of which dimension the ranks hold together; None for all."""
+"""A dimension and the ranges of its positions that all ranks of the group hold; None for all positions."""
 
 
 def together(xs: Sequence[Tensor], group: str | None, where: Sequence[Where]) -> tuple[Tensor, ...]:
-    """The tensors themselves; their gradients, at those positions, are summed over the group. xs: [...] each
+    """Returns the tensors unchanged; backward sums their gradients, at these positions, over the group. xs: [...] each
 
-    Compiled, each goes by itself: Dynamo has no functions of any number of tensors.
+    In compiled code each tensor has a separate collective: Dynamo does not support Functions of any number of tensors.
     """
     if group is None or _seat(group)[1] == 1:
         return tuple(xs)
@@ -37,7 +37,7 @@ def together(xs: Sequence[Tensor], group: str | None, where: Sequence[Where]) ->
 
 
 class Together(torch.autograd.Function):
-    """The identity, or (with `summed`) the sum over the group: each is the other's backward."""
+    """The identity, or with `summed` the sum over the group; each is the backward of the other."""
 
     @staticmethod
     def forward(summed: bool, group: str, where: tuple[Where, ...], *xs: Tensor) -> tuple[Tensor, ...]:
@@ -72,7 +72,7 @@ class Together(torch.autograd.Function):
 
 
 def _sum(group: str, where: Sequence[Where], xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The sums over the group of these positions; elsewhere each tensor as it is."""
+    """Returns the tensors, with these positions summed over the group."""
     index = [None if _is_all(x, at) else _index(x, at) for x, at in zip(xs, where, strict=True)]
     sent = [x if i is None else x.index_select(i[0], i[1]) for x, i in zip(xs, index, strict=True)]
     found = communicate_all(sent, group)

@@ -1,13 +1,14 @@
 """The conjugates: functions that change the placement of a value, each the backward of another.
 
-They are targets of `torch.fx` call_function nodes and run as they are: in eager, under `torch.compile(fullgraph=True)`,
-`torch.func.grad`, `vmap` and double backward. `group` is a process group's name; `None` and a group of one are the
-identity. `size` is the global length of dimension `dim`, cut into whole blocks of `block` as `partition.py` says.
+They are targets of `torch.fx` call_function nodes, and work in eager mode, under `torch.compile(fullgraph=True)`,
+`torch.func.grad`, `vmap` and double backward. `group` is the name of a process group; with `None` or a group of one
+rank they are the identity. `size` is the global length of dimension `dim`, cut into whole blocks of `block` positions
+as `partition.py` says.
 
 NOTE [Why the backward calls the other's apply]
-A backward that ran a raw collective would be right once and wrong after that: the collective is no node of the
-autograd graph, so a second derivative would not pass through it, and it has no batching rule, so `vmap(grad(f))` would
-fail. `Conjugate.apply` inside `backward` is differentiated, batched and traced as the forward is.
+A raw collective in `backward` would be right for first derivatives only: it is not a node of the autograd graph, so a
+second derivative would not pass through it, and it has no batching rule, so `vmap(grad(f))` would fail.
+`Conjugate.apply` inside `backward` is differentiated, batched and traced like the forward.
 """
 
 from __future__ import annotations
@@ -23,27 +24,26 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 
 from autotp.errors import Error
-from autotp.ops.eager_mode import apply, is_plain
+from autotp.ops.eager_mode import apply_plain, is_plain
 from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
 from autotp.sharding.strides import inverse, memory_order
 
-# No backend sends these; they travel as bytes.
+# No backend supports these dtypes; they are sent as bytes.
 _AS_BYTES = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2})
 
 
 def copy(x: Tensor, group: str | None, fresh: bool = False) -> Tensor:
-    """Replicate -> Copied: `x` itself; its gradient is summed over the ranks. x: [...]
+    """Replicate -> Copied: returns `x` itself; backward sums the gradient over the ranks. x: [...]
 
-    With `fresh` the gradient is summed in its own memory: its readers make a new one that nobody else holds.
+    With `fresh` backward sums in place: the readers' gradient is a new tensor that no other code holds.
     """
     return _convert("copy_" if fresh and is_plain(x) else "copy", x, group)
 
 
 def reduce(x: Tensor, group: str | None, op: str = "sum", fresh: bool = False) -> Tensor:
-    """Partial -> Replicate: the sum of the ranks' `x`; the gradient passes. With op="max": the maximum, no gradient.
+    """Partial -> Replicate: returns the sum of the ranks' `x`; backward is the identity. op="max": no gradient.
 
-    With `fresh` the sum takes the memory of `x`, which nobody else reads (`passes/emit/in_place.py` says which values
-    are).
+    With `fresh` the sum overwrites `x`, which no other operator reads (`passes/emit/in_place.py`).
     """
     if op == "max":
         return _convert("max", x.detach(), group)
@@ -51,27 +51,27 @@ def reduce(x: Tensor, group: str | None, op: str = "sum", fresh: bool = False) -
 
 
 def scatter(x: Tensor, group: str | None, dim: int, size: int, block: int = 1) -> Tensor:
-    """Replicate -> Shard(dim): this rank's part of `x`. x: [... size ...] -> [... part ...]"""
+    """Replicate -> Shard(dim): returns this rank's part of `x`. x: [... size ...] -> [... part ...]"""
     return _convert("scatter", x, group, dim, size, block)
 
 
 def gather(x: Tensor, group: str | None, dim: int, size: int, block: int = 1) -> Tensor:
-    """Shard(dim) -> Replicate: the ranks' parts put together. x: [... part ...] -> [... size ...]"""
+    """Shard(dim) -> Replicate: joins the ranks' parts. x: [... part ...] -> [... size ...]"""
     return _convert("gather", x, group, dim, size, block)
 
 
 def all_gather(x: Tensor, group: str | None, dim: int, size: int, block: int = 1) -> Tensor:
-    """Shard(dim) -> Copied: as gather, its gradient summed over the ranks. x: [... part ...] -> [... size ...]"""
+    """Shard(dim) -> Copied: joins the parts; backward also sums over ranks. x: [... part ...] -> [... size ...]"""
     return _convert("all_gather", x, group, dim, size, block)
 
 
 def share(x: Tensor, group: str | None, dim: int, ranges: tuple[tuple[int, int], ...]) -> Tensor:
-    """Held -> Shard: `x` itself; the gradient of these positions of `dim`, which the whole group holds, is summed."""
+    """Held -> Shard: returns `x` itself; backward sums over the ranks the positions of `dim` that the group holds."""
     return _convert("share", x, group, dim, ranges)
 
 
 def reduce_scatter(x: Tensor, group: str | None, dim: int, size: int, block: int = 1) -> Tensor:
-    """Partial -> Shard(dim): this rank's part of the sum of the ranks' `x`. x: [... size ...] -> [... part ...]"""
+    """Partial -> Shard(dim): returns this rank's part of the sum over ranks. x: [... size ...] -> [... part ...]"""
     return _convert("reduce_scatter", x, group, dim, size, block)
 
 
@@ -79,7 +79,7 @@ def _convert(name: str, x: Tensor, group: str | None, dim: int = 0, size: Any = 
     if group is None or _seat(group)[1] == 1:
         return x
     dim %= max(x.dim(), 1)
-    if name not in MOVES or x.is_contiguous():
+    if name not in RESIZING or x.is_contiguous():
         return _apply(name, x, group, dim, size, block)
     order = memory_order(x)
     return _apply(name, x.permute(order), group, order.index(dim), size, block).permute(inverse(order))
@@ -87,29 +87,29 @@ def _convert(name: str, x: Tensor, group: str | None, dim: int = 0, size: Any = 
 
 def _apply(name: str, x: Tensor, group: str, dim: int, size: Any, block: int) -> Tensor:
     if is_plain(x):
-        out: Tensor = apply(Linear, name, x, group, dim, size, block)
+        out: Tensor = apply_plain(LinearConjugate, name, x, group, dim, size, block)
         return out
-    kind = Conjugate if torch.compiler.is_compiling() else Linear
+    kind = Conjugate if torch.compiler.is_compiling() else LinearConjugate
     out = kind.apply(name, x, group, dim, size, block)
     return out
 
 
 class Conjugate(torch.autograd.Function):
-    """The row `name` of `TABLE` as an operator whose backward is its conjugate's row."""
+    """The row `name` of `CONJUGATE_TABLE` as an operator whose backward is the row of its conjugate."""
 
-    # The parameters are spelled out because Dynamo counts them.
+    # No *args: Dynamo counts the parameters.
     @staticmethod
     def forward(name: str, x: Tensor, group: str, dim: int, size: Any, block: int) -> Tensor:
-        return TABLE[name][0](x, group, dim, size, block)
+        return CONJUGATE_TABLE[name][0](x, group, dim, size, block)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Tensor) -> None:
-        ctx.name, ctx.conjugate, ctx.where = inputs[0], TABLE[inputs[0]][1], inputs[2:]
+        ctx.name, ctx.conjugate, ctx.where = inputs[0], CONJUGATE_TABLE[inputs[0]][1], inputs[2:]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # NOTE [Why the backward calls the other's apply]
-        # A gradient that is differentiated again is not written over.
+        # A gradient that is differentiated again must not be overwritten.
         name = "reduce" if ctx.conjugate == "reduce_" and torch.is_grad_enabled() else ctx.conjugate
         return None, _apply(name, grad, *ctx.where), None, None, None, None
 
@@ -120,12 +120,12 @@ class Conjugate(torch.autograd.Function):
         return _apply(name, x.movedim(in_dims[1] or 0, 0), group, dim + 1, size, block), 0
 
 
-class Linear(Conjugate):
-    """The same, in forward mode too: all are linear. (Dynamo refuses whatever has a `jvp`.)"""
+class LinearConjugate(Conjugate):
+    """The same, with forward-mode derivatives: all conjugates are linear. (Dynamo refuses Functions with a `jvp`.)"""
 
     @staticmethod
     def jvp(ctx: Any, _: None, tangent: Tensor, *rest: None) -> Tensor:
-        return _apply(ctx.name.rstrip("_"), tangent, *ctx.where)  # A tangent's memory is not written over.
+        return _apply(ctx.name.rstrip("_"), tangent, *ctx.where)  # A tangent must not be overwritten.
 
 
 def _identity(x: Tensor, *_: Any) -> Tensor:
@@ -141,7 +141,7 @@ def _all_reduce_in_place(x: Tensor, group: str, *_: Any) -> Tensor:
 
 
 def _rows_reduced(x: Tensor, group: str, dim: int, ranges: Any, *_: Any) -> Tensor:
-    """The sum over ranks at some positions of `dim`."""
+    """Returns `x` with some positions of `dim` summed over ranks."""
     if ranges == ((0, x.shape[dim]),):
         return communicate("all_reduce", x, "sum", group)
     index = torch.tensor([i for start, stop in ranges for i in range(start, stop)], device=x.device, dtype=torch.int64)
@@ -166,14 +166,14 @@ def _all_gather(x: Tensor, group: str, dim: int, size: int, block: int) -> Tenso
 
 
 def _padded(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
-    """This rank's part of a dimension, as long as the longest."""
+    """Returns this rank's part of a dimension, padded to the length of the longest part."""
     start, stop = _held(group, size, block)
     _expect(x, dim, stop - start, group)
     return _pad(x, dim, chunk_length(size // block, _seat(group)[1]) * block).contiguous()
 
 
 def _put_together(parts: Tensor, dim: int, size: int, block: int) -> Tensor:
-    """The whole of padded parts: [tp ... part ...] -> [... size ...]"""
+    """Joins padded parts: [tp ... part ...] -> [... size ...]"""
     tp, length = parts.shape[0], parts.shape[dim + 1]
     if dim == 0 or length * tp == size:
         return parts.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, size)
@@ -185,7 +185,7 @@ def _reduce_scatter(x: Tensor, group: str, dim: int, size: int, block: int) -> T
     _expect(x, dim, size, group)
     start, stop = _held(group, size, block)
     if _is_gloo(group, x.device.type):
-        # gloo's own is an all-reduce inside: sliced here, it needs no padding. The clone lets go of the rest.
+        # gloo's reduce-scatter is an all-reduce inside. Sliced here, it needs no padding; the clone frees the rest.
         whole = communicate("all_reduce", x, "sum", group)
         return whole.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
     parts = _in_rows(x, group, dim, size, block)
@@ -194,17 +194,17 @@ def _reduce_scatter(x: Tensor, group: str, dim: int, size: int, block: int) -> T
 
 
 def _in_rows(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
-    """The ranks' padded parts of `dim`, one behind the other along the first dimension."""
+    """Returns the ranks' padded parts of `dim`, joined along the first dimension."""
     tp = _seat(group)[1]
     part = chunk_length(size // block, tp) * block
     return torch.unflatten(_pad(x, dim, part * tp), dim, (tp, part)).movedim(dim, 0).flatten(0, 1).contiguous()
 
 
-MOVES = ("scatter", "gather", "all_gather", "reduce_scatter")
-"""Those that change the length of a dimension. Their results lie in memory as what they read does."""
-# name: (forward, the conjugate that is its backward), as in DESIGN.md, section 2. No gradient reaches "max".
-# Those with an underscore write the sum over what is summed.
-TABLE: dict[str, tuple[Callable[[Tensor, str, int, int, int], Tensor], str]] = {
+RESIZING = ("scatter", "gather", "all_gather", "reduce_scatter")
+"""The conjugates that change the length of a dimension. Their results keep the memory order of their operands."""
+# name: (forward, name of the backward); docs/design.md has the table. No gradient reaches "max".
+# Names with an underscore sum in place.
+CONJUGATE_TABLE: dict[str, tuple[Callable[[Tensor, str, int, int, int], Tensor], str]] = {
     "copy": (_identity, "reduce"),
     "reduce": (_all_reduce, "copy"),
     "copy_": (_identity, "reduce_"),
@@ -220,10 +220,10 @@ TABLE: dict[str, tuple[Callable[[Tensor, str, int, int, int], Tensor], str]] = {
 
 
 def communicate(name: str, *args: Any) -> Tensor:
-    """The result of c10d's functional collective `name`, arrived; its last argument is the group's name.
+    """Runs c10d's functional collective `name` and waits for its result; the last argument is the group's name.
 
     Raises:
-        Error: a peer died or did not answer within the group's timeout (in eager; compiled code raises c10d's own).
+        Error: a rank died or did not answer within the group's timeout. (Compiled code raises c10d's error.)
     """
     if torch.compiler.is_compiling():
         ops = torch.ops._c10d_functional
@@ -232,18 +232,18 @@ def communicate(name: str, *args: Any) -> Tensor:
 
 
 Started = Callable[[], Tensor]
-"""A collective that is under way: called, it waits for the result."""
+"""A running collective: a function that waits for the result and returns it."""
 
 
 def start_gather(x: Tensor, group: str, dim: int, size: int, block: int = 1) -> Started:
-    """`all_gather`, under way; no autograd."""
+    """Starts an `all_gather`, without autograd."""
     part, tp = _padded(x, group, dim, size, block), _seat(group)[1]
     waits = _start("all_gather_into_tensor", part.view(torch.uint8) if x.dtype in _AS_BYTES else part, tp, group)
     return lambda: _put_together(waits().view(x.dtype).view(tp, *part.shape), dim, size, block)
 
 
 def start_sum(x: Tensor, group: str, gathered: tuple[int, int, int] | None) -> Started:
-    """The sum of the ranks' `x`, written over it, or with (dim, size, block) this rank's part of the sum; under way."""
+    """Starts the sum over ranks of `x`, in place; `gathered` (dim, size, block): only this rank's part of the sum."""
     if gathered is None:
         return _start("all_reduce_", x.contiguous(), "sum", group)
     dim, size, block = gathered
@@ -256,7 +256,7 @@ def start_sum(x: Tensor, group: str, gathered: tuple[int, int, int] | None) -> S
 
 
 def _start(name: str, *args: Any) -> Started:
-    """c10d's functional collective `name`, under way. Both halves raise Error as `communicate` does."""
+    """Starts c10d's functional collective `name`. Starting and waiting raise Error as `communicate` does."""
     ops, group = torch.ops._c10d_functional, args[-1]
 
     def tried(run: Callable[[], Tensor]) -> Tensor:
@@ -268,18 +268,18 @@ def _start(name: str, *args: Any) -> Started:
 
 
 Informed = Callable[[Callable[[int], str]], str]
-"""Says why other ranks do not answer, or nothing. It is given what names a global rank."""
+"""A function that returns why other ranks do not answer, or "". Its argument returns the name of a global rank."""
 _informed: list[Informed] = []
 
 
 def ask_of_lost_peers(informed: Informed) -> None:
-    """Has errors of collectives say what `informed` knows of ranks that do not answer."""
+    """Makes errors of collectives include what `informed` knows about ranks that do not answer."""
     if informed not in _informed:
         _informed.append(informed)
 
 
 def communicate_all(xs: Sequence[Tensor], group: str) -> list[Tensor]:
-    """The sums of several tensors over the group, in one exchange. Raises Error as `communicate` does."""
+    """Returns the sums of several tensors over the group, in one collective. Raises Error as `communicate` does."""
     ops = torch.ops._c10d_functional
     with naming_lost("all_reduce_coalesced", group):
         return [ops.wait_tensor(x) for x in ops.all_reduce_coalesced(list(xs), "sum", group)]
@@ -287,7 +287,7 @@ def communicate_all(xs: Sequence[Tensor], group: str) -> list[Tensor]:
 
 @contextmanager
 def naming_lost(what: str, group: str) -> Iterator[None]:
-    """A region of collectives over a group, which raise Error as `communicate` does: each of torch's own is in one."""
+    """A region of collectives over a group, in which their RuntimeErrors become Errors as `communicate` says."""
     try:
         yield
     except Error:
@@ -297,10 +297,10 @@ def naming_lost(what: str, group: str) -> Iterator[None]:
 
 
 def peer_error(what: str, group: str, error: RuntimeError, mesh: Any = None) -> Error | None:
-    """The error that says which axis lost which peer, or None where `error` is about something else.
+    """Returns an Error that names the axis and the lost rank; None if `error` has another cause.
 
     Args:
-        mesh: what knows names of ranks (`named`), where there are better ones than numbers.
+        mesh: an object whose method `named` returns names of ranks; None: ranks are named by numbers.
     """
     text = str(error).lower()
     if "timed out" in text or "timeout" in text:
@@ -323,7 +323,7 @@ def peer_error(what: str, group: str, error: RuntimeError, mesh: Any = None) -> 
 
 
 def _called(rank: int, group: str) -> str:
-    """A global rank, by its place in the group if it is there."""
+    """Returns the name of a global rank, with its place in the group if it belongs to it."""
     ranks, world = dist.get_process_group_ranks(_process_group(group)), f"global rank {rank}"
     here = f"{_axis(group)} rank {ranks.index(rank)}" if rank in ranks else world
     return world if here == world else f"{here} ({world})"
@@ -339,7 +339,7 @@ def _process_group(name: str) -> ProcessGroup:
 
 
 def _seat(group: str) -> tuple[int, int]:
-    """This process's rank in the group, and the group's size."""
+    """Returns this process's rank in the group, and the group's size."""
     process_group = _process_group(group)
     return process_group.rank(), process_group.size()
 
@@ -348,7 +348,7 @@ def _is_gloo(group: str, device_type: str) -> bool:
     return _process_group(group)._get_backend(torch.device(device_type)).name() == "gloo"
 
 
-# Dynamo calls these two while it traces. `torch.compiler.assume_constant_result` would do, but imports Dynamo (1 s).
+# Dynamo calls these two while it traces. `torch.compiler.assume_constant_result` does this, but imports Dynamo (1 s).
 _seat.__dict__.update(_dynamo_marked_constant=True)
 _is_gloo.__dict__.update(_dynamo_marked_constant=True)
 

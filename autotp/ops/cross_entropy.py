@@ -1,4 +1,4 @@
-"""The vocabulary-parallel cross-entropy: the largest logit, and a rank's terms of what each row needs.
+"""The vocabulary-parallel cross-entropy: the largest logit of each row, and a rank's terms of the loss.
 
 Source: Shoeybi et al. 2019, Megatron-LM, section 3.
 """
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from autotp.ops.eager_mode import is_last_backward, is_plain
-from autotp.ops.lookup import gather, own
+from autotp.ops.lookup import gather, local_index
 
 
 def peak(x: Tensor, dim: int) -> Tensor:
-    """The maximum along `dim`, kept as one element, without a gradient; the lowest number where there is none."""
+    """Returns the maximum along `dim`, keeping `dim`, without a gradient; the lowest number if `dim` is empty."""
     x = x.detach()
     if x.shape[dim] == 0:
         shape = [1 if d == dim % x.dim() else n for d, n in enumerate(x.shape)]
@@ -26,19 +26,20 @@ def peak(x: Tensor, dim: int) -> Tensor:
 def class_terms(
     x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int, size: int, fresh: bool = False
 ) -> Tensor:
-    """This rank's summands of what cross-entropy needs of each row, in one tensor and so in one reduction.
+    """Returns this rank's terms of the two sums that cross-entropy needs for each row, in one tensor.
 
-    For backward only the exponentials are kept; in a last backward their memory becomes the gradient's. The gradient of
-    `top` is left out: a loss does not depend on it.
+    Only the exponentials are kept for backward; the last backward overwrites them with the gradient. There is no
+    gradient of `top`, because a loss does not depend on it.
 
     Args:
         x: [* v *] logits of the classes `start` to `start + v`, along `dim`.
         top: [* 1 *] the maximum over the classes of all ranks.
-        classes: [* *] a class for each row, counted over all ranks, which have `size` together.
-        fresh: nobody else reads `x` (`passes/emit/in_place.py`): the exponentials may take its memory.
+        classes: [* *] the global class of each row.
+        size: number of classes on all ranks together.
+        fresh: whether no other operator reads `x` (`passes/emit/in_place.py`): then the exponentials overwrite it.
 
     Returns:
-        [2 * *] the sum of `exp(x - top)`, and `x - top` at the class, 0 where another rank has it.
+        [2 * *] the sum of `exp(x - top)`, and `x - top` at the row's class, or 0 if another rank has this class.
     """
     if is_plain(x):
         return _ClassTerms.apply(x, top, classes, dim, start, size, fresh and x.dtype == top.dtype)[0]
@@ -47,7 +48,7 @@ def class_terms(
 
 
 class _ClassTerms(torch.autograd.Function):
-    """The terms, and the exponentials: as an output, what backward computes of them can be differentiated again."""
+    """Returns the terms and the exponentials, which are an output so that backward can be differentiated again."""
 
     @staticmethod
     def forward(
@@ -69,7 +70,7 @@ class _ClassTerms(torch.autograd.Function):
             found = None if again is None else (exponentials * again).to(ctx.dtype)
             return found, *[None] * 6
         total, picked = (g.unsqueeze(dim) for g in grad.unbind())
-        at, outside = own(classes.unsqueeze(dim), ctx.start, length)
+        at, outside = local_index(classes.unsqueeze(dim), ctx.start, length)
         picked = picked.masked_fill(outside, 0)
         if again is None and is_plain(grad) and is_last_backward():
             found = exponentials.detach().mul_(total)

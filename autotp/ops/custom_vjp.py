@@ -1,16 +1,15 @@
-"""A backward that the model defines itself, in a graph: four markers around its operators, then one operator.
+"""A backward that the model defines itself, in a graph: four marks around its operators; at run time one operator.
 
     While passes work:   y, dy = output(f(detach(x)), name); dx = g(kept(x), dy); s = sent(x, dx); z = result(y, ...)
     At run time:         y, = vjp(f(detach(x)), x)         whose backward is g(x, dy)
 
-The operators of `g` stand in the graph as those of `f` do: they have rules, are planned, cut and checked like others,
-and what they exchange between ranks is found as it is for forward work. `passes/canonicalize/custom_vjp.py` writes both
-forms.
+The operators of `g` are in the graph like those of `f`: they have rules, and are planned, cut and checked like others.
+So their communication is found in the same way. `passes/canonicalize/custom_vjp.py` writes both forms.
 
 NOTE [Why these marks are Replicate or Shard]
-`output` gives a value and its gradient in one placement, `sent` reads a value and its gradient in one. That is true of
-Replicate and of Shard, whose gradients are of the same kind; the gradient of a Copied value is Partial, and no operator
-of `g` but a linear one could read that. So the rules of both say `exact`, and a Copied value is made Replicate before.
+`output` gives a value and its gradient in the same placement, and `sent` reads both in the same placement. This is true
+for Replicate and Shard, whose gradients have the same placement. The gradient of a Copied value is Partial, which only
+linear operators of `g` could read. So both rules are `exact`, and a Copied value is made Replicate before.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ torch.library.define("autotp::vjp_kept", "(Tensor x) -> Tensor")
 torch.library.define("autotp::vjp_sent", "(Tensor x, Tensor grad) -> Tensor")
 torch.library.define("autotp::vjp_result", "(Tensor y, Tensor[] sent) -> Tensor")
 RECORDED = {name: getattr(torch.ops.autotp, f"vjp_{name}").default for name in ("output", "kept", "sent", "result")}
-"""The marks as the exporter records them: `output(f(x))`, `kept(x)`, `sent(x, dx)`, `result(y, sent)`."""
+"""The marks that the exporter records: `output(f(x))`, `kept(x)`, `sent(x, dx)`, `result(y, sent)`."""
 
 
 @torch.library.register_fake("autotp::vjp_output")
@@ -60,22 +59,22 @@ def _like(t: Tensor) -> Tensor:
 
 
 def output(y: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """What the Function of this name returns, and the gradient of it that backward is given. y: [...]"""
+    """Marks an output of the Function of this name; also gives the gradient of it that backward gets. y: [...]"""
     _never_run()
 
 
 def kept(x: Tensor) -> Tensor:
-    """A value of forward as backward reads it. x: [...]"""
+    """Marks a value of forward that backward reads. x: [...]"""
     _never_run()
 
 
 def sent(x: Tensor, grad: Tensor) -> tuple[Tensor]:
-    """An operand and the gradient that backward sends it; stands for that it was sent. x, grad: [...]"""
+    """Marks the gradient that backward returns for an operand. x, grad: [...]"""
     _never_run()
 
 
 def result(y: Tensor, made: tuple[Any, ...]) -> Tensor:
-    """`y`, which depends on its `output` and on all that is `sent`, the members of `made`. y: [...]"""
+    """Marks a result `y`; `made` are its `output` and all `sent` marks of the call. y: [...]"""
     _never_run()
 
 
@@ -87,7 +86,7 @@ def _never_run() -> NoReturn:
 
 
 def is_gradient(node: fx.Node) -> bool:
-    """True for the gradient that a backward is given: it is a value, no part of what is differentiated."""
+    """True for the gradient that a backward gets: autograd treats it as a constant."""
     source: Any = node.args[0] if node.args else None
     return isinstance(source, fx.Node) and source.target is output and bool(node.args[1] == 1)
 
@@ -97,12 +96,12 @@ def is_gradient(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Places:
-    """Which of the tensors that a `Vjp` is called with are what.
+    """The roles of a `Vjp`'s arguments, by position.
 
     Attributes:
-        outputs: what it returns.
-        operands: what gradients are sent to.
-        saved: what backward reads.
+        outputs: the arguments that it returns.
+        operands: the arguments that get gradients.
+        saved: the arguments that backward reads.
     """
 
     outputs: tuple[int, ...]
@@ -111,12 +110,12 @@ class Places:
 
 
 class Vjp:
-    """A function of a graph: the `outputs` among what it is given, their gradients sent to `operands` its own way.
+    """An operator of a graph that returns its arguments `outputs`; its backward is a graph of its own.
 
     Attributes:
-        graph: placeholders of the outputs' gradients, then of what is saved; returns the operands' gradients.
-        places: which of what it is given is what.
-        name: what the user called the Function.
+        graph: (gradients of the outputs, saved values) -> gradients of the operands.
+        places: the roles of its arguments.
+        name: the name of the user's Function.
     """
 
     def __init__(self, graph: fx.Graph, places: Places, name: str) -> None:
@@ -135,11 +134,11 @@ class Vjp:
         return found
 
     def on(self, graph: fx.Graph) -> Vjp:
-        """The same with another graph."""
+        """Returns the same operator with another backward graph."""
         return Vjp(graph, self.places, self.name)
 
     def part(self, wanted: tuple[bool, ...]) -> tuple[nn.Module, tuple[int, ...]]:
-        """What computes the wanted gradients alone, and the positions of what is saved that it reads."""
+        """Returns a module that computes the wanted gradients only, and the positions of saved values that it reads."""
         if wanted not in self._parts:
             self._parts[wanted] = _part(self.graph, wanted)
         return self._parts[wanted]
@@ -161,7 +160,7 @@ def _part(graph: fx.Graph, wanted: Sequence[bool]) -> tuple[nn.Module, tuple[int
 
 
 class CustomVjp(torch.autograd.Function):
-    """Returns `outputs`; backward runs the graph of `vjp`."""
+    """Returns the arguments `outputs`; backward runs the graph of `vjp`."""
 
     generate_vmap_rule = True
 
@@ -189,7 +188,7 @@ class CustomVjp(torch.autograd.Function):
 
 
 def _placed(found: Sequence[Tensor | None], operands: Sequence[int], count: int) -> list[Tensor | None]:
-    """The gradients of all that a `Vjp` is given."""
+    """Returns the gradients of all arguments of a `Vjp`."""
     row: list[Tensor | None] = [None] * count
     for i, grad in zip(operands, found, strict=True):
         before = row[i]
@@ -198,14 +197,14 @@ def _placed(found: Sequence[Tensor | None], operands: Sequence[int], count: int)
 
 
 def _once(name: str, found: Sequence[Tensor | None], of: Sequence[Any]) -> list[Tensor | None]:
-    """Gradients that cannot be differentiated again by what they were made of."""
+    """Returns the gradients; differentiating them by `of` raises an Error."""
     there = [x for x in found if x is not None]
     made = iter(Once.apply(name, len(there), *there, *(x for x in of if isinstance(x, Tensor))))
     return [None if x is None else next(made) for x in found]
 
 
 class NotForward(CustomVjp):
-    """The same, and in forward mode an error that says so. (Dynamo refuses whatever has a `jvp`.)"""
+    """The same, with an Error in forward mode. (Dynamo refuses Functions with a `jvp`.)"""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
@@ -213,7 +212,7 @@ class NotForward(CustomVjp):
 
 
 class Once(torch.autograd.Function):
-    """Gradients that are not differentiated again: they stand for all that they were made of."""
+    """The identity on gradients, connected to the tensors that they depend on; its backward raises an Error."""
 
     generate_vmap_rule = True
 
@@ -238,14 +237,14 @@ def _no_derivative(name: str, how: str) -> Error:
     )
 
 
-def run_lockstep(vjps: Sequence[Vjp], given: Sequence[Sequence[Any]], run: Any) -> Sequence[tuple[Tensor, ...]]:
-    """What `vjp(*given)` returns on every rank of a simulation; backward runs all ranks' graphs with `run`."""
+def run_vjps_in_lockstep(vjps: Sequence[Vjp], given: Sequence[Sequence[Any]], run: Any) -> Sequence[tuple[Tensor, ...]]:
+    """Returns the results of `vjp(*given)` on all ranks of a simulation; backward runs all ranks' graphs with `run`."""
     found = iter(_Lockstep.apply(vjps, run, len(given[0]), *(x for row in given for x in row)))
     return [tuple(next(found) for _ in vjp.places.outputs) for vjp in vjps]
 
 
 class _Lockstep(torch.autograd.Function):
-    """`CustomVjp` on all ranks' tensors."""
+    """`CustomVjp` on the tensors of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, vjps: Sequence[Vjp], run: Any, count: int, *given: Any) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Dropout on a rank's part of a value, and in attention on its heads: one device's mask, or one of the rank's own."""
+"""Dropout on a rank's part of a value, and in attention on its heads: with the mask of one device, or one per rank."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from autotp.sharding.strides import memory_order
 
 
 def exact_dropout(x: Tensor, p: float, shape: Sequence[int], dim: int, pieces: Sequence[tuple[int, int]]) -> Tensor:
-    """Dropout with the mask one device would draw: drawn for the global shape, of which this rank keeps its part.
+    """Dropout with the mask of one device: draws it for the global shape, and keeps this rank's part.
 
     Args:
         x: this rank's part.
-        shape: the global shape; dimensions that the cut lies inside of may be opened (`heads 64` for `heads*64`).
+        shape: the global shape; a dimension that is cut inside may be split (`heads 64` for `heads*64`).
         dim: the dimension of `shape` that is cut.
         pieces: this rank's (start, stop) ranges of it.
     """
-    opened = len(shape) - x.dim()  # 0, or 2: then `dim` is the middle one of three that are one dimension of `x`.
+    opened = len(shape) - x.dim()  # 0, or 2: then `dim` is the middle of three that are one dimension of `x`.
     at = dim - opened // 2
     places = [[d + opened * (d > at) + i for i in range(1 + opened * (d == at))] for d in range(x.dim())]
     order = [place for d in memory_order(x) for place in places[d]]
@@ -32,20 +32,20 @@ def exact_dropout(x: Tensor, p: float, shape: Sequence[int], dim: int, pieces: S
 
 
 def fast_dropout(x: Tensor, p: float, rank: int) -> Tensor:
-    """Dropout with a mask of this rank's own, of its part alone.
+    """Dropout with a separate mask on each rank, for its part only.
 
-    Every rank draws one number from the CPU's generator, the same on all: however much a rank needs, all draw as much
-    from the shared stream, so that replicated masks stay equal.
+    Every rank draws one seed from the CPU's generator, which is the same on all ranks. So all ranks draw equally often
+    from the shared stream, and masks of replicated values stay equal.
     """
     return x * keep(x.detach(), p, torch.randint(2**62, ()), rank) * (1 / (1 - p) if p < 1 else 0.0)
 
 
 @torch.library.custom_op("autotp::keep", mutates_args=())
 def keep(x: Tensor, p: float, seed: Tensor, rank: int) -> Tensor:
-    """A mask like `x`, true with probability `1 - p`, from a stream of this rank's own: of `seed` plus the rank.
+    """Returns a mask like `x`, True with probability `1 - p`, from a generator with the seed `seed` plus the rank.
 
     Args:
-        x: its sizes, strides and device count.
+        x: only its sizes, strides and device are used.
         seed: a number on the CPU.
     """
     generator = torch.Generator(x.device).manual_seed(int(seed) + rank)
@@ -59,7 +59,7 @@ def _(x: Tensor, p: float, seed: Tensor, rank: int) -> Tensor:
 
 @keep.register_vmap
 def _(info, in_dims, x, p, seed, rank):  # type: ignore[no-untyped-def]
-    """With randomness="different" there are as many seeds as samples: the first is enough for all their elements."""
+    """Returns one mask for all samples. With randomness="different" each sample has a seed: the first is used."""
     at, _, seeds, _ = in_dims
     if seeds is None:
         return keep(x.select(at, 0), p, seed, rank), None
@@ -71,7 +71,7 @@ def exact_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float | None,
     grouped: bool, shape: Sequence[int], dim: int, pieces: Sequence[tuple[int, int]],
 ) -> Tensor:  # fmt: skip
-    """Attention whose dropped weights are those one device drops; `shape` is that of all heads' weights."""
+    """Attention that drops the same weights as one device; `shape` is the shape of all heads' weights."""
     weights, value = _weights(query, key, value, mask, causal, scale, grouped)
     return exact_dropout(weights, p, shape, dim, pieces) @ value
 
@@ -80,7 +80,7 @@ def fast_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float | None,
     grouped: bool, rank: int,
 ) -> Tensor:  # fmt: skip
-    """Attention with dropout on this rank's heads alone, the mask its own."""
+    """Attention on this rank's heads, with a separate dropout mask on each rank."""
     weights, value = _weights(query, key, value, mask, causal, scale, grouped)
     return fast_dropout(weights, p, rank) @ value
 
@@ -88,7 +88,7 @@ def fast_attention(
 def _weights(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None, grouped: bool
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T) of this rank's heads, and the values one for each head."""
+    """Returns softmax(q k^T) of this rank's heads, and the values of each head."""
     if grouped and key.shape[-3]:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))

@@ -1,4 +1,4 @@
-"""Whether torch runs in plain eager mode, so that memory may be overwritten; regions that switch other modes off."""
+"""Tells whether torch is in plain eager mode, so that memory may be overwritten; regions without other modes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def is_plain(x: Tensor) -> bool:
-    """True in eager mode, outside transforms: nothing traces or maps `x`, or carries tangents along."""
+    """True in eager mode outside of transforms: `x` is not traced or mapped, and has no tangent."""
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return False
     functorch = torch._C._functorch
     return not (functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x))
 
 
-def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """What `function.apply(*args)` returns, for plain tensors.
+def apply_plain(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Returns `function.apply(*args)`, for plain tensors.
 
     NOTE [A call without its signature]
-    `torch.autograd.Function.apply` binds the arguments to forward's signature, for defaults and keywords, and unwraps
-    what transforms have left. Here are neither, and without them a call takes a third of the time.
+    `torch.autograd.Function.apply` binds the arguments to the signature of forward, and unwraps tensors of finished
+    transforms. Neither is needed here, and without both a call takes a third of the time.
     """
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
@@ -34,13 +34,13 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def is_last_backward() -> bool:
-    """True inside a backward that frees what was saved for it (no `retain_graph`), and is not differentiated itself."""
+    """True inside a backward that frees its saved tensors (no `retain_graph`) and is not differentiated itself."""
     return not torch.is_grad_enabled() and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A region without what is switched on around it: no_grad, inference mode, transforms, dispatch modes."""
+    """A region outside of all modes around it: no_grad, inference mode, transforms, dispatch modes."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     with (
@@ -54,7 +54,7 @@ def alone() -> Iterator[None]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """A region in which Python looks for no garbage: of graphs, which stay, it looks through all again and again."""
+    """A region without Python's garbage collector, which would search long-lived graphs again and again."""
     before = gc.isenabled()
     gc.disable()
     try:

@@ -1,8 +1,8 @@
-"""Experts of a mixture that only one rank holds: selects the rows that chose them, and multiplies these rows.
+"""Works on the experts of a mixture that this rank holds: selects the rows that chose them, and multiplies these rows.
 
-Rows here stand in the order of the experts that they chose, so an axis of them is `experts x rows of an expert`. The
-second factor is another number for each expert, known when the model runs; nothing but `experts` is ever cut of it.
-Plain functions on plain tensors, the targets of calls in graphs (`passes/plan/experts.py`).
+Rows are in the order of their chosen experts, so their axis is `experts x rows of an expert`. The second factor differs
+from expert to expert and is known at run time only; only `experts` is ever cut. The functions take plain tensors, and
+graphs call them (`passes/plan/experts.py`).
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from autotp.errors import Error
 
 
 def dispatch(chosen: Tensor, number: int, grouped: bool, start: int, stop: int) -> Tensor:
-    """The rows that chose the experts `start` to `stop`, in the experts' order. Waits for the device.
+    """Returns the rows that chose the experts `start` to `stop`, in the experts' order. Waits for the device.
 
     Args:
-        chosen: [rows] for each row the number of an expert, of which there are `number`.
-        grouped: False where it is an index into the experts, for which -1 is the last.
+        chosen: [rows] the index of each row's expert.
+        number: the number of experts.
+        grouped: False if -1 is a legal index, for the last expert.
 
     Returns:
         [rows of these experts], int64
 
     Raises:
-        Error: there is no expert of a number; all ranks see so.
+        Error: an index is out of range; raised on all ranks.
     """
     ordered, places = torch.sort(_wrapped(chosen, number, grouped), stable=True)
     bounds = torch.searchsorted(ordered, ordered.new_tensor([0, start, stop, number]))
@@ -34,13 +35,13 @@ def dispatch(chosen: Tensor, number: int, grouped: bool, start: int, stop: int) 
         wrong = int(ordered[0] if below else ordered[-1])
         raise Error(
             f"a row chose expert {wrong} of {number}",
-            fix='experts="width", which leaves to the model what that means',
+            fix='experts="width", where the model itself handles such a row',
         )
     return places[first:last]
 
 
 def counts(chosen: Tensor, number: int, grouped: bool, start: int, stop: int) -> Tensor:
-    """How many rows chose each of the experts `start` to `stop`; arguments as for `dispatch`. -> [experts], int64"""
+    """Returns the number of rows of each expert from `start` to `stop`; see `dispatch`. -> [experts], int64"""
     within = (_wrapped(chosen, number, grouped).long() - start + 1).clamp(0, stop - start + 1)
     found = torch.zeros(stop - start + 2, dtype=torch.int64, device=chosen.device)
     return found.index_add(0, within, torch.ones_like(within))[1:-1]
@@ -51,18 +52,18 @@ def _wrapped(chosen: Tensor, number: int, grouped: bool) -> Tensor:
 
 
 def spread(weight: Tensor, count: Tensor, places: Tensor) -> Tensor:
-    """Each row's own expert's. weight: [experts ...], count: [experts], places: [rows] -> [rows ...]"""
+    """Returns the weight of each row's expert. weight: [experts ...], count: [experts], places: [rows] -> [rows ...]"""
     return torch.repeat_interleave(weight, count, 0, output_size=places.shape[0])
 
 
 def grouped_mm(x: Tensor, weight: Tensor, count: Tensor, fused: bool) -> Tensor:
-    """The product of each row with its expert's matrix.
+    """Returns the product of each row with its expert's matrix.
 
     Args:
         x: [rows in]
         weight: [experts in out]
-        count: [experts] how many rows each has.
-        fused: by torch's own operator, which does not have every dtype; else one expert after the other.
+        count: [experts] the number of rows of each expert.
+        fused: whether to use torch's operator, which does not support every dtype; else expert after expert.
 
     Returns:
         [rows out]
@@ -73,7 +74,7 @@ def grouped_mm(x: Tensor, weight: Tensor, count: Tensor, fused: bool) -> Tensor:
 
 
 def combine(x: Tensor, places: Tensor, chosen: Tensor) -> Tensor:
-    """A rank's rows back in the places they came from, zero elsewhere; the sum over ranks is all rows.
+    """Puts a rank's rows back into their original places, with zeros elsewhere; the sum over ranks has all rows.
 
     Args:
         x: [rows of the rank's experts ...]
@@ -87,4 +88,4 @@ def combine(x: Tensor, places: Tensor, chosen: Tensor) -> Tensor:
 
 
 NEW = (dispatch, counts)
-"""What makes the axis of experts, out of what every rank has whole."""
+"""The functions that introduce the axis of experts, from values that every rank has whole."""

@@ -1,4 +1,4 @@
-"""Multiplies groups of rows, each group by a matrix of its own, in every dtype (torch has no float64)."""
+"""Multiplies groups of rows, each group by its own matrix, in every dtype (torch's operator has no float64)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 @torch.library.custom_op("autotp::grouped_mm", mutates_args=())
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Each row times its group's matrix; rows behind the last group are zero.
+    """Returns each row times its group's matrix; rows behind the last group are zero.
 
     Args:
         x: [rows in]
         weight: [groups in out]
-        ends: [groups] where each group of rows ends.
+        ends: [groups] the end of each group of rows.
 
     Returns:
         [rows out]

@@ -1,6 +1,6 @@
-"""Lookups of rows, of which each rank has some: an embedding, and an element picked for each row.
+"""Lookups in a table that is cut: an embedding, and `gather`, which picks an element for each row.
 
-Plain functions on plain tensors, the targets of calls in lowered graphs. Each has its row in the table of operators.
+The functions take plain tensors; lowered graphs call them. Each has its row in the table of operators.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from autotp.ops.eager_mode import is_plain
 
 
 def embedding(weight: Tensor, indices: Tensor, start: int, size: int, padding_idx: int = -1) -> Tensor:
-    """This rank's summand of a lookup: its own rows, zero elsewhere (Megatron-LM, Shoeybi et al. 2019, section 3).
+    """Returns this rank's term of a lookup: its own rows, zero elsewhere (Megatron-LM, Shoeybi et al. 2019, section 3).
 
     Args:
-        weight: [rows hidden], rows `start` to `start + rows` of the table, which has `size`.
+        weight: [rows hidden], the rows `start` to `start + rows` of a table of `size` rows.
         indices: [*] global row numbers.
 
     Returns:
@@ -26,37 +26,37 @@ def embedding(weight: Tensor, indices: Tensor, start: int, size: int, padding_id
     _expect_within(indices, size)
     if rows == 0:
         return weight.new_zeros((*indices.shape, weight.shape[1])) + weight.sum()
-    local, outside = own(indices, start, rows)
+    local, outside = local_index(indices, start, rows)
     padding = padding_idx - start if start <= padding_idx < start + rows else None
     found = F.embedding(local, weight, padding)
     return found.masked_fill(outside.unsqueeze(-1), 0)
 
 
 def gather(x: Tensor, dim: int, index: Tensor, start: int, size: int) -> Tensor:
-    """This rank's summand of `torch.gather`: the elements it has, zero elsewhere.
+    """Returns this rank's term of `torch.gather`: the elements that it has, zero elsewhere.
 
     Args:
-        x: positions `start` onwards of the whole, which has `size`, along `dim`.
-        index: positions in the whole.
+        x: the positions from `start` on, along `dim`, of a tensor with `size` positions.
+        index: positions in the whole tensor.
     """
     length = x.shape[dim]
     _expect_within(index, size)
     if length == 0:
         return x.new_zeros(index.shape) + x.sum()
-    local, outside = own(index, start, length)
+    local, outside = local_index(index, start, length)
     return torch.gather(x, dim, local).masked_fill(outside, 0)
 
 
 def _expect_within(index: Tensor, size: int) -> None:
-    """Fails as a lookup on one device does: what no rank has would pass for what another rank has."""
+    """Fails for an index out of range, as one device does; each rank would take it for another rank's index."""
     if is_plain(index):
         torch._assert_async(
             ((index >= 0) & (index < size)).all(), f"an index is out of range: not from 0 to {size - 1}"
         )
 
 
-def own(index: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
-    """Positions of the whole as positions of this rank's part, 0 for those outside; and which are outside."""
+def local_index(index: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
+    """Returns global positions as positions in this rank's part, 0 for others; and the mask of the others."""
     local = index - start
     outside = (local < 0) | (local >= length)
     return local.masked_fill(outside, 0), outside

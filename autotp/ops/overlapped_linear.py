@@ -1,8 +1,8 @@
-"""Linears that read one value, and its conjugate, as one operator whose backward overlaps communication.
+"""Linears that read one value, together with its conjugate, as one operator that overlaps communication in backward.
 
-Several columns-parallel products of one input (queries, keys and values; gate and up) are one operator here, so that
-backward can overlap: the sum over ranks of the input's gradient is under way while the weights' gradients are computed,
-and an input that was gathered is gathered again, not kept, while the input's gradient is computed.
+Several column-parallel products of one input (queries, keys and values; gate and up) are one operator here. In backward
+the input's gradient is summed over ranks while the weights' gradients are computed. An input that was gathered is not
+kept, but gathered again while the input's gradient is computed.
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2.
 """
@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autotp.ops.collectives import _seat, all_gather, copy, reduce, reduce_scatter, start_gather, start_sum
-from autotp.ops.eager_mode import apply, is_plain
+from autotp.ops.eager_mode import apply_plain, is_plain
 
 Gathered = tuple[int, Any, int] | None
-"""Dimension, global length and block of an input that is a part, as `all_gather` has them; None for one to `copy`."""
+"""Dimension, global length and block for the `all_gather` of the input; None: the input is read through `copy`."""
 
 
 def columns(
@@ -33,15 +33,15 @@ def columns(
     biases: Sequence[Tensor | None],
     turned: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    """`products` of `copy(x)`, or of `all_gather(x)`. x: [... hidden]
+    """Returns `products` of `copy(x)`, or of `all_gather(x)`. x: [... hidden]
 
-    Compiled, mapped or differentiated forward, it is just that.
+    In compiled code and under transforms it calls these functions.
     """
     alone = group is None or _seat(group)[1] == 1
     if alone or not torch.is_grad_enabled() or not all(map(is_plain, (x, *weights))):
         whole = copy(x, group) if gathered is None else all_gather(x, group, *gathered)
         return products(whole, flattened, weights, biases, turned)
-    found: tuple[Tensor, ...] = apply(Columns, group, gathered, flattened, tuple(turned), x, *weights, *biases)
+    found: tuple[Tensor, ...] = apply_plain(Columns, group, gathered, flattened, tuple(turned), x, *weights, *biases)
     return found
 
 
@@ -52,10 +52,10 @@ def products(
     biases: Sequence[Tensor | None],
     turned: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    """`x` times each weight plus its bias, if there is one. x: [... hidden] -> [... out] each
+    """Returns `x` times each weight, plus its bias if there is one. x: [... hidden] -> [... out] each
 
     Args:
-        flattened: first and last of the dimensions of `x` that become one before.
+        flattened: first and last of the dimensions of `x` that are flattened before.
         weights: [out hidden] each, or [hidden out] where `turned`.
     """
     rows = x if flattened is None else x.flatten(*flattened)
@@ -64,7 +64,7 @@ def products(
 
 
 class Columns(torch.autograd.Function):
-    """The products; backward sends and computes at the same time."""
+    """The products, with a backward that communicates and computes at the same time."""
 
     @staticmethod
     def forward(
@@ -91,7 +91,7 @@ class Columns(torch.autograd.Function):
 
 
 def _overlapped(ctx: Any, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Any]:
-    """The gradients of the input, of weights and biases, the first on its way while the others are computed."""
+    """Returns the gradients of input, weights and biases; sums the first over ranks while computing the others."""
     learns, again, sent = any(ctx.needs_input_grad[5 : 5 + len(weights)]), None, None
     if ctx.gathered is not None and learns:
         again = start_gather(x, ctx.group, *ctx.gathered)
@@ -103,7 +103,7 @@ def _overlapped(ctx: Any, x: Tensor, weights: Sequence[Tensor], grads: Sequence[
 
 
 def _differentiable(ctx: Any, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Any]:
-    """The same by operators that are differentiated again."""
+    """Returns the same gradients by operators that can be differentiated again."""
     whole = copy(x, ctx.group) if ctx.gathered is None else all_gather(x, ctx.group, *ctx.gathered)
     total = _input_gradient(weights, grads, ctx.turned)
     if total is not None:
@@ -120,7 +120,7 @@ def _whole_shape(ctx: Any, x: Tensor) -> list[int]:
 
 
 def _input_gradient(weights: Sequence[Tensor], grads: Sequence[Tensor | None], turned: Sequence[bool]) -> Tensor | None:
-    """The sum of what the products send back, in new memory; None where none sends anything. -> [rows hidden]"""
+    """Returns the input's gradient, summed over the products, in new memory; None if all are None. -> [rows hidden]"""
     total: Tensor | None = None
     for w, grad, turn in zip(weights, grads, turned, strict=True):
         if grad is not None:
@@ -133,7 +133,7 @@ def _input_gradient(weights: Sequence[Tensor], grads: Sequence[Tensor | None], t
 
 
 def _other_gradients(ctx: Any, whole: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of the weights, then of the biases."""
+    """Returns the gradients of the weights, then of the biases."""
     rows, n, needed = _rows(whole), len(grads), ctx.needs_input_grad[5:]
     found: list[Tensor | None] = [None] * (2 * n)
     for i, grad in enumerate(grads):
@@ -147,5 +147,5 @@ def _other_gradients(ctx: Any, whole: Tensor, grads: Sequence[Tensor | None]) ->
 
 
 def _rows(x: Tensor) -> Tensor:
-    """All dimensions but the last as one: -1 is ambiguous where a shard is empty."""
+    """Flattens all dimensions but the last, without -1, which is ambiguous for an empty shard."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

@@ -1,4 +1,4 @@
-"""Moves of elements that several ranks hold, without communication: a part taken, put in its place, counted once."""
+"""Changes placements without communication, for values that several ranks hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def apart(x: Tensor) -> Tensor:
-    """`x`, on axes of its own: see `passes/plan/decouple.py`. x: [...]"""
+    """Returns `x`, with separate axes: see `passes/plan/decouple.py`. x: [...]"""
     return x.view_as(x)
 
 
@@ -15,7 +15,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def take(x: Tensor, dim: int, pieces: tuple[Ranges, ...], rank: int) -> Tensor:
-    """What a rank has of a value that all have: its positions along `dim`. x: [... n ...] -> [... m ...]"""
+    """Returns a rank's positions along `dim` of a value that all ranks have. x: [... n ...] -> [... m ...]"""
     return _at(x, dim, pieces[rank])
 
 
@@ -25,11 +25,11 @@ def _at(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
 
 
 def place(x: Tensor, dim: int, ranges: Ranges, places: Ranges, size: int) -> Tensor:
-    """A summand of the whole: the positions `ranges` of a rank's part at `places`, zero elsewhere.
+    """Returns a term of the whole tensor: the positions `ranges` of a rank's part at `places`, zero elsewhere.
 
     Args:
         x: a rank's part, [... m ...].
-        ranges: of what several ranks have, the first of them alone gives it.
+        ranges: the rank's positions that no earlier rank has.
 
     Returns:
         [... size ...]
@@ -40,9 +40,9 @@ def place(x: Tensor, dim: int, ranges: Ranges, places: Ranges, size: int) -> Ten
 
 
 def first(x: Tensor, dim: int, ranges: Ranges | None) -> Tensor:
-    """`x`, of which a gradient reaches these positions alone (None: all): several ranks have it, and it counts once.
+    """Returns `x`; a gradient reaches only these positions (None: all), so that it counts once on several ranks.
 
-    Where it reaches none it is zero, and not absent: backward goes the same way on all ranks, and meets there.
+    Without positions the gradient is zero, and not None: so backward runs the same collectives on all ranks.
     """
     if ranges is None or not (x.is_floating_point() or x.is_complex()):
         return x

@@ -1,4 +1,4 @@
-"""What is true of each operator: how the dimensions of its operands and its outputs correspond.
+"""States facts about each operator: how the dimensions of its operands and its outputs correspond.
 
-What may not enter: a choice of what is cut.
+What may not enter: a decision what is cut.
 """

@@ -1,4 +1,4 @@
-"""A call of an operator, as rules see it: arguments by name, operands and outputs with their shapes."""
+"""A call of an operator, as rule functions get it: arguments by name, operands and outputs with their shapes."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ class Call:
         return self.arguments[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The argument called `name`, or `default` where this overload has none of that name."""
+        """Returns the argument `name`, or `default` if this overload has no such argument."""
         return self.arguments.get(name, default)
 
     def dim(self, name: str = "dim", ndim: int | None = None) -> int:
-        """A dimension argument, counted from the front of the first operand."""
+        """Returns a dimension argument as an index from the front of the first operand."""
         size = self.operands[0].dim() if ndim is None else ndim
         return self.arguments[name] % size if size else 0
 
 
 def call_of(node: fx.Node) -> Call:
-    """The call that a graph's node makes, with its operands' and outputs' example values (`node.meta["val"]`)."""
-    arguments = bind(node)
+    """Returns the call of a node, with the example values (`node.meta["val"]`) of its operands and outputs."""
+    arguments = arguments_of(node)
     values = {name: fx.map_arg(value, lambda n: n.meta.get("val")) for name, value in arguments.items()}
     operands = tuple(None if n is None else n.meta["val"] for n in operand_nodes(node))
     return Call(node.target, values, operands, outputs_of(node))  # type: ignore[arg-type]
 
 
-def bind(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a node by name, defaults filled in; nodes stay nodes."""
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """Returns the arguments of a node by name, with defaults; nodes stay nodes."""
     if not isinstance(node.target, OpOverload):
         return dict(zip(_parameters(node.target), node.args, strict=False)) | dict(node.kwargs)
     bound: dict[str, Any] = {}
@@ -66,12 +66,12 @@ def bind(node: fx.Node) -> dict[str, Any]:
 
 
 def operand_nodes(node: fx.Node) -> tuple[fx.Node | None, ...]:
-    """The nodes that are tensor operands, in the order of `Call.operands`."""
+    """Returns the nodes that are tensor operands, in the order of `Call.operands`."""
     return tuple(_operands(node))
 
 
 def outputs_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
-    """The example values of a node's outputs: one for a tensor, several for a tuple or list of them."""
+    """Returns the example values of a node's output tensors."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return (value,)
@@ -84,7 +84,7 @@ def _operands(node: fx.Node) -> Iterator[fx.Node | None]:
     if not isinstance(node.target, OpOverload):
         yield from (n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor))
         return
-    bound = bind(node)
+    bound = arguments_of(node)
     for name, _, _, kind in _schema(node.target):
         value = bound[name]
         if kind == "tensor" and (value is None or is_tensor(value)):
@@ -94,40 +94,40 @@ def _operands(node: fx.Node) -> Iterator[fx.Node | None]:
 
 
 def operator_name(node: fx.Node) -> str:
-    """The operator's name, without its overload, as `aten::add`."""
+    """Returns the operator's name without its overload: `aten::add`."""
     return str(getattr(node.target, "_schema", node).name)
 
 
 def placeholders(graph: fx.Graph) -> list[str]:
-    """What a graph is given, by name."""
+    """Returns the names of a graph's placeholders."""
     return [node.name for node in graph.nodes if node.op == "placeholder"]
 
 
 def returned(graph: fx.Graph) -> tuple[Any, ...]:
-    """What a graph returns."""
+    """Returns the outputs of a graph."""
     found: Any = graph.output_node().args[0]
     return tuple(found)
 
 
 def writes(node: fx.Node) -> bool:
-    """True for a call that writes into what it is given, as its schema says."""
+    """True for a call that writes into its arguments, as its schema says."""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def is_tensor(value: Any) -> bool:
-    """True for a node that stands for a tensor."""
+    """True for a node whose value is a tensor."""
     return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
 
 
 @cache
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of a function's parameters; of what is no Python function, the positions."""
+    """Returns the names of a function's parameters; positions if it is not a Python function."""
     return tuple(inspect.signature(function).parameters) if inspect.isfunction(function) else POSITIONS
 
 
 @cache
 def _schema(op: OpOverload) -> tuple[tuple[str, Any, bool, str], ...]:
-    """Name, default, keyword-only and kind (tensor, tensors, plain) of each argument."""
+    """Returns name, default, keyword-only and kind (tensor, tensors, plain) of each argument."""
     rows = []
     for arg in op._schema.arguments:
         text = str(arg.type)

@@ -1,6 +1,6 @@
 """Rule functions (`Call -> Rule`) of operators that have the same factors: pointwise, reductions, norms, losses.
 
-A function here may return None: then nothing is known of this call and all it touches stays replicated.
+A function may return None: then the call has no rule, and its operands and outputs stay replicated.
 Products are in `products.py`, movement of elements in `views.py`, lookups and updates by index in `indexing.py`.
 """
 
@@ -22,22 +22,22 @@ MEAN = 1
 
 
 def present(call: Call) -> list[Any]:
-    """The operands that are there, in the order of the rule's terms."""
+    """Returns the operands that are not None, in the order of the rule's terms."""
     return [operand for operand in call.operands if operand is not None]
 
 
 def letters(ndim: int, mark: str = "") -> list[str]:
-    """Names for `ndim` dimensions, the same for the same arguments; rules here use no others from a to h."""
+    """Returns names for `ndim` dimensions; rule functions use no other names from a to h."""
     return [f"{name}{mark}" for name in ("abcdefgh" if ndim <= 8 else [f"d{i}" for i in range(ndim)])][:ndim]
 
 
 def unread(operand: Any, i: int) -> list[str]:
-    """The term of an operand of which no cut may be seen."""
+    """Returns the term of an operand that must not be cut."""
     return [f"x{i}_{d}^" for d in range(operand.dim())]
 
 
 def same_dtype(call: Call) -> bool:
-    """False for an operator that casts, a barrier to Partial values: they are reduced in their own precision."""
+    """False for an operator that casts. Partial values are reduced before a cast, in their own precision."""
     return bool(call.operands[0].dtype == call.outputs[0].dtype)
 
 
@@ -45,13 +45,13 @@ def same_dtype(call: Call) -> bool:
 
 
 def whole(call: Call) -> Rule:
-    """All of everything, on every rank: also where random numbers are drawn, so that all draw the same."""
+    """Every rank needs all operands whole. For random numbers: so all ranks draw the same."""
     ins = [unread(operand, i) for i, operand in enumerate(present(call))]
     return Rule.of(spell(ins, [[f"y{i}_{d}^" for d in range(out.dim())] for i, out in enumerate(call.outputs)]))
 
 
 def fixed(text: str, linear: Linear = ()) -> RuleFunction:
-    """The same factor string for every call; terms of operands that are absent are dropped."""
+    """Returns a rule function with one factor string for all calls; it drops the terms of absent operands."""
     ins, outs = text.split("->")
     terms = ins.split(",")
 
@@ -66,12 +66,12 @@ def fixed(text: str, linear: Linear = ()) -> RuleFunction:
 
 
 def exact(text: str) -> RuleFunction:
-    """The same factor string for every call of what has gradients among its operands or outputs."""
+    """Returns a rule function with one factor string, for a mark whose operands or outputs are gradients, too."""
     return lambda call: replace(Rule.of(text), exact=True)
 
 
 def either(argument: str, there: RuleFunction, absent: RuleFunction) -> RuleFunction:
-    """One function for calls in which `argument` is given and true, another for the others."""
+    """Returns a rule function that is `there` if `argument` is given and true, else `absent`."""
 
     def of(call: Call) -> Rule | None:
         given = call.get(argument)
@@ -84,23 +84,23 @@ def either(argument: str, there: RuleFunction, absent: RuleFunction) -> RuleFunc
 
 
 def pointwise(linear: Linear = ()) -> RuleFunction:
-    """Every output element from the elements at its place, with broadcasting."""
+    """Each output element depends on the elements at the same place, with broadcasting."""
     return lambda call: Rule.of(spell([["*"]] * len(present(call)), [["*"]] * len(call.outputs)), linear)
 
 
 def additive(call: Call) -> Rule | None:
-    """A sum of tensors is linear in all of them together; a tensor plus a number is not linear."""
+    """A sum of tensors is linear in all operands together; a tensor plus a number is not linear."""
     return pointwise("all" if len(present(call)) > 1 else ())(call)
 
 
 def divide(call: Call) -> Rule | None:
-    """Linear in the dividend, unless it is a number or the quotient is rounded."""
+    """A quotient is linear in the dividend, unless the dividend is a number or the quotient is rounded."""
     dividend = isinstance(call["self"], torch.Tensor)
     return pointwise(((0,),) if dividend and not call.get("rounding_mode") else ())(call)
 
 
 def cast(call: Call) -> Rule:
-    """A change of dtype; of a second operand (`type_as`) nothing but the dtype is read."""
+    """A change of dtype; only the dtype of a second operand (`type_as`) is read."""
     rest = [unread(operand, i) for i, operand in enumerate(call.operands[1:], 1)]
     return Rule.of(spell([["*"], *rest], [["*"]]), ((0,),) if same_dtype(call) else ())
 
@@ -111,14 +111,14 @@ def copy(call: Call) -> Rule | None:
 
 
 def where(call: Call) -> Rule | None:
-    """Linear in what is chosen from, where a number that is chosen is zero."""
+    """`where` is linear in the two values together, if each is a tensor or zero."""
     chosen = [call.get("self"), call.get("other")]
     zero = all(isinstance(one, torch.Tensor) or one == 0 for one in chosen)
     return pointwise((tuple(range(1, len(call.operands))),) if zero else ())(call)
 
 
 def masked_fill(call: Call) -> Rule | None:
-    """Linear in the tensor where a zero is filled in, in tensor and value together where that is a tensor."""
+    """Linear in the tensor if the value is zero; in tensor and value together if the value is a tensor."""
     value = call["value"]
     if isinstance(value, torch.Tensor):
         return pointwise(((0, 2),))(call)
@@ -126,20 +126,20 @@ def masked_fill(call: Call) -> Rule | None:
 
 
 def dropout(call: Call) -> Rule | None:
-    """Pass-through where nothing is drawn; where something is, each factor is cut in a parallel form."""
+    """Pass-through if nothing is drawn; otherwise each factor can be cut in the parallel form."""
     drawn = call["train"] and call["p"] != 0
     return along(call, range(call.operands[0].dim()), "!") if drawn else pointwise("all")(call)
 
 
 def gated(call: Call) -> Rule:
-    """`glu`: the first half of `dim` times the sigmoid of the second; halves are cut together."""
+    """`glu`: the first half of `dim` times the sigmoid of the second half; both halves are cut together."""
     before, after, dim = letters(call.operands[0].dim()), letters(call.operands[0].dim()), call.dim()
     before[dim], after[dim] = "(k | k)", "k"
     return Rule.of(spell([before], [after]))
 
 
 def channelwise(call: Call) -> Rule:
-    """`prelu`: `input: [a b ...]`, one weight for all or one for each `b`."""
+    """`prelu`: `input: [a b ...]`, with one weight for all, or one for each `b`."""
     x, weight = call.operands
     ns = letters(x.dim())
     return Rule.of(spell([ns, ns[1:2] if x.dim() > 1 and weight.dim() else unread(weight, 1)], [ns]))
@@ -149,24 +149,24 @@ def channelwise(call: Call) -> Rule:
 
 
 def along(call: Call, dims: Iterable[int], mark: str = "^", linear: Linear = ()) -> Rule:
-    """Shape-preserving on the first operand, working along `dims` (marked), pass-through elsewhere."""
+    """Keeps the first operand's shape, mixes along `dims` (which get the mark), passes other dimensions through."""
     marked = [d % max(call.operands[0].dim(), 1) for d in dims]
     term = [n + mark * (i in marked) for i, n in enumerate(letters(call.operands[0].dim()))]
     return Rule.of(spell([term], [term] * len(call.outputs)), linear)
 
 
 def along_dim(mark: str = "^", linear: Linear = ()) -> RuleFunction:
-    """Works along its `dim` argument: softmax, cumsum, sort, ..."""
+    """Mixes along its argument `dim`: softmax, cumsum, sort, ..."""
     return lambda call: along(call, [call.dim()], mark, linear if same_dtype(call) else ())
 
 
 def along_dims(call: Call) -> Rule:
-    """Works along its `dims` argument: flip, roll (all of them where none is given)."""
+    """Mixes along its argument `dims`: flip, roll (along all dimensions if none is given)."""
     return along(call, call["dims"] or range(call.operands[0].dim()), linear="all")
 
 
 def along_fixed(*dims: int, linear: Linear = ()) -> RuleFunction:
-    """Works along these dimensions: tril, fliplr, msort, ..."""
+    """Mixes along these dimensions: tril, fliplr, msort, ..."""
     return lambda call: along(call, dims, linear=linear)
 
 
@@ -177,14 +177,14 @@ def norm(call: Call) -> Rule:
 
 
 def group_norm(call: Call) -> Rule:
-    """`x: [n g c ...]`, `weight: [g c]`, `bias: [g c]`: a group's channels are normalised together with all places."""
+    """`x: [n g c ...]`, `weight: [g c]`, `bias: [g c]`: each group is normalised over its channels and places."""
     x, *rest = present(call)
     term = ["n", "g", *(f"c{d}^" for d in range(x.dim() - 2))]
     return Rule.of(spell([term] + [term[1:3]] * len(rest), [term]))
 
 
 def batch_norm(call: Call) -> Rule:
-    """`x: [n c ...]`, all others `[c]`: each channel by itself, in training over all the batch."""
+    """`x: [n c ...]`, other operands `[c]`: each channel by itself, in training over the whole batch."""
     x, *rest = present(call)
     mark = "^" if call.get("training", True) else ""
     term = [f"n{mark}", "c", *(f"d{d}{mark}" for d in range(x.dim() - 2))]
@@ -192,7 +192,7 @@ def batch_norm(call: Call) -> Rule:
 
 
 def by_channel(call: Call) -> Rule:
-    """`x: [... c places...]`, each channel by itself, at other places."""
+    """`x: [... c places...]`: each channel by itself, with another number of places."""
     dim, ndim = call["dim"], call.operands[0].dim()
     front = [*letters(ndim)[:dim], "k"]
     before, after = ([*front, *(f"{name}{d}^" for d in range(dim + 1, ndim))] for name in "xy")
@@ -200,7 +200,7 @@ def by_channel(call: Call) -> Rule:
 
 
 def resized(call: Call) -> Rule:
-    """Another length along `dim`: topk, diff. All of the operands is needed there."""
+    """A result of another length along `dim`: topk, diff. The operands are needed whole along `dim`."""
     dim, ns = call.dim(), letters(call.operands[0].dim())
     names = [f"x{i}^" for i in range(len(present(call)))]
     *before, after = ([*ns[:dim], name, *ns[dim + 1 :]] if ns else [] for name in [*names, "y^"])
@@ -211,14 +211,14 @@ def resized(call: Call) -> Rule:
 
 
 def reduced_dims(call: Call) -> set[int]:
-    """The dimensions that a reduction's `dim` argument names: all of them where it is absent or empty."""
+    """Returns the dimensions in a reduction's argument `dim`; all dimensions if it is absent or empty."""
     ndim, given = call.operands[0].dim(), call.get("dim")
     dims = [given] if isinstance(given, int) else given
     return {d % max(ndim, 1) for d in dims} & set(range(ndim)) if dims else set(range(ndim))
 
 
 def reduction(mark: str = "", linear: Linear = ()) -> RuleFunction:
-    """Reduces its `dim` argument (all dimensions where none is given), which carry `mark`."""
+    """Reduces the dimensions in its argument `dim` (all if none is given), which get the mark."""
 
     def of(call: Call) -> Rule:
         ns, dims = letters(call.operands[0].dim()), reduced_dims(call)
@@ -230,7 +230,7 @@ def reduction(mark: str = "", linear: Linear = ()) -> RuleFunction:
 
 
 def paired(mark: str, linear: Linear = ()) -> RuleFunction:
-    """Two operands, broadcast, whose `dim` is reduced: cosine_similarity, vecdot."""
+    """Broadcasts two operands and reduces `dim`: cosine_similarity, vecdot."""
 
     def of(call: Call) -> Rule:
         ins = broadcast(call)
@@ -244,7 +244,7 @@ def paired(mark: str, linear: Linear = ()) -> RuleFunction:
 
 
 def broadcast(call: Call, mark: str = "") -> list[list[str]]:
-    """The terms of operands that are broadcast against each other, as `*` is, but each factor by name."""
+    """Returns the terms of operands that are broadcast, as `*` says, but with named factors."""
     ndim = max(operand.dim() for operand in present(call))
     return [letters(ndim, mark)[ndim - operand.dim() :] for operand in present(call)]
 
@@ -253,15 +253,15 @@ def broadcast(call: Call, mark: str = "") -> list[list[str]]:
 
 
 def elementwise_loss(call: Call) -> Rule:
-    """A loss of each element, with the reductions none, mean and sum: mse_loss, binary_cross_entropy, ..."""
+    """An elementwise loss with the reductions none, mean and sum: mse_loss, binary_cross_entropy, ..."""
     ins = broadcast(call, "^" if call["reduction"] == MEAN else "")
     return Rule.of(spell(ins, [[] if call["reduction"] else max(ins, key=len)]))
 
 
 def class_loss(call: Call) -> Rule | None:
-    """Cross-entropy and negative log-likelihood over classes `c`: parallel along the classes.
+    """Cross-entropy and negative log-likelihood over classes `c`, with a parallel form along the classes.
 
-    `input: [n c ...]` or `[c]`, `target: [n ...]` of class indices; probabilities as target stay unknown.
+    `input: [n c ...]` or `[c]`, `target: [n ...]` of class indices. There is no rule for probabilities as target.
     """
     x, target, *weight = present(call)
     if target.dtype.is_floating_point:
@@ -275,8 +275,8 @@ def class_loss(call: Call) -> Rule | None:
 # ---- creation
 
 
-def filled(call: Call) -> Rule:
-    """A new tensor whose elements do not depend on their place; of its operands nothing but the dtype is read."""
+def new_tensor(call: Call) -> Rule:
+    """A new tensor whose elements do not depend on their place; only the dtypes of its operands are read."""
     ins = [unread(operand, i) for i, operand in enumerate(present(call))]
     return Rule.of(spell(ins, [letters(call.outputs[0].dim())]))
 
@@ -285,18 +285,18 @@ def filled(call: Call) -> Rule:
 
 
 def dispatched(call: Call) -> Rule:
-    """Rows in the order of the experts that they chose."""
+    """`dispatch`: rows in the order of their chosen experts."""
     return Rule.of("s^ -> (e! n)", e=call["stop"] - call["start"])
 
 
 def _around(call: Call, *names: str) -> list[list[str]]:
-    """Terms as long as the first operand, each with its own factor along `dim`; "" for none."""
+    """Returns terms like that of the first operand, with another factor along `dim`; "" drops the dimension."""
     ns, dim = letters(call.operands[0].dim()), call.dim()
     return [[*ns[:dim], *([name] if name else []), *ns[dim + 1 :]] for name in names]
 
 
 def parallel_gather(call: Call) -> Rule:
-    """`gather` where the factor along `dim` is cut: see `parallel.gather(x, dim, index, start)`."""
+    """`gather` with a cut factor along `dim`: see `lookup.gather(x, dim, index, start, size)`."""
     x, index = _around(call, "v", "k")
     return Rule.of(spell([x, index], [index]), ((0,),))
 
@@ -308,6 +308,6 @@ def parallel_peak(call: Call) -> Rule:
 
 
 def parallel_class_terms(call: Call) -> Rule:
-    """`class_terms(x, top, classes, dim, start)`: two sums for each row, over classes that may be cut."""
+    """`class_terms(x, top, classes, dim, start)`: two sums for each row over classes, which may be cut."""
     x, top, row = _around(call, "v!", "1", "")
     return Rule.of(spell([x, top, row], [["t^", *row]]))

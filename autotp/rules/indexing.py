@@ -1,7 +1,7 @@
 """Rule functions of lookups and updates by index; None where there is no rule.
 
-The dimension that is indexed stays whole: an index counts in the global tensor. Only `embedding` and `gather`
-have a parallel form along it, marked `!`.
+The indexed dimension stays whole, because an index is a position in the global tensor. Only `embedding` and `gather`
+have a parallel form along this dimension, marked `!`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from autotp.sharding.axis import Size
 
 
 def embedding(call: Call) -> Rule | None:
-    """Rows `v` of a table. Gradients that are scaled by frequency, or sparse, are not what a part of the table has."""
+    """Rows `v` of a table. A part of the table cannot compute gradients that are sparse or scaled by frequency."""
     if call["scale_grad_by_freq"]:
         return None
     return Rule.of(f"v{'^' if call['sparse'] else '!'} h, * -> * h", ((0,),))
 
 
 def one_hot(call: Call) -> Rule:
-    """A new dimension, of the classes; how many there are is counted where it is not said."""
+    """A new dimension of classes; without `num_classes` their number depends on values, and everything stays whole."""
     return Rule.of("* -> * k^") if call["num_classes"] >= 0 else whole(call)
 
 
 def gather(call: Call) -> Rule | None:
-    """One element of `x` along `dim` for each index: linear in `x`, and cut along `dim` in a parallel form."""
+    """One element of `x` along `dim` for each index: linear in `x`, with a parallel form along `dim`."""
     if call.operands[0].dim() != call.operands[1].dim() or call["sparse_grad"]:
         return None
     x, index = _beside(call)
@@ -37,7 +37,7 @@ def gather(call: Call) -> Rule | None:
 
 
 def scatter(call: Call) -> Rule | None:
-    """`scatter`, `scatter_add`, `scatter_reduce`: `src` goes where `index` says along `dim`, elsewhere side by side."""
+    """`scatter`, `scatter_add`, `scatter_reduce`: moves `src` along `dim` as `index` says, elementwise elsewhere."""
     if any(operand.dim() != call.operands[0].dim() for operand in call.operands):
         return None
     terms = _beside(call)
@@ -47,7 +47,7 @@ def scatter(call: Call) -> Rule | None:
 
 
 def _beside(call: Call) -> list[list[str]]:
-    """Terms of operands of the same rank: one factor where all are equally long, else each operand's own, whole."""
+    """Returns terms with a common factor in dimensions of equal length, and whole separate factors in the others."""
     terms: list[list[str]] = [[] for _ in call.operands]
     for n, *lengths in zip(letters(call.operands[0].dim()), *(operand.shape for operand in call.operands), strict=True):
         same = len({Size.of(length) for length in lengths}) == 1
@@ -57,7 +57,7 @@ def _beside(call: Call) -> list[list[str]]:
 
 
 def index_select(call: Call) -> Rule:
-    """Places of `dim`, in the order of a list of them."""
+    """Picks positions of `dim`, in the order of a list."""
     x, index = call.operands
     ns, dim = letters(x.dim()), call.dim()
     before, after = ([*ns[:dim], name, *ns[dim + 1 :]] if ns else [] for name in ("v^", "k"))
@@ -65,7 +65,7 @@ def index_select(call: Call) -> Rule:
 
 
 def index_update(call: Call) -> Rule | None:
-    """`index_add`, `index_copy`, `index_fill`: a list of places of `dim` changes."""
+    """`index_add`, `index_copy`, `index_fill`: changes the positions of `dim` in a list."""
     x, index, *source = call.operands
     if not x.dim() or any(value.dim() not in (0, x.dim()) for value in source):
         return None
@@ -75,7 +75,7 @@ def index_update(call: Call) -> Rule | None:
 
 
 def index(call: Call) -> Rule | None:
-    """Advanced indexing by integers: the indexed dimensions whole, the others pass through."""
+    """Advanced indexing by integers: the indexed dimensions are needed whole, the others pass through."""
     if not _integers(call):
         return None
     x, terms, out = _indexed(call, "")
@@ -83,7 +83,7 @@ def index(call: Call) -> Rule | None:
 
 
 def index_put(call: Call) -> Rule | None:
-    """Advanced indexing to write, `values` broadcast to what the same indices would read; the places all at once."""
+    """Advanced indexing that writes; `values` is broadcast to the shape that the same indices would read."""
     if not _integers(call):
         return None
     x, terms, out = _indexed(call, "^")
@@ -91,15 +91,15 @@ def index_put(call: Call) -> Rule | None:
 
 
 def _integers(call: Call) -> bool:
-    """True if all indices are integers; what a mask picks is as long as it happens to be."""
+    """True if all indices are integers; the length of a result picked by a mask depends on values."""
     given = [value.dtype for value in call["indices"] if value is not None]
     return bool(given) and all(dtype in (torch.int64, torch.int32) for dtype in given)
 
 
 def _indexed(call: Call, mark: str) -> tuple[list[str], list[list[str]], list[str]]:
-    """The terms of `x`, of the indices (their factors carry `mark`), and of what they pick.
+    """Returns the terms of `x`, of the indices (their factors get `mark`), and of the result.
 
-    Neighbouring indices put what they pick in their place, scattered ones in front.
+    The picked dimensions are at the place of the indices if these are neighbours, else in front.
     """
     ns, indices = letters(call.operands[0].dim()), call["indices"]
     places = [i for i, value in enumerate(indices) if value is not None]
@@ -112,7 +112,7 @@ def _indexed(call: Call, mark: str) -> tuple[list[str], list[list[str]], list[st
 
 
 def searched(call: Call) -> Rule:
-    """`searchsorted` and `bucketize`: where each number stands in a sorted list, one for all or one for each row."""
+    """`searchsorted` and `bucketize`: the place of each number in a sorted list, one for all or one for each row."""
     wanted = call["self"]
     listed = next(operand for operand in present(call) if operand is not wanted)
     rows = ["*"] if listed.dim() == 1 else [*letters(listed.dim() - 1), "k"]
@@ -121,5 +121,5 @@ def searched(call: Call) -> Rule:
 
 
 def membership(call: Call) -> Rule:
-    """`isin`: each element against all of a set."""
+    """`isin`: compares each element with a whole set."""
     return Rule.of(spell([["*"], unread(call.operands[1], 1)], [["*"]]))

@@ -61,11 +61,11 @@ class Rule:
     Attributes:
         ins: one term for each tensor operand.
         outs: one term for each output tensor.
-        sizes: lengths of factors that the shapes alone do not give.
-        linear: groups of operand positions; where all of a group are Partial (and the other operands
-            Copied) the output is Partial.
-        reducer: how reduced factors are reduced.
-        exact: operands and outputs are never Copied, nor the same on several ranks of a cut: gradients are among them.
+        sizes: lengths of factors that do not follow from shapes.
+        linear: groups of operand positions; if all operands of a group are Partial, and the others Copied, the output
+            is Partial.
+        reducer: the reduction over factors that are missing from the outputs.
+        exact: True if operands and outputs must not be Copied or held by several ranks, because some are gradients.
     """
 
     ins: tuple[Term, ...]
@@ -82,13 +82,13 @@ class Rule:
         reducer: Literal["sum", "max"] = "sum",
         **sizes: Any,
     ) -> Rule:
-        """The rule that `text` spells.
+        """Returns the rule of a factor string.
 
         Args:
-            text: the factor string, see the module's docstring.
+            text: the factor string; the module's docstring explains it.
             linear: `"each"` operand by itself (a product), `"all"` operands together (a sum), or groups of positions.
-            reducer: what reduces the factors that are missing from the outputs.
-            sizes: lengths of factors that the operands' shapes do not give, as in `"(a | b) -> b"` with `a=4`.
+            reducer: the reduction over factors that are missing from the outputs.
+            sizes: lengths of factors that do not follow from the operands' shapes, as in `"(a | b) -> b"` with `a=4`.
 
         Raises:
             Error: the string does not parse; says where.
@@ -107,7 +107,7 @@ class Rule:
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
-    """The input and output terms of a factor string. Raises Error where it does not parse."""
+    """Returns the input and output terms of a factor string. Raises Error if it does not parse."""
     sides = text.split("->")
     if len(sides) != 2:
         raise _malformed(text, "one `->` between operands and outputs")
@@ -118,20 +118,20 @@ def parse(text: str) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
 
 
 def spell(ins: Iterable[Sequence[str]], outs: Iterable[Sequence[str]]) -> str:
-    """The factor string of terms given dimension by dimension: `[["a", "b"], []], [["a"]]` is `a b, () -> a`."""
+    """Returns the factor string of terms, given by dimension: `[["a", "b"], []], [["a"]]` gives `a b, () -> a`."""
     left, right = (", ".join(" ".join(term) or "()" for term in side) for side in (ins, outs))
     return f"{left} -> {right}"
 
 
 def names(expr: Expr) -> list[Name]:
-    """All factors in an expression, in order, `1` and `*` left out."""
+    """Returns all factors in an expression, in order, without `1` and `*`."""
     if isinstance(expr, Group):
         return [name for part in expr.parts for name in names(part)]
     return [] if expr in (STAR, UNIT) else [expr]
 
 
 def _spread(expr: Expr) -> list[set[str]]:
-    """The factor names in an expression, in sets that may not overlap: the parts of a concatenation count as one."""
+    """Returns the factor names in an expression as sets that must be disjoint; a concatenation is one set."""
     if isinstance(expr, Group) and expr.kind == "product":
         return [found for part in expr.parts for found in _spread(part)]
     return [{name.name for name in names(expr)}]
@@ -145,7 +145,7 @@ _TOKEN = re.compile(r"\s*([A-Za-z_][A-Za-z_0-9]*[\^!]?|[()|*1])")
 
 
 class _Parser:
-    """Recursive descent over one term."""
+    """A recursive-descent parser for one term."""
 
     def __init__(self, text: str, term: str) -> None:
         self.text, self.tokens = text, self._tokens(text, term)

@@ -13,7 +13,10 @@ from autotp.sharding.axis import Size
 
 
 def biased(text: str, bias: str) -> RuleFunction:
-    """A product, linear in each operand; with a bias, the last operand, nothing is reduced: every rank would add it."""
+    """Returns the rule function of a product, linear in each operand.
+
+    With a bias as last operand no cut factor may be reduced, because every rank would add the bias.
+    """
     product, n = Rule.of(text, "each"), text.count(",") + 1
     terms = [*_whole_where_reduced(product), bias]
     whole_sum = fixed(f"{', '.join(terms)} ->{text.split('->')[1]}", tuple((i, n) for i in range(n)))
@@ -21,13 +24,13 @@ def biased(text: str, bias: str) -> RuleFunction:
 
 
 def _whole_where_reduced(rule: Rule) -> list[str]:
-    """The operands' terms of a rule without groups, what is missing from the output marked `^`."""
+    """Returns the operands' terms of a rule without groups, with `^` at factors that are missing from the output."""
     kept = {str(expr) for expr in rule.outs[0]}
     return [" ".join(f"{n}" if str(n) in kept else f"{n}^" for n in term) for term in rule.ins]
 
 
 def matmul(call: Call) -> Rule:
-    """`[... m i] @ [... i n]`, either of them perhaps a vector; `*` are the batches."""
+    """`[... m i] @ [... i n]`; either operand may be a vector; `*` are the batches."""
     a, b = (operand.dim() for operand in call.operands)
     batched = ["*"] if max(a, b) > 2 else []
     left = [*batched, "m", "i"] if a > 1 else ["i"]
@@ -36,14 +39,14 @@ def matmul(call: Call) -> Rule:
 
 
 def added(text: str) -> RuleFunction:
-    """`addmm` and its kin: `beta * input + alpha * product`, the input broadcast to the product's shape."""
+    """`addmm` and the like: `beta * input + alpha * product`, with the input broadcast to the product's shape."""
     product = Rule.of(text)
     out, terms = [str(expr) for expr in product.outs[0]], [term.split() for term in _whole_where_reduced(product)]
     return lambda call: Rule.of(spell([out[len(out) - call.operands[0].dim() :], *terms], [out]), ((0, 1), (0, 2)))
 
 
 def grouped_mm(call: Call) -> Rule | None:
-    """`[s i] @ [e i o]`, the rows in groups, one for each expert: `offs: [e]` says where they end."""
+    """`[s i] @ [e i o]` with the rows in groups, one for each expert; `offs: [e]` has the ends of the groups."""
     a, b = call.operands[:2]
     if (a.dim(), b.dim()) != (2, 3) or call.get("bias") is not None:
         return None
@@ -60,7 +63,7 @@ def inner(call: Call) -> Rule:
 
 
 def einsum(call: Call) -> Rule | None:
-    """An einsum equation is a rule already. A diagonal (`ii`) has one factor in two dimensions: nothing is known."""
+    """An einsum equation is a rule already. A diagonal (`ii`), one factor in two dimensions, has no rule."""
     ins, arrow, out = call["equation"].replace(" ", "").replace("...", ".").partition("->")
     if not arrow:
         once = sorted({c for c in ins if ins.count(c) == 1} - {","} - {"."})
@@ -71,8 +74,8 @@ def einsum(call: Call) -> Rule | None:
     return Rule.of(text.replace(".", "*"), "each")
 
 
-def convolution(call: Call) -> Rule:
-    """A linear in its channels, group by group: `x: [n (g i) ...]`, `weight: [(g o) i ...]`."""
+def convolution_rule(call: Call) -> Rule:
+    """A convolution is a linear in its channels, group by group: `x: [n (g i) ...]`, `weight: [(g o) i ...]`."""
     x, weight = call.operands
     inside = weight.shape[1]
     groups = x.shape[x.dim() - weight.dim() + 1] // max(inside, 1)
@@ -80,14 +83,14 @@ def convolution(call: Call) -> Rule:
     return _convolved(x, weight.dim() - 2, ["go", "i"], groups, inside, outside)
 
 
-def conv_transpose(call: Call) -> Rule:
-    """The same, as a transposed convolution reads it: `x: [n (g i) ...]`, `weight: [g i o ...]`."""
+def conv_transpose_rule(call: Call) -> Rule:
+    """The same for a transposed convolution: `x: [n (g i) ...]`, `weight: [g i o ...]`."""
     x, weight = call.operands
     return _convolved(x, weight.dim() - 3, ["g", "i", "o"], *weight.shape[:3])
 
 
 def _convolved(x: torch.Tensor, places: int, weight: list[str], groups: int, inside: int, outside: int) -> Rule:
-    """The rule of a convolution whose weight has these dimensions before its kernel's."""
+    """Returns the rule of a convolution whose weight has these dimensions before those of the kernel."""
     many = {name: n != 1 for name, n in zip("gio", (groups, inside, outside), strict=True)}
 
     def channels(names: str) -> str:
@@ -104,11 +107,11 @@ def _convolved(x: torch.Tensor, places: int, weight: list[str], groups: int, ins
 def attention(call: Call) -> Rule | None:
     """Scaled dot-product attention: `query: [* h s d]`, `key: [* k t d]`, `value: [* k t e]`, `mask: [* h s t]`.
 
-    Linear in `value` where no weights are dropped. With dropout the mask is drawn for all heads at once, so a
-    cut goes through the parallel form; with `is_causal` the positions matter.
+    Linear in `value` without dropout. With dropout the mask is drawn for all heads at once, so a cut needs the parallel
+    form. With `is_causal` the positions of queries matter, so they stay whole.
     """
     query, key, _, *mask = present(call)
-    if query.dim() != call.outputs[0].dim():  # Broadcast by the others: torch mistakes empty parts.
+    if query.dim() != call.outputs[0].dim():  # The query is broadcast: torch fails on empty parts then.
         return None
     mark = "!" if call.get("dropout_p") else ""
     heads = [f"h{i}{mark}" for i in range(call.outputs[0].dim() - 2)]

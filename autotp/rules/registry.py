@@ -1,4 +1,4 @@
-"""The rules that hold: those of the table, of model libraries, and those that users registered."""
+"""The rules in use: those of the table, of model libraries, and those that users registered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Operator = Callable[..., Any]
 RULES: dict[Operator, f.RuleFunction] = {op: row.rule for op, row in ROWS.items() if row.rule is not None}
 
 USER_RULES: set[Operator] = set()
-"""Operators whose rule a user registered: proved on the spot, on the example that the graph gives."""
+"""Operators whose rule a user registered: each is tested on the shapes of each captured graph."""
 
 
 def rule(op: Operator, factors: str | f.RuleFunction, linear: f.Linear = ()) -> None:
@@ -33,8 +33,8 @@ def rule(op: Operator, factors: str | f.RuleFunction, linear: f.Linear = ()) -> 
         factors: the rule, such as "* i, o i -> * o": `*` means all dimensions before, `name^` a dimension that the
             operator needs whole; a name that is missing from the output is summed. Or a function that takes the call
             and returns a Rule.
-        linear: where the operator is linear, so that a partial sum may enter before it is reduced: "each" operand by
-            itself, "all" operands together, or groups of operand positions.
+        linear: in which operands the operator is linear, so that it may read a partial sum before it is reduced: "each"
+            operand by itself, "all" operands together, or groups of operand positions.
 
     Raises:
         Error: the text does not parse, `op` is not an operator, or it writes into its operands.
@@ -65,10 +65,10 @@ def rule(op: Operator, factors: str | f.RuleFunction, linear: f.Linear = ()) -> 
 
 
 def rule_of(call: Call) -> Rule | None:
-    """The rule of a call, or None where autotp knows none.
+    """Returns the rule of a call, or None if autotp knows none.
 
     Raises:
-        Error: a user's rule has not the terms, or a term not the dimensions, that the call has.
+        Error: the terms of a user's rule do not match the call's tensors and their dimensions.
     """
     function = _function_of(call.target)
     found = None if function is None else function(call)
@@ -83,7 +83,7 @@ def _function_of(op: Operator) -> f.RuleFunction | None:
 
 
 def is_grouped(op: Any) -> bool:
-    """True for a product of groups of rows, each with a matrix of its own."""
+    """True for a product of groups of rows, each group with its own matrix."""
     return callable(op) and _function_of(op) is grouped_mm
 
 
@@ -97,5 +97,5 @@ def _fits(rule: Rule, call: Call) -> bool:
 
 
 def unknown(call: Call) -> Rule:
-    """What is assumed of an operator without a rule: it needs all of everything."""
+    """Returns the rule that is assumed for an operator without a rule: it needs all operands whole."""
     return f.whole(call)

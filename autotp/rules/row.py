@@ -1,13 +1,13 @@
-"""What one row of the table says of an operator: its rule, and its traits, which passes ask for.
+"""A row of the table: an operator's rule, and its traits, which passes ask for.
 
-A trait is a claim. What a row does not say of its operator is not known, and no pass rests on it.
+A trait is a claim. A fact that a row does not state is unknown, and no pass relies on it.
 
 NOTE [What an operator is, and what a pass does with it]
-What is true of an operator, whoever asks, is a trait. What one pass writes in an operator's place is no trait: it is a
-function of that pass. Four passes have a table of such functions: `canonicalize` (REWRITES), `functionalize`
-(SCATTERS), `decompose` (EXPANSIONS) and `localize` (FORMS). Nobody lists an operator's form in place, or the form that
-returns a new tensor: torch's names and schemas tell them. `passes/check` writes what it needs a second time, so that
-the check does not believe a wrong trait that the passes believed.
+A fact about an operator is a trait. The replacement that one pass writes for an operator is no trait, but a function of
+that pass. Four passes have a table of such functions: `canonicalize` (REWRITES), `functionalize` (SCATTERS),
+`decompose` (EXPANSIONS) and `localize` (FORMS). The in-place form and the functional form of an operator are not listed
+anywhere: they follow from torch's names and schemas. `passes/check` writes the facts that it needs a second time, so
+that a wrong trait cannot mislead both the passes and the check.
 """
 
 from __future__ import annotations
@@ -19,61 +19,61 @@ from autotp.rules.common import RuleFunction
 
 
 class Trait(Flag):
-    """What is true of each call of an operator."""
+    """A fact that is true of each call of an operator."""
 
     NONE = 0
 
-    # Elements: where the result has those of the first operand.
-    SAME = auto()  # At their places; perhaps in another dtype, in other memory.
-    CAST = auto()  # The dtype may be another.
-    MAY_ALIAS = auto()  # Perhaps in the first operand's own memory, whatever the schema says.
-    RESHAPE = auto()  # In their order, under other sizes.
+    # The result has the elements of the first operand:
+    SAME = auto()  # At the same places; the dtype and the memory may differ.
+    CAST = auto()  # The dtype may differ.
+    MAY_ALIAS = auto()  # The result may share the first operand's memory, although the schema does not say so.
+    RESHAPE = auto()  # In the same order, with other sizes.
     PERMUTE = auto()  # With the dimensions in another order.
-    MOVABLE = auto()  # Among these views: sums and copies may be moved past it.
-    SWAP = auto()  # Among these: the same call a second time undoes it.
-    SPLIT = auto()  # In several parts along `dim`.
-    SLICE = auto()  # Some neighbours, or every k-th, along `dim`.
+    MOVABLE = auto()  # A view; passes may move sums and copies from its operand to its result.
+    SWAP = auto()  # A permutation that the same call undoes.
+    SPLIT = auto()  # Split into parts along `dim`.
+    SLICE = auto()  # A range, or every k-th element, along `dim`.
 
     # New tensors.
-    FILL = auto()  # Of given sizes, and of no operand's elements.
-    UNINITIALIZED = auto()  # Of whatever is in memory.
-    RANDOM_EACH = auto()  # Each element is drawn by itself.
-    RANDOM = auto()  # It draws random numbers: passes keep their order. (Of torch's own operators their tags say so.)
+    FILL = auto()  # Has given sizes; does not depend on elements of operands.
+    UNINITIALIZED = auto()  # Has whatever is in memory.
+    RANDOM_EACH = auto()  # Draws each element separately.
+    RANDOM = auto()  # Draws random numbers: passes keep their order. (Tags of torch's operators say so, too.)
 
     # Products and sums.
-    PRODUCT = auto()  # Of two operands and nothing else; the gradient of each is a new tensor.
+    PRODUCT = auto()  # A product of two operands; the gradient of each is a new tensor.
     BATCHED = auto()  # Both operands of the product may have batches.
-    ADDED_PRODUCT = auto()  # A product, added to the first operand.
-    TAKES_BIAS = auto()  # A vector along the product's last dimension can be added within.
+    ADDED_PRODUCT = auto()  # A product that is added to the first operand.
+    TAKES_BIAS = auto()  # A product with a form that adds a bias along its last dimension.
     SUM = auto()  # The first operand plus or minus the second.
     SCALE = auto()  # The first operand times the second, or divided by it.
     SOFTMAX = auto()
     ATTENTION = auto()  # Scaled dot-product attention.
-    SORT = auto()  # Along `dim`; `descending` turns the order.
+    SORT = auto()  # Sorts along `dim`, if `descending` in descending order.
 
     # Lookups, updates, losses.
-    LOOKUP = auto()  # Rows of a table, by number: `weight[rows ...], indices`.
-    ROWS = auto()  # Parts of the first operand, by number.
-    INDICES = auto()  # Reads or writes the places that a list of `indices` names.
-    UPDATE = auto()  # Writes a part anew. The operator that does so in place may stand for it.
+    LOOKUP = auto()  # Picks rows of a table by index: `weight[rows ...], indices`.
+    ROWS = auto()  # Picks parts of the first operand by index.
+    INDICES = auto()  # Reads or writes the positions in a list of `indices`.
+    UPDATE = auto()  # Replaces a part of the first operand; its in-place form may replace it.
     CLASSES = auto()  # Reduces over classes, for each row.
     CLASS_LOSS = auto()  # A loss of scores for classes and of `target`, with `weight`, `ignore_index`, `reduction`.
 
     # In graphs.
-    NO_GRADIENT = auto()  # No gradient passes.
+    NO_GRADIENT = auto()  # Stops gradients.
     UNSAVED = auto()  # The result is a new tensor, which backward does not read.
-    ASSERTION = auto()  # It says what is true of the example, and computes nothing.
+    ASSERTION = auto()  # Asserts a fact about the example, and computes nothing.
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of an operator.
+    """The known facts about an operator.
 
     Attributes:
-        rule: how it may be cut; None where autotp knows no rule, and for what another form stands for by then.
-        traits: what is true of it.
-        sizes: the argument that holds the result's sizes, which become local ones where the operator is cut.
-        places: of what works on each channel by itself, how many dimensions are behind the channels.
+        rule: how it may be cut; None if autotp has no rule, or if another operator replaces it before planning.
+        traits: its traits.
+        sizes: name of the argument with the result's sizes, which become local sizes if the operator is cut.
+        places: for an operator on each channel by itself, the number of dimensions behind the channels.
     """
 
     rule: RuleFunction | None = None

@@ -1,7 +1,7 @@
-"""The table of operators, one row for each: its rule and its traits. A new operator is one row here.
+"""The table of operators: the rule and the traits of each. A new operator is one row here.
 
-A row is a rule and traits (`row.py`). The rule is a factor string or a function of the call (`common.py` names the
-files). An operator that is not listed, or has no rule, is replicated, and the plan says so.
+The rule is a factor string or a function of the call (`common.py` names the files); `row.py` explains the traits. An
+operator that is not listed, or has no rule, is replicated, and the plan says so.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from autotp.rules import views as m
 from autotp.rules.row import Row
 from autotp.rules.row import Trait as T
 
-TABLE: list[tuple[str, Row]] = [
-    # Pointwise: nothing but the element at the same place.
+TORCH_ROWS: list[tuple[str, Row]] = [
+    # Pointwise: each output element depends on the elements at the same place only.
     (
         "abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan "
         "atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor "
@@ -125,7 +125,7 @@ TABLE: list[tuple[str, Row]] = [
     ("fliplr", Row(f.along_fixed(1, linear="all"))),
     ("flipud", Row(f.along_fixed(0, linear="all"))),
     ("tril triu", Row(f.along_fixed(-2, -1, linear="all"))),
-    # Reductions, and what works along a dimension.
+    # Reductions, and operators along a dimension.
     ("sum", Row(f.reduction(linear="all"))),
     ("nansum count_nonzero", Row(f.reduction())),
     ("mean", Row(f.reduction("!", linear="all"))),
@@ -146,9 +146,9 @@ TABLE: list[tuple[str, Row]] = [
     ("topk diff", Row(f.resized)),
     ("layer_norm rms_norm", Row(f.norm)),
     # Creation.
-    ("zeros ones full new_zeros new_ones new_full", Row(f.filled, T.FILL, sizes="size")),
-    ("empty new_empty", Row(f.filled, T.FILL | T.UNINITIALIZED, sizes="size")),
-    ("scalar_tensor", Row(f.filled)),
+    ("zeros ones full new_zeros new_ones new_full", Row(f.new_tensor, T.FILL, sizes="size")),
+    ("empty new_empty", Row(f.new_tensor, T.FILL | T.UNINITIALIZED, sizes="size")),
+    ("scalar_tensor", Row(f.new_tensor)),
     ("zeros_like ones_like full_like", Row(f.pointwise())),
     ("empty_like", Row(f.pointwise(), T.UNINITIALIZED)),
     ("arange linspace logspace eye tril_indices triu_indices histc", Row(f.whole)),
@@ -174,7 +174,7 @@ TABLE: list[tuple[str, Row]] = [
         "margin_ranking_loss mse_loss poisson_nll_loss smooth_l1_loss soft_margin_loss",
         Row(f.elementwise_loss),
     ),
-    # What `canonicalize` writes as a call of `channels.by_channel`: pooling and interpolation.
+    # Pooling and interpolation, which `canonicalize` replaces by `channels.by_channel`.
     (
         "avg_pool1d max_pool1d max_pool1d_with_indices adaptive_avg_pool1d adaptive_max_pool1d upsample_linear1d.vec "
         "upsample_nearest1d.vec",
@@ -199,8 +199,11 @@ TABLE: list[tuple[str, Row]] = [
 
 
 def _rows() -> Iterator[tuple[OpOverload, Row]]:
-    """Every overload of the table that graphs can hold: without names for dimensions; if it has a rule, on tensors."""
-    for names, row in TABLE:
+    """Yields every overload in the table that graphs can contain, with its row.
+
+    Overloads with named dimensions are left out; of operators with a rule also overloads that return no tensor.
+    """
+    for names, row in TORCH_ROWS:
         for name in names.split():
             packet, _, overload = name.partition(".")
             for op in overloads(getattr(torch.ops.aten, packet), overload):
@@ -210,14 +213,14 @@ def _rows() -> Iterator[tuple[OpOverload, Row]]:
 
 
 def overloads(op: Callable[..., Any], only: str = "") -> list[Any]:
-    """The overloads of an operator packet (only the one called `only`, if given), or the operator itself."""
+    """Returns the overloads of an operator packet (only the overload `only`, if given), or the operator itself."""
     if not isinstance(op, OpOverloadPacket):
         return [op]
     found = [getattr(op, name) for name in op.overloads() if name == (only or name)]
     return [one for one in found if not one._schema.is_mutable]
 
 
-OWN: dict[Callable[..., Any], Row] = {
+OWN_ROWS: dict[Callable[..., Any], Row] = {
     lookup.embedding: Row(f.fixed("v h, * -> * h", ((0,),)), T.UNSAVED),
     lookup.gather: Row(f.parallel_gather),
     placement_moves.apart: Row(f.whole),
@@ -227,8 +230,8 @@ OWN: dict[Callable[..., Any], Row] = {
     dropout.fast_dropout: Row(traits=T.RANDOM),
     dropout.exact_attention: Row(traits=T.RANDOM | T.ATTENTION),
     dropout.fast_attention: Row(traits=T.RANDOM | T.ATTENTION),
-    channels.convolution: Row(p.convolution),
-    channels.conv_transpose: Row(p.conv_transpose),
+    channels.convolution: Row(p.convolution_rule),
+    channels.conv_transpose: Row(p.conv_transpose_rule),
     channels.by_channel: Row(f.by_channel),
     channels.batch_norm: Row(f.batch_norm),
     channels.batch_norm_moving: Row(f.batch_norm),
@@ -244,7 +247,7 @@ OWN: dict[Callable[..., Any], Row] = {
     custom_vjp.result: Row(f.pointwise()),
     routing.combine: Row(f.fixed("r *, r, s^ -> s^ *", ((0,),))),
 }
-"""Our own operators: parallel forms, which lowered graphs call, and those on rows that chose experts."""
+"""Rows of autotp's own operators: parallel forms, operators on channels, on rows of experts, marks of backwards."""
 
-ROWS: dict[Callable[..., Any], Row] = dict(_rows()) | OWN
-"""What is known of each operator: of an overload of torch's, or of a function of our own."""
+ROWS: dict[Callable[..., Any], Row] = dict(_rows()) | OWN_ROWS
+"""Operator (an overload of torch, or a function of autotp) -> its row."""

@@ -1,4 +1,4 @@
-"""What passes ask of an operator: its traits in the table."""
+"""Answers questions of passes about an operator, from its row in the table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autotp.rules.call import bind
+from autotp.rules.call import arguments_of
 from autotp.rules.row import Row, Trait
 from autotp.rules.table import ROWS
 
@@ -18,7 +18,7 @@ UNKNOWN = Row()
 
 
 def has(op: Any, traits: Trait) -> bool:
-    """True for an operator that has this trait, or of several (`Trait.SAME | Trait.RESHAPE`) at least one."""
+    """True for an operator that has this trait, or at least one of several (`Trait.SAME | Trait.RESHAPE`)."""
     return op in _having(traits)
 
 
@@ -28,10 +28,10 @@ def _having(traits: Trait) -> frozenset[Any]:
 
 
 def draws(node: fx.Node) -> bool:
-    """True for a call that takes numbers from the random stream; dropout does not in evaluation, or of nothing."""
+    """True for a call that takes numbers from the random stream; dropout with p=0 or in evaluation does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return has(node.target, Trait.RANDOM)
-    arguments = bind(node)
+    arguments = arguments_of(node)
     idle = arguments.get("train", True) is False, arguments.get("training", True) is False
     nothing = (
         node.target is not torch.ops.aten.native_dropout.default and "train" in arguments and arguments.get("p") == 0
@@ -40,18 +40,18 @@ def draws(node: fx.Node) -> bool:
 
 
 def size_argument(op: Any) -> str:
-    """The name of the argument that holds the sizes of an operator's result; "" where none does."""
+    """Returns the name of the argument with the sizes of an operator's result; "" if there is none."""
     return ROWS.get(op, UNKNOWN).sizes
 
 
 def each_channel() -> Iterator[tuple[Any, int]]:
-    """The operators that work on each channel by itself, and how many dimensions are behind the channels."""
+    """Returns the operators that work on each channel by itself, with the number of dimensions behind the channels."""
     return ((op, row.places) for op, row in ROWS.items() if row.places)
 
 
 @cache
 def in_place_of(op: Any) -> OpOverload | None:
-    """The operator that writes over its first operand what `op` returns; None where torch has none."""
+    """Returns the in-place form of `op`, which overwrites its first operand; None if torch has none."""
     if not isinstance(op, OpOverload):
         return None
     namespace, _, name = op._schema.name.partition("::")

@@ -20,18 +20,18 @@ from autotp.sharding.axis import ONE, Size
 
 
 def view(call: Call) -> Rule:
-    """A change of shape that keeps the elements' order, read off the two shapes."""
+    """A change of shape that keeps the order of elements; the rule follows from the two shapes."""
     return regroup(call.operands[0].shape, call.outputs[0].shape)
 
 
 def view_as(call: Call) -> Rule:
-    """A view with the shape of a second operand, of which nothing else is read."""
+    """A view with the shape of a second operand; only this shape is read."""
     rule = view(call)
     return Rule((*rule.ins, *rule.outs), rule.outs, rule.sizes, (frozenset({0}),))
 
 
 def regroup(before: Sequence[Any], after: Sequence[Any]) -> Rule:
-    """The rule of a view: dimensions split at common divisors, `b s (h d) -> b s h d`, symbolic sizes included."""
+    """Returns the rule of a view: splits dimensions at common divisors, `b s (h d) -> b s h d`, also symbolic ones."""
     exprs: tuple[list[list[str]], list[list[str]]] = ([[] for _ in before], [[] for _ in after])
     queue = tuple([(i, Size.of(n)) for i, n in enumerate(shape) if Size.of(n) != ONE] for shape in (before, after))
     sizes: dict[str, Any] = {}
@@ -47,7 +47,7 @@ def regroup(before: Sequence[Any], after: Sequence[Any]) -> Rule:
         exprs[1][j].append(name)
         for side, at, rest in ((0, i, a.divided(part)), (1, j, b.divided(part))):
             queue[side][:1] = [(at, rest)] if rest is not None and rest != ONE else []
-    for side in (0, 1):  # What does not line up is whole.
+    for side in (0, 1):  # Factors that do not line up are whole.
         for at, rest in queue[side]:
             exprs[side][at].append(f"{'xy'[side]}{at}^")
             sizes[f"{'xy'[side]}{at}"] = rest
@@ -56,7 +56,7 @@ def regroup(before: Sequence[Any], after: Sequence[Any]) -> Rule:
 
 
 def squeeze(call: Call) -> Rule:
-    """A view; but a dimension named to be squeezed, and kept for its length, must not become one element on a rank."""
+    """Removes dimensions of size 1. A named dimension of another size stays, so it must not get size 1 on a rank."""
     ndim, given = call.operands[0].dim(), call.get("dim")
     dims = range(ndim) if given is None else [given] if isinstance(given, int) else given
     named = {d % max(ndim, 1) for d in dims} & set(range(ndim))
@@ -66,19 +66,19 @@ def squeeze(call: Call) -> Rule:
 
 
 def expand(call: Call) -> Rule:
-    """Dimensions of one element become new factors, the others pass; `expand_as` reads a second operand's shape."""
+    """Dimensions of size 1 become new factors, the others pass through; `expand_as` reads a second operand's shape."""
     outs = letters(call.outputs[0].dim())
     return Rule.of(spell([outs[len(outs) - x.dim() :] for x in present(call)], [outs]), ((0,),))
 
 
 def broadcast_tensors(call: Call) -> Rule:
-    """All operands in the shape they broadcast to."""
+    """Returns all operands in the shape that they broadcast to."""
     outs = letters(call.outputs[0].dim())
     return Rule.of(spell([outs[len(outs) - x.dim() :] for x in present(call)], [outs] * len(call.outputs)), "all")
 
 
 def reorder(call: Call) -> Rule:
-    """A permutation of dimensions: which, an example with lengths all different tells."""
+    """A permutation of dimensions, found by running the operator on an example whose sizes all differ."""
     ns = letters(call.operands[0].dim())
     lengths = range(2, 2 + len(ns))
     example = torch.empty(tuple(lengths), device="meta")
@@ -90,14 +90,14 @@ def reorder(call: Call) -> Rule:
 
 
 def _at(ns: list[str], dim: int, *names: str) -> list[str]:
-    """The term `ns` with other factors in place of the one at `dim`."""
+    """Returns the term `ns` with other factors in place of the factor at `dim`."""
     return [*ns[:dim], *names, *ns[dim + 1 :]]
 
 
 def slice_(call: Call) -> Rule:
-    """A slice of fixed bounds is a part of a concatenation, every k-th place the major part of a product.
+    """A slice with fixed bounds is a part of a concatenation; every k-th position is the major part of a product.
 
-    One that moves, or whose steps leave places over, needs the whole.
+    A slice with symbolic bounds, or whose step does not divide the length, needs the dimension whole.
     """
     x, dim = call.operands[0], call.dim()
     ns, start = letters(x.dim()), 0 if call["start"] is None else call["start"]
@@ -115,26 +115,26 @@ def slice_(call: Call) -> Rule:
 
 
 def select(call: Call) -> Rule:
-    """One place of `dim`."""
+    """Picks one position of `dim`."""
     ns, dim = letters(call.operands[0].dim()), call.dim()
     return Rule.of(spell([_at(ns, dim, "k^")], [_at(ns, dim)]), "all")
 
 
 def unbind(call: Call) -> Rule:
-    """Every place of `dim`, one output each."""
+    """Returns every position of `dim` as a separate output."""
     ns, dim = letters(call.operands[0].dim()), call.dim()
     return Rule.of(spell([_at(ns, dim, "k^")], [_at(ns, dim)] * len(call.outputs)), "all")
 
 
 def split(call: Call) -> Rule:
-    """Parts of a concatenation, one output each; whole where a length is symbolic."""
+    """Returns the parts of a concatenation as separate outputs; a symbolic length makes the dimension whole."""
     ns, dim = letters(call.operands[0].dim()), call.dim()
     parts, joined = _parts([out.shape[dim] for out in call.outputs])
     return Rule.of(spell([_at(ns, dim, joined)], [_at(ns, dim, part) for part in parts]), "all")
 
 
 def _parts(lengths: Sequence[Any]) -> tuple[list[str], str]:
-    """The factors of the parts of a concatenation, and the concatenation: of one part, beside a cache that is empty."""
+    """Returns the factors of a concatenation's parts, and the concatenation without empty parts (an empty cache)."""
     there = [i for i, n in enumerate(lengths) if not (isinstance(n, int) and n == 0)]
     if len(there) == 1:
         return [f"p{i}{'^' * (i not in there)}" for i in range(len(lengths))], f"p{there[0]}"
@@ -145,7 +145,7 @@ def _parts(lengths: Sequence[Any]) -> tuple[list[str], str]:
 
 
 def diagonal(call: Call) -> Rule:
-    """Two dimensions become one, the last."""
+    """Takes the diagonal of two dimensions as the new last dimension."""
     ns = letters(call.operands[0].dim())
     dims = {call[name] % len(ns) for name in ("dim1", "dim2")}
     ins = [n + "^" * (i in dims) for i, n in enumerate(ns)]
@@ -153,7 +153,7 @@ def diagonal(call: Call) -> Rule:
 
 
 def unfold(call: Call) -> Rule:
-    """Windows along `dimension`, the window last."""
+    """Returns windows along `dimension`, with the window as the last dimension."""
     ns, dim = letters(call.operands[0].dim()), call.dim("dimension")
     ins, out = (_at(ns, dim, "k^"), _at(ns, dim, "w^")) if ns else ([], [])
     return Rule.of(spell([ins], [[*out, "s^"]]), "all")
@@ -163,17 +163,17 @@ def unfold(call: Call) -> Rule:
 
 
 def cat(call: Call) -> Rule | None:
-    """A concatenation of its operands; whole where a length is symbolic."""
+    """Concatenates its operands; a symbolic length makes the dimension whole."""
     return _cat(call, call.get("dim", 0))
 
 
 def stacked(dim: int) -> Callable[[Call], Rule | None]:
-    """`hstack` and its kin: a concatenation along `dim` where the operands have that dimension, else unknown."""
+    """`hstack` and the like: a concatenation along `dim` if the operands have that dimension; else there is no rule."""
     return lambda call: _cat(call, min(dim, call.outputs[0].dim() - 1))
 
 
 def _cat(call: Call, dim: int) -> Rule | None:
-    """As `torch.cat`: an operand of shape [0], whatever the others', is nothing."""
+    """Concatenates as `torch.cat` does: an operand of shape [0] is ignored."""
     ns, operands = letters(call.outputs[0].dim()), present(call)
     real = [operand for operand in operands if operand.dim() == len(ns)]
     if not ns or any(operand.dim() != len(ns) and operand.shape != (0,) for operand in operands):
@@ -186,14 +186,14 @@ def _cat(call: Call, dim: int) -> Rule | None:
 
 
 def stack(call: Call) -> Rule:
-    """A new dimension, of the operands."""
+    """Stacks the operands along a new dimension."""
     ns = letters(call.outputs[0].dim() - 1)
     dim = call["dim"] % (len(ns) + 1)
     return Rule.of(spell([ns] * len(present(call)), [[*ns[:dim], "k^", *ns[dim:]]]), "all")
 
 
 def meshgrid(call: Call) -> Rule:
-    """One dimension for each operand, in order; for `xy` the first two change places."""
+    """Makes one dimension for each operand, in order; with `xy` the first two are exchanged."""
     ns = [f"m{i}" for i in range(len(present(call)))]
     order = [*ns[1::-1], *ns[2:]] if call.get("indexing") == "xy" else ns
     ins = [[n] if operand.dim() else [] for n, operand in zip(ns, present(call), strict=True)]
@@ -204,7 +204,7 @@ def meshgrid(call: Call) -> Rule:
 
 
 def repeat(call: Call) -> Rule:
-    """`repeat` and `tile`: a dimension `n` becomes `r n`; of the repetitions each rank has all."""
+    """`repeat` and `tile`: a dimension `n` becomes `r n`; each rank has all repetitions."""
     times, x = list(call.get("repeats") or call.get("dims") or ()), call.operands[0]
     ndim = call.outputs[0].dim()
     times, ns = [1] * (ndim - len(times)) + times, letters(ndim)
@@ -221,7 +221,7 @@ def _repeated(name: str, length: Any, times: Any) -> str:
 
 
 def repeat_interleave(call: Call) -> Rule | None:
-    """Each place of `dim` so many times in a row: `n` becomes `n r`. Where the times are a tensor, all is needed."""
+    """Repeats each position of `dim`: `n` becomes `n r`. If the repeats are a tensor, there is no rule."""
     ns, dim, times = letters(call.operands[0].dim()), call.get("dim"), call.get("repeats")
     if not isinstance(times, int) or call.get("output_size") is not None or not ns:
         return None
@@ -231,7 +231,7 @@ def repeat_interleave(call: Call) -> Rule | None:
 
 
 def pad(call: Call) -> Rule:
-    """Padding, the last dimension first; one that is padded needs the whole. Reflections refuse empty tensors."""
+    """Pads dimensions, the last one first; a padded dimension is needed whole. Other modes refuse empty tensors."""
     if call.get("mode", "constant") != "constant":
         return whole(call)
     ns, amounts = letters(call.operands[0].dim()), call["pad"]
@@ -241,7 +241,7 @@ def pad(call: Call) -> Rule:
 
 
 def updated_slice(call: Call) -> Rule:
-    """`slice_scatter`: `src` takes the place of a slice of `self`; of `dim` all is needed, unless all is replaced."""
+    """`slice_scatter`: `src` replaces a slice of `self`; `dim` is needed whole, unless all of it is replaced."""
     x, src = call.operands
     ns, dim = letters(x.dim()), call.dim()
     every = Size.of(x.shape[dim]) == Size.of(src.shape[dim]) and same_dtype(call)
@@ -250,6 +250,6 @@ def updated_slice(call: Call) -> Rule:
 
 
 def updated_place(call: Call) -> Rule:
-    """`select_scatter`: `src` takes the place of one place of `dim` of `self`."""
+    """`select_scatter`: `src` replaces one position of `dim` of `self`."""
     ns, dim = letters(call.operands[0].dim()), call.dim()
     return Rule.of(spell([_at(ns, dim, "k^"), _at(ns, dim)], [_at(ns, dim, "k^")]), "all")

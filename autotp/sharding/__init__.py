@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds: axes, placements, layouts.
+"""Says which part of a tensor a rank holds: axes, placements, layouts.
 
 What may not enter: operators and processes.
 """

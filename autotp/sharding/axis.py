@@ -37,7 +37,7 @@ class Size:
 
     @staticmethod
     def of(length: Any) -> Size:
-        """The size of an int, or of a SymInt: a monomial as it is, a sum as one opaque symbol."""
+        """Returns the size of an int or a SymInt; a sum of symbols becomes one opaque symbol."""
         if isinstance(length, Size):
             return length
         if isinstance(length, int):
@@ -56,7 +56,7 @@ class Size:
         return Size(self.number * other.number, tuple(sorted(self.symbols + other.symbols)))
 
     def divided(self, other: Size) -> Size | None:
-        """`self / other` where that is whole, else None."""
+        """Returns `self / other` if it is whole, else None."""
         symbols = list(self.symbols)
         for symbol in other.symbols:
             if symbol not in symbols:
@@ -67,7 +67,7 @@ class Size:
         return Size(self.number // other.number, tuple(symbols))
 
     def common(self, other: Size) -> Size:
-        """The greatest common divisor."""
+        """Returns the greatest common divisor."""
         rest, shared = list(other.symbols), []
         for symbol in self.symbols:
             if symbol in rest:
@@ -81,8 +81,8 @@ class Size:
 
 @cache
 def _factored(expr: sympy.Expr) -> sympy.Expr:
-    """One form for sizes that are the same: `s*t + s` is `s*(t + 1)`, and `s*t // s` is `t`."""
-    if expr.has(*ROUNDED):  # `arange(n, -1, -1.0)` is as long as `ceil(float(-n - 1) / -1.0)`.
+    """Returns a normal form, equal for equal sizes: `s*t + s` is `s*(t + 1)`, and `s*t // s` is `t`."""
+    if expr.has(*ROUNDED):  # The length of `arange(n, -1, -1.0)` is `ceil(float(-n - 1) / -1.0)`.
         expr = expr.replace(lambda e: isinstance(e, ROUNDED), _without_rounding)
     if expr.has(FloorDiv):
         expr = expr.replace(FloorDiv, _quotient)
@@ -90,7 +90,7 @@ def _factored(expr: sympy.Expr) -> sympy.Expr:
 
 
 def _without_rounding(expr: sympy.Expr) -> sympy.Expr:
-    """A quotient that is whole, which rounding leaves as it is."""
+    """Returns the quotient in a rounding if it is always whole; else the rounding itself."""
     (inner,) = expr.args
     if not isinstance(inner, FloatTrueDiv | IntTrueDiv):
         return expr
@@ -110,14 +110,14 @@ ONE = Size(1)
 
 @dataclass(eq=False)
 class Axis:
-    """A node of the union-find. Compare axes by `find(axis)`; read `kind` and `parts` of that only.
+    """A node of the union-find. Compare axes by `find(axis)`, and read `kind` and `parts` of `find(axis)` only.
 
     Attributes:
         size: the number of positions along the axis, over all ranks.
-        kind: leaf, or how `parts` make it up; "grid" for a cut of several leaves at once (`autotp/sharding/grid.py`).
+        kind: leaf, or how the axis consists of `parts`; "grid" for a cut of several leaves (`autotp/sharding/grid.py`).
         tangled: two refinements of this axis did not line up (`6 x 4` against `4 x 6`), so it is never cut.
-        counts: of a grid, for each leaf into how many parts it is cut, and how many ranks in a row hold the same.
-        tp: of a grid, the number of ranks.
+        counts: for a grid, for each leaf the number of its parts, and of consecutive ranks that hold the same part.
+        tp: for a grid, the number of ranks.
     """
 
     size: Size
@@ -136,7 +136,7 @@ class Axis:
 
 
 def find(axis: Axis) -> Axis:
-    """The representative of an axis."""
+    """Returns the representative of an axis."""
     while axis.link is not None:
         if axis.link.link is not None:
             axis.link = axis.link.link
@@ -145,7 +145,7 @@ def find(axis: Axis) -> Axis:
 
 
 def product(parts: Sequence[Axis]) -> Axis:
-    """An axis that is `parts`, major to minor; parts of one element are dropped."""
+    """Returns the product of `parts`, major to minor; parts of size 1 are dropped."""
     kept = tuple(part for part in parts if part.size != ONE)
     if len(kept) == 1:
         return kept[0]
@@ -156,7 +156,7 @@ def product(parts: Sequence[Axis]) -> Axis:
 
 
 def concat(parts: Sequence[Axis]) -> Axis:
-    """An axis that is `parts`, one behind the other. Their sizes must be numbers."""
+    """Returns the concatenation of `parts`. Their sizes must be numbers."""
     kept = tuple(part for part in parts if part.size != Size(0))
     if len(kept) == 1:
         return kept[0]
@@ -164,13 +164,13 @@ def concat(parts: Sequence[Axis]) -> Axis:
 
 
 def unify(a: Axis, b: Axis) -> bool:
-    """Makes `a` and `b` one axis. What cannot be lined up is marked tangled: then neither is ever cut there.
+    """Makes `a` and `b` one axis. Parts that do not line up are marked tangled, and are never cut.
 
     Returns:
-        False where both are as long on these inputs only, `s0*s1` and `s2*s3`: they stay two axes.
+        False if their sizes are equal on these inputs only, `s0*s1` and `s2*s3`: they stay two axes.
     """
     a, b = find(a), find(b)
-    if a is b or a.size == b.size == Size(0):  # Of no positions nothing can be cut.
+    if a is b or a.size == b.size == Size(0):  # An empty axis cannot be cut.
         return True
     if a.size != b.size:
         if a.size.symbols or b.size.symbols:
@@ -185,7 +185,7 @@ def unify(a: Axis, b: Axis) -> bool:
         return True
     if b.kind == "leaf":
         return unify(b, a)
-    b.link = a  # Linked first: an axis that turns up inside itself must not send us round in circles.
+    b.link = a  # Linked first: an axis that contains itself must not cause endless recursion.
     if a.kind != b.kind:
         tangle(a)
         for part in b.parts:
@@ -196,7 +196,7 @@ def unify(a: Axis, b: Axis) -> bool:
 
 
 def tangle(axis: Axis) -> None:
-    """Marks an axis, and all it is made of, as never to be cut."""
+    """Marks an axis and all its parts as never to be cut."""
     axis = find(axis)
     axis.tangled = True
     for part in axis.parts:
@@ -205,7 +205,7 @@ def tangle(axis: Axis) -> None:
 
 
 def leaves(axis: Axis) -> Iterator[Axis]:
-    """The leaves of an axis, in order; a leaf in several parts of a concatenation comes several times."""
+    """Yields the leaves of an axis in order; a leaf in several parts of a concatenation comes several times."""
     axis = find(axis)
     if axis.kind == "leaf":
         yield axis
@@ -214,9 +214,9 @@ def leaves(axis: Axis) -> Iterator[Axis]:
 
 
 def holds(axis: Axis, leaf: Axis) -> bool:
-    """True if cutting `leaf` cuts all of `axis`: it is in every part of a concatenation, in one of a product.
+    """True if cutting `leaf` cuts all of `axis`: it is in every part of a concatenation, and in one part of a product.
 
-    A grid cuts what has one of its leaves; in a concatenation some parts may have none.
+    A grid cuts an axis that has one of its leaves; some parts of a concatenation may have none.
     """
     axis, leaf = find(axis), find(leaf)
     if leaf.kind == "grid":
@@ -230,7 +230,7 @@ def holds(axis: Axis, leaf: Axis) -> bool:
 
 
 def _whole_in(axis: Axis, leaf: Axis) -> bool:
-    """True if a cut of `leaf` goes through `axis`: it is in no two factors of a product, nor in what is tangled."""
+    """True if `leaf` is in at most one factor of each product in `axis`, and nowhere tangled."""
     axis, leaf = find(axis), find(leaf)
     if axis is leaf or axis.kind == "leaf":
         return axis is not leaf or not leaf.tangled
@@ -239,16 +239,16 @@ def _whole_in(axis: Axis, leaf: Axis) -> bool:
 
 
 def touches(axis: Axis, leaf: Axis) -> bool:
-    """True if `leaf`, or one of a grid's, is anywhere in `axis`."""
+    """True if `leaf`, or a leaf of the grid, is anywhere in `axis`."""
     leaf = find(leaf)
     wanted = {id(find(part)) for part in leaf.parts} if leaf.kind == "grid" else {id(leaf)}
     return any(id(other) in wanted for other in leaves(axis))
 
 
 def open_product(axis: Axis, leaf: Axis) -> tuple[Size, Size] | None:
-    """The sizes before and behind `leaf` in an axis that is a product around it (or is it); None for other axes."""
+    """Returns the sizes (major, minor) around `leaf` in an axis that is a product with it; None for other axes."""
     axis, leaf = find(axis), find(leaf)
-    if leaf.kind == "grid":  # One leaf on all ranks is cut as without a grid.
+    if leaf.kind == "grid":  # A grid of one leaf on all ranks is the same as a cut of the leaf.
         return open_product(axis, leaf.parts[0]) if leaf.counts == ((leaf.tp, 1),) else None
     if axis is leaf:
         return ONE, ONE
@@ -272,7 +272,7 @@ def _align_products(xs: list[Axis], ys: list[Axis]) -> None:
         if x.size == y.size:
             unify(x, y)
             continue
-        if x.kind == "product" or y.kind == "product":  # Already split there: open it and look again.
+        if x.kind == "product" or y.kind == "product":  # Already split: compare its parts.
             xs[:0] = x.parts if x.kind == "product" else [x]
             ys[:0] = y.parts if y.kind == "product" else [y]
             continue
@@ -286,7 +286,7 @@ def _align_products(xs: list[Axis], ys: list[Axis]) -> None:
 
 
 def _split(x: Axis, major: Size) -> bool:
-    """Refines the leaf `x` into `major x rest`; true if it is now a product or was that size already."""
+    """Refines the leaf `x` into `major x rest`; True if it is now a product, or had the size `major` already."""
     if x.size == major:
         return True
     minor = x.size.divided(major)

@@ -1,6 +1,6 @@
-"""The place of a rank's part in the whole tensor, as boxes: for files, and for norms that count each element once.
+"""Gives the place of a rank's part in the whole tensor as boxes: for files, and for norms that count elements once.
 
-A rank holds a part by its layout (`layout.py`), of which `fully_shard` may hold it a run of rows again.
+A rank holds a part by its layout (`layout.py`); `fully_shard` may keep only some rows of this part.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from autotp.sharding.layout import Layout, Range
+from autotp.sharding.partition import chunk_bounds
 
 
 @dataclass(frozen=True)
 class Box:
-    """A box of a tensor: where it begins in the whole and in what this rank holds, and its sizes."""
+    """A box of a tensor: its start in the whole tensor, its start in this rank's part, and its sizes."""
 
     whole: tuple[int, ...]
     local: tuple[int, ...]
@@ -24,28 +25,28 @@ class Box:
 
     @property
     def place(self) -> tuple[slice, ...]:
-        """Where it is in the whole, as an index."""
+        """Its place in the whole tensor, as an index."""
         return tuple(slice(start, start + size) for start, size in zip(self.whole, self.sizes, strict=True))
 
     def of(self, local: Tensor) -> Tensor:
-        """This box of what the rank holds, as a view."""
+        """Returns this box of the rank's part, as a view."""
         for dim, (start, size) in enumerate(zip(self.local, self.sizes, strict=True)):
             local = local.narrow(dim, start, size)
         return local
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor that is sharded, or the tensor itself; the same memory."""
+    """Returns this process's part of a DTensor, or the tensor itself; without a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def boxes(tensor: Tensor, layout: Layout, rank: int, first: bool = True) -> list[Box]:
-    """The boxes that a rank of the tensor-parallel axis holds of a tensor, none of them empty.
+    """Returns the boxes that a rank of the tensor-parallel axis holds of a tensor, without empty ones.
 
     Args:
-        tensor: a parameter, or what lies as one does: its gradient, a moment.
-        layout: how the parameter is cut.
-        first: leave out what a rank before this one holds, too. (A tensor that is whole on all is everybody's.)
+        tensor: a parameter, or a tensor with the same layout: its gradient, a moment.
+        layout: the layout of the parameter.
+        first: whether to leave out elements that an earlier rank holds, too. (Whole tensors are not left out.)
     """
     shape, (low, high) = layout.local_shape(rank), _rows(tensor)
     if not shape:
@@ -56,7 +57,7 @@ def boxes(tensor: Tensor, layout: Layout, rank: int, first: bool = True) -> list
         whole[0], sizes[0] = low, high - low
         if dim:
             whole[dim], local[dim], sizes[dim] = start, at, stop - start
-        else:  # Rows of the part, of which this process holds some.
+        else:  # Dimension 0 is cut twice: this process holds some rows of the part.
             after, before = max(at, low), min(at + stop - start, high)
             whole[0], local[0], sizes[0] = start + after - at, after - low, before - after
         found.append(Box(tuple(whole), tuple(local), tuple(sizes)))
@@ -64,17 +65,15 @@ def boxes(tensor: Tensor, layout: Layout, rank: int, first: bool = True) -> list
 
 
 def _rows(tensor: Tensor) -> Range:
-    """Which rows of its part a process holds: the partition is `torch.chunk`'s here, too."""
+    """Returns the rows of its part that a process holds; `fully_shard` partitions as torch.chunk does."""
     if not isinstance(tensor, DTensor):
         return 0, tensor.shape[0] if tensor.dim() else 1
     assert list(tensor.placements) == [Shard(0)], tensor.placements
-    longest = -(-tensor.shape[0] // tensor.device_mesh.size())
-    start = min(longest * tensor.device_mesh.get_local_rank(), tensor.shape[0])
-    return start, min(start + longest, tensor.shape[0])
+    return chunk_bounds(tensor.shape[0], tensor.device_mesh.size(), tensor.device_mesh.get_local_rank())
 
 
 def _runs(layout: Layout, rank: int, first: bool) -> list[tuple[Range, int]]:
-    """Runs of positions in the whole, each with where it begins in the part."""
+    """Returns ranges of positions in the whole tensor, each with its start in the part."""
     found, at = list[tuple[Range, int]](), 0
     mine: Sequence[Range] = layout.first(rank) if first else [(0, layout.lengths()[rank])]
     for start, stop in layout.pieces[rank]:

@@ -1,11 +1,12 @@
-"""Grids: the tp axis as a product of factors, each of which cuts an axis of its own.
+"""Grids: the tp axis as a product of factors, each of which cuts another axis.
 
-Eight ranks and two key/value heads: `8 = 2 x 4`, `kv_heads` cut on the outer factor, `group` on the inner one. What has
-both axes (queries) is cut into eight; what has `kv_heads` alone (keys, values) into two, each part on four ranks.
+Eight ranks and two key/value heads: `8 = 2 x 4`, with `kv_heads` cut on the outer factor and `group` on the inner one.
+A tensor with both axes (queries) is cut into eight parts. A tensor with `kv_heads` only (keys, values) is cut into two
+parts, each of which is on four ranks.
 
-A grid stands wherever a leaf does. One of a single leaf is a cut that a concatenation may have in some parts and not in
-others: `(heads | 1 | 1) x head_dim`, the fused queries, key and value of multi-query attention. What a grid does not
-cut is the same on several ranks, its holders.
+A grid may stand wherever a leaf does. A grid of a single leaf is a cut that some parts of a concatenation may not have:
+`(heads | 1 | 1) x head_dim`, the fused queries, key and value of multi-query attention. Parts that a grid does not cut
+are the same on several ranks, their holders.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from autotp.sharding.axis import ONE, Axis, Size, find, touches
-from autotp.sharding.partition import chunk_bounds
+from autotp.sharding.partition import chunk_bounds, chunk_length
 
 Slice = tuple[Axis, int, int]
-"""A leaf, into how many parts it is cut, and how many ranks in a row hold the same part."""
+"""A leaf, the number of its parts, and the number of consecutive ranks that hold the same part."""
 
 
 def grid(slices: Iterable[Slice], tp: int) -> Axis:
-    """The cut of several leaves at once, the outermost factor of the `tp` ranks first."""
+    """Returns the cut of several leaves at once, with the outermost factor of the `tp` ranks first."""
     slices = tuple(slices)
     size = ONE
     for leaf, _, _ in slices:
@@ -31,7 +32,7 @@ def grid(slices: Iterable[Slice], tp: int) -> Axis:
 
 
 def slices_of(leaf: Axis, tp: int) -> tuple[Slice, ...]:
-    """What is cut where `leaf`, perhaps a grid, is cut on `tp` ranks."""
+    """Returns the slices of a cut of `leaf`, which may be a grid, on `tp` ranks."""
     leaf = find(leaf)
     if leaf.kind != "grid":
         return ((leaf, tp, 1),)
@@ -39,13 +40,13 @@ def slices_of(leaf: Axis, tp: int) -> tuple[Slice, ...]:
 
 
 def bounds(cut: Slice, rank: int) -> tuple[int, int]:
-    """Where the part of a leaf that `rank` holds starts and stops."""
+    """Returns start and stop of the part of a leaf that `rank` holds."""
     leaf, parts, run = cut
     return chunk_bounds(find(leaf).size.number, parts, rank // run % parts)
 
 
 def same_cut(a: Axis, b: Axis) -> bool:
-    """True for one leaf, for grids of the same slices, and for a leaf and the grid of it alone on all ranks."""
+    """True for the same leaf, for grids of the same slices, and for a leaf and its own grid on all ranks."""
     a, b = find(a), find(b)
     if a is b or "grid" not in (a.kind, b.kind):
         return a is b
@@ -54,13 +55,13 @@ def same_cut(a: Axis, b: Axis) -> bool:
 
 
 def cut_key(leaf: Axis) -> int:
-    """A hash by which the cuts that `same_cut` calls one agree."""
+    """Returns a hash that is equal for cuts that are the same by `same_cut`."""
     leaf = find(leaf)
     return hash(frozenset(id(find(part)) for part in (leaf.parts if leaf.kind == "grid" else (leaf,))))
 
 
 def is_full(leaf: Axis) -> bool:
-    """True if the slices make up all ranks."""
+    """True if the slices use all ranks."""
     leaf, total = find(leaf), 1
     for parts, _ in leaf.counts:
         total *= parts
@@ -68,7 +69,7 @@ def is_full(leaf: Axis) -> bool:
 
 
 def part_of(axis: Axis, leaf: Axis, tp: int, rank: int) -> tuple[Size, int]:
-    """How many positions of the leaves in `axis` there are, and how many this rank holds."""
+    """Returns the number of positions of the cut leaves in `axis`, and the number that this rank holds."""
     whole, mine = ONE, 1
     for one in slices_of(leaf, tp):
         if touches(axis, one[0]):
@@ -77,16 +78,16 @@ def part_of(axis: Axis, leaf: Axis, tp: int, rank: int) -> tuple[Size, int]:
     return whole, mine
 
 
-def holders(axis: str, leaf: Axis, tp: int) -> str:
-    """The name of the ranks that hold the same where a grid cuts the outer axis only: runs of the mesh axis's ranks."""
+def holders_axis(axis: str, leaf: Axis, tp: int) -> str:
+    """Returns the name of the group of ranks that hold the same part if only the grid's outer leaf is cut."""
     run = find(leaf).counts[0][1]
     return axis if run in (1, tp) else f"{axis}/{run}"
 
 
 def splits(kv: int, group: int, tp: int) -> tuple[int, int]:
-    """`tp` as the product that leaves the fullest rank the fewest heads: of key/value heads, and of groups."""
+    """Returns the factors of `tp`, for key/value heads and for groups, that leave the fullest rank the fewest heads."""
     found = [(n, tp // n) for n in range(tp, 0, -1) if tp % n == 0]
-    return min(found, key=lambda pair: -(-kv // pair[0]) * -(-group // pair[1]))
+    return min(found, key=lambda pair: chunk_length(kv, pair[0]) * chunk_length(group, pair[1]))
 
 
 def _key(one: Slice) -> tuple[int, int, int]:
@@ -94,7 +95,7 @@ def _key(one: Slice) -> tuple[int, int, int]:
 
 
 def all_grids(leaves: Iterable[Axis], tp: int) -> Iterator[Axis]:
-    """Every grid of one or two of these leaves on `tp` ranks."""
+    """Yields every grid of one or two of these leaves on `tp` ranks."""
     leaves = tuple(dict.fromkeys(find(leaf) for leaf in leaves))
     for outer in (n for n in range(1, tp + 1) if tp % n == 0):
         inner = tp // outer

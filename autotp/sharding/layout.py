@@ -1,7 +1,7 @@
 """Layout: which elements of a tensor a rank holds, for one cut axis inside products and concatenations.
 
-One convention everywhere, `torch.chunk`'s (and so DTensor's and DCP's): `n` positions on `tp` ranks are pieces of
-`ceil(n / tp)`, the last ones shorter or empty.
+The convention is that of `torch.chunk`, and so of DTensor and DCP: `n` positions on `tp` ranks are pieces of
+`ceil(n / tp)`, of which the last ones may be shorter or empty.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Range = tuple[int, int]
 
 
 def ranges(axis: Axis, leaf: Axis, tp: int, rank: int) -> list[Range]:
-    """The positions of `axis` that `rank` holds where `leaf` is cut, as sorted disjoint (start, stop) pairs.
+    """Returns the positions of `axis` that `rank` holds if `leaf` is cut, as sorted disjoint (start, stop) pairs.
 
-    `heads x head_dim` cut by heads is one range; `q | k | v` cut by the heads inside is three. Of a part that does not
-    have the leaf a rank holds all.
+    `heads x head_dim` cut by heads is one range; `q | k | v` cut by the heads inside is three. A rank holds all
+    positions of a part without the leaf.
     """
     return _ranges(find(axis), slices_of(leaf, tp), rank)
 
@@ -43,7 +43,7 @@ def _ranges(axis: Axis, cuts: Sequence[Slice], rank: int) -> list[Range]:
 
 
 def _product_ranges(axis: Axis, cuts: Sequence[Slice], rank: int) -> list[Range]:
-    """Factor by factor, the innermost first: what is held of the factors so far, at every place that is held of one."""
+    """Combines the ranges of factors, the innermost first: all held inner ranges, at each held outer position."""
     pieces, size = [(0, 1)], 1
     for part in reversed(axis.parts):
         held = _ranges(part, cuts, rank)
@@ -62,7 +62,7 @@ def _nonempty(pieces: list[Range]) -> list[Range]:
 
 
 def _joined(pieces: list[Range]) -> list[Range]:
-    """Neighbouring ranges as one."""
+    """Returns the ranges with neighbouring ones joined."""
     joined: list[Range] = []
     for a, b in pieces:
         if joined and joined[-1][1] == a:
@@ -73,19 +73,19 @@ def _joined(pieces: list[Range]) -> list[Range]:
 
 
 def _runs(mask: torch.Tensor) -> list[Range]:
-    """Where `mask` is true, as ranges."""
+    """Returns the ranges where `mask` is true."""
     return _joined([(i, i + 1) for i in mask.nonzero().flatten().tolist()])
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How one tensor is held: whole on every rank, or cut along one dimension.
+    """The layout of one tensor: whole on every rank, or cut along one dimension.
 
     Attributes:
         shape: the global shape.
         dim: the dimension that is cut, or None.
         pieces: for each rank its ranges of that dimension.
-        axis: what the dimension is, printed, as `(q | k | v)`; the name of the cut axis.
+        axis: the name of the cut axis.
     """
 
     shape: tuple[int, ...]
@@ -94,7 +94,7 @@ class Layout:
     axis: str = ""
 
     def lengths(self) -> list[int]:
-        """The local length of the cut dimension on each rank."""
+        """Returns the local length of the cut dimension on each rank."""
         return [sum(b - a for a, b in piece) for piece in self.pieces]
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ class Layout:
         return (*self.shape[: self.dim], self.lengths()[rank], *self.shape[self.dim + 1 :])
 
     def take(self, full: torch.Tensor, rank: int) -> torch.Tensor:
-        """The part of `full` that `rank` holds, in memory of its own."""
+        """Returns a copy of the part of `full` that `rank` holds."""
         if self.dim is None:
             return full.clone()
         parts = [full.narrow(self.dim, a, b - a) for a, b in self.pieces[rank]]
@@ -111,24 +111,24 @@ class Layout:
 
     @property
     def repeated(self) -> bool:
-        """True if some positions are on several ranks, as key/value heads are of which there are fewer than ranks."""
+        """True if some positions are on several ranks, as with fewer key/value heads than ranks."""
         return self.dim is not None and sum(self.lengths()) > self._size
 
     def holders(self) -> set[int]:
-        """On how many ranks positions are."""
+        """Returns the numbers of ranks that hold the same position."""
         return set(self._counts().int().tolist())
 
     def places(self, rank: int, positions: list[Range]) -> list[Range]:
-        """Where local positions of a rank are in the whole."""
+        """Returns the positions in the whole tensor of a rank's local positions."""
         held = self._marked(rank).nonzero().flatten()
         return _joined([(int(held[i]), int(held[i]) + 1) for a, b in positions for i in range(a, b)])
 
     def shared(self, rank: int) -> list[Range]:
-        """The local positions, along the cut dimension, of what other ranks hold too."""
+        """Returns the local positions, along the cut dimension, that other ranks hold, too."""
         return _runs(self._counts()[self._marked(rank) > 0] > 1)
 
     def first(self, rank: int) -> list[Range]:
-        """The local positions, along the cut dimension, of what no rank before this one holds."""
+        """Returns the local positions, along the cut dimension, that no earlier rank holds."""
         before = sum((self._marked(other) for other in range(rank)), torch.zeros(self._size))
         return _runs(before[self._marked(rank) > 0] == 0)
 
@@ -138,18 +138,18 @@ class Layout:
         return max((stop for piece in self.pieces for _, stop in piece), default=0)
 
     def _counts(self) -> torch.Tensor:
-        """On how many ranks each position is."""
+        """Returns for each position the number of ranks that hold it."""
         return torch.stack([self._marked(rank) for rank in range(len(self.pieces))]).sum(0)
 
     def _marked(self, rank: int) -> torch.Tensor:
-        """One for each position that a rank holds, zero for the others."""
+        """Returns 1 for each position that a rank holds, and 0 for the others."""
         marked = torch.zeros(self._size)
         for a, b in self.pieces[rank]:
             marked[a:b] = 1
         return marked
 
     def put(self, full: torch.Tensor, local: torch.Tensor, rank: int) -> None:
-        """Writes what `rank` holds into its place in `full`; the exact inverse of `take`."""
+        """Writes the part of `rank` into its place in `full`; the inverse of `take`."""
         if self.dim is None:
             full.copy_(local)
             return
@@ -164,7 +164,7 @@ class Layout:
 
 
 def layout_of(shape: tuple[int, ...], dims: tuple[Axis, ...], leaf: Axis | None, tp: int, name: str) -> Layout:
-    """The layout of a tensor whose dimensions are `dims` where `leaf` is cut on `tp` ranks."""
+    """Returns the layout of a tensor with dimensions `dims` if `leaf` is cut on `tp` ranks."""
     at = [d for d, axis in enumerate(dims) if leaf is not None and holds(axis, leaf)]
     if leaf is None or len(at) != 1:
         return Layout(shape)

@@ -47,7 +47,7 @@ class Partial:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """Each rank has its part of `axis`; which dimension that is, the value's axes tell."""
+    """Each rank has its part of `axis`, in the dimension of the value that contains this axis."""
 
     axis: Axis
 
@@ -63,9 +63,9 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class Held(Shard):
-    """A parameter cut by a grid, as it is stored: what several ranks hold of it is Replicate among them.
+    """A stored parameter that is cut by a grid. Among the ranks that hold the same part, the part is Replicate.
 
-    Of a Shard it is Copied among them: each does a part of the work that reads it.
+    For a Shard by a grid it is Copied among them: each rank does a part of the work that reads it.
     """
 
 

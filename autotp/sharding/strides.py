@@ -1,4 +1,4 @@
-"""Keeps a tensor's order in memory, because dropout draws in this order."""
+"""Returns the order of a tensor's dimensions in memory, because dropout draws in this order."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 def memory_order(x: Tensor) -> list[int]:
-    """The dimensions as they lie in memory, outermost first."""
+    """Returns the dimensions in their order in memory, outermost first."""
     strides = x.stride()
     return sorted(range(x.dim()), key=lambda d: (-strides[d], d))
 
 
 def inverse(order: Sequence[int]) -> list[int]:
-    """The permutation that undoes one."""
+    """Returns the inverse of a permutation."""
     return sorted(range(len(order)), key=order.__getitem__)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.distributed.mesh import Mesh, new_group, numbered
+from autotp.distributed.mesh import Mesh, new_group, with_number
 from autotp.passes.pipeline.stages import Stage
 
 
@@ -39,7 +39,7 @@ def world(place: Mesh, timeout: timedelta) -> Mesh:
 def along(place: Mesh, group: Any, axis: str) -> Mesh:
     """This rank's place in a group along another axis than `place` is of."""
     size, rank = group.size(), group.rank()
-    return numbered(replace(place, axis=axis, size=size, rank=rank, group=group.group_name, runs=()))
+    return with_number(replace(place, axis=axis, size=size, rank=rank, group=group.group_name, runs=()))
 
 
 def holders(

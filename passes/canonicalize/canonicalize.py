@@ -29,7 +29,7 @@ from torch import fx
 
 from autotp.ops import channels
 from autotp.passes.builder import Builder, fake_mode_of
-from autotp.rules.call import bind
+from autotp.rules.call import arguments_of
 from autotp.rules.traits import each_channel
 from autotp.sharding.axis import Size
 
@@ -43,7 +43,7 @@ def canonicalize(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         builder.origin = node
         rewrite = REWRITES.get(node.target)
-        new = rewrite(builder, builder.map(bind(node))) if rewrite else None
+        new = rewrite(builder, builder.map(arguments_of(node))) if rewrite else None
         if new is None:
             builder.copy(node)
         else:

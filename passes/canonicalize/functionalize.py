@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensorMode
 from autotp.errors import Error
 from autotp.ops.channels import batch_norm_moving
 from autotp.passes.builder import Builder, evaluated, fake_mode_of
-from autotp.rules.call import bind, operator_name, writes
+from autotp.rules.call import arguments_of, operator_name, writes
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.source_location import line_of
@@ -105,7 +105,7 @@ class _Versions:
     def move(self, node: fx.Node, writable: Collection[str]) -> None:
         """Replaces a batch norm in training: it updates running statistics, although its schema does not say so."""
         self.builder.origin = node
-        given = bind(node)
+        given = arguments_of(node)
         names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
         args = [self.read(x) if isinstance(x := given[name], fx.Node) else x for name in names]
         new = self.builder.call(batch_norm_moving, *args)
@@ -183,7 +183,7 @@ def updates_statistics(node: fx.Node) -> bool:
     """True for a batch norm that updates its running mean and variance."""
     if node.target is not aten.batch_norm.default:
         return False
-    given = bind(node)
+    given = arguments_of(node)
     return bool(given["training"]) and given["running_mean"] is not None
 
 

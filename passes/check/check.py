@@ -51,7 +51,7 @@ from autotp.passes.check.replication import LOCAL_MOVES, cut_of, extended, joine
 from autotp.passes.check.types import CONJUGATES, OperatorCut, Typed, cut_factor, moved_leaf, placements
 from autotp.passes.lower.local_sizes import Target
 from autotp.passes.lower.overlap import separate
-from autotp.rules.call import bind, outputs_of
+from autotp.rules.call import arguments_of, outputs_of
 from autotp.sharding.axis import Axis, find, leaves, touches
 from autotp.sharding.grid import is_full, same_cut
 from autotp.sharding.layout import Layout
@@ -201,7 +201,7 @@ class _Checking(Proof):
 
     def _other(self, node: fx.Node, model: fx.Node) -> None:
         """Types a node without a rule: an item of a tuple, a number read from a tensor, the edge of a region."""
-        self._expect_call(node, model.target, bind(model))
+        self._expect_call(node, model.target, arguments_of(model))
         if outputs_of(model):
             source: Any = node.args[0]
             before = source.meta["val"][: node.args[1]]
@@ -217,7 +217,7 @@ class _Checking(Proof):
 
     def _is_call(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> bool:
         """True if `node` calls `target` on these arguments of the model's graph."""
-        return node.target is target and plain(self.erased(bind(node))) == valued(arguments)
+        return node.target is target and plain(self.erased(arguments_of(node))) == valued(arguments)
 
     def _expect_call(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> None:
         if not self._is_call(node, target, arguments):
@@ -238,7 +238,7 @@ class _Checking(Proof):
         for model in self.model.on(BIASED[node.target][0], self.whole[x], self.whole[w]):  # type: ignore[index]
             for terms in ((model, self.whole[bias]), (self.whole[bias], model)):
                 sums = self.model.on(aten.add.Tensor, *terms)
-                if sums and bind(sums[0])["alpha"] == 1:
+                if sums and arguments_of(sums[0])["alpha"] == 1:
                     factors = [read[x], read[w]]
                     (made,) = self._typing(node, model, factors, self._cut(node, model, factors))
                     reads = [(node, made) if term is model else read[bias] for term in terms]
@@ -266,7 +266,7 @@ class _Checking(Proof):
         made = [factor.axis for factor in bound.factors if not factor.ins and factor.mark != "^"]
         if known is not None and self._is_call(node, *local_call(self.to, self.axes, node, model, known)):
             return known
-        if self._is_call(node, model.target, bind(model)):
+        if self._is_call(node, model.target, arguments_of(model)):
             return None
         for leaf in [*self._cuts_of(made, known), *self._cuts_made(made, known)]:
             factor = cut_factor(bound, leaf)
@@ -344,7 +344,7 @@ class _Checking(Proof):
     def _move(self, node: fx.Node, x: Any) -> None:
         """Types a move without communication (`replication.py`)."""
         (typed,) = self.types[x]
-        row = moved(self.to, node.target, typed, bind(node))
+        row = moved(self.to, node.target, typed, arguments_of(node))
         if row is None or node.kwargs:
             self.refuse(node, "is no move of what this rank has", got=f"{called(node)} of {typed}")
         if not typed.fits(row[0]):

@@ -17,7 +17,7 @@ from autotp.passes.check.erase import FORMS, SDPA, SLICE, SPLIT, family
 from autotp.passes.check.types import OperatorCut
 from autotp.passes.lower.local_sizes import Target
 from autotp.passes.plan.infer_axes import Axes, Dims
-from autotp.rules.call import bind, outputs_of
+from autotp.rules.call import arguments_of, outputs_of
 from autotp.rules.traits import size_argument
 from autotp.sharding.axis import Axis, Size, find, open_product, touches
 from autotp.sharding.grid import part_of
@@ -61,7 +61,7 @@ def local_call(
     to: Target, axes: Axes, node: fx.Node, model: fx.Node, cut: OperatorCut | None
 ) -> tuple[Any, dict[str, Any]]:
     """Returns target and arguments of the call that computes this rank's part."""
-    arguments, target = bind(model), model.target
+    arguments, target = arguments_of(model), model.target
     if cut is None:
         return target, arguments
     ins, outs, leaf = axes.bound[model].dims[0], axes.dims[model], cut.leaf

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from autotp.ops.eager_mode import is_plain
 from autotp.options import Recompute
 from autotp.passes.emit.outline import blocks, outlined
-from autotp.rules.call import bind
+from autotp.rules.call import arguments_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import draws, has
 
@@ -85,7 +85,7 @@ def _writes(node: fx.Node) -> bool:
 
     (`functionalize` has replaced batch norms.)
     """
-    arguments = bind(node) if node.target is aten.instance_norm.default else {}
+    arguments = arguments_of(node) if node.target is aten.instance_norm.default else {}
     return bool(arguments) and arguments["use_input_stats"] and arguments["running_mean"] is not None
 
 

@@ -21,7 +21,7 @@ from autotp.ops.cross_entropy import class_terms, peak
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.plan.choose import Decision
 from autotp.passes.plan.infer_axes import Axes, visit
-from autotp.rules.call import bind
+from autotp.rules.call import arguments_of
 
 aten = torch.ops.aten
 Expansion = Callable[[Builder, dict[str, Any]], fx.Node]
@@ -39,7 +39,7 @@ def decompose(graph: fx.Graph, axes: Axes, decision: Decision) -> tuple[fx.Graph
             carry(builder.copy(node), node, axes, new_axes, decision, new)
             continue
         last = len(builder.graph.nodes)
-        builder.env[node] = expansion(builder, builder.map(bind(node)))
+        builder.env[node] = expansion(builder, builder.map(arguments_of(node)))
         for made in list(builder.graph.nodes)[last:]:
             visit(made, new_axes)
             bound = new_axes.bound.get(made)

@@ -21,10 +21,10 @@ from autotp.passes.lower.local_sizes import Local
 from autotp.sharding.axis import ONE, Axis, Size, find, holds
 
 aten = torch.ops.aten
-Conjugate = Callable[..., Any]
+ConjugateFunction = Callable[..., Any]
 
 
-def exchange(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: Conjugate) -> fx.Node:
+def exchange(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: ConjugateFunction) -> fx.Node:
     """Writes the conjugate `kind` of `x`, whose dimension `dim` is `axis`, along the `leaf` inside it."""
     axis, leaf = find(axis), find(leaf)
     if axis is leaf:
@@ -40,12 +40,12 @@ def exchange(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: C
     return _inside(local, x, axis.parts[at], (major, minor), leaf, dim, kind)
 
 
-def _inward(kind: Conjugate) -> bool:
+def _inward(kind: ConjugateFunction) -> bool:
     """True for a conjugate that cuts a value, False for one that joins the parts."""
     return kind in (scatter, reduce_scatter)
 
 
-def _blocks(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: Conjugate, block: int) -> fx.Node:
+def _blocks(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: ConjugateFunction, block: int) -> fx.Node:
     """Writes the collective itself; `block` consecutive positions of the dimension are not divided."""
     size = local.size(axis.size)
     args = (dim, size) if block == 1 else (dim, size, block)
@@ -55,7 +55,7 @@ def _blocks(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: Co
     return new
 
 
-def _parts(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: Conjugate) -> fx.Node:
+def _parts(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: ConjugateFunction) -> fx.Node:
     """Splits a concatenation, moves each part by itself, and joins them."""
     lengths = [local.local_size(part.size, part, None if _inward(kind) else leaf) for part in axis.parts]
     pieces = local.builder.raw(aten.split_with_sizes.default, (x, lengths, dim))
@@ -71,7 +71,7 @@ def _parts(local: Local, x: fx.Node, axis: Axis, leaf: Axis, dim: int, kind: Con
 
 
 def _inside(
-    local: Local, x: fx.Node, part: Axis, around: tuple[Size, Size], leaf: Axis, dim: int, kind: Conjugate
+    local: Local, x: fx.Node, part: Axis, around: tuple[Size, Size], leaf: Axis, dim: int, kind: ConjugateFunction
 ) -> fx.Node:
     """Splits a product into (major, the part with the leaf, minor), moves the part, and flattens the product again."""
     middle = local.local_size(part.size, part, None if _inward(kind) else leaf)

@@ -18,7 +18,7 @@ from autotp.ops import cross_entropy, dropout, lookup
 from autotp.ops import experts as routing
 from autotp.passes.lower.local_sizes import Local
 from autotp.passes.plan.infer_axes import Axes, Factor
-from autotp.rules.call import bind
+from autotp.rules.call import arguments_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import has, size_argument
 from autotp.sharding.axis import ONE, Axis, find, open_product, touches
@@ -70,20 +70,20 @@ def _sizes(local: Local, node: fx.Node, axes: Axes, leaf: Axis, count: int) -> l
     shape, dims = node.meta["val"].shape, axes.of(node)
     start = len(shape) - count
     if str(node.target).startswith("aten.unflatten"):
-        start = bind(node)["dim"] % node.args[0].meta["val"].dim()  # type: ignore[union-attr]
+        start = arguments_of(node)["dim"] % node.args[0].meta["val"].dim()  # type: ignore[union-attr]
     return [local.local_size(shape[i], dims[i], leaf) for i in range(start, start + count)]
 
 
 def _split(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Called:
     """Returns a split into the local lengths of the parts."""
-    dims, dim = axes.dims[node], bind(node)["dim"] % len(axes.dims[node][0])
+    dims, dim = axes.dims[node], arguments_of(node)["dim"] % len(axes.dims[node][0])
     lengths = [local.local_size(v.shape[dim], d[dim], leaf) for v, d in zip(node.meta["val"], dims, strict=True)]
     return aten.split_with_sizes.default, (local.builder.env[node.args[0]], lengths, dim), {}  # type: ignore[index]
 
 
 def _slice(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Called:
     """Returns a slice that starts after the local parts before it; a slice with a step takes the same step."""
-    x, arguments = node.args[0], bind(node)
+    x, arguments = node.args[0], arguments_of(node)
     dim = arguments["dim"] % node.meta["val"].dim()
     axis, taken = axes.of(x)[dim], axes.of(node)[dim]  # type: ignore[arg-type]
     if not touches(axis, leaf):
@@ -103,30 +103,30 @@ Form = Callable[[Local, fx.Node, Axes, Axis], tuple[Callable[..., Any], tuple[An
 
 
 def _embedding(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
-    args = local.builder.map(bind(node))
-    axis = axes.of(bind(node)["weight"])[0]
+    args = local.builder.map(arguments_of(node))
+    axis = axes.of(arguments_of(node)["weight"])[0]
     return lookup.embedding, (
         args["weight"], args["indices"], _start(local, node, axis, leaf), find(axis).size.number, args["padding_idx"],
     )  # fmt: skip
 
 
 def _gather(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
-    args = local.builder.map(bind(node))
-    axis = axes.of(bind(node)["self"])[args["dim"]]
+    args = local.builder.map(arguments_of(node))
+    axis = axes.of(arguments_of(node)["self"])[args["dim"]]
     start = _start(local, node, axis, leaf)
     return lookup.gather, (args["self"], args["dim"], args["index"], start, find(axis).size.number)
 
 
 def _class_terms(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     x, top, classes, dim, _, size = local.builder.map(node.args)
-    start = _start(local, node, axes.of(bind(node)["x"])[dim], leaf)
+    start = _start(local, node, axes.of(arguments_of(node)["x"])[dim], leaf)
     return cross_entropy.class_terms, (x, top, classes, dim, start, size)
 
 
 def _routed(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     factor = axes.bound[node].cuttable(leaf)
     assert factor is not None
-    start, args = _start(local, node, factor.axis, leaf), local.builder.map(bind(node))
+    start, args = _start(local, node, factor.axis, leaf), local.builder.map(arguments_of(node))
     stop = start + local.local_size(factor.axis.size, factor.axis, leaf)
     return node.target, (args["chosen"], args["number"], args["grouped"], start, stop)
 
@@ -151,7 +151,7 @@ def _dropout(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
 
 
 def _attention(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
-    raw = bind(node)
+    raw = arguments_of(node)
     args = local.builder.map(raw)
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     shared = tuple(args.get(name) for name in names)

@@ -27,7 +27,7 @@ from autotp.passes.plan.choose import Decision
 from autotp.passes.plan.infer_axes import Axes, Bound, is_getitem
 from autotp.passes.plan.propagate import needs, stored_placement
 from autotp.sharding.axis import Axis, find, touches
-from autotp.sharding.grid import holders, same_cut
+from autotp.sharding.grid import holders_axis, same_cut
 from autotp.sharding.layout import Layout, layout_of
 from autotp.sharding.placement import Copied, Held, Partial, Placement, Replicate, Shard
 from autotp.source_location import line_of
@@ -209,7 +209,7 @@ class _Lowering:
         match have, want:
             case Held(leaf), Shard(other) if type(want) is Shard and same_cut(leaf, other):
                 dim, layout = self._layout(node, leaf)
-                axis = holders(self.to.axis, leaf, self.to.tp)
+                axis = holders_axis(self.to.axis, leaf, self.to.tp)
                 return self._kept(self.builder.raw(share, (x, axis, dim, tuple(layout.shared(self.to.rank)))), x)
             case Shard(leaf), Held():
                 dim, layout = self._layout(node, leaf)

@@ -19,7 +19,7 @@ from torch import fx
 
 from autotp.errors import Error
 from autotp.passes.builder import Builder, fake_mode_of
-from autotp.rules.call import bind, operator_name, outputs_of
+from autotp.rules.call import arguments_of, operator_name, outputs_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.source_location import line_of
@@ -213,7 +213,7 @@ def _only_lengths(node: fx.Node, rows: Collection[Any]) -> bool:
     if operator_name(node) == "aten::arange":
         # `row_independence.py` looks at these.
         return True
-    for name, value in bind(node).items():
+    for name, value in arguments_of(node).items():
         sizes = list[fx.Node]()
         fx.map_arg(value, sizes.append)
         listed = isinstance(value, list | tuple) and name in LENGTHS
@@ -242,12 +242,16 @@ def _passes_on(node: fx.Node) -> bool:
 
 def is_mean(node: fx.Node) -> bool:
     """True for a mean over all elements, or a loss with this reduction."""
-    return node.target is aten.mean.default or (node.op == "call_function" and bind(node).get("reduction") == MEAN)
+    return node.target is aten.mean.default or (
+        node.op == "call_function" and arguments_of(node).get("reduction") == MEAN
+    )
 
 
 def _is_sum(node: fx.Node) -> bool:
     """True for a sum over all elements, or a loss with this reduction."""
-    return node.target is aten.sum.default or (node.op == "call_function" and bind(node).get("reduction") == SUM)
+    return node.target is aten.sum.default or (
+        node.op == "call_function" and arguments_of(node).get("reduction") == SUM
+    )
 
 
 def _by_total(builder: Builder, node: fx.Node, total: fx.Node, rows: fx.Node | None) -> tuple[fx.Node, fx.Node]:
@@ -260,7 +264,7 @@ def _by_total(builder: Builder, node: fx.Node, total: fx.Node, rows: fx.Node | N
     """
     if rows is None:
         return total, builder.copy(node)
-    arguments = builder.map(bind(node))
+    arguments = builder.map(arguments_of(node))
     if has(node.target, Trait.CLASS_LOSS) and not arguments["target"].meta["val"].is_floating_point():
         wide = {name: _widened(builder, value) for name, value in arguments.items()}
         summed = builder.call(node.target, *(wide | {"reduction": SUM}).values())  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ from autotp.errors import Error
 from autotp.ops.placement_moves import apart
 from autotp.passes.pipeline.loss_totals import is_mean, symbols
 from autotp.passes.plan.infer_axes import Axes, Bound, Dims, is_getitem, named_dims
-from autotp.rules.call import bind, operator_name, outputs_of
+from autotp.rules.call import arguments_of, operator_name, outputs_of
 from autotp.rules.language import names
 from autotp.rules.row import Trait
 from autotp.rules.traits import draws, has
@@ -146,7 +146,7 @@ class _Proof:
         if value.dtype not in (torch.int64, torch.int32):
             return None
         if operator_name(node) == "aten::arange":
-            given = bind(node)
+            given = arguments_of(node)
             return 0 if given.get("start", 0) == 0 and given.get("step", 1) == 1 else None
         before, at = self.numbers[node.args[0]], self._along(self.axes.of(node))  # type: ignore[index]
         kept = [
@@ -164,7 +164,7 @@ class _Proof:
         """
         if not has(node.target, Trait.INDICES):
             return False
-        given = bind(node)
+        given = arguments_of(node)
         x, indices, rest = given["self"], given["indices"], given.get("values")
         own = [i for i, index in enumerate(indices) if index in self.numbers]
         if len(own) != 1 or {x, rest} & set(self.numbers) or x not in self.rows:

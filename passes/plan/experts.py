@@ -22,7 +22,7 @@ from autotp.ops import experts as routing
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.plan.infer_axes import Axes, infer_axes, is_getitem
 from autotp.passes.plan.match import contracts, root
-from autotp.rules.call import bind, operand_nodes, operator_name
+from autotp.rules.call import arguments_of, operand_nodes, operator_name
 from autotp.rules.registry import is_grouped
 from autotp.rules.row import Trait
 from autotp.rules.traits import has, size_argument
@@ -76,7 +76,7 @@ def _routed(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int) -
                 in_groups.setdefault((chosen, number), Routed(chosen, number, True)).reads.append(node)
     for node in graph.nodes:
         if _is_read(node, parameters) and (number := _experts_of(node, 0)) % tp == 0:
-            (chosen,) = bind(node)["indices"]
+            (chosen,) = arguments_of(node)["indices"]
             own = in_groups.get((_source(chosen, number), number))
             (own or found.setdefault((_source(chosen), number), Routed(chosen, number, False))).reads.append(node)
     every = [*in_groups.values(), *found.values()]
@@ -96,7 +96,7 @@ def _is_read(node: fx.Node, parameters: Collection[str]) -> bool:
     """True for a lookup of rows by a list of integers in a parameter, or in a view of a parameter."""
     if node.target is not aten.index.Tensor:
         return False
-    weight, indices = operand_nodes(node)[0], bind(node)["indices"]
+    weight, indices = operand_nodes(node)[0], arguments_of(node)["indices"]
     if weight is None or len(indices) != 1 or root(weight).name not in parameters:
         return False
     value = indices[0].meta["val"]
@@ -112,7 +112,7 @@ def _counted(node: fx.Node) -> fx.Node | None:
     counts: Any = ends.args[0] if ends is not None and ends.target is aten.cumsum.default else None
     if not isinstance(counts, fx.Node) or counts.target is not aten.histc.default:
         return None
-    bins = bind(counts)
+    bins = arguments_of(counts)
     chosen = _source(bins["self"], number)
     lengths = [Size.of(value.meta["val"].shape[0]) for value in (chosen, x)]  # type: ignore[union-attr]
     as_many = (bins["bins"], bins["min"], bins["max"]) == (number, 0, number - 1)
@@ -125,19 +125,19 @@ def _is_sorted(chosen: fx.Node) -> bool:
         return bool(chosen.args[1] == 0) and _sorts(chosen.args[0])
     if chosen.target is not aten.index.Tensor:
         return False
-    (order,) = bind(chosen)["indices"]
+    (order,) = arguments_of(chosen)["indices"]
     by: Any = order.args[0] if is_getitem(order) and order.args[1] == 1 else order
-    return _sorts(by) and bool(bind(by)["self"] is chosen.args[0])
+    return _sorts(by) and bool(arguments_of(by)["self"] is chosen.args[0])
 
 
 def _sorts(node: Any) -> bool:
-    return has(node.target, Trait.SORT) and not bind(node)["descending"] and node.args[0].meta["val"].dim() == 1
+    return has(node.target, Trait.SORT) and not arguments_of(node)["descending"] and node.args[0].meta["val"].dim() == 1
 
 
 def _source(chosen: fx.Node, number: int | None = None) -> fx.Node:
     """Returns the choice before casts, and before a clamp that changes nothing for `number` experts."""
     while chosen.op == "call_function":
-        arguments = bind(chosen)
+        arguments = arguments_of(chosen)
         bounded = number is not None and operator_name(chosen) == "aten::clamp"
         bounded = bounded and arguments["min"] in (None, 0) and arguments["max"] in (None, (number or 0) - 1)
         if not bounded and not (has(chosen.target, Trait.SAME) and _are_exact(chosen, arguments["self"])):

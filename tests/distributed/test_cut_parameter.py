@@ -98,7 +98,7 @@ def what_is_wrong_on_parts(rank: int, n: int) -> None:
             do(parallel.up.weight)
         (found,) = [str(warning.message) for warning in told]
         assert found == (
-            f"`up.weight` is this rank's part [15, 8] of [30, 8], and `{name}` is computed of that alone. "
+            f"`up.weight` is this rank's part [15, 8] of [30, 8], and `{name}` is computed of the part only. "
             "autotp.gather(tensor), on all ranks, is the whole, with its gradient; autotp.full_state_dict and "
             "autotp.load_full_state_dict read and write it"
         )
@@ -136,9 +136,9 @@ def sizes_are_of_parts(rank: int, n: int) -> None:
             asked()
         (found,) = [str(warning.message) for warning in told]
         assert found == (
-            f"`{name}` of `up.weight` is of this rank's part [15, 8]; the whole is [30, 8]. Sizes of cut parameters "
-            "are right for what lies beside the parts, as an optimizer's state does, and too small in a count of "
-            "parameters, noise, or a learning rate by width: model.layouts[name].shape has the whole's. "
+            f"`{name}` of `up.weight` is that of this rank's part [15, 8]; the whole is [30, 8]. Sizes of parts are "
+            "right for tensors beside the parts, such as an optimizer's state, and too small to count parameters, to "
+            "draw noise, or for a learning rate by width: model.layouts[name].shape is the shape of the whole. "
             "This warning comes once for a model"
         )
         with silence():
@@ -195,7 +195,7 @@ def wholes_are_not_written_over_parts(rank: int, n: int) -> None:
             with pytest.raises(autotp.Error) as raised:
                 write()
             assert str(raised.value) == (
-                f"`{name}` of a tensor [30, 8], which is the whole `up.weight`, and of this rank's part [15, 8]\n"
+                f"`{name}` of a tensor [30, 8], the shape of the whole `up.weight`, and of this rank's part [15, 8]\n"
                 "  try      autotp.load_full_state_dict(model, state), which writes the whole model's state\n"
                 "  or       autotp.gather(tensor) is the whole of a part"
             )
@@ -255,7 +255,7 @@ def loops_over_replicas(rank: int, n: int) -> None:
             for p in parallel.parameters():
                 send(p)
         assert str(raised.value) == (
-            f"{name} of `up.weight` over ranks [0, 1], of which each has another part of it\n"
+            f"{name} of `up.weight` over ranks [0, 1], which have different parts of it\n"
             "  try      no such loop over parameters: autotp has broadcast them, and has summed their gradients\n"
             "  or       with replicas: parallelize(model, mesh=mesh), and group=mesh['dp'].get_group()"
         )
@@ -358,7 +358,7 @@ def a_state_of_parts(rank: int, n: int) -> None:
             parallel.state_dict()
     (one,) = found
     assert re.fullmatch(
-        r"`state_dict\(\)` is of this rank's parts: `[\w.]+` and \d+ more are cut. .*", str(one.message)
+        r"`state_dict\(\)` has this rank's parts only: `[\w.]+` and \d+ more are cut. .*", str(one.message)
     )
     assert one.filename == __file__
     with silence():

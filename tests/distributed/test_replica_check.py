@@ -50,8 +50,8 @@ class Engine(nn.Module):
 
 def said(what: str, call: str, shown: str) -> str:
     return (
-        f"{call}{what} over ranks [0, 1] of one tensor-parallel model, which are no replicas\n"
-        f"  try      no {what}: they hold the model together, and autotp has summed their gradients\n"
+        f"{call}{what} over ranks [0, 1] of one tensor-parallel model, which are not replicas\n"
+        f"  try      no {what}: these ranks hold the model together, and autotp has summed their gradients\n"
         f"  or       with replicas: parallelize(model, mesh=mesh), and {what}(model, {shown})"
     )
 

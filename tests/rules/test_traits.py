@@ -17,7 +17,7 @@ import autotp
 from autotp.errors import Error
 from autotp.passes.canonicalize.functionalize import functionalize
 from autotp.rules.row import Trait
-from autotp.rules.table import ROWS, TABLE, overloads
+from autotp.rules.table import ROWS, TORCH_ROWS, overloads
 from autotp.rules.traits import has, in_place_of
 
 aten = torch.ops.aten
@@ -99,9 +99,9 @@ def test_no_pass_has_a_list_of_operators() -> None:
 
 def test_an_operator_has_one_row() -> None:
     """Each name is an operator's, and no operator is in two rows."""
-    found = [op for names, _ in TABLE for name in names.split() for op in overloads(*_named(name))]
+    found = [op for names, _ in TORCH_ROWS for name in names.split() for op in overloads(*_named(name))]
     assert len(found) == len(set(found)) >= len([op for op in ROWS if isinstance(op, OpOverload)])
-    assert [name for names, _ in TABLE for name in names.split() if not overloads(*_named(name))] == []
+    assert [name for names, _ in TORCH_ROWS for name in names.split() if not overloads(*_named(name))] == []
 
 
 def _named(name: str) -> tuple[Any, str]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import itertools
-from collections.abc import Callable, Collection, Sequence
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +19,11 @@ from small_models import Plain
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree as pytree
 
+from autotp import compiler
 from autotp.diagnostics.lockstep import COLLECTIVES
+from autotp.model_library import LIBRARIES
 from autotp.ops import channels
 from autotp.ops.grouped_mm import OPERATOR
 from autotp.options import OPTIONAL
@@ -27,6 +35,7 @@ from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
 from autotp.passes.capture.capture import capture
 from autotp.passes.capture.captured import Captured
 from autotp.passes.capture.skeleton import skeleton_of
+from autotp.rules.registry import USER_RULES
 
 
 def draft(make: Callable[..., Any], **inputs: Tensor) -> fx.Graph:
@@ -414,3 +423,66 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "mse-sum": (aten.mse_loss.default, r(6, 5), r(6, 5), 2),
     "bce-sum": (aten.binary_cross_entropy_with_logits.default, r(6, 5), r(6, 5), r(5), r(5), 2),
 }  # fmt: skip
+
+
+CAPTURES: OrderedDict[bytes, Captured] = OrderedDict()
+"""What `shared_captures` keeps, the latest last."""
+CAPTURED_ANEW = Path(__file__).resolve().parent.parent / "passes" / "capture"
+
+
+@contextmanager
+def shared_captures(test: Path) -> Iterator[None]:
+    """A region in which models that are alike are captured once in a process. A test of capture captures each.
+
+    Two models are alike if they have the same classes and attributes, tensors of the same kinds, and if they are
+    captured on arguments of the same kinds. A graph is kept only if a call changes nothing of the model or its
+    arguments.
+
+    Args:
+        test: the file of the test that runs.
+    """
+    before = compiler.capture
+
+    def shared(skeleton: nn.Module, *asked: Any) -> Captured:
+        try:
+            key = _key(skeleton, asked)
+        except Exception:  # The model holds what cannot be written down, such as a function of a function.
+            return before(skeleton, *asked)
+        found = CAPTURES[key] if key in CAPTURES else before(skeleton, *asked)
+        if not (found.kept or found.owned or found.changes or found.sets or found.into or found.constants):
+            CAPTURES[key] = found
+            CAPTURES.move_to_end(key)
+        if len(CAPTURES) > 100:
+            CAPTURES.popitem(last=False)
+        return found
+
+    if not test.is_relative_to(CAPTURED_ANEW):
+        compiler.capture = shared
+    try:
+        yield
+    finally:
+        compiler.capture = before
+
+
+def _key(skeleton: nn.Module, asked: Sequence[Any]) -> bytes:
+    tensors = [x for x in pytree.tree_leaves(asked) if isinstance(x, Tensor)]
+    first: dict[int, int] = {}
+    for i, x in enumerate(tensors):
+        first.setdefault(id(x), i)
+    kinds = pytree.tree_map_only(Tensor, lambda x: (first[id(x)], *_kind(x)), asked)
+    file = io.BytesIO()
+    _Kinds(file).dump((skeleton, kinds, torch.get_default_dtype(), sorted(map(str, USER_RULES)), LIBRARIES))
+    return file.getvalue()
+
+
+def _kind(x: Tensor) -> tuple[Any, ...]:
+    return type(x), x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad
+
+
+class _Kinds(pickle.Pickler):
+    """Writes tensors on `meta` by kind, for they have no values."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_meta:
+            return tuple, (_kind(value),), vars(value) or None
+        return NotImplemented

@@ -12,7 +12,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -23,9 +23,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from graphs import shared_captures
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PRELOADED = ["torch", "autotp", "torch.export._trace", "transformers.modeling_utils", "scripts.warm"]
+PRELOADED = ["torch", "autotp", "torch.export._trace", "transformers.modeling_utils", "graphs", "scripts.warm"]
 """What every rank would import, or most: forked, they have it already. A failure in one of them is not told."""
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -46,6 +47,21 @@ class Bill:
 
 
 BILL = Bill()
+
+
+@dataclass
+class Running:
+    """Which test runs, and how. `conftest.py` writes it; ranks are told."""
+
+    file: Path = HERE
+    shares_captures: bool = False
+
+    def captures(self) -> AbstractContextManager[None]:
+        """A region in which the file's tests run."""
+        return shared_captures(self.file) if self.shares_captures else nullcontext()
+
+
+RUNNING = Running()
 
 
 class Died(RuntimeError):
@@ -73,10 +89,13 @@ def run_ranks(
     """What `fn(rank, n, *args)` returned on each of `n` real processes, by rank; None for one of `may_die` that died.
 
     Within `fn`, a module-level function, the default process group is initialised (gloo, one thread a rank) and the
-    environment is as torchrun sets it. A rank that is done lives on until all are.
+    environment is as torchrun sets it. A rank that is done lives on until all are, and then waits for what the same
+    file runs next on as many ranks: what is imported and cached by then need not be so again. Each run has a process
+    group of its own. After a failure the next run starts new processes.
 
     Args:
         timeout: in seconds, for the whole run and for each collective.
+        may_die: these ranks may end without an answer. Such a run has processes of its own.
         fresh: each rank is an interpreter of its own, as torchrun's are, with a hash seed of its own: sets of strings
             have another order on each. (Forked from one server, all have its seed.) A start costs seconds more.
 
@@ -85,12 +104,22 @@ def run_ranks(
         Died: a rank died.
         TimeoutError: a rank was not done in time.
     """
-    payload = pickle.dumps((fn, args))
-    with tempfile.TemporaryDirectory() as folder, _started(payload, n, folder, timeout, fresh) as ranks:
-        replies = _replies(ranks, time.monotonic() + timeout, may_die)
+    alone = fresh or bool(may_die)
+    ranks = Ranks(n, fresh) if alone else _waiting(RUNNING.file, n)
+    try:
+        replies = ranks.run(pickle.dumps((fn, args)), timeout, may_die)
+        failed = [rank for rank, reply in replies.items() if reply.error is not None]
+        alone = alone or bool(failed) or len(replies) < n
+    except BaseException:
+        alone = True
+        raise
+    finally:
+        if alone:
+            WAITING.pop((RUNNING.file, n), None)
+            ranks.end()
     BILL.ranks += max((reply.cpu for reply in replies.values()), default=0.0)
-    errors = {rank: reply.error for rank, reply in replies.items() if reply.error is not None}
-    failed = [rank for rank, error in errors.items() if not (isinstance(error, Died) and rank in may_die)]
+    errors = {rank: error for rank, reply in replies.items() if (error := reply.error) is not None}
+    failed = [rank for rank in failed if not (isinstance(errors[rank], Died) and rank in may_die)]
     if failed:  # a death counts before what it made the others raise
         rank = min(failed, key=lambda rank: not isinstance(errors[rank], Died))
         raise errors[rank] from RuntimeError(f"on rank {rank} of {n}:\n{replies[rank].where}")
@@ -100,27 +129,52 @@ def run_ranks(
     return [replies[rank].value for rank in range(n)]
 
 
-@contextmanager
-def _started(
-    payload: bytes, n: int, folder: str, timeout: float, fresh: bool
-) -> Iterator[list[tuple[BaseProcess, Connection]]]:
-    """The running ranks; these, and nothing else, are killed in the end."""
-    context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
-    if not fresh:
-        context.set_forkserver_preload(PRELOADED)
-    ranks: list[tuple[BaseProcess, Connection]] = []
-    try:
+class Ranks:
+    """Running processes, one a rank. These, and nothing else, are killed by `end`."""
+
+    def __init__(self, n: int, fresh: bool = False) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.runs = 0
+        self.ranks: list[tuple[BaseProcess, Connection]] = []
+        context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
+        if not fresh:
+            context.set_forkserver_preload(PRELOADED)
         for rank in range(n):
             here, there = context.Pipe()
-            process = context.Process(target=_rank, args=(payload, rank, n, folder, timeout, there), daemon=True)
+            process = context.Process(target=_rank, args=(rank, n, there), daemon=True)
             with _hash_seed(2 * rank + 1 if fresh else None):
                 process.start()
             there.close()  # so that reading ends when the rank does
-            ranks.append((process, here))
-        yield ranks
-    finally:
-        for rank_and_pipe in ranks:
-            _end(*rank_and_pipe)
+            self.ranks.append((process, here))
+
+    def run(self, payload: bytes, timeout: float, may_die: Sequence[int]) -> dict[int, Reply]:
+        """What the ranks answered to a pickled function and its arguments, in order of arrival."""
+        self.runs += 1
+        job = Job(payload, Path(self.folder.name, f"rendezvous-{self.runs}").as_uri(), timeout, RUNNING)
+        for _, pipe in self.ranks:
+            with suppress(ConnectionError):  # It died: reading will say so.
+                pipe.send(job)
+        return _replies(self.ranks, time.monotonic() + timeout, may_die)
+
+    def end(self) -> None:
+        for process, pipe in self.ranks:
+            pipe.close()
+            process.kill()
+            process.join()
+        self.folder.cleanup()
+
+
+WAITING: dict[tuple[Path, int], Ranks] = {}
+"""A file of tests and a number of ranks -> those that wait for its next run."""
+
+
+def _waiting(file: Path, n: int) -> Ranks:
+    """Ranks that wait for this file, or new ones; those of other files end."""
+    for key in [key for key in WAITING if key[0] != file]:
+        WAITING.pop(key).end()
+    if (file, n) not in WAITING:
+        WAITING[file, n] = Ranks(n)
+    return WAITING[file, n]
 
 
 @contextmanager
@@ -135,12 +189,6 @@ def _hash_seed(seed: int | None) -> Iterator[None]:
         os.environ.pop("PYTHONHASHSEED", None)
         if before is not None:
             os.environ["PYTHONHASHSEED"] = before
-
-
-def _end(process: BaseProcess, pipe: Connection) -> None:
-    pipe.close()
-    process.kill()
-    process.join()
 
 
 def _replies(ranks: list[tuple[BaseProcess, Connection]], deadline: float, may_die: Sequence[int]) -> dict[int, Reply]:
@@ -161,39 +209,64 @@ def _replies(ranks: list[tuple[BaseProcess, Connection]], deadline: float, may_d
     return replies
 
 
-def _rank(payload: bytes, rank: int, n: int, folder: str, timeout: float, pipe: Connection) -> None:
-    try:
-        value = _run(payload, rank, n, folder, timeout)
-        reply = pickle.dumps(Reply(value, cpu=time.process_time()))
-    except BaseException as error:
-        reply = _failure(error)
-    pipe.send_bytes(reply)
-    pipe.poll(None)  # the peers may still be reading from this rank
+def _rank(rank: int, n: int, pipe: Connection) -> None:
+    environment, random_state = dict(os.environ), torch.get_rng_state()
+    with suppress(EOFError):  # There is no other run.
+        while True:
+            job: Job = pipe.recv()  # Till now the peers may read from this rank.
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            os.environ.clear()
+            os.environ.update(environment)
+            torch.set_rng_state(random_state)
+            began = time.process_time()
+            try:
+                value = _run(job, rank, n)
+                reply = pickle.dumps(Reply(value, cpu=time.process_time() - began))
+            except BaseException as error:
+                reply = _failure(error, time.process_time() - began)
+            pipe.send_bytes(reply)
 
 
-def _run(payload: bytes, rank: int, n: int, folder: str, timeout: float) -> Any:
+def _run(job: Job, rank: int, n: int) -> Any:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0, "OMP_NUM_THREADS": 1}
-    os.environ.update({name: str(value) for name, value in (place | rendezvous).items()})
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0, "OMP_NUM_THREADS": 1}
+    os.environ.update({name: str(value) for name, value in (place | master).items()})
     torch.set_num_threads(1)
-    file = Path(folder, "rendezvous").as_uri()
-    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=n, timeout=timedelta(seconds=timeout))
-    fn, args = pickle.loads(payload)
-    with warnings.catch_warnings():
+    limit = timedelta(seconds=job.timeout)
+    dist.init_process_group("gloo", init_method=job.rendezvous, rank=rank, world_size=n, timeout=limit)
+    fn, args = pickle.loads(job.payload)
+    with job.running.captures(), warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # setup.cfg asks for the same, of the process of pytest only.
         for message in EXPECTED:
             warnings.filterwarnings("ignore", message, UserWarning)
         return fn(rank, n, *args)
 
 
-def _failure(error: BaseException) -> bytes:
+def _failure(error: BaseException, cpu: float) -> bytes:
     where = "".join(traceback.format_exception(error))
     try:
-        reply = pickle.dumps(Reply(error=error, where=where, cpu=time.process_time()))
+        reply = pickle.dumps(Reply(error=error, where=where, cpu=cpu))
         pickle.loads(reply)
     except Exception:  # an exception that cannot travel
         return pickle.dumps(Reply(error=RuntimeError(repr(error)), where=where))
     return reply
+
+
+@dataclass(frozen=True)
+class Job:
+    """What ranks are to run.
+
+    Attributes:
+        payload: a pickled function and its arguments.
+        rendezvous: the address of a file where the ranks meet.
+        timeout: in seconds.
+    """
+
+    payload: bytes
+    rendezvous: str
+    timeout: float
+    running: Running
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ def test_no_such_expert(grouped: bool, wrong: int) -> None:
         routing.dispatch(torch.tensor([1, wrong, 3]), 4, grouped, 0, 2)
     assert str(error.value) == (
         f"a row chose expert {wrong + 4 * (wrong == -5)} of 4\n"
-        '  try      experts="width", which leaves to the model what that means'
+        '  try      experts="width", where the model itself handles such a row'
     )
 
 

@@ -397,7 +397,7 @@ def steps_alone(rank: int, n: int) -> str:
 def test_a_rank_that_does_not_step() -> None:
     first, other = run_ranks(steps_alone, 2)
     assert first == (
-        "SGD.step: step 1 is not taken by all ranks: tp rank 1 did not come within the group's timeout\n"
+        "SGD.step: step 1 is not taken by all ranks: tp rank 1 did not make this call within the group's timeout\n"
         "  try      call step on all ranks: decide by a value that is the same on all whether to step"
     )
     assert "failed on rank 1 of 2" in other
@@ -482,7 +482,9 @@ def replica_skips(rank: int, n: int) -> str:
 
 def test_a_replica_that_does_not_step() -> None:
     first, other = run_ranks(replica_skips, 2)
-    assert first.startswith("AdamW.step: step 1 is not taken by all ranks: dp rank 1 did not come within the group's ")
+    assert first.startswith(
+        "AdamW.step: step 1 is not taken by all ranks: dp rank 1 did not make this call within the "
+    )
     assert "Trainer.step" in other
 
 
