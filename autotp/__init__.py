@@ -10,13 +10,13 @@ from pathlib import Path
 __version__ = "0.1.0"  # setup.cfg reads it from here.
 
 _checkout = Path(__file__).resolve().parent.parent
-if (_checkout / "setup.cfg").is_file():  # A checkout that is not installed: autotp.passes and autotp.models lie beside.
+if (_checkout / "setup.cfg").is_file():  # A checkout that is not installed: passes/ and models/ are beside autotp/.
     __path__ = [*__path__, str(_checkout)]
 
 from autotp.api import explain, parallelize  # noqa: E402  The path above comes first.
 from autotp.checkpoint.save import load_checkpoint, save_checkpoint  # noqa: E402
 from autotp.checkpoint.state_dict import full_state_dict, load_full_state_dict  # noqa: E402
-from autotp.diagnostics.plan_text import Plan  # noqa: E402
+from autotp.diagnostics.plan import Plan  # noqa: E402
 from autotp.diagnostics.stages import Stages, stages  # noqa: E402
 from autotp.diagnostics.verify import Report, verify  # noqa: E402
 from autotp.distributed.gather import gather  # noqa: E402

@@ -11,13 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.compiler import analyse
-from autotp.diagnostics.plan_text import Plan, report
-from autotp.distributed.mesh import expect_size, make_mesh
+from autotp.diagnostics.plan import Plan
+from autotp.diagnostics.report import report
+from autotp.distributed.mesh import make_mesh
 from autotp.errors import within
-from autotp.options import CheckInputs, Experts, Options, Outputs, Recompute, expect_choices
+from autotp.options import CheckInputs, Experts, Options, Outputs, Recompute
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.runtime.build import BEFORE, build, expect_ordinary
+from autotp.runtime.build import build, expect_usable
 from autotp.runtime.module import ParallelModule
 
 
@@ -126,12 +127,11 @@ def explain(
         2.weight [4, 16@tp]
     """
 
+    options = Options(outputs, experts, sequence_parallel, without)
+
     def run() -> Plan:
-        expect_size(tp)
-        choices = Options(outputs, experts, sequence_parallel, without)
-        expect_choices(choices)
-        expect_ordinary(model, BEFORE.format("explain"))
+        expect_usable("explain", model, tp, options)
         args, kwargs = find_inputs(model, example_inputs)
-        return report(analyse(skeleton_of(model), args, kwargs, tp, choices), type(model).__name__)
+        return report(analyse(skeleton_of(model), args, kwargs, tp, options), type(model).__name__)
 
     return within(f"explain({type(model).__name__}, tp={tp})", run)

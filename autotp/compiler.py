@@ -1,4 +1,4 @@
-"""The road of a model: capture, canonicalize, plan, lower, check, emit. No other file knows the order of the passes.
+"""The order of a model's passes: capture, canonicalize, plan, lower, check, emit. No other file knows this order.
 
 `parallelize`, `distribute`, `explain`, `verify` and `stages` all take it.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -64,7 +64,7 @@ from autotp.sharding.layout import Layout
 
 
 class _Unknown:
-    """Stands for a fact that no pass has found yet."""
+    """Stands for a fact that a later pass finds."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"`{name}` of a fact that is found by a later pass")
@@ -74,30 +74,50 @@ UNKNOWN: Any = _Unknown()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
-    """What is known of a model's graph on its road, before any rank's graph is made.
+class CallState:
+    """The state around a captured call, beside its arguments.
 
     Attributes:
-        captured: the graph as it was captured, and what surrounds it.
-        graph: the graph behind the last pass.
-        tp: ranks.
-        options: what the user chose.
+        autocast: the settings of autocast around the model.
+        layouts: the layouts of parameters that are cut already, for a further graph; None for a model's first graph.
+        given: layouts of input tensors that are cut: by place among the arguments' tensors, or by path of an attribute.
+        opened: the attributes that change from call to call.
+        wanted: the answers to the model's questions about gradients.
+    """
+
+    autocast: Autocast = OFF
+    layouts: Mapping[str, Layout] | None = None
+    given: Mapping[int | Path, Layout] = field(default_factory=dict)
+    opened: Opened = NOTHING_OPENED
+    wanted: GradientsWanted = ALWAYS
+
+
+FIRST_CALL = CallState()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A model's graph and the facts about it, between two passes, before any rank's graph is made.
+
+    Attributes:
+        captured: the captured graph and its facts.
+        graph: the graph after the last pass.
+        tp: number of ranks.
+        options: the user's options.
         training: whether the model was in training.
-        autocast: what was on around the model.
-        stored: how the parameters are held already, for a further graph of a parallel model; None for its first.
-        given: how those tensors are held that come cut, by their place among the arguments', or below attributes.
+        call: the state around the captured call.
         updated: placeholder names of the buffers whose new values `graph` returns last (functionalize).
-        counts: what a part of the batch adds to each total that a summed loss is divided by (loss_totals).
+        counts: graph of the contributions of a part of the batch to the totals of a summed loss (loss_totals).
         axes: the axes of `graph` (decouple).
-        stay: positions of the outputs that stay cut if they are (match).
-        local_inputs: placeholder names of inputs that come cut (match).
+        stay: positions of the outputs that stay cut if they are cut (match).
+        local_inputs: placeholder name -> layout, for inputs that are cut (match).
         candidates: the axes that may be cut, best first (match).
-        decision: what is cut (choose).
-        differentiable: the values of `graph` a gradient may flow through (propagate).
-        have: the placement that each value comes in (propagate).
-        hoisted: operators of `graph` that all ranks compute alike, from copies of what they read (hoist).
-        layouts: parameter name -> how it is held (outputs).
-        local_outputs: positions of outputs that stay cut (outputs).
+        decision: the decision what is cut (choose).
+        differentiable: the values of `graph` that a gradient may flow through (propagate).
+        have: the placement of each value (propagate).
+        hoisted: operators of `graph` that all ranks compute whole, from copies (hoist).
+        layouts: parameter name -> layout (outputs).
+        local_outputs: position -> layout, for outputs that stay cut (outputs).
     """
 
     captured: Captured
@@ -105,9 +125,7 @@ class Program:
     tp: int
     options: Options
     training: bool
-    autocast: Autocast
-    stored: Mapping[str, Layout] | None
-    given: Mapping[int | Path, Layout]
+    call: CallState
     updated: Sequence[str] = ()
     counts: fx.Graph | None = None
     axes: Axes = UNKNOWN
@@ -124,13 +142,13 @@ class Program:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass, as the road calls it.
+    """A row of the table of passes.
 
     Attributes:
-        stage: the folder of `passes/` that it belongs to.
-        name: its file's.
-        run: what it does.
-        wanted: whether the user's choices ask for it.
+        stage: the folder of `passes/` with its file.
+        name: the name of its file.
+        run: the function that runs it.
+        wanted: returns whether it runs under the user's options.
     """
 
     stage: str
@@ -147,7 +165,7 @@ def _unless_left_out(name: str) -> Callable[[Options], bool]:
 
 
 def _autocast(p: Program) -> Program:
-    return replace(p, graph=autocasts.autocast(p.graph, p.autocast))
+    return replace(p, graph=autocasts.autocast(p.graph, p.call.autocast))
 
 
 def _functionalize(p: Program) -> Program:
@@ -164,7 +182,7 @@ def _canonical_order(p: Program) -> Program:
 
 
 def _loss_totals(p: Program) -> Program:
-    """The loss alone, as a sum over the batch; and what it is divided by."""
+    """Keeps only the loss, as a sum over the batch, and the graph of the totals that divide it."""
     captured, graph = p.captured, p.graph
     loss = next((node for node in returned(graph) if isinstance(node, fx.Node) and is_loss(node)), None)
     _expect_one_batch(p, loss)
@@ -176,22 +194,22 @@ def _loss_totals(p: Program) -> Program:
 
 
 def _expect_one_batch(p: Program, loss: fx.Node | None) -> None:
-    """Raises Error for a model that does more with a batch than to return its loss."""
+    """Raises Error for a model with side effects, without a loss, or without a batch."""
     captured = p.captured
     if captured.into:
-        raise Error("the model writes into its inputs, and each part of a batch has inputs of its own")
+        raise Error("the model writes into its inputs, and each part of a batch has other inputs")
     if written := [*captured.changes, *(name for name, _ in captured.sets)]:
         names = ", ".join(sorted({f"`{one}`" for one in written}))
         raise Error(
             f"the model sets {names} in forward, which parts of a batch cannot share",
-            fix="add it to the returned loss, if it is a part of that",
+            fix="add it to the returned loss, if it is a part of the loss",
             alternative="autotp.parallelize(model, tp)",
         )
     if p.updated:
         names = ", ".join(captured.buffers[place] for place in p.updated)
         raise Error(f"the model changes its buffers ({names}), which parts of a batch cannot share")
     if loss is None:
-        raise Error("the model returns no loss, a tensor of no dimension", fix="labels among the inputs")
+        raise Error("the model returns no loss (a tensor without dimensions)", fix="labels among the inputs")
     if not captured.example or not captured.example[0]:
         raise Error("the model's first input has no rows, and so there is no batch", fix="the batch first")
 
@@ -227,7 +245,7 @@ def _experts(p: Program) -> Program:
 
 
 def _prove_rules(p: Program) -> Program:
-    """Tries each rule that a user registered on the examples the graph gives; raises Error where it is not true."""
+    """Tests each rule that a user registered on the shapes of the graph; raises Error if it is not true."""
     tried = set()
     for node in p.graph.nodes:
         if node.target in USER_RULES:
@@ -241,8 +259,8 @@ def _prove_rules(p: Program) -> Program:
 def _match(p: Program) -> Program:
     captured, graph, results = p.captured, p.graph, returned(p.graph)
     stay = positions_that_stay(graph, captured, len(p.updated), p.training, p.options.outputs)
-    if any(i in p.given for i, _ in captured.into):
-        raise Error("the model writes into an argument that comes in parts", fix="autotp.gather it before")
+    if any(i in p.call.given for i, _ in captured.into):
+        raise Error("the model writes into an argument that is cut", fix="autotp.gather it before the call")
     moved = {node for node in results[len(results) - len(p.updated) :] if isinstance(node, fx.Node)}
     kept = makers(graph, captured.kept) | moved
     candidates = match(graph, p.axes, captured.parameters, captured.inputs, p.tp, kept)
@@ -251,12 +269,12 @@ def _match(p: Program) -> Program:
 
 def _choose(p: Program) -> Program:
     graph, captured = p.graph, p.captured
-    if p.stored is None:
+    if p.call.layouts is None:
         total = sum(n.meta["val"].numel() for n in graph.nodes if n.name in captured.parameters)
         trainable = needs_grad(graph, _sources(p))
         local = makers(graph, captured.kept) | makers(graph, p.stay)
         return replace(p, decision=choose(p.axes, p.candidates, trainable, total, p.tp, local))
-    stored = {place: p.stored[name] for place, name in captured.parameters.items()} | p.local_inputs
+    stored = {place: p.call.layouts[name] for place, name in captured.parameters.items()} | p.local_inputs
     places = {node: stored[node.name] for node in graph.nodes if node.op == "placeholder" and node.name in stored}
     return replace(p, decision=choose_as(p.axes, p.candidates, places, p.tp))
 
@@ -287,8 +305,8 @@ def _sequence_parallel(p: Program) -> Program:
 
 
 def _outputs(p: Program) -> Program:
-    if p.stored is not None:
-        layouts = dict(p.stored)
+    if p.call.layouts is not None:
+        layouts = dict(p.call.layouts)
     else:
         layouts = layouts_of_parameters(p.graph, p.axes, p.decision, p.captured.parameters, p.tp)
     local = layouts_of_outputs(p.graph, p.stay, p.axes, p.have, p.tp)
@@ -312,17 +330,17 @@ PLAN = (
 
 
 def _sources(p: Program) -> frozenset[fx.Node]:
-    """What a gradient may be wanted of: parameters, and floating inputs."""
+    """Returns the nodes that may require a gradient: parameters and inputs."""
     names = {*p.captured.parameters, *p.captured.inputs}
     return frozenset(n for n in p.graph.nodes if n.op == "placeholder" and n.name in names)
 
 
 def _local_inputs(p: Program) -> dict[str, Layout]:
-    """Placeholder name -> how it is held, with the sizes that it has in this graph."""
+    """Placeholder name -> layout of a cut input, with its sizes in this graph."""
     places = {node.name: node for node in p.graph.nodes if node.op == "placeholder"}
     known: dict[int | Path, str] = dict(enumerate(p.captured.inputs))
     known.update(p.captured.input_at)
-    names = {known[i]: layout for i, layout in p.given.items() if i in known}
+    names = {known[i]: layout for i, layout in p.call.given.items() if i in known}
     return {n: replace(how, shape=tuple(places[n].meta["val"].shape)) for n, how in names.items() if n in places}
 
 
@@ -342,7 +360,7 @@ LOWER = (
 )
 
 
-# ---- the road
+# ---- all stages
 
 
 def analyse(
@@ -351,62 +369,49 @@ def analyse(
     kwargs: dict[str, Any],
     tp: int,
     options: Options = DEFAULTS,
-    layouts: Mapping[str, Layout] | None = None,
-    autocast: Autocast = OFF,
-    given: Mapping[int | Path, Layout] | None = None,
-    opened: Opened = NOTHING_OPENED,
-    wanted: GradientsWanted = ALWAYS,
+    call: CallState = FIRST_CALL,
 ) -> Program:
     """Captures `skeleton` on these arguments and decides what is cut on `tp` ranks.
 
     Args:
         skeleton: the model on `meta`.
-        options: what the user chose.
-        layouts: how the parameters are held already, for a further graph of a parallel model.
-        autocast: what is on around the model.
-        given: how those tensors are held that come cut, by their place among the arguments', or below attributes.
-        opened: what of the model's attributes changes from call to call.
-        wanted: of what gradients are wanted in the call, should the model ask.
+        options: the user's options.
+        call: the state around the call.
     """
     with uncollected():
-        program = captured(skeleton, args, kwargs, tp, options, layouts, autocast, given, opened, wanted)
-        for _, found in behind_each_pass(program):
-            program = found
+        program = captured_program(skeleton, args, kwargs, tp, options, call)
+        for _, later in programs_after_passes(program):
+            program = later
     return program
 
 
-def captured(
+def captured_program(
     skeleton: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tp: int,
     options: Options = DEFAULTS,
-    layouts: Mapping[str, Layout] | None = None,
-    autocast: Autocast = OFF,
-    given: Mapping[int | Path, Layout] | None = None,
-    opened: Opened = NOTHING_OPENED,
-    wanted: GradientsWanted = ALWAYS,
+    call: CallState = FIRST_CALL,
 ) -> Program:
-    """The program behind its first stage. Arguments as for `analyse`."""
+    """Captures `skeleton` on these arguments; returns the program before the first pass. Arguments as for `analyse`."""
+    once = options.optional("repeats")
 
-    def found() -> Captured:
-        return capture(skeleton, args, kwargs, autocast, options.optional("repeats"), opened, wanted)
+    def captured() -> Captured:
+        return capture(skeleton, args, kwargs, call.autocast, once, call.opened, call.wanted)
 
-    it = found()
-    if options.summed and (it.changes or it.sets) and not it.computes_changes:
-        # What a first call settles for good, as which kind of labels there are.
-        apply_changes([c for c in it.changes if isinstance(c, Change)], dict(skeleton.named_modules()), lambda x: x)
-        for name, value in it.sets:
+    found = captured()
+    if options.summed and (found.changes or found.sets) and not found.computes_changes:
+        # Changes that only a first call makes, for example the kind of labels.
+        changes = [change for change in found.changes if isinstance(change, Change)]
+        apply_changes(changes, dict(skeleton.named_modules()), lambda x: x)
+        for name, value in found.sets:
             name.scope.put(name.name, value)
-        it = found()
-    return Program(
-        captured=it, graph=it.graph, tp=tp, options=options, training=skeleton.training, autocast=autocast,
-        stored=layouts, given=given or {},
-    )  # fmt: skip
+        found = captured()
+    return Program(captured=found, graph=found.graph, tp=tp, options=options, training=skeleton.training, call=call)
 
 
-def behind_each_pass(program: Program) -> Iterator[tuple[Pass, Program]]:
-    """A captured program after each pass of the stages canonicalize and plan."""
+def programs_after_passes(program: Program) -> Iterator[tuple[Pass, Program]]:
+    """Yields each pass of the stages canonicalize and plan, with the program after it."""
     for each in (*CANONICALIZE, *PLAN):
         if each.wanted(program.options):
             program = each.run(program)
@@ -414,35 +419,35 @@ def behind_each_pass(program: Program) -> Iterator[tuple[Pass, Program]]:
 
 
 def rank_graph(program: Program, rank: int, randomness: Literal["exact", "fast"], axis: str = "tp") -> fx.Graph:
-    """The lowered graph of one rank, checked: a graph whose types do not add up is refused.
+    """Returns the lowered and checked graph of one rank.
 
     Raises:
-        Error: names the value, and the pass that got it wrong.
+        Error: the graph's types do not fit; names the value, and the pass after which they do not.
     """
     return fuse(flat_graph(program, rank, randomness, axis))
 
 
 def flat_graph(program: Program, rank: int, randomness: Literal["exact", "fast"], axis: str = "tp") -> fx.Graph:
-    """The lowered graph of one rank, checked, with the operators of own backwards among the others.
+    """Returns the lowered and checked graph of one rank, before `fuse`: backwards are not separate graphs.
 
     Raises:
-        Error: names the value, and the pass that got it wrong.
+        Error: the graph's types do not fit; names the value, and the pass after which they do not.
     """
     to = Target(axis, program.tp, rank, randomness, frozenset(program.local_outputs))
     with uncollected():
-        for _, graph in lowered_by_each_pass(program, to):
+        for _, graph in graphs_after_passes(program, to):
             lowered = graph
         try:
             expect_typed(lowered, program, to)
         except Error as error:
-            graphs = lowered_by_each_pass(program, to)
+            graphs = graphs_after_passes(program, to)
             error.facts["after"] = next(each.name for each, graph in graphs if not _is_typed(dce(graph), program, to))
             raise
     return lowered
 
 
-def lowered_by_each_pass(program: Program, to: Target) -> Iterator[tuple[Pass, fx.Graph]]:
-    """One rank's graph after each pass of the stage lower."""
+def graphs_after_passes(program: Program, to: Target) -> Iterator[tuple[Pass, fx.Graph]]:
+    """Yields each pass of the stage lower, with one rank's graph after it."""
     graph = program.graph
     for each in LOWER:
         if each.wanted(program.options):
@@ -451,7 +456,7 @@ def lowered_by_each_pass(program: Program, to: Target) -> Iterator[tuple[Pass, f
 
 
 def expect_typed(graph: fx.Graph, program: Program, to: Target) -> dict[fx.Node, tuple[Typed, ...]]:
-    """The stage check: the types of all tensors in a rank's graph. Raises Error where these do not add up."""
+    """The stage check: returns the types of all tensors in a rank's graph. Raises Error if they do not fit."""
     captured = program.captured
     held = {place: program.layouts[name] for place, name in captured.parameters.items()} | program.local_inputs
     return check(graph, program.graph, held, [*captured.parameters, *captured.inputs], to, program.local_outputs)
@@ -468,10 +473,10 @@ def _is_typed(graph: fx.Graph, program: Program, to: Target) -> bool:
 def emitted(
     graph: fx.Graph, program: Program, settings: Options, device: torch.device, groups: Mapping[str, str | None]
 ) -> fx.GraphModule:
-    """A rank's graph, or that of one of its stages, as a module that runs: on its device, its blocks submodules.
+    """Returns a rank's graph, or that of one of its stages, as a module for its device, with blocks as submodules.
 
     Args:
-        groups: mesh axis -> name of the process group; none of them for a simulation.
+        groups: mesh axis -> name of the process group; empty for a simulation.
     """
     bound = bind(graph, device, groups, program.captured.owned, settings.optional("in_place"))
     if not settings.optional("outline"):

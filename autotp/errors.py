@@ -65,7 +65,7 @@ _calls: ContextVar[tuple[str, ...]] = ContextVar("calls", default=())
 
 
 def within(call: str, run: Callable[[], T]) -> T:
-    """What `run` returns; an Error it raises gets the public call's name."""
+    """Returns the result of `run()`; an Error that it raises gets the public call's name."""
     before = _calls.set((*_calls.get(), call.partition("(")[0]))
     try:
         return run()
@@ -77,7 +77,7 @@ def within(call: str, run: Callable[[], T]) -> T:
 
 
 def call_in_progress() -> str:
-    """The public call that this thread is in, as `Trainer.step`; "" outside of all."""
+    """Returns the public call that this thread is in, such as `Trainer.step`; "" outside of all calls."""
     return _calls.get()[0] if _calls.get() else ""
 
 

@@ -1,7 +1,7 @@
-"""What autotp asks of a library of models; `autotp.hf` answers for transformers.
+"""The questions that autotp asks a library of models; `autotp.hf` answers for transformers.
 
-The core knows no library by name. Each question has an answer for models of no library; a library that is registered
-answers for its own.
+The core knows no library by name. `ModelLibrary` has the answers for models without a library; a registered library
+answers for its own models.
 """
 
 from __future__ import annotations
@@ -11,103 +11,102 @@ from typing import Any
 
 
 class ModelLibrary:
-    """The answers for models of no library.
+    """The answers for models without a library.
 
     Attributes:
-        package: its name in Python. Of its code only classes of modules are followed (`code_names.py`).
-        rules: name of an operator, as `library::name` -> rule function, for operators that are there once the library
-            is imported.
+        package: its name in Python. In its code only classes of modules are followed (`code_names.py`).
+        rules: name of an operator, such as `library::name` -> rule function, for operators that the library registers.
     """
 
     package: str = ""
     rules: Mapping[str, Callable[..., Any]] = {}
 
     def classes_before(self, original: type) -> tuple[type, ...]:
-        """The classes that come before `original` in the class of a parallel model."""
+        """Returns the classes that come before `original` in the class of a parallel model."""
         return ()
 
     def is_state(self, x: Any) -> bool:
-        """True for an object among the arguments that holds tensors and that a call changes, as a key-value cache."""
+        """True for an argument that holds tensors and that a call changes, such as a key-value cache."""
         return False
 
     def shown_attribute(self, name: str, value: Any) -> Any:
-        """An attribute of such an object as the leaves of a structure. Raises Error where it cannot be one."""
+        """Returns an attribute of such an object in a form that can be flattened. Raises Error if there is none."""
         return value
 
     def read_attribute(self, name: str, value: Any, among: Sequence[Any]) -> Any:
-        """The attribute that such leaves stand for.
+        """Returns the attribute for the form that `shown_attribute` returned.
 
         Args:
-            among: the leaves of all attributes of the object.
+            among: the forms of all attributes of the object.
         """
         return value
 
     def recomputes(self, model: Any) -> bool:
-        """True for a model that was told to compute activations again in backward."""
+        """True for a model whose gradient checkpointing is on."""
         return False
 
     def keep_activations(self, model: Any) -> None:
-        """Tells a model to keep every activation for backward."""
+        """Switches a model's gradient checkpointing off."""
 
     def instead_of_expert_loop(self, model: Any) -> str:
-        """What to write so that a model which loops over its experts does not; "" for another model."""
+        """Returns what to write so that a model does not loop over its experts; "" for other models."""
         return ""
 
 
 LIBRARIES: list[ModelLibrary] = []
-"""Those that are registered."""
+"""The registered libraries."""
 
 
 def register(library: ModelLibrary) -> None:
-    """Has autotp ask a library, from here on."""
+    """Registers a library: autotp asks it from here on."""
     LIBRARIES.append(library)
 
 
 def is_of_models(package: str) -> bool:
-    """True for the package of a library that is registered."""
+    """True for the package of a registered library."""
     return any(package == it.package for it in LIBRARIES)
 
 
 def rule_function_of(operator: str) -> Callable[..., Any] | None:
-    """The rule function of a library's operator, by its name."""
+    """Returns the rule function of a library's operator, by its name; None if there is none."""
     return next((it.rules[operator] for it in LIBRARIES if operator in it.rules), None)
 
 
 def classes_before(original: type) -> tuple[type, ...]:
-    """The classes that come before `original` in the class of a parallel model."""
+    """Returns the classes that come before `original` in the class of a parallel model."""
     return tuple(kind for it in LIBRARIES for kind in it.classes_before(original))
 
 
 def is_state(x: Any) -> bool:
-    """True for an object of some library that a call changes."""
+    """True for an object of a registered library that a call changes."""
     return any(it.is_state(x) for it in LIBRARIES)
 
 
 def instead_of_expert_loop(model: Any) -> str:
-    """What to write so that a model which loops over its experts does not; "" where no library knows."""
+    """Returns what to write so that a model does not loop over its experts; "" if no library knows."""
     return next(filter(None, (it.instead_of_expert_loop(model) for it in LIBRARIES)), "")
 
 
 def recomputes(model: Any) -> bool:
-    """True for a model that was told to compute activations again in backward."""
+    """True for a model whose gradient checkpointing is on."""
     return any(it.recomputes(model) for it in LIBRARIES)
 
 
 def keep_activations(model: Any) -> None:
-    """Tells a model to keep every activation for backward."""
+    """Switches a model's gradient checkpointing off."""
     for it in LIBRARIES:
         it.keep_activations(model)
 
 
 def shown_attribute(name: str, value: Any) -> Any:
-    """An attribute of such an object as the leaves of a structure."""
+    """Returns an attribute of such an object in a form that can be flattened."""
     for it in LIBRARIES:
         value = it.shown_attribute(name, value)
     return value
 
 
 def read_attribute(name: str, value: Any, among: Sequence[Any]) -> Any:
-    """The attribute that such leaves stand for."""
+    """Returns the attribute for the form that `shown_attribute` returned."""
     for it in LIBRARIES:
         value = it.read_attribute(name, value, among)
     return value

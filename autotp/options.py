@@ -17,22 +17,22 @@ Recompute = Literal["none", "selective", "full"]
 OPTIONAL = (
     "repeats", "cse", "defer_reductions", "hoist", "fuse_bias", "bucket", "overlap", "in_place", "outline",
 )  # fmt: skip
-"""Passes that change what a model costs to capture, run or compile, and nothing that it computes."""
+"""Passes that can be left out: they change the cost to capture, run or compile a model, but no result."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may choose; see `autotp.parallelize`.
+    """The options of a user; `autotp.parallelize` explains them.
 
     Attributes:
         outputs: whether cut outputs are gathered.
-        experts: along what experts are cut: each through its width, or "expert", each rank having some whole.
-        sequence_parallel: whether what lies between a block's products is cut along the sequence.
-        without: those of OPTIONAL that are left out.
+        experts: "width" cuts every expert; with "expert" each rank has some whole experts.
+        sequence_parallel: whether values between a block's products are cut along the sequence.
+        without: the passes in OPTIONAL that are left out.
         randomness: whether dropout draws the numbers of one device.
-        check_inputs: when ranks compare what they are called with.
-        recompute: what backward computes again.
-        summed: the graph returns the loss alone, as a sum over the batch (`passes/pipeline/loss_totals.py`).
+        check_inputs: when ranks compare their inputs.
+        recompute: the values that backward computes again.
+        summed: whether the graph returns only the loss, as a sum over the batch (`passes/pipeline/loss_totals.py`).
     """
 
     outputs: Outputs = "auto"
@@ -50,7 +50,7 @@ class Options:
         object.__setattr__(self, "without", tuple(sorted(set(names), key=str)))  # The same on all ranks.
 
     def optional(self, name: str) -> bool:
-        """True if a pass that may be left out is not."""
+        """True unless an optional pass is left out."""
         return name not in self.without
 
 
@@ -58,10 +58,10 @@ DEFAULTS = Options()
 
 
 def expect_choices(options: Options, more: Mapping[str, tuple[Any, ...]] = MappingProxyType({})) -> None:
-    """Raises Error for a choice that there is not.
+    """Raises Error for an option with a value that is not allowed.
 
     Args:
-        more: what there is of further ones.
+        more: allowed values of further options.
     """
     allowed: Mapping[str, tuple[Any, ...]] = {
         **more,
@@ -78,4 +78,4 @@ def expect_choices(options: Options, more: Mapping[str, tuple[Any, ...]] = Mappi
     if unknown := [name for name in options.without if name not in OPTIONAL]:
         raise Error(f"without={unknown}: there is no such pass", expected=", ".join(map(repr, OPTIONAL)))
     if "outline" in options.without and options.recompute != "none":
-        raise Error("without=('outline',): what is computed again is a block", fix='recompute="none"')
+        raise Error("without=('outline',): recompute needs blocks, which outline makes", fix='recompute="none"')

@@ -1,4 +1,4 @@
-"""The line of the user's code that a value comes from."""
+"""Finds the line of the user's code that a value comes from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _is_library(file: str) -> bool:
 
 
 def user_line(frames: Sequence[FrameSummary]) -> str:
-    """The deepest frame outside torch and autotp, as `file.py:12  the code`."""
+    """Returns the deepest frame outside of torch and autotp, as `file.py:12  the code`."""
     for frame in reversed(frames):
         if not _is_library(frame.filename) and not frame.filename.startswith("<"):
             return f"{os.path.basename(frame.filename)}:{frame.lineno}  {frame.line or ''}".rstrip()
@@ -35,7 +35,7 @@ def user_line(frames: Sequence[FrameSummary]) -> str:
 
 
 def is_users(frame: FrameType) -> bool:
-    """True for a frame of neither torch's nor autotp's own code, nor of code that these wrote."""
+    """True for a frame of the user's code: not of torch or autotp, nor of code that these generate."""
     if frame.f_code.co_filename.startswith("<eval_with_key>"):
         return False
     name = str(frame.f_globals.get("__name__", ""))
@@ -43,7 +43,7 @@ def is_users(frame: FrameType) -> bool:
 
 
 def line_of(node: fx.Node) -> str:
-    """The source line a node was captured from, as `file.py:12  the code`; torch's own layers by their caller."""
+    """Returns the source line of a node, as `file.py:12  the code`; for torch's layers the line that calls them."""
     found = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
     mine = [row for row in found if not _is_library(row[0])] or found
     if not mine:
@@ -53,18 +53,18 @@ def line_of(node: fx.Node) -> str:
 
 
 def block_of(node: fx.Node) -> str:
-    """The numbered block whose module made a node, as `h.0`; "" for one outside."""
-    return numbered(layer_of(node))
+    """Returns the numbered block of a node, such as `h.0`; "" for a node outside of blocks."""
+    return block_in(layer_of(node))
 
 
-def numbered(name: str) -> str:
-    """The numbered block that a module or parameter is in, as `h.0` for `h.0.attn.c_attn`; "" for one outside."""
+def block_in(name: str) -> str:
+    """Returns the numbered block of a module or parameter: `h.0` for `h.0.attn.c_attn`; "" if there is none."""
     found = re.match(r"(.*?\.\d+)(?:\.|$)", name)
     return found.group(1) if found else ""
 
 
 def layer_of(node: fx.Node) -> str:
-    """The name of the innermost module that made a node, as `h.0.attn.c_attn`."""
+    """Returns the name of the innermost module of a node, such as `h.0.attn.c_attn`."""
     stack = node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     return re.sub(r"^(L\['self'\]\.|_?model\.?)", "", path)

@@ -93,14 +93,14 @@ def measure(make: Make, layers: int, tp: int) -> dict[str, float]:
         before, clock, start = memory(), Clock(), time.perf_counter()
         args, kwargs = example_inputs(model, given)
         with uncollected():
-            program = compiler.captured(skeleton_of(model), args, kwargs, tp)
+            program = compiler.captured_program(skeleton_of(model), args, kwargs, tp)
             clock.charge("capture")
-            for each, later in compiler.behind_each_pass(program):
+            for each, later in compiler.programs_after_passes(program):
                 clock.charge(each.stage)
                 program = later
             to = Target("tp", tp, 0, "fast", frozenset(program.local_outputs))
             lowered = program.graph
-            for _, graph in compiler.lowered_by_each_pass(program, to):
+            for _, graph in compiler.graphs_after_passes(program, to):
                 lowered = graph
             clock.charge("lower")
             compiler.expect_typed(lowered, program, to)

@@ -24,7 +24,7 @@ from hf_families import FAMILIES
 from torch import nn
 
 import autotp
-from autotp.source_location import numbered
+from autotp.source_location import block_in
 
 SIZES = (2, 3, 4, 8)
 TABLE = Path(__file__).parent.parent / "docs" / "coverage.md"
@@ -119,8 +119,8 @@ def heads(config: Any) -> str:
 
 def share(plan: autotp.Plan) -> float:
     """How much of the parameters inside numbered blocks is cut."""
-    cut = sum(math.prod(entry.layout.shape) for entry in plan.cuts if numbered(entry.name))
-    rest = sum(math.prod(entry.shape) for entry in plan.whole if numbered(entry.name) and " " not in entry.name)
+    cut = sum(math.prod(entry.layout.shape) for entry in plan.cuts if block_in(entry.name))
+    rest = sum(math.prod(entry.shape) for entry in plan.whole if block_in(entry.name) and " " not in entry.name)
     return cut / ((cut + rest) or 1)
 
 
@@ -152,7 +152,7 @@ def stacks(plan: autotp.Plan) -> Iterator[tuple[str, list[int]]]:
 
     (The first one waits for the embedding's reduction, too.)
     """
-    sends = [(numbered(sent.module), sent) for sent in plan.traffic.sends]
+    sends = [(block_in(sent.module), sent) for sent in plan.traffic.sends]
     largest = max((sent.bytes for name, sent in sends if name and not sent.parameter), default=0)
     last = {name.rpartition(".")[0]: name for name, _ in sends if name}
     for stack, name in last.items():

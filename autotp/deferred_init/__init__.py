@@ -1,4 +1,4 @@
-"""Initialises models on `meta`: runs their own initialisers again, one module at a time.
+"""Initialises models on `meta`: runs their own initialisers again, module by module.
 
 What may not enter: graphs.
 """

@@ -1,4 +1,4 @@
-"""Lists what a constructor did, from a model's structure: tensors that it registered, initialisers that it ran.
+"""Lists the tensors that a constructor registered, and the initialisers that it ran, from a model's structure.
 
 Before: GPT(config) on meta
 After:  places: wte.weight = lm_head.weight, ...; events: Embedding.reset_parameters(), ..., GPT._init_weights(GPT)
@@ -16,8 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-OWN = ("reset_parameters", "_reset_parameters", "_init_weights")  # a module's own initialiser, if it takes no argument
-APPLIES = {"_init_weights", "init_weights", "post_init"}  # in a constructor: it ends in applying _init_weights
+INITIALISERS = (
+    "reset_parameters",
+    "_reset_parameters",
+    "_init_weights",
+)  # A module's own initialiser, if it has no argument.
+APPLIES = {"_init_weights", "init_weights", "post_init"}  # A constructor with such a name applies _init_weights.
 
 
 @dataclass(frozen=True)
@@ -25,13 +29,13 @@ class Event:
     """One call of an initialiser.
 
     Attributes:
-        module: whose tensors it is for.
-        call: the method; `__init__` for a module that has none, but can be made again.
+        module: the module whose tensors it initialises.
+        call: the method; `__init__` for a module without an initialiser that can be constructed again.
         owner: the model whose `_init_weights` is applied to `module`, or None.
-        counted: whether it was run on meta, too.
-        copy_of: the event whose random numbers it has: `nn.TransformerEncoder` copies one layer.
+        counted: whether the constructor ran it on meta, too.
+        copy_of: the event with the same random numbers: `nn.TransformerEncoder` copies one layer.
 
-    `str` of it is `Linear.reset_parameters()`, or `GPT._init_weights(Linear)`.
+        Its text is `Linear.reset_parameters()`, or `GPT._init_weights(Linear)`.
     """
 
     module: nn.Module
@@ -47,7 +51,7 @@ class Event:
 
 @dataclass
 class TensorPlace:
-    """Where a module holds a parameter or buffer; its `tensor` is one of its own while ties are undone."""
+    """A place of a parameter or buffer in a module; while ties are undone, each place has a separate `tensor`."""
 
     name: str
     module: nn.Module
@@ -55,20 +59,20 @@ class TensorPlace:
     tensor: Tensor
 
     def put(self, tensor: Tensor) -> None:
-        """Has the module hold `tensor` here."""
+        """Puts `tensor` into the module at this place."""
         self.tensor = tensor
         table: dict[str, Any] = self.module._parameters if self.key in self.module._parameters else self.module._buffers
         table[self.key] = tensor
 
 
-Tied = list[list[TensorPlace]]  # the places that hold one tensor, the first registered first
+Tied = list[list[TensorPlace]]  # For each tensor its places, in the order of registration.
 
 
-# ---- where it put tensors
+# ---- the places of tensors
 
 
 def places_of(model: nn.Module) -> Tied:
-    """The places of all parameters and buffers, by tensor."""
+    """Returns the places of all parameters and buffers, by tensor."""
     found: dict[int, list[TensorPlace]] = {}
     for prefix, module in model.named_modules():
         for key, tensor in tensors_of(module).items():
@@ -78,13 +82,13 @@ def places_of(model: nn.Module) -> Tied:
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers that a module has itself."""
+    """Returns a module's own parameters and buffers, without those of its children."""
     return {key: t for key, t in {**module._parameters, **module._buffers}.items() if t is not None}
 
 
 @contextmanager
 def untied(tied: Tied) -> Iterator[None]:
-    """Within, every module holds tensors of its own, as when it was constructed."""
+    """A region in which every place has a separate tensor, as when the modules were constructed."""
     before = [places[0].tensor for places in tied]
     try:
         for places in tied:
@@ -98,26 +102,26 @@ def untied(tied: Tied) -> Iterator[None]:
 
 
 def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor, or parameter, like this on `device`, with no values yet."""
+    """Returns a tensor, or parameter, like this on `device`, without values."""
     empty = torch.empty_like(tensor, device=device, requires_grad=False)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def how_to_fill(place: TensorPlace) -> dict[str, Any]:
-    """What to do about a tensor that its initialisers leave empty, as arguments of an Error."""
+    """Returns, as arguments of an Error, how to initialise a tensor that its initialisers leave empty."""
     own, key = type(place.module).__name__, place.key
     fix = f"fill self.{key} in {own}.reset_parameters(self) and call that in the constructor,"
     others = ["in _init_weights(self, module) of the model, applied at the end of its constructor"]
     if not isinstance(place.tensor, nn.Parameter):
-        others.append('make it with device="cpu": what is not on meta keeps its value')
+        others.append('make it with device="cpu": tensors that are not on meta keep their values')
     return {"fix": fix, "alternative": tuple(others)}
 
 
-# ---- what it ran
+# ---- the initialisers that ran
 
 
 def events_of(model: nn.Module) -> list[Event]:
-    """The initialisers that building `model` ran: each module after its children, these as they were registered."""
+    """Returns the initialisers that building `model` ran: each module's after those of its children, in order."""
     events: list[Event] = []
     built: set[nn.Module] = set()
     applied: set[nn.Module] = set()
@@ -148,24 +152,24 @@ def events_of(model: nn.Module) -> list[Event]:
 
 
 def is_hugging_face(owner: nn.Module) -> bool:
-    """Whether `owner` applies `_init_weights` once to each module, not at all on meta, and ties afterwards."""
+    """True for a model of transformers: it applies `_init_weights` once to each module, not on meta, and ties later."""
     return hasattr(owner, "_initialize_weights")
 
 
 def _mark_copies(events: list[Event], start: int, layers: int) -> None:
-    """The events from `start` on are those of `layers` copies of one layer, which itself is not in the model."""
+    """Marks the events from `start` on as those of `layers` copies of one layer, which is not in the model itself."""
     each = (len(events) - start) // layers
     for i in range(start, len(events)):
         events[i] = replace(events[i], counted=False, copy_of=i - each if i - each >= start else None)
 
 
 def _own_initialiser(module: nn.Module) -> str | None:
-    own = [name for name in OWN if _arguments(module, name) == 0]
+    own = [name for name in INITIALISERS if _arguments(module, name) == 0]
     return own[0] if own else "__init__" if made_again(module) else None
 
 
 def _arguments(module: nn.Module, method: str) -> int | None:
-    """How many arguments the module's method needs; None if there is no such method."""
+    """Returns the number of required arguments of a method; None if there is no such method."""
     found = getattr(module, method, None)
     if not callable(found):
         return None
@@ -174,31 +178,31 @@ def _arguments(module: nn.Module, method: str) -> int | None:
 
 
 def made_again(module: nn.Module) -> nn.Module | None:
-    """A second `module`, built from its attributes that are named as its constructor's arguments, or None."""
+    """Builds a second `module` from its attributes with the names of the constructor's arguments; None if it cannot."""
     needed = set(inspect.signature(type(module)).parameters) - {"device", "dtype"}
     if not tensors_of(module) or any(module.children()) or not all(hasattr(module, name) for name in needed):
         return None
-    flags = {**module._parameters, **module._buffers}  # bias=True has become a tensor, bias=False None
+    flags = {**module._parameters, **module._buffers}  # For bias=True there is a tensor, for bias=False None.
     try:
         again = type(module)(**{n: flags[n] is not None if n in flags else getattr(module, n) for n in needed})
-    except Exception:  # an attribute means something else than the argument of its name
+    except Exception:  # The attribute has another meaning than the argument of its name.
         return None
     kinds = [[(key, t.shape, t.dtype) for key, t in tensors_of(m).items()] for m in (module, again)]
     return again if kinds[0] == kinds[1] else None
 
 
 def own_classes(module: nn.Module) -> list[type]:
-    """The classes of `module` that have a constructor, torch's left out."""
+    """Returns the classes of `module` that define a constructor, without torch's classes."""
     return [cls for cls in users_classes(module) if "__init__" in vars(cls)]
 
 
 def users_classes(module: nn.Module) -> list[type]:
-    """The classes of `module`, torch's left out."""
+    """Returns the classes of `module`, without torch's classes."""
     return [cls for cls in type(module).__mro__ if cls.__module__.partition(".")[0] not in ("torch", "builtins")]
 
 
 def mentioned(module: nn.Module) -> Iterator[str]:
-    """The names in the code of the module's constructors, torch's left out."""
+    """Yields the names in the code of the module's constructors, without torch's."""
     codes = [getattr(inspect.unwrap(vars(cls)["__init__"]), "__code__", None) for cls in own_classes(module)]
     while codes:
         code = codes.pop()

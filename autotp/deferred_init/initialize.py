@@ -1,7 +1,7 @@
-"""A model on `meta` -> one rank's shards, with the values that the whole model would have had.
+"""initialize: a model on `meta` -> one rank's shards, with the values that the whole model would have.
 
 Before: a model on meta, the layouts of its parameters, the random state
-After:  this rank's part of what its constructors would have drawn; the random state as after drawing all of it
+After:  this rank's part of the numbers that its constructors would draw; the random state after drawing all of them
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from autotp.deferred_init.write_counts import check_traces, expect_all
 from autotp.sharding.layout import Layout
 
 # NOTE [Replaying a construction]
-# A constructor builds its children and ends in its own initialiser (`reset_parameters`); a model with `_init_weights`
-# then applies that to all below it, children first (nanoGPT, Hugging Face). So the events and their order follow from
-# the structure, and running them again draws every random number again, also those that are overwritten later. Whether
-# the constructors really kept to this can be checked: `_version` of a parameter on meta counts the in-place writes
-# since it was made, and a first replay, on meta, has to count the same. The model itself is never written: during an
-# event a function mode puts stand-ins in the place of its tensors, and they are cut when the event is over.
+# A constructor builds its children and ends with its own initialiser (`reset_parameters`); a model with `_init_weights`
+# then applies it to all its modules, children first (nanoGPT, Hugging Face). So the events and their order follow from
+# the structure, and running them again draws every random number again, also numbers that are overwritten later. The
+# assumption is checked: `_version` of a parameter on meta counts the in-place writes since it was made, and a first
+# replay, on meta, has to count the same. The model itself is never written to: during an event a function mode replaces
+# its tensors by stand-ins, which are cut after the event.
 # The events are found in `events.py`, checked in `write_counts.py` and run again in `replay.py`.
 
 
 def initialize(model: nn.Module, layouts: Mapping[str, Layout], rank: int, device: torch.device) -> dict[str, Tensor]:
-    """This rank's parameters (cut) and buffers (whole) by first name: those of the model built whole on `device`.
+    """Returns this rank's parameters (cut) and buffers (whole) by first name, as of the model built whole on `device`.
 
-    Bit for bit, from the random state as it is now; afterwards that is as after building the model whole. At any time
-    the device holds the shards and the parameters of the one module that is being initialised. What an initialiser
-    needs for itself (torch's `trunc_normal_`: up to three copies) comes on top. All is drawn in the dtype it has now:
-    bit for bit under `torch.set_default_dtype`, not after `model.to(dtype)`, of which nothing can be seen.
+    They are the same bit for bit, for the present random state; afterwards the random state is that after building the
+    whole model. At any time the device holds the shards, the parameters of the module that is being initialised, and
+    the memory that an initialiser needs (torch's `trunc_normal_`: up to three copies). Numbers are drawn in the present
+    dtype: bit for bit under `torch.set_default_dtype`, but not after `model.to(dtype)`, which cannot be seen.
 
     Args:
-        model: built under `torch.device("meta")`, and left there. What is not on meta keeps its value.
-        layouts: first parameter name -> how it is cut; what is not in it stays whole.
+        model: built under `torch.device("meta")`, and left there. Tensors that are not on meta keep their values.
+        layouts: first parameter name -> layout; other tensors stay whole.
 
     Raises:
-        Error: something has no initialiser, or the constructors did other than the initialisers do.
+        Error: a tensor has no initialiser, or the constructors wrote something else than the initialisers.
     """
     tied = places_of(model)
     done: set[str] = set()
     with untied(tied):
         events = events_of(model)
         kept = check_traces(model, tied, events)
-        # At once and first (as the random states): made one by one, they would sit in holes that full tensors left.
+        # Allocated first and together (as the random states are): otherwise they would fragment the freed memory.
         parts = {p[0].name: _empty_part(p[0], layouts.get(p[0].name), rank, device) for p in tied}
 
         def keep(i: int, place: TensorPlace, it: StandIn) -> None:
@@ -69,7 +69,7 @@ def _empty_part(place: TensorPlace, layout: Layout | None, rank: int, device: to
 
 
 def _fill(part: Tensor, full: Tensor, layout: Layout | None, rank: int) -> None:
-    """`layout.take`, into memory that is there."""
+    """Copies this rank's part into an existing tensor, as `layout.take` does into a new one."""
     if layout is None or layout.dim is None:
         part.copy_(full)
         return

@@ -1,7 +1,7 @@
-"""Runs initialisers again on stand-ins for tensors: draws every random number, one module at a time.
+"""Runs initialisers again on stand-ins for tensors: draws every random number, module by module.
 
 Before: Linear.reset_parameters(), its weight on meta
-After:  the same call on a real weight, which is handed on when the event is over
+After:  the same call on a real weight, which is passed on after the event
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ OVERWRITES |= {"trunc_normal_", "kaiming_normal_", "kaiming_uniform_", "xavier_n
 
 @dataclass
 class StandIn:
-    """A real tensor in the place of one on meta: "empty", "written" over, or "recalled" from earlier events."""
+    """A real tensor in the place of a tensor on meta: "empty", "written", or "recalled" from earlier events."""
 
     tensor: Tensor
     state: str = "empty"
 
 
-Sink = Callable[[int, TensorPlace, StandIn], None]  # called with the number of the event
+Sink = Callable[[int, TensorPlace, StandIn], None]  # Its first argument is the number of the event.
 
 
 class Replay(TorchFunctionMode):
-    """Runs events on stand-ins on `device`, and hands each that was written to `sink` as soon as it can be cut."""
+    """Runs events on stand-ins on `device`, and passes each written stand-in to `sink` as soon as possible."""
 
     def __init__(self, tied: Tied, events: Sequence[Event], device: torch.device, sink: Sink) -> None:
         super().__init__()
         self.tied, self.events, self.device, self.sink = tied, events, device, sink
         self.places = {id(place.tensor): place for places in tied for place in reversed(places)}
-        self.states = torch.empty(0)  # the random state before each event: [events bytes], in one piece
-        self.history: dict[int, list[int]] = {}  # the events that a tensor's value follows from
+        self.states = torch.empty(0)  # The random state before each event: [events bytes].
+        self.history: dict[int, list[int]] = {}  # Tensor -> the events that its value depends on.
         self.live: dict[int, StandIn] = {}
-        self.aliases: dict[int, tuple[Tensor, int]] = {}  # `p.data`, and whose it is
+        self.aliases: dict[int, tuple[Tensor, int]] = {}  # `p.data`, and the id of `p`.
         self.pinned: int | None = None
 
     def run(self) -> None:
-        """All events, in order."""
+        """Runs all events in order."""
         self.states = _random_state(self.device).repeat(len(self.events), 1)
         for i, event in enumerate(self.events):
             self.states[i] = _random_state(self.device) if event.copy_of is None else self.states[event.copy_of]
-            self.call(i)  # The last copy ends where the first layer did.
+            self.call(i)  # The random state after the last copy is that after the first layer.
 
     def call(self, i: int) -> None:
-        """One event, from the random state it had; after it no stand-in lives."""
+        """Runs an event from its random state; afterwards no stand-in is alive."""
         self.at, event = i, self.events[i]
         _set_random_state(self.device, self.states[i])
         with torch.no_grad(), self.device:
@@ -80,7 +80,7 @@ class Replay(TorchFunctionMode):
             raise Error(f"{event} failed on {self.device}: {type(error).__name__}: {error}") from error
 
     def _adopt(self, module: nn.Module) -> None:
-        """Takes the tensors of a second `module` as the stand-ins of the first one's."""
+        """Builds a second `module`, and takes its tensors as stand-ins."""
         made = tensors_of(made_again(module) or module)
         for name, tensor in tensors_of(module).items():
             if id(tensor) == self.pinned:
@@ -101,10 +101,10 @@ class Replay(TorchFunctionMode):
         result = func(*args, **kwargs)
         if name in ("data", "detach") and id(target) in self.places:
             self.aliases[id(result)] = (result, id(target))
-        return target if result is real.get(id(target)) else result  # for `module.weight *= 2`, which also assigns
+        return target if result is real.get(id(target)) else result  # For `module.weight *= 2`, which also assigns.
 
     def _stand_in(self, key: int, function: str, target: bool) -> StandIn:
-        """What stands for a tensor, with the value that has now unless `function` does not need it."""
+        """Returns the stand-in of a tensor, with its present value if `function` needs it."""
         if key not in self.live:
             self._make_room(self.places[key].module)
             self.live[key] = StandIn(empty_like(self.places[key].tensor, self.device))
@@ -116,16 +116,16 @@ class Replay(TorchFunctionMode):
         return it
 
     def _make_room(self, module: nn.Module) -> None:
-        """Cuts what lives of other modules, before tensors of `module` come to life."""
+        """Releases the stand-ins of other modules, before tensors of `module` are allocated."""
         for key in [key for key in self.live if key != self.pinned and self.places[key].module is not module]:
             self._release(key)
 
     def _recall(self, key: int, tensor: Tensor) -> None:
-        """Fills `tensor` with the value it has now, by running what wrote it again; with nan if nothing did."""
+        """Fills `tensor` with its present value, by running the events that wrote it again; with nan without events."""
         past, now = self.history.get(key, []), _random_state(self.device)
         if self.at in past:
             raise Error(
-                f"{self.events[self.at]} comes back to `{self.places[key].name}` after another module's tensors",
+                f"{self.events[self.at]} returns to `{self.places[key].name}` after another module's tensors",
                 fix="initialise the modules one after the other",
             )
         if tensor.is_floating_point():
@@ -148,7 +148,7 @@ class Replay(TorchFunctionMode):
 
 
 def _random_state(device: torch.device) -> Tensor:
-    """The random state of the CPU and, if it has one of its own, of `device`: uint8 [bytes]"""
+    """Returns the random state of the CPU, and of `device` if it has its own: uint8 [bytes]"""
     states = [torch.get_rng_state()]
     if device.type not in ("cpu", "meta"):
         states.append(torch.get_device_module(device).get_rng_state(device))
@@ -163,7 +163,7 @@ def _set_random_state(device: torch.device, state: Tensor) -> None:
 
 
 def _function_name(func: Any) -> str:
-    """`normal_`; of a property its name, `shape`, and of its setter `data=`."""
+    """Returns a function's name, `normal_`; for a property its name, `shape`; for a setter `data=`."""
     name = getattr(func, "__name__", "")
     if name not in ("__get__", "__set__"):
         return name

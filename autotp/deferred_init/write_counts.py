@@ -1,7 +1,7 @@
-"""Checks that the initialisers did all that a constructor did, by its source and counts of writes.
+"""Checks that the initialisers write as often as the constructors did, and finds which tied tensor keeps its value.
 
 Before: writes of a replay on meta: Linear.reset_parameters() one, GPT._init_weights(Linear) one
-After:  `_version` of the weight is 2; of tied tensors, the one whose value stays
+After:  `_version` of the weight is 2, as expected; for tied tensors, the tensor that was written last
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from autotp.deferred_init.replay import Replay, StandIn
 from autotp.errors import Error
 
 UNSEEN = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "normal", "bernoulli", "multinomial"}
-UNSEEN |= {"trunc_normal_", "orthogonal_", "sparse_"}  # draws that a constructor on meta leaves no trace of
-
-Way = tuple[int, bool]  # of tying: the place the tensor comes from; whether `_init_weights` wrote through the tie
-CountedWrite = tuple[int, StandIn]  # the number of the event, and what it wrote on
+UNSEEN |= {"trunc_normal_", "orthogonal_", "sparse_"}  # Random draws without trace in a constructor on meta.
+Tie = tuple[int, bool]  # The place of the tied tensor; whether it was tied before `_init_weights` wrote.
+CountedWrite = tuple[int, StandIn]  # The number of the event, and the stand-in that it wrote to.
 
 
 def check_traces(model: nn.Module, tied: Tied, events: Sequence[Event]) -> dict[int, str]:
-    """Replays on meta, where nothing is drawn or stored, and compares the writes with those the model has seen.
+    """Replays on meta, which draws and stores nothing, and compares the writes with those of the constructors.
 
     Returns:
-        id of a tensor -> first name, for those whose values stay: of tied ones that which was written last.
+        id of a tensor -> first name, for the tensors that keep their values: of tied tensors the one written last.
     """
     _expect_traces(model, events)
     writes: dict[int, list[CountedWrite]] = {id(place.tensor): [] for places in tied for place in places}
@@ -44,14 +43,14 @@ def check_traces(model: nn.Module, tied: Tied, events: Sequence[Event]) -> dict[
     return kept
 
 
-def _settle(places: list[TensorPlace], own: list[list[CountedWrite]], events: Sequence[Event], ways: list[Way]) -> int:
-    """The place whose own tensor ends as the tied one did: that with which the writes are as many as it has seen.
+def _settle(places: list[TensorPlace], own: list[list[CountedWrite]], events: Sequence[Event], ways: list[Tie]) -> int:
+    """Returns the place whose tensor has the value of the tied tensor: then the writes are as many as it has counted.
 
     Args:
-        own: for each place the writes on a tensor of its own.
+        own: for each place the writes to its separate tensor.
     """
     counts: list[int] = []
-    fitting: dict[tuple[int, ...], int] = {}  # by the events that the value follows from
+    fitting: dict[tuple[int, ...], int] = {}  # Events that the value depends on -> place.
     for origin, shared in ways:
         writes = [w for k, mine in enumerate(own) for w in mine if k == origin or (shared and events[w[0]].owner)]
         writes.sort(key=lambda write: write[0])
@@ -71,8 +70,8 @@ def _settle(places: list[TensorPlace], own: list[list[CountedWrite]], events: Se
     return next(iter(fitting.values()))
 
 
-def _ways(model: nn.Module, places: list[TensorPlace]) -> list[Way]:
-    """How the places may have been tied: as the source says, else all ways."""
+def _ways(model: nn.Module, places: list[TensorPlace]) -> list[Tie]:
+    """Returns how the places may have been tied: as the source says; if it does not say, all possibilities."""
     if len(places) == 1 or not isinstance(places[0].tensor, nn.Parameter):
         return [(0, False)]
     homes, found = [place.module for place in places], []
@@ -91,7 +90,7 @@ def _ways(model: nn.Module, places: list[TensorPlace]) -> list[Way]:
 
 
 def _ties(body: ast.Module, module: nn.Module) -> Iterator[tuple[int, nn.Module | None, nn.Module | None]]:
-    """Assignments of one submodule's attribute to another's, by way of a local name too: line, to whom, from whom."""
+    """Yields assignments of a submodule's attribute to another's, also through a local name: (line, target, source)."""
     names: dict[str, nn.Module | None] = {}
     for node in ast.walk(body):
         if not isinstance(node, ast.Assign):
@@ -106,13 +105,13 @@ def _ties(body: ast.Module, module: nn.Module) -> Iterator[tuple[int, nn.Module 
 
 
 def _home(node: ast.expr, module: nn.Module) -> nn.Module | None:
-    """The submodule whose attribute `self.a.b.weight` is."""
+    """Returns the submodule that has the attribute `self.a.b.weight`."""
     first, *path = ast.unparse(node).split(".") if isinstance(node, ast.Attribute) else [""]
     return _submodule(module, ".".join(path[:-1])) if first == "self" else None
 
 
 def _sources(cls: type) -> Iterator[str]:
-    """The source of each method, where there is one."""
+    """Yields the source of each method, if it is known."""
     for method in filter(inspect.isfunction, vars(cls).values()):
         try:
             yield inspect.getsource(method)
@@ -128,7 +127,7 @@ def _submodule(module: nn.Module, path: str) -> nn.Module | None:
 
 
 def _expect_traces(model: nn.Module, events: Sequence[Event]) -> None:
-    """No constructor draws random numbers that a replay would miss."""
+    """Raises Error if a constructor draws random numbers that a replay would miss."""
     again = {event.module for event in events if event.call == "__init__"}
     for name, module in model.named_modules():
         draws, own = sorted(UNSEEN.intersection(mentioned(module))), type(module).__name__

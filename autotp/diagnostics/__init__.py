@@ -1,4 +1,4 @@
-"""What a user learns without a GPU and without processes: the plan as text, and the proof.
+"""Tells a user about a parallel model without a GPU and without processes: the plan, the stages, the verification.
 
 What may not enter: anything that a training step runs.
 """

@@ -22,7 +22,7 @@ from autotp.rules.call import outputs_of
 from autotp.source_location import block_of
 
 LETTERS = "bstuvwxyz"
-"""What symbolic sizes are called, in the order in which the inputs have them: batch, sequence, ..."""
+"""The names of symbolic sizes, in the order in which they appear in the inputs: batch, sequence, ..."""
 INDENT = "  "
 
 TypeText = Callable[[fx.Node], str]
@@ -35,19 +35,19 @@ def graph_text(
     types: TypeText | None = None,
     block: str | None = None,
 ) -> str:
-    """A graph as text. Sizes stand as letters where they are read, parts of a tuple as `split[0]`.
+    """Returns a graph as text, with letters for symbolic sizes, and items of a tuple as `split[0]`.
 
     Args:
         held: placeholder -> name of a parameter or buffer.
         given: placeholder -> name of an input.
-        types: what is printed as the type of a node; None is the dtype and shape of its example.
-        block: the block that the whole graph is, as `h.0`; None looks for blocks in it.
+        types: returns the text of a node's type; None: dtype and shape of its example value.
+        block: the name of a block, such as `h.0`, if the graph is that of a block; None: the graph may contain blocks.
     """
     return "\n".join(_Page(graph, held, given, types, block).lines())
 
 
 class _Page:
-    """The names that nodes have on a page, and its lines."""
+    """The names of nodes in a text, and its lines."""
 
     def __init__(
         self,
@@ -63,20 +63,20 @@ class _Page:
         self.called: dict[fx.Node, str] = {}
 
     def shape_of(self, node: fx.Node) -> str:
-        """The dtypes and shapes of a node's example."""
+        """Returns dtypes and shapes of a node's example value."""
         return ", ".join(
             type_text(value.dtype, [size_text(n, self.letters) for n in value.shape]) for value in outputs_of(node)
         )
 
     def lines(self) -> Iterator[str]:
-        """The page, line by line."""
+        """Yields the lines of the text."""
         known: dict[tuple[str, ...], str] = {}
         alike: list[str] = []
         shown = [node for node in self.graph.nodes if not self._is_inline(node)]
         if self.block is not None:
             yield from self._region(self.block, shown)
             return
-        printed = ""  # The block that those in `alike` are as.
+        printed = ""  # The printed block with the same text as the blocks in `alike`.
         for block, nodes in _regions(shown):
             text = tuple(self._region(block, nodes))
             same = known.get(text, "") if block else ""
@@ -95,14 +95,14 @@ class _Page:
             yield _alike_text(alike, printed)
 
     def _is_inline(self, node: fx.Node) -> bool:
-        """True for what has no line: a parameter, which stands before its reader; a size; a part of a tuple."""
+        """True for a node without its own line: a parameter (printed before its reader), a size, an item of a tuple."""
         is_held = node.op == "placeholder" and node.name in self.held
         return is_held or _is_size(node) or node.target is operator.getitem
 
     def _region(self, block: str, nodes: Sequence[fx.Node]) -> Iterator[str]:
-        """The lines of some nodes, each parameter before its first reader.
+        """Yields the lines of some nodes, with each parameter before its first reader.
 
-        In a block names start anew, and the values that it reads are `x`, `x1`, ...
+        Each block has its own names; the values that it reads are `x`, `x1`, ...
         """
         local = {} if block else dict(self.called)
         taken: dict[str, int] = {}
@@ -138,7 +138,7 @@ class _Page:
 
 
 def _alike_text(blocks: Sequence[str], printed: str) -> str:
-    """The line that stands for blocks with the same operators as one that is printed."""
+    """Returns the line for blocks with the same text as a printed block."""
     return f"{blocks[0]} {'is' if len(blocks) == 1 else f'... {blocks[-1]} are'} as {printed}"
 
 
@@ -148,14 +148,14 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _source(node: Any) -> Any:
-    """What makes the tuple that a node is a part of; any other node itself."""
+    """Returns the node that makes the tuple of an item; any other node itself."""
     while node.target is operator.getitem:
         node = node.args[0]
     return node
 
 
 def _regions(nodes: Sequence[fx.Node]) -> Iterator[tuple[str, list[fx.Node]]]:
-    """Runs of nodes of one block."""
+    """Yields consecutive nodes of one block, with its name; "" outside of blocks."""
     run: list[fx.Node] = []
     block = ""
     for node in nodes:
@@ -170,7 +170,7 @@ def _regions(nodes: Sequence[fx.Node]) -> Iterator[tuple[str, list[fx.Node]]]:
 
 
 def _base(node: fx.Node) -> str:
-    """What a value is called for: the last name of its module, or its operator."""
+    """Returns the base of a value's name: its operator."""
     return operator_text(node).rpartition(".")[2].strip("_")
 
 
@@ -183,7 +183,7 @@ def _fresh(base: str, taken: dict[str, int], others: set[str]) -> str:
 
 
 def operator_text(node: fx.Node) -> str:
-    """An operator's name, without the library that it is from: `linear`, `reduce`."""
+    """Returns an operator's name without its library: `linear`, `reduce`."""
     target: Any = node.target
     if isinstance(target, Vjp):
         return "custom_vjp"
@@ -209,17 +209,17 @@ def _value(value: Any, local: Mapping[fx.Node, str], letters: Mapping[str, str])
 
 
 def type_text(dtype: torch.dtype, sizes: Sequence[str]) -> str:
-    """A type as `f32[b, s, 768]`."""
+    """Returns a type as `f32[b, s, 768]`."""
     return f"{dtype_text(dtype)}[{', '.join(sizes)}]"
 
 
 def dtype_text(dtype: torch.dtype) -> str:
-    """A dtype as `f32`, `bf16`, `i64`."""
+    """Returns a dtype as `f32`, `bf16`, `i64`."""
     return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "f").replace("int", "i")
 
 
 def sizes_of(graph: fx.Graph) -> dict[str, str]:
-    """Symbolic size -> letter, in the order in which the inputs have them."""
+    """Symbolic size -> letter, in the order of the inputs."""
     found: dict[str, str] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -234,5 +234,5 @@ def _symbols(size: Any) -> set[Any]:
 
 
 def size_text(size: Any, letters: Mapping[str, str]) -> str:
-    """A size with letters for its symbols."""
+    """Returns a size with letters for its symbols."""
     return re.sub(r"\b[a-z]\d+\b", lambda m: letters.get(m.group(), m.group()), str(size))

@@ -1,7 +1,7 @@
 """Simulates all ranks of a tensor-parallel model in one process, node by node.
 
-The rank graphs are the same but for their numbers. An ordinary node runs once for each rank; a collective sees all
-ranks' tensors at once, and has its conjugate as its backward. Deterministic, without process groups.
+The ranks' graphs differ in numbers only. An ordinary node runs once for each rank; a collective runs once on the
+tensors of all ranks, with its conjugate as backward. The simulation is deterministic and needs no process groups.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Ranks = tuple[Tensor, ...]
 
 
 Runs = fx.Graph | nn.Module
-"""One rank's graph; or a module that it became: a GraphModule, and what `emit` makes of its blocks."""
+"""One rank's graph, or a module that `emit` made of it or of its blocks."""
 
 
 def run_lockstep(ranks: Sequence[Runs], inputs: Sequence[Sequence[Any]]) -> list[Any]:
-    """What every rank returns.
+    """Returns the outputs of every rank.
 
     Args:
         ranks: the graph of each rank, or its module.
@@ -47,7 +47,7 @@ def run_lockstep(ranks: Sequence[Runs], inputs: Sequence[Sequence[Any]]) -> list
 
 
 def _recomputed(ranks: Sequence[Recomputed], inputs: Sequence[Sequence[Any]]) -> list[Any]:
-    """The blocks of all ranks, whose operators run again in backward."""
+    """Runs a block on all ranks, whose operators run again in backward."""
     inner, width = [rank.inner for rank in ranks], len(inputs[0])
 
     def run(*flat: Any) -> list[Any]:
@@ -61,7 +61,7 @@ def _recomputed(ranks: Sequence[Recomputed], inputs: Sequence[Sequence[Any]]) ->
 
 
 def _run(graphs: Sequence[fx.Graph], ranks: Sequence[Runs], inputs: Sequence[Sequence[Any]]) -> list[Any]:
-    """The graphs' nodes, one after the other, each on all ranks."""
+    """Runs the graphs node by node, each node on all ranks."""
     envs: list[dict[str, Any]] = [{} for _ in graphs]
     queues = [iter(values) for values in inputs]
     for nodes in zip(*(graph.nodes for graph in graphs), strict=True):
@@ -89,7 +89,7 @@ def _run(graphs: Sequence[fx.Graph], ranks: Sequence[Runs], inputs: Sequence[Seq
 
 
 def _each(nodes: Sequence[fx.Node], envs: Sequence[dict[str, Any]]) -> list[Any]:
-    """An ordinary node on every rank, each starting from the same random state."""
+    """Runs an ordinary node on every rank, always from the same random state."""
     state, found = torch.get_rng_state(), []
     for node, env in zip(nodes, envs, strict=True):
         torch.set_rng_state(state)
@@ -102,7 +102,7 @@ def _arguments(node: fx.Node, env: dict[str, Any]) -> tuple[tuple[Any, ...], dic
     return fx.map_arg((node.args, node.kwargs), lambda n: env[n.name])
 
 
-# ---- the six conjugates on all ranks' tensors
+# ---- the conjugates on all ranks' tensors
 
 
 def _sum(xs: Ranks) -> Ranks:
@@ -123,7 +123,7 @@ def _take(xs: Ranks, dim: int, size: int, block: int) -> Ranks:
     return tuple(x.narrow(dim, start, n).clone() for x, start, n in zip(xs, starts, sizes, strict=True))
 
 
-FORWARD: dict[str, Callable[..., Ranks]] = {
+FORWARDS: dict[str, Callable[..., Ranks]] = {
     "copy": lambda xs: tuple(x.clone() for x in xs),
     "reduce": lambda xs: _sum(xs),
     "scatter": lambda xs, dim, size, block=1: _take(xs, dim, size, block),
@@ -138,12 +138,12 @@ CONJUGATE = {
 
 
 class _Conjugate(torch.autograd.Function):
-    """One collective over all ranks' tensors, whose backward is its conjugate."""
+    """One collective on all ranks' tensors, with its conjugate as backward."""
 
     @staticmethod
     def forward(ctx: Any, kind: str, rest: tuple[Any, ...], *xs: Tensor) -> Ranks:
         ctx.kind, ctx.rest = kind, rest
-        return FORWARD[kind](xs, *rest)
+        return FORWARDS[kind](xs, *rest)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -168,7 +168,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class _Share(torch.autograd.Function):
-    """`share` on the ranks of one group, which hold the same at their `ranges` of `dim`."""
+    """`share` on the ranks of one group, which hold the same values at their `ranges` of `dim`."""
 
     @staticmethod
     def forward(ctx: Any, dim: int, ranges: list[Ranges], *xs: Tensor) -> Ranks:
@@ -183,7 +183,7 @@ class _Share(torch.autograd.Function):
 
 
 def _share(arguments: Sequence[Sequence[Any]]) -> Sequence[Tensor]:
-    """`share(x, axis, dim, ranges)`, its axis all ranks or runs of so many (`tp/4`)."""
+    """Runs `share(x, axis, dim, ranges)`; the axis is all ranks, or groups of neighbours (`tp/4`)."""
     run = int(str(arguments[0][1]).partition("/")[2] or len(arguments))
     found: list[Tensor] = []
     for at in range(0, len(arguments), run):
@@ -193,7 +193,7 @@ def _share(arguments: Sequence[Sequence[Any]]) -> Sequence[Tensor]:
 
 
 def _together(arguments: Sequence[Sequence[Any]]) -> Sequence[tuple[Tensor, ...]]:
-    """`together(xs, axis, where)`: each by itself."""
+    """Runs `together(xs, axis, where)`, tensor by tensor."""
     columns = []
     for i, where in enumerate(arguments[0][2]):
         own = [(given[0][i], given[1], *(given[2][i] or ())) for given in arguments]
@@ -202,7 +202,7 @@ def _together(arguments: Sequence[Sequence[Any]]) -> Sequence[tuple[Tensor, ...]
 
 
 def _columns(arguments: Sequence[Sequence[Any]]) -> Sequence[tuple[Tensor, ...]]:
-    """`columns(x, axis, gathered, ...)`: the products of what the conjugate gives."""
+    """Runs `columns(x, axis, gathered, ...)`: the conjugate, then the products."""
     gathered = arguments[0][2]
     kind = _conjugate("copy" if gathered is None else "all_gather")
     read = kind(*(own[0] for own in arguments), rest=gathered or ())
@@ -210,7 +210,7 @@ def _columns(arguments: Sequence[Sequence[Any]]) -> Sequence[tuple[Tensor, ...]]
 
 
 COLLECTIVES: dict[Any, Callable[..., Any]] = {
-    **{getattr(collectives, kind): _conjugate(kind) for kind in FORWARD},
+    **{getattr(collectives, kind): _conjugate(kind) for kind in FORWARDS},
     collectives.share: _share,
     together: _together,
     columns: _columns,

@@ -11,19 +11,18 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autotp.compiler import Program, behind_each_pass, captured, emitted, expect_typed, lowered_by_each_pass
+from autotp.compiler import Program, captured_program, emitted, expect_typed, graphs_after_passes, programs_after_passes
 from autotp.diagnostics.graph_text import INDENT, graph_text, size_text, sizes_of, type_text
-from autotp.diagnostics.plan_text import report
-from autotp.distributed.mesh import expect_size
+from autotp.diagnostics.report import report
 from autotp.errors import within
 from autotp.ops.eager_mode import uncollected
-from autotp.options import Experts, Options, Outputs, Recompute, expect_choices
+from autotp.options import Experts, Options, Outputs, Recompute
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.pytree import signature_of, states
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.recompute import Recomputed
 from autotp.passes.lower.local_sizes import Target
-from autotp.runtime.build import BEFORE, expect_ordinary
+from autotp.runtime.build import expect_usable
 from autotp.sharding.axis import find, leaves
 from autotp.source_location import block_of
 
@@ -66,8 +65,8 @@ def stages(
     """Returns the text of each stage between `model` and the graph that the first of `tp` ranks runs.
 
     It runs on any machine, without processes; the model may be on `meta`, and is not changed. A type is printed as
-    `f32[b, s, 3072@tp]`: dtype and sizes, and `@tp` behind a size that is cut. `{tp}` is a copy of which each rank uses
-    a part, `{+tp}` a value of which each rank has one term of a sum. Blocks that are alike are printed once.
+    `f32[b, s, 3072@tp]`: dtype and sizes, with `@tp` behind a size that is cut. `{tp}` marks a value that is the same
+    on all ranks and read by cut operators; `{+tp}` marks a term of a sum over ranks. Equal blocks are printed once.
 
     Args:
         model: an ordinary single-device model.
@@ -86,22 +85,21 @@ def stages(
         return [linear]
     """
 
+    options = Options(outputs, experts, sequence_parallel, without, recompute=recompute)
+
     def run() -> Stages:
-        expect_size(tp)
-        options = Options(outputs, experts, sequence_parallel, without, recompute=recompute)
-        expect_choices(options)
-        expect_ordinary(model, BEFORE.format("stages"))
+        expect_usable("stages", model, tp, options)
         with uncollected():
             args, kwargs = find_inputs(model, example_inputs)
             args, kwargs = signature_of(model).by_name(args, kwargs)
-            program = captured(skeleton_of(model), args, kwargs, tp, options)
+            program = captured_program(skeleton_of(model), args, kwargs, tp, options)
             return Stages(dict(_pages(model, program, _names_of_inputs((args, kwargs), program))))
 
     return within(f"stages({type(model).__name__}, tp={tp})", run)
 
 
 def _names_of_inputs(call: Any, program: Program) -> dict[str, str]:
-    """Placeholder -> what the caller calls it: `tokens`, `batch.mask`. Empty for a call with a cache."""
+    """Placeholder -> the caller's name of the input: `tokens`, `batch.mask`. Empty for a call with a cache."""
     if states(call):
         return {}
     paths = [path for path, leaf in pytree.tree_flatten_with_path(call)[0] if isinstance(leaf, torch.Tensor)]
@@ -114,7 +112,7 @@ def _pages(model: nn.Module, program: Program, given: Mapping[str, str]) -> Iter
     yield "model", str(model)
     yield "capture", graph_text(program.graph, names, given)
     canonical = True
-    for each, later in behind_each_pass(program):
+    for each, later in programs_after_passes(program):
         if canonical and each.stage != "canonicalize" and each.name == "decouple":
             yield "canonicalize", graph_text(program.graph, names, given)
             canonical = False
@@ -122,7 +120,7 @@ def _pages(model: nn.Module, program: Program, given: Mapping[str, str]) -> Iter
     yield "axes", graph_text(program.graph, names, given, lambda node: _axes_of(node, program))
     yield "plan", str(report(program, type(model).__name__))
     to = Target("tp", program.tp, 0, "fast", frozenset(program.local_outputs))
-    *_, (_, lowered) = lowered_by_each_pass(program, to)
+    *_, (_, lowered) = graphs_after_passes(program, to)
     yield "lower", graph_text(lowered, names, given)
     types = expect_typed(lowered, program, to)
     proved = next(iter(types)).graph
@@ -137,7 +135,7 @@ def _pages(model: nn.Module, program: Program, given: Mapping[str, str]) -> Iter
 
 
 def _axes_of(node: fx.Node, program: Program) -> str:
-    """The types of a node with its axes for sizes: those that were matched have their names."""
+    """Returns the type of a node with its axes as sizes; recognised axes have names."""
     names = {find(candidate.leaf): candidate.name for candidate in program.candidates}
     letters = sizes_of(program.graph)
     if not isinstance(node.meta.get("val"), torch.Tensor):
@@ -151,7 +149,7 @@ def _axes_of(node: fx.Node, program: Program) -> str:
 
 
 def _modules(module: fx.GraphModule, names: Mapping[str, str], given: Mapping[str, str]) -> Iterator[str]:
-    """The graph, and each block that it calls."""
+    """Yields the text of the graph, and of each block that it calls."""
     yield graph_text(module.graph, names, given)
     for name, part in module.named_children():
         again = isinstance(part, Recomputed)

@@ -14,14 +14,14 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autotp.compiler import Program, analyse, emitted, rank_graph
+from autotp.compiler import CallState, Program, analyse, emitted, rank_graph
 from autotp.diagnostics.lockstep import run_lockstep
-from autotp.diagnostics.plan_text import Plan, report
-from autotp.distributed.mesh import expect_size
+from autotp.diagnostics.plan import Plan
+from autotp.diagnostics.report import report
 from autotp.errors import within
 from autotp.model_library import keep_activations, recomputes
 from autotp.ops.grouped_mm import grouped_mm
-from autotp.options import DEFAULTS, Experts, Options, Outputs, Recompute, expect_choices
+from autotp.options import DEFAULTS, Experts, Options, Outputs, Recompute
 from autotp.passes.capture.captured import Captured, InputSize, OutputAt
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.guards.attribute_paths import everything, found_at, put_at, spelled
@@ -30,18 +30,18 @@ from autotp.passes.capture.guards.python_state import GradientsWanted
 from autotp.passes.capture.pytree import flatten, outcome, states
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.attach_parameters import ParameterPlace, attach_parameters, places
-from autotp.runtime.build import BEFORE, expect_ordinary
+from autotp.runtime.build import expect_usable
 from autotp.sharding.layout import Layout
 
 TOLERANCE = 1e-9
-"""The largest difference, relative to the scale of what is compared, that float64 round-off explains."""
+"""The largest difference, relative to the scale of the compared values, that is round-off of float64."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference of one thing from one device, relative to its scale.
+    """The largest difference of one tensor from one device, relative to its scale.
 
-    The scale of a gradient is the largest element of the whole model's gradient, since some true gradients are
+    The scale of a gradient is the largest element of the whole model's gradient, because some true gradients are
     zero (a key bias under softmax).
     """
 
@@ -54,7 +54,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """How far a parallel model is from the original, returned by `verify`; `str(report)` is a text to read.
+    """The differences of a parallel model from the original, returned by `verify`; `str(report)` is a text to read.
 
     Attributes:
         plan: the plan that was verified; its sizes in bytes are those of float64.
@@ -63,7 +63,7 @@ class Report:
         steps: the difference of each parameter after an optimizer step, largest first.
         tolerance: the largest relative difference that counts as equal.
 
-        All differences are relative to the scale of what is compared. A model on `meta` has none: nothing is computed.
+        All differences are relative to the scale of the compared values. A model on `meta` has none.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
@@ -80,7 +80,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """True if no difference is larger than `tolerance`; an undefined number (NaN) never is ok."""
+        """True if no difference is larger than `tolerance`; an undefined difference (NaN) counts as larger."""
         return all(d.error <= self.tolerance for d in (*self.outputs, *self.gradients, *self.steps))
 
     @property
@@ -94,7 +94,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Trial:
-    """A model and the arguments of a call, in float64 on the CPU (a model on meta as it is), and its ranks' graphs."""
+    """A model and a call's arguments, in float64 on the CPU (a model on meta stays there), and the ranks' graphs."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -105,14 +105,14 @@ class Trial:
     settings: Options
 
 
-def prepare(
+def make_trial(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tp: int,
     settings: Options = DEFAULTS,
 ) -> Trial:
-    """A copy of `model`, and the graphs of its `tp` ranks."""
+    """Returns a copy of `model` with the graphs of its `tp` ranks."""
     name = type(model).__name__
     if settings.recompute == "none" and recomputes(model):
         settings = replace(settings, recompute="full")
@@ -125,24 +125,24 @@ def prepare(
         args, kwargs = pytree.tree_map_only(Tensor, _doubled, (args, kwargs))
         tensors = [x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         wanted = GradientsWanted(inputs=tuple(tensors), parameters=tuple(p.requires_grad for p in whole.parameters()))
-        analysis = analyse(skeleton_of(whole), args, kwargs, tp, settings, wanted=wanted)
+        analysis = analyse(skeleton_of(whole), args, kwargs, tp, settings, CallState(wanted=wanted))
         graphs = tuple(rank_graph(analysis, rank, "exact") for rank in range(tp))
         return Trial(whole, args, kwargs, analysis, graphs, report(analysis, name), settings)
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """A copy of the model. Tensors that it computed and keeps (torch's old weight_norm) are values in it, which is
-    what they are to the next call; torch would refuse to copy them.
+    """Returns a copy of the model. Computed tensors in it (torch's old weight_norm) become leaves, as torch cannot copy
+    others; the next call only uses their values.
     """
     computed = [x for _, x in everything(model) if isinstance(x, Tensor) and not x.is_leaf]
     return copy.deepcopy(model, {id(x): x.detach().clone().requires_grad_() for x in computed})
 
 
 def _moved(model: nn.Module) -> nn.Module:
-    """The model, every parameter a little off: biases of 0 and norm weights of 1 would not show a wrong cut of them."""
+    """Adds noise to every parameter: biases of 0 and norm weights of 1 would hide a wrong cut."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        for module in model.modules():  # `.double()` passes by tensors that are plain attributes
+        for module in model.modules():  # `.double()` does not convert tensors in plain attributes.
             plain = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
             vars(module).update({name: _doubled(value) for name, value in plain.items()})
         for parameter in filter(torch.is_floating_point, model.parameters()):
@@ -151,11 +151,11 @@ def _moved(model: nn.Module) -> nn.Module:
 
 
 Edit = Callable[[fx.Graph, int], fx.Graph]
-"""What a test does to a rank's graph before it runs: (graph, rank) -> graph."""
+"""(graph, rank) -> graph: a test's change of a rank's graph before it runs."""
 
 
 def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
-    """The differences between a model and its ranks in lockstep, both drawing the same numbers."""
+    """Runs a model, and its ranks in lockstep, with the same random numbers; returns the differences."""
     if not trial.graphs:
         return Report(trial.plan, (), (), ())
     analysis = trial.analysis
@@ -184,7 +184,7 @@ def _copy_of(graph: fx.Graph) -> fx.Graph:
 
 
 def _joined(first: Report, second: Report) -> Report:
-    """What was found of two calls, one after the other."""
+    """Joins the reports of two consecutive calls."""
 
     def both(mine: Sequence[Difference], its: Sequence[Difference]) -> tuple[Difference, ...]:
         later = [Difference(f"{one.name} of a second call", one.error) for one in its]
@@ -195,13 +195,13 @@ def _joined(first: Report, second: Report) -> Report:
 
 
 RankTensors = dict[str, Tensor]
-"""What a rank, or one device, holds: parameters and buffers by name, and the inputs of the call as `input 0`, ..."""
+"""The tensors of a rank, or of one device: parameters and buffers by name, and inputs as `input 0`, ..."""
 
 
 def _inputs(trial: Trial) -> RankTensors:
-    """The tensors among the arguments and behind them those of attributes, in memory of their own.
+    """Returns copies of the tensors among the arguments, then of those in attributes.
 
-    A gradient is wanted of the floating ones.
+    Floating tensors require a gradient.
     """
     given = [leaf for leaf in flatten((trial.args, trial.kwargs))[0] if isinstance(leaf, Tensor)]
     modules = dict(trial.model.named_modules())
@@ -218,7 +218,7 @@ def _rank(trial: Trial, rank: int) -> RankTensors:
 
 
 def _module(graph: fx.Graph, held: RankTensors, trial: Trial) -> fx.GraphModule:
-    """A rank's graph as it runs on processes, but for these: its blocks read the parameters that the rank holds."""
+    """Returns a rank's graph as a module, as on processes; its blocks read the parameters of the simulated rank."""
     program, model = trial.analysis, trial.model
     outlined = emitted(graph, program, trial.settings, torch.device("cpu"), {})
     where = places(model)[1]
@@ -233,7 +233,7 @@ def _module(graph: fx.Graph, held: RankTensors, trial: Trial) -> fx.GraphModule:
 
 
 def _placed(graph: fx.Graph, held: RankTensors, trial: Trial) -> list[Tensor]:
-    """The values of a rank graph's placeholders, in order."""
+    """Returns the values of the placeholders of a rank's graph, in order."""
     captured, row = trial.analysis.captured, []
     for node in graph.nodes:
         if node.op == "placeholder" and node.name in captured.parameters:
@@ -248,17 +248,18 @@ def _placed(graph: fx.Graph, held: RankTensors, trial: Trial) -> list[Tensor]:
 
 
 def _returned(model: nn.Module, trial: Trial, inputs: RankTensors) -> tuple[dict[int, Tensor], list[Difference]]:
-    """The tensors that one device returns, and those that its arguments' states and its attributes hold afterwards.
+    """Runs the model on one device.
 
     Returns:
-        Position among a rank's outputs -> tensor; and the other attributes that a rank would set to something else.
+        position among a rank's outputs -> tensor of the result, of a state, or of an attribute; and the differences of
+        other attributes.
     """
     queue, (leaves, spec) = iter(inputs.values()), flatten((trial.args, trial.kwargs))
     given = [next(queue) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     captured, modules = trial.analysis.captured, dict(model.named_modules())
     tensors_at = [i for i, leaf in enumerate(given) if isinstance(leaf, Tensor)]
     for i, _ in captured.into:
-        given[tensors_at[i]] = given[tensors_at[i]].clone()  # What forward writes into is no leaf.
+        given[tensors_at[i]] = given[tensors_at[i]].clone()  # Forward must not write into a leaf.
     args, kwargs = pytree.tree_unflatten(given, spec)
     for path in captured.input_at:
         put_at(modules, path, next(queue).clone())
@@ -276,7 +277,7 @@ def _returned(model: nn.Module, trial: Trial, inputs: RankTensors) -> tuple[dict
 def _set_to(
     before: Before, captured: Captured, shapes: Sequence[Sequence[int]]
 ) -> tuple[dict[int, Tensor], list[Difference]]:
-    """What one device's attributes were set to, beside what a rank's are: tensors by position, and what differs."""
+    """Compares attributes that one device sets with those that a rank sets: tensors by position, and differences."""
     found, different = dict[int, Tensor](), list[Difference]()
     real = dict(before.changes())
     for change in captured.changes:
@@ -300,14 +301,14 @@ def _set_to(
 
 
 def _as_tensor(x: Any) -> Tensor:
-    """A tensor itself; a number that was taken from one, or is a size, as a tensor."""
+    """Returns a tensor itself, and a number as a tensor."""
     return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
 
 
 def _buffers(
     model: nn.Module, found: Sequence[Sequence[Tensor]], ranks: Sequence[RankTensors], trial: Trial
 ) -> list[Difference]:
-    """The buffers that the call changes, on one device or on a rank: in place, or the last that its graph returns."""
+    """Compares the buffers that the call changes, on one device or on a rank: in place, or as the last outputs."""
     names = [trial.analysis.captured.buffers[place] for place in trial.analysis.updated]
     returned = dict(zip(names, zip(*(row[len(row) - len(names) :] for row in found), strict=True), strict=True))
     rows = []
@@ -320,7 +321,7 @@ def _buffers(
     for name, whole in ((name, b) for name, b in model.named_buffers() if name in ranks[0] and name not in made):
         parts = list(returned.get(name, [rank[name] for rank in ranks]))
         if name in returned or any(not _same(x, trial.model.get_buffer(name)) for x in (whole, *parts)):
-            rows.append(Difference(name, _apart(whole, parts, Layout(tuple(whole.shape)), 1.0)))
+            rows.append(Difference(name, _difference(whole, parts, Layout(tuple(whole.shape)), 1.0)))
     return rows
 
 
@@ -329,7 +330,7 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 def _backward(expected: Mapping[int, Tensor], found: Sequence[Sequence[Tensor]], analysis: Program) -> None:
-    """Gradients of one objective, on one device and on the ranks: of one that stays cut each rank has its part."""
+    """Computes the gradients of one objective, on one device and on the ranks; of a cut output each has its part."""
     kept = [i for i, value in expected.items() if value.requires_grad]
     if not kept:
         return
@@ -346,7 +347,9 @@ def _gradients(whole: RankTensors, ranks: Sequence[RankTensors], analysis: Progr
     wanted = {name: tensor for name, tensor in whole.items() if tensor.is_floating_point()}
     scale = _largest([t.grad for t in wanted.values() if t.grad is not None])
     layouts = {name: analysis.layouts.get(name, Layout(tuple(t.shape))) for name, t in wanted.items()}
-    return [Difference(n, _apart(t.grad, [r[n].grad for r in ranks], layouts[n], scale)) for n, t in wanted.items()]
+    return [
+        Difference(n, _difference(t.grad, [r[n].grad for r in ranks], layouts[n], scale)) for n, t in wanted.items()
+    ]
 
 
 def _steps(whole: RankTensors, ranks: Sequence[RankTensors], analysis: Program) -> list[Difference]:
@@ -358,11 +361,11 @@ def _steps(whole: RankTensors, ranks: Sequence[RankTensors], analysis: Program) 
     after = [{name: held[name].detach() for name in analysis.layouts} for held in (whole, *ranks)]
     scale = _largest(list(after[0].values()))
     found = {n: (after[0][n], [rank[n] for rank in after[1:]], layout) for n, layout in analysis.layouts.items()}
-    return [Difference(name, _apart(*row, scale)) for name, row in found.items()]
+    return [Difference(name, _difference(*row, scale)) for name, row in found.items()]
 
 
 def _largest(tensors: Sequence[Tensor]) -> float:
-    """The largest element of all; 1 where that would be no scale."""
+    """Returns the largest absolute element of all tensors; 1 if it is 0."""
     return max((float(t.abs().max()) for t in tensors if t.numel()), default=0.0) or 1.0
 
 
@@ -371,12 +374,12 @@ def _descending(difference: Difference) -> float:
 
 
 def _weights(value: Tensor) -> Tensor:
-    """A weight for each element, no two alike."""
+    """Returns a different weight for each element."""
     return torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype).view(value.shape)
 
 
 def _objective(outputs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """A number whose gradient reaches every element of every output, each by its weight."""
+    """Returns a scalar that depends on every element of every output, by its weight."""
     return torch.stack([(value * weights).sum() for value, weights in outputs]).sum()
 
 
@@ -384,17 +387,17 @@ def _output(i: int, value: Tensor, parts: list[Tensor], analysis: Program) -> Di
     layout = _whole_layout(i, value, analysis)
     kind = "loss" if value.dim() == 0 else f"output {i}"
     scale = _largest([value.detach()]) if value.dtype != torch.bool else 1.0
-    return Difference(kind, _apart(value.detach(), [part.detach() for part in parts], layout, scale))
+    return Difference(kind, _difference(value.detach(), [part.detach() for part in parts], layout, scale))
 
 
 def _whole_layout(i: int, value: Tensor, analysis: Program) -> Layout:
-    """How an output is held, the sizes that a graph leaves open filled in."""
+    """Returns the layout of an output, with its actual sizes."""
     layout = analysis.local_outputs.get(i, Layout(tuple(value.shape)))
     return Layout(tuple(value.shape), layout.dim, layout.pieces, layout.axis)
 
 
-def _apart(whole: Tensor | None, parts: Sequence[Tensor | None], layout: Layout, scale: float) -> float:
-    """The largest difference between a tensor and its parts put together, and between copies, over `scale`."""
+def _difference(whole: Tensor | None, parts: Sequence[Tensor | None], layout: Layout, scale: float) -> float:
+    """Returns the largest difference between a tensor and its joined parts, or its copies, divided by `scale`."""
     if whole is None:
         return 0.0 if all(part is None or not part.any() for part in parts) else float("inf")
     zeros = [torch.zeros(layout.local_shape(r), dtype=whole.dtype) for r in range(len(parts))]
@@ -423,7 +426,7 @@ def _doubled(tensor: Tensor) -> Tensor:
 
 
 class _Double(TorchFunctionMode):
-    """Casts to float32 and below become casts to float64, so that round-off does not hide a bug."""
+    """A mode that turns casts to float32 and below into casts to float64, so that round-off does not hide a bug."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in GROUPED and (found := _grouped(*args, **(kwargs or {}))) is not None:
@@ -436,13 +439,13 @@ class _Double(TorchFunctionMode):
 GROUPED = tuple(
     getattr(space, name) for space in (torch, F) for name in ("_grouped_mm", "grouped_mm") if hasattr(space, name)
 )
-"""Products of groups of rows, which torch does not have in float64."""
+"""Products of groups of rows, which torch does not support in float64."""
 
 
 def _grouped(
     x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
 ) -> Tensor | None:
-    """The product of rows in groups in float64; None for products of another kind."""
+    """Returns the product of groups of rows in float64; None for other products."""
     rows = x.dim() == 2 and weight.dim() == 3 and bias is None
     return grouped_mm(x, weight, offs) if rows and offs is not None else None
 
@@ -454,7 +457,7 @@ def _raised(arg: Any) -> Any:
 
 @contextmanager
 def all_double() -> Iterator[None]:
-    """A region in which every floating computation is in float64, whatever the model asks for."""
+    """A region in which every floating computation is in float64, also after casts of the model."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -496,10 +499,10 @@ def verify(
 ) -> Report:
     """Compares `tp` ranks of `model` with the model itself, and returns the differences.
 
-    Compared are the outputs, the loss, every gradient, and the parameters after a step of an optimizer. All ranks run
-    in one process, in lockstep and in float64, and draw the random numbers that one device draws. The model is not
-    changed: copies run, their parameters moved by noise. For a model on `meta` the graph is proved and counted, and
-    nothing is computed.
+    It compares the outputs, the loss, every gradient, and the parameters after a step of an optimizer. All ranks run in
+    one process, in lockstep and in float64, and draw the same random numbers as one device. The model is not changed:
+    copies run, with noise added to their parameters. For a model on `meta` the graph is checked and its collectives are
+    counted, but nothing is computed.
 
     Args:
         model: an ordinary model, in the mode (train or eval) that is to be verified.
@@ -515,19 +518,18 @@ def verify(
         >>> assert report.ok, report
     """
 
+    settings = Options(outputs, experts, sequence_parallel, without, recompute=recompute)
+
     def run() -> Report:
-        expect_size(tp)
-        settings = Options(outputs, experts, sequence_parallel, without, recompute=recompute)
-        expect_choices(settings)
-        expect_ordinary(model, BEFORE.format("verify"))
-        trial = prepare(model, *find_inputs(model, example_inputs), tp, settings)
+        expect_usable("verify", model, tp, settings)
+        trial = make_trial(model, *find_inputs(model, example_inputs), tp, settings)
         found = compare(trial)
         if not trial.analysis.captured.changes or not trial.graphs:
             return found
-        with all_double():  # The second call reads what the first has left.
+        with all_double():  # The second call reads the attributes that the first has set.
             called, changed = _copied(trial.model), copy.deepcopy((trial.args, trial.kwargs))
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 called(*changed[0], **changed[1])
-        return _joined(found, compare(prepare(called, trial.args, trial.kwargs, tp, settings)))
+        return _joined(found, compare(make_trial(called, trial.args, trial.kwargs, tp, settings)))
 
     return within(f"verify({type(model).__name__}, tp={tp})", run)

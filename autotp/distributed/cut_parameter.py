@@ -157,7 +157,7 @@ def as_cut(parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
         _tell_torch()
         _become(parameter, CutParameter)
     elif cut.layout.dim is None and type(parameter) in (CutTensor, CutParameter):
-        del parameter.__dict__["autotp_cut"]
+        del parameter.autotp_cut  # type: ignore[attr-defined]
         _become(parameter, nn.Parameter)
     if isinstance(parameter, CutTensor):
         parameter.autotp_cut = cut
@@ -192,7 +192,7 @@ def _plain(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _cut_again(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for p in (p for group in optimizer.param_groups for p in group["params"] if type(p) is nn.Parameter):
-        if "autotp_cut" in p.__dict__:
+        if hasattr(p, "autotp_cut"):
             _become(p, CutParameter)
 
 

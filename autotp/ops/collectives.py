@@ -349,8 +349,8 @@ def _is_gloo(group: str, device_type: str) -> bool:
 
 
 # Dynamo calls these two while it traces. `torch.compiler.assume_constant_result` does this, but imports Dynamo (1 s).
-_seat.__dict__.update(_dynamo_marked_constant=True)
-_is_gloo.__dict__.update(_dynamo_marked_constant=True)
+_seat._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_gloo._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _held(group: str, size: int, block: int) -> tuple[int, int]:

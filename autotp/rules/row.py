@@ -48,6 +48,7 @@ class Trait(Flag):
     SUM = auto()  # The first operand plus or minus the second.
     SCALE = auto()  # The first operand times the second, or divided by it.
     SOFTMAX = auto()
+    NORM = auto()  # Normalises, or computes a norm.
     ATTENTION = auto()  # Scaled dot-product attention.
     SORT = auto()  # Sorts along `dim`, if `descending` in descending order.
 

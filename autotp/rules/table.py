@@ -130,10 +130,11 @@ TORCH_ROWS: list[tuple[str, Row]] = [
     ("nansum count_nonzero", Row(f.reduction())),
     ("mean", Row(f.reduction("!", linear="all"))),
     (
-        "all amax amin aminmax any argmax argmin kthvalue linalg_vector_norm logsumexp max.default max.dim median "
-        "min.default min.dim mode nanmean nanmedian norm prod special_logsumexp std std_mean var var_mean",
+        "all amax amin aminmax any argmax argmin kthvalue logsumexp max.default max.dim median "
+        "min.default min.dim mode nanmean nanmedian prod special_logsumexp std std_mean var var_mean",
         Row(f.reduction("^")),
     ),
+    ("linalg_vector_norm norm", Row(f.reduction("^"), T.NORM)),
     ("cosine_similarity pairwise_distance", Row(f.paired("^"))),
     ("softmax.int", Row(f.along_dim("!"), T.SOFTMAX)),
     ("log_softmax.int", Row(f.along_dim("!"), T.CLASSES)),
@@ -144,7 +145,7 @@ TORCH_ROWS: list[tuple[str, Row]] = [
     ("sort argsort", Row(f.along_dim(), T.SORT)),
     ("msort", Row(f.along_fixed(0))),
     ("topk diff", Row(f.resized)),
-    ("layer_norm rms_norm", Row(f.norm)),
+    ("layer_norm rms_norm", Row(f.norm, T.NORM)),
     # Creation.
     ("zeros ones full new_zeros new_ones new_full", Row(f.new_tensor, T.FILL, sizes="size")),
     ("empty new_empty", Row(f.new_tensor, T.FILL | T.UNINITIALIZED, sizes="size")),
@@ -233,9 +234,9 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     channels.convolution: Row(p.convolution_rule),
     channels.conv_transpose: Row(p.conv_transpose_rule),
     channels.by_channel: Row(f.by_channel),
-    channels.batch_norm: Row(f.batch_norm),
-    channels.batch_norm_moving: Row(f.batch_norm),
-    channels.group_norm: Row(f.group_norm),
+    channels.batch_norm: Row(f.batch_norm, T.NORM),
+    channels.batch_norm_moving: Row(f.batch_norm, T.NORM),
+    channels.group_norm: Row(f.group_norm, T.NORM),
     OPERATOR: Row(p.grouped_mm),
     routing.dispatch: Row(f.dispatched),
     routing.counts: Row(f.fixed("s^ -> e!")),

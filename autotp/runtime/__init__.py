@@ -1,4 +1,4 @@
-"""The module that `parallelize` returns, and a call of it.
+"""The module that `parallelize` returns, and its calls.
 
-What may not enter: an optimizer's loop, files.
+What may not enter: training loops, files.
 """

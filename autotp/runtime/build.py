@@ -8,11 +8,12 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from autotp.compiler import analyse
-from autotp.diagnostics.plan_text import Plan, report
+from autotp.compiler import CallState, analyse
+from autotp.diagnostics.plan import Plan
+from autotp.diagnostics.report import report
 from autotp.distributed.consistency import agree_on_graph
 from autotp.distributed.live_models import models
-from autotp.distributed.mesh import Mesh
+from autotp.distributed.mesh import Mesh, expect_size
 from autotp.errors import Error
 from autotp.model_library import recomputes
 from autotp.options import Options, expect_choices
@@ -35,10 +36,11 @@ ReadParts = Callable[[Mapping[str, Layout]], Mapping[str, Tensor]]
 def build(
     model: nn.Module, place: Mesh, given: Any, settings: Options, strict: bool, read: ReadParts | None = None
 ) -> ParallelModule:
-    """As `parallelize`, on a mesh that is there.
+    """Makes a model parallel on an existing mesh; `parallelize` explains the options.
 
     Args:
-        read: layouts by first parameter name -> this rank's part of tensors that are not taken from the model.
+        given: example inputs, as the user gave them.
+        read: (layouts by first parameter name) -> this rank's parts of tensors that are not taken from the model.
     """
 
     if settings.recompute == "none" and recomputes(model):
@@ -48,12 +50,13 @@ def build(
         expect_ordinary(model)
         expect_choices(settings)
         args, kwargs = signature_of(model).by_name(*find_inputs(model, given))
-        analysis = analyse(skeleton_of(model), args, kwargs, place.size, settings, autocast=ambient(place.device))
+        call = CallState(autocast=ambient(place.device))
+        analysis = analyse(skeleton_of(model), args, kwargs, place.size, settings, call)
         if strict:
             _expect_cut(report(analysis, _name(model)))
         return prepare(analysis, place, settings), classes_of(model)
 
-    # Whatever can fail is behind us when the first parameter is touched, on every rank.
+    # Everything that can fail comes before the first change of a parameter, on every rank.
     first, classes = agree_on_graph(place, make, lambda made: f"{digest(made[0].analysis)} {settings} {_flags(model)}")
     layouts = first.analysis.layouts
     taken = shard_parameters(model, layouts, place.rank, place, read(layouts) if read else {})
@@ -63,7 +66,7 @@ def build(
 
 
 def _flags(model: nn.Module) -> str:
-    """Which parameters want a gradient, and what is in training: what backward waits for on all ranks."""
+    """Returns the parameters' `requires_grad` and the modules' training flags as text: they must agree on all ranks."""
     return f"{[p.requires_grad for p in model.parameters()]} {[m.training for m in model.modules()]}"
 
 
@@ -71,24 +74,28 @@ def _name(model: Any) -> str:
     return type(model).__name__
 
 
-BEFORE = "{} the original model, before autotp.parallelize"
+def expect_usable(call: str, model: Any, tp: Any, options: Options) -> None:
+    """Raises Error if explain, stages or verify (`call`) cannot use a model, a number of ranks or an option."""
+    expect_size(tp)
+    expect_choices(options)
+    expect_ordinary(model, f"{call} the original model, before autotp.parallelize")
 
 
 def expect_ordinary(model: Any, remedy: str = "parallelize the original model once") -> None:
-    """Raises Error where a model is none, or was cut already.
+    """Raises Error if `model` is not a module, or is parallel already.
 
     Args:
-        remedy: what to do with one that is parallel already.
+        remedy: what to do with a parallel model.
     """
     if not isinstance(model, nn.Module):
-        raise Error(f"a {_name(model)} is no torch.nn.Module", fix="pass the model itself")
+        raise Error(f"a {_name(model)} is not a torch.nn.Module", fix="pass the model itself")
     parallel = set(models())
     if any(state_of(module) is not None or module in parallel for module in model.modules()):
         raise Error("the model is parallel already", fix=remedy)
     if was_taken(model):
         raise Error(
-            "the model was cut before, and its parameters were taken over",
-            fix="use what autotp.parallelize or autotp.distribute returned then",
+            "the model was made parallel before, and its parameters are in that parallel model",
+            fix="use the model that autotp.parallelize or autotp.distribute returned then",
         )
     expect_unwrapped(model)
 

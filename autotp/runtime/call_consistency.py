@@ -17,14 +17,14 @@ from autotp.passes.capture.guards.argument_keys import argument_key
 
 
 def agree_on_call(mesh: Mesh, leaves: Sequence[Any], mode: Any, random: bool) -> None:
-    """Raises Error on every rank if some rank was called otherwise, or would draw other random numbers.
+    """Raises Error on every rank if some rank has other inputs or another mode, or would draw other random numbers.
 
-    Inside a torch.func transform values cannot be looked at, and nothing is compared.
+    Inside a torch.func transform values cannot be read, and nothing is compared.
 
     Args:
         leaves: the flattened arguments.
-        mode: what else decides which graph runs: train or eval, dtypes, autocast.
-        random: True if the call draws random numbers.
+        mode: the other facts that select a graph: train or eval, dtypes, autocast.
+        random: whether the call draws random numbers.
     """
     if mesh.size == 1 or torch._C._functorch.peek_interpreter_stack() is not None:
         return
@@ -42,7 +42,7 @@ def _printed(leaves: Sequence[Any]) -> int:
 
 
 def shown(leaf: Any) -> Any:
-    """What is compared of an argument but a tensor's values: its shape and dtype; a plain value; an object's class."""
+    """Returns the compared part of an argument, without a tensor's values: shape and dtype, plain value, or class."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), str(leaf.dtype)
     if isinstance(leaf, numpy.ndarray):
@@ -51,5 +51,5 @@ def shown(leaf: Any) -> Any:
 
 
 def _print(leaf: Any) -> Any:
-    """The same with values; of a `Sharded` each rank has other ones."""
+    """Returns the same with a tensor's values, except for `Sharded` tensors, whose parts differ between ranks."""
     return (*shown(leaf), checksum(leaf)) if isinstance(leaf, Tensor) and not isinstance(leaf, Sharded) else shown(leaf)

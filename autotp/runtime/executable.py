@@ -1,7 +1,7 @@
-"""Executable: runs a call of a module, by a graph that fits the call or that is captured now.
+"""Executable: runs a call of a module by a graph that fits the call; captures the graph if there is none yet.
 
-A module has one graph for each kind of call that it has met. A call hands its graph the parameters and the tensors
-among the arguments, and puts the outputs back into the structure that the model returns.
+A module has one graph for each kind of call. A call passes the parameters and the tensors among its arguments to the
+graph, and rebuilds the model's result from the outputs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autotp.compiler import analyse
+from autotp.compiler import CallState, analyse
 from autotp.distributed.consistency import agree_on_graph
 from autotp.distributed.gather import mark, marked
 from autotp.distributed.mesh import Mesh
@@ -44,15 +44,15 @@ from autotp.runtime.tree import Tree, attribute_of, held_in, original_class, ori
 from autotp.sharding.layout import Layout
 
 CHECKED_CALLS = 2
-"""How many calls of each graph `check_inputs="first"` compares."""
+"""The number of calls of each graph that `check_inputs="first"` compares."""
 
 FEW, MOST = 8, 64
-"""So many captures for one kind of call are warned of, and so many graphs are kept besides the first."""
+"""The number of captures for one kind of call that causes a warning, and of graphs that are kept."""
 Key = tuple[Any, ...]
 
 
-class Called(NamedTuple):
-    """One call: its arguments flattened, the tensors among them, and what autocast is around it."""
+class FlatCall(NamedTuple):
+    """One call: its flattened arguments, the tensors among them, and the autocast settings around it."""
 
     leaves: list[Any]
     spec: Any
@@ -61,20 +61,20 @@ class Called(NamedTuple):
 
 
 class Executable:
-    """The graphs of one module of a parallel model, and a call of it.
+    """The graphs of one module of a parallel model, and its calls.
 
     Attributes:
-        module: what is called.
-        tree: what it shares with the other modules of its model.
+        module: the module.
+        tree: the state that all modules of the model share.
         entries: each graph with the key of its calls.
-        opened: what is known to change from call to call, which graphs take as inputs.
-        seen: the tree's version when the module was looked at last; what follows is of then.
-        signature: of the module's forward.
-        first_names, places: of its parameters and buffers.
-        modules: by path.
-        layouts: first parameter name -> how it is held.
-        whole: parameters and buffers as the original has them, on meta.
-        structure: which modules there are and how parameters are held: graphs are for one structure.
+        opened: the attributes that are known to change from call to call; graphs have them as inputs.
+        seen: the tree's version when the following attributes were computed.
+        signature: the signature of the module's forward.
+        first_names, places: first names and places of its parameters and buffers.
+        modules: the modules by path.
+        layouts: first parameter name -> layout.
+        whole: parameters and buffers with the original's shapes, on meta.
+        structure: the modules, and the layouts of parameters; a graph is right for one structure.
     """
 
     def __init__(self, module: nn.Module, tree: Tree) -> None:
@@ -84,7 +84,7 @@ class Executable:
         self.look_again()
 
     def look_again(self) -> None:
-        """Looks what the module consists of now."""
+        """Reads the module's present structure."""
         self.seen = self.tree.version
         self.signature = signature_of(self.module)
         self.first_names, self.places = places(self.module)
@@ -97,11 +97,11 @@ class Executable:
         modules = self.module.named_modules(remove_duplicate=False)
         every = [(path, id(module), original_class(type(module))) for path, module in modules]
         now = every, self.first_names, shapes, self.layouts
-        if now != getattr(self, "structure", None):  # Else the same object, which is compared in no time.
+        if now != getattr(self, "structure", None):  # Otherwise keeps the old object: comparing it is fast.
             self.structure = now
 
     def look_at_modes(self) -> None:
-        """Looks which modules are in training now."""
+        """Reads which modules are in training."""
         self.seen_modes = self.tree.modes
         self.modes = tuple(module.training for module in self.modules.values())
 
@@ -118,12 +118,12 @@ class Executable:
     # ---- a call
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module returns for these arguments, which must be the same on all ranks of the axis."""
+        """Runs the module on these arguments, which must be the same on all ranks of the axis."""
         args, kwargs = self.signature.by_name(args, kwargs)
         leaves, spec = flatten((args, kwargs))
         leaves = [marked(leaf) for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        called = Called(leaves, spec, tensors, ambient(self.mesh.device))
+        called = FlatCall(leaves, spec, tensors, ambient(self.mesh.device))
         held = self.tensors()
         key = self._key(leaves, spec, called.autocast, held)
         entry = self._find(key, tensors)
@@ -135,7 +135,7 @@ class Executable:
         assert entry is not None  # Refused above otherwise.
         tensors, shapes = self._given(entry.analysis.captured, tensors)
         mine = self._written_into(entry.analysis.captured, tensors)
-        with called.autocast.off(), torch._C.DisableTorchFunctionSubclass():  # Inside, parts are as planned.
+        with called.autocast.off(), torch._C.DisableTorchFunctionSubclass():  # No warnings about parts inside.
             found = entry.module(
                 *(expect_whole(x, held[x]) if isinstance(x, str) else x for x in entry.operands),
                 *(t.part if isinstance(t, Sharded) else t for t in tensors),
@@ -143,20 +143,20 @@ class Executable:
         return self._returned(entry, found, states((args, kwargs)), mine, shapes)
 
     def _given(self, captured: Captured, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Sequence[int]]]:
-        """The tensors that a graph is given, those of attributes behind those of the arguments; and all shapes."""
+        """Returns a graph's input tensors (those of arguments, then those of attributes), and all shapes."""
         opened = [found_at(self.modules, path) for path in captured.opened]
         every = [*tensors, *opened]
         return [x for x in every if isinstance(x, Tensor)], [x.shape if isinstance(x, Tensor) else (x,) for x in every]
 
     def _written_into(self, captured: Captured, tensors: list[Tensor]) -> dict[int, Tensor]:
-        """The caller's tensors that the model writes into, by position of what they are then.
+        """Returns the caller's tensors that the model writes into, by the position of the output with their new values.
 
-        Copies of them take their places in `tensors`: what backward keeps of them stays as it is.
+        It replaces them in `tensors` by copies, so that tensors saved for backward do not change.
         """
         mine = {at: tensors[i] for i, at in captured.into}
         if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in mine.values()):
             raise Error(
-                f"{self.name}.forward writes into an argument of which a gradient is wanted",
+                f"{self.name}.forward writes into an argument that requires a gradient",
                 fix="give it a clone()",
             )
         for i, _ in captured.into:
@@ -171,19 +171,19 @@ class Executable:
         mine: Mapping[int, Tensor],
         shapes: Shapes,
     ) -> Any:
-        """The outputs as the model returns them, each tensor with a note of how it is held.
+        """Rebuilds the model's result from the outputs, and notes the layout of each tensor on it.
 
-        Buffers are updated, and so are the arguments that the model changes; what they have of a cut is `Sharded`.
+        Updates buffers, attributes, and the arguments that the model changes; cut values in these become `Sharded`.
         """
         with torch.no_grad():
-            # Backwards: a buffer that was written to and then set anew comes twice, what it was set to first.
+            # In reverse: a buffer that was written to and then replaced comes twice, with its final value first.
             for name, value in reversed(list(zip(entry.updated, found[len(entry.held) :], strict=True))):
                 value_at(self.places[name]).copy_(value)
         for value, held in zip(found, entry.held, strict=False):
             mark(value, held)
         captured = entry.analysis.captured
         keeps = captured.kept | captured.stays
-        knows = self.tree.settings.outputs != "local"  # Who asked for parts gets plain tensors.
+        knows = self.tree.settings.outputs != "local"  # With "local" the user gets plain tensors.
         found = [
             marked(x) if i in keeps or (knows and isinstance(x, Tensor) and is_plain(x)) else x
             for i, x in enumerate(found)
@@ -198,7 +198,7 @@ class Executable:
         return captured.outputs(found, changed)
 
     def _change(self, changes: Sequence[Change | Write], found: Sequence[Any], shapes: Shapes) -> None:
-        """Does to the model's attributes what the original's forward does."""
+        """Makes the changes that the original forward makes to the model's attributes."""
 
         def leaf(x: Any) -> Any:
             if isinstance(x, OutputAt):
@@ -210,10 +210,10 @@ class Executable:
                 self._write(change, found[change.at])
         apply_changes([change for change in changes if isinstance(change, Change)], self.modules, leaf)
         if any(change.path[1:] == (TABLES,) for change in changes):
-            self.tree.version += 1  # A buffer of another shape.
+            self.tree.version += 1  # A buffer has another shape now.
 
     def _write(self, change: Write, value: Tensor) -> None:
-        """Writes into a tensor of an attribute; what is in parts from now on takes its place."""
+        """Writes into a tensor of an attribute; a value that becomes cut, or whole, replaces the tensor."""
         before = found_at(self.modules, change.path)
         if isinstance(value, Sharded) and isinstance(before, Sharded):
             write_into(before.part, value.part)
@@ -223,11 +223,11 @@ class Executable:
             write_into(before, value)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers as they are now."""
+        """Returns the present parameters and buffers by first name."""
         return {name: value_at(place) for name, place in self.places.items()}
 
     def _key(self, leaves: Sequence[Any], spec: Any, autocast: Autocast, held: Mapping[str, Tensor]) -> Key:
-        """Everything about a call but its tensors' sizes and values."""
+        """Returns all facts of a call that select a graph, except sizes and values of tensors."""
         kinds = tuple(_kind(leaf) if isinstance(leaf, Tensor) else argument_key(leaf) for leaf in leaves)
         settings = self.tree.settings
         used = dtypes(self.module, held)
@@ -243,11 +243,11 @@ class Executable:
                     return entry
         return None
 
-    def _agreed(self, entry: GraphEntry | None, called: Called, mode: Key) -> GraphEntry:
-        """The graph for a call, captured now if there is none, once the ranks agree on it.
+    def _agreed(self, entry: GraphEntry | None, called: FlatCall, mode: Key) -> GraphEntry:
+        """Returns the graph for a call, after the ranks agree on it; captures it if there is none.
 
         Args:
-            mode: what of its key is not about the arguments.
+            mode: the part of the call's key that is not about arguments.
 
         Raises:
             Error: the ranks were called differently, or the model cannot be captured; on every rank.
@@ -257,7 +257,7 @@ class Executable:
             return entry
         return within(f"{self.name}.forward", lambda: self._checked(entry, called, mode, check))
 
-    def _checked(self, entry: GraphEntry | None, called: Called, mode: Key, check: CheckInputs) -> GraphEntry:
+    def _checked(self, entry: GraphEntry | None, called: FlatCall, mode: Key, check: CheckInputs) -> GraphEntry:
         if entry is None:
             if check != "never":
                 agree_on_call(self.mesh, called.leaves, mode, False)
@@ -267,33 +267,36 @@ class Executable:
         entry.calls += 1
         return entry
 
-    def _capture(self, called: Called) -> GraphEntry:
-        """A further graph, for a signature not met before, on the parameters as they are held."""
+    def _capture(self, called: FlatCall) -> GraphEntry:
+        """Captures a further graph for a new kind of call, with the present layouts of parameters."""
         self._open_what_changes(called)
         mesh, settings = self.mesh, self.tree.settings
         given: dict[int | Path, Layout] = {i: t.held for i, t in enumerate(called.tensors) if isinstance(t, Sharded)}
-        opened, wanted = self.opened, self._wanted(called.tensors)
         given |= {at: x.held for at, x in everything(self.module) if isinstance(x, Sharded)}
+        call = CallState(
+            autocast=called.autocast,
+            layouts=self.layouts,
+            given=given,
+            opened=self.opened,
+            wanted=self._wanted(called.tensors),
+        )
 
         def make() -> GraphEntry:
             args, kwargs = pytree.tree_unflatten(called.leaves, called.spec)
             skeleton = original_of(self.module, self._whole())
-            analysis = analyse(
-                skeleton, args, kwargs, mesh.size, settings, self.layouts, called.autocast, given, opened, wanted
-            )
-            return prepare(analysis, mesh, settings)
+            return prepare(analyse(skeleton, args, kwargs, mesh.size, settings, call), mesh, settings)
 
         with alone():
             entry = agree_on_graph(mesh, make, lambda made: digest(made.analysis))
         return self.keep(self._key(called.leaves, called.spec, called.autocast, self.tensors()), entry)
 
     def _wanted(self, tensors: Sequence[Tensor]) -> GradientsWanted:
-        """Of what gradients are wanted in a call."""
+        """Returns the gradient modes of a call."""
         held = self.tensors()
         return wanted_now(tensors, [held[name] for name in self.layouts])
 
-    def _open_what_changes(self, called: Called) -> None:
-        """Notes which attributes with tensors changed since a graph was captured: they are inputs from now on."""
+    def _open_what_changes(self, called: FlatCall) -> None:
+        """Notes the attributes with tensors that changed since a capture: they become inputs of later graphs."""
         key = self._key(called.leaves, called.spec, called.autocast, self.tensors())
         guards = [entry.guard for known, entry in self.entries if known == key and entry.guard is not None]
         for guard in guards:
@@ -304,24 +307,24 @@ class Executable:
         others = [numbers for known, _ in self.entries if (numbers := _other_numbers(known, key))]
         if is_many(len(others)):
             names = ", ".join(f"`{_argument(called.spec, i)}`" for i in others[-1])
-            self._warn(len(others), names, "of no dimension, as `torch.tensor(3)`")
+            self._warn(len(others), names, "without dimensions, as `torch.tensor(3)`")
 
     def _warn(self, count: int, names: str, tensor: str) -> None:
         warnings.warn(
             f"{self.name}.forward is captured for the {count + 1}th time, since {names} had another value each time. "
-            f"A tensor ({tensor}) may change without that",
+            f"A tensor ({tensor}) may change without a new capture",
             stacklevel=2,
         )
 
     def _on_meta(self, name: str, tensor: Tensor) -> Tensor:
-        """A parameter or buffer as the original has it."""
+        """Returns a parameter or buffer on meta with the original's shape."""
         shape = self.layouts[name].shape if name in self.layouts else tensor.shape
         same = tuple(shape) == tuple(tensor.shape) and not isinstance(tensor, DTensor)
         empty = _empty_like(tensor) if same else torch.empty(shape, dtype=tensor.dtype, device="meta")
         return nn.Parameter(empty, tensor.requires_grad) if name in self.layouts else empty
 
     def _whole(self) -> dict[str, Tensor]:
-        """Each parameter and buffer as the original has it, in the dtype that is computed in now."""
+        """Returns each parameter and buffer on meta with the original's shape and the present compute dtype."""
         held = self.tensors()
         found = {}
         for (name, tensor), dtype in zip(held.items(), dtypes(self.module, held), strict=True):
@@ -332,12 +335,12 @@ class Executable:
         return found
 
     def first(self, entry: GraphEntry) -> None:
-        """Takes the graph that was made with the model."""
+        """Keeps the graph that was captured when the model became parallel."""
         captured = entry.analysis.captured
         self.keep(self._key(captured.leaves, captured.spec, captured.autocast, self.tensors()), entry)
 
     def keep(self, key: Key, made: GraphEntry) -> GraphEntry:
-        """A graph for calls to come, whose blocks read their parameters in this model."""
+        """Keeps a graph for later calls; its blocks read their parameters from this model."""
         parts = dict(self.module.named_modules(remove_duplicate=False))
         entry = made.on(self.places, lambda block: parts.get(block) if block else None)
         captured, known = entry.analysis.captured, entry.analysis.captured.known
@@ -363,11 +366,11 @@ class Executable:
         del self.entries[1 : len(self.entries) - MOST]
         return entry
 
-    # ---- what a user reads
+    # ---- attributes for users
 
     @property
     def latest(self) -> GraphEntry:
-        """The graph that was captured last, of those for the modules and parameters that there are now.
+        """The graph that was captured last for the present modules and parameters.
 
         Raises:
             Error: there is none yet.
@@ -375,7 +378,7 @@ class Executable:
         for key, entry in reversed(self.entries):
             if key[2] == self.structure:
                 return entry
-        changed = "since its modules or parameters were exchanged" if self.entries else "by itself"
+        changed = "since its modules or parameters were replaced" if self.entries else "by itself"
         raise Error(
             f"the {self.name} was not called {changed}, and its plan is made in a call",
             fix="call it once, on all ranks, and read the plan then",
@@ -383,7 +386,7 @@ class Executable:
 
     @property
     def code(self) -> str:
-        """What this rank computes in the latest call that was captured, as Python: each block once."""
+        """The Python code of this rank's latest graph, with each block once."""
         module = self.latest.module
         parts = [
             (f"{name}.{path}".rstrip("."), part)
@@ -394,9 +397,9 @@ class Executable:
         return "\n".join(f"# {name}\n{part.code}" for name, part in graphs)
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compiles what a block computes, once for all blocks that compute alike, in the graphs there are and to come.
+        """Compiles the blocks of all present and later graphs, once for all blocks that compute alike.
 
-        `torch.compile(model)` takes longer the deeper a model is, this does not.
+        The time of `torch.compile(model)` grows with the depth of the model; the time of this does not.
 
         Args:
             options: as for `torch.compile`.
@@ -408,12 +411,12 @@ class Executable:
             _compile_blocks(entry.module, options)
 
     def layout_of(self, name: str) -> Layout | None:
-        """How the parameter of this name is held, under any of its names; None for a buffer."""
+        """Returns the layout of a parameter, by any of its names; None for a buffer."""
         return self.layouts.get(self.first_names.get(name, name))
 
 
 def _compile_blocks(module: fx.GraphModule, options: Mapping[str, Any]) -> None:
-    for part in works(module).values():  # What is computed again is the compiled part: each has code of its own.
+    for part in works(module).values():  # Of a recomputed block only the inner graph is compiled.
         (part.inner if isinstance(part, Recomputed) else part).compile(**options)
 
 
@@ -427,12 +430,12 @@ def _as(tensor: Tensor, dtype: torch.dtype, requires_grad: bool) -> Tensor:
 
 
 def is_many(count: int) -> bool:
-    """True for the numbers of captures that are warned of: 8, 16, 32, ..."""
+    """True for the numbers of captures that cause a warning: 8, 16, 32, ..."""
     return count >= FEW and count.bit_count() == 1
 
 
 def _other_numbers(known: Key, key: Key) -> list[int]:
-    """Where numbers among the arguments are others than in a key that is the same but for these; else nowhere."""
+    """Returns the positions of numbers among the arguments, if two keys differ in these numbers only; else []."""
     if known[0] != key[0] or known[2:] != key[2:]:
         return []
     other = [i for i, (one, two) in enumerate(zip(known[1], key[1], strict=True)) if one != two]
@@ -440,23 +443,23 @@ def _other_numbers(known: Key, key: Key) -> list[int]:
 
 
 def _argument(spec: Any, at: int) -> str:
-    """How a leaf of the arguments is called."""
+    """Returns the name of a leaf of the arguments."""
     paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
     return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in paths[at][0][1:])
 
 
 def _kind(tensor: Tensor) -> Any:
-    """What of a tensor a graph is made for, but its sizes."""
+    """Returns the facts of a tensor that select a graph, except sizes."""
     return tensor.dim(), tensor.dtype, tensor.cut if isinstance(tensor, Sharded) else None
 
 
 def refuse_capture(name: str) -> None:
-    """Raises Error: a call that no graph is known for is being compiled."""
+    """Raises Error: a call without a graph is inside torch.compile."""
     raise Error(
         f"{name}.forward: the first call of its kind is inside torch.compile, where autotp cannot capture a graph",
         fix="make one such call (same arguments, mode, dtypes and settings) before the compiled one",
     )
 
 
-# Dynamo runs it while it traces, so that the user sees this error and not one of Dynamo's.
-refuse_capture.__dict__.update(_dynamo_marked_constant=True)
+# Dynamo runs it while it traces, so that the user sees this error and not an error of Dynamo.
+refuse_capture._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from autotp.errors import Error
 
 
 def dtypes(root: nn.Module, held: Mapping[str, Tensor]) -> tuple[torch.dtype, ...]:
-    """What each parameter and buffer is computed in: where it is sharded, as the unit's policy says."""
+    """Returns the compute dtype of each parameter and buffer; for a sharded one the policy of its FSDP unit decides."""
     if not any(isinstance(tensor, DTensor) for tensor in held.values()):
         return tuple(tensor.dtype for tensor in held.values())
     units = {name: unit for name, unit in root.named_modules() if isinstance(unit, FSDPModule)}
@@ -29,10 +29,10 @@ def dtypes(root: nn.Module, held: Mapping[str, Tensor]) -> tuple[torch.dtype, ..
 
 
 def expect_whole(name: str, tensor: Tensor) -> Tensor:
-    """The tensor itself.
+    """Returns the tensor itself.
 
     Raises:
-        Error: it is sharded: nothing gathered it, since its block is not alone in reading it.
+        Error: it is sharded. It was not gathered, because the graph reads it outside of its block.
     """
     if isinstance(tensor, DTensor):
         raise Error(
@@ -50,14 +50,14 @@ def shard(
     dtype: torch.dtype | None,
     ignored: Collection[nn.Parameter],
 ) -> None:
-    """Shards the parameters of blocks, each by itself, and what else `root` has; gradients are summed.
+    """Shards the parameters of each block, and the other parameters of `root`; gradients are summed.
 
     Args:
-        zero: 3 frees what was gathered behind a forward, too.
-        dtype: what is computed in; sums are in float32 then.
-        ignored: parameters that stay as they are.
+        zero: the ZeRO stage; 3 frees gathered parameters after forward, too.
+        dtype: the compute dtype, with sums in float32; None keeps each dtype.
+        ignored: parameters that are not sharded.
     """
-    # Nothing writes into what a block returns: passes/emit/in_place.py.
+    # Nothing writes into the output of a block: passes/emit/in_place.py.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP\w+\) returned a view")
     policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
     for module in (*blocks, root):
@@ -69,7 +69,7 @@ def shard(
 
 
 def pace(root: nn.Module, zero: int, last: bool) -> None:
-    """Says of the next microbatch whether it is the last of a step, and so what is reduced and freed behind it."""
+    """Tells FSDP whether the next microbatch is the last of a step: this decides what is reduced and freed after it."""
     if isinstance(root, FSDPModule):
         root.set_is_last_backward(last)
         root.set_requires_gradient_sync(last or zero > 1)

@@ -52,22 +52,22 @@ def clip_grad_norm_(
 
 
 def total_norm(parts: Holdings, tensors: Mapping[str, Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of what the ranks hold of a model's parameters, or of their gradients, as one device has it.
+    """Returns the norm of a model's parameters or gradients, as on one device.
 
     All ranks that hold the model call this together.
 
     Args:
-        tensors: first name of a parameter -> what this rank has of it, or of what lies as it does.
+        tensors: first name of a parameter -> this rank's part of it, or of a tensor with the same layout.
 
     Raises:
-        Error: no such norm.
+        Error: `norm_type` is not the order of a norm.
     """
     order, infinite = float(norm_type), float(norm_type) == float("inf")
     if not order > 0:
         raise Error(f"clip_grad_norm_: norm_type={norm_type}", expected="a number above 0, or inf")
     place, kind = parts.place, "max" if infinite else "sum"
     dtype = torch.float64 if place.device.type != "mps" else torch.float32
-    meshes: list[DeviceMesh | None] = [None]  # Those over which parameters are sharded, whether or not these are.
+    meshes: list[DeviceMesh | None] = [None]  # All meshes of sharded parameters, so that all ranks reduce alike.
     meshes += dict.fromkeys(p.device_mesh for p in parts.held.values() if isinstance(p, DTensor))
     norms: dict[DeviceMesh | None, list[Tensor]] = {mesh: [] for mesh in meshes}
     for name, tensor in tensors.items():

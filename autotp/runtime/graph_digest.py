@@ -1,4 +1,4 @@
-"""A planned graph as text, which ranks compare."""
+"""digest: a planned graph as text, which ranks compare."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autotp.source_location import line_of
 
 
 def digest(analysis: Program) -> str:
-    """The graph, its constants and the layouts as text, the same on ranks that agree: names of nodes are not in it."""
+    """Returns graph, constants and layouts as text, without names of nodes; ranks that agree have the same text."""
     number = {node: f"%{i}" for i, node in enumerate(analysis.graph.nodes)}
     nodes = [_line(node, number, analysis.captured) for node in analysis.graph.nodes]
     text = re.sub(r"cuda:\d+", "cuda", "\n".join(nodes))  # Each rank names its own device.
@@ -24,7 +24,7 @@ def digest(analysis: Program) -> str:
 
 
 def _line(node: fx.Node, number: dict[fx.Node, str], captured: Captured) -> str:
-    """A node as `%2 = aten.add.Tensor(%0, %1)  float32[2, 3]`, and where it is from."""
+    """Returns a node as `%2 = aten.add.Tensor(%0, %1)  float32[2, 3]`, with its source line."""
     if node.op == "placeholder":
         return f"{number[node]} = {_placed(node, captured)}  {_shaped(node)}"
     given = fx.map_arg((node.args, node.kwargs), number.__getitem__)
@@ -35,7 +35,7 @@ def _line(node: fx.Node, number: dict[fx.Node, str], captured: Captured) -> str:
 
 
 def _placed(node: fx.Node, captured: Captured) -> str:
-    """What a placeholder is."""
+    """Returns the meaning of a placeholder as text."""
     for kind, names in (("parameter", captured.parameters), ("buffer", captured.buffers)):
         if node.name in names:
             return f"{kind} `{names[node.name]}`"

@@ -22,16 +22,16 @@ class GraphEntry:
     """A graph that is ready to run.
 
     Attributes:
-        analysis: what it was made from; `analysis.captured` has the guard on sizes and the structure of the outputs.
-        outlined: the bound graph, each block a submodule.
-        sources: placeholder before the inputs -> a parameter's or buffer's first name, or a constant.
-        updated: buffers that the graph returns new values of, last.
-        held: how each output tensor is held.
+        analysis: the program that it was made from; `analysis.captured` tests sizes and rebuilds results.
+        outlined: the bound graph, with each block as a submodule.
+        sources: placeholder before the inputs -> first name of a parameter or buffer, or a constant.
+        updated: names of the buffers whose new values are the last outputs.
+        held: the layout of each output tensor.
         random: whether it draws random numbers.
-        module: the graph for one model, whose blocks read their parameters themselves.
-        operands: what that is called with before the inputs, as `sources`.
-        calls: how many there were.
-        guard: the attributes of the model that it was captured with.
+        module: the graph for one model, whose blocks read their own parameters.
+        operands: the first arguments of `module`, before the inputs, as in `sources`.
+        calls: the number of calls so far.
+        guard: checks the attributes of the model that the graph depends on.
     """
 
     analysis: Program
@@ -46,14 +46,14 @@ class GraphEntry:
     guard: Guard | None = None
 
     def on(self, places: Mapping[str, ParameterPlace], owner_of: Callable[[str], nn.Module | None]) -> GraphEntry:
-        """The graph for a model whose parameters lie at these places: its blocks read theirs themselves."""
+        """Returns the graph for a model with parameters at these places, whose blocks read their own parameters."""
         module = attach_parameters(self.outlined, self.analysis.captured.parameters, places, owner_of)
         left = [node.name for node in module.graph.nodes if node.op == "placeholder"]
         return replace(self, module=module, operands=[self.sources[name] for name in left if name in self.sources])
 
 
 def prepare(analysis: Program, mesh: Mesh, settings: Options) -> GraphEntry:
-    """The graph of this rank, bound to its device and process group.
+    """Returns the graph of this rank, bound to its device and process group.
 
     Raises:
         Error: the graph cannot be lowered.

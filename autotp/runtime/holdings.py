@@ -1,4 +1,4 @@
-"""Holdings: the parts of tensors that a rank holds, and which rank counts each in a sum over ranks."""
+"""Holdings: the parts of tensors that a rank holds, and the rank that counts each part in a sum over ranks."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from autotp.sharding.layout import Layout
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a rank holds.
+    """The parts of a model that a rank holds.
 
     Attributes:
-        held: first name of a parameter or buffer -> what this rank has of it.
-        counted: of these, what no earlier rank of the pipeline has.
+        held: first name of a parameter or buffer -> this rank's part.
+        counted: the names that no earlier rank of the pipeline holds.
         saved: names in the original's state dict -> first names.
         shapes: first name -> the original's shape.
-        layouts: first name of a parameter -> how the tensor-parallel ranks hold it.
-        place: this rank's place among these.
-        everyone: all ranks that hold the model together.
-        pipeline: the group of those that hold other stages; None where there are none.
-        replica: which of the ranks that hold the same this is, from 0; what is sharded over them is no replica.
+        layouts: first name of a parameter -> its layout on the tensor-parallel ranks.
+        place: the tensor-parallel mesh.
+        everyone: the mesh of all ranks that hold the model together.
+        pipeline: the group of the ranks with other stages; None without a pipeline.
+        replica: number of this rank among replicas, from 0; ranks that shard tensors between them are not replicas.
         check: when ranks are compared.
-        alike: this rank among ranks that hold the same -> what of it. Of what is sharded over them each has its own.
-        beside: names in the original's state dict that are of no parameter or buffer.
-        left_out: parameters that learn, and that its state dict does not name.
+        alike: pairs of a mesh, and the names that its ranks hold alike. (Sharded tensors differ.)
+        beside: names in the original's state dict that are not parameters or buffers.
+        left_out: trainable parameters that the state dict does not contain.
     """
 
     held: Mapping[str, Tensor]
@@ -53,15 +53,18 @@ class Holdings:
     left_out: tuple[str, ...] = ()
 
     def layout(self, name: str) -> Layout:
-        """How a parameter or buffer is held; buffers are whole."""
+        """Returns the layout of a parameter or buffer; buffers are whole."""
         return self.layouts.get(name) or Layout(self.shapes[name])
 
     def boxes(self, name: str, like: Tensor | None = None, first: bool = True) -> list[Box]:
-        """The boxes that this rank holds of a tensor, or of what lies as it does."""
+        """Returns the boxes that this rank holds of a tensor, or of a tensor `like` it."""
         return boxes(self.held[name] if like is None else like, self.layout(name), self.place.rank, first)
 
     def counts(self, name: str, like: Tensor) -> list[tuple[Box, Tensor]]:
-        """What this rank counts of what lies as a tensor does, its gradient say: of a replica, each element once."""
+        """Returns the parts that this rank counts of a tensor `like` this one, for example its gradient.
+
+        In a sum over a replica's ranks each element counts once.
+        """
         if name not in self.counted or (self.layout(name).dim is None and self.place.rank):
             return []
         return [(box, box.of(local_of(like))) for box in self.boxes(name, like)]
@@ -74,18 +77,18 @@ class Holdings:
 
 
 class HasHoldings(nn.Module):
-    """A module that knows what this rank holds of a model."""
+    """A module that knows the parts of a model that this rank holds."""
 
     def holdings(self) -> Holdings:
-        """What this rank holds."""
+        """Returns the parts that this rank holds."""
         raise NotImplementedError
 
 
 def holdings_of(model: Any, call: str) -> Holdings:
-    """What a rank holds of a model: of a Trainer, or of a parallel model, out of what torch wrapped around it.
+    """Returns the parts that this rank holds of a Trainer's model, or of a parallel model (also if it is wrapped).
 
     Raises:
-        Error: it is neither.
+        Error: `model` is neither.
     """
     inner = _unwrapped(model, (ParallelModule, HasHoldings))
     if isinstance(inner, HasHoldings):
@@ -94,7 +97,7 @@ def holdings_of(model: Any, call: str) -> Holdings:
     it = executable_of(inner)
     saved, here, beside, left_out = saved_names(
         inner
-    )  # First: asked for its state, `fully_shard` frees what it had gathered.
+    )  # First: reading its state makes `fully_shard` free gathered parameters.
     held, shapes = it.tensors(), {name: layout.shape for name, layout in it.layouts.items()}
     check = it.tree.settings.check_inputs
     alike = ((it.mesh, uncut(held, it.layouts)),)
@@ -105,12 +108,12 @@ def holdings_of(model: Any, call: str) -> Holdings:
 
 
 def parallel_of(model: Any, call: str) -> ParallelModule:
-    """The parallel model, out of what DistributedDataParallel or torch.compile wrapped around it."""
+    """Returns the parallel model inside wrappers of DistributedDataParallel or torch.compile."""
     inner = _unwrapped(model, (ParallelModule,))
     if not isinstance(inner, ParallelModule):
         raise Error(
             f"a {type(model).__name__} is not a parallel model",
-            fix=f"{call}(model, ...), with what autotp.parallelize returned",
+            fix=f"{call}(model, ...), with the model that autotp.parallelize returned",
         ).within(call)
     return inner
 
@@ -122,14 +125,19 @@ def _unwrapped(model: Any, kinds: tuple[type, ...]) -> Any:
 
 
 def uncut(held: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> frozenset[str]:
-    """What the tensor-parallel ranks do not cut."""
+    """Returns the names of the tensors that the tensor-parallel ranks do not cut."""
     return frozenset(name for name in held if name not in layouts or layouts[name].dim is None)
 
 
 def saved_names(
     model: nn.Module,
 ) -> tuple[dict[str, str], dict[str, tuple[int, ...]], tuple[str, ...], tuple[str, ...]]:
-    """The names in a model's state dict, each with its first; all shapes by first names; what does not fit together."""
+    """Compares a model's state dict with its parameters and buffers.
+
+    Returns:
+        name in the state dict -> first name; first name -> shape; names that are not parameters or buffers; trainable
+        parameters that the state dict does not contain.
+    """
     first = places(model)[0]
     tensors, names = [*model.named_parameters(), *model.named_buffers()], list(model.state_dict())
     saved = {name: first[name] for name in names if name in first}
@@ -139,15 +147,15 @@ def saved_names(
 
 
 def expect_nothing_beside(parts: Holdings, remedy: str) -> None:
-    """Raises Error where a state dict has what is no parameter or buffer: nobody knows how it is cut."""
+    """Raises Error if a state dict has an entry that is not a parameter or buffer: its layout is unknown."""
     if parts.beside:
-        problem = f"`{parts.beside[0]}` in the model's state_dict() is no parameter or buffer of the model"
+        problem = f"`{parts.beside[0]}` in the model's state_dict() is not a parameter or buffer of the model"
         raise Error(problem, fix=remedy)
 
 
 def expect_all_saved(parts: Holdings) -> None:
-    """Raises Error where a checkpoint would not be the model's state."""
-    expect_nothing_beside(parts, "the modules' own names, and save_checkpoint(..., name=thing) for what is beside them")
+    """Raises Error if a checkpoint would not contain exactly the model's parameters and buffers."""
+    expect_nothing_beside(parts, "the modules' own names; save_checkpoint(..., name=thing) saves other things")
     if parts.left_out:
-        problem = f"`{parts.left_out[0]}` learns, and the model's state_dict() leaves it out: it would not be saved"
-        raise Error(problem, fix="a state_dict() of all that learns, or requires_grad_(False)")
+        problem = f"`{parts.left_out[0]}` is trained, but is not in the model's state_dict(): it would not be saved"
+        raise Error(problem, fix="a state_dict() of all trained parameters, or requires_grad_(False)")

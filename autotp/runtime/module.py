@@ -18,21 +18,22 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import parametrize
 
-from autotp.diagnostics.plan_text import Plan, report
+from autotp.diagnostics.plan import Plan
+from autotp.diagnostics.report import report
 from autotp.distributed.cut_parameter import Cut, as_cut, is_ordinary, warn_of_parts
 from autotp.distributed.live_models import watch
 from autotp.distributed.mesh import Mesh, broadcast_from_first
 from autotp.errors import Error
 from autotp.model_library import classes_before
 from autotp.options import Recompute
-from autotp.passes.capture.guards.attribute_paths import STATE, is_internal
+from autotp.passes.capture.guards.attribute_paths import is_internal
 from autotp.passes.emit.attach_parameters import BlockCall
 from autotp.runtime.executable import Executable, refuse_capture
-from autotp.runtime.tree import ORIGINAL, ModuleState, Tree, copied, held_in, original_class, state_of
+from autotp.runtime.tree import ORIGINAL, ModuleState, Tree, copied, give_state, held_in, original_class, state_of
 from autotp.sharding.layout import Layout
 from autotp.source_location import is_users
 
-HOOKS = (
+FORWARD_HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
@@ -42,7 +43,7 @@ SETTERS = (
     "register_parameter", "register_buffer", "add_module", "append", "extend", "insert", "pop", "popitem", "clear",
     "update", "setdefault", "__setitem__", "__delitem__",
 )  # fmt: skip
-"""Methods of modules and of containers of modules that change what they hold, and set no attribute."""
+"""Methods of modules and containers of modules that change their contents without setting an attribute."""
 
 
 class Part(nn.Module):
@@ -50,31 +51,31 @@ class Part(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         own = any(name in table for table in (self._parameters, self._buffers, self._modules))
-        if name in OURS and STATE in self.__dict__ and not own:  # Before a class that asks another model, as peft's.
+        if name in OURS and state_of(self) is not None and not own:  # First: a class as peft's asks another model.
             return OURS[name](executable_of(self))
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        state = self.__dict__.get(STATE)
+        state = state_of(self)
         if name == "__class__" and state is not None and not issubclass(value, Part):
             state.tree.version += 1
             value = _made(value, ParallelModule if isinstance(self, ParallelModule) else Submodule)
         if state is None or (is_internal(name) and name != "training"):
             return super().__setattr__(name, value)
         if isinstance(value, nn.Parameter) and _is_sharding(sys._getframe(1)):
-            self._parameters[name] = value  # As on a module that has no `__setattr__` of its own.
+            self._parameters[name] = value  # As nn.Module's own `__setattr__` does.
             return
         if name == "training":
             state.tree.modes += 1
             return super().__setattr__(name, value)
         state.tree.version += self._is_known(name, value, state.tree)
-        if name == "forward":  # It is for the next capture: a call of this module runs a graph.
+        if name == "forward":  # The next capture uses it: a call of this module runs a graph.
             state.own[name] = value
         else:
             super().__setattr__(name, value)
 
     def _is_known(self, name: str, value: Any, tree: Tree) -> bool:
-        """True if setting an attribute may change what a graph was made for: not one that none reads."""
+        """True if setting an attribute may change a graph; False for an attribute that no graph reads."""
         kind = original_class(type(self))
         tables = (self._parameters, self._buffers, self._modules)
         held = isinstance(value, (nn.Module, nn.Parameter)) or any(name in table for table in tables)
@@ -82,7 +83,7 @@ class Part(nn.Module):
         return held or own or name == "forward" or name in tree.read
 
     def __delattr__(self, name: str) -> None:
-        state = self.__dict__.get(STATE)
+        state = state_of(self)
         if state is not None:
             state.tree.version += 1
             if name == "forward" and name in state.own:
@@ -91,7 +92,7 @@ class Part(nn.Module):
         super().__delattr__(name)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Loads what `state_dict()` of this rank returned.
+        """Loads a state dict that `state_dict()` returned on this rank.
 
         Args:
             state_dict: name -> this rank's part.
@@ -106,13 +107,13 @@ class Part(nn.Module):
                 if isinstance(given, Tensor) and given.shape != module.get_parameter(key).shape:
                     raise Error(
                         "load_state_dict: these are not the parts that this rank holds",
-                        fix="autotp.load_full_state_dict(model, state), for the original model's",
+                        fix="autotp.load_full_state_dict(model, state), for the original model's state",
                     )
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     def extra_repr(self) -> str:
-        """Returns the original module's text, and how each parameter that is cut is held."""
-        state = self.__dict__.get(STATE)
+        """Returns the original module's text, and the layout of each parameter that is cut."""
+        state = state_of(self)
         held = [f"{key} {layout}" for key, layout in state.held.items() if layout.dim is not None] if state else []
         return ", ".join(text for text in (super().extra_repr(), *held) if text)
 
@@ -127,14 +128,14 @@ class Part(nn.Module):
 
 
 class Submodule(Part):
-    """A module below a parallel model. (The whole model takes hooks; a part of it has no work of its own for them.)
+    """A submodule of a parallel model. Only the whole model takes hooks: the graph contains the work of submodules.
 
-    A block is called when its work is done, with other arguments than the original's: torch.distributed's own hooks
-    (`fully_shard`'s), which look at none, are welcome there.
+    A block is called with other arguments than in the original model. So only hooks of torch.distributed
+    (`fully_shard`), which do not read arguments, are allowed there.
     """
 
     def _register(self, kind: str, hook: Any, args: Any, given: Any) -> Any:
-        state = self.__dict__.get(STATE)
+        state = state_of(self)
         if state is not None and not getattr(hook, "__module__", "").startswith("torch.distributed."):
             raise Error(
                 "a hook on a submodule of a parallel model would never run: its work is part of the model's graph",
@@ -142,25 +143,25 @@ class Submodule(Part):
             )
         if state is not None and not state.is_block:
             raise Error(
-                f"fully_shard({type(self).__name__}): this part of a parallel model is no block, and never called",
-                fix="fully_shard each numbered block, as model.h[0], and the model",
+                f"fully_shard({type(self).__name__}): this part of a parallel model is not a block: it is never called",
+                fix="fully_shard each numbered block, such as model.h[0], and the model",
             )
         return getattr(super(), kind)(hook, *args, **given)
 
     def register_forward_hook(self, hook: Any, *args: Any, **given: Any) -> Any:
-        """As torch's, for torch.distributed's hooks on a block."""
+        """Registers a hook of torch.distributed on a block; raises Error for other hooks."""
         return self._register("register_forward_hook", hook, args, given)
 
     def register_forward_pre_hook(self, hook: Any, *args: Any, **given: Any) -> Any:
-        """As torch's, for torch.distributed's hooks on a block."""
+        """Registers a hook of torch.distributed on a block; raises Error for other hooks."""
         return self._register("register_forward_pre_hook", hook, args, given)
 
     def register_full_backward_hook(self, hook: Any, *args: Any, **given: Any) -> Any:
-        """Raises Error."""
+        """Registers a hook of torch.distributed on a block; raises Error for other hooks."""
         return self._register("register_full_backward_hook", hook, args, given)
 
     def register_full_backward_pre_hook(self, hook: Any, *args: Any, **given: Any) -> Any:
-        """Raises Error."""
+        """Registers a hook of torch.distributed on a block; raises Error for other hooks."""
         return self._register("register_full_backward_pre_hook", hook, args, given)
 
 
@@ -171,14 +172,14 @@ class ParallelModule(Part):
     attributes below are there too, unless the model has an attribute of the same name, which comes first.
 
     Attributes:
-        plan: the plan of the graph that was captured last; Error where modules or parameters were exchanged since.
-        layouts: first name of a parameter -> how it is held: the whole's shape, and this rank's part.
+        plan: the plan of the graph that was captured last; raises Error if modules or parameters were replaced since.
+        layouts: first name of a parameter -> layout: the shape of the whole, and the part of each rank.
         mesh: the tensor-parallel axis, and this rank's place on it.
-        recompute: what backward computes again. It may be set, and holds from the next call on, which captures anew.
-        code: what this rank computes in the call that was captured last, as Python code: each block once.
-        compile_blocks: compiles what a block computes, once for all blocks that compute alike; takes the keyword
-            arguments of `torch.compile`.
-        layout_of: any name of a parameter -> how it is held; None for a buffer.
+        recompute: the values that backward computes again. If it is set, the next call captures a new graph.
+        code: the Python code of this rank's graph that was captured last, with each block once.
+        compile_blocks: compiles the blocks, once for all blocks that compute alike; takes the keyword arguments of
+            `torch.compile`.
+        layout_of: any name of a parameter -> layout; None for a buffer.
         outputs_stay_cut: `with model.outputs_stay_cut():` leaves outputs cut, as `outputs="local"` does.
 
     Example:
@@ -200,13 +201,13 @@ class ParallelModule(Part):
     outputs_stay_cut: Callable[[], AbstractContextManager[None]]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "recompute" and STATE in self.__dict__ and not _has(self, name):
+        if name == "recompute" and state_of(self) is not None and not _has(self, name):
             executable_of(self).tree.set_recompute(value)
         else:
             super().__setattr__(name, value)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns this rank's parts, by name; a warning tells user code that they are not the whole model.
+        """Returns this rank's parts by name; user code gets a warning that they are not the whole model.
 
         `autotp.full_state_dict(model)` returns the whole.
 
@@ -219,7 +220,7 @@ class ParallelModule(Part):
 
     def extra_repr(self) -> str:
         """Returns the original module's text, and this rank's place on the mesh."""
-        place = str(executable_of(self).mesh) if STATE in self.__dict__ else ""
+        place = str(executable_of(self).mesh) if state_of(self) is not None else ""
         return ", ".join(text for text in (super().extra_repr(), place) if text)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
@@ -236,11 +237,11 @@ OURS: dict[str, Callable[[Executable], Any]] = {
     "layout_of": lambda it: it.layout_of,
     "outputs_stay_cut": lambda it: it.tree.outputs_stay_cut,
 }
-"""What `model.plan` and its kin are, where the model itself has none of that name."""
+"""Attributes such as `model.plan`, unless the model itself has an attribute of this name."""
 
 
 def _is_sharding(frame: FrameType) -> bool:
-    """True for `fully_shard`'s own code, which puts in what it gathered and takes it out again in each call."""
+    """True for code of `fully_shard`, which puts gathered parameters into modules and removes them in each call."""
     return str(frame.f_globals.get("__name__", "")).startswith("torch.distributed.fsdp.")
 
 
@@ -251,13 +252,14 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 def executable_of(module: nn.Module) -> Executable:
-    """The graphs of a module of a parallel model.
+    """Returns the graphs of a module of a parallel model.
 
     NOTE [A part by itself]
-    The whole's graphs contain the work of its parts. A part that is called by itself (an encoder, before its decoder
-    generates) captures graphs of its own, in which its parameters are held as they are.
+    The graphs of a model contain the work of its submodules. A submodule that is called by itself (an encoder, before
+    its decoder generates) captures its own graphs, with the present layouts of its parameters.
     """
-    state: ModuleState = module.__dict__[STATE]
+    state = state_of(module)
+    assert state is not None
     if state.executable is None:
         state.executable = Executable(module, state.tree)
     found: Executable = state.executable
@@ -271,16 +273,16 @@ def executable_of(module: nn.Module) -> Executable:
     return found
 
 
-# ---- made of a model
+# ---- making a model parallel
 
 
 def classes_of(model: nn.Module) -> dict[nn.Module, type[Part]]:
-    """The class that each module gets."""
+    """Returns the new class of each module."""
     return {m: _class_of(m, ParallelModule if m is model else Submodule) for m in model.modules()}
 
 
 def _class_of(module: Any, role: Any) -> type[Part]:
-    """The class of a part, of the same name as the module's own: one for all modules of a class."""
+    """Returns the new class of a module, with the name of its own class; all modules of a class share it."""
     kind: Any = type(module)
     return _made(kind, role)
 
@@ -291,7 +293,7 @@ def _made(original: Any, role: Any) -> type[Part]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], BlockCall):
             return args[0].run(args[1:])
-        if STATE not in self.__dict__:  # Of a copy that is captured: somebody kept `model.forward`.
+        if state_of(self) is None:  # A copy for capture has this class if the user kept `model.forward`.
             return original.forward(self, *args, **kwargs)
         return executable_of(self)(args, kwargs)
 
@@ -307,7 +309,7 @@ def _made(original: Any, role: Any) -> type[Part]:
     def new(_: Any, *args: Any, **kwargs: Any) -> Any:
         return original(
             *args, **kwargs
-        )  # Whoever calls a model's class, as a slice of a ModuleList, wants another one.
+        )  # A call of the class, as in a slice of a ModuleList, makes an ordinary module.
 
     names: dict[str, Any] = {
         name: counted(getattr(original, name)) for name in SETTERS if callable(getattr(original, name, None))
@@ -323,9 +325,9 @@ def _made(original: Any, role: Any) -> type[Part]:
 
 @cache
 def _kind_of(meta: Any) -> Any:
-    """The class of the classes of parts: what is set on one (`type(model.attn).helper = f`) is set on the original.
+    """Returns the metaclass of new classes: it forwards assignments (`type(model.attn).helper = f`) to the original.
 
-    Whoever puts back what was there for a while puts back the part's own, and means the original's.
+    Code that restores an attribute after a while passes the new class's own value; the original's value is meant.
     """
 
     class Kind(meta):
@@ -354,7 +356,7 @@ def adopt(
     tree: Tree,
     layouts: Mapping[str, Layout],
 ) -> None:
-    """Makes a model, whose parameters were taken over, a parallel one: see NOTE [The model stays the user's].
+    """Makes a model parallel after its parameters are cut: see NOTE [The model stays the user's].
 
     Args:
         tensors: first name -> this rank's part of a parameter (or the parameter itself), or a buffer.
@@ -373,25 +375,24 @@ def adopt(
 
 
 def _give(module: nn.Module, kind: type[Part], tree: Tree, held: Mapping[str, Layout]) -> None:
-    """Makes one module a part of a parallel model."""
-    own = {name: module.__dict__[name] for name in (*HOOKS, "forward") if name in module.__dict__}
-    for name in own:
-        module.__dict__.pop(name)
-    module.__dict__.update({name: OrderedDict() for name in HOOKS if name in own})
-    module.__dict__[STATE] = state = ModuleState(tree, held, own)
+    """Makes one module a module of a parallel model."""
+    attributes = vars(module)
+    own = {name: attributes.pop(name) for name in (*FORWARD_HOOKS, "forward") if name in attributes}
+    attributes.update({name: OrderedDict() for name in FORWARD_HOOKS if name in own})
+    state = give_state(module, ModuleState(tree, held, own))
     state.known = {key: p for key, p in module._parameters.items() if p is not None}
     module.__class__ = kind
 
 
-# ---- what comes later
+# ---- later changes of a parallel model
 
 
 def renew(model: nn.Module, tree: Tree) -> None:
-    """Takes in the modules and parameters that were put into a parallel model: whole, with the first rank's values.
+    """Takes in modules and parameters that were put into a parallel model: whole, with the first rank's values.
 
     Raises:
-        Error: a parameter was replaced by what is neither whole nor this rank's part, or by no ordinary tensor; a
-            module was parametrized.
+        Error: a new parameter has neither the shape of the whole nor of this rank's part, or is not an ordinary
+            parameter; or a module was parametrized.
     """
     sharded = {part for unit in model.modules() if isinstance(unit, FSDPModule) for part in unit.modules()}
     for path, module in list(model.named_modules()):
@@ -400,7 +401,8 @@ def renew(model: nn.Module, tree: Tree) -> None:
             _expect_unparametrized(path, module)
         else:
             _give(module, _class_of(module, Submodule), tree, {})
-            state = module.__dict__[STATE]
+            state = state_of(module)
+            assert state is not None
             state.known, added = {}, [tensor for tensor in module._buffers.values() if tensor is not None]
         now = {key: p for key, p in module._parameters.items() if p is not None}
         for key, p in now.items():
@@ -424,7 +426,7 @@ def _expect_unparametrized(path: str, module: nn.Module) -> None:
 
 
 def _layout_now(name: str, tensor: Tensor, before: Layout | None, mesh: Mesh) -> Layout:
-    """How a parameter is held that somebody put into a parallel model."""
+    """Returns the layout of a parameter that was put into a parallel model."""
     if not is_ordinary(tensor):
         raise Error(
             f"`{name}` was replaced by a {type(tensor).__name__} when its model was parallel already",

@@ -1,6 +1,6 @@
 """shard_parameters: broadcasts a model's parameters and buffers, and keeps this rank's parts.
 
-The first rank's values are everybody's. One full parameter at a time is on the device.
+All ranks get the first rank's values. Only one full parameter at a time is on the device.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints
 from autotp.sharding.layout import Layout
 
 _left_behind = WeakTensorKeyDictionary()
-"""The parameters on meta that stand where others were taken over."""
+"""The parameters on meta that replace those which a parallel model took from the original model."""
 
 
 def was_taken(model: nn.Module) -> bool:
-    """True for a model whose parameters were taken over."""
+    """True for a model whose parameters were taken by a parallel model."""
     return any(tensor in _left_behind for tensor in model.parameters())
 
 
@@ -34,17 +34,17 @@ def shard_parameters(
     read: Mapping[str, Tensor] | None = None,
     wanted: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
-    """The model's tensors by their first names, cut; the model is left on meta.
+    """Returns this rank's parts of the model's tensors by first name, and leaves the model on meta.
 
     Args:
-        rank: on the tensor-parallel axis.
-        everyone: the ranks that take it over together.
-        read: parts that are there already.
-        wanted: what this rank keeps; None is everything.
+        rank: the rank on the tensor-parallel axis.
+        everyone: all ranks that make the call.
+        read: parts that exist already.
+        wanted: names that this rank keeps; None means all.
     """
     read = read or {}
     on_meta = any(p.is_meta for name, p in model.named_parameters() if name not in read)
-    if gather_ints([on_meta], everyone)[0][0]:  # The first is the truth: others may be on meta for its sake alone.
+    if gather_ints([on_meta], everyone)[0][0]:  # The first rank decides: others may be on meta to save memory.
         agree_on_random(everyone)
         found = initialize(model, layouts, rank, everyone.device)
     else:
@@ -69,7 +69,7 @@ def _moved(
         table, key = holders[0]
         tensor = table[key]
         local = read[name] if name in read else _part(tensor, layouts.get(name), rank, everyone)
-        full = tensor if tensor.grad is None else tensor.grad  # Where the first has none, nobody's is kept.
+        full = tensor if tensor.grad is None else tensor.grad  # Kept only if the first rank has a gradient.
         gradient = _part(full, layouts.get(name), rank, everyone) if learns else None
         empty: Tensor = torch.empty_like(tensor, device="meta", requires_grad=False)
         empty = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
@@ -82,13 +82,13 @@ def _moved(
 
 
 def _part(tensor: Tensor, layout: Layout | None, rank: int, everyone: Mesh) -> Tensor:
-    """A rank's part of what the first of all has."""
+    """Returns a rank's part of the first rank's tensor."""
     full = broadcast_from_first(_on(tensor, everyone.device), everyone)
     return layout.take(full, rank) if layout is not None and layout.dim is not None else full
 
 
 def _now(tensor: Tensor, local: Tensor, gradient: Tensor | None) -> Tensor:
-    """A parameter stays the object it was, as under `.to()`: an optimizer that was made before has the right one."""
+    """Puts the part into the same parameter object, as `.to()` does, so that an existing optimizer stays right."""
     if not isinstance(tensor, nn.Parameter) or not torch._has_compatible_shallow_copy_type(tensor, local):
         return local
     tensor.grad = None
@@ -100,24 +100,24 @@ def _now(tensor: Tensor, local: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 def _forget_graphs(parameter: nn.Parameter) -> None:
-    """Has a parameter be a leaf of none of the graphs that were made with it, which somebody may still hold.
+    """Detaches a parameter from autograd graphs that were made with it and may still be alive.
 
-    Such a graph (an output that is kept, the weight that torch's old `weight_norm` makes) keeps the one node that
-    gathers the parameter's gradient, and the shape in it. Torch makes a new one where the data becomes another dtype.
+    Such a graph (of a kept output, or of torch's old `weight_norm`) keeps the node that accumulates the parameter's
+    gradient, with its old shape. torch makes a new node when the data changes its dtype.
     """
     other = torch.float32 if parameter.dtype == torch.bfloat16 else torch.bfloat16
     parameter.data = parameter.data.new_empty(0, dtype=other)
 
 
 def _on(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on `device`, without values for a tensor on meta."""
+    """Returns a copy on `device`; a tensor on meta has no values there."""
     if tensor.is_meta:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return tensor.detach().to(device, copy=True).contiguous()
 
 
 def _held(model: nn.Module) -> dict[str, list[tuple[dict[str, Any], str]]]:
-    """Every parameter and buffer by its first name: all the tables it stands in. Keeps none of them alive."""
+    """First name -> all (table, key) of a parameter or buffer, without references to the tensors themselves."""
     names: dict[int, str] = {}
     found: dict[str, list[tuple[dict[str, Any], str]]] = {}
     for prefix, module in model.named_modules():

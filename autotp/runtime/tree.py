@@ -2,9 +2,10 @@
 
 NOTE [The model stays the user's]
 `parallelize` changes a model in place, as `.to()` and `fully_shard` do: parameters become this rank's parts, and each
-module's class becomes a subclass of its own class and of `Part`, of the same name (`module.py`). So attributes,
-methods, `isinstance` and signatures are the model's own, and what somebody sets on a module is what the next capture
-reads. Only a call is another: it runs a graph. What belongs to autotp lies in one attribute, `STATE`.
+module gets a new class of the same name, a subclass of its own class and of `Part` (`module.py`). So attributes,
+methods, `isinstance` and signatures stay the model's own, and the next capture reads the attributes that the user sets.
+Only a call differs: it runs a graph. autotp keeps its state of a module in one attribute, `STATE`: an attribute, not a
+mapping beside the modules, so that `copy.deepcopy` copies it, and Dynamo sees it.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from autotp.sharding.layout import Layout
 
 @dataclass
 class Tree:
-    """What all modules of a parallel model share.
+    """The state that all modules of a parallel model share.
 
     Attributes:
         mesh: the tensor-parallel axis and this rank's place on it.
-        settings: what the user chose.
-        version: counts what is set on the modules and may change a graph, but for their modes.
-        read: the names of all attributes that a graph was captured with.
-        modes: counts how often a module was put into training or evaluation.
-        compiles: options of torch.compile for what blocks compute, once they are compiled.
-        warned: of what the user was warned, of cut parameters.
+        settings: the user's options.
+        version: counts the assignments to modules that may change a graph, except train and eval.
+        read: the names of all attributes that graphs read.
+        modes: counts the calls of `train()` and `eval()` on modules.
+        compiles: options of torch.compile for blocks; None if blocks are not compiled.
+        warned: the warnings about cut parameters so far.
     """
 
     mesh: Mesh
@@ -50,7 +51,7 @@ class Tree:
     warned: Warned = field(default_factory=Warned)
 
     def set_recompute(self, how: Recompute) -> None:
-        """Chooses what backward computes again, from the next call on."""
+        """Sets which values backward computes again, from the next call on."""
         settings = replace(self.settings, recompute=how)
         expect_choices(settings)
         self.settings = settings
@@ -66,22 +67,20 @@ class Tree:
             self.settings = before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tree:
-        memo[id(self)] = new = replace(
-            self, read=set(self.read)
-        )  # Mesh and settings are values; the process group is the same.
+        memo[id(self)] = new = replace(self, read=set(self.read))  # The copy has the same process group.
         return new
 
 
 class ModuleState:
-    """What autotp knows of one module.
+    """The state of one module of a parallel model.
 
     Attributes:
-        tree: what all modules of the model share.
-        held: own parameter -> how it is held.
-        own: what the module had in its `__dict__` that a call must not meet: hooks, and a `forward` of its own.
+        tree: the state that all modules of the model share.
+        held: name of its own parameter -> layout.
+        own: attributes that a call must not see, removed from its `__dict__`: hooks, and a `forward` set on the module.
         is_block: whether a graph calls the module.
-        known: own parameters, as they are known to be held.
-        executable: the graphs of a module that is called by itself.
+        known: its own parameters when their layouts were noted.
+        executable: the graphs of the module, if it is called by itself.
     """
 
     def __init__(self, tree: Tree, held: Mapping[str, Layout], own: Mapping[str, Any]) -> None:
@@ -90,36 +89,42 @@ class ModuleState:
         self.executable: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
-        """For a copied model, which captures graphs of its own: what it holds may be changed before its first call."""
+        """Returns the state for a copied model, which captures new graphs: it may change before its first call."""
         memo[id(self)] = new = ModuleState(copy.deepcopy(self.tree, memo), self.held, copy.deepcopy(self.own, memo))
         return new
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
-    """What autotp knows of a module of a parallel model; None of any other."""
-    return module.__dict__.get(STATE)
+    """Returns the state of a module of a parallel model; None for any other module."""
+    return vars(module).get(STATE)  # Not getattr: a module's own `__getattr__` may ask another module.
+
+
+def give_state(module: nn.Module, state: ModuleState) -> ModuleState:
+    """Gives a module its state, and returns the state."""
+    vars(module)[STATE] = state  # Not setattr: the module's own `__setattr__` may do anything.
+    return state
 
 
 ORIGINAL = "_autotp_original"
-"""The attribute of a class of a parallel model's modules that says which class it was made of."""
+"""The attribute of a new class with the original class."""
 
 
 def original_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class that a module of a parallel model had before; of any other its own."""
+    """Returns the original class of a parallel model's module class; any other class unchanged."""
     found: type[nn.Module] = getattr(kind, ORIGINAL, kind)
     return found
 
 
 def original_of(model: nn.Module, whole: Mapping[str, Tensor]) -> nn.Module:
-    """A copy on meta of the model that a parallel one was: of the same classes, its hooks in their places.
+    """Returns a copy on meta of the original of a parallel model: with the original classes and hooks.
 
     Args:
-        whole: first name of a parameter or buffer -> what stands for it, on meta.
+        whole: first name of a parameter or buffer -> the tensor of the copy, on meta.
     """
     memo = stand_ins(model, "meta", whole)
     kinds = {m: original_class(type(m)) for m in model.modules()}
     new = {module: object.__new__(kind) for module, kind in kinds.items()}
-    memo |= {id(module): copied for module, copied in new.items()}  # First: modules know each other.
+    memo |= {id(module): copied for module, copied in new.items()}  # First: modules refer to each other.
     states = [state for module in model.modules() if (state := state_of(module)) is not None]
     own = [value for state in states for value in state.own.values()]
     close_over(memo, model, [one for value in own for one in (value.values() if isinstance(value, dict) else [value])])
@@ -133,12 +138,12 @@ def original_of(model: nn.Module, whole: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _is_torchs(key: str) -> bool:
-    """True for what torch's `fully_shard` leaves on a module: groups of processes, which are not copied."""
+    """True for the attribute of `fully_shard` on a module: it has process groups, which cannot be copied."""
     return key.startswith("__composable_api_state_key")
 
 
 def copied(module: nn.Module, kind: type[nn.Module], attributes: Mapping[str, Any], memo: dict[Any, Any]) -> nn.Module:
-    """A deep copy of a module with these attributes, as an instance of `kind`."""
+    """Returns a deep copy of a module with these attributes, as an instance of `kind`."""
     if id(module) not in memo:
         memo[id(module)] = object.__new__(kind)
     new: nn.Module = memo[id(module)]
@@ -147,19 +152,19 @@ def copied(module: nn.Module, kind: type[nn.Module], attributes: Mapping[str, An
 
 
 def held_in(module: nn.Module) -> Mapping[str, Layout]:
-    """How a module's own parameters are held."""
+    """Returns the layouts of a module's own parameters."""
     state = state_of(module)
     return state.held if state is not None else {}
 
 
 def table_of(module: nn.Module, name: str) -> dict[str, Any]:
-    """Where a module keeps an attribute of this name, if it has one of its own."""
+    """Returns the dict in which a module keeps an attribute of this name."""
     state = state_of(module)
     return state.own if state is not None and (name == "forward" or name in state.own) else vars(module)
 
 
 def attribute_of(module: nn.Module, name: str) -> Any:
-    """An attribute as the model's forward reads it: hooks, and a `forward` that was set, lie aside."""
+    """Returns an attribute as the original forward reads it; the state has hooks, and a `forward` set on the module."""
     state = state_of(module)
     if state is not None and name in state.own:
         return state.own[name]

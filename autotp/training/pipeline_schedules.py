@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autotp.compiler import Program, analyse
+from autotp.compiler import CallState, Program, analyse
 from autotp.errors import Error
 from autotp.options import Options
 from autotp.passes.capture.captured import Captured
@@ -272,10 +272,11 @@ def analysed(
         Error: an operator that wants one dtype is given several: a buffer's is its own.
     """
     args, kwargs = cast((args, kwargs), training.compute_dtype)
+    call = CallState(layouts=layouts)
     if len(tensors_of(args, kwargs)[0]) == 1:  # Of one row nothing shows whether rows depend on each other.
         two = [pytree.tree_map(lambda x: of_rows(x, 1, twice), given) for given in (args, kwargs)]
-        analyse(skeleton, two[0], two[1], tp, training, layouts)
-    analysis = analyse(skeleton, args, kwargs, tp, training, layouts)
+        analyse(skeleton, two[0], two[1], tp, training, call)
+    analysis = analyse(skeleton, args, kwargs, tp, training, call)
     for node in analysis.graph.nodes if training.compute_dtype else ():
         if contracts(analysis.axes.bound.get(node)) or has(node.target, Trait.ATTENTION):
             values = [x for x in (n.meta.get("val") for n in node.all_input_nodes) if isinstance(x, Tensor)]

@@ -44,7 +44,7 @@ from autotp.runtime.holdings import HasHoldings, Holdings, saved_names, uncut
 from autotp.runtime.shard_parameters import shard_parameters
 from autotp.sharding.boxes import local_of
 from autotp.sharding.layout import Layout
-from autotp.source_location import numbered
+from autotp.source_location import block_in
 from autotp.training import process_groups as groups
 from autotp.training.hyperparameters import hyperparameters
 from autotp.training.microbatches import Batch, expect_values, key_of, of_rows, rows_of, tensors_of, totals_of
@@ -258,7 +258,7 @@ class Trainer(HasHoldings):
         readers: dict[nn.Module, set[int]] = {}
         for i in self._mine:
             for name in (names[x] for x in placeholders(stages[i].graph) if x in names):
-                block = numbered(name) if numbered(name) in stages[i].blocks else name.rpartition(".")[0]
+                block = block_in(name) if block_in(name) in stages[i].blocks else name.rpartition(".")[0]
                 readers.setdefault(module_at(self, block), set()).add(i)
         return readers
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from autotp.source_location import block_of, numbered
+from autotp.source_location import block_in, block_of
 
 ParameterPlace = tuple[nn.Module, str]
 """A module, and the name of a parameter or buffer in it."""
@@ -141,5 +141,5 @@ def attach_parameters(
 
 def _reader(node: fx.Node, names: Mapping[str, str]) -> str:
     """Returns the block of a parameter if only calls of this block read it; else ""."""
-    block = numbered(names.get(node.name, ""))
+    block = block_in(names.get(node.name, ""))
     return block if all(user.op == "call_module" and block_of(user) == block for user in node.users) else ""

@@ -82,11 +82,11 @@ def other_states(rank: int, n: int, folder: str) -> list[str]:
 
 
 def test_a_state_dict_of_something_else(tmp_path: Path) -> None:
-    beside = "`_extra_state` in the model's state_dict() is no parameter or buffer of the model"
+    beside = "`_extra_state` in the model's state_dict() is not a parameter or buffer of the model"
     for found in run_ranks(other_states, 2, str(tmp_path), timeout=100):
         assert found == [
             f"save_checkpoint: {beside}",
-            "save_checkpoint: `h.0.mlp.c_fc.weight` learns, and the model's state_dict() leaves it out: "
+            "save_checkpoint: `h.0.mlp.c_fc.weight` is trained, but is not in the model's state_dict(): "
             "it would not be saved",
             f"full_state_dict: {beside}",
         ]

@@ -150,7 +150,7 @@ def what_a_rank_shows_and_takes(rank: int, n: int) -> None:
     before = cut.state_dict()
     assert message(lambda: cut.load_state_dict(full)) == (
         "load_state_dict: these are not the parts that this rank holds\n"
-        "  try      autotp.load_full_state_dict(model, state), for the original model's"
+        "  try      autotp.load_full_state_dict(model, state), for the original model's state"
     )
     assert not cut.load_state_dict(before).missing_keys
 
@@ -170,5 +170,5 @@ def test_an_ordinary_model(call: str) -> None:
     for model in (nn.Linear(2, 2), nn.DataParallel(nn.Linear(2, 2)), None):
         assert message(lambda model=model: getattr(autotp, call)(model, *rest)) == (
             f"{call}: a {type(model).__name__} is not a parallel model\n"
-            f"  try      {call}(model, ...), with what autotp.parallelize returned"
+            f"  try      {call}(model, ...), with the model that autotp.parallelize returned"
         )

@@ -547,7 +547,7 @@ ERRORS: dict[str, tuple[Make, str]] = {
         """nothing initialises the buffer `1.angles`, whose values are lost on meta
   try      fill self.angles in Rope.reset_parameters(self) and call that in the constructor,
   or       in _init_weights(self, module) of the model, applied at the end of its constructor
-  or else  make it with device="cpu": what is not on meta keeps its value""",
+  or else  make it with device="cpu": tensors that are not on meta keep their values""",
     ),
     "draws": (
         lambda: nn.Sequential(Token(3)),
@@ -577,7 +577,7 @@ ERRORS: dict[str, tuple[Make, str]] = {
     ),
     "back": (
         Back,
-        """Back.reset_parameters() comes back to `a.weight` after another module's tensors
+        """Back.reset_parameters() returns to `a.weight` after another module's tensors
   try      initialise the modules one after the other""",
     ),
     "unclear-tie": (

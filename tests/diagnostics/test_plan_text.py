@@ -9,7 +9,8 @@ from small_models import gpt
 from torch import Tensor, nn
 
 import autotp
-from autotp.diagnostics.plan_text import WIDTH, CutRow, Plan, Sent, Traffic, WholeRow
+from autotp.diagnostics.plan import CutRow, Plan, Sent, Traffic, WholeRow
+from autotp.diagnostics.plan_text import WIDTH
 from autotp.sharding.layout import Layout
 
 X = torch.ones(2, 5, 8)
@@ -81,7 +82,7 @@ def test_names_that_differ_in_one_place_are_one_row(names: list[str], folded: li
 
 def test_no_line_is_wider_than_the_page() -> None:
     long = "a_module_of_a_long_name." * 6 + "weight"
-    whole = (WholeRow(long, (8, 4), "model.py:7  x = f(x)", "every rank needs all that it gives " * 5),)
+    whole = (WholeRow(long, (8, 4), "model.py:7  x = f(x)", "every rank needs its whole result " * 5),)
     lines = str(Plan("Net", 2, (), whole, 1, 1, Traffic((), ()))).splitlines()
     assert max(map(len, lines)) <= WIDTH and "".join(line[:40].split()[0] for line in lines[3:5]) in long
 

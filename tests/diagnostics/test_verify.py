@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 import autotp
 from autotp import compiler as transform
-from autotp.diagnostics.verify import Difference, Report, Trial, compare, prepare
+from autotp.diagnostics.verify import Difference, Report, Trial, compare, make_trial
 from autotp.models.bert import BERT, BERTConfig
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.ops import collectives, cross_entropy, dropout, lookup
@@ -35,20 +35,20 @@ SIZES: dict[str, Any] = {"block_size": 8, "vocab_size": 61, "n_layer": 1, "n_hea
 @cache
 def gpt_trial() -> Trial:
     trained = gpt(**SIZES, dropout=0.1)
-    return apart(prepare(trained, (), trained.dummy_inputs, 2))
+    return apart(make_trial(trained, (), trained.dummy_inputs, 2))
 
 
 @cache
 def bert_trial() -> Trial:
     trained = BERT(BERTConfig(**SIZES))
-    return apart(prepare(trained, (), trained.dummy_inputs, 2))
+    return apart(make_trial(trained, (), trained.dummy_inputs, 2))
 
 
 @cache
 def alibi() -> Trial:
     """Slopes of heads that are scattered, logits that are gathered beside the loss."""
     arch = Architecture(positions="alibi", hidden=64, vocab=61, logits=True)
-    return apart(prepare(model(arch), (), arguments(arch), 2, Options("full")))
+    return apart(make_trial(model(arch), (), arguments(arch), 2, Options("full")))
 
 
 TRIALS = pytest.mark.parametrize("trial", [gpt_trial, bert_trial, alibi], ids=["gpt", "bert", "alibi"])
@@ -108,7 +108,7 @@ def test_names_what_is_wrong() -> None:
 
 def test_the_gradient_of_an_input() -> None:
     mlp = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
-    trial = apart(prepare(mlp, (torch.ones(2, 6),), {}, 2))
+    trial = apart(make_trial(mlp, (torch.ones(2, 6),), {}, 2))
     (node,) = calls(trial, collectives.copy)
     assert compare(trial).ok
     assert wrong(compare(trial, on(node.name, drop))) == {"input 0"}

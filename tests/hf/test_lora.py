@@ -13,7 +13,7 @@ from ranks import Checks
 from torch import nn
 
 import autotp
-from autotp.diagnostics.verify import Trial, all_double, prepare
+from autotp.diagnostics.verify import Trial, all_double, make_trial
 
 checks = Checks()
 on_both = pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.rare)])
@@ -90,7 +90,7 @@ def test_other_adapters(family: str) -> None:
 @cache
 def trial(family: str, plain: bool = False) -> Trial:
     model, inputs = tiny(family) if plain else adapted(family)
-    return prepare(model, (), inputs, 2)
+    return make_trial(model, (), inputs, 2)
 
 
 COLUMNS = {"c_attn", "c_fc", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}

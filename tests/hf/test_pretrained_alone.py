@@ -148,7 +148,7 @@ def test_no_model_of_transformers(tmp_path: Path) -> None:
     )
     assert message(lambda: autotp.save_pretrained(nn.Linear(2, 2), tmp_path)) == (
         "save_pretrained: a Linear is not a parallel model\n"
-        "  try      save_pretrained(model, ...), with what autotp.parallelize returned"
+        "  try      save_pretrained(model, ...), with the model that autotp.parallelize returned"
     )
 
 

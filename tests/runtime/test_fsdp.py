@@ -106,10 +106,12 @@ def refused(rank: int, n: int) -> list[str]:
 
 
 def test_what_would_never_be_gathered() -> None:
-    remedy = "this part of a parallel model is no block, and never called\n  try      fully_shard each numbered block"
+    remedy = (
+        "this part of a parallel model is not a block: it is never called\n  try      fully_shard each numbered block"
+    )
     for attention, norm, hook in run_ranks(refused, 2, timeout=100):
-        assert attention == f"fully_shard(CausalSelfAttention): {remedy}, as model.h[0], and the model"
-        assert norm == f"fully_shard(LayerNorm): {remedy}, as model.h[0], and the model"
+        assert attention == f"fully_shard(CausalSelfAttention): {remedy}, such as model.h[0], and the model"
+        assert norm == f"fully_shard(LayerNorm): {remedy}, such as model.h[0], and the model"
         assert (
             hook == "a hook on a submodule of a parallel model would never run: its work is part of the model's graph"
         )

@@ -54,10 +54,10 @@ def test_what_a_checkpoint_would_not_have() -> None:
     beside, left = held_by(0, beside=("extra",)), held_by(0, left_out=("cut",))
     expect_all_saved(held_by(0))
     assert message(lambda: expect_all_saved(beside)).splitlines()[0].endswith(
-        "`extra` in the model's state_dict() is no parameter or buffer of the model"
+        "`extra` in the model's state_dict() is not a parameter or buffer of the model"
     )  # fmt: skip
     assert message(lambda: expect_all_saved(left)).splitlines()[0].endswith(
-        "`cut` learns, and the model's state_dict() leaves it out: it would not be saved"
+        "`cut` is trained, but is not in the model's state_dict(): it would not be saved"
     )  # fmt: skip
 
 
@@ -80,5 +80,5 @@ def test_out_of_what_is_wrapped_around_it() -> None:
 def test_no_parallel_model(model: Any) -> None:
     assert message(lambda: holdings_of(model, "full_state_dict")) == (
         f"full_state_dict: a {'Linear' if model else 'NoneType'} is not a parallel model\n"
-        "  try      full_state_dict(model, ...), with what autotp.parallelize returned"
+        "  try      full_state_dict(model, ...), with the model that autotp.parallelize returned"
     )

@@ -64,7 +64,7 @@ def the_plan_is_of_now(rank: int, n: int) -> None:
     assert parallel.layouts["head.weight"].dim is not None
     parallel.head = nn.Linear(8, 7)
     for name in ("plan", "code"):
-        with pytest.raises(autotp.Error, match="was not called since its modules or parameters were exchanged"):
+        with pytest.raises(autotp.Error, match="was not called since its modules or parameters were replaced"):
             getattr(parallel, name)
     parallel(x)
     held = {name: str(layout) for name, layout in parallel.layouts.items()}

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from small_models import Grouped, Mixture
 from torch import Tensor, fx, nn
 
-from autotp.compiler import Program, analyse
+from autotp.compiler import CallState, Program, analyse
 from autotp.diagnostics.verify import Change, Report, Trial, compare
 from autotp.ops import collectives
 from autotp.ops.coalesced import together
@@ -430,7 +430,7 @@ class Case:
 
     def analysed(self) -> Program:
         choices = Options(self.outputs, self.experts, self.sequence_parallel, self.without)
-        return analyse(skeleton_of(self.model), (), self.inputs, self.tp, choices, self.layouts)
+        return analyse(skeleton_of(self.model), (), self.inputs, self.tp, choices, CallState(layouts=self.layouts))
 
     def target(self, analysis: Program, rank: int) -> Target:
         return Target("tp", self.tp, rank, self.randomness, frozenset(analysis.local_outputs))

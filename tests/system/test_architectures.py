@@ -12,8 +12,8 @@ from graphs import CUTS, PASSES, only
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotp.diagnostics.plan_text import Plan
-from autotp.diagnostics.verify import Trial, compare, prepare
+from autotp.diagnostics.plan import Plan
+from autotp.diagnostics.verify import Trial, compare, make_trial
 from autotp.options import DEFAULTS, Options
 
 TOLERANCE = 1e-10
@@ -28,7 +28,7 @@ on_ranks = pytest.mark.parametrize(
 
 
 def trial(arch: Architecture, tp: int, choices: Options = DEFAULTS) -> Trial:
-    return prepare(model(arch), (), arguments(arch), tp, choices)
+    return make_trial(model(arch), (), arguments(arch), tp, choices)
 
 
 @slow

@@ -9,7 +9,7 @@ from small_models import Negated, Plain
 from torch import Tensor, nn
 
 import autotp
-from autotp.diagnostics.verify import compare, prepare
+from autotp.diagnostics.verify import compare, make_trial
 
 X = torch.linspace(-1, 1, 120).view(3, 5, 8)
 
@@ -148,7 +148,7 @@ def test_verify_sees(model: nn.Module, inputs: dict[str, Tensor], at: int, spoil
         out.args = (tuple(row),)
         return graph
 
-    trial = prepare(model, (), inputs, 2)
+    trial = make_trial(model, (), inputs, 2)
     assert compare(trial).ok
     assert not compare(trial, change).ok
 

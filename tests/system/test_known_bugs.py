@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import autotp
-from autotp.diagnostics.verify import Trial, compare, prepare
+from autotp.diagnostics.verify import Trial, compare, make_trial
 from autotp.ops import collectives, cross_entropy
 from autotp.ops.coalesced import together
 
@@ -35,7 +35,7 @@ def right(tp: int = 2, **parts: Any) -> Trial:
     """The ranks of a transformer made of these parts, which compute what one device does."""
     arch = Architecture(**parts)
     given = {name: t * SPREAD % arch.vocab for name, t in arguments(arch).items()}
-    trial = apart(prepare(model(arch), (), given, tp))
+    trial = apart(make_trial(model(arch), (), given, tp))
     report = compare(trial)
     assert report.ok, report
     return trial
@@ -88,7 +88,7 @@ def test_a_row_parallel_bias_is_not_counted_once_for_each_rank() -> None:
     """Inside the sum it would be there tp times: the output would be off by (tp - 1) biases."""
     for tp in (2, 3):
         x = torch.linspace(-1, 1, 24).view(3, 8)
-        trial = apart(prepare(Plain(), (x,), {}, tp))
+        trial = apart(make_trial(Plain(), (x,), {}, tp))
         assert compare(trial).ok
         (node,) = calls(trial, collectives.reduce)
         (off,) = compare(trial, on(node.name, bias_before_reduce)).outputs
@@ -124,7 +124,7 @@ class Checkpointed(nn.Module):
 def test_a_collective_inside_a_checkpointed_graph() -> None:
     """None is lost inside a nested graph: there are as many, and each counts."""
     x = torch.linspace(-1, 1, 24).view(3, 8)
-    plain, *nested = (apart(prepare(Checkpointed(*how), (x,), {}, 2)) for how in ((False,), (True,), (True, True)))
+    plain, *nested = (apart(make_trial(Checkpointed(*how), (x,), {}, 2)) for how in ((False,), (True,), (True, True)))
     for trial in nested:
         assert compare(trial).ok
         assert trial.plan.traffic == plain.plan.traffic

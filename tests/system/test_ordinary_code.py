@@ -503,7 +503,7 @@ def gradients_of_what_is_written_into(rank: int, n: int) -> None:
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
     expect_gradients(whole, split)
-    with pytest.raises(autotp.Error, match="writes into an argument of which a gradient is wanted"):
+    with pytest.raises(autotp.Error, match="writes into an argument that requires a gradient"):
         split(numbers(2, 5, 8), ids(2, 5))
 
 

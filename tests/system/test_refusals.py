@@ -153,7 +153,7 @@ def parallel_already(rank: int, n: int) -> None:
     assert vars(type(model)) == known and torch.equal(model(*tokens(seq=4)), computed)
     assert autotp.verify(gpt(n_layer=1), n).ok and autotp.parallelize(gpt(n_layer=1), n)(*tokens(seq=4)).requires_grad
     assert message(lambda: autotp.parallelize(gpt(n_layer=1).forward, n)) == (  # type: ignore[arg-type]
-        "parallelize(method, tp=2): a method is no torch.nn.Module\n  try      pass the model itself"
+        "parallelize(method, tp=2): a method is not a torch.nn.Module\n  try      pass the model itself"
     )
 
 

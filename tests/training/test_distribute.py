@@ -296,7 +296,7 @@ def test_refused_on_every_rank() -> None:
     for found in run_ranks(refused, 2, timeout=100):
         assert found == [
             "distribute(GPT, tp=1, pp=2, dp=1): 2 stages, and the model has 1 blocks",
-            "distribute(Sequential, tp=2, pp=1, dp=1): the model returns no loss, a tensor of no dimension",
+            "distribute(Sequential, tp=2, pp=1, dp=1): the model returns no loss (a tensor without dimensions)",
             'distribute(GPT, tp=1, pp=2, dp=1): schedule="interleaved" on 2 ranks cannot run 5 microbatches: '
             "Interleaved 1F1B requires the number of microbatches to be a multiple of the number of rounds (2), "
             "but got 5.",

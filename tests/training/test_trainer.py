@@ -235,8 +235,8 @@ def taken_over(rank: int, n: int) -> list[str]:
 
 def test_a_model_is_taken_over_once() -> None:
     (found,) = run_ranks(taken_over, 1)
-    remedy = "  try      use what autotp.parallelize or autotp.distribute returned then"
-    assert found == [f"the model was cut before, and its parameters were taken over\n{remedy}"] * 2
+    remedy = "  try      use the model that autotp.parallelize or autotp.distribute returned then"
+    assert found == [f"the model was made parallel before, and its parameters are in that parallel model\n{remedy}"] * 2
 
 
 def in_two_modes(rank: int, n: int) -> str:

@@ -1,1 +1,1 @@
-"""Hooks in torch while a parallel model exists: optimizers, clipping, scaling, wrappers."""
+"""Hooks in torch while a parallel model exists: for optimizers, gradient clipping, loss scaling and wrappers."""

@@ -1,12 +1,12 @@
-"""torch's gradient clipping and GradScaler, which count over all ranks of a parallel model.
+"""Makes torch's gradient clipping and GradScaler count over all ranks of a parallel model.
 
 NOTE [Two functions of torch's]
-`torch.nn.utils.clip_grad_norm_` (which Lightning, accelerate and transformers call) and `torch.amp.GradScaler` look at
-all gradients that a rank has, and then do something to each of them: with each rank's own number, the ranks would
-drift apart. Both ask one function for that number, and find it when they are called: `_get_total_norm` in the closure
-of the function of this name, so that whoever imported it or `clip_grad_norm_` before has it, too; `_unscale_grads_` on
-the class. These two are replaced as long as there is a parallel model. Where no gradient of one is among those given
-they are torch's own. (`ShardedGradScaler` has an `_unscale_grads_` of its own.)
+`torch.nn.utils.clip_grad_norm_` (which Lightning, accelerate and transformers call) and `torch.amp.GradScaler` compute
+one number from all gradients of a rank, and then change each gradient by it. With a different number on each rank, the
+ranks would compute different models. Both get the number from one function, which they look up when they are called:
+`_get_total_norm`, in the closure of the function of this name, so that earlier imports of it or of `clip_grad_norm_`
+use the replacement, too; and `_unscale_grads_`, on the class. Both are replaced while a parallel model exists. Without
+gradients of a parallel model they do what torch does. (`ShardedGradScaler` has its own `_unscale_grads_`.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autotp.runtime.holdings import Holdings, holdings_of
 
 
 def install() -> Undo:
-    """Replaces both of torch's functions; what it returns puts them back."""
+    """Replaces both functions of torch; returns the undo."""
     cell, scaler = _cell(clip_grad._get_total_norm), torch.amp.GradScaler
     norm, unscale = cell.cell_contents, scaler._unscale_grads_
     cell.cell_contents = _instead(norm, _norm_of_all)
@@ -41,13 +41,13 @@ def install() -> Undo:
 
 
 def _cell(function: Callable[..., Any]) -> Any:
-    """Where a function that torch runs without gradients has the function that it runs."""
+    """Returns the closure cell with the inner function of a `torch.no_grad()` wrapper."""
     assert function.__closure__ is not None
     return function.__closure__[function.__code__.co_freevars.index("func")]
 
 
 def _instead(old: Callable[..., Any], new: Callable[..., Any]) -> Any:
-    """`new`, given `old` first; never compiled: it depends on which models there are."""
+    """Returns `new` with `old` as first argument. It is never compiled: it depends on the models that exist."""
 
     @wraps(old)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -57,7 +57,7 @@ def _instead(old: Callable[..., Any], new: Callable[..., Any]) -> Any:
 
 
 def _of_parallel(tensors: Iterable[Tensor]) -> tuple[list[tuple[Holdings, dict[str, Tensor]]], list[Tensor]]:
-    """What belongs to models that several ranks hold together, each with its parts; and the other tensors."""
+    """Splits tensors into those of parallel models with several ranks, by model, and the others."""
     held, others = sorted_by_model(tensors)
     found = []
     for model, some in held.items():
@@ -76,10 +76,10 @@ def _norm_of_all(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """As torch's, each model's gradients counted over all its ranks; what is in no model is the same on all."""
+    """Computes the norm as torch does, but over all ranks of each model; other tensors are the same on all ranks."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     models, others = _of_parallel(given)
-    if parts := [x for x in others if isinstance(x, CutTensor)]:  # Computed from parameters, or copies of them.
+    if parts := [x for x in others if isinstance(x, CutTensor)]:  # Values computed from parameters, or copies.
         warn_of(parts[0], "get_total_norm")
     if not models:
         return old(given, norm_type, error_if_nonfinite, foreach)
@@ -87,7 +87,7 @@ def _norm_of_all(
     if others:
         rest = old(others, norm_type, False, foreach)
         norms.append((rest.full_tensor() if isinstance(rest, DTensor) else rest).to(norms[0]))
-    # torch's own once more, of the norms: its last step, its error and its dtype.
+    # torch's function, on the norms: for its last step, its error and its dtype.
     return old([torch.stack(norms)], norm_type, error_if_nonfinite, foreach).to(given[0].dtype)
 
 
@@ -98,7 +98,7 @@ def _unscaled_on_all(
     *rest: Any,
     **named: Any,
 ) -> dict[torch.device, Tensor]:
-    """As torch's: whether a gradient overflowed, by device; 1 on all ranks where it did on any."""
+    """Returns by device whether a gradient overflowed, as torch does; 1 on all ranks if it did on any rank."""
     found = old(scaler, optimizer, *rest, **named)
     models, _ = _of_parallel(p for group in optimizer.param_groups for p in group["params"])
     for parts, _ in models:

@@ -11,5 +11,5 @@ INSTALLED = (optimizer_guard.install, cut_parameter.install, torch_calls.install
 
 
 def watched(model: Model) -> Model:
-    """The model itself, a parallel one: from now on what would make its ranks drift apart is right, or an Error."""
+    """Notes a parallel model and installs the hooks; returns the model."""
     return watch(model, INSTALLED)

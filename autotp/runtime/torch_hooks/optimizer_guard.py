@@ -1,15 +1,15 @@
-"""Raises Error before an optimizer's step that would be wrong on parts, or where ranks differ.
+"""Raises Error before an optimizer's step that would be wrong on parts, or that differs between ranks.
 
-Each rank steps its own parameters. That is one device's step if the optimizer works element by element, and if what
-several ranks hold alike, its gradients and the optimizer's settings are the same on all of them: what tensor-parallel
-ranks hold whole, all that replicas hold, and what several ranks of a pipeline read. What replicas shard is each one's
-own, and compared by its settings.
+Each rank steps its own parameters. This equals the step of one device if the optimizer is elementwise, and if the
+parameters that several ranks hold, their gradients and the optimizer's settings are the same on these ranks. These are
+the parameters that tensor-parallel ranks hold whole, all parameters of replicas, and parameters that several ranks of a
+pipeline read. For parameters that replicas shard only the settings are compared.
 
 NOTE [When ranks are compared]
-Before the first steps of an optimizer and every `EVERY`-th after, ranks tell each other one number of what must be the
-same, through the store (`store_gather.py`): a rank that does not come to a step is waited for by name.
-Sums over replicas may be taken in another order on each rank (their buckets differ where parts do): a difference of
-round-off is not an Error. The first rank's numbers are everybody's then, and a warning says so once.
+Before the first steps of an optimizer and every `EVERY`-th step after, ranks exchange a checksum of everything that
+must be the same, through the store (`store_gather.py`), so that the error names a rank that does not step.
+Sums over replicas may have another order on each rank (buckets differ if parts differ), so a difference by round-off is
+not an Error. Then all ranks take the first rank's numbers, and a warning says so once.
 """
 
 from __future__ import annotations
@@ -43,19 +43,26 @@ from autotp.sharding.boxes import local_of
 from autotp.sharding.layout import Layout
 
 CHECKED_STEPS, EVERY = 4, 64
-"""How many first steps are compared, and which later ones."""
+"""The number of first steps that are compared, and the interval of later comparisons."""
 
 OF_A_MATRIX = re.compile(
     "muon|scion|dion|shampoo|soap|kron|kfac|galore|apollo|fira|adafactor|adalomo|adammini|came$|sm3|lamb(?!da)|lars"
     "|novograd|stableadam|adamp$|sgdp$|ranger"
 )
 OF_ALL = re.compile("lbfgs|dadapt|prodigy")
-"""Names of optimizers that look at a whole matrix or at its norm, and of those that look at all gradients at once."""
+"""Names of optimizers that use a whole matrix or its norm, and of optimizers that use all gradients at once."""
 
 
 @dataclass
 class Watched:
-    """An optimizer: how often it stepped, with how many parameters, and which state; if each is compared; if warned."""
+    """The history of an optimizer.
+
+    Attributes:
+        steps: number of steps so far.
+        size, state: number of its parameters, and `id` of its state, in the last step.
+        always: whether each step is compared.
+        warned: whether there was a warning about round-off.
+    """
 
     steps: int = 0
     size: int = -1
@@ -68,7 +75,7 @@ _watched: WeakKeyDictionary[Optimizer, Watched] = WeakKeyDictionary()
 
 
 def install() -> Undo:
-    """Looks at every optimizer before it steps; what it returns ends that."""
+    """Checks every optimizer before it steps; returns the undo."""
     return register_optimizer_step_pre_hook(torch.compiler.disable(_before_step)).remove
 
 
@@ -87,41 +94,41 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if parts.everyone.size > 1:
             watched.always |= parts.check == "always"
             compared = due and parts.check != "never"
-            apart = within(
+            warning = within(
                 f"{type(optimizer).__name__}.step", partial(_checked, optimizer, parts, parameters, step, compared)
             )
-            if apart and not watched.warned:
+            if warning and not watched.warned:
                 watched.warned = True
-                warnings.warn(apart, stacklevel=3)
+                warnings.warn(warning, stacklevel=3)
 
 
 def _checked(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Tensor], step: int, compared: bool) -> str:
-    """What is to be warned of before a step. Raises Error if it would be another than one device's."""
+    """Returns the warning about a step, or "". Raises Error if the step would differ from that of one device."""
     cut = [name for name in parameters if parts.layout(name).dim is not None and parts.place.size > 1]
     if parts.pipeline is not None and _is(OF_ALL, optimizer):
         raise Error(
             "a rank of the pipeline has some of the parameters, and this optimizer uses the gradients of all",
-            fix="AdamW, SGD, Lion or their like; or pp=1",
+            fix="AdamW, SGD, Lion or the like; or pp=1",
         )
     if cut and (_is(OF_A_MATRIX, optimizer) or _is(OF_ALL, optimizer)):
         raise Error(
-            f"each rank has a part of `{cut[0]}`, and this optimizer does not work element by element",
-            fix="AdamW, SGD, Lion or their like for parameters that are cut (`model.layouts` tells which)",
+            f"each rank has a part of `{cut[0]}`, and this optimizer is not elementwise",
+            fix="AdamW, SGD, Lion or the like for parameters that are cut (`model.layouts` lists them)",
         )
     for name in cut:
         _cut_state(optimizer, parameters[name], parts.layout(name), parts.place.rank)
     if not compared:
         return ""
-    apart = ""
+    warning = ""
     for place, names in parts.alike:
         same = {name: p for name, p in parameters.items() if name in names and not p.is_meta}
         if place.size > 1 and (same or place is parts.place):
-            apart = apart or _differing(optimizer, same, place, step)
-    return apart
+            warning = warning or _differing(optimizer, same, place, step)
+    return warning
 
 
 def _cut_state(optimizer: Optimizer, parameter: Tensor, layout: Layout, rank: int) -> None:
-    """Of what an optimizer keeps of the whole, from before its parameter was cut or from a file, takes this part."""
+    """Cuts an optimizer's state that has the whole's shape: it is from before the parameter was cut, or from a file."""
     kept = optimizer.state.get(parameter, {}) if parameter.shape != layout.shape else {}
     whole = [key for key, x in kept.items() if type(x) is Tensor and x.shape == layout.shape]
     kept.update({key: layout.take(kept[key], rank).to(parameter.device) for key in whole})
@@ -136,10 +143,10 @@ def _is(kind: re.Pattern[str], optimizer: Optimizer) -> bool:
 
 
 def _differing(optimizer: Optimizer, same: Mapping[str, Tensor], place: Mesh, step: int) -> str:
-    """What differed by round-off between ranks, and does no more; nothing, if all was the same.
+    """Compares ranks; returns a warning about differences by round-off, which it has removed, or "".
 
     Raises:
-        Error: on every rank: what these hold whole, or the optimizer, is not the same on all.
+        Error: on every rank, if parameters, gradients or the optimizer's settings differ.
     """
     sharded = {name for name, p in same.items() if _is_sharded(p, place)}
     mine = {
@@ -165,10 +172,10 @@ def _differing(optimizer: Optimizer, same: Mapping[str, Tensor], place: Mesh, st
 
 
 def _is_sharded(tensor: Tensor, place: Mesh) -> bool:
-    """Whether ranks of this axis have each a part of what `fully_shard` has sharded."""
+    """True for a tensor that `fully_shard` has sharded over the ranks of this axis."""
     if not isinstance(tensor, DTensor) or place.group is None:
         return False
-    # By ranks: torch takes meshes of the same ranks for one, so a group may have the name it had in an earlier one.
+    # Compared by ranks, not by name: torch reuses the group of an equal mesh, which may have an older name.
     mine = dist.get_process_group_ranks(_resolve_process_group(place.group))  # type: ignore[arg-type]
     mesh = tensor.device_mesh
     return any(dist.get_process_group_ranks(mesh.get_group(dim)) == mine for dim in range(mesh.ndim))
@@ -182,22 +189,22 @@ def _number(tensor: Tensor) -> int:
 
 
 def _settings_of(optimizer: Optimizer, same: Mapping[str, Tensor]) -> list[str]:
-    """The settings of the groups that these are in; one that has none counts where it may hold what was left out."""
+    """Returns the settings of the parameter groups with these parameters; of all groups if there are none."""
     wanted = {id(p) for p in same.values()}
     groups = [group for group in optimizer.param_groups if any(id(p) in wanted for p in group["params"])]
     return [_settings(group) for group in groups or optimizer.param_groups]
 
 
 def _settings(group: Mapping[str, Any]) -> str:
-    """The settings of a group of parameters, but what is no plain number or text."""
+    """Returns the settings of a parameter group that are numbers, texts or tuples."""
     plain = {key: float(x) if isinstance(x, Tensor) and x.numel() == 1 else x for key, x in group.items()}
     return repr({key: x for key, x in plain.items() if isinstance(x, bool | int | float | str | tuple | None)})
 
 
 def _expect_same_calls(every: list[dict[str, Any]], place: Mesh) -> None:
-    """Raises Error if the ranks step different parameters, another number of times, or with other settings."""
+    """Raises Error if the ranks step different parameters, at different steps, or with different settings."""
     steps, settings = [one["step"] for one in every], [one["settings"] for one in every]
-    alike = {"fix": "whatever decides it must be the same on all ranks: a loss, not what a rank has of its own"}
+    alike = {"fix": "decide by a value that is the same on all ranks: a loss, not a value of one rank"}
     _same(steps, place, "the steps taken so far differ", alike)
     _same(settings, place, "the settings differ", alike)
     for name in dict.fromkeys(name for one in every for name in one["values"]):
@@ -217,7 +224,7 @@ def _same(values: list[Any], place: Mesh, problem: str, facts: dict[str, str]) -
 
 
 def _expect_close(same: Mapping[str, Tensor], every: list[dict[str, Any]], place: Mesh) -> str:
-    """Gives all ranks the first one's values and gradients where they differ by round-off; Raises Error else."""
+    """Gives all ranks the first rank's values and gradients if they differ by round-off; raises Error if by more."""
     found = []
     for kind, what in (("values", ""), ("gradients", "the gradient of ")):
         for name in (name for name in same if len({one[kind][name] for one in every}) > 1):
@@ -227,7 +234,7 @@ def _expect_close(same: Mapping[str, Tensor], every: list[dict[str, Any]], place
             if not off <= torch.finfo(tensor.dtype).eps ** 0.5:
                 raise Error(
                     f"{what}`{name}` differs between ranks by {off:.1e} of its largest element: they would drift apart",
-                    likely="each rank changed it by a number of its own: a norm of its own gradients, a batch, noise",
+                    likely="each rank changed it by another number: the norm of its own gradients, its batch, noise",
                     fix="autotp.clip_grad_norm_(model, ...); a number that all ranks share, from one all_reduce",
                 )
             if not tensor.is_sparse:
@@ -235,14 +242,17 @@ def _expect_close(same: Mapping[str, Tensor], every: list[dict[str, Any]], place
             found.append(f"{what}`{name}` differed between ranks by {off:.1e} of its largest element")
     if not found:
         return ""
-    return f"{found[0]}, which is round-off (sums over replicas in another order): all took the first rank's numbers"
+    return f"{found[0]}, by round-off (sums over replicas in another order): all ranks took the first rank's numbers"
 
 
 def _off(tensor: Tensor, place: Mesh) -> tuple[float, Tensor]:
-    """By how much of its largest element some rank's tensor is not the first rank's, which comes, too."""
+    """Returns the largest difference of a rank's tensor from the first rank's, relative to its largest element.
+
+    Also returns the first rank's tensor.
+    """
     dense = tensor.to_dense() if tensor.is_sparse else tensor
     first = broadcast_from_first(dense.clone(), place)
     wide = torch.float64 if dense.device.type != "mps" else torch.float32
     largest = first.to(wide).abs().max().clamp(min=torch.finfo(wide).tiny)
-    apart = (dense.to(wide) - first.to(wide)).abs().max() / largest
-    return reduce(torch.nan_to_num(apart, nan=torch.inf), place.group, "max").item(), first
+    difference = (dense.to(wide) - first.to(wide)).abs().max() / largest
+    return reduce(torch.nan_to_num(difference, nan=torch.inf), place.group, "max").item(), first

@@ -1,7 +1,8 @@
-"""Lets DistributedDataParallel and similar wrap replicas, and raises Error for all else.
+"""Lets DistributedDataParallel and similar wrappers wrap replicas, and raises Error for other uses.
 
 NOTE [When a wrapper is seen]
-torch tells of each module that is put into another. A wrapper knows its process group by then, and has sent nothing.
+torch calls a hook when a module becomes a submodule. At this time a wrapper knows its process group, and has not
+communicated yet.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from autotp.runtime.holdings import holdings_of
 
 
 def install() -> Undo:
-    """Looks at every module that is put into another; what it returns ends that."""
+    """Checks every module that becomes a submodule; returns the undo."""
     return register_module_module_registration_hook(_put).remove
 
 
@@ -37,7 +38,7 @@ AROUND = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedData
 
 
 def expect_unwrapped(model: nn.Module) -> None:
-    """Raises Error if something that belongs around a parallel model is around this one, or sharded it."""
+    """Raises Error if a model is wrapped, sharded or compiled already; this must follow `parallelize`."""
     for path, module in model.named_modules():
         what = f"`{path}`, a {type(module).__name__}," if path else f"the {type(module).__name__}"
         if isinstance(module, AROUND):

@@ -344,7 +344,7 @@ def without_blocks(rank: int, n: int) -> None:
     assert message(cut.compile_blocks) == (
         "compile_blocks: without=('outline',) left no blocks\n  try      torch.compile(model)"
     )
-    again = "without=('outline',): what is computed again is a block\n  try      recompute=\"none\""
+    again = "without=('outline',): recompute needs blocks, which outline makes\n  try      recompute=\"none\""
     assert message(lambda: setattr(cut, "recompute", "full")) == again
     assert refusal(whole, n, example_inputs=x, without="outline", recompute="selective").endswith(again)
 

@@ -126,9 +126,9 @@ def matrix_optimizers_are_refused(rank: int, n: int) -> None:
         parallel(X[FLOAT64]).backward()
         found = message(lambda: optimizer.step(lambda: parallel(X[FLOAT64])))  # noqa: B023
         assert found == (
-            f"{type(optimizer).__name__}.step: each rank has a part of `up.weight`, and this optimizer does not work "
-            "element by element\n"
-            "  try      AdamW, SGD, Lion or their like for parameters that are cut (`model.layouts` tells which)"
+            f"{type(optimizer).__name__}.step: each rank has a part of `up.weight`, and this optimizer is not "
+            "elementwise\n"
+            "  try      AdamW, SGD, Lion or the like for parameters that are cut (`model.layouts` lists them)"
         )
         assert all(torch.equal(before[name], p) for name, p in parallel.named_parameters())
 
@@ -188,7 +188,7 @@ def test_over_a_pipeline() -> None:
     for found in run_ranks(over_a_pipeline, 2):
         assert found == (
             "LBFGS.step: a rank of the pipeline has some of the parameters, and this optimizer uses the gradients "
-            "of all\n  try      AdamW, SGD, Lion or their like; or pp=1"
+            "of all\n  try      AdamW, SGD, Lion or the like; or pp=1"
         )
 
 
@@ -268,7 +268,7 @@ def drift_is_an_error(rank: int, n: int) -> None:
             assert first.startswith(f"AdamW.step: {what} differs between ranks by "), found
             assert first.endswith(" of its largest element: they would drift apart"), found
             assert facts == [
-                "  likely   each rank changed it by a number of its own: a norm of its own gradients, a batch, noise",
+                "  likely   each rank changed it by another number: the norm of its own gradients, its batch, noise",
                 "  try      autotp.clip_grad_norm_(model, ...); a number that all ranks share, from one all_reduce",
             ]
             assert torch.equal(parallel.up.weight, before), "nothing was stepped"

@@ -416,7 +416,7 @@ def test_a_number_that_counts_is_warned_of() -> None:
     (warning,) = [str(one.message) for one in said if "captured" in str(one.message)]
     assert warning == (
         "At.forward is captured for the 9th time, since `start` had another value each time. "
-        "A tensor (of no dimension, as `torch.tensor(3)`) may change without that"
+        "A tensor (without dimensions, as `torch.tensor(3)`) may change without a new capture"
     )
 
 

@@ -1,0 +1,157 @@
+"""Plan: which parameters are cut and why, what a step communicates, and what stays whole."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autotp.diagnostics.plan_text import bytes_text, folded, table
+from autotp.sharding.layout import Layout
+
+
+@dataclass(frozen=True)
+class CutRow:
+    """A parameter that is cut.
+
+    Attributes:
+        name: its name in the model.
+        layout: its layout.
+        forward, backward: the collective that its operator causes, or "".
+        why: the recognised pattern of its axis.
+    """
+
+    name: str
+    layout: Layout
+    forward: str
+    backward: str
+    why: str
+
+
+@dataclass(frozen=True)
+class WholeRow:
+    """A replicated parameter, or an operator without a rule."""
+
+    name: str
+    shape: tuple[int, ...]
+    at: str
+    reason: str
+    in_block: bool = False
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One collective of a step.
+
+    Attributes:
+        kind: all-reduce, all-gather, reduce-scatter.
+        module: the module that waits for it.
+        bytes: the size of its tensor, in bytes.
+        backward: True if it runs in backward.
+        parameter: True if its tensor is the gradient of a parameter, not of an activation.
+    """
+
+    kind: str
+    module: str
+    bytes: int
+    backward: bool
+    parameter: bool
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The collectives of one step; their bytes are for inputs of the given `shapes`."""
+
+    sends: tuple[Sent, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def forward(self) -> dict[str, int]:
+        """Kind -> number of collectives in forward."""
+        return dict(Counter(sent.kind for sent in self.sends if not sent.backward))
+
+    @property
+    def backward(self) -> dict[str, int]:
+        """Kind -> number of collectives in backward."""
+        return dict(Counter(sent.kind for sent in self.sends if sent.backward))
+
+    @property
+    def forward_bytes(self) -> int:
+        return sum(sent.bytes for sent in self.sends if not sent.backward)
+
+    @property
+    def backward_bytes(self) -> int:
+        return sum(sent.bytes for sent in self.sends if sent.backward)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan for a model on `tp` ranks, returned by `explain`; `str(plan)` is a table of at most 100 columns.
+
+    Attributes:
+        model: the name of the model's class.
+        tp: the number of ranks.
+        cuts: the parameters that are cut, with the collectives that they cause and the reason.
+        whole: the parameters and operators that stay replicated, with source line and reason.
+        bytes_total: bytes of all parameters.
+        bytes_rank: bytes of the parameters of the rank that holds most.
+        traffic: the collectives of a step, forward and backward, and their bytes.
+        along_sequence: the number of operators that are cut along the sequence; None without `sequence_parallel`.
+        outputs: the layouts of the outputs that stay cut.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+        >>> plan = autotp.explain(model, 2, example_inputs=torch.ones(2, 4))
+        >>> plan.bytes_total, plan.bytes_rank, plan.traffic.forward, plan.traffic.backward
+        (592, 304, {'all-reduce': 1}, {})
+        >>> [(whole.name, whole.reason) for whole in plan.whole]
+        [('2.bias', 'read after the reduction, by every rank')]
+    """
+
+    model: str
+    tp: int
+    cuts: tuple[CutRow, ...]
+    whole: tuple[WholeRow, ...]
+    bytes_total: int
+    bytes_rank: int
+    traffic: Traffic
+    along_sequence: int | None = None
+    outputs: tuple[Layout, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+# ---- text
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    yield f"{plan.model} on tp={plan.tp}"
+    yield ""
+    if plan.cuts:
+        cuts = [(c.name, (str(c.layout), c.forward, c.backward, c.why)) for c in plan.cuts]
+        yield from table(("cut", "shape", "forward", "backward", "why"), folded(cuts))
+        yield ""
+    if plan.whole:
+        whole = [(w.name, (str(list(w.shape)).replace("'", ""), w.reason, w.at.split("  ")[0])) for w in plan.whole]
+        yield from table(("whole on every rank", "shape", "why", "at"), folded(whole))
+        yield ""
+    yield from _totals(plan)
+
+
+def _totals(plan: Plan) -> Iterator[str]:
+    share = plan.bytes_rank / plan.bytes_total if plan.bytes_total else 1.0
+    total, fullest = bytes_text(plan.bytes_total), bytes_text(plan.bytes_rank)
+    yield f"parameters  {total}, the fullest rank holds {fullest} ({share:.1%})"
+    if plan.along_sequence is not None:
+        none = "nothing: no sum over ranks has an axis along which an attention sums"
+        yield f"sequence    {f'{plan.along_sequence} operators are cut along it' if plan.along_sequence else none}"
+    if plan.outputs:
+        alike = Counter(str(layout).replace("-1", "?") for layout in plan.outputs)
+        held = ", ".join(f"{n} x {text}" if n > 1 else text for text, n in alike.items())
+        yield f'outputs     {held} stay cut: autotp.gather makes them whole, or outputs="full"'
+    t = plan.traffic
+    inputs = " ".join("x".join(map(str, shape)) for shape in t.shapes)
+    for name, counts, size in (("forward", t.forward, t.forward_bytes), ("backward", t.backward, t.backward_bytes)):
+        kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "no collective"
+        yield f"{name:<12}{kinds}; {bytes_text(size)} for inputs {inputs}"

@@ -1,0 +1,180 @@
+"""report: makes the plan of an analysed model, and counts the collectives of its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.compiler import Program, flat_graph
+from autotp.diagnostics.plan import CutRow, Plan, Sent, Traffic, WholeRow
+from autotp.ops import collectives
+from autotp.ops.coalesced import together
+from autotp.ops.overlapped_linear import columns
+from autotp.passes.canonicalize.custom_vjp import backward_of
+from autotp.passes.lower.overlap import separate
+from autotp.passes.plan.match import contracts
+from autotp.passes.plan.propagate import needs_grad
+from autotp.rules.call import outputs_of
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
+from autotp.sharding.axis import find
+from autotp.sharding.layout import Layout
+from autotp.source_location import block_in, layer_of, line_of
+
+FORWARD = {
+    "reduce": "all-reduce", "gather": "all-gather", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter",
+}  # fmt: skip
+BACKWARD = {
+    "copy": "all-reduce", "share": "all-reduce", "together": "all-reduce", "scatter": "all-gather",
+    "all_gather": "reduce-scatter", "reduce_scatter": "all-gather",
+}  # fmt: skip
+"""The collective of each conjugate, in forward and in backward."""
+
+
+def report(analysis: Program, model: str) -> Plan:
+    """Returns the plan of an analysed model."""
+    places = {n.name: n for n in analysis.graph.nodes if n.op == "placeholder"}
+    nodes = {name: places[place] for place, name in analysis.captured.parameters.items()}
+    dtypes = {name: node.meta["val"].dtype.itemsize for name, node in nodes.items()}
+    layouts = analysis.layouts.items()
+    cuts = tuple(_cut(name, nodes[name], layout, analysis) for name, layout in layouts if layout.dim is not None)
+    whole = [_whole(name, nodes[name], analysis) for name, layout in layouts if layout.dim is None]
+    total = sum(_count(layout.shape) * dtypes[name] for name, layout in layouts)
+    ranks = [sum(_count(lay.local_shape(r)) * dtypes[n] for n, lay in layouts) for r in range(analysis.tp)]
+    count = traffic(flat_graph(analysis, 0, "fast"), analysis)
+    outputs = tuple(layout for _, layout in sorted(analysis.local_outputs.items()))
+    everything = (*whole, *_unknown(analysis))
+    return Plan(model, analysis.tp, cuts, everything, total, max(ranks), count, _along_sequence(analysis), outputs)
+
+
+def _is_along(value: fx.Node, analysis: Program) -> bool:
+    """True for a value that is cut along a sequence."""
+    leaf = analysis.decision.cuts.get(value)
+    return leaf is not None and find(leaf) in {find(other) for other in analysis.decision.scattered.values()}
+
+
+def _along_sequence(analysis: Program) -> int | None:
+    """Returns the number of operators that are cut along a sequence; None without `sequence_parallel`."""
+    sequences = {find(leaf) for leaf in analysis.decision.scattered.values()}
+    cut = [leaf for leaf in analysis.decision.cuts.values() if find(leaf) in sequences]
+    return len(cut) if analysis.options.sequence_parallel else None
+
+
+def traffic(graph: fx.Graph, analysis: Program) -> Traffic:
+    """Returns the collectives of a lowered graph, forward and backward."""
+    again = _gathered_again(graph, analysis)
+    graph, sends = separate(graph), []
+    learnt, graded = _learning(graph, analysis)
+    own = backward_of(graph)
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if node.target is not together and getattr(collectives, name, None) is not node.target:
+            continue
+        for side, table in enumerate((FORWARD, BACKWARD if node in graded else {})):
+            if name in table:
+                read, back = node.all_input_nodes, bool(side) or node in own
+                size = max(sum(map(_bytes, outputs_of(n))) for n in ((node,) if len(read) > 1 else (node, *read)))
+                sends.append(Sent(table[name], layer_of(node), size, back, all(n in learnt for n in read)))
+    return Traffic((*sends, *again), analysis.captured.example)
+
+
+def _learning(graph: fx.Graph, analysis: Program) -> tuple[frozenset[fx.Node], set[fx.Node]]:
+    """Returns the parameters of a graph, and the values that a gradient flows through to them."""
+    learnt = frozenset(node for node in graph.nodes if node.name in analysis.captured.parameters)
+    return learnt, needs_grad(graph, learnt)
+
+
+def _gathered_again(graph: fx.Graph, analysis: Program) -> list[Sent]:
+    """Returns the all-gathers in backward of joined products, which gather their input again."""
+    (_, graded), found = _learning(graph, analysis), []
+    for node in graph.nodes:
+        if node.target is columns and node.args[2] is not None and any(w in graded for w in node.args[4]):
+            x, (dim, length, *_) = node.args[0], node.args[2]
+            whole = list(x.meta["val"].shape)
+            whole[dim] = length.meta["val"] if isinstance(length, fx.Node) else length
+            size = _elements(whole) * x.meta["val"].dtype.itemsize
+            found.append(Sent("all-gather", layer_of(node), size, True, False))
+    return found
+
+
+def _bytes(value: torch.Tensor) -> int:
+    """Returns the bytes of an example value, at the captured sizes; a size that depends on values counts as 0."""
+    return _elements(value.shape) * value.dtype.itemsize
+
+
+def _elements(shape: Iterable[Any]) -> int:
+    return _count(n if isinstance(n, int) else int(n.node.hint or 0) for n in shape)
+
+
+def _count(shape: Iterable[Any]) -> int:
+    total = 1
+    for n in shape:
+        total *= n
+    return total
+
+
+def _cut(name: str, node: fx.Node, layout: Layout, analysis: Program) -> CutRow:
+    leaf = analysis.decision.held[node]
+    chosen = next(c for c in analysis.decision.chosen if find(c.leaf) is find(leaf))
+    forward = backward = ""
+    for reader in node.users:
+        factor = analysis.axes.bound[reader].cuttable(leaf) if reader in analysis.axes.bound else None
+        product = contracts(analysis.axes.bound.get(reader))
+        weighs = product or has(reader.target, Trait.LOOKUP)
+        if factor is not None and weighs and not factor.outs and factor.summed:
+            forward = "reduce-scatter" if reader in analysis.decision.scattered else "all-reduce"
+        elif factor is not None and product:
+            along = any(_is_along(operand, analysis) for operand in reader.all_input_nodes)
+            forward, backward = ("all-gather", "reduce-scatter") if along else (forward, "all-reduce")
+    size = find(leaf).size
+    why = f"{size} {chosen.name}: {chosen.pattern}" if chosen.name else f"an axis of {size} that all its readers divide"
+    return CutRow(name, layout, forward, backward, why)
+
+
+def _whole(name: str, node: fx.Node, analysis: Program) -> WholeRow:
+    reader = next(iter(node.users), None)
+    shape = tuple(node.meta["val"].shape)
+    if reader is None:
+        return WholeRow(name, shape, "?", "nothing reads it on these inputs")
+    matrix = len(shape) > 1 and not has(reader.target, Trait.LOOKUP)
+    in_block = matrix and block_in(name) != ""
+    return WholeRow(name, shape, line_of(reader), _reason(node, reader, analysis), in_block)
+
+
+def _reason(node: fx.Node, reader: fx.Node, analysis: Program) -> str:
+    bound = analysis.axes.bound.get(reader)
+    if analysis.tp == 1:
+        return "there is one rank"
+    if bound is not None and not bound.known:
+        return f"{reader.target} has no rule"
+    if has(reader.target, Trait.NORM):
+        return "the norm needs the whole width"
+    if has(reader.target, Trait.LOOKUP):
+        return "a small table, or one looked up by counted positions"
+    if reader in analysis.hoisted:
+        return "every rank needs its whole result"
+    if contracts(bound):
+        return "cutting it would cost more than it divides"
+    if reader in analysis.decision.cuts:
+        return "read whole by work that is divided along another axis"
+    if any(_is_reduced(operand, analysis) for operand in reader.all_input_nodes):
+        return "read after the reduction, by every rank"
+    return "read by work that every rank does whole"
+
+
+def _is_reduced(value: fx.Node, analysis: Program) -> bool:
+    """True for a value that a cut operator sums over ranks."""
+    leaf = analysis.decision.cuts.get(value)
+    factor = analysis.axes.bound[value].cuttable(leaf) if leaf is not None else None
+    return factor is not None and not factor.outs and factor.summed
+
+
+def _unknown(analysis: Program) -> Iterator[WholeRow]:
+    for node, bound in analysis.axes.bound.items():
+        if not bound.known:
+            value = node.meta["val"]
+            shape = tuple(str(n) for n in value.shape) if isinstance(value, torch.Tensor) else ()
+            yield WholeRow(f"{layer_of(node)} {node.target}".strip(), shape, line_of(node), "no rule: replicated")  # type: ignore[arg-type]
