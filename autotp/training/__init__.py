@@ -1,4 +1,4 @@
-"""Tensor, pipeline and data parallelism together: `distribute`, and the step that trains.
+"""Tensor, pipeline and data parallelism together: `distribute`, and the trainer that runs training steps.
 
 What may not enter: files.
 """

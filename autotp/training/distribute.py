@@ -1,4 +1,4 @@
-"""distribute: cuts a model for tensor, pipeline and data parallelism."""
+"""`distribute`: divides a model for tensor, pipeline and data parallelism."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autotp.training.pipeline_schedules import ENGINES, Schedule, Training
 from autotp.training.process_groups import mesh_of
 from autotp.training.trainer import Trainer
 
-DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
+COMPUTE_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def distribute(
@@ -47,22 +47,23 @@ def distribute(
         model: an ordinary single-device model that returns its loss. The first rank's parameters are used; a model on
             `meta` is initialised piece by piece, as by `parallelize`.
         tp: tensor parallelism: the number of ranks that share each operator, as in `parallelize`.
-        pp: pipeline parallelism: the number of ranks that the blocks are divided among.
-        dp: data parallelism: the number of replicas of all that, each with its own part of the batch.
+        pp: pipeline parallelism: the number of ranks that the model's blocks are divided among.
+        dp: data parallelism: the number of replicas, of `tp * pp` ranks each. A replica has its own part of the batch.
         microbatches: the number of parts in which a replica computes its part of the batch.
-        schedule: the order in which microbatches go through the pipeline, by the names of torch's schedules. Under
+        schedule: the order in which microbatches go through the pipeline, named as torch's schedules. Under
             "interleaved", "zero-bubble" and "zero-bubble-v" each rank has two stages.
         example_inputs: as for `parallelize`; tensors are those of one microbatch, [batch/dp/microbatches ...].
         randomness, sequence_parallel, recompute: as for `parallelize`.
-        zero: what a replica keeps only a part of (Rajbhandari et al. 2020). 1: the optimizer's state. 2: also the
-            gradients between microbatches (in a pipeline torch's schedules reduce them once a step). 3: also the
-            parameters between uses. With 1 to 3 parameters are `DTensor`s over "dp", as `fully_shard` makes them.
+        zero: the stage of ZeRO (Rajbhandari et al. 2020), which says of which tensors a replica keeps only a part.
+            1: the optimizer's state. 2: also the gradients between microbatches (in a pipeline torch's schedules reduce
+            them once a step). 3: also the parameters between uses. With 1 to 3, parameters are `DTensor`s over "dp", as
+            `fully_shard` makes them.
         compute_dtype: the dtype that forward and backward compute in, such as torch.bfloat16. Parameters, gradients,
             and the sums of gradients over microbatches and replicas stay in the model's own dtype.
         loss_scaler: for float16, a `torch.amp.GradScaler` or a
             `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`. A step scales its loss by it;
             `scaler.step(optimizer); scaler.update()` skips a step on all ranks where a gradient overflows on any.
-        timeout: how long a collective waits for other ranks.
+        timeout: the longest time that a collective waits for other ranks.
 
     Raises:
         Error: the model, an option or the number of processes cannot be used. `model` is then unchanged. The error is
@@ -89,7 +90,7 @@ def distribute(
 
     def run() -> Trainer:
         expect_ordinary(model, "distribute the original model once")
-        expect_choices(training, {"schedule": tuple(ENGINES), "zero": (0, 1, 2, 3), "compute_dtype": DTYPES})
+        expect_choices(training, {"schedule": tuple(ENGINES), "zero": (0, 1, 2, 3), "compute_dtype": COMPUTE_DTYPES})
         sizes = {"pp": pp, "dp": dp, "tp": tp}
         for name, size in {**sizes, "microbatches": microbatches}.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -100,7 +101,7 @@ def distribute(
 
 
 def _mesh(sizes: dict[str, int], timeout: timedelta) -> DeviceMesh:
-    """The processes, by axis; each group of them waits no longer than `timeout`."""
+    """Returns the mesh of all processes; raises Error if their number is not `tp * pp * dp`."""
     count, world = math.prod(sizes.values()), world_size()
     if count != world:
         raise Error(f"tp * pp * dp is {count}, and the world has {world}", fix=f"torchrun --nproc-per-node {count}")

@@ -1,4 +1,4 @@
-"""The attributes that a model was built with, to tell apart models whose tensors have the same shapes.
+"""The attributes that a model was built with: they distinguish models whose tensors have the same shapes.
 
 Before: GPT(GPTConfig(n_head=4, ...))
 After:  {"h.*.attn.n_head": 4, "h.*.ln_1.eps": 1e-05, "h.*.mlp.act": "GELU", ...}
@@ -22,67 +22,67 @@ NOT_OF_THE_MODEL = (
     "training", "name_or_path", "transformers_version", "architectures", "generation_config", "gradient_checkpointing",
     "use_cache", "return_dict", "output_attentions", "output_hidden_states", "dtype", "torch_dtype",
 )  # fmt: skip
-"""Attributes that may be others although the model is the same."""
-PLAIN = (bool, int, float, str)
-LONGEST = 200  # characters of a value; of a longer one a checksum is kept
-DEEPEST = 4  # objects within objects
+"""Attributes that may differ between two copies of the same model."""
+PLAIN_TYPES = (bool, int, float, str)
+LONGEST_VALUE = 200  # The most characters of a value that is kept; of a longer value a checksum is kept.
+DEEPEST_OBJECT = 4  # The most levels of nested objects that are read.
 
 
 def hyperparameters(model: nn.Module) -> dict[str, Any]:
-    """The plain public attributes of a model's modules and of the configurations they hold, and the modules' classes.
-
-    Numbers of modules are `*` in the names: one value where all have the same, else a list. What has no name that stays
-    the same (a lambda, a tensor) is left out, and so is dropout: a model that learns with another is the same model.
+    """Returns the plain public attributes of a model's modules and configurations, and the modules' classes.
+    Numbers in module names become `*`: the entry is one value where all these modules have the same, else a list.
+    Values without a stable name (lambdas, tensors) are left out, and dropout rates, too: another rate does not make
+    another model.
     """
-    found: dict[str, list[Any]] = {}
+    entries: dict[str, list[Any]] = {}
     seen: set[int] = set()
     for name, module in model.named_modules():
         path = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-        found.setdefault(path, []).append(type(module).__name__)
-        for key, value in _within({} if isinstance(module, _DropoutNd) else vars(module), path, seen, 0):
-            found.setdefault(key, []).append(value)
-    return {key: values[0] if values.count(values[0]) == len(values) else values for key, values in found.items()}
+        entries.setdefault(path, []).append(type(module).__name__)
+        for key, value in _entries_within({} if isinstance(module, _DropoutNd) else vars(module), path, seen, 0):
+            entries.setdefault(key, []).append(value)
+    return {key: values[0] if values.count(values[0]) == len(values) else values for key, values in entries.items()}
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], changed: Collection[str]) -> list[str]:
-    """In words, what differs of that which both have, but for attributes called as `changed` says."""
+    """Returns a text for each attribute that both models have with different values, except those in `changed`."""
     names = [key for key in there if key in here and not {key, key.rpartition(".")[2]} & set(changed)]
     pairs = ((key, json.dumps(there[key]), json.dumps(here[key])) for key in names)
     return [f"`{key or 'model'}` is {_short(a)} there, and {_short(b)} here" for key, a, b in pairs if a != b]
 
 
-def _within(attributes: Mapping[Any, Any], path: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
-    """The plain values of an object's attributes or a dict's items, and of those that these are."""
+def _entries_within(attributes: Mapping[Any, Any], path: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    """Yields the plain values among an object's attributes or a dict's items, and among the objects that these hold."""
     for name, value in attributes.items():
         if not isinstance(name, str) or name.startswith("_") or name in NOT_OF_THE_MODEL:
             continue
         if not ("drop" in name and _is_rate(value)):
-            yield from _of(value, f"{path}.{name}" if path else name, seen, depth)
+            yield from _entries_of(value, f"{path}.{name}" if path else name, seen, depth)
 
 
-def _of(value: Any, key: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
-    """What is kept of one value: itself, or what it is made of."""
+def _entries_of(value: Any, key: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    """Yields the entries of one value: the value if it is plain, else those of its items or attributes."""
     if isinstance(value, Enum | torch.dtype):
         yield key, str(value)
     elif _is_plain(value) or isinstance(value, list | tuple | set | frozenset | range):
         value = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-        if value is None or (told := _told(list(value) if isinstance(value, range) else value)) is not None:
-            yield key, value if value is None else told
-        elif depth < DEEPEST and not _is_plain(value):
-            for i, item in enumerate(value[:LONGEST]):
-                yield from _of(item, f"{key}.{i}", seen, depth + 1)
+        if value is None or (kept := _kept(list(value) if isinstance(value, range) else value)) is not None:
+            yield key, value if value is None else kept
+        elif depth < DEEPEST_OBJECT and not _is_plain(value):
+            for i, item in enumerate(value[:LONGEST_VALUE]):
+                yield from _entries_of(item, f"{key}.{i}", seen, depth + 1)
     elif isinstance(value, partial):
-        yield from _of([value.func, *value.args], key, seen, depth + 1)
-        yield from _within(value.keywords, key, seen, depth + 1)
+        yield from _entries_of([value.func, *value.args], key, seen, depth + 1)
+        yield from _entries_within(value.keywords, key, seen, depth + 1)
     elif hasattr(value, "__qualname__"):
         yield from [] if "<" in value.__qualname__ else [(key, value.__qualname__)]
-    elif not isinstance(value, Tensor | nn.Module) and id(value) not in seen and depth < DEEPEST:
+    elif not isinstance(value, Tensor | nn.Module) and id(value) not in seen and depth < DEEPEST_OBJECT:
         seen.add(id(value))
-        yield from _within(_attributes(value), key, seen, depth + 1)
+        yield from _entries_within(_attributes(value), key, seen, depth + 1)
 
 
 def _attributes(value: Any) -> Mapping[Any, Any]:
-    """A dict's items, or an object's attributes: those of `__slots__`, too."""
+    """Returns a dict's items, or an object's attributes, with those of `__slots__`."""
     if isinstance(value, Mapping):
         return value
     slots = [name for kind in type(value).__mro__ for name in _names(kind.__dict__.get("__slots__", ()))]
@@ -94,22 +94,22 @@ def _names(slots: Any) -> Iterable[str]:
 
 
 def _is_rate(value: Any) -> bool:
-    """Whether a value may say how much is dropped: a model that learns with another is the same model."""
+    """Whether a value may be a dropout rate, or a list of them; another rate does not make another model."""
     several = isinstance(value, list | tuple)
     return value is None or all(isinstance(x, int | float) and 0 <= x <= 1 for x in (value if several else [value]))
 
 
 def _is_plain(value: Any) -> bool:
-    return value is None or type(value) in PLAIN
+    return value is None or type(value) in PLAIN_TYPES
 
 
-def _told(value: Any) -> Any:
-    """A value as it is kept; None for a list in which not all is plain."""
+def _kept(value: Any) -> Any:
+    """Returns a value as it is kept: a long one as its checksum. None if some item of it is not plain."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
         return None
-    return value if len(text) <= LONGEST else f"{len(text)} characters, crc32 {zlib.crc32(text.encode()):08x}"
+    return value if len(text) <= LONGEST_VALUE else f"{len(text)} characters, crc32 {zlib.crc32(text.encode()):08x}"
 
 
 def _short(text: str) -> str:

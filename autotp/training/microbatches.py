@@ -1,4 +1,4 @@
-"""A batch: its tensors, its rows, its microbatches, and what it adds to the totals of a loss."""
+"""A batch: its tensors, its rows, its microbatches, and its part of the totals in a loss."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from autotp.rules.call import placeholders
 
 @dataclass(frozen=True)
 class Batch:
-    """What a replica was given.
+    """The arguments of one step on one replica.
 
     Attributes:
         arguments: args and kwargs.
-        micro: those of the first microbatch.
+        micro: args and kwargs of the first microbatch.
         tensors: the tensors among the arguments.
-        key: the mode, and all about them but sizes and values.
-        shapes: of a microbatch's tensors.
+        key: as `call_key` returns it.
+        shapes: the shapes of a microbatch's tensors.
     """
 
     arguments: tuple[Any, Any]
@@ -41,37 +41,35 @@ class Batch:
     shapes: list[Any]
 
 
-def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors among arguments, of which the first has rows."""
-    found = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-    if not found or not found[0].dim():
+def batch_tensors(args: Any, kwargs: Any) -> list[Tensor]:
+    """Returns the tensors among the arguments; raises Error if the first of them has no rows."""
+    tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    if not tensors or not tensors[0].dim():
         raise Error("the first tensor of a batch has no rows", fix="the batch first")
-    return found
+    return tensors
 
 
 def expect_values(tensors: Sequence[Tensor]) -> None:
-    """Raises Error if some tensor of a batch is none to compute with."""
+    """Raises Error if a tensor of a batch is on meta or is not dense."""
     for tensor in tensors:
         if tensor.is_meta or tensor.layout is not torch.strided:
             what = "has no values: it is on meta" if tensor.is_meta else f"is not dense: {tensor.layout}"
             raise Error(f"a tensor of the batch {what}", fix="a dense tensor on the CPU or on the rank's device")
 
 
-def key_of(training: bool, args: Any, kwargs: Any) -> Any:
-    """All about a call's arguments but sizes and values of tensors."""
+def call_key(training: bool, args: Any, kwargs: Any) -> Any:
+    """Returns the mode and all properties of a call's arguments, except the sizes and values of tensors."""
     leaves, spec = flatten((args, kwargs))
     return training, spec, tuple((x.dim(), x.dtype) if isinstance(x, Tensor) else argument_key(x) for x in leaves)
 
 
 def rows_of(tensors: Sequence[Tensor], parts: int, known: Sequence[Captured]) -> int:
-    """How many rows a batch has.
-
+    """Returns the number of rows of a batch.
     Args:
-        parts: microbatches that it is for.
-        known: graphs for calls of this kind, which tell what of it has rows.
-
+        parts: the number of microbatches.
+        known: captured programs for calls of this kind: they say which tensors have rows.
     Raises:
-        Error: its tensors differ in that, or it does not divide.
+        Error: the tensors differ in their number of rows, or that number does not divide into `parts`.
     """
     size = len(tensors[0])
     for captured in known[:1]:
@@ -87,18 +85,17 @@ def rows_of(tensors: Sequence[Tensor], parts: int, known: Sequence[Captured]) ->
     return size
 
 
-def of_rows(leaf: Any, size: int, made: Callable[[Tensor], Tensor]) -> Any:
-    """What is made of an argument that has as many rows as the batch; any other as it is."""
+def map_rows(leaf: Any, size: int, made: Callable[[Tensor], Tensor]) -> Any:
+    """Returns `made(leaf)` for a tensor that has as many rows as the batch, and any other argument unchanged."""
     return made(leaf) if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == size else leaf
 
 
 def totals_of(analysis: Program, given: Mapping[str, Tensor], holder: nn.Module, replicas: Any) -> dict[str, Tensor]:
-    """What the whole batch counts: each replica its own part, and the sum over them.
-
+    """Returns the totals of the whole batch, by placeholder: each replica counts its part, and the counts are summed.
     Args:
         given: the replica's inputs, by name.
-        holder: what holds the parameters and buffers that counts are made of.
-        replicas: their group.
+        holder: the module with the parameters and buffers that the counts read.
+        replicas: the process group of the replicas.
     """
     graph = analysis.counts
     assert graph is not None
@@ -116,6 +113,6 @@ def totals_of(analysis: Program, given: Mapping[str, Tensor], holder: nn.Module,
     return {n.name: total.to(n.meta["val"].dtype) for n, total in zip(places, summed.unbind(), strict=True)}
 
 
-def twice(rows: Tensor) -> Tensor:
-    """Each row two times."""
+def repeat_rows(rows: Tensor) -> Tensor:
+    """Returns a tensor with each row repeated."""
     return rows.repeat_interleave(2, 0)

@@ -1,4 +1,4 @@
-"""Finds the parameters and gradients that made a loss infinite or undefined."""
+"""Finds the parameter or gradient that made a loss infinite or undefined."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from autotp.errors import Error
 from autotp.sharding.boxes import local_of
 
 
-def refuse(loss: float, step: int, model: nn.Module, everyone: Mesh) -> NoReturn:
-    """Raises Error, on every rank: the first parameter that is not finite on any; else the first gradient.
-
+def raise_nonfinite(loss: float, step: int, model: nn.Module, everyone: Mesh) -> NoReturn:
+    """Raises Error on every rank; it names the first parameter that is not finite on any rank, else the first gradient.
     Args:
-        model: what this rank holds.
+        model: this rank's part of the model.
     """
 
-    def look(tensors: Mapping[str, Tensor | None], what: str) -> None:
+    def expect_finite(tensors: Mapping[str, Tensor | None], prefix: str) -> None:
         for name, tensor in tensors.items():
             if tensor is not None and not torch.isfinite(local_of(tensor)).all():
                 raise Error(
-                    f"the loss of step {step} is {loss}: {what}`{name}` is infinite or undefined",
+                    f"the loss of step {step} is {loss}: {prefix}`{name}` is infinite or undefined",
                     fix="autotp.load_checkpoint(...), and a smaller learning rate from there",
                 )
 
     parameters = dict(model.named_parameters())
-    agree(everyone, lambda: look(parameters, ""))
-    agree(everyone, lambda: look({name: p.grad for name, p in parameters.items()}, "the gradient of "))
+    agree(everyone, lambda: expect_finite(parameters, ""))
+    agree(everyone, lambda: expect_finite({name: p.grad for name, p in parameters.items()}, "the gradient of "))
     raise Error(f"the loss of step {step} is {loss}, and every parameter and gradient is finite")

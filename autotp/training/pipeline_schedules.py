@@ -25,14 +25,14 @@ from autotp.rules.traits import has
 from autotp.runtime.fsdp import expect_whole
 from autotp.sharding.layout import Layout
 from autotp.source_location import line_of
-from autotp.training.microbatches import of_rows, tensors_of, twice
+from autotp.training.microbatches import batch_tensors, map_rows, repeat_rows
 
 Schedule = Literal["1F1B", "interleaved", "GPipe", "zero-bubble", "zero-bubble-v"]
 
 
 @dataclass(frozen=True)
 class Training(Options):
-    """What `distribute` was asked for beyond the sizes."""
+    """The options of `distribute`, except the sizes of the mesh."""
 
     microbatches: int = 1
     schedule: Schedule = "1F1B"
@@ -42,13 +42,13 @@ class Training(Options):
 
 @dataclass(frozen=True)
 class Engine:
-    """A schedule of torch's.
+    """The properties of one of torch's schedules.
 
     Attributes:
-        kind: the name of its class in torch.distributed.pipelining.
-        rounds: how many stages each rank of the pipeline has.
-        folded: whether the second round runs back, from the last rank to the first.
-        halves: whether backward runs in two halves, for the gradients of inputs and of weights.
+        kind: the name of the schedule's class in torch.distributed.pipelining.
+        rounds: the number of stages on each rank of the pipeline.
+        folded: whether the second round of stages goes from the last rank back to the first.
+        halves: whether backward runs in two halves: the gradients of inputs, and the gradients of weights.
         evaluates: whether the schedule can run forward alone.
     """
 
@@ -59,14 +59,14 @@ class Engine:
     evaluates: bool = True
 
     def stages(self, rank: int, ranks: int) -> list[int]:
-        """Which stages a rank of the pipeline has."""
+        """Returns the numbers of the stages on a rank of the pipeline."""
         last = ranks * self.rounds - 1
         return [rank, last - rank] if self.folded else list(range(rank, last + 1, ranks))
 
     def flight(self, stage: int, stages: int, microbatches: int) -> int:
-        """Of how many microbatches a stage has activations at a time, at most, as torch orders them.
-
-        With one stage a rank these are those on their way behind it (Narayanan et al. 2021, section 2.2).
+        """Returns the greatest number of microbatches whose activations a stage keeps at a time, in torch's order.
+        With one stage a rank, these are the microbatches between the stage's forward and its backward (Narayanan et al.
+        2021, section 2.2).
         """
         ranks, behind = stages // self.rounds, stages - stage
         if self.kind == "ScheduleInterleaved1F1B":
@@ -77,10 +77,9 @@ class Engine:
 
 
 def _interleaved(rank: int, ranks: int, rounds: int, microbatches: int) -> list[int]:
-    """Of how many microbatches each of a rank's stages has activations, at most.
-
-    A rank goes forward with as many microbatches as there are ranks in each of its stages in turn, and backward
-    likewise from the last stage on, once it is some steps ahead.
+    """Returns, for each stage of a rank, the greatest number of microbatches whose activations it keeps at a time.
+    A rank runs forward with `ranks` microbatches in its first stage, then in its next stage, and so on. Once it is
+    `ahead` steps ahead, it also runs backward, in the same way from its last stage on.
     """
     ahead = min(microbatches * rounds, (rounds - 1) * ranks + 2 * (ranks - 1 - rank))
     held, most = [0] * rounds, [0] * rounds
@@ -103,16 +102,16 @@ ENGINES: dict[str, Engine] = {
 
 
 def stages_of(training: Training, rank: int, ranks: int) -> list[int]:
-    """Which stages a rank of the pipeline has."""
+    """Returns the numbers of the stages on a rank of the pipeline."""
     return ENGINES[training.schedule].stages(rank, ranks) if ranks > 1 else [0]
 
 
 def division(training: Training, ranks: int, analysis: Program, lowered: fx.Graph) -> Division:
-    """The blocks of a model, divided among the stages of so many ranks."""
+    """Returns how a model's blocks are divided among the stages of `ranks` ranks."""
     homes = {i: rank for rank in range(ranks) for i in stages_of(training, rank, ranks)}
     names, kind = list(analysis.captured.parameters), ENGINES[training.schedule]
     blocks = blocks_in_order(lowered, names)
-    kept = training.recompute != "full"  # Or a block keeps what it is given, no more.
+    kept = training.recompute != "full"  # With "full" a block keeps its inputs only.
     flights = [kept * kind.flight(i, len(homes), training.microbatches) for i in range(len(homes))]
     costs = block_costs(analysis.graph, analysis.axes, blocks, names)
     return divided(blocks, costs, [homes[i] for i in range(len(homes))], flights)
@@ -120,12 +119,11 @@ def division(training: Training, ranks: int, analysis: Program, lowered: fx.Grap
 
 @dataclass(frozen=True)
 class StageGraph:
-    """What a stage computes in one mode, for microbatches of one kind.
-
+    """The graph that a stage runs in one mode, for microbatches of one kind.
     Attributes:
         module: the graph, whose blocks read their parameters themselves.
-        received: names of the placeholders of what is received.
-        places: placeholder -> the name of its parameter or buffer, and where that lies.
+        received: the names of the placeholders for tensors from other stages.
+        places: placeholder -> the name of its parameter or buffer, and the module that holds this.
         constants: placeholder -> its value.
     """
 
@@ -135,8 +133,8 @@ class StageGraph:
     constants: Mapping[str, Tensor]
 
 
-class Dense(torch.autograd.Function):
-    """The identity, whose gradient is contiguous: torch sends it as it lies in memory, and a group sends no other."""
+class ContiguousGradient(torch.autograd.Function):
+    """The identity, with a contiguous gradient: process groups send contiguous tensors only."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -144,19 +142,18 @@ class Dense(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
-        """Nothing is kept."""
+        """Saves nothing for backward."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad.contiguous()
 
 
-class Work(nn.Module):
-    """One stage of a pipeline, on the modules that hold its parameters.
-
+class StageModule(nn.Module):
+    """A module that runs one stage of a pipeline, with the modules that hold its parameters.
     Attributes:
-        graph: what it computes now: in training and in evaluation another.
-        totals: what the whole batch counts.
+        graph: the graph that it runs now: training and evaluation have different ones.
+        totals: the totals of the whole batch, by placeholder.
     """
 
     graph: StageGraph
@@ -168,28 +165,30 @@ class Work(nn.Module):
         self.read = read
 
     def use(self, graph: StageGraph, totals: Mapping[str, Tensor]) -> None:
-        """Has the stage compute this from now on."""
+        """Sets the graph and the totals that the next calls of `forward` use."""
         self.graph, self.totals = graph, totals
 
     def forward(self, *received: Tensor, **given: Tensor) -> Any:
-        """What the stage sends, or the loss as a tensor of one element: the engine joins those of the microbatches."""
-        arrived = [Dense.apply(x) for x in received]
+        """Returns the tensors that the stage sends, or the loss in shape [1]: the engine concatenates the losses."""
+        arrived = [ContiguousGradient.apply(x) for x in received]
         known = {
             **self.graph.constants,
             **self.totals,
             **given,
             **dict(zip(self.graph.received, arrived, strict=True)),
         }
-        with torch._C.DisableTorchFunctionSubclass():  # Inside, parts are as planned.
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # Inside, the tensors are local parts, in the layouts of the plan.
             for at, (name, place) in self.graph.places.items():
                 known[at] = expect_whole(name, self.read(place))
-            found = self.graph.module(*(known[name] for name in placeholders(self.graph.module.graph)))
-        found = tuple(torch.stack([value]) if value.dim() == 0 else value.contiguous() for value in found)
-        return found[0] if len(found) == 1 else found
+            results = self.graph.module(*(known[name] for name in placeholders(self.graph.module.graph)))
+        results = tuple(torch.stack([value]) if value.dim() == 0 else value.contiguous() for value in results)
+        return results[0] if len(results) == 1 else results
 
 
-def expect_splits(training: Training, tp: int, all_learn: bool) -> None:
-    """Raises an Error if the schedule halves backward, into inputs' and weights', where torch cannot do so."""
+def expect_halves(training: Training, tp: int, all_learn: bool) -> None:
+    """Raises Error if the schedule runs backward in two halves and torch cannot do so for this model."""
     if not ENGINES[training.schedule].halves:
         return
     if not all_learn:
@@ -209,16 +208,14 @@ def engine(
     group: Any,
     loss: Callable[[Tensor, Any], Tensor],
 ) -> Any:
-    """torch's schedule for the stages of this rank.
-
+    """Returns torch's schedule for the stages of this rank.
     Args:
-        works: by number of the stage.
-        captured: what the inputs are.
-        group: the ranks of the pipeline.
-        loss: what is made of a microbatch's loss and of nothing, for backward.
-
+        works: number of a stage -> its module.
+        captured: says which inputs have rows.
+        group: the process group of the pipeline's ranks.
+        loss: returns the tensor that backward starts from, from a microbatch's loss and an unused target.
     Raises:
-        Error: the schedule cannot be for so many microbatches.
+        Error: the schedule cannot run this number of microbatches.
     """
     from torch.distributed import pipelining  # It takes a second, and most models have no pipeline.
     from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
@@ -231,9 +228,14 @@ def engine(
     count = group.size() * kind.rounds
 
     class Stage(pipelining.PipelineStage):
-        """To learn what stages send, the engine runs them once on memory as it comes: indices in it must be some."""
+        """A stage whose trial run has valid indices.
 
-        # Not public: torch 2.13 makes that memory here. Where it does so elsewhere, an index in it may be out of range.
+        To learn the shapes that stages send, torch runs them once on uninitialized memory, where integers may be out of
+        range for an embedding. Here they are zeros.
+        """
+
+        # Not public: torch 2.13 allocates that memory in `_to_tensor`. If a later torch does so elsewhere, an index may
+        # be out of range.
         def _to_tensor(self, arg: Any) -> Tensor:
             made: Tensor = super()._to_tensor(arg)
             return made if isinstance(arg, Tensor) or made.is_floating_point() else made.zero_()
@@ -254,8 +256,8 @@ def engine(
         ) from error
 
 
-def cast(arguments: Any, dtype: torch.dtype | None) -> Any:
-    """Arguments, the floating tensors among them in the dtype that is computed in."""
+def cast_arguments(arguments: Any, dtype: torch.dtype | None) -> Any:
+    """Returns the arguments with their floating-point tensors in `dtype`; unchanged if it is None."""
 
     def one(leaf: Any) -> Any:
         return leaf.to(dtype) if dtype and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
@@ -263,18 +265,17 @@ def cast(arguments: Any, dtype: torch.dtype | None) -> Any:
     return pytree.tree_map(one, arguments)
 
 
-def analysed(
+def analyse_microbatch(
     skeleton: nn.Module, args: Any, kwargs: Any, tp: int, training: Training, layouts: Mapping[str, Layout] | None
 ) -> Program:
-    """The graph of a microbatch, cut as its parameters are held, if they are.
-
+    """Returns the program of a microbatch; its parameters are cut as `layouts` says, if there are layouts.
     Raises:
-        Error: an operator that wants one dtype is given several: a buffer's is its own.
+        Error: a product's operands have different dtypes: buffers keep their own dtype.
     """
-    args, kwargs = cast((args, kwargs), training.compute_dtype)
+    args, kwargs = cast_arguments((args, kwargs), training.compute_dtype)
     call = CallState(layouts=layouts)
-    if len(tensors_of(args, kwargs)[0]) == 1:  # Of one row nothing shows whether rows depend on each other.
-        two = [pytree.tree_map(lambda x: of_rows(x, 1, twice), given) for given in (args, kwargs)]
+    if len(batch_tensors(args, kwargs)[0]) == 1:  # One row does not show whether rows depend on each other.
+        two = [pytree.tree_map(lambda x: map_rows(x, 1, repeat_rows), given) for given in (args, kwargs)]
         analyse(skeleton, two[0], two[1], tp, training, call)
     analysis = analyse(skeleton, args, kwargs, tp, training, call)
     for node in analysis.graph.nodes if training.compute_dtype else ():
@@ -287,8 +288,8 @@ def analysed(
     return analysis
 
 
-def reader(dtype: torch.dtype | None) -> ReadParameter:
-    """What reads a parameter in the dtype that is computed in; its gradient comes back in its own."""
+def parameter_reader(dtype: torch.dtype | None) -> ReadParameter:
+    """Returns the function that reads a parameter in `dtype`; the gradient arrives in the parameter's own dtype."""
 
     def read(place: ParameterPlace) -> Tensor:
         value = value_at(place)
@@ -297,6 +298,6 @@ def reader(dtype: torch.dtype | None) -> ReadParameter:
     return read
 
 
-def read_by(stage: Stage, names: Mapping[str, str]) -> set[str]:
-    """The parameters that a stage reads, of these by placeholder."""
+def parameters_of_stage(stage: Stage, names: Mapping[str, str]) -> set[str]:
+    """Returns the names of the parameters that a stage reads; `names` has them by placeholder."""
     return {names[x] for x in placeholders(stage.graph) if x in names}

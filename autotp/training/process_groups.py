@@ -16,7 +16,7 @@ from autotp.passes.pipeline.stages import Stage
 
 
 def mesh_of(sizes: Mapping[str, int], device: torch.device, timeout: timedelta) -> DeviceMesh:
-    """The processes by axis, the last one the innermost; each group of them waits no longer than `timeout`."""
+    """Returns the mesh of all processes, the last axis innermost; its groups wait no longer than `timeout`."""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     groups = [
         group(ranks.movedim(dim, -1).reshape(-1, size), timeout, axis) for dim, (axis, size) in enumerate(sizes.items())
@@ -25,19 +25,21 @@ def mesh_of(sizes: Mapping[str, int], device: torch.device, timeout: timedelta) 
 
 
 def group(rows: torch.Tensor, timeout: timedelta, axis: str | None = None) -> Any:
-    """This rank's group of those that each row makes; None if it is in no row. Errors name its axis."""
+    """Makes one process group per row of ranks, and returns this rank's; None if no row has this rank.
+    `axis` is the group's name in errors.
+    """
     made = {tuple(row): new_group(row, timeout, group_desc=axis) for row in rows.tolist()}
     return next((group for row, group in made.items() if dist.get_rank() in row), None)
 
 
-def world(place: Mesh, timeout: timedelta) -> Mesh:
-    """All ranks, in a group that waits no longer than `timeout`, whatever the default one does."""
+def world_mesh(place: Mesh, timeout: timedelta) -> Mesh:
+    """Returns the mesh of all ranks, in a group of its own that waits no longer than `timeout`."""
     every = new_group(None, timeout, group_desc="global")
     return replace(place, axis="global", size=every.size(), rank=every.rank(), group=every.group_name)
 
 
-def along(place: Mesh, group: Any, axis: str) -> Mesh:
-    """This rank's place in a group along another axis than `place` is of."""
+def mesh_along(place: Mesh, group: Any, axis: str) -> Mesh:
+    """Returns the mesh of a group along another axis than that of `place`."""
     size, rank = group.size(), group.rank()
     return with_number(replace(place, axis=axis, size=size, rank=rank, group=group.group_name, runs=()))
 
@@ -45,7 +47,7 @@ def along(place: Mesh, group: Any, axis: str) -> Mesh:
 def holders(
     stages: Sequence[Stage], names: Mapping[str, str], ranks: int, stages_of: Callable[[int], list[int]]
 ) -> dict[str, tuple[int, ...]]:
-    """The parameters that several ranks of the pipeline hold, each with these: the same on every rank."""
+    """Returns parameter -> the ranks of the pipeline that hold it, where several do. The same on every rank."""
     home = {i: rank for rank in range(ranks) for i in stages_of(rank)}
     found: dict[str, set[int]] = {}
     for i, stage in enumerate(stages):
@@ -58,6 +60,6 @@ def holders(
 def shared(
     holders: Mapping[str, tuple[int, ...]], mesh: DeviceMesh, timeout: timedelta
 ) -> dict[str, tuple[list[int], Any]]:
-    """Of these parameters those of this rank, each with the ranks of the pipeline that hold it, and their group."""
+    """Returns parameter -> the ranks of the pipeline that hold it, and their group, for parameters of this rank."""
     groups = {some: group(mesh.mesh[list(some)].flatten(1).T, timeout) for some in dict.fromkeys(holders.values())}
     return {name: (list(some), groups[some]) for name, some in holders.items() if groups[some] is not None}

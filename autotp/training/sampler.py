@@ -1,4 +1,4 @@
-"""The rows that a replica takes in each step, and the parameters that decay."""
+"""The rows of a replica in each step, and the parameters that weight decay applies to."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class Sampler(data.Sampler[list[int]]):
         if self.seed is None:
             return list(range(self.size))
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        found: list[int] = torch.randperm(self.size, generator=generator).tolist()
-        return found
+        rows: list[int] = torch.randperm(self.size, generator=generator).tolist()
+        return rows
 
     def _mine(self, rows: list[int]) -> list[int]:
         mesh = self.trainer.mesh["dp"]
@@ -84,12 +84,12 @@ class Sampler(data.Sampler[list[int]]):
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Returns two groups of parameters for an optimizer: matrices, which decay, and vectors, which do not.
 
-    Vectors are parameters of at most one dimension: biases and the weights of norms. Every rank has both groups, also
-    where its stage has parameters of one kind only. Parameters that do not learn are left out.
+    Vectors are parameters of at most one dimension: biases and the weights of norms. Every rank has both groups, even
+    if one of them is empty there. Frozen parameters are left out.
 
     Args:
         model: what `distribute` or `parallelize` returned, or any module.
-        weight_decay: of the matrices.
+        weight_decay: the weight decay of the matrices.
 
     Example:
         >>> groups = autotp.weight_decay_groups(nn.Linear(4, 6), 0.01)

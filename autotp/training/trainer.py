@@ -1,9 +1,8 @@
-"""Trainer: one rank of a model that is cut three ways, and the step that trains it.
-
-A rank is at one place of a mesh of pipeline, data and tensor ranks. Its graph is that of its tensor rank
-(`compiler.py`), of which it runs the stages of its pipeline rank (`passes/pipeline/stages.py`), on the microbatches of
-its replica; the loss is a sum over all of them (`passes/pipeline/loss_totals.py`), so gradients add up and nothing is
-weighted by hand.
+"""Trainer: one rank of a model under tensor, pipeline and data parallelism, and the step that trains it.
+A rank is at one place of a mesh of pipeline, data and tensor ranks. `compiler.py` makes the graph of its tensor rank;
+of this graph the trainer runs the stages of its pipeline rank (`passes/pipeline/stages.py`), on the microbatches of its
+replica. The loss is a sum over all microbatches and replicas (`passes/pipeline/loss_totals.py`), so gradients are
+added without weights.
 """
 
 from __future__ import annotations
@@ -47,23 +46,29 @@ from autotp.sharding.layout import Layout
 from autotp.source_location import block_in
 from autotp.training import process_groups as groups
 from autotp.training.hyperparameters import hyperparameters
-from autotp.training.microbatches import Batch, expect_values, key_of, of_rows, rows_of, tensors_of, totals_of
-from autotp.training.nonfinite import refuse
+from autotp.training.microbatches import Batch, batch_tensors, call_key, expect_values, map_rows, rows_of, totals_of
+from autotp.training.nonfinite import raise_nonfinite
 from autotp.training.pipeline_schedules import (
     ENGINES,
     StageGraph,
+    StageModule,
     Training,
-    Work,
-    analysed,
-    cast,
+    analyse_microbatch,
+    cast_arguments,
     division,
     engine,
-    expect_splits,
-    read_by,
-    reader,
+    expect_halves,
+    parameter_reader,
+    parameters_of_stage,
     stages_of,
 )
-from autotp.training.step_consistency import agree_on_step, equal_replicas, frozen_of, over, said
+from autotp.training.step_consistency import (
+    agree_on_step,
+    equal_replicas,
+    frozen_checksums,
+    step_state,
+    with_rank_names,
+)
 from autotp.training.trainer_module import as_module_of
 
 T = TypeVar("T")
@@ -77,10 +82,11 @@ class Pipeline:
     """The graphs of one mode, for microbatches of one kind.
 
     Attributes:
-        key: the mode, and all about a call's arguments but sizes and values.
-        shapes: of a microbatch's tensors; an engine is for these alone.
-        stages: number of the stage -> what it computes, of this rank's.
-        engine: what runs them; None where this rank has the whole pipeline.
+        key: as `call_key` returns it.
+        shapes: the shapes of a microbatch's tensors; an engine can run these only.
+        analysis: the program of a microbatch.
+        stages: number of a stage of this rank -> its graph.
+        engine: torch's schedule that runs the stages; None if this rank has the whole pipeline.
     """
 
     key: Any
@@ -91,7 +97,7 @@ class Pipeline:
 
     @property
     def training(self) -> bool:
-        """Whether it is for training."""
+        """Whether the graphs are for training."""
         return bool(self.key[0])
 
 
@@ -102,22 +108,22 @@ class Trainer(HasHoldings):
 
     Attributes:
         mesh: the DeviceMesh of all processes, with the dimensions "pp", "dp" and "tp".
-        layouts: first name of any parameter of the model -> how its tensor-parallel ranks hold it.
-        steps: the number of steps done, also those before the checkpoint that was loaded.
-        plan: which blocks each stage of the pipeline has, and what each stage costs (multiplications) and keeps
-            (numbers).
+        layouts: first name of a parameter or buffer of the model -> its layout on the tensor-parallel ranks.
+        steps: the number of steps done, with those before the loaded checkpoint.
+        plan: the blocks of each stage of the pipeline, its cost (multiplications) and the numbers that it keeps for
+            backward.
         place: this rank among its tensor-parallel ranks.
         everyone: this rank among all ranks.
         replicas: this rank among the ranks that hold the same stage of another replica.
-        shared: name of a parameter that other pipeline ranks hold too -> the numbers of these ranks, and their group.
-        tied: name of such a parameter -> this rank among them.
+        shared: name of a parameter that other pipeline ranks also hold -> the numbers of its ranks, and their group.
+        tied: name of such a parameter -> this rank among the ranks that hold it.
         skeleton: the model on `meta`.
         hyperparameters: the attributes of the model's modules and configurations.
-        files: the process group that agrees on checkpoints, also while another thread trains.
-        saving: the checkpoint that is being written; None where there is none.
+        files: the process group for checkpoints: one may be written in a thread while another thread trains.
+        saving: the checkpoint that is being written, or None.
 
     Raises:
-        Error: the model cannot be divided so.
+        Error: the model cannot be divided among the ranks.
 
     Example:
         `Regression` is a linear layer whose `forward(x, y)` returns the mean squared error.
@@ -148,35 +154,40 @@ class Trainer(HasHoldings):
         super().__init__()
         self.mesh, self.steps, self._calls, self._training, self._scaler = mesh, 0, 0, training, scaler
         self.place = make_mesh(None, mesh["tp"])
-        self.everyone = groups.world(self.place, timeout)
+        self.everyone = groups.world_mesh(self.place, timeout)
         self.files, self.saving = new_group(None, timeout, backend="gloo"), None
-        self._ranks = over(self.everyone, mesh)
-        self.replicas = groups.along(self.place, mesh.get_group("dp"), "dp")
+        self._ranks = with_rank_names(self.everyone, mesh)
+        self.replicas = groups.mesh_along(self.place, mesh.get_group("dp"), "dp")
         self._signature = signature_of(model)
-        self.hyperparameters = hyperparameters(model)  # Before forward has run, and changed attributes.
-        self.__dict__["skeleton"] = skeleton_of(model)  # No part of it: it is on meta.
+        self.hyperparameters = hyperparameters(model)  # Before forward runs: it may set attributes.
+        self.__dict__["skeleton"] = skeleton_of(
+            model
+        )  # In `__dict__`, so that `nn.Module` does not register the model on meta.
         for tensor in self.skeleton.parameters() if training.compute_dtype else ():
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(training.compute_dtype)
-        args, kwargs = cast(self._signature.by_name(*find_inputs(model, given)), training.compute_dtype)
+        args, kwargs = cast_arguments(self._signature.by_name(*find_inputs(model, given)), training.compute_dtype)
         if mesh["pp"].size() > 1:
-            expect_splits(training, mesh["tp"].size(), all(parameter.requires_grad for parameter in model.parameters()))
+            expect_halves(training, mesh["tp"].size(), all(parameter.requires_grad for parameter in model.parameters()))
         analysis = agree_on_graph(
-            self.everyone, lambda: self._analysed(True, args, kwargs), lambda it: f"{digest(it)} {training}"
+            self.everyone, lambda: self._analyse(True, args, kwargs), lambda it: f"{digest(it)} {training}"
         )
         self.layouts = dict(analysis.layouts)
         lowered = rank_graph(analysis, self.place.rank, training.randomness)
-        self.plan = self._divided(analysis, lowered)
+        self.plan = self._divide(analysis, lowered)
         stages = self._cut(analysis, lowered)
-        self._engine(analysis, {i: nn.Identity() for i in self._mine})  # What cannot be is known before we take over.
+        self._engine(
+            analysis, {i: nn.Identity() for i in self._my_stages}
+        )  # What cannot be is known before we take over.
         self._hold(model, analysis, stages)
-        self._holders = groups.holders(stages, analysis.captured.parameters, mesh["pp"].size(), self._mine_of)
+        self._holders = groups.holders(stages, analysis.captured.parameters, mesh["pp"].size(), self._stages_of)
+        # In `__dict__`: a model may have a module named "shared" or "tied", whose attribute this would be.
         self.__dict__["shared"] = groups.shared(self._holders, mesh, timeout)
         self.__dict__["tied"] = self._tied()
-        readers, read = self._readers(stages, analysis), reader(training.compute_dtype)
-        self._works = {i: Work([m for m, some in readers.items() if i in some], read) for i in self._mine}
-        shapes = [x.shape for x in tensors_of(args, kwargs)]
-        self._pipelines = [self._pipeline(key_of(True, args, kwargs), shapes, analysis, stages)]
+        readers, read = self._readers(stages, analysis), parameter_reader(training.compute_dtype)
+        self._works = {i: StageModule([m for m, some in readers.items() if i in some], read) for i in self._my_stages}
+        shapes = [x.shape for x in batch_tensors(args, kwargs)]
+        self._pipelines = [self._pipeline(call_key(True, args, kwargs), shapes, analysis, stages)]
         if training.zero and mesh["dp"].size() > 1:
             self._shard(stages, analysis.captured.parameters)
         warned = Warned()
@@ -184,10 +195,10 @@ class Trainer(HasHoldings):
             as_cut(parameter, Cut(name, self.layouts[name], self.place, warned))
         self._seed()
 
-    # ---- what this rank holds
+    # ---- the tensors of this rank
 
     def holdings(self) -> Holdings:
-        """Returns what this rank holds of the model: its tensors, their layouts and the ranks that share them."""
+        """Returns this rank's tensors, their layouts, and the ranks that share them."""
         held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         rank, ranks = self.mesh["pp"].get_local_rank(), self.mesh["pp"].size()
         later = {name for name, (holders, _) in self.shared.items() if holders[0] != rank}
@@ -203,27 +214,29 @@ class Trainer(HasHoldings):
         )  # fmt: skip
 
     @property
-    def _mine(self) -> list[int]:
-        return self._mine_of(self.mesh["pp"].get_local_rank())
+    def _my_stages(self) -> list[int]:
+        return self._stages_of(self.mesh["pp"].get_local_rank())
 
-    def _mine_of(self, rank: int) -> list[int]:
-        """The stages of a rank of the pipeline."""
+    def _stages_of(self, rank: int) -> list[int]:
+        """Returns the numbers of the stages on a rank of the pipeline."""
         return stages_of(self._training, rank, self.mesh["pp"].size())
 
-    def _analysed(self, training: bool, args: Any, kwargs: Any) -> Program:
-        """The model's graph in one mode, cut as its parameters are held."""
+    def _analyse(self, training: bool, args: Any, kwargs: Any) -> Program:
+        """Returns the model's program in one mode; once this rank holds parameters, in their layouts."""
         self.skeleton.train(training)
-        return analysed(self.skeleton, args, kwargs, self.place.size, self._training, getattr(self, "layouts", None))
+        return analyse_microbatch(
+            self.skeleton, args, kwargs, self.place.size, self._training, getattr(self, "layouts", None)
+        )
 
-    def _divided(self, analysis: Program, lowered: fx.Graph) -> Division:
+    def _divide(self, analysis: Program, lowered: fx.Graph) -> Division:
         return division(self._training, self.mesh["pp"].size(), analysis, lowered)
 
     def _cut(self, analysis: Program, lowered: fx.Graph) -> list[Stage]:
         return staged(lowered, self.plan.blocks, list(analysis.captured.parameters))
 
     def _hold(self, model: nn.Module, analysis: Program, every: Sequence[Stage]) -> None:
-        """Registers this rank's part of what its stages read; blocks are modules that run."""
-        names, stages = analysis.captured.parameters | analysis.captured.buffers, [every[i] for i in self._mine]
+        """Registers this rank's parts of the tensors that its stages read; a block becomes an `Owner`."""
+        names, stages = analysis.captured.parameters | analysis.captured.buffers, [every[i] for i in self._my_stages]
         read = {name for stage in stages for name in placeholders(stage.graph)}
         read |= set(placeholders(analysis.counts)) if analysis.counts is not None else set()
         unread = set(names) - {name for stage in every for name in placeholders(stage.graph)}
@@ -247,59 +260,62 @@ class Trainer(HasHoldings):
             as_module_of(module, originals[path])
 
     def _tied(self) -> dict[str, Mesh]:
-        """For each parameter that other pipeline ranks hold, too, this rank among these."""
+        """Returns, for each parameter in `shared`, the mesh of the ranks that hold it."""
         every = dict.fromkeys(group for _, group in self.shared.values())
-        of = {group: groups.along(self.place, group, "pp") for group in every}
-        return {name: of[group] for name, (_, group) in self.shared.items()}
+        meshes = {group: groups.mesh_along(self.place, group, "pp") for group in every}
+        return {name: meshes[group] for name, (_, group) in self.shared.items()}
 
     def _readers(self, stages: Sequence[Stage], analysis: Program) -> dict[nn.Module, set[int]]:
-        """The modules that hold what this rank's stages read, a block or what is in none, each with its stages."""
+        """Returns module -> the stages that read its tensors: for a tensor in a block, the module is the block."""
         names = analysis.captured.parameters | analysis.captured.buffers
         readers: dict[nn.Module, set[int]] = {}
-        for i in self._mine:
+        for i in self._my_stages:
             for name in (names[x] for x in placeholders(stages[i].graph) if x in names):
                 block = block_in(name) if block_in(name) in stages[i].blocks else name.rpartition(".")[0]
                 readers.setdefault(module_at(self, block), set()).add(i)
         return readers
 
     def _shard(self, stages: Sequence[Stage], names: Mapping[str, str]) -> None:
-        """Shards parameters over the replicas: each block's by themselves, and what else a stage reads.
-
-        What several stages of one rank read stays whole, everywhere: it would be in two units.
+        """Shards parameters over the replicas: a block is one unit, and a stage's other parameters are one.
+        A parameter that several stages of one rank read is not sharded on any rank: it would be in two units.
         """
         (pipeline,), every = self._pipelines, set(self.parameters())
         outside = {lies[0] for stage in pipeline.stages.values() for _, lies in stage.places.values()}
-        homes = [(name, self.plan.ranks[i]) for i, stage in enumerate(stages) for name in read_by(stage, names)]
+        homes = [
+            (name, self.plan.ranks[i]) for i, stage in enumerate(stages) for name in parameters_of_stage(stage, names)
+        ]
         several = {name for name, rank in homes if homes.count((name, rank)) > 1}
         for i, work in self._works.items():
-            mine = {value_at(place_of(self, name)) for name in read_by(stages[i], names) - several}
+            mine = {value_at(place_of(self, name)) for name in parameters_of_stage(stages[i], names) - several}
             mine = {parameter for parameter in mine if parameter.dim()}
             blocks = [m for m in work.holders if isinstance(m, Owner) and not outside & set(m.modules())]
             blocks = [block for block in blocks if mine.issuperset(block.parameters())]
             shard(work, blocks, self.mesh["dp"], self._training.zero, self._training.compute_dtype, every - mine)
 
     def _pipeline(self, key: Any, shapes: Sequence[Any], analysis: Program, stages: Sequence[Stage]) -> Pipeline:
-        """What this rank runs in one mode."""
-        graphs = {i: self._graph(stages[i], analysis) for i in self._mine}
+        """Returns the graphs of this rank's stages in one mode."""
+        graphs = {i: self._graph(stages[i], analysis) for i in self._my_stages}
         return Pipeline(key, shapes, analysis, graphs, self._engine(analysis, self._works))
 
     def _engine(self, analysis: Program, works: Mapping[int, nn.Module]) -> Any:
-        """What runs this rank's stages; None for the whole pipeline."""
+        """Returns the schedule that runs this rank's stages; None if the pipeline has one rank."""
         group = self.mesh.get_group("pp")
         if group.size() == 1:
             return None
         return engine(
-            self._training, works, analysis.captured, self.place.device, group, lambda x, _: self._scaled(x.sum())
+            self._training, works, analysis.captured, self.place.device, group, lambda x, _: self._scale(x.sum())
         )
 
     def _graph(self, stage: Stage, analysis: Program) -> StageGraph:
-        """A stage's graph, whose blocks read their parameters here."""
+        """Returns a stage's graph for this rank; its blocks read their parameters from the trainer's modules."""
         captured, place = analysis.captured, self.place
         names = captured.parameters | captured.buffers
         places = {name: place_of(self, name) for name in (names[x] for x in placeholders(stage.graph) if x in names)}
         owners = {name: module_at(self, name) for name in stage.blocks}
         bound = emitted(stage.graph, analysis, self._training, place.device, place.groups)
-        module = attach_parameters(bound, captured.parameters, places, owners.get, reader(self._training.compute_dtype))
+        module = attach_parameters(
+            bound, captured.parameters, places, owners.get, parameter_reader(self._training.compute_dtype)
+        )
         left = placeholders(module.graph)
         return StageGraph(
             module,
@@ -309,7 +325,7 @@ class Trainer(HasHoldings):
         )
 
     def _seed(self) -> None:
-        """Gives each replica and each pipeline rank random numbers of its own, all from the first rank's."""
+        """Seeds each replica and each pipeline rank differently, by a random number of the first rank."""
         if self.mesh["pp"].size() * self.mesh["dp"].size() > 1:
             seed = torch.randint(2**62, (), device=self.everyone.device)
             broadcast_from_first(seed, self.everyone)
@@ -318,7 +334,7 @@ class Trainer(HasHoldings):
     # ---- a step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises Error: a trainer is not called, but told to step or to evaluate.
+        """Raises Error: a trainer has `step` and `evaluate` in place of a call.
 
         Args:
             args, kwargs: ignored.
@@ -331,29 +347,30 @@ class Trainer(HasHoldings):
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Runs forward and backward, adds to each `.grad`, and returns the loss of the whole batch (shape []).
 
-        The whole batch is that of all replicas, and every rank gets its loss. Ranks of one replica give the same rows.
+        The whole batch is the batch of all replicas, and every rank gets its loss. The ranks of one replica pass the
+        same rows.
 
         Args:
             args, kwargs: what the model's `forward` takes; tensors are this replica's rows, [batch/dp ...].
 
         Raises:
-            Error: on every rank. The batch does not divide into the microbatches; ranks of one replica were given
+            Error: on every rank. The batch does not divide into the microbatches; the ranks of one replica have
                 different batches; a rank was lost; or the loss is infinite or undefined (the error names the first
                 parameter or gradient that is).
         """
         pipeline, given = self._begin(True, args, kwargs)
         before = {parameter: parameter.grad for parameter in self.parameters()}
-        self.zero_grad(set_to_none=True)  # What was there has been summed over the ranks already.
-        self._scaled(torch.zeros((), device=self.place.device))  # The scaler begins on ranks that have no loss, too.
-        losses = self._together("Trainer.step", lambda: self._run(pipeline, given))
-        self._together("Trainer.step", self._add_up)
+        self.zero_grad(set_to_none=True)  # The gradients in `before` are already summed over the ranks.
+        self._scale(torch.zeros((), device=self.place.device))  # Initialises the scaler also on ranks without a loss.
+        losses = self._named_if_lost("Trainer.step", lambda: self._run(pipeline, given))
+        self._named_if_lost("Trainer.step", self._sum_gradients)
         for parameter, grad in before.items():
             if grad is not None:
                 parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
         self.steps += 1
-        loss = self._together("Trainer.step", lambda: self._sum(pipeline, losses))
+        loss = self._named_if_lost("Trainer.step", lambda: self._sum_losses(pipeline, losses))
         if self._scaler is None and not torch.isfinite(loss):
-            within("Trainer.step", lambda: refuse(float(loss), self.steps, self, self.everyone))
+            within("Trainer.step", lambda: raise_nonfinite(float(loss), self.steps, self, self.everyone))
         return loss
 
     @torch.no_grad()
@@ -371,14 +388,14 @@ class Trainer(HasHoldings):
             problem = f'Trainer.evaluate: torch\'s schedule "{schedule}" always runs backward'
             raise Error(problem, fix='schedule="zero-bubble"')
         pipeline, given = self._begin(False, args, kwargs)
-        losses = self._together("Trainer.evaluate", lambda: self._run(pipeline, given))
+        losses = self._named_if_lost("Trainer.evaluate", lambda: self._run(pipeline, given))
         for module in (module for work in self._works.values() for module in work.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return self._together("Trainer.evaluate", lambda: self._sum(pipeline, losses))
+        return self._named_if_lost("Trainer.evaluate", lambda: self._sum_losses(pipeline, losses))
 
-    def _together(self, what: str, run: Callable[[], T]) -> T:
-        """What `run` returns; where a rank is lost meanwhile, an Error that says so."""
+    def _named_if_lost(self, what: str, run: Callable[[], T]) -> T:
+        """Returns what `run` returns; raises Error if a rank is lost meanwhile."""
         try:
             return run()
         except Error:
@@ -392,76 +409,75 @@ class Trainer(HasHoldings):
             raise lost or error from error
 
     def _begin(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
-        """The graphs for a batch, ready to run, and its tensors by name."""
+        """Returns the graphs for a batch, ready to run, and the batch's tensors by name."""
         call = f"Trainer.{'step' if training else 'evaluate'}"
-        return within(call, lambda: self._together(call, lambda: self._ready(training, args, kwargs)))
+        return within(call, lambda: self._named_if_lost(call, lambda: self._ready(training, args, kwargs)))
 
     def _ready(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
-        pipeline, tensors = self._fitting(training, args, kwargs)
+        pipeline, tensors = self._graphs_for(training, args, kwargs)
         given = dict(zip(pipeline.analysis.captured.inputs, tensors, strict=True))
         totals = totals_of(pipeline.analysis, given, self, self.mesh.get_group("dp"))
         for i, work in self._works.items():
             work.use(pipeline.stages[i], totals)
         return pipeline, given
 
-    def _fitting(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, list[Tensor]]:
-        """The graphs for a batch, captured now if there are none, and its tensors, once all ranks have both.
-
+    def _graphs_for(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, list[Tensor]]:
+        """Returns the graphs for a batch and the batch's tensors; where a rank has no graphs, all ranks capture.
         Raises:
-            Error: on every rank, where one cannot take its batch, or has another than its replica, or no graph.
+            Error: on every rank. A rank cannot take its batch or has another than its replica, or the capture failed.
         """
-        taken, problem = tried(lambda: self._taken(training, args, kwargs))
+        taken, problem = tried(lambda: self._as_batch(training, args, kwargs))
         self._calls += 1
         values = self._calls <= CHECKED_CALLS
         frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
-        mine = said(training, frozen, taken[0].arguments if taken else None, self.place, values)
-        found = self._fitted(taken[0]) if taken else None
+        mine = step_state(training, frozen, taken[0].arguments if taken else None, self.place, values)
+        found = self._fitting_graphs(taken[0]) if taken else None
         mine = mine._replace(captures=found is None)
-        rows = agree_on_step(self._ranks, self.mesh, mine, frozen_of(frozen, self._holders), problem)
+        rows = agree_on_step(self._ranks, self.mesh, mine, frozen_checksums(frozen, self._holders), problem)
         take_note_back()
         if values and equal_replicas(rows, self.mesh):
             warnings.warn(SAME_ROWS.format(self.mesh["dp"].size()), stacklevel=5)
         (batch,) = taken
         if any(row.captures for row in rows):
-            found = agree(self._ranks, lambda: found or self._captured(training, batch))
+            found = agree(self._ranks, lambda: found or self._capture(training, batch))
         assert found is not None  # Captured above otherwise.
         return found, batch.tensors
 
-    def _taken(self, training: bool, args: Any, kwargs: Any) -> Batch:
-        """A batch as the graphs take it. Raises Error if it does not divide."""
-        args, kwargs = cast(self._signature.by_name(args, kwargs), self._training.compute_dtype)
-        expect_values(tensors_of(args, kwargs))
-        tensors, parts, key = tensors_of(args, kwargs), self._training.microbatches, key_of(training, args, kwargs)
+    def _as_batch(self, training: bool, args: Any, kwargs: Any) -> Batch:
+        """Returns the arguments as a batch; raises Error if its rows do not divide into the microbatches."""
+        args, kwargs = cast_arguments(self._signature.by_name(args, kwargs), self._training.compute_dtype)
+        expect_values(batch_tensors(args, kwargs))
+        tensors, parts, key = batch_tensors(args, kwargs), self._training.microbatches, call_key(training, args, kwargs)
         known = [pipeline.analysis.captured for pipeline in self._pipelines if pipeline.key == key]
         size = rows_of(tensors, parts, known)
-        micro = pytree.tree_map(lambda x: of_rows(x, size, lambda rows: rows[: size // parts]), (args, kwargs))
-        return Batch((args, kwargs), micro, tensors, key, [x.shape for x in tensors_of(*micro)])
+        micro = pytree.tree_map(lambda x: map_rows(x, size, lambda rows: rows[: size // parts]), (args, kwargs))
+        return Batch((args, kwargs), micro, tensors, key, [x.shape for x in batch_tensors(*micro)])
 
-    def _fitted(self, batch: Batch, of_size: bool = True) -> Pipeline | None:
-        """The graphs for a batch, if there are some; with `of_size` their engine is for microbatches as large."""
+    def _fitting_graphs(self, batch: Batch, of_size: bool = True) -> Pipeline | None:
+        """Returns the graphs for a batch, or None; with `of_size`, only graphs whose engine fits the batch's size."""
         for it in self._pipelines:
             same = it.engine is None or list(it.shapes) == batch.shapes or not of_size
             if it.key == batch.key and same and it.analysis.captured.fits(batch.shapes):
                 return it
         return None
 
-    def _captured(self, training: bool, batch: Batch) -> Pipeline:
-        """The graphs for microbatches that none fits, or an engine for those of another size."""
-        fit = self._fitted(batch, of_size=False)
+    def _capture(self, training: bool, batch: Batch) -> Pipeline:
+        """Returns new graphs for a batch; if only the size differs from known graphs, these with a new engine."""
+        fit = self._fitting_graphs(batch, of_size=False)
         if fit is not None:
             new = replace(fit, shapes=batch.shapes, engine=self._engine(fit.analysis, self._works))
         else:
-            analysis = self._analysed(training, *batch.micro)
+            analysis = self._analyse(training, *batch.micro)
             lowered = rank_graph(analysis, self.place.rank, self._training.randomness)
             new = self._pipeline(batch.key, batch.shapes, analysis, self._cut(analysis, lowered))
         self._pipelines.append(new)
         return new
 
     def _run(self, pipeline: Pipeline, given: Mapping[str, Tensor]) -> list[Tensor]:
-        """The microbatches' losses, on the ranks that have the last stage; in training backward has been run."""
+        """Runs forward, and in training backward; returns the microbatches' losses on ranks with the last stage."""
         losses: list[Tensor] = []
         if pipeline.engine is not None:
-            last = len(self.plan.blocks) - 1 in self._mine
+            last = len(self.plan.blocks) - 1 in self._my_stages
             run = pipeline.engine.step if pipeline.training else pipeline.engine.eval
             run(**given, target=torch.zeros(self._training.microbatches) if last else None, losses=losses)
             return losses
@@ -470,27 +486,27 @@ class Trainer(HasHoldings):
         divided = {name: value.chunk(parts) if name in rows else [value] * parts for name, value in given.items()}
         for i in range(parts):
             pace(work, self._training.zero, i == parts - 1)
-            loss = self._scaled(work(**{name: values[i] for name, values in divided.items()}).sum())
+            loss = self._scale(work(**{name: values[i] for name, values in divided.items()}).sum())
             if pipeline.training:
                 loss.backward()
             losses.append(loss.detach())
         return losses
 
-    def _scaled(self, loss: Tensor) -> Tensor:
-        found: Tensor = loss if self._scaler is None else self._scaler.scale(loss)
-        return found
+    def _scale(self, loss: Tensor) -> Tensor:
+        scaled: Tensor = loss if self._scaler is None else self._scaler.scale(loss)
+        return scaled
 
-    def _sum(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> Tensor:
-        """The whole batch's loss, on every rank."""
+    def _sum_losses(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> Tensor:
+        """Returns the loss of the whole batch, on every rank."""
         dtype = returned(pipeline.analysis.graph)[0].meta["val"].dtype
         loss = sum((loss.detach() for loss in losses), torch.zeros((), dtype=dtype, device=self.place.device))
-        if self.place.rank:  # Its loss is the first one's; where it alone is not finite, all ranks are told.
+        if self.place.rank:  # Count the loss of the first rank only; but where another rank's is not finite, show it.
             loss = torch.where(torch.isfinite(loss), 0.0, loss)
         loss = reduce(loss, self._ranks.group)
         return loss if self._scaler is None else loss / self._scaler.get_scale()
 
-    def _add_up(self) -> None:
-        """Gradients of what several stages hold, and of all replicas where these are not sharded."""
+    def _sum_gradients(self) -> None:
+        """Sums gradients: of shared parameters over their stages, and of unsharded parameters over the replicas."""
         for name, (_, group) in self.shared.items():
             parameter = value_at(place_of(self, name))
             if parameter.requires_grad:

@@ -1,7 +1,6 @@
 """The modules of a trainer: instances of the model's classes, which hold parameters and are not called.
-
-What is decided by a module's class (freezing, groups for weight decay) works on a trainer as on the model. What a
-trainer computes was captured before: plain attributes are the model's, and setting one is an error.
+Code that asks for a module's class (freezing, groups for weight decay) works on a trainer as on the model. A trainer's
+graph was captured before, so its modules have the model's plain attributes, and to set one is an error.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from autotp.passes.emit.attach_parameters import BlockCall
 
 
 class TrainerModule(nn.Module):
-    """A module of a trainer; of a block it runs what a pipeline's graph calls it for."""
+    """A module of a trainer. A block's module runs only as a call of the pipeline's graph."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = vars(self)
@@ -30,16 +29,16 @@ class TrainerModule(nn.Module):
 
 
 def as_module_of(module: nn.Module, original: nn.Module) -> None:
-    """Makes a module that holds parameters an instance of the original's class, with its plain attributes."""
+    """Makes `module` an instance of the original's class, with the original's plain attributes."""
     vars(module).update({name: value for name, value in vars(original).items() if not is_internal(name)})
     kind: Any = type(original)
     role: Any = type(module)
-    module.__class__ = _made(kind, role)
+    module.__class__ = _trainer_class(kind, role)
     module.training = original.training
 
 
 @cache
-def _made(original: Any, role: Any) -> Any:
+def _trainer_class(original: Any, role: Any) -> Any:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], BlockCall):
             return args[0].run(args[1:])

@@ -22,7 +22,7 @@ from autotp.passes.pipeline.stages import balanced, blocks_in_order, divided, st
 from autotp.passes.plan.choose import NOMINAL, elements
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
-from autotp.training.pipeline_schedules import ENGINES, Training, expect_splits
+from autotp.training.pipeline_schedules import ENGINES, Training, expect_halves
 
 
 @given(costs=st.lists(st.integers(0, 9), min_size=1, max_size=7), data=st.data())
@@ -236,7 +236,7 @@ def test_microbatches_that_a_stage_waits_for(schedule: str, ranks: int, found: l
 def test_backward_that_cannot_be_halved(schedule: Any, given: Any, tp: int, all_learn: bool, problem: str) -> None:
     training = Training(schedule=schedule, **given)
     if not problem or schedule == "interleaved":
-        expect_splits(training, tp, all_learn)
+        expect_halves(training, tp, all_learn)
     else:
         with pytest.raises(Error, match=f'schedule="{schedule}" {problem}'):
-            expect_splits(training, tp, all_learn)
+            expect_halves(training, tp, all_learn)

@@ -154,7 +154,7 @@ def test_a_cut_that_fits_no_axis_is_refused() -> None:
     with pytest.raises(Error) as error:
         stored(MLP(), {"up.weight": uneven})
     text = str(error.value).splitlines()
-    assert text[0] == "this call uses a tensor [10, 12] in a way that its cut by width does not fit"
+    assert text[0] == "this call uses a tensor [10, 12] in a way that does not fit its cut by width"
     assert text[1].startswith("  at       small_models.py:") and text[1].endswith("return self.mlp(x)")
     assert text[2:] == ["  try      give parallelize this call's arguments as example_inputs"]
 
