@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -47,7 +48,7 @@ from autotp.passes.plan.choose import Decision, choose, choose_as
 from autotp.passes.plan.decouple import decouple
 from autotp.passes.plan.experts import experts
 from autotp.passes.plan.hoist import hoist
-from autotp.passes.plan.infer_axes import Axes
+from autotp.passes.plan.infer_axes import Axes, infer_axes
 from autotp.passes.plan.match import Candidate, match
 from autotp.passes.plan.outputs import (
     is_loss,
@@ -138,6 +139,11 @@ class Program:
     hoisted: Collection[fx.Node] = ()
     layouts: dict[str, Layout] = UNKNOWN
     local_outputs: dict[int, Layout] = UNKNOWN
+
+    @cached_property
+    def checked_axes(self) -> Axes:
+        """The axes of `graph` as the check infers them itself, once for all ranks."""
+        return infer_axes(self.graph)
 
 
 @dataclass(frozen=True)
@@ -459,7 +465,8 @@ def expect_typed(graph: fx.Graph, program: Program, to: Target) -> dict[fx.Node,
     """The stage check: returns the types of all tensors in a rank's graph. Raises Error if they do not fit."""
     captured = program.captured
     held = {place: program.layouts[name] for place, name in captured.parameters.items()} | program.local_inputs
-    return check(graph, program.graph, held, [*captured.parameters, *captured.inputs], to, program.local_outputs)
+    trainable = [*captured.parameters, *captured.inputs]
+    return check(graph, program.graph, held, trainable, to, program.local_outputs, program.checked_axes)
 
 
 def _is_typed(graph: fx.Graph, program: Program, to: Target) -> bool:

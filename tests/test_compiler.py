@@ -19,9 +19,9 @@ from autotp.compiler import (
     UNKNOWN,
     Program,
     analyse,
-    behind_each_pass,
-    captured,
-    lowered_by_each_pass,
+    captured_program,
+    graphs_after_passes,
+    programs_after_passes,
 )
 from autotp.options import DEFAULTS, OPTIONAL, Options
 from autotp.passes.capture.skeleton import skeleton_of
@@ -36,8 +36,8 @@ GIVEN = (skeleton_of(Plain()), (torch.ones(2, 3, 8),), {}, 2)
 
 def names(options: Options) -> list[str]:
     """The passes that a model takes under these options."""
-    found = [each.name for each, _ in behind_each_pass(captured(*GIVEN, options))]
-    return found + [each.name for each, _ in lowered_by_each_pass(analyse(*GIVEN, options), Target("tp", 2, 0))]
+    found = [each.name for each, _ in programs_after_passes(captured_program(*GIVEN, options))]
+    return found + [each.name for each, _ in graphs_after_passes(analyse(*GIVEN, options), Target("tp", 2, 0))]
 
 
 def test_each_row_is_a_file() -> None:
@@ -97,11 +97,11 @@ def test_facts_stand_in_the_program_behind_the_pass_that_finds_them() -> None:
         "decision": "choose",
         "layouts": "outputs",
     }.items() <= facts.items()
-    before = captured(*GIVEN)
+    before = captured_program(*GIVEN)
     unknown = {fact for fact in facts if getattr(before, fact) is UNKNOWN}
     with pytest.raises(AttributeError, match="`bound` of a fact that is found by a later pass"):
         _ = before.axes.bound
-    for each, program in behind_each_pass(before):
+    for each, program in programs_after_passes(before):
         for fact in [fact for fact in unknown if getattr(program, fact) is not UNKNOWN]:
             assert facts[fact] == each.name, fact
             unknown.remove(fact)

@@ -1,4 +1,4 @@
-"""Plan: which parameters are cut and why, what a step communicates, and what stays whole."""
+"""Plan: which parameters are cut and why, what a step communicates, what stays whole; and its text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autotp.diagnostics.plan_text import bytes_text, folded, table
+from autotp.diagnostics.text_table import bytes_text, folded, table
 from autotp.sharding.layout import Layout
 
 

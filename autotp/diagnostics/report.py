@@ -34,8 +34,12 @@ BACKWARD = {
 """The collective of each conjugate, in forward and in backward."""
 
 
-def report(analysis: Program, model: str) -> Plan:
-    """Returns the plan of an analysed model."""
+def report(analysis: Program, model: str, first: fx.Graph | None = None) -> Plan:
+    """Returns the plan of an analysed model.
+
+    Args:
+        first: the lowered graph of rank 0, if the caller has it.
+    """
     places = {n.name: n for n in analysis.graph.nodes if n.op == "placeholder"}
     nodes = {name: places[place] for place, name in analysis.captured.parameters.items()}
     dtypes = {name: node.meta["val"].dtype.itemsize for name, node in nodes.items()}
@@ -44,7 +48,7 @@ def report(analysis: Program, model: str) -> Plan:
     whole = [_whole(name, nodes[name], analysis) for name, layout in layouts if layout.dim is None]
     total = sum(_count(layout.shape) * dtypes[name] for name, layout in layouts)
     ranks = [sum(_count(lay.local_shape(r)) * dtypes[n] for n, lay in layouts) for r in range(analysis.tp)]
-    count = traffic(flat_graph(analysis, 0, "fast"), analysis)
+    count = traffic(first or flat_graph(analysis, 0, "fast"), analysis)
     outputs = tuple(layout for _, layout in sorted(analysis.local_outputs.items()))
     everything = (*whole, *_unknown(analysis))
     return Plan(model, analysis.tp, cuts, everything, total, max(ranks), count, _along_sequence(analysis), outputs)

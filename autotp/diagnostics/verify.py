@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autotp.compiler import CallState, Program, analyse, emitted, rank_graph
+from autotp.compiler import CallState, Program, analyse, emitted, flat_graph
 from autotp.diagnostics.lockstep import run_lockstep
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
@@ -22,6 +22,7 @@ from autotp.errors import within
 from autotp.model_library import keep_activations, recomputes
 from autotp.ops.grouped_mm import grouped_mm
 from autotp.options import DEFAULTS, Experts, Options, Outputs, Recompute
+from autotp.passes.canonicalize.custom_vjp import fuse
 from autotp.passes.capture.captured import Captured, InputSize, OutputAt
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.guards.attribute_paths import everything, found_at, put_at, spelled
@@ -126,8 +127,9 @@ def make_trial(
         tensors = [x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         wanted = GradientsWanted(inputs=tuple(tensors), parameters=tuple(p.requires_grad for p in whole.parameters()))
         analysis = analyse(skeleton_of(whole), args, kwargs, tp, settings, CallState(wanted=wanted))
-        graphs = tuple(rank_graph(analysis, rank, "exact") for rank in range(tp))
-        return Trial(whole, args, kwargs, analysis, graphs, report(analysis, name), settings)
+        graphs = [flat_graph(analysis, rank, "exact") for rank in range(tp)]
+        plan = report(analysis, name, graphs[0])
+        return Trial(whole, args, kwargs, analysis, tuple(map(fuse, graphs)), plan, settings)
 
 
 def _copied(model: nn.Module) -> nn.Module:

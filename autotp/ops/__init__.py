@@ -1,4 +1,5 @@
 """Functions that graphs call, on plain tensors, and their backwards: collectives, and operators that work on parts.
 
-The communication of backward, and the work that overlaps with it, is decided here. What may not enter: graphs, rules.
+`collectives` says how backward communicates, `overlapped_linear` what it computes meanwhile. What may not enter: graphs
+and rules.
 """

@@ -51,6 +51,7 @@ from autotp.passes.check.replication import LOCAL_MOVES, cut_of, extended, joine
 from autotp.passes.check.types import CONJUGATES, OperatorCut, Typed, cut_factor, moved_leaf, placements
 from autotp.passes.lower.local_sizes import Target
 from autotp.passes.lower.overlap import separate
+from autotp.passes.plan.infer_axes import Axes
 from autotp.rules.call import arguments_of, outputs_of
 from autotp.sharding.axis import Axis, find, leaves, touches
 from autotp.sharding.grid import is_full, same_cut
@@ -70,6 +71,7 @@ def check(
     trainable: Collection[str],
     to: Target,
     local_outputs: Mapping[int, Layout],
+    axes: Axes | None = None,
 ) -> dict[fx.Node, tuple[Typed, ...]]:
     """Returns the types of all tensors in `lowered`: node -> one type for each of its output tensors.
 
@@ -80,11 +82,12 @@ def check(
         trainable: placeholder names of the parameters and inputs that may require a gradient.
         to: the rank.
         local_outputs: output position -> the layout of an output that stays cut.
+        axes: `infer_axes(graph)`, which is the same for all ranks, if the caller has it.
 
     Raises:
         Error: the types do not fit; names the node, its source line, the rule, the types expected and got.
     """
-    proof = _Checking(graph, held, trainable, to, local_outputs)
+    proof = _Checking(graph, held, trainable, to, local_outputs, axes)
     try:
         separated = separate(lowered)
     except Exception as error:

@@ -16,7 +16,7 @@ from autotp.passes.check.erase import ModelNodes, called, listed, plain
 from autotp.passes.check.local_calls import local_length
 from autotp.passes.check.types import Typed
 from autotp.passes.lower.local_sizes import PARTS, Target
-from autotp.passes.plan.infer_axes import infer_axes
+from autotp.passes.plan.infer_axes import Axes, infer_axes
 from autotp.rules.call import outputs_of
 from autotp.sharding.axis import ONE, Axis, Size, find, touches
 from autotp.sharding.partition import chunk_size
@@ -29,10 +29,12 @@ aten = torch.ops.aten
 class Proof:
     """The facts that are proved about a rank's nodes so far."""
 
-    def __init__(self, graph: fx.Graph, held: Any, trainable: Any, to: Target, local_outputs: Any) -> None:
+    def __init__(
+        self, graph: fx.Graph, held: Any, trainable: Any, to: Target, local_outputs: Any, axes: Axes | None = None
+    ) -> None:
         self.held, self.trainable, self.local_outputs = held, trainable, local_outputs
         self.to = replace(to, parts={})
-        self.axes = infer_axes(graph)
+        self.axes = axes or infer_axes(graph)
         self.model = ModelNodes(graph)
         self.types: dict[fx.Node, tuple[Typed, ...]] = {}
         self.whole: dict[fx.Node, fx.Node] = {}  # Node -> the model's node of whose value it is a part.

@@ -1,1 +1,1 @@
-"""A canonical graph -> the axes of its tensors, and the decision which of them are cut."""
+"""A canonical graph -> the axes of its tensors, and the decision which are cut (`experts` decides about experts)."""

@@ -9,7 +9,7 @@ ORDER = (
     "errors", "source_location", "model_library", "sharding", "ops", "rules", "options", "distributed",
     "passes.builder", "passes.capture", "passes.canonicalize", "passes.plan", "passes.lower", "passes.check",
     "passes.emit", "passes.pipeline",
-    "compiler", "deferred_init", "diagnostics.plan_text", "diagnostics.plan", "diagnostics.report", "runtime",
+    "compiler", "deferred_init", "diagnostics.text_table", "diagnostics.plan", "diagnostics.report", "runtime",
     "diagnostics", "training", "checkpoint", "hf", "api",
 )  # fmt: skip
 ROOT = Path(autotp.__file__).parent.parent

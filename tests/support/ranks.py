@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 PRELOADED = ["torch", "autotp", "torch.export._trace", "transformers.modeling_utils", "graphs", "scripts.warm"]
 """What every rank would import, or most: forked, they have it already. A failure in one of them is not told."""
 HERE = Path(__file__).resolve().parent
+"""`scripts` beside this file has programs: torchrun starts them, but for `warm`, which runs before ranks are forked."""
 ROOT = HERE.parent.parent
 LAST_WORDS = 0.5  # seconds the other ranks have to answer once one has failed
 EXPECTED = (

@@ -83,3 +83,11 @@ def test_a_share_sums_over_those_that_hold_the_same(rank: int) -> None:
     assert not shares(to(rank), typed(Held(TWICE)), "tp", 0, held)  # Over ranks that hold something else.
     assert not shares(to(rank), typed(Held(TWICE)), "dp/2", 0, held)
     assert not shares(to(rank), typed(Held(TWICE)), "tp/2", 0, ())
+
+
+def test_a_share_leaves_nobody_out() -> None:
+    """Of eight ranks, four hold the same: a sum over two of them is no sum."""
+    leaf = grid([(KV, 2, 4)], 8)
+    held = tuple(layout_of((6,), (BOTH,), leaf, 8, "w").shared(0))
+    assert shares(to(0, 8), typed(Held(leaf)), "tp/4", 0, held)
+    assert not shares(to(0, 8), typed(Held(leaf)), "tp/2", 0, held)

@@ -12,7 +12,7 @@ from small_models import RAN, ZEROS, Block, runs, told
 from torch import Tensor, nn
 
 from autotp.passes.capture.capture import capture
-from autotp.passes.capture.repeats.queries import Number, is_object, plain
+from autotp.passes.capture.repeats.queries import Number, as_integer, is_queryable
 from autotp.passes.capture.skeleton import skeleton_of
 
 
@@ -309,7 +309,7 @@ def test_a_number_does_what_an_integer_does() -> None:
     for one in (bool, int, float, str, repr, hash, operator.index, operator.neg, abs, range, [*range(9)].__getitem__):
         used.clear()
         assert one(number) == one(6) and used
-    assert number.bit_length() == 3 and plain(number) == 6 and isinstance(number, int)
+    assert number.bit_length() == 3 and as_integer(number) == 6 and isinstance(number, int)
     assert f"{number:03d}" == "006" and {6: "a"}[number] == "a"
 
 
@@ -336,7 +336,7 @@ class Locked:
 )
 def test_what_is_no_object(value: Any) -> None:
     """It could be got around its methods."""
-    assert not is_object(value) and is_object(Cache())
+    assert not is_queryable(value) and is_queryable(Cache())
 
 
 def test_blocks_with_caches_of_their_own() -> None:

@@ -1,4 +1,4 @@
-"""plan_text: the table that a plan prints as, compared whole; what a step sends; names folded, widths kept."""
+"""plan, text_table: the table that a plan prints as, compared whole; what a step sends; names folded, widths kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.diagnostics.plan import CutRow, Plan, Sent, Traffic, WholeRow
-from autotp.diagnostics.plan_text import WIDTH
+from autotp.diagnostics.text_table import WIDTH
 from autotp.sharding.layout import Layout
 
 X = torch.ones(2, 5, 8)
@@ -39,13 +39,11 @@ h.{0-1}.0.weight  [16@tp, 8]              all-reduce  16 width: linear -> activa
 h.{0-1}.0.bias    [16@tp]                             16 width: linear -> activation -> linear
 h.{0-1}.2.weight  [8, 16@tp]  all-reduce              16 width: linear -> activation -> linear
 
-whole on every rank             shape   why                                     at
-unread                          [3]     nothing reads it on these inputs        ?
-h.{0-1}.2.bias                  [8]     read after the reduction, by every      test_plan_text.py:LOOP
-                                        rank
-last.weight                     [8, 8]  aten.linalg_matrix_exp.default has no   test_plan_text.py:LAST
-                                        rule
-aten.linalg_matrix_exp.default  [8, 8]  no rule: replicated                     test_plan_text.py:LAST
+whole on every rank             shape   why                                         at
+unread                          [3]     nothing reads it on these inputs            ?
+h.{0-1}.2.bias                  [8]     read after the reduction, by every rank     test_plan.py:LOOP
+last.weight                     [8, 8]  aten.linalg_matrix_exp.default has no rule  test_plan.py:LAST
+aten.linalg_matrix_exp.default  [8, 8]  no rule: replicated                         test_plan.py:LAST
 
 parameters  2.5 KB, the fullest rank holds 1.4 KB (56.6%)
 forward     2 all-reduce; 640 B for inputs 2x5x8

@@ -1,4 +1,4 @@
-"""plan_text: formats the rows of a plan as a table; layers that are alike become one row."""
+"""text_table: rows as a table of text; rows of layers that are alike become one row."""
 
 from __future__ import annotations
 
