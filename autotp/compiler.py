@@ -26,7 +26,7 @@ from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.capture import ALWAYS, OFF, capture
 from autotp.passes.capture.captured import NOTHING_OPENED, Captured, Opened
 from autotp.passes.capture.guards.attribute_paths import Path
-from autotp.passes.capture.guards.attribute_writes import Change, apply_changes
+from autotp.passes.capture.guards.attribute_writes import Change, add_hooks, apply_changes
 from autotp.passes.capture.guards.python_state import GradientsWanted
 from autotp.passes.check.check import check
 from autotp.passes.check.types import Typed
@@ -151,7 +151,7 @@ def _autocast(p: Program) -> Program:
 
 
 def _functionalize(p: Program) -> Program:
-    graph, updated = functionalize(p.graph, p.captured.buffers, p.captured.owned)
+    graph, updated = functionalize(p.graph, p.captured.buffers, p.captured.owned, p.captured.constants)
     return replace(p, graph=graph, updated=[*p.captured.assigned, *updated])
 
 
@@ -395,7 +395,9 @@ def captured(
     it = found()
     if options.summed and (it.changes or it.sets) and not it.computes_changes:
         # What a first call settles for good, as which kind of labels there are.
-        apply_changes([c for c in it.changes if isinstance(c, Change)], dict(skeleton.named_modules()), lambda x: x)
+        modules = dict(skeleton.named_modules())
+        apply_changes([c for c in it.changes if isinstance(c, Change)], modules, lambda x: x)
+        add_hooks(it.hooks, modules, lambda module, _: vars(module))
         for name, value in it.sets:
             name.scope.put(name.name, value)
         it = found()

@@ -46,6 +46,10 @@ class ModelLibrary:
         """True for a model that was told to compute activations again in backward."""
         return False
 
+    def is_own_hook(self, hook: Any) -> bool:
+        """True for a forward hook that a model of the library registers for itself, and that may run in each call."""
+        return False
+
     def keep_activations(self, model: Any) -> None:
         """Tells a model to keep every activation for backward."""
 
@@ -91,6 +95,11 @@ def instead_of_expert_loop(model: Any) -> str:
 def recomputes(model: Any) -> bool:
     """True for a model that was told to compute activations again in backward."""
     return any(it.recomputes(model) for it in LIBRARIES)
+
+
+def is_own_hook(hook: Any) -> bool:
+    """True for a hook that a model of some library registers for itself."""
+    return any(it.is_own_hook(hook) for it in LIBRARIES)
 
 
 def keep_activations(model: Any) -> None:

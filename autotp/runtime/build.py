@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from autotp.compiler import analyse
 from autotp.diagnostics.plan_text import Plan, report
 from autotp.distributed.consistency import agree_on_graph
+from autotp.distributed.cut_parameter import CutTensor
 from autotp.distributed.live_models import models
 from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
@@ -83,14 +84,26 @@ def expect_ordinary(model: Any, remedy: str = "parallelize the original model on
     if not isinstance(model, nn.Module):
         raise Error(f"a {_name(model)} is no torch.nn.Module", fix="pass the model itself")
     parallel = set(models())
-    if any(state_of(module) is not None or module in parallel for module in model.modules()):
+    if state_of(model) is not None or any(module in parallel for module in model.modules()):
         raise Error("the model is parallel already", fix=remedy)
+    held = [path for path, module in model.named_modules() if state_of(module) is not None]
+    held += [name for name, p in model.named_parameters() if isinstance(p, CutTensor)]
+    if held:
+        raise _shared(held[0])
     if was_taken(model):
         raise Error(
             "the model was cut before, and its parameters were taken over",
             fix="use what autotp.parallelize or autotp.distribute returned then",
         )
     expect_unwrapped(model)
+
+
+def _shared(name: str) -> Error:
+    return Error(
+        f"`{name}` is part of another parallel model",
+        fix="one module that holds both models and calls the one that is asked for, parallelized once",
+        alternative="models that share nothing: copy.deepcopy",
+    )
 
 
 def _expect_cut(plan: Plan) -> None:

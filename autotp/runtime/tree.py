@@ -39,6 +39,7 @@ class Tree:
         modes: counts how often a module was put into training or evaluation.
         compiles: options of torch.compile for what blocks compute, once they are compiled.
         warned: of what the user was warned, of cut parameters.
+        loaded: counts how often parts were read from a state dict.
     """
 
     mesh: Mesh
@@ -48,6 +49,7 @@ class Tree:
     modes: int = 0
     compiles: Mapping[str, Any] | None = None
     warned: Warned = field(default_factory=Warned)
+    loaded: int = 0
 
     def set_recompute(self, how: Recompute) -> None:
         """Chooses what backward computes again, from the next call on."""
