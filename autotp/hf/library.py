@@ -38,6 +38,10 @@ class Transformers(ModelLibrary):
         """True for a model of which `gradient_checkpointing_enable()` was called."""
         return any(getattr(module, "gradient_checkpointing", False) is True for module in _modules(model))
 
+    def is_own_hook(self, hook: Any) -> bool:
+        """True for those that collect hidden states and attentions: a model registers them in its first such call."""
+        return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+
     def keep_activations(self, model: Any) -> None:
         """What is computed twice is computed alike; autograd's second time has no modes."""
         for module in _modules(model):
