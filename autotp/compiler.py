@@ -27,7 +27,7 @@ from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.capture import ALWAYS, OFF, capture
 from autotp.passes.capture.captured import NOTHING_OPENED, Captured, Opened
 from autotp.passes.capture.guards.attribute_paths import Path
-from autotp.passes.capture.guards.attribute_writes import Change, apply_changes
+from autotp.passes.capture.guards.attribute_writes import Change, add_hooks, apply_changes
 from autotp.passes.capture.guards.python_state import GradientsWanted
 from autotp.passes.check.check import check
 from autotp.passes.check.types import Typed
@@ -175,7 +175,7 @@ def _autocast(p: Program) -> Program:
 
 
 def _functionalize(p: Program) -> Program:
-    graph, updated = functionalize(p.graph, p.captured.buffers, p.captured.owned)
+    graph, updated = functionalize(p.graph, p.captured.buffers, p.captured.owned, p.captured.constants)
     return replace(p, graph=graph, updated=[*p.captured.assigned, *updated])
 
 
@@ -408,8 +408,9 @@ def captured_program(
     found = captured()
     if options.summed and (found.changes or found.sets) and not found.computes_changes:
         # Changes that only a first call makes, for example the kind of labels.
-        changes = [change for change in found.changes if isinstance(change, Change)]
-        apply_changes(changes, dict(skeleton.named_modules()), lambda x: x)
+        changes, modules = [x for x in found.changes if isinstance(x, Change)], dict(skeleton.named_modules())
+        apply_changes(changes, modules, lambda x: x)
+        add_hooks(found.hooks, modules, lambda module, _: vars(module))
         for name, value in found.sets:
             name.scope.put(name.name, value)
         found = captured()

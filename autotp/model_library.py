@@ -45,6 +45,10 @@ class ModelLibrary:
         """True for a model whose gradient checkpointing is on."""
         return False
 
+    def is_own_hook(self, hook: Any) -> bool:
+        """True for a forward hook that a model of the library registers for itself, and that may run in each call."""
+        return False
+
     def keep_activations(self, model: Any) -> None:
         """Switches a model's gradient checkpointing off."""
 
@@ -90,6 +94,11 @@ def instead_of_expert_loop(model: Any) -> str:
 def recomputes(model: Any) -> bool:
     """True for a model whose gradient checkpointing is on."""
     return any(it.recomputes(model) for it in LIBRARIES)
+
+
+def is_own_hook(hook: Any) -> bool:
+    """True for a hook that a model of some library registers for itself."""
+    return any(it.is_own_hook(hook) for it in LIBRARIES)
 
 
 def keep_activations(model: Any) -> None:

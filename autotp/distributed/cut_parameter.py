@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import FrameType
@@ -131,13 +131,15 @@ def _followed(kind: Kind, func: Any, args: Any, kwargs: Any, asked: FrameType | 
     source = next(x for x in given if isinstance(x, CutTensor))
     cut = source.autotp_cut
     if kind is Kind.HOOK and asked is not None:
-        args, kwargs = (args[0], _given_parts(*args[1:], **kwargs, cut=cut)), {}
+        hook = args[1] if len(args) > 1 else kwargs["hook"]
+        args, kwargs = (args[0], PartHook(hook, cut)), {}
     _expect_right(kind, func, cut, args, kwargs, asked)
     try:
         found = func(*args, **kwargs)
     except RuntimeError as error:
-        if any(tuple(x.shape) == cut.layout.shape for x in given):
-            raise _whole_given(cut, func) from error
+        wholes = [x for x in given if not isinstance(x, CutTensor) and _goes_with_whole(x, cut)]
+        if wholes:
+            raise _whole_given(cut, func, wholes[0].shape) from error
         raise
     if asked is None or kind not in RESULTS:
         return found
@@ -161,6 +163,7 @@ def as_cut(parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
         _become(parameter, nn.Parameter)
     if isinstance(parameter, CutTensor):
         parameter.autotp_cut = cut
+    _tell_hooks(parameter, cut)
     return parameter
 
 
@@ -239,11 +242,19 @@ SIZES_THROUGH = ("torch._tensor", "torch.overrides")
 
 def _asked(frame: FrameType | None) -> FrameType | None:
     """Returns the frame of the user's code that made a call (also through `nn.init`); None if there is no such code."""
-    while frame is not None and (name := frame.f_globals.get("__name__")) in THROUGH:
+    while frame is not None and ((name := frame.f_globals.get("__name__")) in THROUGH or _is_layer(frame)):
         if name == "torch.nn.init":
             return _users(frame)
         frame = frame.f_back
     return frame if frame is not None and is_users(frame) else None
+
+
+def _is_layer(frame: FrameType) -> bool:
+    """True in `forward` of a layer of torch's. (Outside the parallel model, it may hold a parameter of the model.)"""
+    name = str(frame.f_globals.get("__name__"))
+    if name == "torch.nn.modules.module":  # What else is there, `.to()` say, torch asks for itself.
+        return frame.f_code.co_name in ("_wrapped_call_impl", "_call_impl")
+    return name.startswith("torch.nn.modules.")
 
 
 def _users(frame: FrameType) -> FrameType:
@@ -262,7 +273,7 @@ def _expect_right(kind: Kind, func: Any, cut: Cut, args: Any, kwargs: Any, asked
     if asked is None:
         return
     if kind is Kind.SET and isinstance(args[1], Tensor) and args[0].shape != args[1].shape == cut.layout.shape:
-        raise _whole_given(cut, func)
+        raise _whole_given(cut, func, args[1].shape)
     if kind is Kind.WHOLE:
         _warn(cut, func.__name__, asked)
 
@@ -317,9 +328,20 @@ def _say(text: str, frame: FrameType) -> None:
     warnings.warn_explicit(text, UserWarning, *at, module=str(frame.f_globals.get("__name__")))
 
 
-def _whole_given(cut: Cut, func: Any) -> Error:
+def _goes_with_whole(x: Tensor, cut: Cut) -> bool:
+    """True for a tensor that could be combined with the whole, element by element, and not with the part."""
+
+    def fits(shape: Sequence[int]) -> bool:
+        sizes = zip(reversed(x.shape), reversed(shape), strict=False)
+        return x.dim() <= len(shape) and all(one in (1, size) for one, size in sizes)
+
+    return fits(cut.layout.shape) and not fits(cut.layout.local_shape(cut.mesh.rank))
+
+
+def _whole_given(cut: Cut, func: Any, shape: Sequence[int]) -> Error:
+    what = "the shape of" if tuple(shape) == cut.layout.shape else "which goes with"
     return Error(
-        f"`{_name_of(func)}` of a tensor {list(cut.layout.shape)}, the shape of the whole `{cut.name}`, and this rank's"
+        f"`{_name_of(func)}` of a tensor {list(shape)}, {what} the whole `{cut.name}`, and this rank's"
         f" part {list(cut.layout.local_shape(cut.mesh.rank))}",
         fix="autotp.load_full_state_dict(model, state), which writes the whole model's state",
         alternative="autotp.gather(tensor) is the whole of a part",
@@ -369,16 +391,26 @@ def _mark_each(found: Any, given: Any) -> None:
             _become_cut(x, source)
 
 
-def _given_parts(hook: Any, *, cut: Cut) -> Any:
-    """Returns a gradient hook that gets the gradient as a part."""
+@dataclass(frozen=True)
+class PartHook:
+    """A hook on a gradient, which gets the gradient as a part."""
 
-    def call(gradient: Tensor) -> Any:
+    hook: Callable[[Tensor], Any]
+    cut: Cut
+
+    def __call__(self, gradient: Tensor) -> Any:
         part = gradient.as_subclass(CutTensor)
-        part.autotp_cut = cut
+        part.autotp_cut = self.cut
         with torch._C._EnableTorchFunction():  # backward itself may have been called through `_followed`.
-            return hook(part)
+            return self.hook(part)
 
-    return call
+
+def _tell_hooks(parameter: nn.Parameter, cut: Cut) -> None:
+    """Has the hooks that were there before get the gradient as the part that it is now, or as the whole."""
+    hooks = parameter._backward_hooks or {}
+    for key, hook in hooks.items():
+        plain = hook.hook if isinstance(hook, PartHook) else hook
+        hooks[key] = plain if cut.layout.dim is None else PartHook(plain, cut)
 
 
 def _tensors(given: Any) -> Iterator[Tensor]:

@@ -38,6 +38,10 @@ class Transformers(ModelLibrary):
         """Whether `gradient_checkpointing_enable()` was called on a model."""
         return any(getattr(module, "gradient_checkpointing", False) is True for module in _modules(model))
 
+    def is_own_hook(self, hook: Any) -> bool:
+        """True for those that collect hidden states and attentions: a model registers them in its first such call."""
+        return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+
     def keep_activations(self, model: Any) -> None:
         """Switches gradient checkpointing off for the capture: autograd would recompute outside the capturing modes."""
         for module in _modules(model):

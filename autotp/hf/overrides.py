@@ -42,7 +42,11 @@ class Saves:
         others = given.keys() - {"max_shard_size"}
         if others:
             names = ", ".join(sorted(others))
-            raise Error(f"a parallel model is not saved with {names}", fix="autotp.save_pretrained(model, path)")
+            raise Error(
+                f"a parallel model is not saved with {names}",
+                fix="autotp.save_pretrained(model, path), on all ranks",
+                alternative='with Trainer: save_strategy="no", and autotp.save_pretrained(model, path) after train()',
+            )
         save_pretrained(cast(nn.Module, self), save_directory, **given)
 
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
@@ -57,6 +61,13 @@ class Saves:
     def is_gradient_checkpointing(self) -> bool:
         """Whether backward computes the activations of blocks again."""
         return bool(self.recompute == "full")
+
+    def resize_token_embeddings(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises Error."""
+        raise Error(
+            "the embeddings of a parallel model are cut, and cannot be resized",
+            fix="resize_token_embeddings on the original model, before autotp.parallelize",
+        )
 
     def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
         """Raises Error."""

@@ -40,7 +40,7 @@ def is_last_backward() -> bool:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A region outside of all modes around it: no_grad, inference mode, transforms, dispatch modes."""
+    """A region outside of no_grad, inference mode, transforms, dispatch modes and saved-tensor hooks around it."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     with (
@@ -48,8 +48,23 @@ def alone() -> Iterator[None]:
         torch.enable_grad(),
         _disable_current_modes(),
         temporarily_clear_interpreter_stack(),
+        _without_saved_tensor_hooks(),
     ):
         yield
+
+
+@contextmanager
+def _without_saved_tensor_hooks() -> Iterator[None]:
+    """A region without hooks on what backward keeps: checkpointing around a call counts what they are given."""
+    hooks, engine = [], torch._C._autograd
+    while (top := engine._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        engine._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            engine._push_saved_tensors_default_hooks(pack, unpack)
 
 
 @contextmanager

@@ -107,6 +107,7 @@ TORCH_ROWS: list[tuple[str, Row]] = [
     ("select.int", Row(m.select)),
     ("split chunk tensor_split.sections tensor_split.indices", Row(m.split, T.SPLIT)),
     ("split_with_sizes", Row(m.split, T.SPLIT, sizes="split_sizes")),
+    ("unsafe_split unsafe_split_with_sizes", Row(traits=T.MAY_ALIAS)),
     ("unbind", Row(m.unbind)),
     ("diagonal", Row(m.diagonal)),
     ("unfold", Row(m.unfold)),

@@ -12,6 +12,7 @@ from autotp.compiler import CallState, analyse
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
 from autotp.distributed.consistency import agree_on_graph
+from autotp.distributed.cut_parameter import CutTensor
 from autotp.distributed.live_models import models
 from autotp.distributed.mesh import Mesh, expect_size
 from autotp.errors import Error
@@ -90,14 +91,26 @@ def expect_ordinary(model: Any, remedy: str = "parallelize the original model on
     if not isinstance(model, nn.Module):
         raise Error(f"a {_name(model)} is not a torch.nn.Module", fix="pass the model itself")
     parallel = set(models())
-    if any(state_of(module) is not None or module in parallel for module in model.modules()):
+    if state_of(model) is not None or any(module in parallel for module in model.modules()):
         raise Error("the model is parallel already", fix=remedy)
+    held = [path for path, module in model.named_modules() if state_of(module) is not None]
+    held += [name for name, p in model.named_parameters() if isinstance(p, CutTensor)]
+    if held:
+        raise _shared(held[0])
     if was_taken(model):
         raise Error(
             "the model was made parallel before, and its parameters are in that parallel model",
             fix="use the model that autotp.parallelize or autotp.distribute returned then",
         )
     expect_unwrapped(model)
+
+
+def _shared(name: str) -> Error:
+    return Error(
+        f"`{name}` is part of another parallel model",
+        fix="one module that holds both models and calls the one that is asked for, parallelized once",
+        alternative="models that share nothing: copy.deepcopy",
+    )
 
 
 def _expect_cut(plan: Plan) -> None:

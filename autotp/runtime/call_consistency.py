@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -13,10 +13,12 @@ from torch import Tensor
 from autotp.distributed.consistency import agree_on_random, checksum, expect_as_first, random_state
 from autotp.distributed.mesh import Mesh, gather_ints
 from autotp.distributed.sharded_tensor import Sharded
+from autotp.errors import Error
 from autotp.passes.capture.guards.argument_keys import argument_key
+from autotp.sharding.layout import Layout
 
 
-def agree_on_call(mesh: Mesh, leaves: Sequence[Any], mode: Any, random: bool) -> None:
+def agree_on_call(mesh: Mesh, leaves: Sequence[Any], mode: Any, random: bool, parts: int = 0) -> None:
     """Raises Error on every rank if some rank has other inputs or another mode, or would draw other random numbers.
 
     Inside a torch.func transform values cannot be read, and nothing is compared.
@@ -25,16 +27,45 @@ def agree_on_call(mesh: Mesh, leaves: Sequence[Any], mode: Any, random: bool) ->
         leaves: the flattened arguments.
         mode: the other facts that select a graph: train or eval, dtypes, autocast.
         random: whether the call draws random numbers.
+        parts: a checksum of the parts that this rank loaded; 0 for none.
     """
     if mesh.size == 1 or torch._C._functorch.peek_interpreter_stack() is not None:
         return
     called = _printed(leaves)
     state = random_state(mesh) if random else 0
-    rows = gather_ints([called, zlib.crc32(repr(mode).encode()), state], mesh)
+    rows = gather_ints([called, zlib.crc32(repr(mode).encode()), state, parts], mesh)
     expect_as_first(rows, 0, mesh, "got other inputs than rank 0", "give every rank of the axis the same batch")
     alike = "model.train(), model.eval(), .to(dtype) and autocast on all ranks alike"
     expect_as_first(rows, 1, mesh, "was called in another mode than rank 0", alike)
     agree_on_random(mesh, [row[2] for row in rows])
+    _expect_own_parts(mesh, [row[3] for row in rows])
+
+
+def checksum_of_parts(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> int:
+    """Returns a number that two ranks share if they hold the same parts; 0 if parts may well be the same.
+
+    Args:
+        tensors: name -> what this rank holds of a parameter.
+        layouts: name -> how it is held.
+    """
+    found = []
+    for name, layout in layouts.items():
+        part = tensors[name].detach()
+        # Several ranks may have the same heads, and initial values may be the same everywhere.
+        if layout.dim is not None and not layout.repeated and part.numel() and bool((part != part.flatten()[0]).any()):
+            found.append(checksum(part))
+    return zlib.crc32(repr(found).encode()) if found else 0
+
+
+def _expect_own_parts(mesh: Mesh, sums: Sequence[int]) -> None:
+    """Raises Error on every rank if some ranks loaded the same parts."""
+    same = [rank for rank, one in enumerate(sums) if one and sums.count(one) > 1]
+    if same:
+        raise Error(
+            f"{mesh.named(same)} loaded the same state_dict, which is of one rank's parts",
+            fix="a file for each rank: save and load model.state_dict() on every rank",
+            alternative="autotp.full_state_dict and autotp.load_full_state_dict, for one file of the whole model",
+        )
 
 
 def _printed(leaves: Sequence[Any]) -> int:

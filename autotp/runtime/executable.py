@@ -28,15 +28,16 @@ from autotp.passes.capture.autocast_regions import Autocast, ambient
 from autotp.passes.capture.captured import NOTHING_OPENED, Captured, InputSize, Opened, OutputAt
 from autotp.passes.capture.guards.argument_keys import argument_key
 from autotp.passes.capture.guards.attribute_paths import TABLES, Path, everything, found_at, put_at
-from autotp.passes.capture.guards.attribute_writes import Change, Write, apply_changes, write_into
+from autotp.passes.capture.guards.attribute_writes import Change, Write, add_hooks, apply_changes, write_into
 from autotp.passes.capture.guards.code_names import CodeName, named
 from autotp.passes.capture.guards.guard import Guard, spelled_places
 from autotp.passes.capture.guards.python_state import NOT_ASKED, GradientsWanted, wanted_now
 from autotp.passes.capture.guards.sizes import Shapes
 from autotp.passes.capture.pytree import flatten, signature_of, states
+from autotp.passes.capture.unsupported.lost_gradients import expect_no_global_hooks
 from autotp.passes.emit.attach_parameters import BlockCall, places, value_at, works
 from autotp.passes.emit.recompute import Recomputed
-from autotp.runtime.call_consistency import agree_on_call
+from autotp.runtime.call_consistency import agree_on_call, checksum_of_parts
 from autotp.runtime.fsdp import dtypes, expect_whole
 from autotp.runtime.graph_digest import digest
 from autotp.runtime.graph_entry import GraphEntry, prepare
@@ -67,6 +68,7 @@ class Executable:
         module: the module.
         tree: the state that all modules of the model share.
         entries: each graph with the key of its calls.
+        seen_loaded: how often parts had been loaded when the ranks last compared them.
         opened: the attributes that are known to change from call to call; graphs have them as inputs.
         seen: the tree's version when the following attributes were computed.
         signature: the signature of the module's forward.
@@ -81,6 +83,7 @@ class Executable:
         self.module, self.tree = module, tree
         self.entries: list[tuple[Key, GraphEntry]] = []
         self.opened = NOTHING_OPENED
+        self.seen_loaded = 0
         self.look_again()
 
     def look_again(self) -> None:
@@ -128,6 +131,7 @@ class Executable:
         key = self._key(leaves, spec, called.autocast, held)
         entry = self._find(key, tensors)
         if not torch.compiler.is_compiling():
+            expect_no_global_hooks()
             expect_own_ranks(self.module, self.mesh, held)
             entry = self._agreed(entry, called, key[3:])
         elif entry is None:
@@ -193,6 +197,7 @@ class Executable:
             found[at] = tensor
         if captured.changes:
             self._change(captured.changes, found, shapes)
+        add_hooks(captured.hooks, self.modules, table_of)
         for name, value in captured.sets:
             name.scope.put(name.name, value)
         return captured.outputs(found, changed)
@@ -253,17 +258,22 @@ class Executable:
             Error: the ranks were called differently, or the model cannot be captured; on every rank.
         """
         check = self.tree.settings.check_inputs
+        if self.seen_loaded != self.tree.loaded:  # What was loaded is compared in the next calls.
+            self.seen_loaded = self.tree.loaded
+            for _, known in self.entries:
+                known.calls = 0
         if entry is not None and (check == "never" or (check == "first" and entry.calls >= CHECKED_CALLS)):
             return entry
         return within(f"{self.name}.forward", lambda: self._checked(entry, called, mode, check))
 
     def _checked(self, entry: GraphEntry | None, called: FlatCall, mode: Key, check: CheckInputs) -> GraphEntry:
+        parts = checksum_of_parts(self.tensors(), self.layouts) if self.tree.loaded and check != "never" else 0
         if entry is None:
             if check != "never":
                 agree_on_call(self.mesh, called.leaves, mode, False)
             entry = self._capture(called)
         if check != "never":
-            agree_on_call(self.mesh, called.leaves, mode, entry.random)
+            agree_on_call(self.mesh, called.leaves, mode, entry.random, parts)
         entry.calls += 1
         return entry
 

@@ -109,6 +109,8 @@ class Part(nn.Module):
                         "load_state_dict: these are not the parts that this rank holds",
                         fix="autotp.load_full_state_dict(model, state), for the original model's state",
                     )
+        if (state := state_of(self)) is not None:
+            state.tree.loaded += 1
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     def extra_repr(self) -> str:

@@ -40,6 +40,7 @@ class Tree:
         modes: counts the calls of `train()` and `eval()` on modules.
         compiles: options of torch.compile for blocks; None if blocks are not compiled.
         warned: the warnings about cut parameters so far.
+        loaded: counts how often parts were read from a state dict.
     """
 
     mesh: Mesh
@@ -49,6 +50,7 @@ class Tree:
     modes: int = 0
     compiles: Mapping[str, Any] | None = None
     warned: Warned = field(default_factory=Warned)
+    loaded: int = 0
 
     def set_recompute(self, how: Recompute) -> None:
         """Sets which values backward computes again, from the next call on."""

@@ -4,12 +4,23 @@
     After:  v = select(x, 1, 0); v1 = fill(v, 3.0); x1 = select_scatter(x, v1, 1, 0); read(x1)
 
 The last value of a buffer that the model updates becomes an extra output, which the runtime writes back.
+
+NOTE [What shares memory]
+Schemas do not tell every view: `einsum` of one operand, `meshgrid` of one tensor and `reshape` return a view for some
+operands, and a copy for others. So if a graph writes, autotp runs each operator that may return a view on fake tensors:
+those whose schema or row says so, and those that torch composes of other operators.
+
+NOTE [What is written without gradients]
+Autograd does not see what is written through `detach()`, and a region under `torch.no_grad` reads its operands through
+`detach()` (`passes/capture/inline.py`). The base then has new values and the gradient of its old values. A graph cannot
+express that, so it is an error if a gradient flows through the base and it is read again, other than through
+`detach()`. If no gradient flows through it, it gets the values without a gradient.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,10 +28,12 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
 from autotp.ops.channels import batch_norm_moving
 from autotp.passes.builder import Builder, evaluated, fake_mode_of
+from autotp.passes.canonicalize.gradient_flow import carries_gradient
 from autotp.rules.call import arguments_of, operator_name, writes
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
@@ -32,17 +45,22 @@ SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten
 """A view of a part of a tensor -> the operator that replaces this part."""
 
 
-def functionalize(graph: fx.Graph, buffers: Collection[str], owned: Collection[str] = ()) -> tuple[fx.Graph, list[str]]:
+def functionalize(
+    graph: fx.Graph, buffers: Collection[str], owned: Collection[str] = (), constants: Collection[str] = ()
+) -> tuple[fx.Graph, list[str]]:
     """Returns the graph without in-place operators, and the names of updated buffers; their new values come last.
 
     Args:
         buffers: placeholder names of the buffers.
         owned: placeholder names of inputs that may be written to, because their new values are outputs.
+        constants: placeholder names of tensors that the model made while it was captured.
 
     Raises:
-        Error: an in-place operator writes into another input, a parameter, or through a view that cannot be inverted.
+        Error: an in-place operator writes into another input, a parameter, through a view that cannot be inverted, or
+            without gradients into a value that a gradient flows through.
     """
-    state = _Versions(Builder(fake_mode_of(graph)))
+    written = any(writes(node) or updates_statistics(node) for node in graph.nodes)
+    state = _Versions(Builder(fake_mode_of(graph)), {*buffers, *owned, *constants}, written)
     for node in graph.nodes:
         if node.op == "output":
             updated = [n for n in graph.nodes if n.op == "placeholder" and n.name in buffers and state.changed(n)]
@@ -61,27 +79,32 @@ class _Versions:
     """The current value of every old node. A view is computed again if its base has changed since.
 
     Attributes:
+        plain: names of the placeholders that no gradient flows to.
+        written: whether the graph writes into memory.
         current: old node -> new node with its current value.
-        base: view -> the node that it is a view of.
+        base: view -> the nodes whose memory it shares.
         seen: view -> version of its base at the time of its value.
         version: root of views -> number of writes.
+        lost: a base of which the graph has the values, and not the gradient -> what wrote to it.
     """
 
-    def __init__(self, builder: Builder) -> None:
-        self.builder = builder
+    def __init__(self, builder: Builder, plain: Collection[str], written: bool) -> None:
+        self.builder, self.plain, self.written = builder, plain, written
         self.current: dict[fx.Node, fx.Node] = {}
-        self.base: dict[fx.Node, fx.Node] = {}
+        self.base: dict[fx.Node, Sequence[fx.Node]] = {}
         self.seen: dict[fx.Node, int] = {}
         self.version: dict[fx.Node, int] = {}
+        self.lost: dict[fx.Node, fx.Node] = {}
 
     def visit(self, node: fx.Node) -> None:
-        source = _viewed(node, self.builder.mode)
-        if source is not None:
-            self.base[node] = source
+        if self.written and (sources := self._viewed(node)):
+            self.base[node] = sources
         self._replay(node)
 
-    def read(self, node: fx.Node) -> Any:
-        """Returns the current value of an old node."""
+    def read(self, node: fx.Node, detached: bool = False) -> Any:
+        """Returns the current value of an old node; `detached` says that no gradient is read with it."""
+        if not detached and self.lost:
+            self._expect_gradient(node)
         if node in self.base and self.seen[node] != self._version(node):
             self._replay(node)
         return self.current[node]
@@ -100,7 +123,7 @@ class _Versions:
         new = self._functional(node, *args)
         self._write(written, new)
         self.version[root] = self.version.get(root, 0) + 1
-        self.current[node], self.base[node], self.seen[node] = self.current[written], written, self._version(written)
+        self.current[node], self.base[node], self.seen[node] = self.current[written], [written], self._version(written)
 
     def move(self, node: fx.Node, writable: Collection[str]) -> None:
         """Replaces a batch norm in training: it updates running statistics, although its schema does not say so."""
@@ -140,29 +163,73 @@ class _Versions:
 
     def _write(self, node: fx.Node, new: fx.Node) -> None:
         """Sets the value of `node` to `new`, and updates the tensor that `node` is a view of."""
-        source = self.base.get(node)
+        source = self._source(node)
         if source is not None:
             rest = fx.map_arg(node.args[1:], lambda n: self.read(n))
-            self._write(source, _scattered(self.builder, node, rest, self.read(source), new))
+            if has(node.target, Trait.NO_GRADIENT):
+                new = self._without_gradient(source, new)
+            self._write(source, _scattered(self.builder, node, rest, self.read(source, detached=True), new))
         self.current[node] = new
         if source is not None:
             self.seen[node] = self._version(node) + 1
 
+    def _without_gradient(self, base: fx.Node, new: fx.Node) -> fx.Node:
+        """Returns what a base gets of a value that is written through `detach()`."""
+        if carries_gradient(self.read(base, detached=True), self.plain, self.builder.mode):
+            assert self.builder.origin is not None  # The operator that writes.
+            self.lost.setdefault(self._tracked_root(base), self.builder.origin)
+        carries = carries_gradient(new, self.plain, self.builder.mode)
+        return self.builder.call(aten.detach.default, new) if carries else new
+
+    def _tracked_root(self, node: fx.Node) -> fx.Node:
+        """Returns the last base of a node that autograd knows as one: `detach()` ends that."""
+        while node in self.base and not has(node.target, Trait.NO_GRADIENT):
+            node = self.base[node][0]
+        return node
+
+    def _expect_gradient(self, node: fx.Node) -> None:
+        writer = self.lost.get(self._tracked_root(node))
+        if writer is not None:
+            raise _refused(
+                writer,
+                "autograd does not see what is written under torch.no_grad or through detach(), and a gradient flows "
+                "through that tensor",
+                "compute a new tensor: `y = x + (new - x).detach()` has the new values and the gradient of x",
+            )
+
     def _replay(self, node: fx.Node) -> None:
         self.builder.origin = node
-        self.builder.env = {n: self.read(n) for n in node.all_input_nodes}
+        detached = has(node.target, Trait.NO_GRADIENT)
+        self.builder.env = {n: self.read(n, detached) for n in node.all_input_nodes}
         # The result of an in-place operator is the tensor that it wrote to: it must not write again.
-        self.current[node] = self.read(self.base[node]) if writes(node) else self.builder.copy(node)
+        self.current[node] = self.read(self.base[node][0]) if writes(node) else self.builder.copy(node)
         if node in self.base:
             self.seen[node] = self._version(node)
 
+    def _viewed(self, node: fx.Node) -> list[fx.Node]:
+        """Returns the nodes whose memory a node shares."""
+        if (
+            node.target is operator.getitem
+        ):  # An item of a split shares memory with its base, an item of a topk does not.
+            several: Any = node.args[0]
+            return [several] if several in self.base else []
+        return _sharing(node, self.builder.mode)
+
+    def _source(self, node: fx.Node) -> fx.Node | None:
+        """Returns the node that a write to a view also changes."""
+        sources = self.base.get(node, ())
+        if len(sources) > 1:
+            raise _refused(node, f"an in-place operator writes through `{node.target}`, a view of several tensors")
+        return sources[0] if sources else None
+
     def _root(self, node: Any) -> fx.Node:
         while node in self.base:
-            node = self.base[node]
+            node = self.base[node][0]
         return node
 
     def _version(self, node: fx.Node) -> int:
-        return self.version.get(self._root(node), 0)
+        """Returns the number of writes to the memory of a node."""
+        return sum(map(self._version, self.base[node])) if node in self.base else self.version.get(node, 0)
 
 
 @cache
@@ -208,30 +275,32 @@ def _written(node: fx.Node) -> Any:
     return found
 
 
-def _viewed(node: fx.Node, mode: FakeTensorMode) -> fx.Node | None:
-    """Returns the node whose memory a node shares; None if it has its own."""
-    if node.target is operator.getitem:  # An item of a split shares memory with its base, an item of a topk does not.
-        several: Any = node.args[0]
-        return several if _viewed(several, mode) is not None else None
-    if not isinstance(node.target, OpOverload):
-        return None
-    schema = node.target._schema
-    aliased = has(node.target, Trait.MAY_ALIAS) or any(r.alias_info is not None for r in schema.returns)
-    source = node.args[0] if aliased and node.args else None
-    return source if isinstance(source, fx.Node) and _shares(node, source, mode) else None
-
-
-def _shares(node: fx.Node, source: fx.Node, mode: FakeTensorMode) -> bool:
-    """True if a result shares memory with its base (`reshape` and `to` may copy); runs it on fake tensors."""
+def _sharing(node: fx.Node, mode: FakeTensorMode) -> list[fx.Node]:
+    """Returns the operands whose memory a result shares: see NOTE [What shares memory]."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return []
+    told = has(target, Trait.MAY_ALIAS) or any(r.alias_info is not None for r in target._schema.returns)
+    if not told and not _is_composed(target):
+        return []
+    operands = [n for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)]
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    at = node.args.index(source)
-    return evaluated(mode, _lies_in, node.target, at, args, kwargs)
+    found = evaluated(mode, _lie_in, target, [n.meta["val"] for n in operands], args, kwargs)
+    return [operands[i] for i in found]
 
 
-def _lies_in(target: Any, at: int, args: Any, kwargs: Any) -> bool:
-    """True if the result of a call shares memory with the argument at this place; a tuple of views always does."""
-    found = target(*args, **kwargs)
-    return not isinstance(found, torch.Tensor) or found.untyped_storage()._cdata == args[at].untyped_storage()._cdata
+@cache
+def _is_composed(op: OpOverload) -> bool:
+    """True for an operator that torch composes of others: these may be views."""
+    return op.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd)
+
+
+def _lie_in(target: Any, operands: Sequence[torch.Tensor], args: Any, kwargs: Any) -> list[int]:
+    """Returns the places of the operands whose memory the result of a call shares; a tuple may share several."""
+    result = target(*args, **kwargs)
+    memory = {x.untyped_storage()._cdata for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)}
+    found = [i for i, x in enumerate(operands) if x.untyped_storage()._cdata in memory]
+    return found[:1] if isinstance(result, torch.Tensor) else found
 
 
 def _scattered(builder: Builder, view: fx.Node, rest: Any, base: Any, new: fx.Node) -> fx.Node:
@@ -260,9 +329,5 @@ def _sizes(builder: Builder, node: fx.Node) -> list[Any]:
     return [n if isinstance(n, int) else builder.call(aten.sym_size.int, node, d) for d, n in enumerate(shape)]
 
 
-def _refused(node: fx.Node, why: str) -> Error:
-    return Error(
-        f"the model changes a tensor in place where autotp cannot follow: {why}",
-        at=line_of(node),
-        fix="write the new value to a new tensor",
-    )
+def _refused(node: fx.Node, why: str, fix: str = "write the new value to a new tensor") -> Error:
+    return Error(f"the model changes a tensor in place where autotp cannot follow: {why}", at=line_of(node), fix=fix)

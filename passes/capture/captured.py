@@ -82,6 +82,7 @@ class Captured:
             the output that holds its new value.
         sets: the plain values that a call sets attributes of classes and globals to.
         wanted: the answers to the model's questions about gradients: the graph is right only for calls with the same.
+        hooks: forward hooks that the call registers: path of the module and hook; only those of a library of models.
     """
 
     graph: fx.Graph
@@ -107,6 +108,7 @@ class Captured:
     into: tuple[tuple[int, int], ...] = ()
     sets: tuple[tuple[CodeName, Any], ...] = ()
     wanted: GradientsWanted = NOT_ASKED
+    hooks: tuple[tuple[str, Any], ...] = ()
 
     @property
     def input_at(self) -> dict[Path, str]:

@@ -104,6 +104,7 @@ def _facts_of_run(flat: Flat, placeholders: _Placeholders, sizes: SizeAssumption
         "results": returned.results,
         "into": tuple(returned.into),
         "sets": tuple(returned.sets),
+        "hooks": tuple(returned.hooks),
     }
 
 

@@ -55,6 +55,7 @@ class Returned:
     before: Opened = NOTHING_OPENED
     moved: frozenset[Path] = frozenset()
     sets: Sequence[tuple[CodeName, Any]] = ()
+    hooks: Sequence[tuple[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,7 @@ class Flat(nn.Module):
             written = [
                 (path, {k: _opened(path, k, v, before) for k, v in new.items()}) for path, new in before.changes()
             ]
+            self.returned.hooks = before.hooks_added()
             assigned = _assigned(buffers, self.model)
             self.returned.sets = of_names.changes()
         finally:

@@ -1,6 +1,7 @@
 """inline: makes nested regions part of the one flat graph.
 
 Before: wrap_with_set_grad_enabled(False, submod, x)      After: y = submod's operators; detach(y)
+Before: the same, where submod writes into memory         After: y = submod's operators on detach(x); detach(y)
 Before: wrap_with_autocast("cpu", ..., submod, x)         After: enter_autocast(...); operators; exit_autocast(...)
 Before: _assert_tensor_metadata(x)                        After: nothing
 """
@@ -13,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
+from autotp.rules.call import writes
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 
@@ -35,8 +38,7 @@ def _inline_node(builder: Builder, node: fx.Node) -> None:
     match str(node.target):
         case "wrap_with_set_grad_enabled":
             enabled, region, *args = node.args
-            found = _region(builder, region, args)
-            builder.env[node] = found if enabled else tuple(_detached(builder, value) for value in found)
+            builder.env[node] = (_region if enabled else _region_without_gradients)(builder, region, args)
         case "wrap_with_autocast":
             device, dtype, enabled, cache, region, *args = node.args
             entered = builder.raw(enter_autocast, (device, dtype, enabled, cache))
@@ -60,10 +62,40 @@ def _nested(node: Any) -> fx.GraphModule | None:
 
 def _region(builder: Builder, region: Any, args: Sequence[Any]) -> tuple[Any, ...]:
     """Inlines a region's graph, called with `args` of the outer graph; returns its outputs in the new graph."""
-    inner = _nested(region).graph  # type: ignore[union-attr]
+    return _inlined(builder, _graph_of(region), [builder.map(arg) for arg in args])
+
+
+def _region_without_gradients(builder: Builder, region: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+    """The same under `torch.no_grad`: its outputs carry no gradient.
+
+    If it writes into memory, it reads through `detach()`: `functionalize` says what that means. A tensor of the outer
+    graph that it writes to and returns is that tensor, with its gradient.
+    """
+    inner, given = _graph_of(region), [builder.map(arg) for arg in args]
+    if not any(writes(node) for node in inner.nodes):
+        return tuple(_detached(builder, value) for value in _inlined(builder, inner, given))
+    found = _inlined(builder, inner, [_detached(builder, value) for value in given])
+    outer = dict(zip((node for node in inner.nodes if node.op == "placeholder"), given, strict=True))
+    returned = [_written_to(node) for node in pytree.arg_tree_leaves(inner.output_node().args[0])]
+    pairs = zip(returned, found, strict=True)
+    return tuple(outer[node] if node in outer else _detached(builder, value) for node, value in pairs)
+
+
+def _written_to(node: Any) -> Any:
+    """Returns the tensor that an in-place operator returns."""
+    while isinstance(node, fx.Node) and writes(node) and node.args:
+        node = node.args[0]
+    return node
+
+
+def _graph_of(region: Any) -> fx.Graph:
+    return _nested(region).graph  # type: ignore[union-attr]
+
+
+def _inlined(builder: Builder, inner: fx.Graph, given: Sequence[Any]) -> tuple[Any, ...]:
+    """Copies a nested graph, called with values of the new graph; returns its outputs."""
     places = [node for node in inner.nodes if node.op == "placeholder"]
-    for place, arg in zip(places, args, strict=True):
-        builder.env[place] = builder.map(arg)
+    builder.env.update(zip(places, given, strict=True))
     for node in inner.nodes:
         if node.op not in ("placeholder", "output"):
             _inline_node(builder, node)

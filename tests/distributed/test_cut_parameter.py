@@ -53,6 +53,13 @@ def differentiated(w: Tensor) -> Tensor:
         return torch.autograd.grad(w * 2, [w], torch.ones(w.shape, dtype=w.dtype))[0].norm()
 
 
+def in_a_layer(w: Tensor) -> None:
+    """A layer of torch's outside the model has the parameter, too."""
+    layer = nn.Embedding(30, 8)
+    layer.weight = w  # type: ignore[assignment]
+    layer(torch.tensor([1, 2]))
+
+
 WRONG: list[tuple[str, Any]] = [
     ("norm", lambda w: w.norm()),
     ("sum", lambda w: w.sum()),
@@ -78,6 +85,7 @@ WRONG: list[tuple[str, Any]] = [
     ("_foreach_norm", lambda w: torch._foreach_norm(torch._foreach_mul([w, w], 2.0))),
     ("add", lambda w: w.data + torch.ones(2, 1, 1, dtype=w.dtype)),
     ("norm", hooked),
+    ("embedding", in_a_layer),
     ("norm", differentiated),
     ("norm", lambda w: torch.zeros(w.shape, dtype=w.dtype).add_(w.data).norm()),
     ("view", lambda w: nn.utils.parameters_to_vector([w])),
@@ -106,6 +114,16 @@ def what_is_wrong_on_parts(rank: int, n: int) -> None:
         with torch.no_grad(), silence():
             do(parallel.up.weight)  # Once.
             do(nn.Parameter(torch.zeros(30, 8, dtype=torch.float64)))
+
+
+@checks.on(2)
+def a_hook_that_was_there_before(rank: int, n: int) -> None:
+    """A hook on a gradient gets the part as a part."""
+    whole = Net()
+    whole.up.weight.register_hook(lambda grad: grad / (grad.norm() + 1))
+    parallel = autotp.parallelize(whole, n, example_inputs=(x(),))
+    with pytest.warns(UserWarning, match="`up.weight` is this rank's part .* and `norm` is computed of the part only"):
+        parallel(x()).sum().backward()
 
 
 @checks.on(2)
@@ -184,6 +202,7 @@ def everything_that_is_right(parallel: Any) -> None:
 def wholes_are_not_written_over_parts(rank: int, n: int) -> None:
     parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
     weight, whole = parallel.up.weight, torch.zeros(30, 8, dtype=torch.float64)
+    given = {"mul": "[30, 1], which goes with"}
     with torch.no_grad():
         for name, write in {
             "data": lambda: setattr(weight, "data", whole),
@@ -191,11 +210,13 @@ def wholes_are_not_written_over_parts(rank: int, n: int) -> None:
             "copy_": lambda: weight.data.copy_(whole),
             "add_": lambda: weight.add_(whole),
             "lerp_": lambda: weight.detach().lerp_(whole, 0.5),
+            "mul": lambda: weight * whole[:, :1],
         }.items():
             with pytest.raises(autotp.Error) as raised:
                 write()
             assert str(raised.value) == (
-                f"`{name}` of a tensor [30, 8], the shape of the whole `up.weight`, and this rank's part [15, 8]\n"
+                f"`{name}` of a tensor {given.get(name, '[30, 8], the shape of')} the whole `up.weight`, and this "
+                "rank's part [15, 8]\n"
                 "  try      autotp.load_full_state_dict(model, state), which writes the whole model's state\n"
                 "  or       autotp.gather(tensor) is the whole of a part"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,20 @@ OTHERS: dict[str, tuple[str, str, Inputs]] = {
     "xlnet": ("XLNetConfig", "XLNetLMHeadModel", {"d_model": 48, "n_layer": 2, "n_head": 6, "d_inner": 80}),
 }  # fmt: skip
 """Families that are not in the table, for what is odd in them."""
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.rare)])
+def test_hidden_states_again(name: str) -> None:
+    """The hooks that collect them are registered in the first such call, and are there in a call of another kind."""
+    torch.manual_seed(0)
+    model, given = tiny(name)
+    parallel = autotp.parallelize(copy.deepcopy(model.eval()), 1, example_inputs=given)
+    for wanted in (False, True, False, True):
+        for rows in (2, 1):
+            inputs = {key: x[:rows] for key, x in given.items()} | {"output_hidden_states": wanted}
+            found, expected = parallel(**inputs).hidden_states, model(**inputs).hidden_states
+            assert (found is None) == (expected is None)
+            torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # in transformers

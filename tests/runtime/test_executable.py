@@ -9,6 +9,7 @@ import torch
 from ranks import Checks
 from small_models import VOCAB, both, expect_gradients, gpt, signatures_met, tokens
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autotp
 from autotp.distributed.sharded_tensor import Sharded
@@ -36,6 +37,20 @@ def further_signatures(rank: int, n: int) -> None:
     for mode in (False, True, False):
         torch.testing.assert_close(parallel.train(mode)(x), whole.train(mode)(x))
     assert signatures_met(parallel) == before + 1
+
+
+@checks.on(2)
+def under_checkpointing(rank: int, n: int) -> None:
+    """torch's checkpointing around a call counts what is saved: a capture saves nothing that it sees."""
+    whole, parallel = both(n, gpt().double().train())
+    for x, y in (tokens(), tokens(2, 5)):
+        for model in (whole, parallel):
+            model.zero_grad()
+            checkpoint(model, x, y, use_reentrant=False).backward()
+        expect_gradients(whole, parallel)
+    with torch.autograd.graph.save_on_cpu():
+        loss = parallel.eval()(*tokens())
+    torch.testing.assert_close(loss, whole.eval()(*tokens()))
 
 
 @checks.on(2)

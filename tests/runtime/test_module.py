@@ -89,6 +89,31 @@ def local_state(rank: int, n: int) -> None:
 
 
 @checks.on(2)
+def the_state_of_another_rank(rank: int, n: int) -> None:
+    """A file of one rank, as a loop of replicas writes it, on all ranks: an error, in the next call of any kind."""
+    parallel = autotp.parallelize(Headed().double(), n, example_inputs=torch.randn(3, 8, dtype=torch.float64))
+    x = torch.ones(3, 8, dtype=torch.float64)
+    own = {name: tensor.clone() for name, tensor in parallel.state_dict().items()}
+    of_first = [own if rank == 0 else None]
+    torch.distributed.broadcast_object_list(of_first)
+    expected = parallel(x)
+    for _ in range(3):  # Ranks compare the first calls in any case.
+        parallel(x)
+    parallel.load_state_dict(of_first[0])
+    with pytest.raises(autotp.Error) as error:
+        parallel(x)
+    assert str(error.value) == (
+        "Headed.forward: tp ranks 0, 1 loaded the same state_dict, which is of one rank's parts\n"
+        "  try      a file for each rank: save and load model.state_dict() on every rank\n"
+        "  or       autotp.full_state_dict and autotp.load_full_state_dict, for one file of the whole model"
+    )
+    parallel.load_state_dict(own)
+    assert torch.equal(parallel(x), expected)
+    parallel.up.load_state_dict({name: torch.ones_like(value) for name, value in parallel.up.state_dict().items()})
+    parallel(x)  # Initial values may be the same on all ranks.
+
+
+@checks.on(2)
 def copies(rank: int, n: int) -> None:
     """A deep copy is a model of its own, whose further captures are its own; pickling says what to do instead."""
     whole, parallel = both(n, gpt().double().train())

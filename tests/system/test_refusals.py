@@ -158,6 +158,27 @@ def parallel_already(rank: int, n: int) -> None:
 
 
 @checks.on(2)
+def what_two_models_share(rank: int, n: int) -> None:
+    """A module or a parameter that is cut as the first model's is no whole of the second."""
+    first = autotp.parallelize(gpt(n_layer=1), n)
+    for share, name in (
+        (lambda other: setattr(other, "h", first.h), "h"),
+        (lambda other: setattr(other.wte, "weight", first.wte.weight), "wte.weight"),
+    ):
+        second = gpt(n_layer=1)
+        share(second)
+        assert message(lambda second=second: autotp.parallelize(second, n)) == (
+            f"parallelize(GPT, tp=2): `{name}` is part of another parallel model\n"
+            "  try      one module that holds both models and calls the one that is asked for, parallelized once\n"
+            "  or       models that share nothing: copy.deepcopy"
+        )
+    second = gpt(n_layer=1)
+    second.ln_f = first.ln_f.__class__(48)
+    second.ln_f.weight = first.ln_f.weight
+    autotp.parallelize(second, n)(*tokens(seq=4))
+
+
+@checks.on(2)
 def parts(rank: int, n: int) -> None:
     """What a part of a parallel model cannot do."""
     block = autotp.parallelize(gpt(n_layer=1), n).h[0]

@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from autotp.errors import Error
+from autotp.model_library import is_own_hook
 from autotp.passes.capture.guards.attribute_paths import (
     INTERNAL,
     LARGEST,
@@ -108,6 +110,7 @@ class Before:
             owner, _, key = name.rpartition(".")
             self.places[id(tensor)] = owner, TABLES, key
         self.tables = {path: _tables(module) for path, module in self.modules.items()}
+        self.hooks = {path: _hooks(module) for path, module in self.modules.items()}
         self.aside = list(_aside(model, set(self.places)))
 
     def changes(self) -> list[tuple[Path, dict[Any, Any]]]:
@@ -127,6 +130,26 @@ class Before:
             found += [((path, TABLES), new)] if new else []
         return found
 
+    def hooks_added(self) -> list[tuple[str, Any]]:
+        """Returns the forward hooks that a library of models has registered for itself: path of the module and hook.
+
+        Raises:
+            Error: forward registers or removes another hook. All attributes are restored then.
+        """
+        found = []
+        for path, module in self.modules.items():
+            for name, now in _hooks(module).items():
+                was = self.hooks[path][name]
+                new = [hook for key, hook in now.items() if key not in was]
+                if was.keys() - now.keys() or any(name != "_forward_hooks" or not is_own_hook(hook) for hook in new):
+                    self.restore()
+                    raise Error(
+                        f"forward registers or removes a hook on `{path or 'the model'}`: later calls would not do so",
+                        fix="register the hook before autotp.parallelize",
+                    )
+                found += [(path, hook) for hook in new]
+        return found
+
     def at(self, path: Path) -> Any:
         """Returns the value that is now at a path."""
         return found_at(self.modules, path)
@@ -142,6 +165,9 @@ class Before:
             ):
                 table.clear()
                 table.update(was)
+            for name, hooks in self.hooks[path].items():
+                vars(module)[name].clear()
+                vars(module)[name].update(hooks)
         for where, value, content in self.aside:
             loose = where.startswith(OF_FORWARD) and not any(isinstance(x, Tensor) for _, x in children(value))
             if not loose and not same_content(content_of(value), content):
@@ -242,6 +268,23 @@ def _refill(table: dict[str, Any], content: Mapping[str, Any]) -> None:
 
 def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     return dict(module._parameters), dict(module._buffers), dict(module._modules)
+
+
+def _hooks(module: nn.Module) -> dict[str, dict[int, Any]]:
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return {name: dict(vars(module)[name]) for name in names}
+
+
+def add_hooks(hooks: Sequence[tuple[str, Any]], modules: Mapping[str, nn.Module], table: Callable[..., Any]) -> None:
+    """Adds forward hooks that a captured call registered.
+
+    Args:
+        hooks: path of a module and hook.
+        table: returns where a module keeps an attribute of a name.
+    """
+    for path, hook in hooks:
+        own = table(modules[path], "_forward_hooks")["_forward_hooks"]
+        own[RemovableHandle(own).id] = hook
 
 
 def is_new(now: Any, then: Any) -> bool:

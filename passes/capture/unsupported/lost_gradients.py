@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -30,6 +31,7 @@ def nothing_lost(model: nn.Module) -> Iterator[None]:
 
     Checkpointed functions run without checkpointing: that changes no number.
     """
+    expect_no_global_hooks()
     _expect_no_backward_hooks(model)
     apply = torch.autograd.Function.__dict__["apply"]
 
@@ -50,6 +52,27 @@ def nothing_lost(model: nn.Module) -> Iterator[None]:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
 
 
+GLOBAL_HOOKS = (
+    module._global_forward_hooks, module._global_forward_pre_hooks, module._global_backward_hooks,
+    module._global_backward_pre_hooks,
+)  # fmt: skip
+"""torch's tables of hooks on all modules."""
+
+
+def expect_no_global_hooks() -> None:
+    """Raises Error for a hook of the user's on all modules: the modules of a parallel model are not called one by one.
+
+    torch's own, as its flop counter's, only follow which module is called.
+    """
+    hooks = [hook for table in GLOBAL_HOOKS if table for hook in table.values()]
+    if any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks):
+        raise Error(
+            "a hook on all modules (`register_module_forward_hook` and its kin) would not run for parts of the model",
+            fix="hooks on single modules, registered before autotp.parallelize, or on the whole parallel model",
+            alternative="remove the hook while the parallel model is called",
+        )
+
+
 class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in TENSOR_HOOKS:
@@ -65,8 +88,8 @@ def _lost(what: str, instead: str) -> Error:
 
 
 def _expect_no_backward_hooks(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
+    for name, part in model.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
             raise Error(
                 f"the backward hook on `{name or 'the model'}` would be lost: a graph of the model does not have it",
                 fix="remove it, or register it on what autotp.parallelize returns",

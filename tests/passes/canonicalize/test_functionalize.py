@@ -73,7 +73,7 @@ def test_the_docstrings_example() -> None:
 )
 def test_views(make: Callable[..., Any]) -> None:
     graph = draft(make, x=X)
-    found, _ = functionalize(graph, [])
+    found, _ = functionalize(graph, [], constants=["x"])
     assert not any(kind.endswith("_") for kind in ops(found))
     expect_same(graph, found, [X])
 
@@ -189,6 +189,99 @@ def test_what_may_be_a_view(maybe: tuple[Any, ...], changed: str, before: Any) -
 
     graph = draft(make, x=some(3, 4))
     expect_same(graph, functionalize(graph, [])[0], [some(3, 4)])
+
+
+HIDDEN = {
+    "einsum": (aten.einsum.default, "abc->cab"),
+    "meshgrid": (aten.meshgrid.indexing,),
+    "cartesian": (aten.cartesian_prod.default,),
+    "unsafe-split": (aten.unsafe_split.Tensor, 2),
+    "unsafe-chunk": (aten.unsafe_chunk.default, 2, -1),
+    "several": (aten.broadcast_tensors.default,),
+}
+"""Views that no schema tells of: with what is before the operand, or behind."""
+
+
+def hidden_view(call: Any, name: str, x: Any) -> Any:
+    target, *rest = HIDDEN[name]
+    several = {"einsum": (*rest, [x]), "meshgrid": ([x],), "cartesian": ([x],), "several": ([x, x],)}
+    view = call(target, *several.get(name, (x, *rest)), **({"indexing": "ij"} if name == "meshgrid" else {}))
+    return view if name in ("einsum", "cartesian") else call(operator.getitem, view, 0)
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_view_that_its_schema_hides(name: str) -> None:
+    """It shows what is written to its base behind it, and nothing is written through it."""
+    value = some(6) if name in ("meshgrid", "cartesian") else some(2, 3, 4)
+
+    def base_written(call: Any, x: Any) -> Any:
+        base = call(aten.mul.Tensor, x, 2.0)
+        view = hidden_view(call, name, base)
+        call(aten.add_.Scalar, base, 1)
+        return call(aten.exp.default, view)
+
+    def view_written(call: Any, x: Any) -> Any:
+        base = call(aten.mul.Tensor, x, 2.0)
+        call(aten.add_.Scalar, hidden_view(call, name, base), 1)
+        return base
+
+    graph = draft(base_written, x=value)
+    expect_same(graph, functionalize(graph, [])[0], [value])
+    with pytest.raises(Error, match="an in-place operator writes through"):
+        functionalize(draft(view_written, x=value), [])
+
+
+def detached(made: Any) -> Any:
+    """Writes through `detach()` into what `made` computes of the input."""
+
+    def make(call: Any, x: Any) -> Any:
+        base = made(call, x)
+        call(aten.copy_.default, call(aten.select.int, call(aten.detach.default, base), 0, 1), x)
+        return base
+
+    return make
+
+
+PLAIN = {
+    "zeros": lambda call, x: call(aten.zeros_like.default, call(aten.stack.default, [x, x])),
+    "detached": lambda call, x: call(aten.detach.default, call(aten.stack.default, [x, x])),
+    "compared": lambda call, x: call(aten.gt.Scalar, call(aten.stack.default, [x, x]), 0),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_is_written_without_gradients_has_none(name: str) -> None:
+    """The base has the value that was written, and no gradient of it."""
+    graph = draft(detached(PLAIN[name]), x=X)
+    found, _ = functionalize(graph, [])
+    expect_same(graph, found, [X])
+    given = X.clone().requires_grad_()
+    (result,) = run(found, [given])
+    assert not result.requires_grad
+
+
+@pytest.mark.parametrize("name", ["value", "view", "assigned"])
+def test_no_write_without_gradients_where_one_flows(name: str) -> None:
+    bases = {
+        "value": lambda call, x: call(aten.stack.default, [x, x]),
+        "view": lambda call, x: call(aten.view.default, call(aten.stack.default, [x, x]), [2, *X.shape]),
+        "assigned": assigned,
+    }
+    with pytest.raises(Error) as error:
+        functionalize(draft(detached(bases[name]), x=X), [])
+    assert str(error.value) == (
+        "the model changes a tensor in place where autotp cannot follow: autograd does not see what is written under "
+        "torch.no_grad or through detach(), and a gradient flows through that tensor\n"
+        "  at       ?\n"
+        "  try      compute a new tensor: `y = x + (new - x).detach()` has the new values and the gradient of x"
+    )
+
+
+def assigned(call: Any, x: Any) -> Any:
+    """Zeros, a part of which was set to a value that a gradient flows through."""
+    base = PLAIN["zeros"](call, x)
+    call(aten.copy_.default, call(aten.select.int, base, 0, 0), x)
+    return base
 
 
 def test_buffers() -> None:

@@ -7,6 +7,8 @@ import torch
 from graphs import Function, lines, ops, run, some
 from torch import Tensor
 
+from autotp.errors import Error
+from autotp.passes.canonicalize.functionalize import functionalize
 from autotp.passes.capture.capture import capture
 
 X = some(3, 4, dtype=torch.float32)
@@ -32,6 +34,30 @@ def two_values(x: Tensor) -> Tensor:
     with torch.no_grad():
         value, at = x.max(-1)
     return x.gather(-1, at[:, None]) * value[:, None]
+
+
+def written_without_grad(x: Tensor) -> Tensor:
+    """Of what is written where no gradient is wanted none flows, nor through the zeros that it was written into."""
+    y = torch.zeros_like(x)
+    with torch.no_grad():
+        y[:, 0] = x[:, 0].exp()
+        y.mul_(2)
+    return x * y
+
+
+def written_inside(x: Tensor) -> Tensor:
+    """What the region makes for itself it may write into."""
+    with torch.no_grad():
+        y = x.exp()
+        y[:, 0].zero_()
+    return x * y
+
+
+def written_to_a_detached_value(x: Tensor) -> Tensor:
+    """The value is not read again, but through `detach()`."""
+    y = x.exp().detach()
+    y.clamp_(max=1.0)
+    return x * y
 
 
 def autocast(x: Tensor) -> Tensor:
@@ -83,3 +109,46 @@ def test_only_floating_results_are_detached() -> None:
     graph = capture(Function(two_values), (X,), {}).graph
     found = [line for line in lines(graph) if "detach" in line]
     assert len(found) == 2 and all("getitem" in line for line in found[:1]), found
+
+
+@pytest.mark.parametrize("function", [written_without_grad, written_inside, written_to_a_detached_value])
+def test_what_is_written_without_gradients(function: Callable[..., Tensor]) -> None:
+    graph, _ = functionalize(capture(Function(function), (X,), {}).graph, [])
+    outputs, gradients = [], []
+    for call in (function, lambda x: run(graph, [x])[0]):
+        x = X.clone().requires_grad_()
+        outputs.append(call(x))
+        gradients.append(torch.autograd.grad(outputs[-1].sum(), x)[0])
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+def written_value(x: Tensor) -> Tensor:
+    y = x * 2
+    with torch.no_grad():
+        y.clamp_(max=1.0)
+    return y
+
+
+def written_view(x: Tensor) -> Tensor:
+    y = x * 2
+    with torch.no_grad():
+        y[:, 0].zero_()
+    return y
+
+
+def written_and_returned(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = (x * 2).add_(1)
+        with torch.enable_grad():
+            z = x * 3
+        z.mul_(2)
+    return y + z
+
+
+@pytest.mark.parametrize("function", [written_value, written_view, written_and_returned])
+def test_what_has_a_gradient_is_not_written_without(function: Callable[..., Tensor]) -> None:
+    """torch gives the new value the gradient of the old one, which no graph of values can."""
+    graph = capture(Function(function), (X,), {}).graph
+    with pytest.raises(Error, match=r"autograd does not see what is written under torch.no_grad or through detach\(\)"):
+        functionalize(graph, [])

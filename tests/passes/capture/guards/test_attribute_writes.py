@@ -378,6 +378,39 @@ def test_what_a_function_holds_is_refused(how: str, where: str) -> None:
     assert seen == [] and not isinstance(model, autotp.ParallelModule)
 
 
+class HooksItself(Mlp):
+    """Registers a hook in the first call, for good or for this call; or removes one that was there."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.is_hooked = how, False
+        self.handle = self.up.register_forward_hook(lambda module, args, y: y + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "removed":
+            self.handle.remove()
+        elif not self.is_hooked or self.how == "for the call":
+            handle = self.up.register_forward_hook(lambda module, args, y: y * 2)
+            self.is_hooked = True
+            y = self.mlp(x)
+            if self.how == "for the call":
+                handle.remove()
+            return y
+        return self.mlp(x)
+
+
+@pytest.mark.parametrize("how", ["for good", "removed"])
+def test_a_hook_that_forward_registers_is_refused(how: str) -> None:
+    """A later capture would not find it."""
+    with pytest.raises(autotp.Error) as raised:
+        autotp.verify(HooksItself(how).double(), 2, example_inputs=(x(),))
+    assert str(raised.value) == (
+        "verify(HooksItself, tp=2): forward registers or removes a hook on `up`: later calls would not do so\n"
+        "  try      register the hook before autotp.parallelize"
+    )
+    assert autotp.verify(HooksItself("for the call").double(), 2, example_inputs=(x(),)).ok
+
+
 class Lazily(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "late"):

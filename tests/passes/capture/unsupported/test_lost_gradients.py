@@ -5,7 +5,9 @@ import torch
 from errors import line_of
 from small_models import Plain
 from torch import Tensor, nn
+from torch.nn.modules import module
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import autotp
 
@@ -88,3 +90,33 @@ class Operator(Plain):
 
 def test_an_operators_own_backward_is_not_lost() -> None:
     assert autotp.verify(Operator(), 2, example_inputs=X).ok
+
+
+@pytest.mark.parametrize(
+    "register",
+    ["register_module_forward_hook", "register_module_forward_pre_hook", "register_module_full_backward_hook"],
+)
+def test_a_hook_on_all_modules(register: str) -> None:
+    """It would run at capture only, and a graph would keep what it did then. torch's own follow what is called."""
+    handle = getattr(module, register)(lambda *given: None)
+    try:
+        with pytest.raises(autotp.Error) as error:
+            autotp.verify(Checkpointed(), 2, example_inputs=X)
+        assert str(error.value) == (
+            "verify(Checkpointed, tp=2): a hook on all modules (`register_module_forward_hook` and its kin) would not "
+            "run for parts of the model\n"
+            "  try      hooks on single modules, registered before autotp.parallelize, or on the whole parallel model\n"
+            "  or       remove the hook while the parallel model is called"
+        )
+    finally:
+        handle.remove()
+    parallel = autotp.parallelize(Checkpointed(), 1, example_inputs=X)
+    handle = getattr(module, register)(lambda *given: None)
+    try:
+        with pytest.raises(autotp.Error, match="a hook on all modules"):
+            parallel(X)
+    finally:
+        handle.remove()
+    with FlopCounterMode(display=False) as flops:
+        parallel(X)
+    assert flops.get_total_flops() > 0

@@ -1,0 +1,59 @@
+"""gradient_flow: whether a gradient may flow from a value of a graph to a parameter or an input."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from autotp.passes.builder import evaluated
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
+
+
+def carries_gradient(node: fx.Node, plain: Collection[str], mode: FakeTensorMode) -> bool:
+    """True if a gradient may flow through a value.
+
+    Args:
+        plain: names of the placeholders that no gradient flows to.
+        mode: the fake mode of the graph.
+    """
+    queue, known = [node], {node}
+    while queue:
+        one = queue.pop()
+        if one.op == "placeholder" and one.name not in plain and _is_floating(one.meta.get("val")):
+            return True
+        if one.op == "call_function" and _passes_gradient(one, mode):
+            before = set(one.all_input_nodes) - known
+            queue += before
+            known |= before
+    return False
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _passes_gradient(node: fx.Node, mode: FakeTensorMode) -> bool:
+    """True if a gradient may flow from a result to an operand. An operator of torch's is called on fake tensors."""
+    if not isinstance(node.target, OpOverload):
+        return not has(node.target, Trait.NO_GRADIENT)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return bool(evaluated(mode, _wants_gradient, node.target, args, kwargs))
+
+
+def _wants_gradient(target: Any, args: Any, kwargs: Any) -> bool:
+    """True if a result of a call wants a gradient, where each operand does."""
+
+    def wanting(x: torch.Tensor) -> torch.Tensor:
+        return x.detach().requires_grad_(_is_floating(x))
+
+    with torch.enable_grad():
+        args, kwargs = pytree.tree_map_only(torch.Tensor, wanting, (args, kwargs))
+        result = target(*args, **kwargs)
+    return any(x.requires_grad for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor))
