@@ -162,7 +162,7 @@ def of_some_parameters(rank: int, n: int, folder: str) -> None:
 def test_refused_on_every_rank(tmp_path: Path) -> None:
     good = tmp_path / "good"
     run_ranks(written, 2, str(good), (2, 1, 1), 0.0, {}, timeout=100)
-    run_ranks(newer, 2, str(tmp_path / "newer"), timeout=100, alone=True)
+    run_ranks(newer, 2, str(tmp_path / "newer"), timeout=100)
     run_ranks(of_some_parameters, 2, str(tmp_path / "some"), timeout=100)
     for name in ("truncated", "missing", "garbled", "renamed"):
         shutil.copytree(good, tmp_path / name)
