@@ -1,12 +1,11 @@
-"""Connects parallel models with transformers' `generate`: caches, decoding loops, logits processors.
+"""Connects parallel models with transformers' `generate`: decoding loops, logits processors.
 
 Nothing here imports transformers before the user has.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -16,49 +15,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from autotp.distributed.gather import gather_all, marked
 from autotp.distributed.mesh import Mesh, broadcast_from_first, expect_alike, follow_first_random_state, waiting
 from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error, within
+from autotp.hf.caches import is_state
 from autotp.hf.sampling import EXCLUDED, CutScores, FewScores
-
-# ---- caches
-
-COUNTS = ("cumulative_length", "cumulative_length_int")
-"""Attributes of a cache's layer that grow with each token."""
-
-
-def is_state(x: Any) -> bool:
-    """Whether an object is a key-value cache or a layer of one: it holds tensors, and a call changes it."""
-    caches = sys.modules.get("transformers.cache_utils")
-    names = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin")
-    return any(isinstance(x, getattr(caches, name)) for name in names if hasattr(caches, name))
-
-
-def shown_attribute(name: str, value: Any) -> Any:
-    """Returns an attribute of a cache in a form that pytree can flatten; a count as a tensor's size, so it can vary.
-
-    Raises:
-        Error: the cache moves its tensors to other devices, or quantizes them.
-    """
-    if (name == "offloading" and value) or name == "q_group_size":
-        how = "offloaded" if name == "offloading" else "quantized"
-        raise Error(f"a cache that is {how} cannot be cut", fix='cache_implementation="dynamic" or "static"')
-    if name in COUNTS and isinstance(value, int | torch.SymInt):
-        return torch.zeros((), dtype=torch.bool).expand(value)
-    return None if isinstance(value, torch.device) else value
-
-
-def read_attribute(name: str, value: Any, among: Sequence[Any]) -> Any:
-    """Returns the attribute that `shown_attribute` was given. among: all attributes of the cache, to find its device"""
-    if name in COUNTS and isinstance(value, Tensor) and value.dim() == 1:
-        return value.shape[0]
-    if name.endswith("device"):
-        return next((x.device for x in pytree.tree_leaves(list(among)) if isinstance(x, Tensor) and x.dim() > 2), None)
-    return value
-
 
 # ---- generate
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from autotp.hf import generation, overrides
+from autotp.hf import caches, overrides
 from autotp.model_library import ModelLibrary
 from autotp.rules.products import grouped_mm
 
@@ -24,15 +24,15 @@ class Transformers(ModelLibrary):
 
     def is_state(self, x: Any) -> bool:
         """Whether an object is a key-value cache or a layer of one."""
-        return generation.is_state(x)
+        return caches.is_state(x)
 
     def shown_attribute(self, name: str, value: Any) -> Any:
         """Returns an attribute of a cache in a form that pytree can flatten."""
-        return generation.shown_attribute(name, value)
+        return caches.shown_attribute(name, value)
 
     def read_attribute(self, name: str, value: Any, among: Sequence[Any]) -> Any:
         """Returns the attribute that `shown_attribute` was given."""
-        return generation.read_attribute(name, value, among)
+        return caches.read_attribute(name, value, among)
 
     def recomputes(self, model: Any) -> bool:
         """Whether `gradient_checkpointing_enable()` was called on a model."""

@@ -46,6 +46,7 @@ from autotp.sharding.boxes import local_of
 from autotp.sharding.layout import Layout
 from autotp.source_location import block_in
 from autotp.training import process_groups as groups
+from autotp.training.compute_dtype import cast_arguments, parameter_reader
 from autotp.training.hyperparameters import hyperparameters
 from autotp.training.microbatches import Batch, batch_tensors, call_key, expect_values, map_rows, rows_of, totals_of
 from autotp.training.nonfinite import raise_nonfinite
@@ -55,11 +56,9 @@ from autotp.training.pipeline_schedules import (
     StageModule,
     Training,
     analyse_microbatch,
-    cast_arguments,
     division,
     engine,
     expect_halves,
-    parameter_reader,
     parameters_of_stage,
     stages_of,
 )
