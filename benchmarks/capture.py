@@ -98,8 +98,8 @@ def measure(make: Make, layers: int, tp: int) -> dict[str, float]:
             for each, later in compiler.programs_after_passes(program):
                 clock.charge(each.stage)
                 program = later
-            to = Target("tp", tp, 0, "fast", frozenset(program.local_outputs))
-            lowered = program.graph
+        to, lowered = Target("tp", tp, 0, "fast", frozenset(program.local_outputs)), program.graph
+        with uncollected():  # As `analyse` and `flat_graph` do.
             for _, graph in compiler.graphs_after_passes(program, to):
                 lowered = graph
             clock.charge("lower")
@@ -156,7 +156,7 @@ def main() -> None:
         print(json.dumps(measure(llama_70b(which) if isinstance(which, bool) else gpt(GPTConfig(**which)), layers, tp)))
         return
     print(f"{platform.processor() or platform.machine()}, GPT-2 {args.size} width, tp={args.tp}, processor seconds")
-    print(f"{'layers':>6}" + "".join(f"{stage:>9}" for stage in (*STAGES, "total", "a layer", "wall", "MB", "+MB")))
+    print(f"{'layers':>6}" + "".join(f"{stage:>13}" for stage in (*STAGES, "total", "a layer", "wall", "MB", "+MB")))
     totals, rows = [], []
     for layers in args.layers:
         row = in_a_process(GPT_SIZES[args.size], layers, args.tp)
@@ -166,8 +166,8 @@ def main() -> None:
         cells = [*(row[stage] for stage in STAGES), total, total / layers, row["wall"]]
         print(
             f"{layers:>6}"
-            + "".join(f"{cell:>9.3f}" for cell in cells)
-            + f"{row['peak']:>9.0f}{row['peak'] - row['before']:>9.0f}",
+            + "".join(f"{cell:>13.3f}" for cell in cells)
+            + f"{row['peak']:>13.0f}{row['peak'] - row['before']:>13.0f}",
             flush=True,
         )
     k = exponent(args.layers[1:], totals[1:])
