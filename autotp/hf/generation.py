@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from autotp.distributed.consistency import agree
 from autotp.distributed.gather import gather_all, marked
 from autotp.distributed.mesh import Mesh, broadcast_from_first, expect_alike, follow_first_random_state, waiting
 from autotp.distributed.sharded_tensor import Sharded
@@ -150,6 +151,7 @@ class Generates:
         """What transformers' loop of this name returns, where the first rank's chance and clock decide for all."""
         from autotp.hf.generation_settings import (  # Later: it compares as inputs are, whose structure is read here.
             generation_settings,
+            holds_function,
             is_of_transformers,
         )
 
@@ -160,7 +162,8 @@ class Generates:
         criteria[:] = [one if type(one).__name__ in ALIKE else _FirstRanks(one, mesh) for one in criteria]
         loop = getattr(super(), name)
         all_alike = type(processors)(
-            one if is_of_transformers(one) else _FirstRanksScores(one, mesh) for one in processors
+            one if is_of_transformers(one) and not holds_function(one) else _FirstRanksScores(one, mesh)
+            for one in processors
         )
         chosen = partial(processed, all_alike) if name == "_sample" else all_alike
         return loop(ids, logits_processor=chosen, stopping_criteria=criteria, generation_config=config, **rest)
@@ -181,7 +184,7 @@ class _FirstRanks:
         self.criterion, self.mesh = criterion, mesh
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        done = self.criterion(*args, **kwargs)
+        done = agree(self.mesh, lambda: self.criterion(*args, **kwargs))
         return broadcast_from_first(torch.as_tensor(done, device=args[0].device).to(torch.uint8), self.mesh).bool()
 
     def __getattr__(self, name: str) -> Any:
@@ -189,13 +192,17 @@ class _FirstRanks:
 
 
 class _FirstRanksScores:
-    """A processor of the user's, of which the first rank's scores count: it may draw numbers, or read a file."""
+    """A processor that is the user's or asks a function of theirs, which may draw numbers or read a file.
+
+    The first rank's scores count.
+    """
 
     def __init__(self, processor: Any, mesh: Mesh) -> None:
         self.processor, self.mesh = processor, mesh
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return broadcast_from_first(self.processor(input_ids, scores).contiguous(), self.mesh)
+        found = agree(self.mesh, lambda: self.processor(input_ids, scores))
+        return broadcast_from_first(found.contiguous(), self.mesh)
 
 
 # ---- logits processors
@@ -239,7 +246,7 @@ def processed(processors: Any, tokens: Tensor, logits: Any) -> Any:
 
 
 def _after(processor: Any, tokens: Tensor, scores: Any, logits: Sharded) -> Any:
-    kind = type(processor)
+    kind = type(processor.processor if isinstance(processor, _FirstRanksScores) else processor)
     name = kind.__name__ if kind.__module__ == "transformers.generation.logits_process" else ""
     if isinstance(scores, CutScores | Few) and name in ADDED:
         return scores.added(processor(tokens, torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)))
