@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 from autotp.compiler import CallState, analyse
 from autotp.distributed.consistency import agree_on_graph
 from autotp.distributed.gather import mark, marked
-from autotp.distributed.heartbeat import expect_all_to_call, take_note_back
 from autotp.distributed.mesh import Mesh
 from autotp.distributed.replica_check import expect_own_ranks
 from autotp.distributed.sharded_tensor import Sharded
@@ -263,8 +262,6 @@ class Executable:
         check = self.tree.settings.check_inputs
         if self.seen_loaded != self.tree.loaded:  # What was loaded is compared in the next calls.
             self.seen_loaded = self.tree.loaded
-            if check != "never":
-                expect_all_to_call("load_state_dict")
             for _, known in self.entries:
                 known.calls = 0
         if entry is not None and (check == "never" or (check == "first" and entry.calls >= CHECKED_CALLS)):
@@ -279,8 +276,6 @@ class Executable:
             entry = self._capture(called)
         if check != "never":
             agree_on_call(self.mesh, called.leaves, mode, entry.random, parts)
-            if self.tree.loaded:
-                take_note_back()
         entry.calls += 1
         return entry
 

@@ -67,22 +67,29 @@ class Own(transformers.LogitsProcessor):
         return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([self.token]), 0.0)
 
 
-def loading(rank: int, n: int) -> str:
-    """Only the first rank loads its parts; the model was called before, and ranks no longer compare its calls."""
+def loading(rank: int, n: int) -> list[str]:
+    """The first rank's parts on all ranks; then only the first loads, and the model's calls are no longer compared."""
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    model: Any = nn.Sequential(nn.Linear(8, 15), nn.GELU(), nn.Linear(15, 8))
     model = autotp.parallelize(model, n, example_inputs=torch.ones(2, 8), timeout=timedelta(seconds=3))
-    for _ in range(2):
-        model(torch.ones(2, 8))
-    if rank == 0:
-        model.load_state_dict(model.state_dict())
-    return problem(lambda: model(torch.ones(2, 8)))
+    for _ in range(3):
+        expected = model(torch.ones(2, 8))
+    own = model.state_dict()
+    of_first = [{name: tensor + 1 for name, tensor in own.items()} if rank == 0 else None]
+    dist.broadcast_object_list(of_first)
+    found = [problem(lambda: model.load_state_dict(of_first[0]))]
+    assert torch.equal(model(torch.ones(2, 8)), expected)
+    found.append(problem(lambda: model.load_state_dict(own) if rank == 0 else model(torch.ones(2, 8))))
+    return found
 
 
-def test_load_state_dict_on_one_rank() -> None:
+def test_load_state_dict() -> None:
+    """One error on every rank, and nothing is changed."""
     one, other = run_ranks(loading, 2, timeout=60)
-    assert "(global rank 0): this rank called load_state_dict, and not all ranks did" in one
-    assert "(global rank 1): tp rank 0 (global rank 0) called load_state_dict, and not all ranks did" in other
+    assert one[0] == other[0] == "Sequential.load_state_dict: these are not the parts that this rank holds"
+    assert one[1].startswith("Sequential.load_state_dict: all_gather_into_tensor over axis `tp` failed on rank 0")
+    assert one[1].endswith("(global rank 0): this rank called load_state_dict, and not all ranks did")
+    assert other[1].endswith("(global rank 1): tp rank 0 (global rank 0) called load_state_dict, and not all ranks did")
 
 
 def of_transformers(rank: int, n: int, folder: str) -> list[str]:
