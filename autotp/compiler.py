@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -139,11 +138,6 @@ class Program:
     hoisted: Collection[fx.Node] = ()
     layouts: dict[str, Layout] = UNKNOWN
     local_outputs: dict[int, Layout] = UNKNOWN
-
-    @cached_property
-    def checked_axes(self) -> Axes:
-        """The axes of `graph` as the check infers them itself, once for all ranks."""
-        return infer_axes(self.graph)
 
 
 @dataclass(frozen=True)
@@ -440,12 +434,22 @@ def flat_graph(program: Program, rank: int, randomness: Literal["exact", "fast"]
     Raises:
         Error: the graph's types do not fit; names the value, and the pass after which they do not.
     """
-    to = Target(axis, program.tp, rank, randomness, frozenset(program.local_outputs))
+    return _checked_graph(program, Target(axis, program.tp, rank, randomness, frozenset(program.local_outputs)))
+
+
+def flat_graphs(program: Program, randomness: Literal["exact", "fast"]) -> list[fx.Graph]:
+    """Returns `flat_graph` of each rank. The check infers the axes of the model once for all."""
+    axes, stay = infer_axes(program.graph), frozenset(program.local_outputs)
+    ranks = range(program.tp)
+    return [_checked_graph(program, Target("tp", program.tp, rank, randomness, stay), axes) for rank in ranks]
+
+
+def _checked_graph(program: Program, to: Target, axes: Axes | None = None) -> fx.Graph:
     with uncollected():
         for _, graph in graphs_after_passes(program, to):
             lowered = graph
         try:
-            expect_typed(lowered, program, to)
+            expect_typed(lowered, program, to, axes)
         except Error as error:
             graphs = graphs_after_passes(program, to)
             error.facts["after"] = next(each.name for each, graph in graphs if not _is_typed(dce(graph), program, to))
@@ -462,12 +466,18 @@ def graphs_after_passes(program: Program, to: Target) -> Iterator[tuple[Pass, fx
             yield each, graph
 
 
-def expect_typed(graph: fx.Graph, program: Program, to: Target) -> dict[fx.Node, tuple[Typed, ...]]:
-    """The stage check: returns the types of all tensors in a rank's graph. Raises Error if they do not fit."""
+def expect_typed(
+    graph: fx.Graph, program: Program, to: Target, axes: Axes | None = None
+) -> dict[fx.Node, tuple[Typed, ...]]:
+    """The stage check: returns the types of all tensors in a rank's graph. Raises Error if they do not fit.
+
+    Args:
+        axes: `infer_axes(program.graph)`, if the caller has it.
+    """
     captured = program.captured
     held = {place: program.layouts[name] for place, name in captured.parameters.items()} | program.local_inputs
     trainable = [*captured.parameters, *captured.inputs]
-    return check(graph, program.graph, held, trainable, to, program.local_outputs, program.checked_axes)
+    return check(graph, program.graph, held, trainable, to, program.local_outputs, axes)
 
 
 def _is_typed(graph: fx.Graph, program: Program, to: Target) -> bool:

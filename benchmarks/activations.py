@@ -1,4 +1,4 @@
-"""Bytes that a rank keeps for backward in each layer of a GPT, beside the formulas of Korthikanti et al. 2022.
+"""Compares the bytes that a rank keeps for backward in each layer of a GPT with Korthikanti et al. 2022.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/activations.py
 
@@ -49,7 +49,7 @@ TOLERANCE = 0.1
 
 
 class Made(TorchDispatchMode):
-    """The storages that operators make in a region."""
+    """A mode that records the storages that operators allocate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Made(TorchDispatchMode):
         return result
 
     def living(self, apart: nn.Module) -> int:
-        """Bytes of those that somebody holds still, the parameters of `apart` not counted."""
+        """Returns the bytes of recorded storages that are still referenced, without the parameters in `apart`."""
         gc.collect()
         parameters = {p.untyped_storage()._cdata for p in apart.parameters()}
         living = {at: size for at, (storage, size) in self.found.items() if not storage.expired()}
@@ -72,8 +72,8 @@ class Made(TorchDispatchMode):
 
 
 def kept(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
-    """Bytes that a forward leaves behind for its backward."""
-    model(**inputs)  # Captures, and makes what is made once.
+    """Returns the bytes that a forward keeps for its backward."""
+    model(**inputs)  # The first call captures, and allocates the constants.
     with Made() as made:
         loss = loss_of(model(**inputs))
         found = made.living(model)
@@ -82,7 +82,7 @@ def kept(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
 
 
 def of_a_layer(config: GPTConfig, batch: int, **given: Any) -> float:
-    """Bytes that a rank keeps in each layer."""
+    """Returns the bytes that a rank keeps in each layer."""
     found = []
     for layers in (2, 4):
         torch.manual_seed(0)
@@ -101,7 +101,7 @@ class Formula:
     cut_mask: int
 
     def __call__(self, way: str, config: GPTConfig, batch: int, tp: int) -> float:
-        """Bytes of a rank and layer."""
+        """Returns the bytes of one rank and one layer."""
         e, s, h, a = self.element, config.block_size, config.n_embd, config.n_head
         dropout = config.dropout > 0
         if way.startswith("full"):
@@ -137,7 +137,7 @@ class Row:
 
 
 def measure(config: GPTConfig, batch: int, tp: int, ways: Collection[str] = tuple(WAYS)) -> list[Row]:
-    """A row for each way."""
+    """Returns a row for each way of recomputing."""
     rows: list[Row] = []
     for way in ways:
         found = of_a_layer(config, batch, **WAYS[way])

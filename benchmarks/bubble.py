@@ -1,4 +1,4 @@
-"""How long pipeline ranks are idle, beside the formulas: a model whose blocks do nothing but take their time.
+"""Compares the idle time of pipeline ranks with the formulas, on a model whose blocks only sleep.
 
     torchrun --nproc-per-node 4 benchmarks/bubble.py
 
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 import autotp
 
-SECONDS = 0.3  # What else a block does on one core takes 3 ms.
+SECONDS = 0.3  # The other work of a block takes 3 ms on one core.
 
 
 @torch.library.custom_op("bubble::sleep", mutates_args=())
 def sleep(x: Tensor) -> Tensor:
-    """A copy of `x`, later. x: [...]"""
+    """Returns a copy of `x` after the sleep. x: [...]"""
     time.sleep(SECONDS)
     return x.clone()
 
@@ -61,7 +61,7 @@ class Slow(nn.Module):
 
 
 def idle(pp: int, microbatches: int, schedule: str, blocks: int, rounds: int = 3) -> float:
-    """Idle time over ideal time, the median of some steps."""
+    """Returns the idle time divided by the ideal time, the median of several steps."""
     autotp.rule(torch.ops.bubble.sleep.default, "b w -> b w")
     x = torch.ones(2 * microbatches, 8)
     trainer = autotp.distribute(

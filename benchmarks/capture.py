@@ -1,4 +1,4 @@
-"""Seconds to analyse a GPT on `meta`, by stage and by depth: what `parallelize` does before it touches a parameter.
+"""Measures the seconds to analyse a GPT on `meta`, by stage and by depth: the work of `parallelize` before it cuts.
 
     OMP_NUM_THREADS=1 python benchmarks/capture.py
 
@@ -48,7 +48,7 @@ class Clock:
         self.since = time.process_time()
 
     def charge(self, stage: str) -> None:
-        """Charges a stage with what has passed since the last charge."""
+        """Adds the time since the last call to a stage."""
         now = time.process_time()
         self.spent[stage] += now - self.since
         self.since = now
@@ -112,7 +112,7 @@ def measure(make: Make, layers: int, tp: int) -> dict[str, float]:
 
 
 def in_a_process(model: GPTConfig | bool, layers: int, tp: int) -> dict[str, float]:
-    """As `measure`, in a process of its own.
+    """Runs `measure` in a separate process.
 
     Args:
         model: the GPT's config, or for the Llama whether it makes a cache.
@@ -126,7 +126,7 @@ def in_a_process(model: GPTConfig | bool, layers: int, tp: int) -> dict[str, flo
 
 
 def memory() -> float:
-    """The largest resident size of this process so far, in megabytes."""
+    """Returns the largest resident size of this process so far, in megabytes."""
     status = Path("/proc/self/status")
     if status.exists():
         return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")) / 1e3
@@ -136,7 +136,7 @@ def memory() -> float:
 
 
 def exponent(layers: Sequence[int], seconds: Sequence[float]) -> float:
-    """The k of the power law `seconds = c * layers**k` that fits best."""
+    """Returns the k of the power law `seconds = c * layers**k` that fits best."""
     if len(layers) < 2:
         return math.nan
     return statistics.linear_regression([math.log(n) for n in layers], [math.log(s) for s in seconds]).slope

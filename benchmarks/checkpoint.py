@@ -1,4 +1,4 @@
-"""Memory and time of `from_pretrained` and `save_pretrained`: a rank reads its shard, and never holds the whole model.
+"""Measures memory and time of `from_pretrained` and `save_pretrained`: no rank ever holds the whole model.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/checkpoint.py
 
@@ -36,7 +36,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Row:
-    """What one call took, in bytes and seconds; of all ranks the most."""
+    """The bytes and seconds of one call, the maximum over all ranks."""
 
     name: str
     whole: int
@@ -47,7 +47,7 @@ class Row:
 
     @property
     def allowed(self) -> float:
-        """Of what it may grow by."""
+        """Returns the bytes by which the process may grow."""
         return self.shard * (self.name == "read") + self.slice + BESIDES
 
     def __str__(self) -> str:
@@ -71,14 +71,14 @@ def generate(folder: Path, sizes: dict[str, int], shard: str) -> None:
 
 
 def in_a_process(folder: Path, sizes: dict[str, int], shard: str) -> None:
-    """`generate`, whose memory is its own."""
+    """Runs `generate` in a separate process, so that its memory is not counted."""
     process = multiprocessing.get_context("spawn").Process(target=generate, args=(folder, sizes, shard))
     process.start()
     process.join()
 
 
 def measured(name: str, run: Callable[[], autotp.ParallelModule]) -> tuple[autotp.ParallelModule, Row]:
-    """What `run` returns and its row."""
+    """Returns the result of `run`, and its row."""
     memory.forget_peak()
     before, start = memory.resident(), time.perf_counter()
     model = run()
@@ -92,7 +92,7 @@ def measured(name: str, run: Callable[[], autotp.ParallelModule]) -> tuple[autot
 
 
 def measure(folder: Path) -> list[Row]:
-    """Reads the checkpoint in `folder`, and writes it beside."""
+    """Reads the checkpoint in `folder`, and writes it into a second folder."""
     model, first = measured("read", lambda: autotp.from_pretrained(folder))
     _, second = measured(
         "write", lambda: autotp.save_pretrained(model, folder / "again", max_shard_size="500MB") or model

@@ -1,4 +1,4 @@
-"""A smoke test for CUDA, on one card: ends within 8 minutes, prints a table, and with 1 if a line of it is not ok.
+"""Runs a smoke test for CUDA on one card, within 8 minutes: prints a table; the exit status is 1 if a check fails.
 
 Then one rank's share of a step at tp=8, as `share.py` has it, if there is time left.
 
@@ -49,7 +49,7 @@ SMALL = {"block_size": 256, "vocab_size": 8209, "n_layer": 4, "n_head": 8, "n_em
 
 @dataclass(frozen=True)
 class Found:
-    """The largest relative difference of a check, what may not be passed, and where it was."""
+    """The largest relative difference of a check, its limit, and its place."""
 
     error: float
     limit: float
@@ -72,7 +72,7 @@ def build(device: str, dropout: float = 0.0, bert: bool = False) -> tuple[nn.Mod
 
 
 def stepped(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The loss of a forward with the seed 1, after its backward."""
+    """Runs forward with the seed 1, and backward; returns the loss."""
     torch.manual_seed(1)
     loss: Tensor = model(**inputs)
     loss.backward()
@@ -80,7 +80,7 @@ def stepped(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def differences(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], limit: float) -> Found:
-    """The largest, over the largest element of all of `expected`; nothing where `found` is empty."""
+    """Returns the largest differences, relative to the largest element in `expected`; none if `found` is empty."""
     scale = max(float(value.abs().max()) for value in expected.values())
     apart = [(float((found[n].cpu() - value.cpu()).abs().max()) / scale, n) for n, value in expected.items() if found]
     error, where = max(apart, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0], default=(0.0, ""))
@@ -88,12 +88,12 @@ def differences(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], lim
 
 
 def worst(*all_found: Found) -> Found:
-    """The one that is nearest to its limit, or furthest above it."""
+    """Returns the difference with the largest ratio to its limit."""
     return max(all_found, key=lambda f: math.inf if math.isnan(f.error) else f.error / f.limit)
 
 
 def of_losses(expected: Tensor, found: Tensor, limit: float) -> Found:
-    """The relative difference of two losses."""
+    """Returns the relative difference of two losses."""
     return Found(abs(float(found) - float(expected)) / abs(float(expected)), limit, "the loss")
 
 
@@ -105,15 +105,15 @@ def against_one_device(
     dtype: torch.dtype,
     run: Callable[[nn.Module], nn.Module] = lambda m: m,
 ) -> Found:
-    """Loss and every gradient of this rank's world, and of the model itself.
+    """Compares the loss and every gradient of the parallel model with those of the model itself.
 
     Args:
-        run: what is done to the parallel model before it is called.
+        run: changes the parallel model before it is called.
     """
     plain, inputs = build(device, dropout, bert)
     plain.to(dtype)
     parallel = autotp.parallelize(copy.deepcopy(plain), device=device, randomness="exact")
-    # Fused attention draws its dropout in an order of its own; the math path's is the same cut and whole.
+    # Fused attention draws dropout in another order; the math path draws the same for a cut and a whole model.
     with sdpa_kernel(SDPBackend.MATH):
         expected, found = stepped(plain, inputs), stepped(run(parallel), inputs)
     apart = differences(gradients(plain), full_gradients(parallel), limit)
@@ -124,7 +124,7 @@ def against_one_device(
 
 
 def trains(device: str) -> Found:
-    """20 steps of AdamW, every loss and the parameters afterwards."""
+    """Compares 20 steps of AdamW: every loss, and the parameters afterwards."""
     plain, inputs = build(device)
     plain.double()
     parallel = autotp.parallelize(copy.deepcopy(plain), device=device)
@@ -157,12 +157,12 @@ def gpt_dropout(device: str) -> Found:
 
 
 def bert_dropout(device: str) -> Found:
-    """As for GPT."""
+    """Float64, dropout of 0.1 drawn exactly, on the math path of attention."""
     return against_one_device(device, True, 0.1, 1e-9, torch.float64)
 
 
 def single(device: str) -> Found:
-    """Float32, as people run it."""
+    """Float32, the usual dtype."""
     return against_one_device(device, False, 0.0, 1e-4, torch.float32)
 
 
@@ -200,7 +200,7 @@ def compiled(device: str) -> Found:
 
 
 def verified(device: str) -> Found:
-    """`autotp.verify` on the CPU of a model that lies on the device."""
+    """Runs `autotp.verify` on the CPU, for a model on the device."""
     report = autotp.verify(build(device)[0], tp=4)
     return Found(max(d.error for d in (*report.outputs, *report.gradients, *report.steps)), report.tolerance)
 
@@ -236,7 +236,7 @@ CHECKS = [
 
 
 def work(check: int, rank: int, device: str, folder: str) -> None:
-    """One rank of a check; what it found, or the traceback, is left in `folder`."""
+    """Runs one rank of a check, and writes its result, or the traceback, into `folder`."""
     job = CHECKS[check]
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(job.ranks), LOCAL_WORLD_SIZE=str(job.ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -259,7 +259,7 @@ def work(check: int, rank: int, device: str, folder: str) -> None:
 
 
 def outcome(check: int, device: str, seconds: float) -> tuple[str, str]:
-    """A check's verdict and figures, and its details if it failed."""
+    """Returns a check's verdict and figures, and its details if it failed."""
     job = CHECKS[check]
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -280,7 +280,7 @@ def outcome(check: int, device: str, seconds: float) -> tuple[str, str]:
 
 
 def _wait(folder: Path, ranks: Sequence[BaseProcess], deadline: float) -> list[Any]:
-    """What each rank found; as soon as one has failed the others are not waited for."""
+    """Waits for the ranks and returns their results; after a failed rank it does not wait for the others."""
     results: list[Any] = ["took too long"] * len(ranks)
     while time.monotonic() < deadline:
         for rank, process in enumerate(ranks):
@@ -297,7 +297,7 @@ def _wait(folder: Path, ranks: Sequence[BaseProcess], deadline: float) -> list[A
 
 
 def main() -> int:
-    """Prints the table; 1 if something is not ok."""
+    """Prints the table; the exit status is 1 if a check fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", default="", help="checks whose name contains this, or `share`")
@@ -326,7 +326,7 @@ def main() -> int:
 
 
 def _shares(device: str, seconds: float) -> list[str]:
-    """Runs `share.py`, which prints its own table; what went wrong."""
+    """Runs `share.py`, which prints its own table; returns its errors."""
     command = [sys.executable, str(Path(__file__).with_name("share.py")), "--device", device]
     command += [] if device.startswith("cuda") else ["--no-compile"]
     try:

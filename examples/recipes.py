@@ -40,15 +40,17 @@ class Recipe:
 def parser(description: str, sizes: Iterable[str]) -> ArgumentParser:
     """The flags that the scripts share. Those without a default have the recipe's, which `parse` knows."""
     new = ArgumentParser(description=description, formatter_class=ArgumentDefaultsHelpFormatter)
-    new.add_argument("--size", choices=tuple(sizes), default="small", help="of the model; all but small are papers'")
-    new.add_argument("--data", nargs="*", default=[], help="files or folders of text; none: Python's own source")
+    new.add_argument(
+        "--size", choices=tuple(sizes), default="small", help="sizes of the model; all except small are from papers"
+    )
+    new.add_argument("--data", nargs="*", default=[], help="files or folders of text; default: Python's source code")
     new.add_argument("--cache", type=Path, default=Path("out/tokens"), help="folder for tokenizers and tokens")
-    new.add_argument("--out", type=Path, help="the run's folder; it goes on from the newest checkpoint there")
-    new.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the dropout")
-    new.add_argument("--eval-every", type=int, default=100, help="steps between two looks at the held-out text")
-    new.add_argument("--eval-batches", type=int, default=8, help="of held-out text, at most")
+    new.add_argument("--out", type=Path, help="folder of the run, which continues from the newest checkpoint there")
+    new.add_argument("--seed", type=int, default=0, help="seed of the weights, the batches and the dropout")
+    new.add_argument("--eval-every", type=int, default=100, help="steps between two evaluations on the held-out text")
+    new.add_argument("--eval-batches", type=int, default=8, help="most batches of held-out text in an evaluation")
     new.add_argument("--save-every", type=int, default=100, help="steps between two checkpoints")
-    new.add_argument("--keep", type=int, default=2, help="checkpoints that are kept, the newest")
+    new.add_argument("--keep", type=int, default=2, help="number of the newest checkpoints that are kept")
     _add_recipe(new)
     _add_layout(new)
     return new
@@ -72,15 +74,25 @@ def _add_recipe(parser: ArgumentParser) -> None:
 
 
 def _add_layout(parser: ArgumentParser) -> None:
-    parser.add_argument("--tp", type=int, help="ranks that share each operator; else all that --pp and --dp leave")
+    parser.add_argument(
+        "--tp", type=int, help="ranks that share each operator; default: all ranks, divided by --pp and --dp"
+    )
     parser.add_argument("--pp", type=int, default=1, help="ranks that the blocks are divided among")
-    parser.add_argument("--dp", type=int, default=1, help="replicas of all that")
-    parser.add_argument("--microbatches", type=int, default=1, help="parts of a replica's batch")
-    parser.add_argument("--schedule", choices=SCHEDULES, default="1F1B", help="of the pipeline")
+    parser.add_argument("--dp", type=int, default=1, help="replicas of these ranks")
+    parser.add_argument("--microbatches", type=int, default=1, help="microbatches of a replica's batch")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1F1B", help="schedule of the pipeline")
     parser.add_argument("--sequence-parallel", action="store_true", help="cut norms and dropouts along the sequence")
-    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none", help="in backward")
-    parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="what replicas share, as in ZeRO")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="of the computations")
+    parser.add_argument(
+        "--recompute", choices=("none", "selective", "full"), default="none", help="what backward computes again"
+    )
+    parser.add_argument(
+        "--zero",
+        type=int,
+        choices=(0, 1, 2, 3),
+        default=0,
+        help="stage of ZeRO: what each replica keeps only a part of",
+    )
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="dtype of the computations")
 
 
 def parse(

@@ -25,8 +25,12 @@ MASK = 256  # The one token that is no byte.
 def arguments() -> Namespace:
     """The flags, with this script's own."""
     parser = training.parser("Trains a BERT on masked bytes, tensor-parallel over all of torchrun's processes.")
-    parser.add_argument("--norm", choices=("pre", "post"), default="pre", help="pre is Megatron's, post BERT's")
-    parser.add_argument("--gain", type=float, default=0.4, help="what context must be worth, in nats a byte")
+    parser.add_argument(
+        "--norm", choices=("pre", "post"), default="pre", help="place of the norms: pre as in Megatron, post as in BERT"
+    )
+    parser.add_argument(
+        "--gain", type=float, default=0.4, help="least gain of context over byte frequencies, in nats per byte"
+    )
     parser.set_defaults(layers=2, block=32, batch=64, steps=700, lr=2e-3)
     return training.parse(parser)
 

@@ -23,8 +23,8 @@ from autotp.models.gpt import GPT, GPTConfig
 def arguments() -> Namespace:
     """The flags, with this script's own."""
     parser = training.parser("Trains a byte-level GPT, tensor-parallel over all of torchrun's processes.")
-    parser.add_argument("--target", type=float, default=2.2, help="the held-out loss must be below, in nats a byte")
-    parser.add_argument("--prompt", default="def main(", help="what the text sample starts with, as %(default)r")
+    parser.add_argument("--target", type=float, default=2.2, help="upper limit of the held-out loss, in nats per byte")
+    parser.add_argument("--prompt", default="def main(", help="prompt of the text sample, default: %(default)r")
     parser.add_argument("--sample", type=int, default=300, help="bytes of text to generate at the end")
     return training.parse(parser)
 

@@ -1,6 +1,6 @@
-"""What the training scripts share: flags, the loop with its progress bar, the held-out loss, the loss curve.
+"""The common parts of the training scripts: flags, the loop with its progress bar, the held-out loss, the loss curve.
 
-Nothing here knows of tensor parallelism but `rank`: the loop is the one of a single device.
+Only `rank` depends on tensor parallelism: the loop is the same as on a single device.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ MAX_NORM = 1.0
 def parser(description: str) -> ArgumentParser:
     """The flags that the scripts share; each adds its own and sets its defaults."""
     new = ArgumentParser(description=description, formatter_class=ArgumentDefaultsHelpFormatter)
-    new.add_argument("--data", nargs="*", default=[], help="files or folders of text; none: Python's own source")
+    new.add_argument("--data", nargs="*", default=[], help="files or folders of text; default: Python's source code")
     new.add_argument("--out", type=Path, default=Path("out"), help="folder for the loss curve")
-    new.add_argument("--device", help='such as "cuda:0"; default: a GPU where there is one, else the CPU')
-    new.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the dropout")
-    new.add_argument("--layers", type=int, default=4, help="blocks")
-    new.add_argument("--heads", type=int, default=4, help="of attention")
-    new.add_argument("--width", type=int, default=128, help="of the residual stream")
-    new.add_argument("--block", type=int, default=64, help="bytes a window")
-    new.add_argument("--batch", type=int, default=16, help="windows a step")
-    new.add_argument("--dropout", type=float, default=0.0, help="probability, everywhere")
+    new.add_argument("--device", help='such as "cuda:0"; default: a GPU if there is one, else the CPU')
+    new.add_argument("--seed", type=int, default=0, help="seed of the weights, the batches and the dropout")
+    new.add_argument("--layers", type=int, default=4, help="number of blocks")
+    new.add_argument("--heads", type=int, default=4, help="number of attention heads")
+    new.add_argument("--width", type=int, default=128, help="width of the residual stream")
+    new.add_argument("--block", type=int, default=64, help="bytes in a window")
+    new.add_argument("--batch", type=int, default=16, help="windows in a step")
+    new.add_argument("--dropout", type=float, default=0.0, help="probability of all dropouts")
     new.add_argument(
         "--steps", type=int, default=1000, help="of the optimizer; it is asked what it has learnt only if not fewer"
     )

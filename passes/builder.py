@@ -11,6 +11,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic
+from torch.utils import _pytree as pytree
 
 META = ("val", "stack_trace", "nn_module_stack")
 """The keys of `node.meta` that passes carry over; `val` is the example value."""
@@ -54,6 +55,28 @@ def _kind(value: Any) -> Any:
     if isinstance(value, slice):
         return slice, _kind((value.start, value.stop, value.step))
     return type(value), value
+
+
+def at_captured_sizes(values: Any, mode: FakeTensorMode) -> Any:
+    """Returns example values with the sizes at capture as numbers. A call on them assumes nothing about other sizes.
+
+    Args:
+        mode: a fake mode without symbols.
+    """
+
+    def number(n: Any) -> Any:
+        if not isinstance(n, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return n
+        return 2 if n.node.hint is None else n.node.hint  # A size that depends on values may be any.
+
+    def fixed(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return number(x)
+        sizes, strides = [number(n) for n in x.shape], [number(n) for n in x.stride()]
+        with mode:
+            return torch.empty_strided(sizes, strides, dtype=x.dtype, device=x.device)
+
+    return pytree.tree_map(fixed, values)
 
 
 class Builder:

@@ -1,4 +1,4 @@
-"""Reads and writes model and training state in files, in part on each rank.
+"""Reads and writes the state of models and of training: each rank reads and writes its parts of the files.
 
 What may not enter: formats of other libraries' models.
 """

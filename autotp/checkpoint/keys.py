@@ -1,4 +1,4 @@
-"""The names of the entries of a training checkpoint, and what they stand for."""
+"""The keys of the entries in a training checkpoint."""
 
 from __future__ import annotations
 
@@ -15,53 +15,53 @@ from autotp.runtime.holdings import Holdings
 from autotp.training.trainer import Trainer
 
 SEPARATOR = "|"
-"""Between what a key is of: `optimizer|h.0.ln_1.weight|exp_avg`."""
+"""Separates the names in a key: `optimizer|h.0.ln_1.weight|exp_avg`."""
 
 STEPS = 2**63
-"""More than any number of steps: ranks tell each other int64."""
+"""The upper bound of a step: ranks exchange steps as int64."""
 
-NAMES = ("params", "param_names")
-"""What of an optimizer's group stands for its parameters: a checkpoint has them under their names in the model."""
+PARAMETER_ENTRIES = ("params", "param_names")
+"""The entries of an optimizer's group that contain its parameters: a checkpoint has these by their names."""
 
-NOTHING: Any = SimpleNamespace(param_groups=[], state={})
-"""Stands for no optimizer."""
+NO_OPTIMIZER: Any = SimpleNamespace(param_groups=[], state={})
+"""An optimizer without parameters, in place of None."""
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """The folder of a checkpoint."""
+    """Returns the folder of a step's checkpoint."""
     return folder / f"step-{step:08d}"
 
 
-def key_of(*names: Any) -> str:
-    """What something is called in a checkpoint."""
+def entry_key(*names: Any) -> str:
+    """Returns the key of these names."""
     return SEPARATOR.join(map(str, names))
 
 
 def sizes(trainer: Trainer) -> dict[str, int]:
-    """The layout."""
+    """Returns the sizes of the axes pp, dp and tp."""
     return dict(zip(("pp", "dp", "tp"), trainer.mesh.shape, strict=True))
 
 
 def names_held(parts: Holdings) -> list[str]:
-    """What of this rank's is in the model's state dict."""
+    """Returns the names of this rank's tensors that are in the model's state dict."""
     return [name for name in dict.fromkeys(parts.saved.values()) if name in parts.held]
 
 
 def names_of(optimizer: Optimizer, parts: Holdings) -> dict[nn.Parameter, str]:
-    """The optimizer's parameters, by name."""
+    """Returns the optimizer's parameters with their names; raises Error if one is not the trainer's."""
     known = {id(tensor): name for name, tensor in parts.held.items()}
-    found = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(id(p) not in known for p in found):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(id(p) not in known for p in parameters):
         raise Error("the optimizer has parameters that the trainer does not have", fix="AdamW(trainer.parameters())")
-    return {p: known[id(p)] for p in found}
+    return {p: known[id(p)] for p in parameters}
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """This rank's, by the kind of device."""
+    """Returns this rank's random states, by the kind of device."""
     states = {"cpu": torch.get_rng_state()}
     return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 
-def listed(names: list[str]) -> str:
-    """Three of them, and how many more."""
+def names_as_text(names: list[str]) -> str:
+    """Returns the first three names as text, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,7 +1,7 @@
-"""The manifest of a training checkpoint: written last, it lists what every file must contain.
+"""The manifest of a training checkpoint: the last file that is written, with the required content of all others.
 
-It is JSON and ends in its own checksum; of every tensor it has the pieces and their checksums (`tensor_pieces.py`). A
-folder without it is no checkpoint.
+It is JSON and ends in its own checksum; it has the pieces of every tensor and their checksums (`tensor_pieces.py`). A
+folder without a manifest is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from autotp.checkpoint.files.checksums import SENSELESS, sealed, senseless, unsealed
+from autotp.checkpoint.files.checksums import INVALID_CONTENT, invalid_content, sealed, unsealed
 from autotp.checkpoint.files.plain_json import decode, dtype_of, name_of
-from autotp.checkpoint.files.tensor_pieces import Piece, Pieces, Shape, file_of, tiled
+from autotp.checkpoint.files.tensor_pieces import Piece, Shape, StoredPieces, file_of, tiled
 from autotp.errors import Error
 
 FORMAT = 2
@@ -26,55 +26,62 @@ OF_FORMAT_1 = ".metadata"  # A pickle: torch.distributed.checkpoint's.
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in a checkpoint.
+    """The content of a manifest.
 
     Attributes:
-        folder: where it lies.
-        crc32: the checksum of all that it says.
-        about: plain data.
-        tensors: key -> the pieces.
+        folder: the folder of the checkpoint.
+        crc32: the checksum of the manifest.
+        about: plain data about the training: its step, model, optimizer and sizes.
+        tensors: key -> the pieces of the tensor.
     """
 
     folder: Path
     crc32: int
     about: Mapping[str, Any]
-    tensors: Mapping[str, Pieces]
+    tensors: Mapping[str, StoredPieces]
 
-    def pieces(self, key: str) -> Pieces:
-        """Those of a tensor.
+    def pieces(self, key: str) -> StoredPieces:
+        """Returns the pieces of a tensor.
 
         Raises:
-            Error: there is none of this key.
+            Error: the checkpoint has no tensor of this key.
         """
         if key not in self.tensors:
             raise Error(f"{self.folder / MANIFEST} is not valid: it has no {key}")
         return self.tensors[key]
 
     def whole(self, key: str) -> Tensor:
-        """All of a tensor.
+        """Reads a whole tensor.
 
         Raises:
-            Error: there is none of this key, or it cannot be read.
+            Error: the checkpoint has no tensor of this key, or it cannot be read.
         """
         return self.pieces(key).whole(self.folder, key)
 
     def value(self, encoded: Any) -> Any:
-        """What plain data of the checkpoint stands for; tensors in it are read.
+        """Decodes plain data of the checkpoint, and reads the tensors in it.
 
         Raises:
-            Error: it stands for nothing; a tensor cannot be read.
+            Error: the data is not valid, or a tensor cannot be read.
         """
         try:
             return decode(encoded, self.whole)
         except Error:
             raise
-        except SENSELESS as error:
-            raise senseless(self.folder / MANIFEST, error) from error
+        except INVALID_CONTENT as error:
+            raise invalid_content(self.folder / MANIFEST, error) from error
 
 
 @dataclass(frozen=True)
 class Item:
-    """A part of a tensor that a rank has: its key, where it begins in the whole, the whole's shape, the part."""
+    """A part of a tensor on a rank.
+
+    Attributes:
+        key: the key of the tensor.
+        at: the first index of the part in the whole tensor.
+        shape: the shape of the whole tensor.
+        tensor: the part.
+    """
 
     key: str
     at: Shape
@@ -82,16 +89,16 @@ class Item:
     tensor: Tensor
 
     def row(self) -> list[Any]:
-        """Which part of what it is."""
+        """Returns the key, the dtype and the whole shape, for the manifest."""
         return [self.key, name_of(self.tensor.dtype), self.shape]
 
     def choice(self) -> list[Any]:
-        """By what ranks see that several have it; bytes; the whole, which is the same on all that have some of it."""
+        """Returns [key, first index, bytes, [dtype, whole shape]]: equal key, index and bytes mean the same part."""
         return [self.key, self.at, self.tensor.nbytes, self.row()[1:]]
 
 
-def written(about: Mapping[str, Any], ranks: Sequence[Sequence[Any]]) -> bytes:
-    """The file. ranks: of each the bytes of its file, and of each item there its row and its piece's"""
+def manifest_content(about: Mapping[str, Any], ranks: Sequence[Sequence[Any]]) -> bytes:
+    """Returns the content of the manifest. ranks: of each rank the bytes of its file, and rows of items and pieces"""
     tensors: dict[str, list[Any]] = {}
     for (key, dtype, shape), piece in (pair for _, rows in ranks for pair in rows):
         tensors.setdefault(key, [dtype, shape, []])[2].append(piece)
@@ -100,10 +107,10 @@ def written(about: Mapping[str, Any], ranks: Sequence[Sequence[Any]]) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The checkpoint in a folder, all files of which are there.
+    """Reads the manifest of a folder, and checks that all files exist in their sizes.
 
     Raises:
-        Error: it is of another format, or damaged; names the file.
+        Error: the checkpoint has another format, or is damaged; names the file.
     """
     file = folder / MANIFEST
     if not file.exists() and (folder / OF_FORMAT_1).exists():
@@ -119,13 +126,15 @@ def read_manifest(folder: Path) -> Manifest:
         _expect_about(content["about"])
         return Manifest(folder, int(content["crc32"], 16), content["about"], tensors)
     except Error as error:
-        raise Error(error.problem, **{"try": f"remove {folder}: an older one is used"} | error.facts) from error
-    except SENSELESS as error:
-        raise senseless(file, error) from error
+        raise Error(
+            error.problem, **{"try": f"remove {folder}: then an older checkpoint is used"} | error.facts
+        ) from error
+    except INVALID_CONTENT as error:
+        raise invalid_content(file, error) from error
 
 
 def _expect_about(about: Mapping[str, Any]) -> None:
-    """Raises ValueError, TypeError or KeyError where a checkpoint is about nothing that we know."""
+    """Raises ValueError, TypeError or KeyError if the manifest's `about` has an unexpected form."""
     kinds = {"step": int, "optimizer": str, "sizes": dict, "model": dict, "more": dict, "values": dict, "groups": list}
     other = [name for name, kind in kinds.items() if type(about[name]) is not kind]
     parameters = [(name, keys) for _, held in about["groups"] for name, keys in dict(held).items()]
@@ -133,13 +142,13 @@ def _expect_about(about: Mapping[str, Any]) -> None:
         raise ValueError(f"unexpected values of {', '.join(other) or 'groups'}")
 
 
-def _pieces(files: Sequence[int], dtype: str, shape: Sequence[int], rows: Sequence[Sequence[Any]]) -> Pieces:
-    """The pieces of a tensor, all of which are within their files, and as large as the tensor together."""
-    found, pieces = dtype_of(dtype), tuple(map(Piece.of, rows))
-    within = all(piece.start + math.prod(piece.sizes) * found.itemsize <= files[piece.rank] for piece in pieces)
+def _pieces(files: Sequence[int], dtype: str, shape: Sequence[int], rows: Sequence[Sequence[Any]]) -> StoredPieces:
+    """Returns the pieces of a tensor; raises ValueError if they exceed their files or do not make up the tensor."""
+    element, pieces = dtype_of(dtype), tuple(map(Piece.of, rows))
+    within = all(piece.start + math.prod(piece.sizes) * element.itemsize <= files[piece.rank] for piece in pieces)
     if not (within and all(type(n) is int and n >= 0 for n in shape) and tiled(shape, pieces)):
-        raise ValueError(f"the pieces of {list(shape)} are others")
-    return Pieces(found, tuple(shape), pieces)
+        raise ValueError(f"the pieces do not make up a tensor {list(shape)}")
+    return StoredPieces(element, tuple(shape), pieces)
 
 
 def _expect_size(file: Path, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Reads a rank's part of a training checkpoint, and raises Error before anything of the training is changed."""
+"""Reads a rank's part of a training checkpoint; raises Error before it changes the trainer or the optimizer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autotp.checkpoint.files.checksums import SENSELESS, senseless
+from autotp.checkpoint.files.checksums import INVALID_CONTENT, invalid_content
 from autotp.checkpoint.keys import (
-    NAMES,
-    NOTHING,
+    NO_OPTIMIZER,
+    PARAMETER_ENTRIES,
     SEPARATOR,
-    key_of,
-    listed,
+    entry_key,
+    names_as_text,
     names_held,
     names_of,
     path_of,
@@ -37,15 +37,15 @@ from autotp.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class Found:
-    """What this rank reads, before it changes anything.
+class ReadState:
+    """The state that this rank has read, before it is loaded.
 
     Attributes:
-        model: name -> what this rank holds.
+        model: name -> this rank's part of the parameter or buffer.
         optimizer: parameter -> its state.
-        options: of each group of the optimizer.
-        more: by name.
-        random: by kind of device.
+        options: the options of each group of the optimizer.
+        more: name -> the state of an object that was saved by name.
+        random: kind of device -> random state.
     """
 
     model: dict[str, Tensor]
@@ -55,8 +55,8 @@ class Found:
     random: dict[str, Tensor]
 
 
-def expect_one(manifest: Manifest, trainer: Trainer) -> None:
-    """Raises Error where ranks see different checkpoints under one name."""
+def expect_same_files(manifest: Manifest, trainer: Trainer) -> None:
+    """Raises Error if ranks see different checkpoints under one name."""
     rows = gather_ints([manifest.crc32], trainer.everyone)
     other = [rank for rank, row in enumerate(rows) if row != rows[0]]
     if other:
@@ -64,7 +64,7 @@ def expect_one(manifest: Manifest, trainer: Trainer) -> None:
         raise Error(problem, fix="one folder, that all machines share")
 
 
-def expect_same(
+def expect_same_training(
     manifest: Manifest,
     trainer: Trainer,
     parts: Holdings,
@@ -72,11 +72,11 @@ def expect_same(
     more: Mapping[str, Any],
     changed: Collection[str],
 ) -> None:
-    """Raises Error where a checkpoint is of another kind of training, or another model's."""
+    """Raises Error if a checkpoint has another optimizer, other named states or another model than this training."""
     about, path = manifest.about, manifest.folder
     if path != path_of(path.parent, about["step"]):
         raise Error(f"{path} is of step {about['step']}", fix="the name that it was written under")
-    if optimizer is not NOTHING and about["optimizer"] != type(optimizer).__name__:
+    if optimizer is not NO_OPTIMIZER and about["optimizer"] != type(optimizer).__name__:
         raise Error(f"{path} has the state of {about['optimizer']}, and this is {type(optimizer).__name__}")
     if missing := sorted(set(more) - set(about["more"])):
         raise Error(f"{path} has no {', '.join(missing)}", expected=", ".join(about["more"]) or "nothing of this kind")
@@ -85,50 +85,52 @@ def expect_same(
     if trainer.everyone.rank == 0 and (found := differences(about["model"], trainer.hyperparameters, changed)):
         other = list(dict.fromkeys(line.split("`")[1].rpartition(".")[2] for line in found))
         remedy = f"the model that was saved; if it is meant, load_checkpoint(..., changed={other})"
-        raise Error(f"{path} is another model's: {listed(found)}", fix=remedy)
+        raise Error(f"{path} is another model's: {names_as_text(found)}", fix=remedy)
     _expect_state(manifest, list(names.values()))
 
 
 def _expect_model(manifest: Manifest, parts: Holdings) -> None:
-    """Raises Error where a checkpoint has other tensors."""
+    """Raises Error if the names, shapes or dtypes of a checkpoint's tensors are not the model's."""
     path, prefix = manifest.folder, f"model{SEPARATOR}"
     known = {key.removeprefix(prefix): pieces for key, pieces in manifest.tensors.items() if key.startswith(prefix)}
     names = set(parts.saved.values())
     lines = [("missing", names - set(known)), ("unexpected", set(known) - names)]
     if any(some for _, some in lines):
-        told = "; ".join(f"{kind}: {listed(sorted(some))}" for kind, some in lines if some)
-        raise Error(f"{path} is another model's; {told}")
+        text = "; ".join(f"{kind}: {names_as_text(sorted(some))}" for kind, some in lines if some)
+        raise Error(f"{path} is another model's; {text}")
     for name in names_held(parts):
         there, shape, dtype = known[name], parts.shapes[name], parts.held[name].dtype
         if there.shape != shape or there.dtype != dtype:
-            told = f"{there.dtype} {list(there.shape)}"
-            raise Error(f"{path} is another model's: `{name}` is {told} there, and {dtype} {list(shape)} here")
+            text = f"{there.dtype} {list(there.shape)}"
+            raise Error(f"{path} is another model's: `{name}` is {text} there, and {dtype} {list(shape)} here")
 
 
 def _expect_state(manifest: Manifest, names: Sequence[str]) -> None:
-    """Raises Error where a checkpoint lacks the optimizer's state of a parameter."""
+    """Raises Error if a checkpoint lacks the optimizer's state of a parameter."""
     holds = {name: keys for _, held in manifest.about["groups"] for name, keys in held.items()}
     lacking = [name for name in names if name not in holds]
     if lacking:
-        problem = f"{manifest.folder} has no state of the optimizer for {listed(lacking)}"
+        problem = f"{manifest.folder} has no state of the optimizer for {names_as_text(lacking)}"
         remedy = "an optimizer of the parameters of then, or none: load_checkpoint(folder, trainer)"
         raise Error(problem, fix=remedy)
     for name in names:
-        for key in (key_of("optimizer", name, key) for key in holds[name]):
+        for key in (entry_key("optimizer", name, key) for key in holds[name]):
             if key not in manifest.tensors and key not in manifest.about["values"]:
                 raise Error(f"{manifest.folder / MANIFEST} is not valid: {key} is missing")
 
 
-def read(manifest: Manifest, trainer: Trainer, parts: Holdings, optimizer: Optimizer, more: Mapping[str, Any]) -> Found:
-    """Reads everything that this rank is given."""
+def read_state(
+    manifest: Manifest, trainer: Trainer, parts: Holdings, optimizer: Optimizer, more: Mapping[str, Any]
+) -> ReadState:
+    """Reads this rank's part of a checkpoint."""
     random = {}
     if manifest.about["sizes"] == sizes(trainer):
         for kind in random_states(trainer.place.device):
-            random[kind] = _random_state(manifest, key_of("random", trainer.everyone.rank, kind), kind)
+            random[kind] = _random_state(manifest, entry_key("random", trainer.everyone.rank, kind), kind)
     names = {name: parameter for parameter, name in names_of(optimizer, parts).items()}
     holds = {name: keys for _, held in manifest.about["groups"] for name, keys in held.items()}
-    return Found(
-        {name: _part(manifest, key_of("model", name), parts, name) for name in names_held(parts)},
+    return ReadState(
+        {name: _part(manifest, entry_key("model", name), parts, name) for name in names_held(parts)},
         {p: {key: _moment(manifest, parts, name, key) for key in holds[name]} for name, p in names.items()},
         _options(manifest, parts, optimizer),
         {name: manifest.value(manifest.about["more"][name]) for name in more},
@@ -137,7 +139,7 @@ def read(manifest: Manifest, trainer: Trainer, parts: Holdings, optimizer: Optim
 
 
 def _random_state(manifest: Manifest, key: str, kind: str) -> Tensor:
-    """A random state.
+    """Reads a random state.
 
     Raises:
         Error: torch does not accept it.
@@ -151,17 +153,17 @@ def _random_state(manifest: Manifest, key: str, kind: str) -> Tensor:
 
 
 def _part(manifest: Manifest, key: str, parts: Holdings, name: str) -> Tensor:
-    """What this rank holds of a tensor that lies as a parameter or buffer does."""
+    """Reads this rank's part of a tensor that is cut like the parameter or buffer `name`."""
     there = manifest.pieces(key)
-    found = torch.empty_like(parts.held[name].detach(), dtype=there.dtype)
-    for box in parts.boxes(name, found, first=False):
-        there.read(manifest.folder, key, box.whole, box.of(local_of(found)))
-    return found
+    part = torch.empty_like(parts.held[name].detach(), dtype=there.dtype)
+    for box in parts.boxes(name, part, first=False):
+        there.read(manifest.folder, key, box.whole, box.of(local_of(part)))
+    return part
 
 
 def _moment(manifest: Manifest, parts: Holdings, name: str, key: str) -> Any:
-    """A value of the optimizer's state."""
-    at = key_of("optimizer", name, key)
+    """Reads a value of the optimizer's state."""
+    at = entry_key("optimizer", name, key)
     if at in manifest.about["values"]:
         return manifest.value(manifest.about["values"][at])
     shape = manifest.pieces(at).shape
@@ -170,89 +172,91 @@ def _moment(manifest: Manifest, parts: Holdings, name: str, key: str) -> Any:
     return _part(manifest, at, parts, name) if shape == parts.shapes[name] else manifest.whole(at)
 
 
-def _own(manifest: Manifest, encoded: Any) -> dict[str, Any]:
-    """The options that a checkpoint says, without what stands for parameters."""
+def _decoded_options(manifest: Manifest, encoded: Any) -> dict[str, Any]:
+    """Decodes the options of an optimizer's group, without the entries for its parameters."""
     options = manifest.value(encoded)
     if not isinstance(options, dict):
         raise Error(f"{manifest.folder / MANIFEST} is not valid: options of the optimizer are {options!r}")
-    return {key: value for key, value in options.items() if key not in NAMES}
+    return {key: value for key, value in options.items() if key not in PARAMETER_ENTRIES}
 
 
 def _options(manifest: Manifest, parts: Holdings, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The saved options of each group here: those that its parameters had.
+    """Returns the saved options for each group of this optimizer: the options that its parameters had.
 
     Raises:
-        Error: its parameters were in several groups there.
+        Error: the parameters of a group had different options in the checkpoint.
     """
     had = {name: options for options, held in manifest.about["groups"] for name in held}
-    names, found = names_of(optimizer, parts), list[dict[str, Any]]()
+    names, result = names_of(optimizer, parts), list[dict[str, Any]]()
     for i, group in enumerate(optimizer.param_groups):
-        mine = [_own(manifest, had[names[p]]) for p in group["params"]]
+        mine = [_decoded_options(manifest, had[names[p]]) for p in group["params"]]
         try:
             several = any(options != mine[0] for options in mine)
-        except SENSELESS as error:  # Tensors where numbers were.
-            raise senseless(manifest.folder / MANIFEST, error) from error
+        except INVALID_CONTENT as error:  # Tensors where numbers were.
+            raise invalid_content(manifest.folder / MANIFEST, error) from error
         if several:
             raise Error(f"{manifest.folder} has the parameters of group {i} in several groups", fix="the saved groups")
         if mine:
             _expect_options(manifest, mine[0], group, optimizer.defaults)
-        found.append(mine[0] if mine else {})
-    return found
+        result.append(mine[0] if mine else {})
+    return result
 
 
 def _expect_options(
     manifest: Manifest, there: Mapping[str, Any], here: Mapping[str, Any], needed: Collection[str]
 ) -> None:
-    """Raises Error where options lack one of an optimizer of this class, or have one of another kind."""
+    """Raises Error if an option of this optimizer's class is missing, or has a value of another kind."""
     wrong = [f"`{key}` is missing" for key in needed if key not in there]
-    wrong += [f"`{key}` is {there[key]!r}" for key in there if key in here and not _like(there[key], here[key])]
+    wrong += [f"`{key}` is {there[key]!r}" for key in there if key in here and not _can_replace(there[key], here[key])]
     if wrong:
         file = manifest.folder / MANIFEST
-        raise Error(f"{file} is not valid: of the optimizer's options {listed(wrong)}", fix="an older one")
+        raise Error(f"{file} is not valid: of the optimizer's options {names_as_text(wrong)}", fix="an older one")
 
 
-def _like(value: Any, own: Any) -> bool:
-    """Whether an option can be in the place of another: a number of a number, as many of several, yes or no."""
-    if isinstance(own, bool):
+def _can_replace(value: Any, current: Any) -> bool:
+    """Whether a value may replace an option: a bool or a number of the same kind, or a sequence of equal length."""
+    if isinstance(current, bool):
         return value is None or isinstance(value, bool)
-    if isinstance(own, list | tuple):
-        given = isinstance(value, list | tuple) and len(value) == len(own)
-        return given and all(map(_like, value, own))
-    if isinstance(own, int | float) or (isinstance(own, Tensor) and own.numel() == 1):
+    if isinstance(current, list | tuple):
+        given = isinstance(value, list | tuple) and len(value) == len(current)
+        return given and all(map(_can_replace, value, current))
+    if isinstance(current, int | float) or (isinstance(current, Tensor) and current.numel() == 1):
         number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
         return number and not math.isnan(float(value))
-    return own is None or isinstance(value, type(own))
+    return current is None or isinstance(value, type(current))
 
 
 def load_more(more: Mapping[str, Any], states: Mapping[str, Any], trainer: Trainer) -> None:
-    """Gives each thing its state. Where one fails on any rank all are what they were, and so is the rest."""
-    before = agree(trainer.everyone, lambda: {name: copy.deepcopy(thing.state_dict()) for name, thing in more.items()})
+    """Loads the state of each named object; if one fails on any rank, all objects get their earlier states back."""
+    before = agree(
+        trainer.everyone, lambda: {name: copy.deepcopy(target.state_dict()) for name, target in more.items()}
+    )
 
     def load() -> None:
-        for name, thing in more.items():
+        for name, target in more.items():
             try:
-                thing.load_state_dict(states[name])
+                target.load_state_dict(states[name])
             except Exception as error:
-                problem = f"`{name}` cannot be loaded into a {type(thing).__name__}: {type(error).__name__}: {error}"
+                problem = f"`{name}` cannot be loaded into a {type(target).__name__}: {type(error).__name__}: {error}"
                 raise Error(problem) from error
 
     try:
         agree(trainer.everyone, load)
     except Exception:
-        for name, thing in more.items():
-            with suppress(Exception):  # It refuses even its own: what is told is the first problem.
-                thing.load_state_dict(before[name])
+        for name, target in more.items():
+            with suppress(Exception):  # It does not accept even its earlier state: raise the first error.
+                target.load_state_dict(before[name])
         raise
 
 
-def put(found: Found, trainer: Trainer, parts: Holdings, optimizer: Optimizer) -> None:
-    """Gives everything what was read."""
+def load_state(found: ReadState, trainer: Trainer, parts: Holdings, optimizer: Optimizer) -> None:
+    """Loads the state that was read into the model, the optimizer and the random generators."""
     with torch.no_grad():
         for name, tensor in found.model.items():
             parts.held[name].copy_(tensor)
     optimizer.state.clear()
     for group, options in zip(optimizer.param_groups, found.options, strict=True):
-        group.update({key: _beside(group.get(key), value) for key, value in options.items()})
+        group.update({key: _on_device_of(group.get(key), value) for key, value in options.items()})
         on_device = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
             state = found.optimizer[parameter]
@@ -265,6 +269,6 @@ def put(found: Found, trainer: Trainer, parts: Holdings, optimizer: Optimizer) -
         torch.cuda.set_rng_state(found.random["cuda"], trainer.place.device)
 
 
-def _beside(old: Any, new: Any) -> Any:
-    """An option as it was read, on the device where the one before it was."""
+def _on_device_of(old: Any, new: Any) -> Any:
+    """Returns an option that was read, on the device of the option that it replaces."""
     return new.to(old.device) if isinstance(old, Tensor) and isinstance(new, Tensor) else new

@@ -1,9 +1,8 @@
-"""save_checkpoint and load_checkpoint: every rank writes its part of a training, and any layout reads it.
+"""`save_checkpoint` and `load_checkpoint`: every rank writes its part of the training's state; any layout can read it.
 
-Each rank writes the boxes of the whole tensors that it holds (`boxes.py`, `tensor_pieces.py`) into a folder of another
-name; once all have, the first rank writes what there is and its checksums (`manifest.py`), and gives the folder its
-name. What reads them takes from each file the boxes that it needs. All that is read is tensors and plain data
-(`plain_json.py`).
+Each rank writes its boxes of the whole tensors (`boxes.py`, `tensor_pieces.py`) into a folder with a temporary name.
+Then the first rank writes the manifest with all checksums (`manifest.py`), and renames the folder. To load, a rank
+reads from each file the boxes that it needs. A checkpoint has only tensors and plain data (`plain_json.py`).
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from uuid import uuid4
 
 from torch.optim import Optimizer
 
-from autotp.checkpoint.keys import NOTHING, STEPS, path_of
+from autotp.checkpoint.keys import NO_OPTIMIZER, STEPS, path_of
 from autotp.checkpoint.manifest import MANIFEST, OF_FORMAT_1, read_manifest
-from autotp.checkpoint.read import expect_one, expect_same, load_more, put, read
-from autotp.checkpoint.write import UNFINISHED, begun, same_on_all, write
+from autotp.checkpoint.read import expect_same_files, expect_same_training, load_more, load_state, read_state
+from autotp.checkpoint.write import UNFINISHED, same_on_all, state_to_write, write_state
 from autotp.distributed.background_exchange import BackgroundExchange
 from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import expect_alike, gather_ints
@@ -44,23 +43,25 @@ def save_checkpoint(
     """Writes a training's state into `folder/step-00000100`, and returns a future of the save.
 
     The state is the parameters, the optimizer's state, the random states, and `more`. Nothing is overwritten, and a
-    save that fails leaves no folder of this name. From its first save until it ends, the first rank's process has
-    `folder` to itself. Call it on every rank.
+    save that fails leaves no folder of this name. The first rank's process locks `folder` from its first save until the
+    process ends. Call it on every rank.
 
     Args:
         folder: the folder of the checkpoints; it is made if it does not exist.
         trainer: as `distribute` returned it.
-        optimizer: of the trainer's parameters.
+        optimizer: the optimizer of the trainer's parameters.
         step: the number of steps done.
         wait: False copies the state to the CPU, and writes while training goes on. The next save and `.result()` of the
-            future wait for the writing and raise its error. So does the end of the program, with exit status 1.
-        more: name -> object with a `state_dict()` of tensors and plain data, the same on all ranks: a schedule, a
-            scaler.
+            future wait for the writing and raise its error. The end of the program also waits; after an error, the exit
+            status is 1.
+        more: name -> object with a `state_dict()` of tensors and plain data, such as a schedule or a scaler. The state
+            is the same on all ranks.
 
     Raises:
         Error: on every rank. A checkpoint of this step exists; another process saves into the folder; the folder cannot
-            be written; the optimizer has other parameters, state of other shapes than theirs, or state of its own;
-            `more` differs between ranks; or ranks that hold the same tensor hold different values.
+            be written; the optimizer has parameters that are not the trainer's, state that is not shaped like its
+            parameter, or state that belongs to no parameter; `more` differs between ranks; or ranks that hold the same
+            tensor hold different values.
 
     Example:
         `Regression` is a linear layer whose `forward(x, y)` returns the mean squared error.
@@ -76,11 +77,13 @@ def save_checkpoint(
     def run() -> Saving:
         _expect_trainer(trainer)
         _finish(trainer)
-        state = agree(trainer.everyone, lambda: begun(Path(folder), trainer, optimizer, step, more))
+        state = agree(trainer.everyone, lambda: state_to_write(Path(folder), trainer, optimizer, step, more))
         mark = same_on_all(trainer, uuid4().int >> 66, step, zlib.crc32(json.dumps(state.more).encode()))
         path = path_of(Path(folder), step)
         new = path.with_name(f".{path.name}.{mark:016x}{UNFINISHED}")
-        trainer.saving = Saving(lambda: write(state, path, new, BackgroundExchange(trainer.everyone, trainer.files)))
+        trainer.saving = Saving(
+            lambda: write_state(state, path, new, BackgroundExchange(trainer.everyone, trainer.files))
+        )
         return trainer.saving
 
     saving = within("save_checkpoint", run)
@@ -97,17 +100,17 @@ def load_checkpoint(
     changed: Collection[str] = (),
     **more: Any,
 ) -> int:
-    """Loads the newest whole checkpoint in `folder`, and returns its step; returns 0 where there is no checkpoint.
+    """Loads the newest complete checkpoint in `folder`, and returns its step; returns 0 if there is no checkpoint.
 
-    Any layout (tp, pp, dp) reads what any other wrote, bit for bit. No code of a checkpoint is run, and every byte that
-    is read is compared with its checksum. Call it on every rank.
+    A checkpoint of any layout (tp, pp, dp) can be loaded in any other, bit for bit. No code of a checkpoint is run, and
+    every byte that is read is compared with its checksum. Call it on every rank.
 
     Args:
         folder: the folder that `save_checkpoint` wrote into.
-        trainer: of the same model. Random states are loaded only where the layout is the one that was saved.
-        optimizer: of the class that was saved; None loads no optimizer's state, to evaluate.
+        trainer: a trainer of the same model. Random states are loaded only if the layout is the saved one.
+        optimizer: an optimizer of the saved class; None loads no optimizer's state, for evaluation.
         changed: names of the model's attributes, such as "dropout", that may differ from the saved model's.
-        more: name -> object to load what was saved under this name; it has `load_state_dict` and `state_dict`.
+        more: name -> object with `load_state_dict` and `state_dict`, into which the state of this name is loaded.
 
     Raises:
         Error: on every rank, and nothing is changed: the checkpoint is another model's, damaged or of another format,
@@ -121,28 +124,30 @@ def load_checkpoint(
         >>> autotp.load_checkpoint("empty", trainer, optimizer)
         0
     """
-    learning: Any = NOTHING if optimizer is None else optimizer
+    learning: Any = NO_OPTIMIZER if optimizer is None else optimizer
 
     def run() -> int:
         _expect_trainer(trainer)
         _finish(trainer)
         everyone = trainer.everyone
-        asked = type(optimizer).__name__, sorted(more), sorted(changed)
-        expect_alike(asked, everyone, "loads something else", "the same arguments of load_checkpoint")
+        arguments = type(optimizer).__name__, sorted(more), sorted(changed)
+        expect_alike(arguments, everyone, "loads something else", "the same arguments of load_checkpoint")
         # The first rank's list decides: on another machine it may lag behind.
         newest = agree(everyone, lambda: max([-1, *saved_steps(folder)]) if everyone.rank == 0 else -1)
         step = gather_ints([newest], everyone)[0][0]
         if step < 0:
             return 0
         path = path_of(Path(folder), step)
-        manifest = agree(everyone, lambda: _staying(path, lambda: read_manifest(path)))
-        expect_one(manifest, trainer)
+        manifest = agree(everyone, lambda: _unless_removed(path, lambda: read_manifest(path)))
+        expect_same_files(manifest, trainer)
         parts = holdings_of(trainer, "load_checkpoint")
         expect_all_saved(parts)
-        agree(everyone, lambda: expect_same(manifest, trainer, parts, learning, more, changed))
-        found = agree(everyone, lambda: _staying(path, lambda: read(manifest, trainer, parts, learning, more)))
-        load_more(more, found.more, trainer)
-        put(found, trainer, parts, learning)
+        agree(everyone, lambda: expect_same_training(manifest, trainer, parts, learning, more, changed))
+        saved = agree(
+            everyone, lambda: _unless_removed(path, lambda: read_state(manifest, trainer, parts, learning, more))
+        )
+        load_more(more, saved.more, trainer)
+        load_state(saved, trainer, parts, learning)
         trainer.steps = manifest.about["step"]
         return step
 
@@ -158,23 +163,23 @@ def _expect_trainer(given: object) -> None:
         )
 
 
-def _staying(path: Path, run: Callable[[], T]) -> T:
-    """What `run` returns, which reads a checkpoint. Where it fails and the folder is not whole, Error says so."""
+def _unless_removed(path: Path, run: Callable[[], T]) -> T:
+    """Returns what `run`, which reads a checkpoint, returns; if the folder was removed meanwhile, its Error says so."""
     try:
         return run()
     except Error as error:
-        # It was there when the manifest was compared with it.
-        if isinstance(error.__cause__, FileNotFoundError) or not _is_whole(path):
+        # The file existed when the manifest was read.
+        if isinstance(error.__cause__, FileNotFoundError) or not _has_manifest(path):
             remedy = "load_checkpoint again: it takes the newest that is there"
             raise Error(f"{path} was removed while it was read", fix=remedy) from error
         raise
 
 
 def saved_steps(folder: str | Path) -> list[int]:
-    """The steps of the whole checkpoints in a folder, in order; none where it does not exist.
+    """Returns the steps of the complete checkpoints in a folder, in order; an empty list if the folder does not exist.
 
     Raises:
-        Error: it cannot be read.
+        Error: the folder cannot be read.
     """
     try:
         with os.scandir(folder) as entries:
@@ -185,12 +190,14 @@ def saved_steps(folder: str | Path) -> list[int]:
         raise _unreadable(Path(folder), error) from error
     digits = (name.removeprefix("step-") for name in names if re.fullmatch(r"step-[0-9]{8,19}", name))
     steps = sorted({int(text) for text in digits if int(text) < STEPS})
-    # With more zeros than we write it is the name of something else.
-    return [step for step in steps if path_of(Path(), step).name in names and _is_whole(path_of(Path(folder), step))]
+    # A name with more zeros than `path_of` writes is not a checkpoint's.
+    return [
+        step for step in steps if path_of(Path(), step).name in names and _has_manifest(path_of(Path(folder), step))
+    ]
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether there is a manifest. That it can be read is seen when it is."""
+def _has_manifest(path: Path) -> bool:
+    """Whether the folder of a checkpoint has a manifest; it is not read."""
     for name in (MANIFEST, OF_FORMAT_1):
         try:
             os.lstat(path / name)
@@ -210,19 +217,20 @@ def _unreadable(path: Path, error: OSError) -> Error:
 
 
 class Saving(Future[None]):
-    """A save in a thread of its own, for which the program waits before it ends.
+    """A save in a separate thread; the program waits for it before it ends.
 
-    What went wrong is told to whoever asks for the result; if nobody has at the end of the program, it ends in 1.
+    `result` raises the save's error. If nobody calls `result`, the error is printed at the end of the program, and the
+    exit status is 1.
     """
 
     def __init__(self, run: Callable[[], None]) -> None:
         super().__init__()
-        # Python's atexit calls nothing in a process that multiprocessing forked; this does, and in all others.
-        self._at_end = Finalize(None, self._expect_told, exitpriority=0)
+        # `atexit` does nothing in a process that multiprocessing forked; `Finalize` works in every process.
+        self._at_end = Finalize(None, self._exit_after_error, exitpriority=0)
         threading.Thread(target=self._run, args=(run,), name="autotp.save_checkpoint").start()
 
     def result(self, timeout: float | None = None) -> None:
-        """Waits, and raises what went wrong."""
+        """Waits for the save, and raises its error."""
         try:
             super().result(timeout)
         finally:
@@ -238,7 +246,7 @@ class Saving(Future[None]):
             self._at_end.cancel()
             self.set_result(None)
 
-    def _expect_told(self) -> None:
+    def _exit_after_error(self) -> None:
         """Ends the program if the save failed: an exception at this time would not change its exit status."""
         if problem := self.exception():
             traceback.print_exception(problem)
@@ -248,7 +256,7 @@ class Saving(Future[None]):
 
 
 def _finish(trainer: Trainer) -> None:
-    """Waits for the save that is under way, and raises what went wrong."""
+    """Waits for the save that is under way, and raises its error."""
     saving, trainer.saving = trainer.saving, None
     if saving is not None:
         saving.result()

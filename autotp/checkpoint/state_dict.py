@@ -1,4 +1,4 @@
-"""The state dict of the original model, from and to the shards of a parallel model."""
+"""Converts between the shards of a parallel model and the state dict of the original model."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def full_state_dict(model: nn.Module, wanted: Callable[[str], bool] = lambda nam
 
     Args:
         model: what `parallelize` or `distribute` returned.
-        wanted: takes a name, and returns whether that tensor is gathered; the same on all ranks. For the adapters of a
-            LoRA model: `lambda name: "lora_" in name`.
+        wanted: returns whether the tensor of this name is gathered; the same on all ranks. For the adapters of a LoRA
+            model: `lambda name: "lora_" in name`.
 
     Raises:
-        Error: on every rank: ranks want different names, or `model` is not parallel or has state beside its parameters
-            and buffers.
+        Error: on every rank: `wanted` differs between ranks, or `model` is not parallel, or its state dict has more
+            than its parameters and buffers.
 
     Example:
         >>> model = autotp.parallelize(nn.Linear(4, 6), tp=1, example_inputs=torch.ones(2, 4))
@@ -40,17 +40,17 @@ def full_state_dict(model: nn.Module, wanted: Callable[[str], bool] = lambda nam
         >>> {name: list(tensor.shape) for name, tensor in state.items()}
         {'weight': [6, 4], 'bias': [6]}
     """
-    return within("full_state_dict", lambda: _full(model, wanted))
+    return within("full_state_dict", lambda: _gather_state(model, wanted))
 
 
-def _full(model: nn.Module, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+def _gather_state(model: nn.Module, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     parts = holdings_of(model, "full_state_dict")
     expect_nothing_beside(parts, OWN_NAMES)
     whole: dict[str, Tensor | None] = {}
     names = list(dict.fromkeys(first for saved, first in parts.saved.items() if wanted(saved)))
     expect_alike(names, parts.everyone, "wants other names", "the same `wanted`")
     for name in names:
-        whole[name] = _gathered(parts, name)
+        whole[name] = _gather_tensor(parts, name)
     if parts.everyone.rank:
         return {}
     return {name: cast(Tensor, whole[first]) for name, first in parts.saved.items() if wanted(name)}
@@ -59,7 +59,7 @@ def _full(model: nn.Module, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Fills the shards of `model` from the original model's state dict, which only the first rank needs to hold.
 
-    Call it on every rank; what the other ranks give is ignored.
+    Call it on every rank; on the other ranks `state` is ignored.
 
     Args:
         model: what `parallelize` or `distribute` returned.
@@ -80,11 +80,11 @@ def _fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     expect_nothing_beside(parts, OWN_NAMES)
     first = parts.everyone.rank == 0
 
-    def look() -> None:
+    def expect_match() -> None:
         if first and (problem := _mismatch(parts, state)):
             raise Error(problem, fix="the state dict of the model that was parallelized")
 
-    agree(parts.everyone, look)
+    agree(parts.everyone, expect_match)
     for name, saved in {first: saved for saved, first in parts.saved.items()}.items():
         kind = [state[saved].dtype if first else None]
         if parts.everyone.size > 1:
@@ -98,22 +98,22 @@ def _fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             parts.fill(name, whole)
 
 
-def _gathered(parts: Holdings, name: str) -> Tensor | None:
-    """The whole tensor on the first rank's CPU, None on the others."""
+def _gather_tensor(parts: Holdings, name: str) -> Tensor | None:
+    """Gathers a tensor: returns it on the first rank's CPU, and None on the other ranks."""
     tensor, mine = parts.held.get(name), []
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     if tensor is not None and not parts.replica:
         mine = [(box, part.detach().cpu()) for box, part in parts.counts(name, tensor)]
     if parts.everyone.size == 1:
-        found = [mine]
+        parts_by_rank = [mine]
     else:
-        found = [[] for _ in range(parts.everyone.size)]
+        parts_by_rank = [[] for _ in range(parts.everyone.size)]
         every, first = parts.everyone, parts.everyone.rank == 0
         with naming_lost("full_state_dict", str(every.group)):
-            dist.gather_object(mine, found if first else None, group=group_of(every), group_dst=0)
+            dist.gather_object(mine, parts_by_rank if first else None, group=group_of(every), group_dst=0)
     if parts.everyone.rank:
         return None
-    boxes = [pair for some in found for pair in some]
+    boxes = [pair for some in parts_by_rank for pair in some]
     whole = torch.empty(parts.shapes[name], dtype=boxes[0][1].dtype if boxes else parts.held[name].dtype)
     for box, tensor in boxes:
         whole[box.place] = tensor

@@ -1,4 +1,4 @@
-"""Model weights, one tensor at a time: each rank reads its part, and the first rank writes all parts."""
+"""Reads and writes model weights, one tensor at a time: each rank reads its part; the first rank writes all parts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from autotp.checkpoint.files.atomic_folder import replaced
-from autotp.checkpoint.files.checksums import SIDE_FILE, Summed, side_file, write_whole
+from autotp.checkpoint.files.checksums import SIDE_FILE, SummedFile, side_file, write_whole
 from autotp.checkpoint.files.safetensors_files import (
     INDEX,
     ONE_FILE,
     FileShard,
+    append_tensor,
     header_of,
     index_of,
     nbytes,
     shards_of,
-    write,
 )
-from autotp.checkpoint.files.tensor_sources import Source, blocks, fill, sliceable, whole
+from autotp.checkpoint.files.tensor_sources import Source, blocks_of_box, read_part, sliceable, whole_box
 from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import Mesh, expect_alike
 from autotp.errors import Error
@@ -32,26 +32,26 @@ from autotp.sharding.layout import Layout
 
 NAMED = "|".join(map(re.escape, (ONE_FILE, INDEX, SIDE_FILE)))
 WEIGHTS = re.compile(rf"{NAMED}|model-\d{{5}}-of-\d{{5}}\.safetensors")
-"""The files of an earlier checkpoint that a new one takes the place of."""
+"""The names of the files of an earlier checkpoint, which a new checkpoint replaces."""
 
 
 def read_parts(sources: Mapping[str, Source], layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, Tensor]:
-    """This rank's part of each tensor, on its device; a bar on the first rank counts the bytes.
+    """Reads this rank's part of each tensor onto its device; a progress bar on the first rank counts the bytes.
 
-    At any time there are the parts and a block of one tensor, or one whole tensor of those that cannot be read in part.
+    At any time memory has the parts, and one block of a tensor; or one whole tensor, if it cannot be read in parts.
 
     Raises:
-        Error: a tensor cannot be read; names it and the file.
+        Error: a tensor cannot be read; names the tensor and the file.
     """
     held = {name: layouts.get(name) or Layout(source.shape) for name, source in sources.items()}
-    # At once and first: made one by one, they would sit in holes that blocks left.
+    # Allocate all parts first: between blocks, they would fragment the memory.
     parts = {
         name: torch.empty(held[name].local_shape(mesh.rank), dtype=source.dtype, device=mesh.device)
         for name, source in sources.items()
     }
     with bar("reading", sum(map(nbytes, parts.values())), mesh) as count:
         for name, source in sources.items():
-            fill(parts[name], source, held[name], mesh.rank)
+            read_part(parts[name], source, held[name], mesh.rank)
             count(nbytes(parts[name]))
     return parts
 
@@ -59,26 +59,26 @@ def read_parts(sources: Mapping[str, Source], layouts: Mapping[str, Layout], mes
 def write_checkpoint(
     folder: Path, tensors: Mapping[str, Source], mesh: Mesh, largest: int, beside: Callable[[Path], None]
 ) -> None:
-    """Writes tensors into `folder`, in one file or in several with an index; the first rank does, all take part.
+    """Writes tensors into `folder`, in one file or in several with an index; the first rank writes, and all send.
 
-    The folder changes as a whole at the end (`atomic_folder.py`): after a failure it is as it was.
+    The folder is replaced in one step at the end (`atomic_folder.py`): after a failure it is unchanged.
 
     Args:
-        largest: bytes of tensors in a file; one that is larger has a file of its own.
-        beside: writes what else belongs there, into the folder it is given.
+        largest: the most bytes of tensors in a file; a larger tensor has its own file.
+        beside: writes the other files of the checkpoint into the given folder.
 
     Raises:
-        Error: the file system fails; on every rank.
+        Error: on every rank; the file system fails.
     """
     shards = shards_of(tensors, largest)
     expect_alike(shards, mesh, "would write other files", "the same max_shard_size, and the same model,")
 
     def on_first(run: Callable[[], Any]) -> Any:
-        return agree(mesh, lambda: _written(folder, run) if mesh.rank == 0 else None)
+        return agree(mesh, lambda: _or_error(folder, run) if mesh.rank == 0 else None)
 
     with ExitStack() as stack:
         new = on_first(lambda: stack.enter_context(replaced(folder, lambda name: bool(WEIGHTS.fullmatch(name)))))
-        on_first(lambda: beside(new))  # First: what is refused is known before the weights are written.
+        on_first(lambda: beside(new))  # First: an error comes before the weights are written.
         with bar("writing", sum(map(nbytes, tensors.values())), mesh) as count:
             files = [_write_shard(new, shard, tensors, mesh, count) for shard in shards]
         on_first(lambda: _write_rest(new, shards, tensors, files))
@@ -87,34 +87,37 @@ def write_checkpoint(
 
 def _write_shard(
     new: Path | None, shard: FileShard, tensors: Mapping[str, Source], mesh: Mesh, count: Callable[[int], None]
-) -> Summed | None:
-    """The file, on the first rank."""
+) -> SummedFile | None:
+    """Writes one file; returns it on the first rank, and None on the others."""
     with ExitStack() as stack:
 
-        def begin() -> Summed | None:
+        def begin() -> SummedFile | None:
             if new is None:
                 return None
-            file = Summed(stack.enter_context((new / shard.file).open("wb")))
+            file = SummedFile(stack.enter_context((new / shard.file).open("wb")))
             file.write(header_of(tensors, shard.names))
             return file
 
-        file = agree(mesh, lambda: _written(new, begin))
+        file = agree(mesh, lambda: _or_error(new, begin))
         for name in shard.names:
             agree(mesh, lambda name=name: _stream(file, tensors[name]))  # type: ignore[misc]
             count(nbytes(tensors[name]))
-        agree(mesh, lambda: _written(new, stack.close))
+        agree(mesh, lambda: _or_error(new, stack.close))
     return file
 
 
-def _stream(file: Summed | None, source: Source) -> None:
-    """Writes a tensor block by block; `file` is None but on the first rank. The others send, so a failure waits."""
-    box = whole(source.shape)
+def _stream(file: SummedFile | None, source: Source) -> None:
+    """Writes a tensor block by block. `file`: None except on the first rank
+
+    The other ranks send all blocks, so an error is raised after the last block.
+    """
+    box = whole_box(source.shape)
     problem: Exception | None = None
-    for block in blocks(box, source.dtype.itemsize) if sliceable(source) else [box]:
+    for block in blocks_of_box(box, source.dtype.itemsize) if sliceable(source) else [box]:
         part = source.read(block)
         try:
             if file is not None and problem is None:
-                write(file, part)
+                append_tensor(file, part)
         except OSError as error:
             problem = error
     if problem is not None:
@@ -125,18 +128,18 @@ def _write_rest(
     new: Path,
     shards: Sequence[FileShard],
     tensors: Mapping[str, Source],
-    files: Sequence[Summed | None],
+    files: Sequence[SummedFile | None],
 ) -> None:
     written = [file for file in files if file is not None]
     if len(shards) > 1:
         with (new / INDEX).open("wb") as opened:
-            written.append(Summed(opened))
+            written.append(SummedFile(opened))
             written[-1].write(index_of(shards, sum(map(nbytes, tensors.values()))).encode())
     write_whole(new / SIDE_FILE, side_file({Path(file.name).name: (file.size, file.sums) for file in written}))
 
 
-def _written(at: Path | None, run: Callable[[], Any]) -> Any:
-    """What `run` returns; a failure of the file system is an Error."""
+def _or_error(at: Path | None, run: Callable[[], Any]) -> Any:
+    """Returns what `run` returns; raises Error if the file system fails."""
     try:
         return run()
     except OSError as error:
@@ -149,7 +152,7 @@ def _failed(error: Exception, at: Path) -> Error:
 
 @contextmanager
 def bar(what: str, size: int, mesh: Mesh) -> Iterator[Callable[[int], None]]:
-    """A progress bar of `size` bytes on the first rank; within, what is done is told to the function it gives."""
+    """Shows a progress bar of `size` bytes on the first rank; yields the function that counts bytes."""
     from tqdm import tqdm
 
     with tqdm(total=size, desc=what, unit="B", unit_scale=True, disable=mesh.rank != 0) as shown:
@@ -157,18 +160,18 @@ def bar(what: str, size: int, mesh: Mesh) -> Iterator[Callable[[int], None]]:
 
 
 def parse_size(text: int | str) -> int:
-    """Bytes: a number, or a text as "5GB" or "200MiB".
+    """Returns a number of bytes from a number, or from a text such as "5GB" or "200MiB".
 
     Raises:
-        Error: neither.
+        Error: `text` is neither.
     """
     if isinstance(text, int) and not isinstance(text, bool) and text > 0:
         return text
-    found = (
+    match = (
         re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", text.strip(), re.IGNORECASE)
         if isinstance(text, str)
         else None
     )
-    if found is None or not float(found[1]):
+    if match is None or not float(match[1]):
         raise Error(f"max_shard_size={text!r}", expected='a number of bytes, or a text as "5GB"')
-    return math.ceil(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
+    return math.ceil(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))

@@ -1,4 +1,4 @@
-"""The original tensors of a parallel model, gathered in blocks on the first rank."""
+"""Sources of a parallel model's original tensors: reading gathers blocks on the first rank."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from autotp.sharding.layout import Layout, Range
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
-    """What the ranks hold parts of. All of them read the same boxes in the same order."""
+class GatheredTensor:
+    """A tensor whose parts are on the ranks. All ranks read the same boxes in the same order."""
 
     local: Tensor
     layout: Layout
@@ -31,32 +31,32 @@ class Whole:
         return self.local.dtype
 
     def read(self, box: Box) -> Tensor:
-        """The elements in `box` on the first rank's CPU; of its shape, without values, on the others.
+        """Returns the elements in `box` on the first rank's CPU; on the others a tensor of this shape on meta.
 
-        Each part of the box goes from the first rank that holds it to the first rank, so nobody has more than the box.
+        The first holder of each part of the box sends it to the first rank, so no rank has more than the box.
         """
         sizes = [b - a for a, b in box]
         first = self.mesh.rank == 0
-        found = torch.empty(sizes, dtype=self.dtype, device="cpu" if first else "meta")
+        elements = torch.empty(sizes, dtype=self.dtype, device="cpu" if first else "meta")
         dim = self.layout.dim
         if dim is None:
             if first:
-                found.copy_(self._part(box))
-            return found
-        for rank, (start, stop) in holders(self.layout, box[dim]):
+                elements.copy_(self._part(box))
+            return elements
+        for rank, (start, stop) in first_holders(self.layout, box[dim]):
             at = box[dim][0]
             part = self._moved((*box[:dim], (start, stop), *box[dim + 1 :]), rank)
             if part is not None:
-                found.narrow(dim, start - at, stop - start).copy_(part)
-        return found
+                elements.narrow(dim, start - at, stop - start).copy_(part)
+        return elements
 
     def _moved(self, box: Box, rank: int) -> Tensor | None:
-        """The part of `rank` in `box`, within one of its ranges, on the first rank; None on the others."""
+        """Sends a box of `rank`'s part to the first rank and returns it there; returns None on the others."""
         mine = self._part(box) if rank == self.mesh.rank else None
         if rank == 0:
             return mine
         group = group_of(self.mesh)
-        # gloo sends from one process to another out of the CPU's memory alone; bytes, as it has not every dtype.
+        # gloo sends between two processes only from the CPU's memory; as bytes, because it lacks some dtypes.
         device = torch.device("cpu") if dist.get_backend(group) == "gloo" else self.mesh.device
         with naming_lost("save_pretrained", group.group_name):
             if mine is not None:
@@ -68,7 +68,7 @@ class Whole:
         return got
 
     def _part(self, box: Box) -> Tensor:
-        """What this rank holds of `box`, which is within one of its ranges."""
+        """Returns the elements of `box`, which is within one of this rank's ranges."""
         dim = self.layout.dim
         if dim is not None:
             at = 0
@@ -81,13 +81,13 @@ class Whole:
         return self.local.detach()[tuple(slice(a, b) for a, b in box)]
 
 
-def holders(layout: Layout, wanted: Range) -> list[tuple[int, Range]]:
-    """Disjoint ranges of the cut dimension that make up `wanted`, each with the first rank that holds it."""
+def first_holders(layout: Layout, wanted: Range) -> list[tuple[int, Range]]:
+    """Divides the range `wanted` of the cut dimension into ranges, each with the first rank that holds it."""
     left = [wanted]
-    found: list[tuple[int, Range]] = []
+    result: list[tuple[int, Range]] = []
     for rank, pieces in enumerate(layout.pieces):
         for a, b in pieces:
             inside = [(max(a, c), min(b, d)) for c, d in left if max(a, c) < min(b, d)]
-            found += [(rank, piece) for piece in inside]
+            result += [(rank, piece) for piece in inside]
             left = [rest for c, d in left for rest in ((c, min(d, a)), (max(c, b), d)) if rest[0] < rest[1]]
-    return found
+    return result

@@ -1,4 +1,4 @@
-"""Writes a rank's part of a training, and renames the folder when all ranks have written."""
+"""Writes a rank's part of a training's state; renames the folder after all ranks have written."""
 
 from __future__ import annotations
 
@@ -15,13 +15,23 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autotp.checkpoint.files.atomic_folder import sync
+from autotp.checkpoint.files.atomic_folder import sync_path
 from autotp.checkpoint.files.checksums import bytes_of, write_whole
 from autotp.checkpoint.files.folder_lock import claim
 from autotp.checkpoint.files.plain_json import encode
 from autotp.checkpoint.files.tensor_pieces import file_of, write_pieces
-from autotp.checkpoint.keys import NAMES, SEPARATOR, STEPS, key_of, names_held, names_of, path_of, random_states, sizes
-from autotp.checkpoint.manifest import MANIFEST, OF_FORMAT_1, Item, written
+from autotp.checkpoint.keys import (
+    PARAMETER_ENTRIES,
+    SEPARATOR,
+    STEPS,
+    entry_key,
+    names_held,
+    names_of,
+    path_of,
+    random_states,
+    sizes,
+)
+from autotp.checkpoint.manifest import MANIFEST, OF_FORMAT_1, Item, manifest_content
 from autotp.distributed.background_exchange import BackgroundExchange
 from autotp.distributed.mesh import gather_ints
 from autotp.errors import Error
@@ -31,20 +41,20 @@ from autotp.training.trainer import Trainer
 
 T = TypeVar("T")
 Holders = dict[tuple[Any, ...], list[tuple[int, int]]]
-"""What tells an item apart -> the ranks that have it, each with its number there."""
+"""(key, first index, bytes) of an item -> the ranks that have it, each with the item's number on that rank."""
 UNFINISHED = ".new"
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a rank writes.
+    """The state that a rank writes.
 
     Attributes:
-        about: plain data, of which the first rank's is written.
-        more: what is the same on all ranks, and is compared.
-        groups: of each group of the optimizer its options, and its parameters, each with the names of its state.
-        values: what of the optimizer's state is no tensor, by key.
-        items: tensors; copies, so that training may go on.
+        about: plain data; the first rank's is written.
+        more: the states of named objects, which must be the same on all ranks.
+        groups: for each group of the optimizer its options, and its parameters with the names of their states.
+        values: key -> a value of the optimizer's state that is not a tensor.
+        items: copies of tensors, so that training may go on.
     """
 
     about: dict[str, Any]
@@ -54,8 +64,10 @@ class TrainingState:
     items: list[Item]
 
 
-def begun(folder: Path, trainer: Trainer, optimizer: Optimizer, step: int, more: Mapping[str, Any]) -> TrainingState:
-    """What this rank writes; the folder is ready for it.
+def state_to_write(
+    folder: Path, trainer: Trainer, optimizer: Optimizer, step: int, more: Mapping[str, Any]
+) -> TrainingState:
+    """Returns the state that this rank writes, and locks the folder on the first rank.
 
     Raises:
         Error: as `save_checkpoint`.
@@ -71,7 +83,7 @@ def begun(folder: Path, trainer: Trainer, optimizer: Optimizer, step: int, more:
         remedy = "another folder, or another step" if whole else "remove it: it is not whole"
         raise Error(f"{path} is there already", fix=remedy)
     if trainer.everyone.rank == 0:
-        _filed(folder, lambda: _claim(folder))
+        _or_error(folder, lambda: _claim(folder))
     _expect_nothing_beside(optimizer)
     parts = holdings_of(trainer, "save_checkpoint")
     expect_all_saved(parts)
@@ -79,7 +91,7 @@ def begun(folder: Path, trainer: Trainer, optimizer: Optimizer, step: int, more:
 
 
 def _expect_nothing_beside(optimizer: Optimizer) -> None:
-    """Raises Error where an optimizer keeps more than options and its parameters' state."""
+    """Raises Error if an optimizer has state that is neither an option nor a parameter's."""
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
     beside: list[Any] = [key for key in optimizer.state if id(key) not in parameters]
     beside += [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
@@ -91,14 +103,14 @@ def _expect_nothing_beside(optimizer: Optimizer) -> None:
 
 
 def _claim(folder: Path) -> None:
-    """Keeps other jobs from saving here, and removes what those that were killed left."""
+    """Locks the folder, and removes the unfinished folders of jobs that were killed."""
     if claim(folder):
         for left in folder.glob(f".step-*{UNFINISHED}"):
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _filed(at: Path, run: Callable[[], T]) -> T:
-    """What `run` returns; a failure of the file system is an Error."""
+def _or_error(at: Path, run: Callable[[], T]) -> T:
+    """Returns what `run` returns; raises Error if the file system fails."""
     try:
         return run()
     except OSError as error:
@@ -106,10 +118,10 @@ def _filed(at: Path, run: Callable[[], T]) -> T:
 
 
 def same_on_all(trainer: Trainer, mark: int, step: int, more: int) -> int:
-    """The first rank's mark.
+    """Returns the first rank's `mark`.
 
     Raises:
-        Error: `step` or `more` is another on some rank.
+        Error: `step` or `more` differs between ranks.
     """
     rows = gather_ints([mark, step, more], trainer.everyone)
     share = "save a state that all ranks share; the trainer's own differs as it must"
@@ -126,10 +138,10 @@ def _state(
     rank, items = trainer.everyone.rank, list[Item]()
 
     def keeper(at: str) -> Callable[[Tensor], str]:
-        count = itertools.count()  # Of what is kept there: the keys are the same on all ranks that hold it.
+        count = itertools.count()  # Numbers the tensors of one value: the keys are the same on all ranks that hold it.
 
         def keep(tensor: Tensor) -> str:
-            key = key_of(at, next(count))
+            key = entry_key(at, next(count))
             copied = tensor.cpu().clone()
             items.append(Item(key, (0,) * copied.dim(), tuple(copied.shape), copied))
             return key
@@ -144,34 +156,34 @@ def _state(
     }
     keep = keeper("more")
     shared = {name: encode(thing.state_dict(), f"the state of `{name}`", keep) for name, thing in more.items()}
-    prints = {item.key: zlib.crc32(bytes_of(item.tensor)) for item in items}
-    keep = keeper(key_of("group", rank))
+    checksums = {item.key: zlib.crc32(bytes_of(item.tensor)) for item in items}
+    keep = keeper(entry_key("group", rank))
     groups = [_group(group, optimizer, parts, keep) for group in optimizer.param_groups]
     for name, tensor in random_states(trainer.place.device).items():
-        items.append(Item(key_of("random", rank, name), (0,), tuple(tensor.shape), tensor))
+        items.append(Item(entry_key("random", rank, name), (0,), tuple(tensor.shape), tensor))
     for name in names_held(parts):
-        items += _boxed(key_of("model", name), parts, name, parts.held[name])
+        items += _items_of(entry_key("model", name), parts, name, parts.held[name])
     values = {}
     for name, key, value in _moments(optimizer, parts):
-        at = key_of("optimizer", name, key)
+        at = entry_key("optimizer", name, key)
         if not isinstance(value, Tensor):
             values[at] = encode(value, f"`{key}` of `{name}` in the optimizer", keeper(at))
         elif value.dim() == 0 and value.shape != parts.held[name].shape:
             items.append(Item(at, (), (), value.detach().cpu().clone()))
         else:
-            items += _boxed(at, parts, name, _as_parameter(value, name, key, parts, optimizer))
-    return TrainingState(about, {"more": shared, "tensors": prints}, groups, values, items)
+            items += _items_of(at, parts, name, _as_parameter(value, name, key, parts, optimizer))
+    return TrainingState(about, {"more": shared, "tensors": checksums}, groups, values, items)
 
 
 def _group(group: Mapping[str, Any], optimizer: Optimizer, parts: Holdings, keep: Callable[[Tensor], str]) -> list[Any]:
     names = names_of(optimizer, parts)
-    options = {key: value for key, value in group.items() if key not in NAMES}
+    options = {key: value for key, value in group.items() if key not in PARAMETER_ENTRIES}
     holds = {names[p]: list(optimizer.state.get(p, {})) for p in group["params"]}
     return [encode(options, "a group of the optimizer", keep), holds]
 
 
-def _boxed(key: str, parts: Holdings, name: str, tensor: Tensor) -> Iterator[Item]:
-    """What this rank has of a parameter, or of what lies as it does, and no rank before this one on the axis."""
+def _items_of(key: str, parts: Holdings, name: str, tensor: Tensor) -> Iterator[Item]:
+    """Yields this rank's boxes of a parameter, or of a tensor cut like it, that no rank before it on the axis holds."""
     local = local_of(tensor.detach())
     if not math.prod(parts.shapes[name]):
         yield Item(key, (0,) * local.dim(), parts.shapes[name], local.cpu())
@@ -180,10 +192,10 @@ def _boxed(key: str, parts: Holdings, name: str, tensor: Tensor) -> Iterator[Ite
 
 
 def _as_parameter(value: Tensor, name: str, key: str, parts: Holdings, optimizer: Optimizer) -> Tensor:
-    """`value`, which lies as its parameter does.
+    """Returns `value`, which is cut like its parameter.
 
     Raises:
-        Error: it does not.
+        Error: `value` has another shape than the parameter.
     """
     if value.shape == parts.held[name].shape:
         return value
@@ -203,11 +215,11 @@ def _moments(optimizer: Optimizer, parts: Holdings) -> Iterator[tuple[str, str, 
 # ---- writing it, in a thread
 
 
-def write(state: TrainingState, path: Path, new: Path, peers: BackgroundExchange) -> None:
-    """Writes a checkpoint into the folder `new`, which is `path` in the end.
+def write_state(state: TrainingState, path: Path, new: Path, peers: BackgroundExchange) -> None:
+    """Writes a checkpoint into the folder `new`, and renames it to `path`.
 
     Raises:
-        Error: on every rank; nothing is left then.
+        Error: on every rank; the folder is removed.
     """
     try:
         rank = peers.mesh.rank
@@ -218,67 +230,67 @@ def write(state: TrainingState, path: Path, new: Path, peers: BackgroundExchange
 
         def items() -> list[Any]:
             written = [state.items[i] for i in _chosen(holders, peers.mesh.size, rank)]
-            return [_filed(new, lambda: _write_items(new, rank, written)), state.groups, state.values]
+            return [_or_error(new, lambda: _write_items(new, rank, written)), state.groups, state.values]
 
         every = peers.tell(items)
-        peers.agree(lambda: _filed(path, lambda: _name(state, every, path, new)) if rank == 0 else None)
+        peers.agree(lambda: _or_error(path, lambda: _finish_folder(state, every, path, new)) if rank == 0 else None)
     except BaseException:
-        shutil.rmtree(new, ignore_errors=True)  # On every rank: what one wrote may lie elsewhere.
+        shutil.rmtree(new, ignore_errors=True)  # On every rank: the ranks' disks may differ.
         raise
 
 
 def _holders(every: Sequence[Sequence[Any]]) -> Holders:
-    """Who has each item. every: of each rank's items what tells them apart"""
-    found: Holders = {}
+    """Returns the ranks that have each item. every: for each rank, its items' `choice()`"""
+    holders: Holders = {}
     for rank, rows in enumerate(every):
         for i, (key, at, size, _) in enumerate(rows):
-            found.setdefault((key, *at, size), []).append((rank, i))
-    return found
+            holders.setdefault((key, *at, size), []).append((rank, i))
+    return holders
 
 
 def _several(holders: Holders) -> list[tuple[str, list[tuple[int, int]]]]:
-    """The keys of items that several ranks have, and these."""
+    """Returns the key of each item that several ranks have, and these ranks, each with its number there."""
     return [(key[0], places) for key, places in holders.items() if len(places) > 1]
 
 
 def _checksums(state: TrainingState, holders: Holders, rank: int) -> list[int]:
-    """Of what this rank and others have."""
+    """Returns the checksums of the items that this rank and others have."""
     mine = (i for _, places in _several(holders) for other, i in places if other == rank)
     return [zlib.crc32(bytes_of(state.items[i].tensor)) for i in mine]
 
 
 def _expect_alike(choices: Sequence[Sequence[Any]], holders: Holders, told_by_all: Sequence[Any]) -> None:
-    """Raises Error where ranks hold the same of a tensor, or a number, and it is not the same.
+    """Raises Error if ranks hold different values of the same part or the same number.
 
     Args:
-        told_by_all: of each rank the checksums of `_checksums`, and what of the optimizer's state is no tensor.
+        told_by_all: for each rank, its `_checksums`, and the values of the optimizer's state that are not tensors.
     """
     several, every = _several(holders), [(iter(sums), values) for sums, values in told_by_all]
-    found: dict[str, dict[int, Any]] = {}
+    values_of: dict[str, dict[int, Any]] = {}
     for at, (key, places) in enumerate(several):
         for other, _ in places:
-            found.setdefault(f"{at}{SEPARATOR}{key}", {})[other] = next(every[other][0])
+            values_of.setdefault(f"{at}{SEPARATOR}{key}", {})[other] = next(every[other][0])
     for other, (_, values) in enumerate(every):
         told = [*values.items(), *((key, whole) for key, _, _, whole in choices[other])]
         for key, value in told:
-            found.setdefault(f"{SEPARATOR}{key}", {})[other] = json.dumps(value)
-    for key, by_rank in found.items():
+            values_of.setdefault(f"{SEPARATOR}{key}", {})[other] = json.dumps(value)
+    for key, by_rank in values_of.items():
         (first, value), *others = by_rank.items()
         differ = [other for other, theirs in others if theirs != value]
         if differ:
-            problem = f"{_called(key.partition(SEPARATOR)[2])} is another on rank {differ[0]} than on rank {first}"
+            problem = f"{_entry_name(key.partition(SEPARATOR)[2])} is another on rank {differ[0]} than on rank {first}"
             remedy = "the same steps on all ranks; of a cut parameter, state that is shaped as it is"
             raise Error(problem, fix=remedy)
 
 
-def _called(key: str) -> str:
-    """What an error calls what is kept under a key."""
+def _entry_name(key: str) -> str:
+    """Returns the name, for an error, of the entry of a key."""
     kind, name, *rest = key.split(SEPARATOR)
     return f"`{rest[0]}` of `{name}` in the optimizer" if kind == "optimizer" and rest else f"`{name}`"
 
 
 def _chosen(holders: Holders, ranks: int, rank: int) -> list[int]:
-    """Which of its items a rank writes: of those that several have, the one that has least to write does."""
+    """Returns the items that a rank writes; an item of several ranks is written by the rank with the least bytes."""
     load, chosen = [0] * ranks, list[int]()
     for (*_, size), places in sorted(holders.items(), key=lambda pair: len(pair[1])):
         other, i = min(places, key=lambda place: load[place[0]])
@@ -289,18 +301,18 @@ def _chosen(holders: Holders, ranks: int, rank: int) -> list[int]:
 
 
 def _write_items(new: Path, rank: int, items: Sequence[Item]) -> list[Any]:
-    """The bytes of this rank's file, and of each item its row and its piece's."""
+    """Writes this rank's file; returns its bytes, and for each item its row and its piece's row."""
     new.mkdir(parents=True, exist_ok=True)
     pieces = write_pieces(new, rank, ((item.at, item.tensor) for item in items))
     rows = [[item.row(), piece.row()] for item, piece in zip(items, pieces, strict=True)]
     return [(new / file_of(rank)).stat().st_size, rows]
 
 
-def _name(state: TrainingState, every: Sequence[Any], path: Path, new: Path) -> None:
-    """Writes the manifest, and gives the folder its name.
+def _finish_folder(state: TrainingState, every: Sequence[Any], path: Path, new: Path) -> None:
+    """Writes the manifest, and renames the folder.
 
     Raises:
-        Error: not all files are there: a rank wrote into another folder, or on a disk of its own.
+        Error: a file is missing: a rank wrote into another folder, or on another disk.
     """
     ranks, groups, values = zip(*every, strict=True)
     for rank, (size, _) in enumerate(ranks):
@@ -315,7 +327,7 @@ def _name(state: TrainingState, every: Sequence[Any], path: Path, new: Path) -> 
         "groups": list(told.values()),
         "values": {key: value for some in values for key, value in some.items()},
     }
-    write_whole(new / MANIFEST, written(about, ranks))
-    sync(new)
+    write_whole(new / MANIFEST, manifest_content(about, ranks))
+    sync_path(new)
     new.rename(path)
-    sync(path.parent)
+    sync_path(path.parent)

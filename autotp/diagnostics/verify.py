@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autotp.compiler import CallState, Program, analyse, emitted, flat_graph
+from autotp.compiler import CallState, Program, analyse, emitted, flat_graphs
 from autotp.diagnostics.lockstep import run_lockstep
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
@@ -127,13 +127,14 @@ def make_trial(
         tensors = [x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         wanted = GradientsWanted(inputs=tuple(tensors), parameters=tuple(p.requires_grad for p in whole.parameters()))
         analysis = analyse(skeleton_of(whole), args, kwargs, tp, settings, CallState(wanted=wanted))
-        graphs = [flat_graph(analysis, rank, "exact") for rank in range(tp)]
+        graphs = flat_graphs(analysis, "exact")
         plan = report(analysis, name, graphs[0])
         return Trial(whole, args, kwargs, analysis, tuple(map(fuse, graphs)), plan, settings)
 
 
 def _copied(model: nn.Module) -> nn.Module:
     """Returns a copy of the model. Computed tensors in it (torch's old weight_norm) become leaves, as torch cannot copy
+
     others; the next call only uses their values.
     """
     computed = [x for _, x in everything(model) if isinstance(x, Tensor) and not x.is_leaf]

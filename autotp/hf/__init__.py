@@ -1,4 +1,4 @@
-"""All that autotp knows of Hugging Face's transformers: its checkpoints, its decoding loops, its operators.
+"""The support for Hugging Face's transformers: its checkpoints, caches, decoding loops, operators.
 
-Nothing outside this folder imports it, and transformers itself is imported where it is needed, not before.
+No module outside this folder imports it. transformers is imported only when a function needs it.
 """

@@ -1,7 +1,7 @@
-"""The settings of `generate` as text, for ranks to compare before the first token.
+"""The settings of `generate` as text, which ranks compare before the first token.
 
-What a processor adds to a rank's own columns is nowhere gathered: ranks with other lists of tokens would each mask
-theirs, and choose alike a token that neither asked for.
+A processor's values are not gathered. Ranks with different lists of tokens would mask different columns, and choose a
+token that fits none of the lists.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from autotp.distributed.consistency import checksum
 from autotp.runtime.call_consistency import shown
 
 CLOCKS = ("initial_timestamp",)
-"""When a criterion was made: each rank's own."""
+"""Attributes with the time at which a criterion was made, which differs between ranks."""
 
 
 def generation_settings(config: Any, parts: Iterable[Any]) -> list[Any]:
-    """What prints alike where the settings of a generation, its processors and its criteria are the same.
+    """Returns values whose text is the same if a generation's settings, processors and criteria are the same.
 
-    Of the user's own only the classes are compared: they may hold a clock or a file, and the first rank's count.
+    Of the user's processors and criteria only the classes are compared: they may hold a clock or a file, and all ranks
+    use the first rank's results.
     """
     plain = bool | int | float | str | list | tuple | dict
     settings = sorted((key, repr(value)) for key, value in config.to_dict().items() if isinstance(value, plain))
@@ -29,7 +30,7 @@ def generation_settings(config: Any, parts: Iterable[Any]) -> list[Any]:
 
 
 def is_of_transformers(part: Any) -> bool:
-    """Whether a processor or criterion is transformers' own."""
+    """Whether a processor or criterion is a class of transformers."""
     return type(part).__module__.startswith("transformers.generation.")
 
 
@@ -44,7 +45,7 @@ def _part(part: Any) -> Any:
 
 
 def _value(value: Any) -> Any:
-    """A setting; of a tensor the checksum, of a function the name, of another object the class."""
+    """Returns a comparable form of a setting: a tensor's checksum, a function's name, another object's class."""
     if isinstance(value, Tensor):
         return shown(value), checksum(value)
     if isinstance(value, Mapping):

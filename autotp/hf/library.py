@@ -1,4 +1,4 @@
-"""Answers for transformers and peft what autotp asks of a library of models."""
+"""Implements the interface `ModelLibrary` for transformers and peft."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from typing import Any
 
 from torch import nn
 
-from autotp.hf import generation, overrides
+from autotp.hf import caches, overrides
 from autotp.model_library import ModelLibrary
 from autotp.rules.products import grouped_mm
 
 
 class Transformers(ModelLibrary):
-    """What transformers' models, caches and operators are to autotp."""
+    """The models, caches and operators of transformers."""
 
     package = "transformers"
-    rules = {"transformers::grouped_mm_fallback": grouped_mm}  # noqa: RUF012  Nobody changes it.
+    rules = {"transformers::grouped_mm_fallback": grouped_mm}  # noqa: RUF012  It is never changed.
 
     def classes_before(self, original: type) -> tuple[type, ...]:
-        """Those that generate, save and adapt."""
+        """Returns the classes whose methods replace those of transformers and peft on a parallel model."""
         return overrides.overrides(original)
 
     def is_state(self, x: Any) -> bool:
-        """True for a key-value cache, or one layer of it."""
-        return generation.is_state(x)
+        """Whether an object is a key-value cache or a layer of one."""
+        return caches.is_state(x)
 
     def shown_attribute(self, name: str, value: Any) -> Any:
-        """An attribute of a cache as the leaves of a structure."""
-        return generation.shown_attribute(name, value)
+        """Returns an attribute of a cache in a form that pytree can flatten."""
+        return caches.shown_attribute(name, value)
 
     def read_attribute(self, name: str, value: Any, among: Sequence[Any]) -> Any:
-        """The attribute of a cache that such leaves stand for."""
-        return generation.read_attribute(name, value, among)
+        """Returns the attribute that `shown_attribute` was given."""
+        return caches.read_attribute(name, value, among)
 
     def recomputes(self, model: Any) -> bool:
-        """True for a model of which `gradient_checkpointing_enable()` was called."""
+        """Whether `gradient_checkpointing_enable()` was called on a model."""
         return any(getattr(module, "gradient_checkpointing", False) is True for module in _modules(model))
 
     def is_own_hook(self, hook: Any) -> bool:
@@ -43,13 +43,13 @@ class Transformers(ModelLibrary):
         return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
     def keep_activations(self, model: Any) -> None:
-        """What is computed twice is computed alike; autograd's second time has no modes."""
+        """Switches gradient checkpointing off for the capture: autograd would recompute outside the capturing modes."""
         for module in _modules(model):
             if getattr(module, "gradient_checkpointing", False) is True:
                 module.gradient_checkpointing = False  # type: ignore[assignment]
 
     def instead_of_expert_loop(self, model: Any) -> str:
-        """Another implementation, for a mixture whose configuration asks for the loop."""
+        """Returns the remedy for a mixture of experts whose configuration asks for the loop, else an empty text."""
         configs = (getattr(module, "config", None) for module in _modules(model))
         loops = any(getattr(config, "_experts_implementation", None) == "eager" for config in configs)
         if not loops or not hasattr(model, "set_experts_implementation"):

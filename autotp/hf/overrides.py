@@ -1,6 +1,6 @@
 """Methods of transformers and peft that work differently, or raise Error, on a parallel model.
 
-Nothing here imports transformers or peft before the user has.
+This module does not import transformers or peft before the user's program does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autotp.hf.generation import Generates
 
 
 def overrides(original: type) -> tuple[type, ...]:
-    """The classes that come before `original` in the class of a parallel model."""
+    """Returns the classes that come before `original` in the bases of a parallel model's class."""
     places = (
         ("transformers.generation.utils", "GenerationMixin", Generates),
         ("transformers.modeling_utils", "PreTrainedModel", Saves),
@@ -27,15 +27,15 @@ def overrides(original: type) -> tuple[type, ...]:
 
 
 class Saves:
-    """A model of transformers: of a shard of it no checkpoint is written."""
+    """Methods of transformers' models that save, and that switch recomputation."""
 
     recompute: str
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **given: Any) -> None:
-        """As `autotp.save_pretrained`: the whole model, by all ranks together.
+        """Saves the whole model by `autotp.save_pretrained`; call it on every rank.
 
         Raises:
-            Error: an option that it does not have.
+            Error: `autotp.save_pretrained` does not have an option.
         """
         from autotp.hf.pretrained import save_pretrained
 
@@ -50,16 +50,16 @@ class Saves:
         save_pretrained(cast(nn.Module, self), save_directory, **given)
 
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
-        """As `parallelize(..., recompute="full")`: what a block computes is computed again in backward."""
+        """Sets `recompute="full"`, as in `parallelize`: backward computes the activations of a block again."""
         self.recompute = "full"
 
     def gradient_checkpointing_disable(self) -> None:
-        """As `recompute="none"`."""
+        """Sets `recompute="none"`, as in `parallelize`."""
         self.recompute = "none"
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """True where blocks are computed again."""
+        """Whether backward computes the activations of blocks again."""
         return bool(self.recompute == "full")
 
     def resize_token_embeddings(self, *_: Any, **__: Any) -> NoReturn:
@@ -75,7 +75,7 @@ class Saves:
 
 
 class Adapts:
-    """A model of peft: what changes which adapters there are, or reads them whole, is done before or behind autotp."""
+    """Methods of peft's models that raise Error: they need whole adapters, or change the set of adapters."""
 
     def save_pretrained(self, *_: Any, **__: Any) -> NoReturn:
         """Raises Error."""
@@ -84,12 +84,12 @@ class Adapts:
             fix="autotp.full_state_dict(model, wanted) and peft on one device, as examples/hf_lora.py does",
         )
 
-    def _before(self, *_: Any, **__: Any) -> NoReturn:
+    def _raise_error(self, *_: Any, **__: Any) -> NoReturn:
         raise Error(
             "adapters of a parallel model are not merged, switched off or exchanged",
             fix="do so with the peft model, and parallelize it then",
         )
 
     push_to_hub = save_pretrained
-    disable_adapter = merge_adapter = unmerge_adapter = merge_and_unload = unload = _before
-    add_adapter = delete_adapter = load_adapter = add_weighted_adapter = _before
+    disable_adapter = merge_adapter = unmerge_adapter = merge_and_unload = unload = _raise_error
+    add_adapter = delete_adapter = load_adapter = add_weighted_adapter = _raise_error

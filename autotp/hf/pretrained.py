@@ -1,8 +1,8 @@
-"""from_pretrained and save_pretrained: transformers' checkpoints, from and to the shards of a parallel model.
+"""`from_pretrained` and `save_pretrained`: transformers' checkpoints, from and to the shards of a parallel model.
 
-What its files call a tensor, which of them are joined, cut or turned on their way into a module, what is tied and how
-buffers are made: all that transformers does itself here, on tensors that are not there yet (`lazy_tensor.py`), and only
-what this rank holds is read then. Saving goes the same way back.
+transformers itself builds the model, on tensors without data (`lazy_tensor.py`): it renames, concatenates, splits and
+transposes the tensors of the files, ties parameters and makes buffers. Afterwards each rank reads only its parts.
+Saving applies the inverse conversions.
 """
 
 from __future__ import annotations
@@ -24,12 +24,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from autotp.checkpoint.files.checksums import SENSELESS, SIDE_FILE, STALE, expect_unchanged, opened, seen, summed
-from autotp.checkpoint.files.lazy_tensor import Lazy, told
-from autotp.checkpoint.files.safetensors_files import Stored, stored
-from autotp.checkpoint.files.tensor_sources import Source, read
+from autotp.checkpoint.files.checksums import (
+    INVALID_CONTENT,
+    SIDE_FILE,
+    STALE,
+    checksums_in,
+    expect_unchanged,
+    fingerprint,
+    open_regular,
+)
+from autotp.checkpoint.files.lazy_tensor import Lazy, source_text
+from autotp.checkpoint.files.safetensors_files import Stored, stored_tensors
+from autotp.checkpoint.files.tensor_sources import Source, read_whole
 from autotp.checkpoint.weights import parse_size, read_parts, write_checkpoint
-from autotp.checkpoint.whole_tensors import Whole
+from autotp.checkpoint.whole_tensors import GatheredTensor
 from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import expect_alike, make_mesh
 from autotp.errors import Error, within
@@ -42,13 +50,13 @@ from autotp.sharding.layout import Layout
 
 T = TypeVar("T")
 ADAPTER = "adapter_config.json"
-SHOWN = 4  # names in an error
-LOCAL = {"trust_remote_code": False}  # Unless it is said, transformers asks on the terminal whether to run code.
+MOST_NAMES = 4  # The most names in an error.
+LOCAL = {"trust_remote_code": False}  # Without it, transformers asks on the terminal whether to run code.
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What `from_pretrained` was asked for about the model itself."""
+class ModelArguments:
+    """The arguments of `from_pretrained` about the model itself."""
 
     dtype: torch.dtype | None
     model_class: Any
@@ -79,14 +87,14 @@ def from_pretrained(
     without: Collection[str] = (),
     timeout: timedelta | None = None,
 ) -> ParallelModule:
-    """Returns this rank's part of the transformers model in the folder `path`; each rank reads only what it holds.
+    """Returns this rank's part of the transformers model in the folder `path`; each rank reads only its part.
 
-    The folder has config.json and safetensors files, as transformers writes them. The model comes back in eval mode. At
-    any time a rank has its shards and one block of 64 MB in memory. Call it on every rank.
+    The folder has config.json and safetensors files, as transformers writes them. The model is in eval mode. At any
+    time a rank has its shards and one block of 64 MB in memory. Call it on every rank.
 
     Args:
         path: a local folder.
-        dtype: of the parameters; None means the checkpoint's, from config.json or else from the files.
+        dtype: the dtype of the parameters; None means the checkpoint's, from config.json or else from the files.
         model_class: the class of transformers to build, or one of its Auto classes; None means the class that was
             saved.
         config: values that replace those of config.json, and arguments of transformers such as `attn_implementation`.
@@ -97,9 +105,9 @@ def from_pretrained(
             recompute, without, timeout: as for `parallelize`.
 
     Raises:
-        Error: on every rank. The folder has no checkpoint, or code of its own; a file is cut short, damaged, or not the
-            one that `save_pretrained` wrote; a tensor is missing, unexpected or of another shape (the error names the
-            tensor and the file); or `parallelize` refuses the model.
+        Error: on every rank. The folder has no checkpoint, or its configuration names code; a file is truncated,
+            damaged, or not the one that `save_pretrained` wrote; a tensor is missing, unexpected or of another
+            shape (the error names the tensor and the file); or `parallelize` raises Error for the model.
 
     Example:
         With `tp=8` the same line runs under `torchrun --nproc-per-node 8 train.py`.
@@ -113,17 +121,19 @@ def from_pretrained(
     """
     size = "" if tp is None else f", tp={tp}"
     settings = Options(outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute)
-    wanted = Wanted(dtype, model_class, config or {}, missing, unexpected)
+    wanted = ModelArguments(dtype, model_class, config or {}, missing, unexpected)
 
     def run() -> ParallelModule:
         place = make_mesh(tp, mesh, device, timeout)
-        before = seen(Path(path))
+        before = fingerprint(Path(path))
         agree(place, lambda: expect_unchanged(Path(path), place.rank, place.size))
-        model, sources = agree(place, lambda: _emptied(_load(Path(path), wanted)))
+        model, sources = agree(place, lambda: _split_sources(_load(Path(path), wanted)))
         expect_alike(before[0], place, "sees another checkpoint", "the same files")
 
         def read_all(layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
-            return agree(place, lambda: _staying(Path(path), before, lambda: read_parts(sources, layouts, place)))
+            return agree(
+                place, lambda: _unless_replaced(Path(path), before, lambda: read_parts(sources, layouts, place))
+            )
 
         return build(model, place, example_inputs, settings, strict, read_all)
 
@@ -168,53 +178,53 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], *, max_shard
 # ---- loading
 
 
-def _staying(folder: Path, before: Any, run: Callable[[], T]) -> T:
-    """What `run` returns, which reads files of a folder.
+def _unless_replaced(folder: Path, before: Any, run: Callable[[], T]) -> T:
+    """Returns what `run`, which reads files of a folder, returns.
 
     Raises:
-        Error: they are not those that were there before.
+        Error: the files were replaced meanwhile.
     """
     problem = Error("the checkpoint was replaced while it was read", at=str(folder), fix="read it again")
     try:
-        found = run()
+        result = run()
     except Error as error:
-        raise error if seen(folder) == before else problem from error
-    if seen(folder) != before:
+        raise error if fingerprint(folder) == before else problem from error
+    if fingerprint(folder) != before:
         raise problem
-    return found
+    return result
 
 
-def _load(folder: Path, wanted: Wanted) -> nn.Module:
-    """The model of a folder as transformers makes it, of lazy parameters and real buffers."""
+def _load(folder: Path, wanted: ModelArguments) -> nn.Module:
+    """Returns the model that transformers builds from a folder, with lazy parameters and real buffers."""
     _expect_choices(wanted)
-    files = stored(folder)
+    files = stored_tensors(folder)
     _expect_summed(folder, files)
     config = _config(folder, wanted)
     build = _class(config, wanted, folder)
     lazies = {name: Lazy(tensor) for name, tensor in files.items()}
-    model, info = _built(build, config, lazies, wanted.dtype, StaysOnMeta())
+    model, info = _build_model(build, config, lazies, wanted.dtype, StaysOnMeta())
     _expect_fit(model, info, files, folder, wanted)
-    if any(p.is_meta for p in model.parameters()):  # Also those of which transformers says that no file has them.
-        model, _ = _built(build, config, lazies, wanted.dtype, nullcontext())
-    model.config.name_or_path = os.path.abspath(folder)  # It is read again once the model is saved, wherever that is.
+    if any(p.is_meta for p in model.parameters()):  # Parameters that no file has: build them with data now.
+        model, _ = _build_model(build, config, lazies, wanted.dtype, nullcontext())
+    model.config.name_or_path = os.path.abspath(folder)  # `save_pretrained` copies the tokenizer's files from there.
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = _read(folder / "generation_config.json", type(model.generation_config))
     return model
 
 
 def _expect_summed(folder: Path, files: Mapping[str, Stored]) -> None:
-    """Raises Error where a file has no checksums and others have: it is not one that was written with them."""
-    known, used = summed(folder), sorted({tensor.file.name for tensor in files.values()})
+    """Raises Error if some files have checksums and a file has none: it was not written with the others."""
+    known, used = checksums_in(folder), sorted({tensor.file.name for tensor in files.values()})
     other = [name for name in used if known and name not in known]
     if other:
         raise Error(f"{SIDE_FILE} has no checksums of {other[0]}", at=str(folder), fix=STALE.format(SIDE_FILE))
 
 
 class StaysOnMeta(TorchFunctionMode):
-    """Within, parameters that are in no file stay on meta: a checkpoint of another model takes no memory to refuse.
+    """A mode in which parameters without a file stay on meta, so that an unfit checkpoint raises Error without memory.
 
     Attributes:
-        errors: those that were raised in here; transformers only logs them.
+        errors: the Errors that were raised in this mode; transformers only logs them.
     """
 
     def __init__(self) -> None:
@@ -232,9 +242,11 @@ class StaysOnMeta(TorchFunctionMode):
             raise
 
 
-def _built(build: Any, config: Any, lazies: Mapping[str, Lazy], dtype: Any, how: Any) -> tuple[Any, dict[str, Any]]:
-    """The model, and what transformers says about its names: all that it knows of them is done here, by itself."""
-    with _alone() as said, how:
+def _build_model(
+    build: Any, config: Any, lazies: Mapping[str, Lazy], dtype: Any, how: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Returns the model that transformers builds, and its report about missing and unexpected names."""
+    with _offline_and_silent() as said, how:
         try:
             model, info = build.from_pretrained(
                 None, config=copy.deepcopy(config), state_dict=dict(lazies), dtype=dtype or "auto",
@@ -249,30 +261,32 @@ def _built(build: Any, config: Any, lazies: Mapping[str, Lazy], dtype: Any, how:
     return model, info
 
 
-def _emptied(model: nn.Module) -> tuple[nn.Module, dict[str, Source]]:
-    """The model, its lazy parameters left on meta and lazy buffers read; what each parameter is read from, by name."""
+def _split_sources(model: nn.Module) -> tuple[nn.Module, dict[str, Source]]:
+    """Replaces lazy parameters by meta tensors and reads lazy buffers; returns the model, and name -> source."""
     empty: dict[Tensor, Tensor] = {}
     sources: dict[str, Source] = {}
     for prefix, module in model.named_modules():
         for table in (module._parameters, module._buffers):
             for key, tensor in [(k, t) for k, t in table.items() if isinstance(t, Lazy)]:
                 if isinstance(tensor, nn.Parameter) and not (tensor.is_floating_point() or tensor.is_complex()):
-                    raise Error(f"{told(tensor.source)} is {tensor.dtype}, and a parameter is of floating numbers")
+                    raise Error(
+                        f"{source_text(tensor.source)} is {tensor.dtype}, and a parameter needs a floating-point dtype"
+                    )
                 if tensor not in empty and isinstance(tensor, nn.Parameter):
                     sources[f"{prefix}.{key}" if prefix else key] = tensor.source
                     on_meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
                     empty[tensor] = nn.Parameter(on_meta, tensor.requires_grad)
                 elif tensor not in empty:
-                    empty[tensor] = read(tensor.source).clone()
+                    empty[tensor] = read_whole(tensor.source).clone()
                 table[key] = empty[tensor]
     return model, sources
 
 
-def _config(folder: Path, wanted: Wanted) -> Any:
-    """The configuration of the folder.
+def _config(folder: Path, wanted: ModelArguments) -> Any:
+    """Reads the configuration of a folder.
 
     Raises:
-        Error: there is none that transformers knows, it is of quantized tensors, or it names code.
+        Error: transformers does not know the configuration, it is of quantized tensors, or it names code.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -290,15 +304,15 @@ def _config(folder: Path, wanted: Wanted) -> Any:
 
 
 def _expect_no_code(file: Path, given: Mapping[str, Any]) -> None:
-    """Raises Error where a configuration names code to run: classes beside it, or kernels in a hub."""
+    """Raises Error if a configuration names code to run: classes in its folder, or kernels on a hub."""
     try:
-        with opened(file) as source:
-            config = json.loads(source.read(), parse_constant=_no_number)
+        with open_regular(file) as source:
+            config = json.loads(source.read(), parse_constant=_raise_not_a_number)
         config |= {key: given[key] for key in given if key == "auto_map"}
         entries = [(key, value, _texts(value) if "_implementation" in key else []) for key, value in _entries(config)]
         if any(key == "__float__" and value == "NaN" for key, value, _ in entries):
-            _no_number("NaN")
-    except (*SENSELESS, OSError) as error:
+            _raise_not_a_number("NaN")
+    except (*INVALID_CONTENT, OSError) as error:
         raise Error(f"the configuration cannot be read: {_first_line(error)}", at=str(file)) from error
     for key, value, texts in entries:
         if key == "auto_map" and value:
@@ -310,18 +324,18 @@ def _expect_no_code(file: Path, given: Mapping[str, Any]) -> None:
             raise Error(named, at=str(file), fix=f'config={{"{key}": "sdpa"}}')
 
 
-def _no_number(text: str) -> None:
+def _raise_not_a_number(text: str) -> None:
     raise ValueError(f"{text} is no number")
 
 
 def _texts(value: Any) -> list[str]:
-    """All texts in what JSON has."""
+    """Returns all texts in a JSON value."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [value] if isinstance(value, str) else [text for item in inner for text in _texts(item)]
 
 
 def _entries(value: Any) -> Iterator[tuple[str, Any]]:
-    """All keys of what JSON has, with their values."""
+    """Yields all keys in a JSON value, with their values."""
     if isinstance(value, dict):
         yield from value.items()
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -329,16 +343,16 @@ def _entries(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _read(file: Path, kind: Any, **given: Any) -> Any:
-    """What a class of transformers makes of a file of a checkpoint."""
+    """Returns the object that a class of transformers reads from a file of a checkpoint."""
     try:
-        with _alone():
+        with _offline_and_silent():
             return kind.from_pretrained(file.parent, local_files_only=True, **given)
     except Exception as error:
         raise Error(f"the configuration cannot be read: {_first_line(error)}", at=str(file)) from error
 
 
-def _class(config: Any, wanted: Wanted, folder: Path) -> Any:
-    """The class of the model: the one that was saved, or that was asked for, out of an Auto class."""
+def _class(config: Any, wanted: ModelArguments, folder: Path) -> Any:
+    """Returns the class of the model: `model_class`, resolved if it is an Auto class, or else the saved class."""
     hf, given = _transformers(), wanted.model_class
     if given is None:
         found = [getattr(hf, name, None) for name in config.architectures or []]
@@ -351,22 +365,22 @@ def _class(config: Any, wanted: Wanted, folder: Path) -> Any:
     if isinstance(given, type) and issubclass(given, hf.PreTrainedModel):
         return given
     try:
-        with _alone(), torch.device("meta"):
+        with _offline_and_silent(), torch.device("meta"):
             return type(given.from_config(config, **LOCAL))
     except Exception as error:
         raise Error(f"model_class={given!r} makes no model of {type(config).__name__}: {_first_line(error)}") from error
 
 
-def _expect_choices(wanted: Wanted) -> None:
+def _expect_choices(wanted: ModelArguments) -> None:
     for name, values in (("missing", ("error", "init")), ("unexpected", ("error", "ignore"))):
         if getattr(wanted, name) not in values:
             raise Error(f"{name}={getattr(wanted, name)!r}", expected=" or ".join(map(repr, values)))
 
 
 def _expect_fit(
-    model: nn.Module, info: Mapping[str, Any], files: Mapping[str, Stored], folder: Path, wanted: Wanted
+    model: nn.Module, info: Mapping[str, Any], files: Mapping[str, Stored], folder: Path, wanted: ModelArguments
 ) -> None:
-    """Raises Error if names or shapes are not the model's, and that was not asked for."""
+    """Raises Error if shapes are not the model's, or names are not and the arguments do not allow it."""
     facts: dict[str, str] = {}
     if info["missing_keys"] and wanted.missing == "error":
         facts["missing"] = _listed(f"`{name}`" for name in sorted(info["missing_keys"]))
@@ -389,7 +403,7 @@ def _expect_fit(
 
 
 def _in_file(name: str, files: Mapping[str, Stored]) -> str:
-    """ " in FILE" for a tensor of the model; files may leave the first part of the name out, or have one more."""
+    """Returns " in FILE" for a tensor; the name in the file may lack the first part of the name, or have one more."""
     found = [
         t.file.name for key, t in files.items() if name == key or name.endswith(f".{key}") or key.endswith(f".{name}")
     ]
@@ -398,14 +412,14 @@ def _in_file(name: str, files: Mapping[str, Stored]) -> str:
 
 def _listed(names: Iterable[str]) -> str:
     every = list(names)
-    return ", ".join(every[:SHOWN]) + (f" and {len(every) - SHOWN} more" if len(every) > SHOWN else "")
+    return ", ".join(every[:MOST_NAMES]) + (f" and {len(every) - MOST_NAMES} more" if len(every) > MOST_NAMES else "")
 
 
 # ---- saving
 
 
 def _as_saved(parallel: ParallelModule) -> dict[str, Lazy]:
-    """The model's tensors, whole, under the names and in the forms that they have in files; each tied one once."""
+    """Returns the model's whole tensors, lazy, with the names and shapes that files have; each tied tensor once."""
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -414,13 +428,15 @@ def _as_saved(parallel: ParallelModule) -> dict[str, Lazy]:
             f"a {type(parallel).__name__} is no model of transformers",
             fix="autotp.full_state_dict(model), and torch.save on the first rank",
         )
-    # transformers looks at parts here because we ask it to: nobody takes them for the whole, nobody is warned.
+    # Without the warnings about local parts: transformers reads only names and storages here.
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         held = parallel.state_dict(keep_vars=True)
         names = remove_tied_weights_from_state_dict(dict(held), parallel)
         left_out = set(parallel._keys_to_ignore_on_save or ())
         whole = {
-            name: Lazy(Whole(held[name], parallel.layout_of(name) or Layout(tuple(held[name].shape)), parallel.mesh))
+            name: Lazy(
+                GatheredTensor(held[name], parallel.layout_of(name) or Layout(tuple(held[name].shape)), parallel.mesh)
+            )
             for name in names
             if name not in left_out
         }
@@ -428,23 +444,23 @@ def _as_saved(parallel: ParallelModule) -> dict[str, Lazy]:
 
 
 def _write_beside(folder: Path, parallel: ParallelModule) -> None:
-    """The configurations, and the tokenizer's files of the folder that the model was read from."""
+    """Writes the configurations, and copies the tokenizer's files from the folder that the model was read from."""
     model: Any = parallel
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = next(p.dtype for p in parallel.parameters() if p.is_floating_point())
-    with _refused("config"):
+    with _error_if_unwritable("config"):
         config.save_pretrained(folder)
     if model.can_generate():
-        with _refused("generation_config"):
+        with _error_if_unwritable("generation_config"):
             model.generation_config.save_pretrained(folder)
     if model.config.name_or_path:
         copy_beside(Path(model.config.name_or_path), folder)
 
 
 @contextmanager
-def _refused(name: str) -> Iterator[None]:
-    """Within, what transformers does not write is an Error."""
+def _error_if_unwritable(name: str) -> Iterator[None]:
+    """Raises Error in place of the exception of transformers, if it cannot write a configuration."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -456,7 +472,7 @@ def _refused(name: str) -> Iterator[None]:
 
 
 def _transformers() -> Any:
-    """The library.
+    """Returns the module transformers.
 
     Raises:
         Error: it is not installed.
@@ -469,8 +485,8 @@ def _transformers() -> Any:
 
 
 @contextmanager
-def _alone() -> Iterator[list[str]]:
-    """Within, transformers fetches nothing, and prints no bar and no warnings; they are in the list."""
+def _offline_and_silent() -> Iterator[list[str]]:
+    """Keeps transformers offline and silent in a `with` block; yields the list of its warnings."""
     from huggingface_hub import constants
     from transformers.utils import logging as theirs
 

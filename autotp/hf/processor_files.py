@@ -10,49 +10,49 @@ from pathlib import Path
 from autotp.checkpoint.files.checksums import SIDE_FILE
 
 WRITTEN = ("config.json", "generation_config.json", SIDE_FILE)
-"""Of the model that is saved, and written anew."""
+"""The files that a save writes anew, and does not copy."""
 
 OF_A_TRAINING = re.compile(r"(trainer_state|all_results|.*_results|adapter_config)\.json|.*\.index\.json")
 TEXTS = re.compile(r"(vocab|merges|dict|bpe|sentencepiece|spiece|special_tokens|added_tokens).*\.txt")
-TABLES = (".model", ".spm", ".tiktoken", ".vocab", ".bpe", ".codes", ".tokenizer", ".jinja")
+TABLE_SUFFIXES = (".model", ".spm", ".tiktoken", ".vocab", ".bpe", ".codes", ".tokenizer", ".jinja")
 TEMPLATES = "additional_chat_templates"
 
 
 def belongs(file: Path) -> bool:
-    """Whether a file goes along with the weights.
+    """Whether a file is copied along with the weights.
 
-    All JSON does, but what is of weights or of a training, and all tables of a tokenizer, by their endings; of plain
-    text what is called as vocabularies are. Code, pickles and what begins with a dot do not.
+    Copied are: JSON files, except those of weights and of a training; tables of a tokenizer, by their suffixes; text
+    files with the name of a vocabulary. Code, pickles and hidden files are not copied.
     """
     name = file.name
     if not file.is_file() or name.startswith(".") or name in WRITTEN:
         return False
     if file.suffix == ".json":
         return not OF_A_TRAINING.fullmatch(name)
-    return file.suffix in TABLES or bool(TEXTS.fullmatch(name))
+    return file.suffix in TABLE_SUFFIXES or bool(TEXTS.fullmatch(name))
 
 
 def is_of(file: Path, source: Path) -> bool:
-    """Whether a file lies in the folder, or where the hub's cache keeps the files of this model; else a warning.
+    """Whether a file is in the folder, or in the hub cache's files of this model; warns if it is not.
 
-    The cache has `snapshots/x/tokenizer.json -> ../../blobs/...`. Any other link may lead to what is not to be copied.
+    The cache has `snapshots/x/tokenizer.json -> ../../blobs/...`. Any other link may lead to a private file.
     """
     home = source.resolve()
     homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
-    found = file.resolve()
-    if any(found.is_relative_to(home) for home in homes):
+    target = file.resolve()
+    if any(target.is_relative_to(home) for home in homes):
         return True
-    warnings.warn(f"{file} is a link to {found}, out of its folder: it is not copied", stacklevel=2)
+    warnings.warn(f"{file} is a link to {target}, out of its folder: it is not copied", stacklevel=2)
     return False
 
 
 def copy_beside(source: Path, folder: Path) -> None:
-    """Copies what goes along with the weights; a warning where the folder that the model was read from is gone.
+    """Copies the files that belong to the weights; warns if the folder that the model was read from does not exist.
 
     Raises:
-        OSError: as the file system says.
+        OSError: the file system fails.
     """
-    if source.is_absolute() and not source.is_dir():  # Another is a name on a hub.
+    if source.is_absolute() and not source.is_dir():  # A relative path is a name on a hub.
         warnings.warn(f"{source} is gone: its tokenizer's files are not copied to {folder}", stacklevel=2)
     for file in sorted(source.iterdir()) if source.is_dir() else ():
         if belongs(file) and is_of(file, source):

@@ -114,6 +114,15 @@ def writes(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
+def written_operand(node: fx.Node) -> Any:
+    """Returns the operand that a call writes into: its first one or `out`; None if it is another, or several."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    places = [i for i, arg in enumerate(schema) if arg.alias_info is not None and arg.alias_info.is_write]
+    if places == [0]:
+        return node.args[0]
+    return node.kwargs.get("out") if len(places) == 1 and schema[places[0]].is_out else None
+
+
 def is_tensor(value: Any) -> bool:
     """True for a node whose value is a tensor."""
     return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)

@@ -24,7 +24,7 @@ from autotp.distributed.consistency import agree
 from autotp.distributed.cut_parameter import Cut, as_cut, is_ordinary, warn_of_parts
 from autotp.distributed.heartbeat import expect_all_to_call, take_note_back
 from autotp.distributed.live_models import watch
-from autotp.distributed.mesh import Mesh, broadcast_from_first
+from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints
 from autotp.errors import Error, within
 from autotp.model_library import classes_before
 from autotp.options import Recompute
@@ -108,8 +108,9 @@ class Part(nn.Module):
             return inherited(state_dict, *args, **kwargs)
 
         def load() -> Any:
-            agree(state.tree.mesh, lambda: _expect_parts(self, state_dict))
+            gather_ints([], state.tree.mesh)  # All ranks are here.
             take_note_back()
+            agree(state.tree.mesh, lambda: _expect_parts(self, state_dict))
             state.tree.loaded += 1
             return agree(state.tree.mesh, lambda: inherited(state_dict, *args, **kwargs))
 

@@ -1,4 +1,4 @@
 """Tensor, pipeline and data parallelism together: `distribute`, and the trainer that runs training steps.
 
-What may not enter: files.
+`compute_dtype` casts to a lower precision, and `trainer` scales the loss. What may not enter: files.
 """

@@ -30,6 +30,7 @@ DEEPEST_OBJECT = 4  # The most levels of nested objects that are read.
 
 def hyperparameters(model: nn.Module) -> dict[str, Any]:
     """Returns the plain public attributes of a model's modules and configurations, and the modules' classes.
+
     Numbers in module names become `*`: the entry is one value where all these modules have the same, else a list.
     Values without a stable name (lambdas, tensors) are left out, and dropout rates, too: another rate does not make
     another model.

@@ -65,9 +65,11 @@ def call_key(training: bool, args: Any, kwargs: Any) -> Any:
 
 def rows_of(tensors: Sequence[Tensor], parts: int, known: Sequence[Captured]) -> int:
     """Returns the number of rows of a batch.
+
     Args:
         parts: the number of microbatches.
         known: captured programs for calls of this kind: they say which tensors have rows.
+
     Raises:
         Error: the tensors differ in their number of rows, or that number does not divide into `parts`.
     """
@@ -92,6 +94,7 @@ def map_rows(leaf: Any, size: int, made: Callable[[Tensor], Tensor]) -> Any:
 
 def totals_of(analysis: Program, given: Mapping[str, Tensor], holder: nn.Module, replicas: Any) -> dict[str, Tensor]:
     """Returns the totals of the whole batch, by placeholder: each replica counts its part, and the counts are summed.
+
     Args:
         given: the replica's inputs, by name.
         holder: the module with the parameters and buffers that the counts read.

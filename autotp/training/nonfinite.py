@@ -16,6 +16,7 @@ from autotp.sharding.boxes import local_of
 
 def raise_nonfinite(loss: float, step: int, model: nn.Module, everyone: Mesh) -> NoReturn:
     """Raises Error on every rank; it names the first parameter that is not finite on any rank, else the first gradient.
+
     Args:
         model: this rank's part of the model.
     """

@@ -14,17 +14,14 @@ from autotp.compiler import CallState, Program, analyse
 from autotp.errors import Error
 from autotp.options import Options
 from autotp.passes.capture.captured import Captured
-from autotp.passes.emit.attach_parameters import ParameterPlace, ReadParameter, value_at
+from autotp.passes.emit.attach_parameters import ParameterPlace, ReadParameter
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.row_independence import batched
 from autotp.passes.pipeline.stages import Division, Stage, blocks_in_order, divided
-from autotp.passes.plan.match import contracts
 from autotp.rules.call import placeholders
-from autotp.rules.row import Trait
-from autotp.rules.traits import has
 from autotp.runtime.fsdp import expect_whole
 from autotp.sharding.layout import Layout
-from autotp.source_location import line_of
+from autotp.training.compute_dtype import cast_arguments, expect_products_of_one_dtype
 from autotp.training.microbatches import batch_tensors, map_rows, repeat_rows
 
 Schedule = Literal["1F1B", "interleaved", "GPipe", "zero-bubble", "zero-bubble-v"]
@@ -65,6 +62,7 @@ class Engine:
 
     def flight(self, stage: int, stages: int, microbatches: int) -> int:
         """Returns the greatest number of microbatches whose activations a stage keeps at a time, in torch's order.
+
         With one stage a rank, these are the microbatches between the stage's forward and its backward (Narayanan et al.
         2021, section 2.2).
         """
@@ -78,6 +76,7 @@ class Engine:
 
 def _interleaved(rank: int, ranks: int, rounds: int, microbatches: int) -> list[int]:
     """Returns, for each stage of a rank, the greatest number of microbatches whose activations it keeps at a time.
+
     A rank runs forward with `ranks` microbatches in its first stage, then in its next stage, and so on. Once it is
     `ahead` steps ahead, it also runs backward, in the same way from its last stage on.
     """
@@ -120,6 +119,7 @@ def division(training: Training, ranks: int, analysis: Program, lowered: fx.Grap
 @dataclass(frozen=True)
 class StageGraph:
     """The graph that a stage runs in one mode, for microbatches of one kind.
+
     Attributes:
         module: the graph, whose blocks read their parameters themselves.
         received: the names of the placeholders for tensors from other stages.
@@ -151,6 +151,7 @@ class ContiguousGradient(torch.autograd.Function):
 
 class StageModule(nn.Module):
     """A module that runs one stage of a pipeline, with the modules that hold its parameters.
+
     Attributes:
         graph: the graph that it runs now: training and evaluation have different ones.
         totals: the totals of the whole batch, by placeholder.
@@ -209,11 +210,13 @@ def engine(
     loss: Callable[[Tensor, Any], Tensor],
 ) -> Any:
     """Returns torch's schedule for the stages of this rank.
+
     Args:
         works: number of a stage -> its module.
         captured: says which inputs have rows.
         group: the process group of the pipeline's ranks.
         loss: returns the tensor that backward starts from, from a microbatch's loss and an unused target.
+
     Raises:
         Error: the schedule cannot run this number of microbatches.
     """
@@ -256,21 +259,13 @@ def engine(
         ) from error
 
 
-def cast_arguments(arguments: Any, dtype: torch.dtype | None) -> Any:
-    """Returns the arguments with their floating-point tensors in `dtype`; unchanged if it is None."""
-
-    def one(leaf: Any) -> Any:
-        return leaf.to(dtype) if dtype and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    return pytree.tree_map(one, arguments)
-
-
 def analyse_microbatch(
     skeleton: nn.Module, args: Any, kwargs: Any, tp: int, training: Training, layouts: Mapping[str, Layout] | None
 ) -> Program:
     """Returns the program of a microbatch; its parameters are cut as `layouts` says, if there are layouts.
+
     Raises:
-        Error: a product's operands have different dtypes: buffers keep their own dtype.
+        Error: as `expect_products_of_one_dtype`.
     """
     args, kwargs = cast_arguments((args, kwargs), training.compute_dtype)
     call = CallState(layouts=layouts)
@@ -278,24 +273,9 @@ def analyse_microbatch(
         two = [pytree.tree_map(lambda x: map_rows(x, 1, repeat_rows), given) for given in (args, kwargs)]
         analyse(skeleton, two[0], two[1], tp, training, call)
     analysis = analyse(skeleton, args, kwargs, tp, training, call)
-    for node in analysis.graph.nodes if training.compute_dtype else ():
-        if contracts(analysis.axes.bound.get(node)) or has(node.target, Trait.ATTENTION):
-            values = [x for x in (n.meta.get("val") for n in node.all_input_nodes) if isinstance(x, Tensor)]
-            found = sorted({str(x.dtype).removeprefix("torch.") for x in values if x.is_floating_point()})
-            if len(found) > 1:
-                problem = f"compute_dtype: a product of {' and '.join(found)}"
-                raise Error(problem, at=line_of(node), fix="`buffer.to(x.dtype)` there: buffers are not cast")
+    if training.compute_dtype:
+        expect_products_of_one_dtype(analysis)
     return analysis
-
-
-def parameter_reader(dtype: torch.dtype | None) -> ReadParameter:
-    """Returns the function that reads a parameter in `dtype`; the gradient arrives in the parameter's own dtype."""
-
-    def read(place: ParameterPlace) -> Tensor:
-        value = value_at(place)
-        return value.to(dtype) if dtype and isinstance(value, nn.Parameter) and value.is_floating_point() else value
-
-    return read
 
 
 def parameters_of_stage(stage: Stage, names: Mapping[str, str]) -> set[str]:

@@ -26,6 +26,7 @@ def mesh_of(sizes: Mapping[str, int], device: torch.device, timeout: timedelta) 
 
 def group(rows: torch.Tensor, timeout: timedelta, axis: str | None = None) -> Any:
     """Makes one process group per row of ranks, and returns this rank's; None if no row has this rank.
+
     `axis` is the group's name in errors.
     """
     made = {tuple(row): new_group(row, timeout, group_desc=axis) for row in rows.tolist()}

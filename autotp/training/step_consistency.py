@@ -1,4 +1,5 @@
 """Compares the batch and the mode of a step between the ranks of a trainer, in one exchange.
+
 If one rank raised an error alone, the other ranks' collectives would wait for it. So if one rank cannot take its batch,
 or the ranks of a replica have different batches, all ranks raise the same error, in any step. Structure, shapes and
 dtypes are compared in each step; values, which have to be copied to the CPU, only in the first steps.
@@ -22,6 +23,7 @@ from autotp.runtime.call_consistency import shown
 
 class StepState(NamedTuple):
     """The state of a rank before a step, as numbers that the ranks exchange.
+
     Attributes:
         failed: whether the rank cannot take its batch.
         captures: whether the rank has no graph for its batch yet.
@@ -43,6 +45,7 @@ class StepState(NamedTuple):
 
 def step_state(training: bool, frozen: Sequence[str], batch: Any, place: Mesh, values: bool) -> StepState:
     """Returns this rank's state before a step.
+
     Args:
         frozen: the names of frozen parameters.
         batch: the arguments; None if the rank cannot take them.
@@ -69,6 +72,7 @@ def with_rank_names(everyone: Mesh, grid: DeviceMesh) -> Mesh:
 
 def frozen_checksums(frozen: Collection[str], holders: Mapping[str, tuple[int, ...]]) -> dict[tuple[int, ...], int]:
     """Returns, for ranks of the pipeline that share parameters, a checksum of the frozen ones among these.
+
     Args:
         frozen: the frozen parameters of this rank.
         holders: parameter -> the ranks of the pipeline that hold it, where several do.
@@ -83,12 +87,14 @@ def agree_on_step(
     mesh: Mesh, grid: DeviceMesh, mine: StepState, tied: Mapping[tuple[int, ...], int], problem: Exception | None
 ) -> list[StepState]:
     """Returns the states of all ranks, if they can run the step together.
+
     Args:
         mesh: all ranks.
         grid: all ranks, by "pp", "dp" and "tp".
         mine: the state of this rank.
         tied: as `frozen_checksums` returns it.
         problem: the error of this rank's batch, if it has one.
+
     Raises:
         Error: on every rank, if one rank cannot take its batch, or if the ranks of a replica have different batches.
     """

@@ -1,4 +1,5 @@
 """Trainer: one rank of a model under tensor, pipeline and data parallelism, and the step that trains it.
+
 A rank is at one place of a mesh of pipeline, data and tensor ranks. `compiler.py` makes the graph of its tensor rank;
 of this graph the trainer runs the stages of its pipeline rank (`passes/pipeline/stages.py`), on the microbatches of its
 replica. The loss is a sum over all microbatches and replicas (`passes/pipeline/loss_totals.py`), so gradients are
@@ -45,6 +46,7 @@ from autotp.sharding.boxes import local_of
 from autotp.sharding.layout import Layout
 from autotp.source_location import block_in
 from autotp.training import process_groups as groups
+from autotp.training.compute_dtype import cast_arguments, parameter_reader
 from autotp.training.hyperparameters import hyperparameters
 from autotp.training.microbatches import Batch, batch_tensors, call_key, expect_values, map_rows, rows_of, totals_of
 from autotp.training.nonfinite import raise_nonfinite
@@ -54,11 +56,9 @@ from autotp.training.pipeline_schedules import (
     StageModule,
     Training,
     analyse_microbatch,
-    cast_arguments,
     division,
     engine,
     expect_halves,
-    parameter_reader,
     parameters_of_stage,
     stages_of,
 )
@@ -277,6 +277,7 @@ class Trainer(HasHoldings):
 
     def _shard(self, stages: Sequence[Stage], names: Mapping[str, str]) -> None:
         """Shards parameters over the replicas: a block is one unit, and a stage's other parameters are one.
+
         A parameter that several stages of one rank read is not sharded on any rank: it would be in two units.
         """
         (pipeline,), every = self._pipelines, set(self.parameters())
@@ -423,6 +424,7 @@ class Trainer(HasHoldings):
 
     def _graphs_for(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, list[Tensor]]:
         """Returns the graphs for a batch and the batch's tensors; where a rank has no graphs, all ranks capture.
+
         Raises:
             Error: on every rank. A rank cannot take its batch or has another than its replica, or the capture failed.
         """

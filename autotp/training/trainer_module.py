@@ -1,4 +1,5 @@
 """The modules of a trainer: instances of the model's classes, which hold parameters and are not called.
+
 Code that asks for a module's class (freezing, groups for weight decay) works on a trainer as on the model. A trainer's
 graph was captured before, so its modules have the model's plain attributes, and to set one is an error.
 """

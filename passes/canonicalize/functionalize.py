@@ -8,7 +8,8 @@ The last value of a buffer that the model updates becomes an extra output, which
 NOTE [What shares memory]
 Schemas do not tell every view: `einsum` of one operand, `meshgrid` of one tensor and `reshape` return a view for some
 operands, and a copy for others. So if a graph writes, autotp runs each operator that may return a view on fake tensors:
-those whose schema or row says so, and those that torch composes of other operators.
+those whose schema or row says so, and those that torch composes of other operators. Their sizes are those at capture:
+what a composed operator asks of a symbolic size would become an assumption of the graph.
 
 NOTE [What is written without gradients]
 Autograd does not see what is written through `detach()`, and a region under `torch.no_grad` reads its operands through
@@ -32,9 +33,9 @@ from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
 from autotp.ops.channels import batch_norm_moving
-from autotp.passes.builder import Builder, evaluated, fake_mode_of
+from autotp.passes.builder import Builder, at_captured_sizes, evaluated, fake_mode_of
 from autotp.passes.canonicalize.gradient_flow import carries_gradient
-from autotp.rules.call import arguments_of, operator_name, writes
+from autotp.rules.call import arguments_of, operator_name, writes, written_operand
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.source_location import line_of
@@ -81,6 +82,7 @@ class _Versions:
     Attributes:
         plain: names of the placeholders that no gradient flows to.
         written: whether the graph writes into memory.
+        fixed: a fake mode without symbols, in which operators are tried.
         current: old node -> new node with its current value.
         base: view -> the nodes whose memory it shares.
         seen: view -> version of its base at the time of its value.
@@ -90,6 +92,7 @@ class _Versions:
 
     def __init__(self, builder: Builder, plain: Collection[str], written: bool) -> None:
         self.builder, self.plain, self.written = builder, plain, written
+        self.fixed = FakeTensorMode(allow_non_fake_inputs=True)
         self.current: dict[fx.Node, fx.Node] = {}
         self.base: dict[fx.Node, Sequence[fx.Node]] = {}
         self.seen: dict[fx.Node, int] = {}
@@ -175,10 +178,10 @@ class _Versions:
 
     def _without_gradient(self, base: fx.Node, new: fx.Node) -> fx.Node:
         """Returns what a base gets of a value that is written through `detach()`."""
-        if carries_gradient(self.read(base, detached=True), self.plain, self.builder.mode):
+        if carries_gradient(self.read(base, detached=True), self.plain, self.fixed):
             assert self.builder.origin is not None  # The operator that writes.
             self.lost.setdefault(self._tracked_root(base), self.builder.origin)
-        carries = carries_gradient(new, self.plain, self.builder.mode)
+        carries = carries_gradient(new, self.plain, self.fixed)
         return self.builder.call(aten.detach.default, new) if carries else new
 
     def _tracked_root(self, node: fx.Node) -> fx.Node:
@@ -208,12 +211,11 @@ class _Versions:
 
     def _viewed(self, node: fx.Node) -> list[fx.Node]:
         """Returns the nodes whose memory a node shares."""
-        if (
-            node.target is operator.getitem
-        ):  # An item of a split shares memory with its base, an item of a topk does not.
+        # An item of a split shares memory with its base, an item of a topk does not.
+        if node.target is operator.getitem:
             several: Any = node.args[0]
             return [several] if several in self.base else []
-        return _sharing(node, self.builder.mode)
+        return _sharing(node, self.fixed)
 
     def _source(self, node: fx.Node) -> fx.Node | None:
         """Returns the node that a write to a view also changes."""
@@ -264,19 +266,22 @@ def _defaults(op: OpOverload, form: OpOverload) -> list[Any]:
     return [arg.default_value for arg in op._schema.arguments[:needed]]
 
 
-def _written(node: fx.Node) -> Any:
+def _written(node: fx.Node) -> fx.Node:
     """Returns the tensor that an in-place operator writes into: its first operand, or its argument `out`."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    places = [i for i, arg in enumerate(schema) if arg.alias_info is not None and arg.alias_info.is_write]
-    found = node.kwargs.get("out") if len(places) == 1 and schema[places[0]].is_out else None
-    found = node.args[0] if places == [0] else found
+    found = written_operand(node)
     if not isinstance(found, fx.Node):
-        raise _refused(node, f"{node.target} writes into `{schema[places[-1]].name}`")
+        schema = node.target._schema.arguments  # type: ignore[union-attr]
+        name = [arg.name for arg in schema if arg.alias_info is not None and arg.alias_info.is_write][-1]
+        raise _refused(node, f"{node.target} writes into `{name}`")
     return found
 
 
 def _sharing(node: fx.Node, mode: FakeTensorMode) -> list[fx.Node]:
-    """Returns the operands whose memory a result shares: see NOTE [What shares memory]."""
+    """Returns the operands whose memory a result shares: see NOTE [What shares memory].
+
+    Args:
+        mode: a fake mode without symbols.
+    """
     target = node.target
     if not isinstance(target, OpOverload):
         return []
@@ -284,8 +289,9 @@ def _sharing(node: fx.Node, mode: FakeTensorMode) -> list[fx.Node]:
     if not told and not _is_composed(target):
         return []
     operands = [n for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)]
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    found = evaluated(mode, _lie_in, target, [n.meta["val"] for n in operands], args, kwargs)
+    fixed = {n: at_captured_sizes(n.meta["val"], mode) for n in node.all_input_nodes}
+    args, kwargs = fx.map_arg((node.args, node.kwargs), fixed.__getitem__)
+    found = evaluated(mode, _lie_in, target, [fixed[n] for n in operands], args, kwargs)
     return [operands[i] for i in found]
 
 

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from autotp.passes.builder import evaluated
+from autotp.passes.builder import at_captured_sizes, evaluated
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 
@@ -21,7 +21,7 @@ def carries_gradient(node: fx.Node, plain: Collection[str], mode: FakeTensorMode
 
     Args:
         plain: names of the placeholders that no gradient flows to.
-        mode: the fake mode of the graph.
+        mode: a fake mode without symbols.
     """
     queue, known = [node], {node}
     while queue:
@@ -43,7 +43,7 @@ def _passes_gradient(node: fx.Node, mode: FakeTensorMode) -> bool:
     """True if a gradient may flow from a result to an operand. An operator of torch's is called on fake tensors."""
     if not isinstance(node.target, OpOverload):
         return not has(node.target, Trait.NO_GRADIENT)
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: at_captured_sizes(n.meta["val"], mode))
     return bool(evaluated(mode, _wants_gradient, node.target, args, kwargs))
 
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
-from autotp.rules.call import writes
+from autotp.rules.call import writes, written_operand
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 
@@ -83,8 +83,8 @@ def _region_without_gradients(builder: Builder, region: Any, args: Sequence[Any]
 
 def _written_to(node: Any) -> Any:
     """Returns the tensor that an in-place operator returns."""
-    while isinstance(node, fx.Node) and writes(node) and node.args:
-        node = node.args[0]
+    while isinstance(node, fx.Node) and writes(node) and written_operand(node) is not None:
+        node = written_operand(node)
     return node
 
 

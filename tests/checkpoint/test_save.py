@@ -144,8 +144,11 @@ def refusals(rank: int, n: int, folder: str) -> list[str]:
 
 
 def newer(rank: int, n: int, folder: str) -> None:
-    manifest.FORMAT = 9
-    written(rank, n, folder, (2, 1, 1), 0.0, {})
+    before, manifest.FORMAT = manifest.FORMAT, 9
+    try:
+        written(rank, n, folder, (2, 1, 1), 0.0, {})
+    finally:
+        manifest.FORMAT = before  # The process runs the next function of this file, too.
 
 
 def of_some_parameters(rank: int, n: int, folder: str) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import Checks
 
-from autotp.checkpoint.whole_tensors import Whole, holders
+from autotp.checkpoint.whole_tensors import GatheredTensor, first_holders
 from autotp.distributed.mesh import make_mesh
 from autotp.sharding.layout import Layout, Range
 
@@ -31,7 +31,7 @@ def boxes_of_the_whole(rank: int, n: int) -> None:
     mesh = make_mesh(n)
     for layout, dtype in itertools.product(LAYOUTS, (torch.float32, torch.bfloat16, torch.int16, torch.bool)):
         full = (torch.arange(math.prod(layout.shape)).view(layout.shape) % 7).to(dtype)
-        whole = Whole(layout.take(full, rank), layout, mesh)
+        whole = GatheredTensor(layout.take(full, rank), layout, mesh)
         assert (whole.shape, whole.dtype) == (layout.shape, dtype)
         for box in itertools.product(*([(0, n), (0, n - 1), (n // 2, n)] for n in layout.shape)):
             found = whole.read(box)
@@ -45,7 +45,7 @@ def only_the_box_is_sent(rank: int, n: int) -> None:
     """Bytes that arrive on the first rank: those that it has not, each once."""
     layout, arrived = LAYOUTS[2], []
     full = torch.arange(12.0).view(6, 2)
-    whole = Whole(layout.take(full, rank), layout, make_mesh(n))
+    whole = GatheredTensor(layout.take(full, rank), layout, make_mesh(n))
     receive = dist.recv
 
     def counted(tensor: torch.Tensor, **given: object) -> object:
@@ -70,7 +70,7 @@ def test_holders_make_up_what_is_wanted(layout: Layout) -> None:
     assert layout.dim is not None
     size = layout.shape[layout.dim]
     for wanted in [(a, b) for a in range(size) for b in range(a, size + 1)]:
-        found = holders(layout, wanted)
+        found = first_holders(layout, wanted)
         assert sorted(i for _, (a, b) in found for i in range(a, b)) == list(range(*wanted))
         for rank, inside in found:
             assert within(inside, layout.pieces[rank])

@@ -122,7 +122,7 @@ def a_hook_that_was_there_before(rank: int, n: int) -> None:
     whole = Net()
     whole.up.weight.register_hook(lambda grad: grad / (grad.norm() + 1))
     parallel = autotp.parallelize(whole, n, example_inputs=(x(),))
-    with pytest.warns(UserWarning, match="`up.weight` is this rank's part .* and `norm` is computed of that alone"):
+    with pytest.warns(UserWarning, match="`up.weight` is this rank's part .* and `norm` is computed of the part only"):
         parallel(x()).sum().backward()
 
 

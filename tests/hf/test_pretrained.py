@@ -330,7 +330,7 @@ def full_disk(rank: int, n: int) -> None:
     model, _, given = family("llama")
     folder = saved(model, shared(rank) / "out", rank)
     parallel = autotp.from_pretrained(folder, n, **given)
-    before, write, left = files_of(folder), checkpoint.write, [9]
+    before, write, left = files_of(folder), checkpoint.append_tensor, [9]
 
     def failing(file: Any, tensor: Tensor) -> None:
         left[0] -= 1
@@ -338,11 +338,11 @@ def full_disk(rank: int, n: int) -> None:
             raise OSError(28, "No space left on device")
         write(file, tensor)
 
-    checkpoint.write = failing
+    checkpoint.append_tensor = failing
     try:
         text = message(lambda: autotp.save_pretrained(parallel, folder, max_shard_size="50KB"))
     finally:
-        checkpoint.write = write
+        checkpoint.append_tensor = write
     first, facts = text.split("\n", 1)
     assert first == (
         f"save_pretrained(LlamaForCausalLM, {folder}): "

@@ -10,7 +10,7 @@ from torch import Tensor
 import autotp
 from autotp.distributed.mesh import Mesh, make_mesh
 from autotp.distributed.sharded_tensor import Sharded
-from autotp.hf.sampling import CutScores, Few
+from autotp.hf.sampling import CutScores, FewScores
 from autotp.sharding.layout import Layout
 from autotp.sharding.partition import chunk_bounds
 
@@ -79,7 +79,7 @@ def top(rank: int, n: int) -> None:
     across = cut(torch.tensor([[2.0, 0, 0, 1, 1]]), mesh)[0].top(2)
     assert across is not None and across.whole().tolist() == [[2, NOTHING, NOTHING, 1, 1]]
     for_sure, _ = cut(torch.tensor([[NOTHING, NOTHING, 1, NOTHING, NOTHING]]), mesh)
-    assert isinstance(for_sure.top(2), Few)
+    assert isinstance(for_sure.top(2), FewScores)
 
 
 @checks.on(2)
@@ -98,7 +98,7 @@ def test_penalties_and_additions_find_their_columns() -> None:
         lower = torch.where(which, torch.where(whole < 0, whole * 2, whole / 2), whole)
         assert torch.equal(scores.scaled(which, 2.0).values, take(lower))
         assert torch.equal(scores.added(whole).values, take(whole + whole))
-    few = Few(torch.tensor([[1.0, 2.0, NOTHING]]), torch.tensor([[1, 3, 5]]), 5)
+    few = FewScores(torch.tensor([[1.0, 2.0, NOTHING]]), torch.tensor([[1, 3, 5]]), 5)
     assert few.added(torch.arange(5.0)[None]).whole().tolist() == [[NOTHING, 2, NOTHING, 5, NOTHING]]
 
 

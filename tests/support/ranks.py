@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -86,6 +88,7 @@ def run_ranks(
     timeout: float = 60,
     may_die: Sequence[int] = (),
     fresh: bool = False,
+    alone: bool = False,
 ) -> list[Any]:
     """What `fn(rank, n, *args)` returned on each of `n` real processes, by rank; None for one of `may_die` that died.
 
@@ -99,13 +102,14 @@ def run_ranks(
         may_die: these ranks may end without an answer. Such a run has processes of its own.
         fresh: each rank is an interpreter of its own, as torchrun's are, with a hash seed of its own: sets of strings
             have another order on each. (Forked from one server, all have its seed.) A start costs seconds more.
+        alone: the run has processes of its own, for it changes what cannot be put back.
 
     Raises:
         Exception: what a rank raised first, with its traceback there as the cause.
         Died: a rank died.
         TimeoutError: a rank was not done in time.
     """
-    alone = fresh or bool(may_die)
+    alone = alone or fresh or bool(may_die)
     ranks = Ranks(n, fresh) if alone else _waiting(RUNNING.file, n)
     try:
         replies = ranks.run(pickle.dumps((fn, args)), timeout, may_die)
@@ -134,7 +138,7 @@ class Ranks:
     """Running processes, one a rank. These, and nothing else, are killed by `end`."""
 
     def __init__(self, n: int, fresh: bool = False) -> None:
-        self.folder = tempfile.TemporaryDirectory()
+        self.folder = Path(tempfile.mkdtemp())
         self.runs = 0
         self.ranks: list[tuple[BaseProcess, Connection]] = []
         context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
@@ -151,7 +155,7 @@ class Ranks:
     def run(self, payload: bytes, timeout: float, may_die: Sequence[int]) -> dict[int, Reply]:
         """What the ranks answered to a pickled function and its arguments, in order of arrival."""
         self.runs += 1
-        job = Job(payload, Path(self.folder.name, f"rendezvous-{self.runs}").as_uri(), timeout, RUNNING)
+        job = Job(payload, Path(self.folder, f"rendezvous-{self.runs}").as_uri(), timeout, RUNNING)
         for _, pipe in self.ranks:
             with suppress(ConnectionError):  # It died: reading will say so.
                 pipe.send(job)
@@ -162,11 +166,17 @@ class Ranks:
             pipe.close()
             process.kill()
             process.join()
-        self.folder.cleanup()
+        shutil.rmtree(self.folder)
 
 
 WAITING: dict[tuple[Path, int], Ranks] = {}
 """A file of tests and a number of ranks -> those that wait for its next run."""
+
+
+@atexit.register
+def _end_waiting() -> None:
+    while WAITING:
+        WAITING.popitem()[1].end()
 
 
 def _waiting(file: Path, n: int) -> Ranks:

@@ -275,4 +275,4 @@ def accelerated_bfloat16(rank: int, n: int) -> None:
 
 
 def test_accelerated_bfloat16() -> None:
-    run_ranks(accelerated_bfloat16, 2)
+    run_ranks(accelerated_bfloat16, 2, alone=True)

@@ -1,7 +1,7 @@
 """Replaces a folder in one step: a reader sees the old folder or the new folder, never a mixture.
 
 Before: out/ with a checkpoint, or no out/
-After:  out/ with the new files in the place of the old ones; what is not of the checkpoint stays
+After:  out/ with the new files in place of the old ones; files that are not of the checkpoint stay
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of fcntl.h and linux/fs.h
 
 @contextmanager
 def replaced(folder: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
-    """Within, an empty folder beside `folder`, to be filled; at the end it stands there in the place of the old one.
+    """Yields an empty folder next to `folder`, to be filled; at the end of the block it replaces `folder`.
 
-    If it ends in an exception, or the process dies, `folder` is as it was. On Linux the two change places in one step;
-    elsewhere there is a moment between two renames in which the old one has another name.
+    If the block raises an exception, or the process dies, `folder` is unchanged. On Linux the two folders exchange
+    their names in one step. Elsewhere there are two renames, and between them no folder has the name of `folder`.
 
     Args:
-        ours: whether an entry of the old folder is replaced; any other moves on into the new one, if it has none.
+        ours: whether an entry of the old folder is replaced; other entries move into the new folder, if their names are
+            free there.
 
     Raises:
-        OSError: as the file system says.
+        OSError: the file system fails.
     """
     folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +47,7 @@ def replaced(folder: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
             new.chmod(folder.stat().st_mode)
         yield new
         for path in (*new.rglob("*"), new):
-            sync(path)
+            sync_path(path)
         if replaces := folder.exists():
             _exchange(folder, new)
         else:
@@ -56,11 +57,14 @@ def replaced(folder: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
         raise
     if replaces:
         _clear(new, folder, ours)
-    sync(folder.parent)
+    sync_path(folder.parent)
 
 
 def _clear(old: Path, folder: Path, ours: Callable[[str], bool]) -> None:
-    """Takes the old folder away; what is not ours moves into the new one. If it cannot, the old one comes back."""
+    """Moves entries that are not ours into the new folder, and removes the old folder.
+
+    If an entry cannot be moved, all are moved back, and `folder` is the old folder again.
+    """
     moved = list[str]()
     try:
         for entry in list(old.iterdir()):
@@ -78,8 +82,8 @@ def _clear(old: Path, folder: Path, ours: Callable[[str], bool]) -> None:
         warnings.warn(f"of what {folder} held before, {old} is left: it cannot be removed", stacklevel=2)
 
 
-def sync(path: Path) -> None:
-    """What was written, in a file or as a folder's names, is on the disk."""
+def sync_path(path: Path) -> None:
+    """Returns once a file's content, or a folder's list of names, is on the disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -88,7 +92,7 @@ def sync(path: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> None:
-    """`a` and `b` change places: in one step if the system can."""
+    """Exchanges the names of two folders: in one step if the system can."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
     if renameat2 and renameat2(AT_FDCWD, os.fsencode(a), AT_FDCWD, os.fsencode(b), RENAME_EXCHANGE) == 0:
         return

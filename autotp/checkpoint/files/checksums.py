@@ -1,8 +1,8 @@
 """Writes and compares checksums, which show whether a file has changed since it was written.
 
-zlib's CRC-32: it sees every change of up to 32 bits in a row, and of four thousand million others misses one. It is
-fast (2.4 GB/s on the core that this was written on; blake2b 1.1), and no signature: who can write a file can write its
-checksum.
+The checksum is zlib's CRC-32: it detects every change of up to 32 consecutive bits, and misses one in 2**32 other
+changes. It is fast (2.4 GB/s on one core, where blake2b has 1.1). It is not a signature: a program that can change a
+file can also change its checksum.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from torch import Tensor
 
 from autotp.errors import Error
 
-SENSELESS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError, RuntimeError)
-"""What comes of taking for granted what somebody else wrote: of lists in lists, of numbers without end, too."""
+INVALID_CONTENT = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError, RuntimeError)
+"""The exceptions that content of an unexpected form raises: also nested lists without end, and huge numbers."""
 
 SEAL = re.compile(rb'(.*,\n"crc32": )"([0-9a-f]{8})"\}\n', re.DOTALL)
 
 
 def bytes_of(tensor: Tensor) -> Any:
-    """The bytes of a tensor on the CPU, without a copy where it lies in a row."""
+    """Returns the bytes of a tensor; without a copy, if it is contiguous and on the CPU."""
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
 def sealed(content: dict[str, Any]) -> bytes:
-    """A JSON object as a file, which ends in the checksum of all that is before."""
+    """Returns a JSON object as the content of a file that ends in the checksum of all bytes before."""
     text = json.dumps(content, separators=(",", ":"))[:-1].encode() + b',\n"crc32": '
     return text + f'"{zlib.crc32(text):08x}"}}\n'.encode()
 
 
-def opened(file: Path) -> BinaryIO:
-    """A file to read, which is a regular one: one would wait for a pipe, and a device has no end.
+def open_regular(file: Path) -> BinaryIO:
+    """Opens a regular file to read; a pipe may never have data, and a device may never end.
 
     Raises:
-        OSError: it is not, or as the file system says.
+        OSError: it is not a regular file, or the file system fails.
     """
     number = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     if not stat.S_ISREG(os.fstat(number).st_mode):
@@ -54,52 +54,52 @@ def opened(file: Path) -> BinaryIO:
 
 
 def unsealed(file: Path) -> dict[str, Any]:
-    """What `sealed` made a file of.
+    """Returns the JSON object of a file that `sealed` made.
 
     Raises:
-        Error: the file is not there, cut short or changed, or no JSON object; names it.
+        Error: the file is missing, truncated, changed, or not a JSON object; names the file.
     """
     try:
-        with opened(file) as source:
-            found = SEAL.fullmatch(source.read())
+        with open_regular(file) as source:
+            match = SEAL.fullmatch(source.read())
     except OSError as error:
         raise Error(f"{file} cannot be read: {error.strerror}") from error
-    if found is None or int(found[2], 16) != zlib.crc32(found[1]):
+    if match is None or int(match[2], 16) != zlib.crc32(match[1]):
         raise Error(f"{file} is damaged: its checksum does not match")
     try:
-        return dict(json.loads(found[0]).items())
-    except SENSELESS as error:
-        raise senseless(file, error) from error
+        return dict(json.loads(match[0]).items())
+    except INVALID_CONTENT as error:
+        raise invalid_content(file, error) from error
 
 
-def senseless(file: Path, error: BaseException) -> Error:
-    """What is said of a file that is whole and says nothing that we know."""
+def invalid_content(file: Path, error: BaseException) -> Error:
+    """Returns the Error for a file whose checksum is right and whose content has an unexpected form."""
     return Error(f"{file} is not valid: {type(error).__name__}: {error}")
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Writes a small file, so that it is on the disk."""
-    with file.open("xb") as opened:
-        opened.write(content)
-        sync(opened)
+    """Writes a small file, and returns once it is on the disk."""
+    with file.open("xb") as target:
+        target.write(content)
+        sync_file(target)
 
 
-def sync(opened: BinaryIO) -> None:
-    """What was written is on the disk."""
+def sync_file(opened: BinaryIO) -> None:
+    """Returns once all that was written to an open file is on the disk."""
     opened.flush()
     os.fsync(opened.fileno())
 
 
-# ---- files of others' formats, which have no place for a checksum
+# ---- files of other formats, which have no place for a checksum
 
 SIDE_FILE = "autotp.checksums.json"
-SUMMED = 2**20  # bytes of which there is one checksum
-LARGEST = 2**30  # bytes of a block that we read
+BLOCK_BYTES = 2**20  # The bytes of a block: each block has one checksum.
+LARGEST = 2**30  # The most bytes of a block in a file that we read.
 STALE = "copy it anew; if another program wrote it, remove {}: nothing is compared then"
 
 
-class Summed:
-    """A file that is written: takes bytes and keeps a checksum of each block of them."""
+class SummedFile:
+    """A file that is being written, with a checksum of each block."""
 
     def __init__(self, opened: BinaryIO) -> None:
         self.opened, self.name, self.size, self.sums = opened, opened.name, 0, list[int]()
@@ -109,8 +109,8 @@ class Summed:
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         self.opened.write(view)
         while len(view):
-            at = self.size % SUMMED
-            part = view[: SUMMED - at]
+            at = self.size % BLOCK_BYTES
+            part = view[: BLOCK_BYTES - at]
             if at:
                 self.sums[-1] = zlib.crc32(part, self.sums[-1])
             else:
@@ -119,20 +119,20 @@ class Summed:
 
 
 def side_file(files: dict[str, tuple[int, list[int]]]) -> bytes:
-    """What stands beside files that have no checksums. files: name -> bytes, and the checksums of its blocks"""
-    return sealed({"block": SUMMED, "files": files})
+    """Returns the content of the file of checksums. files: name -> its bytes, and the checksums of its blocks"""
+    return sealed({"block": BLOCK_BYTES, "files": files})
 
 
 def expect_unchanged(folder: Path, rank: int, ranks: int) -> None:
-    """Compares files with what was written: of `ranks` ranks each compares every so-many-th block.
+    """Compares the blocks of files with their checksums; rank `rank` compares the blocks `rank`, `rank + ranks`, ...
 
-    So together they read each byte once, whatever parts of the tensors they read afterwards. Where nothing was written
-    beside the files, as by other programs, nothing is compared.
+    So all ranks together read each byte once, whatever parts of the tensors they read afterwards. A folder that another
+    program wrote has no checksums, and is not compared.
 
     Raises:
-        Error: a file is not as it was written; names it.
+        Error: a file has changed since it was written; names the file.
     """
-    for name, (size, sums, block) in summed(folder).items():
+    for name, (size, sums, block) in checksums_in(folder).items():
         file = folder / name
         try:
             same = _same_blocks(file, size, sums, block, rank, ranks)
@@ -144,28 +144,28 @@ def expect_unchanged(folder: Path, rank: int, ranks: int) -> None:
 
 
 SAMPLES, SAMPLE = 16, 4096
-"""Of each file of another format: how many blocks are compared between ranks, of how many bytes."""
+"""The number of samples of each file that are compared between ranks, and the bytes of a sample."""
 
 
-def seen(folder: Path) -> tuple[int, list[Any]]:
-    """A number that tells the model in a folder from another one, and what tells its files from any put in their place.
+def fingerprint(folder: Path) -> tuple[int, list[Any]]:
+    """Returns a checksum of the model in a folder, and the identities of its files, which change if one is replaced.
 
-    The number is of names, sizes and some blocks of each file, whoever wrote them; 0 where it cannot be read.
+    The checksum is of the names, the sizes and some samples of the files; 0 if the folder cannot be read.
     """
     try:
         files = sorted(file for file in folder.iterdir() if file.name == "config.json" or _of_tensors(file.name))
-        found = [file.stat() for file in files]
-        kept = [
-            (file.name, it.st_dev, it.st_ino, it.st_size, it.st_mtime_ns) for file, it in zip(files, found, strict=True)
+        stats = [file.stat() for file in files]
+        identities = [
+            (file.name, it.st_dev, it.st_ino, it.st_size, it.st_mtime_ns) for file, it in zip(files, stats, strict=True)
         ]
         number = 0
-        for file, size in zip(files, (it.st_size for it in found), strict=True):
+        for file, size in zip(files, (it.st_size for it in stats), strict=True):
             number = zlib.crc32(f"{file.name} {size}".encode(), number)
-            with opened(file) as source:
+            with open_regular(file) as source:
                 for i in range(SAMPLES):
                     source.seek(i * max(size - SAMPLE, 0) // (SAMPLES - 1))
                     number = zlib.crc32(source.read(SAMPLE), number)
-        return number, kept
+        return number, identities
     except OSError:
         return 0, []
 
@@ -174,16 +174,16 @@ def _of_tensors(name: str) -> bool:
     return name.endswith((".safetensors", ".safetensors.index.json")) or name == SIDE_FILE
 
 
-def summed(folder: Path) -> dict[str, tuple[int, list[int], int]]:
-    """The files that have checksums in a folder: name -> bytes, checksums of its blocks, bytes of a block.
+def checksums_in(folder: Path) -> dict[str, tuple[int, list[int], int]]:
+    """Returns the files of a folder that have checksums: name -> bytes, checksums of its blocks, bytes of a block.
 
     Raises:
-        Error: the file that says so is damaged.
+        Error: the file of checksums is damaged.
     """
-    beside = folder / SIDE_FILE
-    if not beside.exists():
+    source = folder / SIDE_FILE
+    if not source.exists():
         return {}
-    content = unsealed(beside)
+    content = unsealed(source)
     try:
         block, files = content["block"], {Path(name).name: row for name, row in content["files"].items()}
         for name, (size, sums) in files.items():
@@ -192,12 +192,12 @@ def summed(folder: Path) -> dict[str, tuple[int, list[int], int]]:
             if len(sums) != -(-size // block):
                 raise ValueError(f"{len(sums)} checksums of {name}")
         return {name: (size, list(sums), block) for name, (size, sums) in files.items()}
-    except SENSELESS as error:
-        raise senseless(beside, error) from error
+    except INVALID_CONTENT as error:
+        raise invalid_content(source, error) from error
 
 
 def _same_blocks(file: Path, size: int, sums: Sequence[int], block: int, rank: int, ranks: int) -> bool:
-    with opened(file) as source:
+    with open_regular(file) as source:
         if os.fstat(source.fileno()).st_size != size:
             return False
         for i in range(rank, len(sums), ranks):

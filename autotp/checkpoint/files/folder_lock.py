@@ -11,25 +11,26 @@ from autotp.errors import Error
 
 LOCK = ".lock"
 HELD: dict[tuple[int, Path], int] = {}
-"""NOTE [Locks] The locks of this process, by its id. The system's record locks are a process's, end with it however it
-ends, and are not a forked child's; they would end, too, when any opening of their file is closed: so none ever is."""
+"""NOTE [Locks] (process id, folder) -> the open lock file. A record lock of the system belongs to one process: it ends
+with the process, however this ends, and a forked child does not have it. It also ends when the process closes any file
+descriptor of the file. So no descriptor of a held lock is ever closed."""
 
 
 def claim(folder: Path) -> bool:
-    """Makes a folder this process's own to write into, until it ends; True if it was not before.
+    """Locks a folder for this process until it ends; returns whether the lock is new.
 
     Raises:
-        Error: another process that lives writes into it.
-        OSError: as the file system says.
+        Error: another running process holds the lock.
+        OSError: the file system fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file, key = folder / LOCK, (os.getpid(), folder.resolve())
-    if key in HELD and _lies(HELD[key], file):
+    if key in HELD and _is_file_at(HELD[key], file):
         return False
     opened = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
-    if not _locked(opened, folder):
+    if not _lock(opened, folder):
         return False
-    if not _lies(opened, file):  # It was removed since: who looks for it now makes another.
+    if not _is_file_at(opened, file):  # Another process removed the file meanwhile: lock the new file.
         os.close(opened)
         return claim(folder)
     os.ftruncate(opened, 0)
@@ -38,13 +39,13 @@ def claim(folder: Path) -> bool:
     return True
 
 
-def _lies(opened: int, file: Path) -> bool:
-    """Whether what is open is what lies there."""
+def _is_file_at(opened: int, file: Path) -> bool:
+    """Whether an open file is the file of this name."""
     return file.exists() and os.path.samestat(os.fstat(opened), file.stat())
 
 
-def _locked(opened: int, folder: Path) -> bool:
-    """True once the lock is this process's; False, with a warning, where there are none."""
+def _lock(opened: int, folder: Path) -> bool:
+    """Returns True if this process has the lock; False, with a warning, if the file system has no locks."""
     try:
         import fcntl
 

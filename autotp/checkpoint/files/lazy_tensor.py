@@ -1,7 +1,7 @@
-"""A tensor without data: it remembers operators, and applies them to the part that is read.
+"""A tensor without data: it records operators, and applies them to the part that is read.
 
 Before: experts = torch.stack([Lazy(file) for file in files]).transpose(1, 2)
-After:  experts.source.read(((0, 8), (0, 64), (0, 32))) reads that box of each file, and nothing else
+After:  experts.source.read(((0, 8), (0, 64), (0, 32))) reads only that box, from each file its part
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from autotp.checkpoint.files.tensor_sources import (
     Permuted,
     Source,
     Squeezed,
-    blocks,
+    blocks_of_box,
     cut,
-    read,
-    whole,
+    read_whole,
+    whole_box,
 )
 from autotp.errors import Error
 
@@ -34,10 +34,10 @@ aten = torch.ops.aten
 
 
 class Lazy(Tensor):
-    """A tensor of the shape and dtype of its `source`, on the CPU by what it says, without memory.
+    """A tensor with the shape and dtype of its `source`, without memory; its `device` is the CPU.
 
-    Operators on it are remembered: views and joins as what they do to a part, others as `Computed`. Only `torch.equal`
-    reads.
+    Operators are recorded: a view or a concatenation as the operation on a part, any other operator as `Computed`. Only
+    `torch.equal` reads the source.
     """
 
     source: Source
@@ -62,8 +62,8 @@ class Lazy(Tensor):
         kwargs = kwargs or {}
         if func is aten.equal.default:
             return _equal(*args)
-        found = VIEWS[func](*args, **kwargs) if func in VIEWS else None
-        return _computed(func, args, kwargs) if found is None else pytree.tree_map(Lazy, found)
+        sources = RECORDED_VIEWS[func](*args, **kwargs) if func in RECORDED_VIEWS else None
+        return _computed(func, args, kwargs) if sources is None else pytree.tree_map(Lazy, sources)
 
 
 def _same(x: Lazy, *_: Any, **__: Any) -> Source:
@@ -72,7 +72,7 @@ def _same(x: Lazy, *_: Any, **__: Any) -> Source:
 
 def _cast(x: Lazy, dtype: torch.dtype | None = None, **_: Any) -> Source:
     if dtype is not None and dtype.is_floating_point != x.dtype.is_floating_point:
-        raise Error(f"{told(x.source)} is {x.dtype}, and {dtype} in the model: its header is another tensor's")
+        raise Error(f"{source_text(x.source)} is {x.dtype}, and {dtype} in the model: its header is another tensor's")
     return x.source if dtype in (None, x.dtype) else Cast(x.source, dtype)
 
 
@@ -84,17 +84,17 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Source | None:
     lengths = [(*x.shape[:dim], *x.shape[dim + 1 :]) for x in tensors]
     other = next((i for i, n in enumerate(lengths) if n != lengths[0]), None)
     if other is not None:
-        raise Error(f"{told(sources[0])} and {told(sources[other])} cannot be joined")
+        raise Error(f"{source_text(sources[0])} and {source_text(sources[other])} cannot be joined")
     return Joined(sources, dim)
 
 
-def told(source: Source) -> str:
-    """The first tensor that it is made of, and its shape."""
+def source_text(source: Source) -> str:
+    """Returns, as text, the first stored tensor that a source reads, and its shape."""
     match source:
         case Joined(parts=(first, *_)):
-            return told(first)
+            return source_text(first)
         case Narrowed(of=of) | Permuted(of=of) | Squeezed(of=of) | Cast(of=of):
-            return told(of)
+            return source_text(of)
     return f"{source} of {list(source.shape)}"
 
 
@@ -153,7 +153,7 @@ def _view(x: Lazy, shape: Sequence[int]) -> Source | None:
     return Squeezed(x.source, sizes) if same else None
 
 
-VIEWS: dict[Any, Callable[..., Source | list[Source] | None]] = {
+RECORDED_VIEWS: dict[Any, Callable[..., Source | list[Source] | None]] = {
     aten.detach.default: _same,
     aten.alias.default: _same,
     aten.clone.default: _same,
@@ -176,25 +176,26 @@ VIEWS: dict[Any, Callable[..., Source | list[Source] | None]] = {
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
 }
-"""What of an operator is known for a part; None where it is not, as for a step in a slice."""
+"""Operator -> the source of its output; None if a part of the output needs the whole input, as a slice with a step."""
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """The outputs as they are on meta, each lazy."""
+    """Returns the outputs as lazy tensors, with the shapes that the operator returns on meta."""
     if func._schema.is_mutable:
         raise Error(f"{func} writes into a tensor that is only read", fix="clone it first")
     on_meta = {"device": torch.device("meta")} if "device" in kwargs else {}
     empty = pytree.tree_map_only(Tensor, _empty, (args, {**kwargs, **on_meta}))
-    found, spec = pytree.tree_flatten(func(*empty[0], **empty[1]))
+    outputs_on_meta, spec = pytree.tree_flatten(func(*empty[0], **empty[1]))
     outputs = [
-        Lazy(Computed(partial(_output, func, args, kwargs, i), tuple(x.shape), x.dtype)) for i, x in enumerate(found)
+        Lazy(Computed(partial(_output, func, args, kwargs, i), tuple(x.shape), x.dtype))
+        for i, x in enumerate(outputs_on_meta)
     ]
     return pytree.tree_unflatten(outputs, spec)
 
 
 def _output(func: Any, args: Any, kwargs: Any, at: int) -> Tensor:
-    """One output, on operands that are read whole, and contiguous: `func` was chosen for that."""
-    args, kwargs = pytree.tree_map_only(Lazy, lambda x: read(x.source).contiguous(), (args, kwargs))
+    """Computes one output from whole operands, which are contiguous, as they were when torch chose `func`."""
+    args, kwargs = pytree.tree_map_only(Lazy, lambda x: read_whole(x.source).contiguous(), (args, kwargs))
     output: Tensor = pytree.tree_leaves(func(*args, **kwargs))[at]
     return output
 
@@ -204,9 +205,9 @@ def _empty(x: Tensor) -> Tensor:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """As `torch.equal`, in blocks."""
+    """Returns the result of `torch.equal`, block by block."""
     if a.shape != b.shape:
         return False
     reads = [x.source.read if isinstance(x, Lazy) else partial(cut, x) for x in (a, b)]
     itemsize = max(a.dtype.itemsize, b.dtype.itemsize)
-    return all(torch.equal(*(one(block) for one in reads)) for block in blocks(whole(a.shape), itemsize))
+    return all(torch.equal(*(one(block) for one in reads)) for block in blocks_of_box(whole_box(a.shape), itemsize))

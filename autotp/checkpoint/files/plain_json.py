@@ -1,7 +1,7 @@
-"""Plain data to JSON and back: the state of a schedule, of a scaler, or of an optimizer's options.
+"""Converts plain data to JSON and back: the state of a schedule or a scaler, and an optimizer's options.
 
-Reading it can make nothing but these values, whatever a file says: no class is looked up by a name, no code is run.
-A JSON object with the key "" stands for what JSON has not: {"": "tuple", "of": [0.9, 0.95]}.
+Reading can make only these values, whatever a file contains: no class is looked up by name, and no code is run.
+A JSON object with the key "" stands for a value that JSON does not have: {"": "tuple", "of": [0.9, 0.95]}.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ KIND = ""
 SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque, "size": torch.Size}
 MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 PLAIN = "a state_dict() of tensors, numbers, texts, and lists, tuples, sets and dicts of these"
-SHOWN = 60  # characters of where a value is
-NAMES = {kind: name for name, kind in {**SEQUENCES, **MAPPINGS}.items()}
+PLACE_LENGTH = 60  # The most characters of a value's place in an error.
+KIND_NAMES = {kind: name for name, kind in {**SEQUENCES, **MAPPINGS}.items()}
 
 
-DEEPEST = 100  # values within values; what reads JSON has an end, too
-LONGEST = 4000  # digits: Python reads no number of more than 4,300 from a text
+MOST_LEVELS = 100  # The most levels of nested values; the JSON reader has a limit, too.
+MOST_DIGITS = 4000  # The most digits of a number: Python reads at most 4,300.
 
 
 def encode(value: Any, at: str, keep: Callable[[Tensor], str], depth: int = 0) -> Any:
-    """The value as JSON has it.
+    """Returns a value in the form of JSON.
 
     Args:
-        at: what it is, for the error.
-        keep: takes a tensor that is in it; what it returns, a key, is written in its place.
+        at: the name of the value in the error.
+        keep: stores a tensor of the value, and returns the key that is written in its place.
 
     Raises:
-        Error: there is something else in it; says where.
+        Error: the value contains an object of another kind; says where.
     """
     kind = type(value)
-    if depth > DEEPEST:
-        raise Error(f"{at[:SHOWN]}... is nested more than {DEEPEST} deep, or holds itself", fix=PLAIN)
-    if kind is int and abs(value) >= 10**LONGEST:
-        raise Error(f"{at} is a number of more than {LONGEST:,} digits", fix="its str()")
+    if depth > MOST_LEVELS:
+        raise Error(f"{at[:PLACE_LENGTH]}... is nested more than {MOST_LEVELS} deep, or holds itself", fix=PLAIN)
+    if kind is int and abs(value) >= 10**MOST_DIGITS:
+        raise Error(f"{at} is a number of more than {MOST_DIGITS:,} digits", fix="its str()")
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is list:
         return [encode(item, f"{at}[{i}]", keep, depth + 1) for i, item in enumerate(value)]
-    if kind in NAMES and _is_object(value):
+    if kind in KIND_NAMES and _is_object(value):
         return {key: encode(item, f"{at}[{key!r}]", keep, depth + 1) for key, item in value.items()}
-    if kind in NAMES:
+    if kind in KIND_NAMES:
         more = {"longest": value.maxlen} if kind is deque else {}
-        return {KIND: NAMES[kind], "of": _items(value, at, keep, depth + 1), **more}
+        return {KIND: KIND_NAMES[kind], "of": _items(value, at, keep, depth + 1), **more}
     if kind in (Tensor, nn.Parameter) and _has_elements(value):
         learns = {"learns": value.requires_grad} if kind is nn.Parameter else {}
         return {KIND: "parameter" if learns else "tensor", "of": keep(value.detach()), **learns}
@@ -67,13 +67,13 @@ def encode(value: Any, at: str, keep: Callable[[Tensor], str], depth: int = 0) -
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """The value that JSON stands for.
+    """Returns the value that `encode` was given.
 
     Args:
-        tensor: of a key, the tensor that was kept under it.
+        tensor: returns the tensor that was kept under a key.
 
     Raises:
-        ValueError, TypeError, LookupError, AttributeError, RuntimeError: it is not what `encode` makes.
+        ValueError, TypeError, LookupError, AttributeError, RuntimeError: `value` is not a result of `encode`.
     """
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
@@ -91,24 +91,24 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
     if kind in MAPPINGS:
         return MAPPINGS[kind]({decode(key, tensor): decode(item, tensor) for key, item in of})
     if kind == "array":
-        found = tensor(of).numpy()
-        return found[()] if value["scalar"] else found
+        array = tensor(of).numpy()
+        return array[()] if value["scalar"] else array
     return tensor(of) if kind == "tensor" else READERS[kind](of)
 
 
 def _is_object(value: Any) -> bool:
-    """Whether JSON has such a dict."""
+    """Whether a dict is a JSON object as it is: its keys are texts, and none is `KIND`."""
     return type(value) is dict and all(type(key) is str and key != KIND for key in value)
 
 
 def _has_elements(tensor: Tensor) -> bool:
-    """Whether a tensor's elements lie in memory one by one, as a file has them."""
+    """Whether a tensor is dense, so that a file can have its elements one after the other."""
     plain = tensor.layout == torch.strided and not tensor.is_quantized
     return plain and not tensor.is_nested and not tensor.is_meta
 
 
 def _array(value: Any) -> Tensor | None:
-    """The elements of an array or number of numpy; None of what would come back as something else."""
+    """Returns the elements of a numpy array or number; None if reading would not return an equal value."""
     kind = type(value)
     if kind is not numpy.ndarray and not (isinstance(value, numpy.generic) and value.dtype.type is kind):
         return None
@@ -126,13 +126,13 @@ def _items(value: Any, at: str, keep: Callable[[Tensor], str], depth: int) -> li
         return [
             [encode(key, f"a key of {at}", keep, depth), encode(x, f"{at}[{key!r}]", keep, depth)] for key, x in pairs
         ]
-    # Sets have no order of their own: the same one on all ranks.
+    # A set has no order, and all ranks must write the same.
     items: Iterable[Any] = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
     return [encode(item, f"{at}[{i}]", keep, depth) for i, item in enumerate(items)]
 
 
 def _text(value: Any) -> tuple[str, Any] | None:
-    """What else a value may be, and how it is written."""
+    """Returns (kind, text) for bytes, complex numbers, dtypes and devices; None for other values."""
     if type(value) is bytes:
         return "bytes", base64.b64encode(value).decode()
     if type(value) is complex:
@@ -143,20 +143,20 @@ def _text(value: Any) -> tuple[str, Any] | None:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As `float32`."""
+    """Returns a dtype's name, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of a name.
+    """Returns the dtype of this name.
 
     Raises:
         ValueError: torch has no such dtype.
     """
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"no dtype {name!r}")
-    return found
+    return dtype
 
 
 READERS: dict[str, Callable[[Any], Any]] = {

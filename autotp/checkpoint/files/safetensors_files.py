@@ -1,7 +1,7 @@
 """Reads and writes parts of files in the safetensors format.
 
-A file is 8 bytes, the length of the header; the header, in JSON: name -> dtype, shape and place of each tensor; and the
-tensors' bytes one after the other (https://huggingface.co/docs/safetensors, "Format").
+A file has three parts: 8 bytes with the length of the header; the header, JSON with each tensor's name, dtype, shape
+and place; and the bytes of the tensors (https://huggingface.co/docs/safetensors, "Format").
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from autotp.checkpoint.files.checksums import SENSELESS, Summed, bytes_of
+from autotp.checkpoint.files.checksums import INVALID_CONTENT, SummedFile, bytes_of
 from autotp.checkpoint.files.tensor_sources import BLOCK, Box, Shape
 from autotp.errors import Error
 
-DTYPES = {
+STORED_DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
     "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F16": torch.float16,
     "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Reader:
-    """Opens files, one at a time, and closes each once BLOCK bytes were read of it.
+    """Opens files, one at a time, and opens a file again after BLOCK bytes were read from it.
 
-    An open file keeps all that was ever read of it in the process's memory, and opening one of a thousand tensors takes
-    2 ms.
+    While a file is open, all bytes that were read from it stay in the process's memory. To open a file of a thousand
+    tensors takes 2 ms.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Reader:
         self.left = 0  # bytes
 
     def open(self, file: Path, size: int) -> Any:
-        """The open file, of which `size` bytes are going to be read."""
+        """Returns the open file, to read `size` bytes from it."""
         from safetensors import safe_open
 
         if self.file != file or self.left <= 0:
@@ -57,7 +57,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a file. What is read is a part of the file in memory, given back with the tensor."""
+    """One tensor of a file. A part that is read is memory of the mapped file, released with the part."""
 
     file: Path
     name: str
@@ -69,31 +69,31 @@ class Stored:
         return f"`{self.name}` in {self.file.name}"
 
     def read(self, box: Box) -> Tensor:
-        """The elements in `box`.
+        """Returns the elements in `box`.
 
         Raises:
-            Error: names the tensor and the file.
+            Error: the tensor cannot be read; names the tensor and the file.
         """
         try:
             opened = self.reader.open(self.file, math.prod(b - a for a, b in box) * self.dtype.itemsize)
             if not box:
                 scalar: Tensor = opened.get_tensor(self.name)
                 return scalar
-            found: Tensor = opened.get_slice(self.name)[tuple(slice(a, b) for a, b in box)]
-            return found
+            part: Tensor = opened.get_slice(self.name)[tuple(slice(a, b) for a, b in box)]
+            return part
         except Exception as error:
-            raise Error(f"`{self.name}` cannot be read: {error}", **{"at": str(self.file)}) from error
+            raise Error(f"`{self.name}` cannot be read: {error}", at=str(self.file)) from error
 
 
 # ---- reading
 
 
-def stored(folder: Path) -> dict[str, Stored]:
-    """Every tensor of the checkpoint in `folder`: one file, or those that an index lists. Reads their headers.
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Returns every tensor of the checkpoint in `folder`: of one file, or of the files in the index. Reads the headers.
 
     Raises:
-        Error: no checkpoint is there, a file is missing, cut short or corrupt, or a tensor is not where the index says;
-            names the file, and the tensor if there is one.
+        Error: the folder has no checkpoint, a file is missing, truncated or corrupt, or lacks a tensor of the index;
+            names the file, and the tensor.
     """
     one, index, reader = folder / ONE_FILE, folder / INDEX, Reader()
     if one.is_file():
@@ -101,20 +101,20 @@ def stored(folder: Path) -> dict[str, Stored]:
     if not index.is_file():
         raise _no_checkpoint(folder)
     places = _index(index)
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for file in sorted(set(places.values())):
         if not (folder / file).is_file():
             name = next(name for name, where in places.items() if where == file)
-            raise Error(f"`{name}` is listed in {file}, which is not there", **{"at": str(index)})
+            raise Error(f"`{name}` is listed in {file}, which is not there", at=str(index))
         here = _opened(folder / file, reader)
-        if twice := [name for name in here if name in found and name not in places]:
-            files = f"{found[twice[0]].file.name} and in {file}"
-            raise Error(f"`{twice[0]}` is in {files}, and the index does not say which", **{"at": str(index)})
-        found |= {name: tensor for name, tensor in here.items() if places.get(name, file) == file}
+        if twice := [name for name in here if name in tensors and name not in places]:
+            files = f"{tensors[twice[0]].file.name} and in {file}"
+            raise Error(f"`{twice[0]}` is in {files}, and the index does not say which", at=str(index))
+        tensors |= {name: tensor for name, tensor in here.items() if places.get(name, file) == file}
     for name, file in places.items():
-        if name not in found:
-            raise Error(f"`{name}` is listed in {file}, which has no such tensor", **{"at": str(index)})
-    return found
+        if name not in tensors:
+            raise Error(f"`{name}` is listed in {file}, which has no such tensor", at=str(index))
+    return tensors
 
 
 def _no_checkpoint(folder: Path) -> Error:
@@ -125,30 +125,30 @@ def _no_checkpoint(folder: Path) -> Error:
     if pickled:
         convert = "load it once with transformers and write it with model.save_pretrained(folder), which is safetensors"
         return Error(f"only safetensors are read, and here is {pickled[0]}", at=str(folder), fix=convert)
-    return Error(f"no checkpoint: neither {ONE_FILE} nor {INDEX} is there", **{"at": str(folder)})
+    return Error(f"no checkpoint: neither {ONE_FILE} nor {INDEX} is there", at=str(folder))
 
 
 def _index(file: Path) -> dict[str, str]:
-    """Tensor name -> the name of its file."""
+    """Returns tensor name -> the name of its file."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-        if all(isinstance(where, str) and Path(where).name == where and _fits(where) for where in found.values()):
-            return dict(found)
-    except SENSELESS:
+        places = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        if all(isinstance(where, str) and Path(where).name == where and _fits(where) for where in places.values()):
+            return dict(places)
+    except INVALID_CONTENT:
         pass
     raise Error("the index is corrupt", expected='JSON with a "weight_map": tensor name -> file name', at=str(file))
 
 
 def _fits(name: str) -> bool:
-    """Whether a file can have such a name."""
+    """Whether a file can have this name."""
     return "\0" not in name and len(os.fsencode(name)) <= 255
 
 
 def _opened(file: Path, reader: Reader) -> dict[str, Stored]:
-    """The tensors of one file.
+    """Returns the tensors of one file.
 
     Raises:
-        Error: safetensors does not accept it; names the tensor that is cut off, if one is.
+        Error: safetensors does not accept the file; names the truncated tensor, if there is one.
     """
     from safetensors import safe_open
 
@@ -158,7 +158,7 @@ def _opened(file: Path, reader: Reader) -> dict[str, Stored]:
         header, size = _header(file)
         with safe_open(file, framework="pt", device="cpu"):
             return {
-                name: Stored(file, name, tuple(entry["shape"]), DTYPES[entry["dtype"]], reader)
+                name: Stored(file, name, tuple(entry["shape"]), STORED_DTYPES[entry["dtype"]], reader)
                 for name, entry in header.items()
             }
     except Exception as error:
@@ -169,7 +169,7 @@ def _opened(file: Path, reader: Reader) -> dict[str, Stored]:
 
 
 def _cut_off(header: Mapping[str, Any], size: int) -> str:
-    """The first tensor that ends after the end of the file, or nothing."""
+    """Returns the name of the first tensor that ends after the end of the file, or an empty text."""
     try:
         ends = sorted((entry["data_offsets"][1], name) for name, entry in header.items())
         return next((name for end, name in ends if end > size), "")
@@ -178,7 +178,7 @@ def _cut_off(header: Mapping[str, Any], size: int) -> str:
 
 
 def _header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Tensor name -> its entry; how many bytes follow the header."""
+    """Returns tensor name -> its entry in the header, and the number of bytes after the header."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         size = file.stat().st_size - 8 - length
@@ -193,17 +193,17 @@ def _header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
 
 @dataclass(frozen=True)
 class FileShard:
-    """One file to write: its name, and its tensors in the order in which their bytes stand there."""
+    """One file to write: its name, and its tensors in the order of their bytes."""
 
     file: str
     names: tuple[str, ...]
 
 
 def shards_of(tensors: Mapping[str, Any], largest: int) -> list[FileShard]:
-    """Which tensors go in which file: in order, a file being full at `largest` bytes; at least one tensor in each.
+    """Divides tensors among files, in order: a file has at most `largest` bytes, or one tensor.
 
     Args:
-        tensors: name -> what has a shape and a dtype.
+        tensors: name -> tensor or source, with a shape and a dtype.
     """
     groups: list[list[str]] = [[]]
     held = 0
@@ -227,36 +227,36 @@ def shards_of(tensors: Mapping[str, Any], largest: int) -> list[FileShard]:
 
 
 def nbytes(tensor: Any) -> int:
-    """Bytes of what has a shape and a dtype."""
+    """Returns the bytes of a tensor or source, from its shape and its dtype."""
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def header_of(tensors: Mapping[str, Any], names: Sequence[str]) -> bytes:
-    """The beginning of a file of these tensors, up to where their bytes begin.
+    """Returns the length and the header of a file of these tensors.
 
     Raises:
-        Error: a dtype that the format does not have.
+        Error: the format does not have the dtype of a tensor.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name in names:
         tensor = tensors[name]
-        if tensor.dtype not in NAMES:
+        if tensor.dtype not in DTYPE_NAMES:
             raise Error(f"`{name}` is of dtype {tensor.dtype}, which safetensors does not have")
         end = at + nbytes(tensor)
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def write(file: BinaryIO | Summed, tensor: Tensor) -> None:
+def append_tensor(file: BinaryIO | SummedFile, tensor: Tensor) -> None:
     """Appends the bytes of a tensor."""
     file.write(bytes_of(tensor))
 
 
 def index_of(shards: Iterable[FileShard], size: int) -> str:
-    """The index of several files. size: bytes of all tensors"""
+    """Returns the index of several files. size: bytes of all tensors"""
     places = {name: shard.file for shard in shards for name in shard.names}
     return json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}, indent=2) + "\n"

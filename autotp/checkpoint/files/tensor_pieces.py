@@ -1,7 +1,7 @@
-"""The file of one rank: boxes of whole tensors, one after the other.
+"""The file of one rank: pieces of tensors, each a box of the whole tensor, one after the other.
 
-Where each piece lies, and its checksum, is said elsewhere (`manifest.py`); a file has the bytes of elements and nothing
-else, so there is nothing in it that could be understood in another way.
+The manifest (`manifest.py`) has the place and the checksum of each piece. A rank's file has only the bytes of elements:
+reading it interprets no other content.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp.checkpoint.files.checksums import bytes_of, opened, sync
+from autotp.checkpoint.files.checksums import bytes_of, open_regular, sync_file
 from autotp.errors import Error
 
 Shape = tuple[int, ...]
@@ -25,7 +25,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor: where it begins in the whole, its sizes; whose file has it, from which byte; its checksum."""
+    """A box of a tensor in a file.
+
+    Attributes:
+        at: the first index of the box in the whole tensor.
+        sizes: the sizes of the box.
+        rank: the rank whose file has the piece.
+        start: the first byte of the piece in that file.
+        crc32: the checksum of the piece.
+    """
 
     at: Shape
     sizes: Shape
@@ -35,10 +43,10 @@ class Piece:
 
     @classmethod
     def of(cls, row: Sequence[Any]) -> Piece:
-        """What `row` made a list of.
+        """Returns the piece of a list that `row` made.
 
         Raises:
-            ValueError, TypeError: another list.
+            ValueError, TypeError: `row` did not make this list.
         """
         at, sizes, rank, start, crc32 = row
         if not all(isinstance(n, int) and n >= 0 for n in (*at, *sizes, rank, start, crc32)):
@@ -46,23 +54,23 @@ class Piece:
         return cls(tuple(at), tuple(sizes), rank, start, crc32)
 
     def row(self) -> list[Any]:
-        """As a list."""
+        """Returns the piece as a list, for JSON."""
         return [self.at, self.sizes, self.rank, self.start, self.crc32]
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """A tensor: its dtype, its shape, and the pieces that it is made of."""
+class StoredPieces:
+    """A tensor in files: its dtype, its shape, and its pieces."""
 
     dtype: torch.dtype
     shape: Shape
     pieces: tuple[Piece, ...]
 
     def read(self, folder: Path, name: str, at: Shape, into: Tensor) -> None:
-        """Fills a box that begins at `at` in the whole.
+        """Reads the box of the tensor that begins at `at` into `into`.
 
         Raises:
-            Error: a file is not as it was written, or has not all of the box; names it.
+            Error: a file has changed since it was written, or the pieces do not cover the box; names the path.
         """
         left = into.numel()
         for piece in self.pieces:
@@ -81,14 +89,14 @@ class Pieces:
             raise Error(f"{folder} does not have all of `{name}`")
 
     def whole(self, folder: Path, name: str) -> Tensor:
-        """All of it."""
-        found = torch.empty(self.shape, dtype=self.dtype)
-        self.read(folder, name, (0,) * len(self.shape), found)
-        return found
+        """Returns the whole tensor."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        self.read(folder, name, (0,) * len(self.shape), tensor)
+        return tensor
 
 
 def tiled(shape: Sequence[int], pieces: Sequence[Piece]) -> bool:
-    """Whether pieces have each element of a tensor of this shape once."""
+    """Whether the pieces contain each element of a tensor of this shape exactly once."""
     if any(len(n) != len(shape) for piece in pieces for n in (piece.at, piece.sizes)):
         return False
     ends = [(piece.at, [a + n for a, n in zip(piece.at, piece.sizes, strict=True)]) for piece in pieces]
@@ -96,7 +104,7 @@ def tiled(shape: Sequence[int], pieces: Sequence[Piece]) -> bool:
     if not inside or sum(math.prod(piece.sizes) for piece in pieces) != math.prod(shape):
         return False
     boxes = [box for box, piece in zip(ends, pieces, strict=True) if math.prod(piece.sizes)]
-    # Along the dimension with most cuts a box meets few others.
+    # Compare along the dimension with the most cuts: there a box overlaps with few others.
     dim = max(range(len(shape)), key=lambda d: len({low[d] for low, _ in boxes}), default=-1)
     boxes.sort(key=lambda box: box[0][dim:][:1])
     for i, (low, high) in enumerate(boxes):
@@ -109,37 +117,40 @@ def tiled(shape: Sequence[int], pieces: Sequence[Piece]) -> bool:
 
 
 def file_of(rank: int) -> str:
-    """The name of a rank's file."""
+    """Returns the name of a rank's file."""
     return f"rank-{rank:05d}.tensors"
 
 
 def write_pieces(folder: Path, rank: int, tensors: Iterable[tuple[Shape, Tensor]]) -> list[Piece]:
-    """Writes the file of a rank, until it is on the disk: of each tensor where it begins in its whole, and a piece.
+    """Writes the file of a rank, and returns its pieces once the file is on the disk.
+
+    Args:
+        tensors: pairs (the first index in the whole tensor, the part).
 
     Raises:
-        OSError: as the file system says.
+        OSError: the file system fails.
     """
-    found, start = list[Piece](), 0
+    pieces, start = list[Piece](), 0
     with (folder / file_of(rank)).open("xb") as target:
         for at, tensor in tensors:
             data = bytes_of(tensor)
             target.write(data)
-            found.append(Piece(at, tuple(tensor.shape), rank, start, zlib.crc32(data)))
+            pieces.append(Piece(at, tuple(tensor.shape), rank, start, zlib.crc32(data)))
             start += len(data)
-        sync(target)
-    return found
+        sync_file(target)
+    return pieces
 
 
 def read_piece(folder: Path, name: str, piece: Piece, dtype: torch.dtype) -> Tensor:
-    """The tensor.
+    """Reads one piece.
 
     Raises:
-        Error: the file is not as it was written; names it, and the tensor.
+        Error: the file has changed since it was written; names the file and the tensor.
     """
     file = folder / file_of(piece.rank)
     data = torch.empty(math.prod(piece.sizes) * dtype.itemsize, dtype=torch.uint8)
     try:
-        with opened(file) as source:
+        with open_regular(file) as source:
             source.seek(piece.start)
             count = source.readinto(data.numpy().data) if data.numel() else 0  # type: ignore[attr-defined]
     except OSError as error:

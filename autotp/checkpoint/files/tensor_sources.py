@@ -1,7 +1,7 @@
 """Sources of a tensor's parts: files, shards, and operators on the parts of other sources.
 
 Before: Permuted(Joined((a, b), 0), (1, 0)), a and b [4 3], in files
-After:  read(((0, 3), (2, 6))) reads rows 2 and 3 of a and 0 and 1 of b, joins these and turns them
+After:  read(((0, 3), (2, 6))) reads rows 2 and 3 of a and 0 and 1 of b, concatenates and transposes them
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from autotp.sharding.layout import Layout
 
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]
-"""For each dimension (start, stop)."""
-
-BLOCK = 2**26  # bytes read at once
+"""(start, stop) of each dimension."""
+BLOCK = 2**26  # The most bytes that are read at once.
 
 
 class Source(Protocol):
-    """What a lazy tensor is read from. `read` returns memory that need not be the caller's own: copy it."""
+    """The origin of a lazy tensor's elements. `read` may return memory that others also use: copy it before writing."""
 
     @property
     def shape(self) -> Shape: ...
@@ -33,16 +32,16 @@ class Source(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def read(self, box: Box) -> Tensor:
-        """The elements in `box`, of the box's sizes."""
+        """Returns the elements in `box`, in the shape of the box."""
         ...
 
 
-# ---- what can be done to the part that is read
+# ---- operators on parts
 
 
 @dataclass(frozen=True)
 class Joined:
-    """Parts one after the other along `dim`."""
+    """The concatenation of sources along `dim`."""
 
     parts: tuple[Source, ...]
     dim: int
@@ -58,22 +57,22 @@ class Joined:
 
     def read(self, box: Box) -> Tensor:
         start, stop = box[self.dim]
-        found: list[Tensor] = []
+        parts: list[Tensor] = []
         at = 0
         for part in self.parts:
             length = part.shape[self.dim]
             a, b = max(start - at, 0), min(stop - at, length)
             if a < b:
-                found.append(part.read((*box[: self.dim], (a, b), *box[self.dim + 1 :])))
+                parts.append(part.read((*box[: self.dim], (a, b), *box[self.dim + 1 :])))
             at += length
-        if not found:
+        if not parts:
             return torch.empty(_sizes(box), dtype=self.dtype)
-        return found[0] if len(found) == 1 else torch.cat(found, self.dim)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
 @dataclass(frozen=True)
 class Narrowed:
-    """`length` positions of `dim` from `start` on."""
+    """The slice of `of` from `start`, of `length` indices, along `dim`."""
 
     of: Source
     dim: int
@@ -95,7 +94,7 @@ class Narrowed:
 
 @dataclass(frozen=True)
 class Permuted:
-    """Dimension `d` is `dims[d]` of what it is of."""
+    """The permutation of `of`: its dimension `d` is dimension `dims[d]` of `of`."""
 
     of: Source
     dims: tuple[int, ...]
@@ -114,7 +113,7 @@ class Permuted:
 
 @dataclass(frozen=True)
 class Squeezed:
-    """The same with other dimensions of size 1."""
+    """The elements of `of` in a shape that differs only in dimensions of size 1."""
 
     of: Source
     shape: Shape
@@ -130,7 +129,7 @@ class Squeezed:
 
 @dataclass(frozen=True)
 class Cast:
-    """The same in another dtype."""
+    """The elements of `of` in another dtype."""
 
     of: Source
     dtype: torch.dtype
@@ -145,7 +144,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class Computed:
-    """What `run` returns, of which no part can be computed alone."""
+    """The tensor that `run` returns; a part of it cannot be computed alone."""
 
     run: Callable[[], Tensor]
     shape: Shape
@@ -160,25 +159,25 @@ def _sizes(box: Box) -> Shape:
 
 
 def cut(tensor: Tensor, box: Box) -> Tensor:
-    """The elements of `tensor` in `box`."""
+    """Returns the elements of `tensor` in `box`."""
     return tensor[tuple(slice(a, b) for a, b in box)]
 
 
 # ---- reading
 
 
-def whole(shape: Sequence[int]) -> Box:
-    """The box that is all of `shape`."""
+def whole_box(shape: Sequence[int]) -> Box:
+    """Returns the box of all elements of a tensor of this shape."""
     return tuple((0, n) for n in shape)
 
 
-def read(source: Source) -> Tensor:
-    """All of it."""
-    return source.read(whole(source.shape))
+def read_whole(source: Source) -> Tensor:
+    """Returns the whole tensor of a source."""
+    return source.read(whole_box(source.shape))
 
 
-def blocks(box: Box, itemsize: int, size: int | None = None) -> Iterator[Box]:
-    """`box` in boxes of at most `size` bytes (BLOCK, if not said), cut along the first dimensions, in memory order."""
+def blocks_of_box(box: Box, itemsize: int, size: int | None = None) -> Iterator[Box]:
+    """Yields boxes of at most `size` bytes (default: BLOCK) that make up `box`, in memory order."""
     size = size or BLOCK
     if math.prod(_sizes(box)) * itemsize <= size or not box:
         yield box
@@ -189,13 +188,13 @@ def blocks(box: Box, itemsize: int, size: int | None = None) -> Iterator[Box]:
     for a in range(start, stop, step):
         b = min(a + step, stop)
         if row > size:
-            yield from (((a, b), *inner) for inner in blocks(rest, itemsize, size))
+            yield from (((a, b), *inner) for inner in blocks_of_box(rest, itemsize, size))
         else:
             yield (a, b), *rest
 
 
 def sliceable(source: Source) -> bool:
-    """Whether a part can be read without reading all of something."""
+    """Whether a part of a source can be read without a whole `Computed` tensor."""
     match source:
         case Computed():
             return False
@@ -206,19 +205,19 @@ def sliceable(source: Source) -> bool:
     return True
 
 
-def fill(part: Tensor, source: Source, layout: Layout, rank: int) -> None:
-    """Reads what `rank` holds of a tensor into `part`, in blocks. part: the layout's local shape"""
+def read_part(part: Tensor, source: Source, layout: Layout, rank: int) -> None:
+    """Reads the local part of `rank` into `part`, in blocks. part: has the layout's local shape"""
     if not sliceable(source):
-        part.copy_(layout.take(read(source), rank))
+        part.copy_(layout.take(read_whole(source), rank))
         return
     dim = layout.dim or 0
-    ranges = whole(source.shape)[:1] if layout.dim is None else layout.pieces[rank]
+    ranges = whole_box(source.shape)[:1] if layout.dim is None else layout.pieces[rank]
     at = 0
     for start, stop in ranges:
         box = tuple((start, stop) if d == dim else (0, n) for d, n in enumerate(source.shape))
-        for block in blocks(box, source.dtype.itemsize):
+        for block in blocks_of_box(box, source.dtype.itemsize):
             here = tuple((a + at - start, b + at - start) if d == dim else (a, b) for d, (a, b) in enumerate(block))
             cut(part, here).copy_(source.read(block))
         at += stop - start
     if not source.shape:
-        part.copy_(read(source))
+        part.copy_(read_whole(source))

@@ -18,7 +18,7 @@ from trainers import bit_flips, changed, torn
 
 import autotp
 from autotp.checkpoint.files import checksums
-from autotp.checkpoint.files.checksums import SIDE_FILE, Summed, expect_unchanged, side_file
+from autotp.checkpoint.files.checksums import SIDE_FILE, SummedFile, expect_unchanged, side_file
 
 checks = Checks(timeout=480)
 
@@ -26,7 +26,7 @@ checks = Checks(timeout=480)
 def written(folder: Path, data: bytes, steps: Iterator[int]) -> Path:
     """A file that is written in such steps, and its checksums."""
     with (folder / "x").open("wb") as opened:
-        file, at = Summed(opened), 0
+        file, at = SummedFile(opened), 0
         while at < len(data):
             size = next(steps)
             file.write(data[at : at + size])
@@ -39,7 +39,7 @@ def written(folder: Path, data: bytes, steps: Iterator[int]) -> Path:
 @pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 1234])
 def test_every_block_of_a_file(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the steps in which it is written: the ranks together see any bit, each reading its part."""
-    monkeypatch.setattr(checksums, "SUMMED", 100)
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 100)
     draw, data = random.Random(size), random.Random(1).randbytes(size)
     file = written(tmp_path, data, iter(lambda: draw.randrange(1, 300), None))
     for at in range(0, size * 8, 7):

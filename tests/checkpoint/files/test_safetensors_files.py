@@ -12,7 +12,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import autotp
-from autotp.checkpoint.files.safetensors_files import DTYPES, Stored, header_of, index_of, shards_of, stored, write
+from autotp.checkpoint.files.safetensors_files import (
+    STORED_DTYPES,
+    Stored,
+    append_tensor,
+    header_of,
+    index_of,
+    shards_of,
+    stored_tensors,
+)
 
 
 def message(call: Callable[[], object]) -> str:
@@ -27,7 +35,7 @@ def written(folder: Path, tensors: dict[str, Tensor], largest: int = 10**9) -> P
         with (folder / shard.file).open("wb") as file:
             file.write(header_of(tensors, shard.names))
             for name in shard.names:
-                write(file, tensors[name])
+                append_tensor(file, tensors[name])
     if len(shards) > 1:
         (folder / "model.safetensors.index.json").write_text(index_of(shards, 0))
     return folder
@@ -35,7 +43,7 @@ def written(folder: Path, tensors: dict[str, Tensor], largest: int = 10**9) -> P
 
 def every_dtype() -> dict[str, Tensor]:
     """Sizes that leave nothing aligned by itself; a scalar, an empty one, one that is not contiguous."""
-    found = {name: (torch.arange(15).view(3, 5) % 2).to(dtype) for name, dtype in DTYPES.items()}
+    found = {name: (torch.arange(15).view(3, 5) % 2).to(dtype) for name, dtype in STORED_DTYPES.items()}
     return found | {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), "turned": torch.randn(4, 3).t()}
 
 
@@ -78,7 +86,7 @@ def test_a_dtype_that_the_format_has_not() -> None:
 @pytest.mark.parametrize("largest", [10**9, 60], ids=["one", "several"])
 def test_parts_of_files(tmp_path: Path, largest: int) -> None:
     tensors = every_dtype()
-    found = stored(written(tmp_path, tensors, largest))
+    found = stored_tensors(written(tmp_path, tensors, largest))
     assert set(found) == set(tensors)
     for name, tensor in tensors.items():
         assert (found[name].shape, found[name].dtype) == (tuple(tensor.shape), tensor.dtype)
@@ -89,7 +97,7 @@ def test_parts_of_files(tmp_path: Path, largest: int) -> None:
 
 def test_a_file_stays_open_for_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotp.checkpoint.files.safetensors_files.BLOCK", 100)
-    found = stored(written(tmp_path, {name: torch.ones(9) for name in "abc"}))
+    found = stored_tensors(written(tmp_path, {name: torch.ones(9) for name in "abc"}))
     handles = []
     for name in "abcabc":  # 36 bytes each
         assert torch.equal(found[name].read(((0, 9),)), torch.ones(9))
@@ -98,15 +106,15 @@ def test_a_file_stays_open_for_a_block(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
-    assert message(lambda: stored(tmp_path / "no")) == (
+    assert message(lambda: stored_tensors(tmp_path / "no")) == (
         f"no such folder\n  at       {tmp_path / 'no'}\n  try      "
         "the path of a local folder that holds a checkpoint: nothing is fetched from a hub"
     )
-    assert message(lambda: stored(tmp_path)) == (
+    assert message(lambda: stored_tensors(tmp_path)) == (
         f"no checkpoint: neither model.safetensors nor model.safetensors.index.json is there\n  at       {tmp_path}"
     )
     (tmp_path / "pytorch_model.bin").touch()
-    assert message(lambda: stored(tmp_path)) == (
+    assert message(lambda: stored_tensors(tmp_path)) == (
         f"only safetensors are read, and here is pytorch_model.bin\n  at       {tmp_path}\n"
         "  try      load it once with transformers and write it with model.save_pretrained(folder), "
         "which is safetensors"
@@ -117,7 +125,7 @@ def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
     file = written(tmp_path, {"a": torch.ones(9), "b": torch.ones(9), "c": torch.ones(9)}) / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-40])
-    assert message(lambda: stored(tmp_path)) == (
+    assert message(lambda: stored_tensors(tmp_path)) == (
         f"`b` is cut off: the file is shorter than its header says\n  at       {file}"
     )
     senseless = b'{"a":1}'
@@ -130,14 +138,14 @@ def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
         whole + b"more",
     ):
         file.write_bytes(rest)
-        assert message(lambda: stored(tmp_path)).startswith("the file is corrupt (")
-        assert message(lambda: stored(tmp_path)).endswith(f"\n  at       {file}")
+        assert message(lambda: stored_tensors(tmp_path)).startswith("the file is corrupt (")
+        assert message(lambda: stored_tensors(tmp_path)).endswith(f"\n  at       {file}")
 
 
 def test_a_dtype_that_torch_has_not(tmp_path: Path) -> None:
     file = written(tmp_path, {"a": torch.ones(2, dtype=torch.uint8)}) / "model.safetensors"
     file.write_bytes(file.read_bytes().replace(b'"U8"', b'"F8"'))
-    assert message(lambda: stored(tmp_path)).startswith("the file is corrupt (SafetensorError: ")
+    assert message(lambda: stored_tensors(tmp_path)).startswith("the file is corrupt (SafetensorError: ")
 
 
 def test_an_index_that_lies(tmp_path: Path) -> None:
@@ -145,15 +153,15 @@ def test_an_index_that_lies(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
     for text in ("", "{}", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../x"}}'):
         index.write_text(text)
-        assert message(lambda: stored(tmp_path)) == (
+        assert message(lambda: stored_tensors(tmp_path)) == (
             f'the index is corrupt\n  expected JSON with a "weight_map": tensor name -> file name\n  at       {index}'
         )
     index.write_text('{"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}')
-    assert message(lambda: stored(tmp_path)) == (
+    assert message(lambda: stored_tensors(tmp_path)) == (
         f"`b` is listed in y.safetensors, which is not there\n  at       {index}"
     )
     index.write_text('{"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}')
-    assert message(lambda: stored(tmp_path)) == (
+    assert message(lambda: stored_tensors(tmp_path)) == (
         f"`b` is listed in x.safetensors, which has no such tensor\n  at       {index}"
     )
 
@@ -170,9 +178,9 @@ def test_a_tensor_in_two_files(tmp_path: Path) -> None:
     for name in "ab":
         save_file({"x": torch.ones(2), name: torch.ones(1)}, tmp_path / name)
     index.write_text(json.dumps({"weight_map": {"a": "a", "b": "b", "x": "a"}}))
-    assert stored(tmp_path)["x"].file.name == "a"
+    assert stored_tensors(tmp_path)["x"].file.name == "a"
     index.write_text(json.dumps({"weight_map": {"a": "a", "b": "b"}}))
-    assert message(lambda: stored(tmp_path)) == (
+    assert message(lambda: stored_tensors(tmp_path)) == (
         f"`x` is in a and in b, and the index does not say which\n  at       {index}"
     )
 
@@ -185,4 +193,4 @@ def test_an_index_without_sense(tmp_path: Path) -> None:
         json.dumps({"weight_map": {"a": "a" * 999}}),
     ):
         index.write_text(text)
-        assert message(lambda: stored(tmp_path)).startswith("the index is corrupt")
+        assert message(lambda: stored_tensors(tmp_path)).startswith("the index is corrupt")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import autotp
 from autotp.checkpoint.files.checksums import SIDE_FILE, bytes_of, expect_unchanged, sealed, unsealed
-from autotp.checkpoint.files.tensor_pieces import Piece, Pieces, read_piece, tiled, write_pieces
+from autotp.checkpoint.files.tensor_pieces import Piece, StoredPieces, read_piece, tiled, write_pieces
 from autotp.checkpoint.manifest import read_manifest
 
 DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
@@ -51,7 +51,7 @@ def test_any_box_of_any_pieces(tmp_path: Path) -> None:
     for rank in (0, 1):
         mine = [(low, whole[low[0] : high[0], low[1] : high[1]]) for low, high in boxes[rank::2]]
         pieces += write_pieces(tmp_path, rank, mine)
-    tensor = Pieces(whole.dtype, (12, 10), tuple(pieces))
+    tensor = StoredPieces(whole.dtype, (12, 10), tuple(pieces))
     assert torch.equal(tensor.whole(tmp_path, "x"), whole)
     for _ in range(50):
         a, c = draw.randrange(12), draw.randrange(10)
@@ -60,7 +60,7 @@ def test_any_box_of_any_pieces(tmp_path: Path) -> None:
         tensor.read(tmp_path, "x", (a, c), into)
         assert torch.equal(into, whole[a:b, c:d])
     with pytest.raises(autotp.Error, match="does not have all of `x`"):
-        Pieces(whole.dtype, (12, 10), tuple(pieces[1:])).whole(tmp_path, "x")
+        StoredPieces(whole.dtype, (12, 10), tuple(pieces[1:])).whole(tmp_path, "x")
 
 
 def test_boxes_that_do_not_tile() -> None:

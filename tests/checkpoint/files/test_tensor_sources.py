@@ -10,7 +10,7 @@ import torch
 from trainers import Given
 
 from autotp.checkpoint.files.lazy_tensor import Lazy
-from autotp.checkpoint.files.tensor_sources import blocks, fill, read, whole
+from autotp.checkpoint.files.tensor_sources import blocks_of_box, read_part, read_whole, whole_box
 from autotp.sharding.layout import Layout
 
 
@@ -18,12 +18,12 @@ from autotp.sharding.layout import Layout
 def test_blocks_are_the_box_in_memory_order(size: int) -> None:
     box = ((1, 4), (0, 5), (2, 4))
     numbers = torch.arange(5 * 6 * 4).view(5, 6, 4)
-    found = list(blocks(box, 4, size))
+    found = list(blocks_of_box(box, 4, size))
     parts = [numbers[tuple(slice(a, b) for a, b in block)] for block in found]
     assert torch.equal(torch.cat([part.flatten() for part in parts]), numbers[1:4, 0:5, 2:4].flatten())
     assert all(part.numel() * 4 <= max(size, 4) for part in parts)
-    assert list(blocks((), 4, 1)) == [()]
-    assert list(blocks(((2, 2), (0, 9)), 4, 1)) == [((2, 2), (0, 9))]
+    assert list(blocks_of_box((), 4, 1)) == [()]
+    assert list(blocks_of_box(((2, 2), (0, 9)), 4, 1)) == [((2, 2), (0, 9))]
 
 
 LAYOUTS = {
@@ -40,11 +40,11 @@ def test_fill_is_take(layout: Layout, run: Callable[[Any], Any], monkeypatch: py
     full = torch.arange(24.0).view(6, 4)
     for rank in range(3):
         part = torch.full(layout.local_shape(rank), torch.nan)
-        fill(part, run(Lazy(Given(full))).source, layout, rank)
+        read_part(part, run(Lazy(Given(full))).source, layout, rank)
         assert torch.equal(part, layout.take(full, rank))
 
 
 def test_scalars_are_read() -> None:
     lazy, part = Lazy(Given(torch.tensor(3.5))), torch.zeros(())
-    fill(part, lazy.source, Layout(()), 0)
-    assert part == 3.5 and read(lazy.source) == 3.5 and whole(()) == ()
+    read_part(part, lazy.source, Layout(()), 0)
+    assert part == 3.5 and read_whole(lazy.source) == 3.5 and whole_box(()) == ()
