@@ -133,7 +133,7 @@ def load_checkpoint(
         arguments = type(optimizer).__name__, sorted(more), sorted(changed)
         expect_alike(arguments, everyone, "loads something else", "the same arguments of load_checkpoint")
         # The first rank's list decides: on another machine it may lag behind.
-        newest = agree(everyone, lambda: max([-1, *saved_steps(folder)]) if everyone.rank == 0 else -1)
+        newest = agree(everyone, lambda: _newest_step(Path(folder)) if everyone.rank == 0 else -1)
         step = gather_ints([newest], everyone)[0][0]
         if step < 0:
             return 0
@@ -194,6 +194,24 @@ def saved_steps(folder: str | Path) -> list[int]:
     return [
         step for step in steps if path_of(Path(), step).name in names and _has_manifest(path_of(Path(folder), step))
     ]
+
+
+def _newest_step(folder: Path) -> int:
+    """Returns the step of the newest complete checkpoint in a folder, -1 if there is none.
+
+    Raises:
+        Error: a later one lost its manifest. An unfinished save has another name, so its folder was complete once.
+    """
+    newest = max([-1, *saved_steps(folder)])
+    for path in folder.glob("step-*"):
+        digits = path.name.removeprefix("step-")
+        later = digits.isdecimal() and int(digits) > newest
+        if later and not _has_manifest(path) and any(path.glob("*.tensors")):
+            raise Error(
+                f"{path} has no {MANIFEST}",
+                fix="put the file back, or move the folder away, so that an earlier step is loaded",
+            )
+    return newest
 
 
 def _has_manifest(path: Path) -> bool:

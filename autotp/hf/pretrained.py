@@ -168,6 +168,11 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], *, max_shard
     folder = Path(path)
 
     def run() -> None:
+        if getattr(parallel, "_hf_peft_config_loaded", False):
+            raise Error(
+                "the model has adapters of `add_adapter`, and transformers would save these alone",
+                fix="autotp.full_state_dict(model, wanted) and peft on one device, as examples/hf_lora.py does",
+            )
         largest = parse_size(max_shard_size)
         tensors = {name: lazy.source for name, lazy in _as_saved(parallel).items()}
         write_checkpoint(folder, tensors, parallel.mesh, largest, lambda new: _write_beside(new, parallel))

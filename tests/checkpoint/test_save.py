@@ -125,7 +125,7 @@ def refusals(rank: int, n: int, folder: str) -> list[str]:
             autotp.load_checkpoint(Path(folder) / where, trainer, optimizer, **more)
         found.append(str(raised.value).splitlines()[0].replace(folder, ""))
 
-    for where in ("truncated", "missing", "garbled", "newer", "older", "renamed"):
+    for where in ("truncated", "missing", "bare", "garbled", "newer", "older", "renamed"):
         tried(where)
     tried("good", optimizer=torch.optim.SGD(trainer.parameters(), lr=0.1))
     tried("good", optimizer=AdamW([nn.Parameter(torch.zeros(2))]))
@@ -164,11 +164,12 @@ def test_refused_on_every_rank(tmp_path: Path) -> None:
     run_ranks(written, 2, str(good), (2, 1, 1), 0.0, {}, timeout=100)
     run_ranks(newer, 2, str(tmp_path / "newer"), timeout=100)
     run_ranks(of_some_parameters, 2, str(tmp_path / "some"), timeout=100)
-    for name in ("truncated", "missing", "garbled", "renamed"):
+    for name in ("truncated", "missing", "bare", "garbled", "renamed"):
         shutil.copytree(good, tmp_path / name)
     file = tmp_path / "truncated" / "step-00000003" / "rank-00001.tensors"
     file.write_bytes(file.read_bytes()[:-100])
     (tmp_path / "missing" / "step-00000003" / "rank-00001.tensors").unlink()
+    (tmp_path / "bare" / "step-00000003" / "manifest.json").unlink()
     (tmp_path / "garbled" / "step-00000003" / "manifest.json").write_bytes(b"no")
     (tmp_path / "renamed" / "step-00000003").rename(tmp_path / "renamed" / "step-00000005")
     (tmp_path / "older" / "step-00000003").mkdir(parents=True)
@@ -180,6 +181,7 @@ def test_refused_on_every_rank(tmp_path: Path) -> None:
         )
         assert found[1:] == [
             "load_checkpoint: /missing/step-00000003/rank-00001.tensors is missing",
+            "load_checkpoint: /bare/step-00000003 has no manifest.json",
             "load_checkpoint: /garbled/step-00000003/manifest.json is damaged: its checksum does not match",
             "load_checkpoint: /newer/step-00000003 is of format 9, and this autotp reads 2",
             "load_checkpoint: /older/step-00000003 is of format 1, and this autotp reads 2",

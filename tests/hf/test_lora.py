@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,17 @@ def test_equal_to_one_device(family: str, tp: int, dropout: float) -> None:
     model, inputs = adapted(family, dropout)
     report = autotp.verify(model, tp, example_inputs=inputs)
     assert report.ok, report
+
+
+def test_adapters_of_transformers_are_not_saved_as_a_model(tmp_path: Path) -> None:
+    """transformers saves adapters of `add_adapter` alone, so the whole model in their place would be another thing."""
+    peft = pytest.importorskip("peft")
+    model: Any = tiny("gpt2")[0]
+    model.add_adapter(peft.LoraConfig(r=RANK, target_modules=TARGETS["gpt2"], fan_in_fan_out=True))
+    parallel = autotp.parallelize(model, 1)
+    with pytest.raises(autotp.Error, match="the model has adapters of `add_adapter`") as raised:
+        autotp.save_pretrained(parallel, tmp_path / "saved")
+    assert "examples/hf_lora.py" in str(raised.value) and not (tmp_path / "saved").exists()
 
 
 @cache
