@@ -223,12 +223,16 @@ def write_state(state: TrainingState, path: Path, new: Path, peers: BackgroundEx
     """
     try:
         rank = peers.mesh.rank
-        choices = peers.tell([item.choice() for item in state.items])
-        holders = _holders(choices)
-        _expect_alike(peers, state, choices, holders)
-        items = [state.items[i] for i in _chosen(holders, peers.mesh.size, rank)]
-        rows = peers.agree(lambda: _or_error(new, lambda: _write_items(new, rank, items)))
-        every = peers.tell([rows, state.groups, state.values])
+        choices = peers.tell(lambda: [item.choice() for item in state.items])
+        holders = peers.agree(lambda: _holders(choices))
+        sums = peers.tell(lambda: [_checksums(state, holders, rank), state.values])
+        peers.agree(lambda: _expect_alike(choices, holders, sums))
+
+        def items() -> list[Any]:
+            written = [state.items[i] for i in _chosen(holders, peers.mesh.size, rank)]
+            return [_or_error(new, lambda: _write_items(new, rank, written)), state.groups, state.values]
+
+        every = peers.tell(items)
         peers.agree(lambda: _or_error(path, lambda: _finish_folder(state, every, path, new)) if rank == 0 else None)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)  # On every rank: the ranks' disks may differ.
@@ -244,15 +248,24 @@ def _holders(every: Sequence[Sequence[Any]]) -> Holders:
     return holders
 
 
-def _expect_alike(
-    peers: BackgroundExchange, state: TrainingState, choices: Sequence[Sequence[Any]], holders: Holders
-) -> None:
-    """Raises Error on every rank if ranks hold different values of the same part or the same number."""
-    rank, several = peers.mesh.rank, [(key[0], places) for key, places in holders.items() if len(places) > 1]
-    mine = [
-        zlib.crc32(bytes_of(state.items[i].tensor)) for _, places in several for other, i in places if other == rank
-    ]
-    every = [(iter(sums), values) for sums, values in peers.tell([mine, state.values])]
+def _several(holders: Holders) -> list[tuple[str, list[tuple[int, int]]]]:
+    """Returns the key of each item that several ranks have, and these ranks, each with its number there."""
+    return [(key[0], places) for key, places in holders.items() if len(places) > 1]
+
+
+def _checksums(state: TrainingState, holders: Holders, rank: int) -> list[int]:
+    """Returns the checksums of the items that this rank and others have."""
+    mine = (i for _, places in _several(holders) for other, i in places if other == rank)
+    return [zlib.crc32(bytes_of(state.items[i].tensor)) for i in mine]
+
+
+def _expect_alike(choices: Sequence[Sequence[Any]], holders: Holders, told_by_all: Sequence[Any]) -> None:
+    """Raises Error if ranks hold different values of the same part or the same number.
+
+    Args:
+        told_by_all: for each rank, its `_checksums`, and the values of the optimizer's state that are not tensors.
+    """
+    several, every = _several(holders), [(iter(sums), values) for sums, values in told_by_all]
     values_of: dict[str, dict[int, Any]] = {}
     for at, (key, places) in enumerate(several):
         for other, _ in places:

@@ -32,31 +32,42 @@ class BackgroundExchange:
     mesh: Mesh
     group: Any
 
-    def tell(self, mine: Any) -> list[Any]:
-        """Returns every rank's `mine`, by rank. `mine` must be JSON data.
+    def tell(self, make: Callable[[], Any]) -> list[Any]:
+        """Returns what `make()` returned on every rank, by rank: JSON data.
+
+        What a rank computes between two exchanges belongs into `make`: an exception there reaches the other ranks,
+        which would wait for this rank otherwise.
 
         Raises:
-            Error: a rank was lost.
+            Error: on every rank. `make` failed on some rank, as for `agree` in `consistency.py`; or a rank was lost.
         """
-        text = json.dumps(mine).encode()
+        made, problem = tried(lambda: json.dumps(make()))
         try:
-            lengths = [int(n) for n in self._gather(torch.tensor([len(text)]))]
-            padded = torch.frombuffer(bytearray(text.ljust(max(lengths))), dtype=torch.uint8)
-            rows = self._gather(padded)
-        except RuntimeError as error:
-            why = reason(lambda rank: self.mesh.named([rank])) or str(error).splitlines()[0]
-            problem = f"{self.mesh.axis} rank {self.mesh.rank} of {self.mesh.size} cannot save: {why}"
-            raise Error(problem, fix="read the other ranks' logs") from error
-        return [json.loads(row.numpy().tobytes()) for row in rows]
+            texts = self._exchanged(json.dumps([problem_as_text(problem), *made]))
+        except (RuntimeError, MemoryError) as error:
+            why = reason(lambda rank: self.mesh.named([rank])) or str(error).partition("\n")[0]
+            text = f"{self.mesh.axis} rank {self.mesh.rank} of {self.mesh.size} cannot save: {why}"
+            raise Error(text, fix="read the other ranks' logs") from error
+        told = [json.loads(text) for text in texts]
+        result_of_all(self.mesh, [None], problem, [failed for failed, *_ in told])
+        return [json.loads(text) for _, text in told]
 
     def agree(self, make: Callable[[], T]) -> T:
         """Returns the result of `make()`, once it has returned on every rank.
 
         Raises:
-            Error: on every rank, as `agree` in `consistency.py` does.
+            Error: as `tell`.
         """
-        made, problem = tried(make)
-        return result_of_all(self.mesh, made, problem, self.tell(problem_as_text(problem)))
+        made = list[T]()
+        self.tell(lambda: made.append(make()))
+        return made[0]
+
+    def _exchanged(self, text: str) -> list[str]:
+        """Returns every rank's text, by rank."""
+        mine = text.encode()
+        lengths = [int(n) for n in self._gather(torch.tensor([len(mine)]))]
+        padded = torch.frombuffer(bytearray(mine.ljust(max(lengths))), dtype=torch.uint8)
+        return [row.numpy().tobytes().decode() for row in self._gather(padded)]
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
         found = [torch.empty_like(mine) for _ in range(self.mesh.size)]

@@ -94,7 +94,19 @@ def tried(make: Callable[[], T]) -> tuple[list[T], Exception | None]:
     try:
         return [make()], None
     except Exception as error:
-        return [], error
+        return [], _no_memory(error) if _is_of_memory(error) else error
+
+
+def _is_of_memory(error: Exception) -> bool:
+    """True if Python or torch could not allocate memory. (On the CPU, torch raises a RuntimeError.)"""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _no_memory(error: Exception) -> Error:
+    told = str(error).strip().splitlines()
+    found = Error(f"there is not enough memory{': ' + told[0] if told else ''}", fix="free memory, and call it again")
+    found.__cause__ = error
+    return found
 
 
 def agree(mesh: Mesh, make: Callable[[], T]) -> T:

@@ -48,10 +48,12 @@ class Warned:
     Attributes:
         lines: the lines of the user's code that were warned about.
         of_sizes: whether there was a warning about sizes.
+        of_func: whether there was a warning about gradients of torch.func.
     """
 
     lines: set[tuple[str, int]] = field(default_factory=set)
     of_sizes: bool = False
+    of_func: bool = False
 
 
 @dataclass
@@ -212,6 +214,11 @@ def is_ordinary(tensor: Tensor) -> bool:
 def warn_of(tensor: CutTensor, what: str) -> None:
     """Warns that the user's code computes `what` from a part; the warning names the user's line."""
     _warn(tensor.autotp_cut, what, _users(sys._getframe(1)))
+
+
+def tell_user(text: str, frame: FrameType) -> None:
+    """Warns; the warning names the line of the user's code that led to `frame`."""
+    _say(text, _users(frame))
 
 
 def warn_of_parts(parameters: Iterable[Tensor], what: str, frame: FrameType) -> None:

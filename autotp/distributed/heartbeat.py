@@ -39,7 +39,7 @@ JOINED, CALLED, HERE = "joined", "called", "here"
 """Prefixes of keys: `joined/rank`: the rank answers calls; `called/call`: a call; `here/call/rank`: an answer."""
 VERDICT, KEEPER = "lost", "keeper"
 NOTE = "failed"
-"""Prefix of a key `failed/rank`: the exception that a rank raised while the others went on."""
+"""Prefix of a key `failed/rank`: what a rank did while the others went on, such as an exception that it raised."""
 
 _hearts: weakref.WeakKeyDictionary[Any, Heart] = weakref.WeakKeyDictionary()
 
@@ -50,12 +50,13 @@ class Heart:
     Attributes:
         keeper: the global rank that keeps the store, if it is known.
         found: the lost ranks, once they are known.
+        note: what this rank has noted for the others; "" for nothing.
     """
 
     def __init__(self, store: Any, rank: int) -> None:  # A dist.Store, whose `clone` torch's types do not have.
         # Each thread has its own connection. They stay open: torch cannot close a store on a full disk.
         self.rank, self.store, self._listening = rank, store.clone(), store.clone()
-        self.stopped, self.noted, self.calls = Event(), False, 0
+        self.stopped, self.note, self.calls = Event(), "", 0
         self.keeper: int | None = None
         self.found: list[int] | None = None
         if keeps(store):
@@ -176,9 +177,11 @@ def reason(named: Callable[[int], str]) -> str:
     heart = _heart()
     if heart is None:
         return ""
+    notes = dict[int, str]()
     try:
-        if said := answered(lambda: _notes(heart), SILENCE):
-            return "; ".join(f"{named(rank)} raised {text}" for rank, text in said.items())
+        notes = answered(lambda: _notes(heart), SILENCE)
+        if said := [f"{named(rank)} {text}" for rank, text in notes.items() if text != heart.note]:
+            return "; ".join(said)
         lost, about = answered(heart.call, 3 * SILENCE), ""
     except Exception:  # The store is gone.
         lost, about = heart.found or [], ""
@@ -188,19 +191,24 @@ def reason(named: Callable[[int], str]) -> str:
             assert heart.keeper is not None
             lost, about = [heart.keeper], ", and with it the store in which the processes met"
     if not lost:
-        return ""
+        return f"this rank {heart.note}" if heart.note and len(notes) < dist.get_world_size() - 1 else ""
     return f"{', '.join(map(named, lost))} {'is' if len(lost) == 1 else 'are'} lost, ended or stopped{about}"
 
 
 def leave_note(error: BaseException) -> None:
     """Notes for the other ranks the exception that this rank raises: their collectives will wait for this rank."""
-    _note(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
+    _note(f"raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
+
+
+def expect_all_to_call(what: str) -> None:
+    """Notes, until `take_note_back`, a call that this rank made: a collective fails if other ranks did not make it."""
+    _note(f"called {what}, and not all ranks did")
 
 
 def take_note_back() -> None:
     """Deletes this rank's note: all ranks are at the same call again."""
     heart = _heart()
-    if heart is not None and heart.noted:
+    if heart is not None and heart.note:
         _note("")
 
 
@@ -209,7 +217,7 @@ def _note(text: str) -> None:
     if heart is not None:
         with suppress(Exception):  # The store may be gone, too.
             answered(lambda: heart.store.set(f"{NOTE}/{heart.rank}", text), SILENCE)
-            heart.noted = bool(text)
+            heart.note = text
 
 
 def _notes(heart: Heart) -> dict[int, str]:

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from autotp.distributed.consistency import agree
 from autotp.distributed.gather import gather_all, marked
 from autotp.distributed.mesh import Mesh, broadcast_from_first, expect_alike, follow_first_random_state, waiting
 from autotp.distributed.sharded_tensor import Sharded
@@ -111,6 +112,7 @@ class Generates:
         """Runs transformers' loop of this name; all ranks use the first rank's random numbers and clock."""
         from autotp.hf.generation_settings import (  # Imported here, because it imports modules that import this one.
             generation_settings,
+            holds_function,
             is_of_transformers,
         )
 
@@ -123,7 +125,8 @@ class Generates:
         ]
         loop = getattr(super(), name)
         all_alike = type(processors)(
-            one if is_of_transformers(one) else _FirstRankProcessor(one, mesh) for one in processors
+            one if is_of_transformers(one) and not holds_function(one) else _FirstRankProcessor(one, mesh)
+            for one in processors
         )
         chosen = partial(process_logits, all_alike) if name == "_sample" else all_alike
         return loop(ids, logits_processor=chosen, stopping_criteria=criteria, generation_config=config, **rest)
@@ -144,7 +147,7 @@ class _FirstRankCriterion:
         self.criterion, self.mesh = criterion, mesh
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        done = self.criterion(*args, **kwargs)
+        done = agree(self.mesh, lambda: self.criterion(*args, **kwargs))
         return broadcast_from_first(torch.as_tensor(done, device=args[0].device).to(torch.uint8), self.mesh).bool()
 
     def __getattr__(self, name: str) -> Any:
@@ -152,13 +155,17 @@ class _FirstRankCriterion:
 
 
 class _FirstRankProcessor:
-    """A user's logits processor: all ranks use the first rank's scores, because it may be random or read a file."""
+    """A logits processor that is the user's, or calls a function of the user's, such as `prefix_allowed_tokens_fn`.
+
+    All ranks use the first rank's scores, because it may be random or read a file.
+    """
 
     def __init__(self, processor: Any, mesh: Mesh) -> None:
         self.processor, self.mesh = processor, mesh
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return broadcast_from_first(self.processor(input_ids, scores).contiguous(), self.mesh)
+        found = agree(self.mesh, lambda: self.processor(input_ids, scores))
+        return broadcast_from_first(found.contiguous(), self.mesh)
 
 
 # ---- logits processors
@@ -202,7 +209,7 @@ def process_logits(processors: Any, tokens: Tensor, logits: Any) -> Any:
 
 
 def _apply_processor(processor: Any, tokens: Tensor, scores: Any, logits: Sharded) -> Any:
-    kind = type(processor)
+    kind = type(processor.processor if isinstance(processor, _FirstRankProcessor) else processor)
     name = kind.__name__ if kind.__module__ == "transformers.generation.logits_process" else ""
     if isinstance(scores, CutScores | FewScores) and name in ADDED:
         return scores.added(processor(tokens, torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from autotp.distributed.consistency import checksum
 from autotp.runtime.call_consistency import shown
@@ -32,6 +32,11 @@ def generation_settings(config: Any, parts: Iterable[Any]) -> list[Any]:
 def is_of_transformers(part: Any) -> bool:
     """Whether a processor or criterion is a class of transformers."""
     return type(part).__module__.startswith("transformers.generation.")
+
+
+def holds_function(part: Any) -> bool:
+    """Whether a processor or criterion asks a function of the user's, such as `prefix_allowed_tokens_fn`."""
+    return any(callable(one) and not isinstance(one, nn.Module | type) for one in vars(part).values())
 
 
 def _part(part: Any) -> Any:

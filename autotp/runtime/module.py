@@ -20,10 +20,12 @@ from torch.nn.utils import parametrize
 
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
+from autotp.distributed.consistency import agree
 from autotp.distributed.cut_parameter import Cut, as_cut, is_ordinary, warn_of_parts
+from autotp.distributed.heartbeat import expect_all_to_call, take_note_back
 from autotp.distributed.live_models import watch
-from autotp.distributed.mesh import Mesh, broadcast_from_first
-from autotp.errors import Error
+from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints
+from autotp.errors import Error, within
 from autotp.model_library import classes_before
 from autotp.options import Recompute
 from autotp.passes.capture.guards.attribute_paths import is_internal
@@ -92,26 +94,28 @@ class Part(nn.Module):
         super().__delattr__(name)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Loads a state dict that `state_dict()` returned on this rank.
+        """Loads a state dict that `state_dict()` returned on this rank. Call it on every rank.
 
         Args:
             state_dict: name -> this rank's part.
             args, kwargs: as for `torch.nn.Module.load_state_dict`.
 
         Raises:
-            Error: it is the original model's state dict.
+            Error: on every rank, and nothing is changed: it is the original model's state dict, or another rank's.
         """
-        for path, module in self.named_modules(remove_duplicate=False):
-            for key in (key for key, layout in held_in(module).items() if layout.dim is not None):
-                given = state_dict.get(f"{path}.{key}" if path else key)
-                if isinstance(given, Tensor) and given.shape != module.get_parameter(key).shape:
-                    raise Error(
-                        "load_state_dict: these are not the parts that this rank holds",
-                        fix="autotp.load_full_state_dict(model, state), for the original model's state",
-                    )
-        if (state := state_of(self)) is not None:
+        state, inherited = state_of(self), super().load_state_dict
+        if state is None:
+            return inherited(state_dict, *args, **kwargs)
+
+        def load() -> Any:
+            gather_ints([], state.tree.mesh)  # All ranks are here.
+            take_note_back()
+            agree(state.tree.mesh, lambda: _expect_parts(self, state_dict))
             state.tree.loaded += 1
-        return super().load_state_dict(state_dict, *args, **kwargs)
+            return agree(state.tree.mesh, lambda: inherited(state_dict, *args, **kwargs))
+
+        expect_all_to_call("load_state_dict")
+        return within(f"{type(self).__name__}.load_state_dict", load)
 
     def extra_repr(self) -> str:
         """Returns the original module's text, and the layout of each parameter that is cut."""
@@ -215,8 +219,12 @@ class ParallelModule(Part):
 
         Args:
             args, kwargs: as for `torch.nn.Module.state_dict`.
+
+        Raises:
+            Error: accelerate asks, which would save the first rank's parts for all.
         """
         if is_users(frame := sys._getframe(1)):
+            _expect_saved_by_all(self, frame)
             warn_of_parts(self.parameters(), "state_dict", frame)
         return super().state_dict(*args, **kwargs)
 
@@ -240,6 +248,29 @@ OURS: dict[str, Callable[[Executable], Any]] = {
     "outputs_stay_cut": lambda it: it.tree.outputs_stay_cut,
 }
 """Attributes such as `model.plan`, unless the model itself has an attribute of this name."""
+
+
+def _expect_parts(module: nn.Module, given: Mapping[str, Any]) -> None:
+    """Raises Error where a tensor of a state dict has another shape than the part that this rank holds."""
+    for path, one in module.named_modules(remove_duplicate=False):
+        for key in (key for key, layout in held_in(one).items() if layout.dim is not None):
+            tensor = given.get(f"{path}.{key}" if path else key)
+            if isinstance(tensor, Tensor) and tensor.shape != one.get_parameter(key).shape:
+                raise Error(
+                    "these are not the parts that this rank holds",
+                    fix="autotp.load_full_state_dict(model, state), for the original model's state",
+                )
+
+
+def _expect_saved_by_all(model: nn.Module, frame: FrameType) -> None:
+    """Raises Error in accelerate, which writes what `state_dict()` returns on the first rank, for all ranks."""
+    cut = any(layout.dim is not None for module in model.modules() for layout in held_in(module).values())
+    if cut and str(frame.f_globals.get("__name__")).startswith("accelerate."):
+        raise Error(
+            "accelerate writes the state of the first rank only, which are its parts of the model",
+            fix="autotp.save_pretrained(model, folder), or autotp.full_state_dict(model) on all ranks",
+            alternative="autotp.distribute and autotp.save_checkpoint, with the optimizer",
+        )
 
 
 def _is_sharding(frame: FrameType) -> bool:

@@ -29,6 +29,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
@@ -215,7 +216,7 @@ class _Versions:
         if node.target is operator.getitem:
             several: Any = node.args[0]
             return [several] if several in self.base else []
-        return _sharing(node, self.fixed)
+        return _sharing(node, self.fixed, self.builder.mode)
 
     def _source(self, node: fx.Node) -> fx.Node | None:
         """Returns the node that a write to a view also changes."""
@@ -276,11 +277,12 @@ def _written(node: fx.Node) -> fx.Node:
     return found
 
 
-def _sharing(node: fx.Node, mode: FakeTensorMode) -> list[fx.Node]:
+def _sharing(node: fx.Node, fixed: FakeTensorMode, symbolic: FakeTensorMode) -> list[fx.Node]:
     """Returns the operands whose memory a result shares: see NOTE [What shares memory].
 
     Args:
-        mode: a fake mode without symbols.
+        fixed: a fake mode without symbols.
+        symbolic: the fake mode of the graph, for operators that read values.
     """
     target = node.target
     if not isinstance(target, OpOverload):
@@ -289,10 +291,16 @@ def _sharing(node: fx.Node, mode: FakeTensorMode) -> list[fx.Node]:
     if not told and not _is_composed(target):
         return []
     operands = [n for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)]
-    fixed = {n: at_captured_sizes(n.meta["val"], mode) for n in node.all_input_nodes}
-    args, kwargs = fx.map_arg((node.args, node.kwargs), fixed.__getitem__)
-    found = evaluated(mode, _lie_in, target, [fixed[n] for n in operands], args, kwargs)
-    return [operands[i] for i in found]
+    examples = {n: n.meta["val"] for n in node.all_input_nodes}
+
+    def tried(mode: FakeTensorMode, values: dict[fx.Node, Any]) -> list[fx.Node]:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        return [operands[i] for i in evaluated(mode, _lie_in, target, [values[n] for n in operands], args, kwargs)]
+
+    try:
+        return tried(fixed, {n: at_captured_sizes(value, fixed) for n, value in examples.items()})
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return tried(symbolic, examples)
 
 
 @cache

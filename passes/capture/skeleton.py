@@ -85,8 +85,18 @@ def _expect_no_views(model: nn.Module) -> None:
         if storage is not None and storage in held:
             raise Error(
                 f"`{spelled(path)}` is a view of `{held[storage]}`, and would not be a view in the parallel model",
-                fix="make it in forward",
+                fix=_instead_of_norm(model, spelled(path)) or "make it in forward",
             )
+
+
+def _instead_of_norm(model: nn.Module, name: str) -> str:
+    """Returns what to write instead of torch's old norm, which keeps a weight of this name as an attribute; else ""."""
+    path, _, key = name.rpartition(".")
+    hooks = model.get_submodule(path)._forward_pre_hooks.values() if path in dict(model.named_modules()) else ()
+    for old in (type(hook).__module__ for hook in hooks if getattr(hook, "name", None) == key):
+        if old in ("torch.nn.utils.spectral_norm", "torch.nn.utils.weight_norm"):
+            return f"{old.replace('utils.', 'utils.parametrizations.')}, in place of {old}"
+    return ""
 
 
 def storage_of(tensor: Tensor) -> int | None:

@@ -91,6 +91,49 @@ def test_a_full_disk(tmp_path: Path) -> None:
         assert facts == ([] if rank == 0 else ["  on       global rank 0"])
 
 
+class NoMemory:
+    """In the place of a function of the save on one rank: Python's error, and torch's on the CPU."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        raise self.error
+
+
+def no_memory(rank: int, n: int, folder: str, names: list[str]) -> list[str]:
+    trainer, optimizer = started((2, 1, 1))
+    of_torch = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes\nand more"
+    found = []
+    for name in names:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                error = RuntimeError(of_torch) if name == "_state" else MemoryError()
+                patch.setattr(writing, name, NoMemory(error))
+            found.append(problem(lambda: autotp.save_checkpoint(folder, trainer, optimizer, 1)))
+        dist.barrier()
+        assert {path.name for path in Path(folder).iterdir()} == {".lock"}
+    autotp.save_checkpoint(folder, trainer, optimizer, 1)
+    return found
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["_chosen", "_state"],
+        pytest.param(["_holders", "bytes_of", "_expect_alike", "write_pieces", "local_of"], marks=pytest.mark.rare),
+    ],
+)
+def test_a_rank_without_memory(tmp_path: Path, names: list[str]) -> None:
+    """One error on every rank, wherever in a save it happens: nobody waits for that rank."""
+    for rank, found in enumerate(run_ranks(no_memory, 2, str(tmp_path), names, timeout=30)):
+        for name, text in zip(names, found, strict=True):
+            said = ": [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+            first = f"save_checkpoint: there is not enough memory{said if name == '_state' else ''}"
+            lines = [first, "  try      free memory, and call it again", "  on       global rank 1"]
+            assert text.splitlines() == lines[: 3 if rank == 0 else 2]
+
+
 # ---- other jobs
 
 CLAIM = """

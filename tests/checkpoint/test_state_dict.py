@@ -149,7 +149,7 @@ def what_a_rank_shows_and_takes(rank: int, n: int) -> None:
     )
     before = cut.state_dict()
     assert message(lambda: cut.load_state_dict(full)) == (
-        "load_state_dict: these are not the parts that this rank holds\n"
+        "GPT.load_state_dict: these are not the parts that this rank holds\n"
         "  try      autotp.load_full_state_dict(model, state), for the original model's state"
     )
     assert not cut.load_state_dict(before).missing_keys

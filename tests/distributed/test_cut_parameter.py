@@ -225,7 +225,7 @@ def wholes_are_not_written_over_parts(rank: int, n: int) -> None:
             with pytest.raises(autotp.Error) as raised:
                 module.load_state_dict(state, assign=assign)
             assert str(raised.value) == (
-                "load_state_dict: these are not the parts that this rank holds\n"
+                f"{type(module).__name__}.load_state_dict: these are not the parts that this rank holds\n"
                 "  try      autotp.load_full_state_dict(model, state), for the original model's state"
             )
         module.load_state_dict(module.state_dict())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 import transformers
 from hugging_face import built, prompt
 from ranks import run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 from trainers import fingerprint, started, trained
 
 import autotp
@@ -66,6 +67,31 @@ class Own(transformers.LogitsProcessor):
         return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([self.token]), 0.0)
 
 
+def loading(rank: int, n: int) -> list[str]:
+    """The first rank's parts on all ranks; then only the first loads, and the model's calls are no longer compared."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(8, 15), nn.GELU(), nn.Linear(15, 8))
+    model = autotp.parallelize(model, n, example_inputs=torch.ones(2, 8), timeout=timedelta(seconds=3))
+    for _ in range(3):
+        expected = model(torch.ones(2, 8))
+    own = model.state_dict()
+    of_first = [{name: tensor + 1 for name, tensor in own.items()} if rank == 0 else None]
+    dist.broadcast_object_list(of_first)
+    found = [problem(lambda: model.load_state_dict(of_first[0]))]
+    assert torch.equal(model(torch.ones(2, 8)), expected)
+    found.append(problem(lambda: model.load_state_dict(own) if rank == 0 else model(torch.ones(2, 8))))
+    return found
+
+
+def test_load_state_dict() -> None:
+    """One error on every rank, and nothing is changed."""
+    one, other = run_ranks(loading, 2, timeout=60)
+    assert one[0] == other[0] == "Sequential.load_state_dict: these are not the parts that this rank holds"
+    assert one[1].startswith("Sequential.load_state_dict: all_gather_into_tensor over axis `tp` failed on rank 0")
+    assert one[1].endswith("(global rank 0): this rank called load_state_dict, and not all ranks did")
+    assert other[1].endswith("(global rank 1): tp rank 0 (global rank 0) called load_state_dict, and not all ranks did")
+
+
 def of_transformers(rank: int, n: int, folder: str) -> list[str]:
     """Other files than the first rank's, files that change while they are read, other settings."""
     one, two = Path(folder, "one"), Path(folder, "two")
@@ -111,6 +137,13 @@ def of_transformers(rank: int, n: int, folder: str) -> list[str]:
     for beams in (1, 2):
         of_first = model.generate(**prompt(), max_new_tokens=3, num_beams=beams, logits_processor=own)
         assert of_first[:, 7:].eq(5).all()
+    for beams in (1, 2):
+        how = {"max_new_tokens": 3, "num_beams": beams}
+        asked = model.generate(**prompt(), **how, prefix_allowed_tokens_fn=lambda batch, tokens: [5 + rank, 9 + rank])
+        assert torch.isin(asked[:, 7:], torch.tensor([5, 9])).all()
+    allowed: Any = {"prefix_allowed_tokens_fn": lambda batch, tokens: [5] if rank == 0 or len(tokens) < 9 else []}
+    with pytest.raises(ValueError if rank else autotp.Error, match="returned an empty list"):
+        model.generate(**prompt(), max_new_tokens=3, **allowed)
     assert not out.exists() and model.generate(**prompt(), max_new_tokens=3).shape == (2, 10)
     return [text.partition(": ")[2] for text in found]
 

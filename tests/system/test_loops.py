@@ -225,7 +225,7 @@ def take_the_state_of_one_device(rank: int, n: int) -> None:
 def accelerates(rank: int, n: int) -> None:
     """accelerate puts no DistributedDataParallel around it; in float64 its loop is one device's."""
     whole, parallel = pair(n)
-    made = accelerate.Accelerator(cpu=True)
+    made, folder = accelerate.Accelerator(cpu=True), tempfile.TemporaryDirectory()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (whole, parallel)]
     with pytest.raises(autotp.Error, match=r"DistributedDataParallel over ranks \[0, 1\] of one tensor-parallel model"):
         made.prepare(parallel, optimizers[1])
@@ -235,6 +235,8 @@ def accelerates(rank: int, n: int) -> None:
         for batch in rows:
             unused(batch)
     model, optimizer = made.prepare_model(parallel, evaluation_mode=True), made.prepare_optimizer(optimizers[1])
+    with pytest.raises(autotp.Error, match="accelerate writes the state of the first rank only"):
+        made.save_state(folder.name)
     for step in range(STEPS):
         optimizer.zero_grad()
         made.backward(loss_of(model, step))

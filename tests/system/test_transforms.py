@@ -1,6 +1,7 @@
 """torch.func transforms and torch.compile on real ranks: the numbers of one device."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,31 @@ def gradients(rank: int, n: int) -> None:
     whole, parallel = both(n)
     expected = grad(loss_of(whole))(parameters(whole), *tokens())
     expect_equal(parallel, grad(loss_of(parallel))(parameters(parallel), *tokens()), expected)
+
+
+@checks.on(2)
+@sdpa_kernel(SDPBackend.MATH)
+def gradients_of_parts_are_told(rank: int, n: int) -> None:
+    """Once, where a part is differentiated by; not for whole parameters, or for a derivative of the loss."""
+    _, parallel = both(n)
+    params, (x, y) = parameters(parallel), tokens()
+
+    def told(run: Callable[[], Any]) -> list[str]:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            run()
+        return [str(one.message) for one in said if one.filename == __file__]
+
+    whole = {name: p for name, p in params.items() if parallel.layouts[name].dim is None}
+    right = loss_of(parallel)
+    assert told(lambda: grad(lambda some: right({**params, **some}, x, y))(whole)) == []
+    assert told(lambda: jvp(lambda p: right(p, x, y), (params,), (params,))) == []
+    (text,) = told(lambda: vmap(grad(right), (None, 0, 0))(params, x[:, None], y[:, None]))
+    first = next(name for name in params if name not in whole)
+    assert text.startswith(f"torch.func computes gradients for `{first}` and for {len(params) - len(whole) - 1} more")
+    assert told(lambda: grad(right)(params, x, y)) == []
+    parallel.get_parameter(first).grad = grad(right)(params, x, y)[first]
+    assert autotp.gather(parallel.get_parameter(first).grad).shape == parallel.layouts[first].shape
 
 
 @checks.on(2)

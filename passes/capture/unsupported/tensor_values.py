@@ -6,6 +6,7 @@ import re
 import traceback
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from autotp.errors import Error
 from autotp.model_library import instead_of_expert_loop
@@ -23,7 +24,12 @@ def reads_values(error: Exception) -> bool:
 
 def refused(error: Exception, model: nn.Module) -> Error:
     """Returns the Error for a model that reads a tensor's values: in a loop, as a number, or in a branch."""
-    at = user_line(traceback.extract_tb(error.__traceback__))
+    frames = traceback.extract_tb(error.__traceback__)
+    at = user_line(frames)
+    if any(frame.line and "self.num_batches_tracked" in frame.line for frame in frames):
+        found = (p for p, m in model.named_modules() if isinstance(m, _NormBase) and m.momentum is None)
+        what = "has momentum=None: its average makes a Python number of a tensor's values"
+        return Error(f"`{next(found, '')}` {what}, which are not known in a graph", at=at, fix="momentum=0.1")
     code = at.partition("  ")[2]
     if "expert" in code and (instead := instead_of_expert_loop(model)):
         what = "the model loops over the experts that are hit: torch.export has no loop whose length depends on values"

@@ -383,6 +383,11 @@ LOST = "is no submodule: what it learns would be lost\n  try      self.name = mo
             "`row` is a view of `table`, and would not be a view in the parallel model\n  try",
         ),
         (lambda: View("weight"), "`row` is a view of `up.weight`, and would not be a view in the parallel model"),
+        (
+            lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8))),
+            "`0.weight` is a view of `0.weight_orig`, and would not be a view in the parallel model\n  try      "
+            "torch.nn.utils.parametrizations.spectral_norm, in place of torch.nn.utils.spectral_norm",
+        ),
         (lambda: View("nothing"), "forward writes into `row`, with which `part` shares memory\n  try      make"),
         (lambda: Holding("list"), f"`held.0` leads to a Linear that {LOST}"),
         (lambda: Holding("dict"), f"`held.a` leads to a Linear that {LOST}"),
@@ -391,7 +396,20 @@ LOST = "is no submodule: what it learns would be lost\n  try      self.name = mo
         (lambda: Holding("partial"), f"`held` leads to a Linear that {LOST}"),
         (lambda: Holding("global"), f"`test_code_names.LAYER` leads to a Linear that {LOST}"),
     ],
-    ids=["class", "in-class", "buffer", "weight", "shared", "list", "dict", "object", "function", "partial", "global"],
+    ids=[
+        "class",
+        "in-class",
+        "buffer",
+        "weight",
+        "norm",
+        "shared",
+        "list",
+        "dict",
+        "object",
+        "function",
+        "partial",
+        "global",
+    ],
 )
 def test_refused(make: Callable[[], nn.Module], text: str) -> None:
     model = make()

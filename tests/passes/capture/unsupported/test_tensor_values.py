@@ -17,6 +17,9 @@ line = partial(line_of, __file__)
 NUMBERS = "the model makes a Python number of a tensor's values, which are not known in a graph"
 MASKS = f"a mask, `torch.arange(n) < lengths[:, None]`; the number as an argument; or {OPERATOR}"
 BRANCHES = "the model branches on the values of a tensor, which one graph cannot do"
+AVERAGES = (
+    "`norm` has momentum=None: its average makes a Python number of a tensor's values, which are not known in a graph"
+)
 CHOICES = "choose with torch.where, or branch on shapes and configuration only"
 
 
@@ -51,6 +54,17 @@ class Branch(Plain):
         return self.mlp(x) if x.sum() > 0 else x
 
 
+class Averaged(Plain):
+    """A batch norm whose running statistics are averages of all batches: torch reads their count as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.mlp(x))  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("kind", "what", "at", "way"),
     [
@@ -58,6 +72,7 @@ class Branch(Plain):
         (While, LOOPS, "while x.sum() > 0:", ROUNDS),
         (Longest, NUMBERS, "longest = int(x", MASKS),
         (Branch, BRANCHES, "return self.mlp(x) if", CHOICES),
+        (Averaged, AVERAGES, "return self.norm(", "momentum=0.1"),
     ],
 )
 def test_refused(kind: type[nn.Module], what: str, at: str, way: str) -> None:
