@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/activations.py
 
-Counted are the storages that operators of a forward return and that still live when it is over, whoever holds them,
-each once, parameters apart: those of a deeper model less those of a shallower one, by layer.
+It counts the storages that operators of a forward return and that still exist after the forward: each storage once,
+without parameters. The figure of a layer is the difference between a deeper and a shallower model, for each layer.
 
 NOTE [The formulas]
 Per layer of s tokens, b rows, hidden size h, a heads and t ranks the paper has, in bytes, s b h times (sections 4, 5)

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 benchmarks/bubble.py
 
-A block sleeps in forward, and as long again in backward. Ideal is what a rank sleeps in a step; idle is what the step
-takes beyond. Source of the formulas, (p-1)/m and (p-1)/(m v): Narayanan et al. 2021, section 2.2.
+A block sleeps in forward, and for the same time in backward. "Ideal" is the time that a rank sleeps in a step; "idle"
+is the rest of the step. Source of the formulas, (p-1)/m and (p-1)/(m v): Narayanan et al. 2021, section 2.2.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class Slow(nn.Module):
-    """Blocks, and the mean of what comes out."""
+    """Blocks, and the mean of their output."""
 
     def __init__(self, blocks: int, width: int = 8) -> None:
         super().__init__()

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/capture.py
 
-Each depth runs in a process of its own, its stages timed one by one, in processor seconds:
-the work is single-threaded, so on a quiet core they are those of the clock. A stage that calls another counts only its
-own. "linear" is the exponent of a power law fitted to the totals from the second depth on: 1 is linear.
+Each depth runs in a separate process, which times the stages one by one, in processor seconds: the work uses one
+thread, so on a free core these equal the seconds of the clock. A stage that calls another stage counts only its own
+time. "linear" is the exponent of a power law that is fitted to the totals from the second depth on: 1 is linear.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Clock:
 
 
 Make = Callable[[int], tuple[nn.Module, Any]]
-"""So many layers -> a model on `meta`, and example inputs."""
+"""Number of layers -> a model on `meta`, and example inputs."""
 
 
 def gpt(config: GPTConfig) -> Make:
-    """A GPT of this config's sizes."""
+    """Returns a function that builds a GPT of this config's sizes."""
 
     def make(layers: int) -> tuple[nn.Module, Any]:
         with torch.device("meta"):
@@ -69,7 +69,7 @@ def gpt(config: GPTConfig) -> Make:
 
 
 def llama_70b(use_cache: bool) -> Make:
-    """Llama 3 70B of transformers, sizes as in Grattafiori et al. 2024, arXiv 2407.21783, table 3."""
+    """Returns a function that builds Llama 3 70B, as in Grattafiori et al. 2024, arXiv 2407.21783, table 3."""
 
     def make(layers: int) -> tuple[nn.Module, Any]:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -85,7 +85,7 @@ def llama_70b(use_cache: bool) -> Make:
 
 
 def measure(make: Make, layers: int, tp: int) -> dict[str, float]:
-    """Processor seconds of each stage for one rank, and megabytes of memory: in this process, which it changes."""
+    """Returns the processor seconds of each stage for one rank, and megabytes of memory; it changes this process."""
     torch.set_num_threads(1)
     found: dict[str, float] = {}
     for n in (1, layers):  # Once to warm up.

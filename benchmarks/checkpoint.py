@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/checkpoint.py
 
 A Llama checkpoint of 2 GB is generated (bfloat16, files of 500 MB), read and written again. Columns in MB, of the
-fullest rank: the whole checkpoint; the rank's shard; the largest slice that it reads; "allowed", the slice, 500 MB for
-what is done besides (the graphs, a block of a file) and, when it is read, the shard; "grown", by how much the process
-was larger at its largest than before, with everything imported.
+fullest rank: the whole checkpoint; the rank's shard; the largest slice that it reads; "allowed", the sum of the slice,
+500 MB for other memory (the graphs, a block of a file) and, for reading, the shard; "grown", the growth of the process
+from its size after all imports to its largest size.
 """
 
 from __future__ import annotations

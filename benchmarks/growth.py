@@ -1,10 +1,11 @@
-"""How the cost of thinking grows: with layers, ranks and parameters, up to a trillion; a table, and a log-log plot.
+"""Measures how the cost of the analysis grows with layers, ranks and parameters, up to a trillion parameters.
 
     OMP_NUM_THREADS=1 python benchmarks/growth.py benchmarks/growth.png
 
-GPTs on `meta`, processor seconds and megabytes of one rank's process, from a captured nothing to its checked graph.
-Layers are those of GPT-2 1.2B's width at tp=8; ranks at 12 such layers; parameters are the models of Narayanan et al.
-2021, whose layers grow with them. "k" is the exponent of a power law fitted to a row from its second point on.
+It prints a table and draws a log-log plot: processor seconds and megabytes of one rank's process, for GPTs on `meta`,
+from the start of capture to the checked graph. The layers have the width of GPT-2 1.2B, at tp=8; the ranks are those of
+12 such layers; the parameters are those of the models of Narayanan et al. 2021, whose number of layers grows too. "k"
+is the exponent of a power law that is fitted to a row from its second point on.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SWEEPS: dict[str, Sequence[tuple[float, GPTConfig, int]]] = {
 
 @dataclass(frozen=True)
 class Sweep:
-    """What grows, its values, and what they cost."""
+    """The quantity that grows, its values, and the cost of each value."""
 
     name: str
     values: list[float]
@@ -53,7 +54,7 @@ class Sweep:
 
 
 def measure(name: str, points: Sequence[tuple[float, GPTConfig, int]]) -> Sweep:
-    """A sweep, each point in a process of its own."""
+    """Measures a sweep, each point in a separate process."""
     found = [in_a_process(config, config.n_layer, tp) for _, config, tp in points]
     seconds = [sum(row[stage] for stage in STAGES) for row in found]
     grown = [row["peak"] - row["before"] for row in found]
@@ -61,7 +62,7 @@ def measure(name: str, points: Sequence[tuple[float, GPTConfig, int]]) -> Sweep:
 
 
 def plot(sweeps: Sequence[Sweep], path: str) -> None:
-    """Seconds and megabytes against each of what grows, both axes logarithmic, with a line of slope 1."""
+    """Draws seconds and megabytes of each sweep, on logarithmic axes, with a line of slope 1."""
     figure, places = plt.subplots(1, len(sweeps), figsize=(4 * len(sweeps), 3.6), layout="constrained")
     for place, sweep in zip(places, sweeps, strict=True):
         first = sweep.values[0]
@@ -77,7 +78,7 @@ def plot(sweeps: Sequence[Sweep], path: str) -> None:
 def main() -> None:
     """Prints the table, and writes the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", nargs="?", help="of the plot, a PNG")
+    parser.add_argument("path", nargs="?", help="file for the plot, a PNG")
     args = parser.parse_args()
     sweeps = []
     for name, points in SWEEPS.items():

@@ -1,9 +1,10 @@
-"""What a call costs outside its graph: is the model what it was captured as?
+"""Measures what a call costs outside its graph: above all, the comparison of the model with its state at capture.
 
     OMP_NUM_THREADS=1 python benchmarks/guard.py
 
-GPT of 48 units and 12 or 96 layers, one process. "outside" is all that Python does before the graph runs, "guard" the
-comparison of attributes, classes and globals in it; in microseconds, the first quartile of 30 calls.
+The model is a GPT of width 48 with 12 or 96 layers, in one process. "outside" is everything that Python does before the
+graph runs; "guard" is the part of this that compares attributes, classes and globals. Times are in microseconds, the
+first quartile of 30 calls.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ CALLS = 30
 
 
 def quartile(run: Callable[[], object]) -> float:
-    """The first quartile of what some calls take, in microseconds."""
+    """Returns the first quartile of the times of several calls, in microseconds."""
     found = []
     for _ in range(CALLS):
         start = time.perf_counter()
@@ -33,7 +34,7 @@ def quartile(run: Callable[[], object]) -> float:
 
 
 def measure(depth: int) -> str:
-    """One line: what a call of a model of so many layers takes."""
+    """Returns a line with the times of a call of a model with `depth` layers."""
     model = GPT(GPTConfig(n_layer=depth, n_head=3, n_embd=48, vocab_size=97, block_size=32)).eval()
     tokens = torch.randint(0, 97, (2, 16))
     parallel = autotp.parallelize(model, 1, example_inputs=(tokens,))

@@ -1,9 +1,9 @@
-"""The floor: GPT and BERT with tensor parallelism written by hand, as in the Megatron-LM paper (Shoeybi et al. 2019).
+"""The floor: GPT, BERT and Llama with handwritten tensor parallelism, as in Megatron-LM (Shoeybi et al. 2019).
 
-Plain tensors, conjugate autograd functions, column- and row-parallel products, one copy for q, k and v, a
-vocabulary-parallel embedding, head and loss. The modules are a copy of the model's own with each rank's parts in them,
-so parameters have the model's names; what the forward does is written out here. What Megatron does in place is in
-place: all-reduces on buffers nobody else reads, the loss on the logits.
+It uses plain tensors, conjugate autograd functions, column- and row-parallel products, one copy for q, k and v, and a
+vocabulary-parallel embedding, head and loss. The modules are copies of the model's modules that hold this rank's parts,
+so parameters keep their names; the forward is written out here. The same operators work in place as in Megatron:
+all-reduces on buffers that no other operator reads, and the loss on the logits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autotp.models.bert import BERT
 from autotp.models.gpt import GPT
 
 Take = Callable[[Tensor, int, int], Tensor]
-"""What a rank holds of a full parameter: (parameter, rank, tp) -> part."""
+"""Returns a rank's part of a full parameter: (parameter, rank, tp) -> part."""
 
 
 class Copy(torch.autograd.Function):
@@ -34,7 +34,7 @@ class Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         grad = grad.contiguous()
-        dist.all_reduce(grad)  # in place: every reader of a copy here is a product, whose gradient is new
+        dist.all_reduce(grad)  # in place: here only products read a copy, and their gradient is a new tensor
         return grad
 
 
@@ -44,7 +44,7 @@ class Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         x = x.contiguous()
-        dist.all_reduce(x)  # in place: products and lookups do not keep what they return
+        dist.all_reduce(x)  # in place: products and lookups do not keep their result
         return x
 
     @staticmethod
@@ -53,14 +53,14 @@ class Reduce(torch.autograd.Function):
 
 
 class VocabLoss(torch.autograd.Function):
-    """Cross-entropy of logits cut by vocabulary: maxima, sums and target logits are exchanged, a number a token each.
+    """Cross-entropy of logits cut by vocabulary: ranks exchange maxima, sums and target logits, one each for a token.
 
-    The logits' buffer becomes their softmax and then their gradient (so one backward only), as in Megatron.
+    The memory of the logits gets their softmax and then their gradient, as in Megatron. So backward can run only once.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, start: int) -> Tensor:
-        """The mean over targets that are not -100. logits: [tokens vocab/tp]; target: [tokens]"""
+        """Returns the mean over targets that are not -100. logits: [tokens vocab/tp]; target: [tokens]"""
         most = logits.amax(-1)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         logits = logits.sub_(most.unsqueeze(-1))
@@ -85,21 +85,21 @@ class VocabLoss(torch.autograd.Function):
 
 
 def rows(full: Tensor, rank: int, tp: int) -> Tensor:
-    """This rank's rows: a column-parallel weight (torch's weights are transposed), its bias, the embedding table."""
+    """Returns this rank's rows: of a column-parallel weight (torch transposes weights), its bias, the embedding."""
     return full.chunk(tp)[rank]
 
 
 def columns(full: Tensor, rank: int, tp: int) -> Tensor:
-    """This rank's columns: a row-parallel weight."""
+    """Returns this rank's columns: of a row-parallel weight."""
     return full.chunk(tp, 1)[rank]
 
 
 def fused(full: Tensor, rank: int, tp: int) -> Tensor:
-    """This rank's rows of each of q, k and v."""
+    """Returns this rank's rows of q, k and v, from their fused weight."""
     return torch.cat([rows(part, rank, tp) for part in full.chunk(3)])
 
 
-# The end of a parameter's name -> how it is cut; what is not here is whole.
+# The end of a parameter's name -> how it is cut; all other parameters stay whole.
 GPT_CUTS: dict[str, Take] = {
     "wte.weight": rows,
     "attn.c_attn.weight": fused,
@@ -139,10 +139,10 @@ LLAMA_CUTS: dict[str, Take] = {
 
 
 class Megatron(nn.Module):
-    """A model cut by hand; heads, width and vocabulary must divide. Dropout is not computed.
+    """A model cut by hand; tp must divide heads, width and vocabulary. Dropout is not computed.
 
     Attributes:
-        takes: parameter name -> how its part was taken.
+        takes: parameter name -> the function that took its part.
     """
 
     def __init__(self, model: nn.Module, cuts: Mapping[str, Take], table: str, rank: int, tp: int) -> None:
@@ -156,14 +156,14 @@ class Megatron(nn.Module):
         self.tp, self.start = tp, rank * self.table.shape[0]
 
     def lookup(self, tokens: Tensor) -> Tensor:
-        """The embeddings, whole. tokens: [batch seq] -> [batch seq hidden]"""
+        """Returns the whole embeddings. tokens: [batch seq] -> [batch seq hidden]"""
         local = tokens - self.start
         outside = (local < 0) | (local >= self.table.shape[0])
         found = F.embedding(local.masked_fill_(outside, 0), self.table)
         return Reduce.apply(found.masked_fill_(outside.unsqueeze(-1), 0))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        """Attention of this rank's heads. q, k, v: [batch seq hidden/tp], as is the result."""
+        """Returns the attention of this rank's heads. q, k, v and the result: [batch seq hidden/tp]"""
         b, s, _ = q.shape
         q, k, v = (t.view(b, s, self.m.config.n_head // self.tp, -1).transpose(1, 2) for t in (q, k, v))
         return (
@@ -172,13 +172,13 @@ class Megatron(nn.Module):
 
 
 class MegatronGPT(Megatron):
-    """A GPT by hand."""
+    """A GPT cut by hand."""
 
     def __init__(self, gpt: GPT, rank: int, tp: int) -> None:
         super().__init__(gpt, GPT_CUTS, "wte.weight", rank, tp)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """The mean loss. tokens, labels: [batch seq]"""
+        """Returns the mean loss. tokens, labels: [batch seq]"""
         x = self.lookup(tokens) + self.m.wpe(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.m.h:
             x = self.block(block, x)
@@ -195,13 +195,13 @@ class MegatronGPT(Megatron):
 
 
 class MegatronBERT(Megatron):
-    """A BERT by hand, either norm."""
+    """A BERT cut by hand, with either order of the norms."""
 
     def __init__(self, bert: BERT, rank: int, tp: int) -> None:
         super().__init__(bert, BERT_CUTS, "embeddings.word.weight", rank, tp)
 
     def forward(self, tokens: Tensor, types: Tensor, mask: Tensor, labels: Tensor, next_sentence: Tensor) -> Tensor:
-        """The loss of both heads. tokens, types, mask, labels: [batch seq]; next_sentence: [batch]"""
+        """Returns the loss of both heads. tokens, types, mask, labels: [batch seq]; next_sentence: [batch]"""
         m, pieces = self.m, self.m.embeddings
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = pieces.norm(self.lookup(tokens) + pieces.segment(types) + pieces.position(positions))
@@ -223,14 +223,14 @@ class MegatronBERT(Megatron):
         return block.mlp_norm(x + _mlp(block.mlp, x))
 
     def attention(self, attention: Any, x: Tensor, mask: Tensor) -> Tensor:
-        """Three products on one copy. x and the result: [batch seq hidden]"""
+        """Computes attention; the three products read one copy. x and the result: [batch seq hidden]"""
         x = Copy.apply(x)
         q, k, v = (F.linear(x, w.weight, w.bias) for w in (attention.query, attention.key, attention.value))
         return _row(self.attend(q, k, v, mask, False), attention.output)
 
 
 class MegatronLlama(Megatron):
-    """A Llama of transformers by hand: hooks copy what its products read, and sum what they give."""
+    """A Llama of transformers cut by hand: hooks copy the inputs of its products, and reduce their outputs."""
 
     def __init__(self, llama: nn.Module, rank: int, tp: int) -> None:
         super().__init__(llama, LLAMA_CUTS, "model.embed_tokens.weight", rank, tp)
@@ -241,7 +241,7 @@ class MegatronLlama(Megatron):
                 product.register_forward_hook(lambda _, __, x: Reduce.apply(x))
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """The mean loss of each token's next. input_ids, labels: [batch seq]"""
+        """Returns the mean loss of the next token. input_ids, labels: [batch seq]"""
         x = self.m.model(inputs_embeds=self.lookup(input_ids), use_cache=False).last_hidden_state
         logits = F.linear(Copy.apply(x), self.m.lm_head.weight)
         following = F.pad(labels, (0, 1), value=-100)[:, 1:]
@@ -253,7 +253,7 @@ def _mlp(mlp: Any, x: Tensor) -> Tensor:
 
 
 def _row(x: Tensor, linear: nn.Linear) -> Tensor:
-    """A row-parallel product, its bias after the sum. x: [batch seq in/tp] -> [batch seq out]"""
+    """Computes a row-parallel product, with the bias added after the sum. x: [batch seq in/tp] -> [batch seq out]"""
     return Reduce.apply(F.linear(x, linear.weight)) + linear.bias
 
 

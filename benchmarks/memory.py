@@ -1,11 +1,12 @@
-"""Memory of a rank after `parallelize`: (cut bytes / tp) + replicated bytes at most, nothing of the full model left.
+"""Measures a rank's memory after `parallelize`: at most (cut bytes / tp) + replicated bytes, and no full tensor left.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/memory.py
 
-Columns in MB: the whole model; what of it is cut and what is not; "allowed", the largest part torch.chunk gives a rank;
-"held", the storages of the fullest rank's parameters and buffers. "left" counts the model's own full tensors that exist
-afterwards, "late" those that should have been gone already, at the worst moment; both must be 0. "grown" is by how much
-the process grew at its largest: shards and one parameter for a model on meta, less for one that is there whole.
+Columns in MB: the whole model; the parameters that are cut, and those that are replicated; "allowed", for the largest
+parts that torch.chunk gives a rank; "held", the storages of the parameters and buffers of the fullest rank. "left"
+counts full tensors of the model that still exist afterwards; "late" counts, at the worst moment, full tensors that
+should not exist any more. Both must be 0. "grown" is the growth of the process at its largest: the shards and one
+parameter for a model on meta, less for a model that is built whole.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from autotp.models.gpt import GPT, GPTConfig
 from autotp.sharding.layout import Layout
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-M_MMAP_THRESHOLD = -3  # of malloc.h
+M_MMAP_THRESHOLD = -3  # a constant of malloc.h
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class Sizes:
     """Bytes of a model's parameters and buffers, each storage once.
 
     Attributes:
-        cut, replicated: of the whole model.
-        allowed: of the fullest rank: the largest part of each cut tensor, and what is replicated.
-        held: of this rank.
+        cut, replicated: bytes of the whole model.
+        allowed: bytes of the fullest rank: the largest part of each cut tensor, and the replicated tensors.
+        held: bytes of this rank.
     """
 
     cut: int
@@ -53,18 +54,18 @@ class Sizes:
 
     @property
     def ideal(self) -> float:
-        """`(cut / tp) + replicated`, where everything divides."""
+        """Returns `(cut / tp) + replicated`, the bytes of a rank if tp divides everything."""
         return self.cut / dist.get_world_size() + self.replicated
 
 
 def stored(module: nn.Module) -> int:
-    """Bytes of the storages that a module's parameters and buffers lie in, each once: not what they view of them."""
+    """Returns the bytes of the storages of a module's parameters and buffers: each whole storage, once."""
     tensors = [*module.parameters(), *module.buffers()]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
 
 
 def sizes(model: autotp.ParallelModule) -> Sizes:
-    """What this rank holds, beside what it may hold."""
+    """Returns the bytes that this rank holds, and those that it may hold."""
     cut = replicated = allowed = 0
     for name, parameter in model.named_parameters():
         layout = model.layouts[name]
@@ -83,15 +84,15 @@ class Fullness:
     def __init__(self, model: nn.Module) -> None:
         parameters = {name: p for name, p in model.named_parameters() if not p.is_meta}
         self.storages = {name: StorageWeakRef(p.untyped_storage()) for name, p in parameters.items()}
-        self.alive_at: list[int] = []  # how many there were at each cut
+        self.alive_at: list[int] = []  # how many existed at each cut
 
     def alive(self) -> int:
-        """How many of the full parameters exist."""
+        """Returns how many of the full parameters exist."""
         return sum(not storage.expired() for storage in self.storages.values())
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Within, every cut looks at what is still there."""
+        """Within the context, counts at every cut the full parameters that still exist."""
         take = Layout.take
 
         def watched(layout: Layout, full: Tensor, rank: int) -> Tensor:
@@ -106,7 +107,7 @@ class Fullness:
             Layout.take = take  # type: ignore[method-assign]
 
     def late(self, layouts: Mapping[str, Layout]) -> int:
-        """How many there were, at the worst cut, of those that come before the one that is cut."""
+        """Returns how many parameters that were cut earlier still existed in full, at the worst cut."""
         cut = [i for i, name in enumerate(self.storages) if layouts[name].dim is not None]
         alive = self.alive_at if self.storages else []
         counts = [n - (len(self.storages) - i) for i, n in zip(cut, alive, strict=True)]
@@ -114,7 +115,7 @@ class Fullness:
 
 
 def resident(key: str = "VmRSS") -> int:
-    """Bytes of this process that are in memory now ("VmRSS"), or were at its largest ("VmHWM"); 0 where unknown."""
+    """Returns the bytes of this process in memory, now ("VmRSS") or at most so far ("VmHWM"); 0 if unknown."""
     if not STATUS.exists():
         return 0
     found = re.search(rf"^{key}:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE)
@@ -122,10 +123,10 @@ def resident(key: str = "VmRSS") -> int:
 
 
 def forget_peak() -> None:
-    """Gives freed memory back and makes "VmHWM" start again from now, on Linux.
+    """Returns freed memory to the system, and resets "VmHWM" to the present size, on Linux.
 
-    From now on whatever has 1 MB or more goes back when it is freed: glibc keeps up to 32 MB in its heap, where the
-    shards fill the holes of full parameters, and the process grows by twice as much.
+    From now on every block of 1 MB or more is returned to the system when it is freed. Otherwise glibc keeps blocks of
+    up to 32 MB in its heap, shards fill the holes of full parameters, and the process grows by twice as much.
     """
     gc.collect()
     if sys.platform == "linux":
@@ -138,7 +139,7 @@ def forget_peak() -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """A model's figures, in bytes; of all ranks the largest."""
+    """A model's figures, in bytes; the maximum over all ranks."""
 
     name: str
     sizes: Sizes
@@ -158,13 +159,13 @@ HEADER += f"{'left':>6}{'late':>6}{'grown':>9}"
 
 
 def measure(name: str, config: GPTConfig | BERTConfig, on_meta: bool = False) -> Row:
-    """A row of the table: `parallelize` over the whole world, watched."""
+    """Returns a row of the table: watches `parallelize` over all processes."""
     build = BERT if isinstance(config, BERTConfig) else GPT
     torch.manual_seed(0)
     with torch.device("meta" if on_meta else "cpu"):
         model = build(config)  # type: ignore[arg-type]
     fullness = Fullness(model)
-    autotp.explain(model, dist.get_world_size())  # so that what an analysis leaves in memory is there before
+    autotp.explain(model, dist.get_world_size())  # now, so that the memory that an analysis keeps is not counted
     forget_peak()
     before = resident()
     with fullness.watch():

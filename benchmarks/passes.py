@@ -1,11 +1,12 @@
-"""What each pass is worth: a step with it and without, in turn in one run, and what is counted of both.
+"""Measures what each pass saves: times steps with and without the pass, in turn in one run, and counts collectives.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/passes.py
 
-For passes that are on by default "without" leaves out that one alone (`parallelize(..., without=...)`); for the others
-it is the default. "time" is the median over rounds of a step without to the step with it in the same round: above 1
-the pass saves time. Collectives and bytes are those of a step, both ways; "kept" is what a forward keeps for backward.
-Models are those that a pass has something to do in; every gradient is compared with the model's before.
+For a pass that is on by default, "without" leaves out this pass alone (`parallelize(..., without=...)`); for other
+options, "without" is the default. "time" is the time of a step without the pass, divided by that of the step with the
+pass in the same round; the median over all rounds. Above 1 the pass saves time. Collectives and bytes are those of one
+step, forward and backward; "kept" is the memory that a forward keeps for backward. Each pass has a model in which it
+changes something; every gradient is first compared with that of the original model.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ Made = Callable[[], tuple[nn.Module, dict[str, Tensor]]]
 
 
 def ours(name: str) -> Made:
-    """A shape of `step.py`."""
+    """Returns a function that builds a model of a shape of `step.py`."""
     return lambda: build(SHAPES[name], 4, "cpu")
 
 
 def parallel_blocks(kind: str) -> Made:
-    """A GPT-J or GPT-NeoX of transformers: attention and MLP beside each other, of one norm or of two."""
+    """Returns a function that builds a GPT-J or GPT-NeoX: attention and MLP are parallel, after one norm or two."""
 
     def make() -> tuple[nn.Module, dict[str, Tensor]]:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -71,7 +72,7 @@ def parallel_blocks(kind: str) -> Made:
 
 @dataclass(frozen=True)
 class Case:
-    """A pass, a model for it, and what is given to `parallelize` with it and without."""
+    """A pass, a model for it, and the arguments of `parallelize` with the pass and without."""
 
     name: str
     model: str
@@ -102,7 +103,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Row:
-    """A pass on and off."""
+    """The figures of a pass: on and off."""
 
     case: Case
     times: list[float]
@@ -120,10 +121,10 @@ HEADER = f"{'pass':<21}{'model':<22}{'sends without':>14}{'with':>15}  {'kept MB
 
 
 def measure(case: Case, rounds: int) -> Row:
-    """The row of a pass.
+    """Returns the row of a pass.
 
     Raises:
-        RuntimeError: a gradient differs from the model's.
+        RuntimeError: a gradient differs from that of the original model.
     """
     plain, inputs = case.make()
     stepper(plain, inputs)()
@@ -146,7 +147,7 @@ def measure(case: Case, rounds: int) -> Row:
 
 
 def seconds_to_capture(layers: int, without: tuple[str, ...]) -> float:
-    """Processor seconds from a GPT of 1.2B's width on meta to the graph of one of eight ranks."""
+    """Returns the processor seconds from a GPT on meta, of 1.2B's width, to the graph of one of eight ranks."""
     with torch.device("meta"):
         model = GPT(replace(GPT_SIZES["1.2B"], n_layer=layers)).train()
     start = time.process_time()
@@ -159,7 +160,7 @@ def main() -> None:
     """Prints the table on the first rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--only", nargs="*", default=[], help="names of passes")
+    parser.add_argument("--only", nargs="*", default=[], help="names of the passes to measure; default: all")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     first = dist.get_rank() == 0

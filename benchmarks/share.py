@@ -1,12 +1,13 @@
-"""One rank's share of a step at tp=8, on one card: what the cutting costs beyond the arithmetic.
+"""Measures one rank's share of a step at tp=8, on one card: what cutting costs in addition to the arithmetic.
 
     python benchmarks/share.py
 
-Two layers of each shape, forward and backward, in bfloat16: as they are; the share of the first of eight ranks, eager
-and compiled; and for the Llama DTensor's share. Collectives are those of torch's `fake` backend, which sends nothing:
-an all-reduce in place is nothing at all, any other is a copy of its size. "flops" are counted, those of products and
-attention; "of the card" is to the rate of one large product, measured here; "of ideal" is the time over an eighth of
-that of the whole layers: 1 is a cut that costs nothing. Without a GPU tiny shapes run on the CPU, which says nothing.
+It runs two layers of each shape, forward and backward, in bfloat16: the whole layers; the share of the first of eight
+ranks, eager and compiled; and for the Llama also the share under DTensor. Collectives are those of torch's `fake`
+backend, which sends nothing: an all-reduce in place does nothing, every other collective copies a tensor of its size.
+"Gflop" counts the flops of products and attention. "of card" compares their rate with that of one large product,
+measured here. "of ideal" is the time divided by an eighth of the time of the whole layers: at 1, cutting costs nothing.
+Without a GPU, tiny shapes run on the CPU; their figures mean nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Blocks(nn.Module):
 
 
 class LlamaBlocks(nn.Module):
-    """Layers of a Llama of transformers, with what comes before and behind them there."""
+    """Layers of a Llama of transformers, with the operators that its model runs before and after them."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class LlamaBlocks(nn.Module):
 
 @dataclass(frozen=True)
 class Shape:
-    """How layers are made, and the size of what goes through them: [batch seq hidden]."""
+    """A function that makes layers, and the size of the hidden states: [batch seq hidden]."""
 
     make: Callable[[], nn.Module]
     size: tuple[int, int, int]
@@ -97,14 +98,14 @@ Step = Callable[[], None]
 
 
 def by_dtensor(llama: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """PyTorch's usual plan for the layers."""
+    """Cuts the layers by PyTorch's usual plan."""
     plan: dict[str, Any] = {f"model.layers.*.{name}": ColwiseParallel() for name in COLUMNS}
     plan |= {f"model.layers.*.{name}": RowwiseParallel() for name in ROWS}
     return parallelize_module(llama, mesh, plan)
 
 
 def ways(shape: Shape, device: str, mesh: DeviceMesh, compiled: bool) -> Iterator[tuple[str, nn.Module]]:
-    """What is timed, the whole layers first."""
+    """Yields name and model of each way to time, the whole layers first."""
 
     def made() -> nn.Module:
         torch.manual_seed(0)
@@ -124,7 +125,7 @@ def ways(shape: Shape, device: str, mesh: DeviceMesh, compiled: bool) -> Iterato
 
 
 def stepper(model: nn.Module, size: tuple[int, int, int], device: str) -> Step:
-    """A forward and backward on hidden states that want a gradient, as those of a layer in the middle do."""
+    """Returns a step: forward and backward on hidden states that need a gradient, as in the middle of a model."""
     x = torch.randn(size, dtype=torch.bfloat16, device=device, requires_grad=True)
 
     def step() -> None:
@@ -135,7 +136,7 @@ def stepper(model: nn.Module, size: tuple[int, int, int], device: str) -> Step:
 
 
 def seconds(step: Step, rounds: int, device: str) -> float:
-    """The median of a step."""
+    """Returns the median time of a step, in seconds."""
     found = []
     for _ in range(rounds + 3):
         _wait(device)
@@ -147,21 +148,21 @@ def seconds(step: Step, rounds: int, device: str) -> float:
 
 
 def flops(step: Step) -> int:
-    """Those of the products and attentions of a step."""
+    """Returns the flops of the products and attentions of a step."""
     with FlopCounterMode(display=False) as counter:
         step()
     return counter.get_total_flops()
 
 
 def rate(device: str, n: int) -> float:
-    """Flops a second of a product of two matrices of n by n."""
+    """Returns the flops per second of a product of two matrices of n by n."""
     a = torch.randn(n, n, dtype=torch.bfloat16, device=device)
     return 2 * n**3 / seconds(lambda: torch.mm(a, a), 10, device)  # type: ignore[arg-type,return-value]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way for a shape."""
+    """The figures of one shape and one way."""
 
     shape: str
     way: str
@@ -182,7 +183,7 @@ HEADER = f"{'shape':<12}{'way':<18}{'ms':>9}{'Gflop':>10}{'Tflop/s':>9}{'of card
 
 
 def measure(name: str, shape: Shape, device: str, rounds: int, card: float, compiled: bool) -> Iterator[Row]:
-    """The rows of a shape."""
+    """Yields the rows of a shape."""
     mesh = init_device_mesh(device.partition(":")[0], (TP,), mesh_dim_names=("tp",))
     ideal = 0.0
     for way, model in ways(shape, device, mesh, compiled):

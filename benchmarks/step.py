@@ -1,11 +1,12 @@
-"""Step time against the floor, Megatron-style layers by hand: forward and backward of autotp and others, in one run.
+"""Compares the time of a step, forward and backward, with handwritten Megatron-style layers ("the floor").
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/step.py
 
-First the losses are compared with one device's, and every gradient of the floor's and of autotp's; collectives are
-counted. Then steps are timed in turn, another one first each time. Ratios are medians over the rounds of a step's time
-to the floor's in the same round, with the quartiles beside; "cpu" is the same of this process's processor time, which
-other processes on a busy machine disturb less. The others (`theirs.py`) have plans for Llamas only.
+First it compares all losses, and every gradient of the floor and of autotp, with those of one device, and counts the
+collectives. Then it times the steps of all ways in turn; each round starts with another way. A ratio is the time of a
+step divided by the floor's time in the same round: the median over all rounds, with the quartiles beside it. "cpu" is
+the same ratio of this process's processor time, which other processes on a busy machine disturb less. The plans of
+other libraries (`theirs.py`) are for Llamas only.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from autotp.models.bert import BERT, BERTConfig
 from autotp.models.gpt import GPT, GPTConfig
 
 TOLERANCE = 1e-4
-"""Of losses, and of gradients relative to the largest element of the whole model's gradient, in float32."""
+"""The largest allowed difference of losses, and of gradients relative to their largest element, in float32."""
 WARM_UP = 3
 
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Sizes of a Llama of transformers."""
+    """The sizes of a Llama of transformers."""
 
     block_size: int
     vocab_size: int
@@ -65,7 +66,7 @@ Step = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Collectives:
-    """What one step sends: how many collectives, and the bytes of what each rank puts in."""
+    """The collectives of one step: their number, and the bytes that each rank gives them."""
 
     number: int
     bytes: int
@@ -75,7 +76,7 @@ class Collectives:
 
 
 class Counted(TorchDispatchMode):
-    """Counts the collectives of a region, whichever interface they come through."""
+    """A mode that counts collectives, through whichever interface they are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,14 +90,14 @@ class Counted(TorchDispatchMode):
 
 
 def collectives(step: Step) -> Collectives:
-    """Those of one step."""
+    """Returns the collectives of one step."""
     with Counted() as count:
         step()
     return Collectives(count.number, count.bytes)
 
 
 def build(config: Shape, batch: int, device: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model in train mode, and a batch for it."""
+    """Returns a model in train mode, and a batch for it."""
     torch.manual_seed(0)
     shape = (batch, config.block_size)
     tokens, labels = (torch.randint(config.vocab_size, shape) for _ in range(2))
@@ -126,7 +127,7 @@ HAND, OURS = "by hand", "autotp"
 
 
 def ways(config: Shape, batch: int, device: str) -> dict[str, nn.Module]:
-    """What is timed, the floor first."""
+    """Returns the models to time, the floor first: name -> model."""
     rank, tp = dist.get_rank(), dist.get_world_size()
     made = lambda: build(config, batch, device)[0]  # noqa: E731
     floor = FLOORS[type(config)]
@@ -140,7 +141,7 @@ def ways(config: Shape, batch: int, device: str) -> dict[str, nn.Module]:
 
 
 def stepper(model: nn.Module, inputs: Mapping[str, Tensor]) -> Step:
-    """One forward and backward, gradients dropped before; returns the loss."""
+    """Returns a step: removes the gradients, runs forward and backward, and returns the loss."""
 
     def step() -> Tensor:
         model.zero_grad(set_to_none=True)
@@ -153,18 +154,18 @@ def stepper(model: nn.Module, inputs: Mapping[str, Tensor]) -> Step:
 
 
 def loss_of(found: Any) -> Tensor:
-    """The loss among what a model returns."""
+    """Returns the loss from a model's output."""
     loss: Tensor = found if isinstance(found, Tensor) else found.loss
     return loss
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Those it holds, by parameter name."""
+    """Returns the gradients that the model holds: parameter name -> gradient."""
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def full_gradients(model: autotp.ParallelModule) -> dict[str, Tensor]:
-    """Every gradient put together, on the CPU of the first rank; empty on the others."""
+    """Returns every gradient, gathered on the CPU of the first rank; empty on the other ranks."""
     held = {name: p.data for name, p in model.named_parameters()}
     for p in model.parameters():
         p.data = torch.zeros_like(p) if p.grad is None else p.grad
@@ -176,16 +177,16 @@ def full_gradients(model: autotp.ParallelModule) -> dict[str, Tensor]:
 
 
 def apart(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest difference between gradients of the same names, over the largest element of all, and where it is."""
+    """Returns the largest difference between gradients, relative to the largest element of all, and its place."""
     scale = max(float(grad.abs().max()) for grad in expected.values())
     return max((float((found[name].cpu() - grad.cpu()).abs().max()) / scale, name) for name, grad in expected.items())
 
 
 def compare(plain: nn.Module, models: Mapping[str, nn.Module], inputs: Mapping[str, Tensor]) -> None:
-    """All losses, and the gradients of the floor and of autotp's, against one device's.
+    """Compares all losses, and the gradients of the floor and of autotp, with those of one device.
 
     Raises:
-        RuntimeError: something differs by more than TOLERANCE.
+        RuntimeError: a loss or a gradient differs by more than TOLERANCE.
     """
     expected = float(stepper(plain, inputs)())
     whole, errors = gradients(plain), {}
@@ -203,14 +204,14 @@ def compare(plain: nn.Module, models: Mapping[str, nn.Module], inputs: Mapping[s
 
 @dataclass(frozen=True)
 class Seconds:
-    """What a step takes: on the clock, and of this process's processor time."""
+    """The seconds of a step: on the clock, and of this process's processor time."""
 
     wall: float
     cpu: float
 
 
 def seconds(step: Step, device: str) -> Seconds:
-    """Of one step, the ranks started together."""
+    """Returns the seconds of one step that all ranks start together."""
     dist.barrier()
     _wait(device)
     wall, cpu = time.perf_counter(), time.process_time()
@@ -220,7 +221,7 @@ def seconds(step: Step, device: str) -> Seconds:
 
 
 def in_turn(steps: Mapping[str, Step], rounds: int, device: str) -> dict[str, list[Seconds]]:
-    """The times of each step, one of each a round; who goes first changes from round to round."""
+    """Returns the times of each step; a round runs each step once, and the first step changes from round to round."""
     times: dict[str, list[Seconds]] = {name: [] for name in steps}
     names = list(steps)
     gc.collect()
@@ -234,7 +235,7 @@ def in_turn(steps: Mapping[str, Step], rounds: int, device: str) -> dict[str, li
 
 @dataclass(frozen=True)
 class Row:
-    """One way for a shape: the median in seconds, the ratio to the floor with its quartiles, what a step sends."""
+    """One shape and one way: the median in seconds, the ratio to the floor with quartiles, and the collectives."""
 
     shape: str
     parameters: int
@@ -256,7 +257,7 @@ HEADER = f"{'shape':<12}{'params':>7}  {'way':<19}{'ms':>8}{'ratio':>8}  {'quart
 
 
 def measure(name: str, config: Shape, batch: int, rounds: int, device: str) -> list[Row]:
-    """The rows of a shape."""
+    """Returns the rows of a shape."""
     plain, inputs = build(config, batch, device)
     models = ways(config, batch, device)
     compare(plain, models, inputs)
@@ -290,8 +291,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=20, help="how many steps of each are timed")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="cuda: NCCL, a GPU a rank")
+    parser.add_argument("--rounds", type=int, default=20, help="how many steps of each way to time")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="cuda: NCCL, one GPU for each rank")
     args = parser.parse_args()
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     device = args.device

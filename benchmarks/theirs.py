@@ -1,6 +1,6 @@
-"""The same Llama under the plans of others: PyTorch's `parallelize_module`, and transformers' own.
+"""Cuts the same Llama by the plans of other libraries: PyTorch's `parallelize_module`, and transformers' own.
 
-Both hold parameters as DTensors or let modules convert to them; each product reduces its own input's gradient.
+Both hold parameters as DTensors, or modules convert to them; each product reduces the gradient of its own input.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def by_dtensor(llama: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """PyTorch's usual plan: products by columns and rows, the embedding by rows, the logits gathered."""
+    """Cuts by PyTorch's usual plan: products by columns and rows, the embedding by rows; the logits are gathered."""
     plan: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
         "lm_head": ColwiseParallel(output_layouts=Replicate()),
@@ -31,7 +31,7 @@ def by_dtensor(llama: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def by_transformers(llama: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """transformers' plan, which it has for models that it loads: from a folder that the first rank writes."""
+    """Cuts by transformers' plan, which it applies to models that it loads: the first rank writes a folder for it."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     if dist.get_rank() == 0:

@@ -1,10 +1,11 @@
-"""What a replica holds with each stage of ZeRO, in bytes, beside the formulas.
+"""Compares the bytes that a replica holds with each stage of ZeRO with the formulas.
 
     torchrun --nproc-per-node 2 benchmarks/zero.py
 
-P, G and O are the bytes of parameters, gradients and the optimizer's state (two moments), n the replicas. Looked at
-between two microbatches, when all that is kept there is there, and between steps. Of blocks that are gathered one by
-one the formulas leave out the one that is; so here nothing is under way. Source: Rajbhandari et al. 2020, figure 1.
+P, G and O are the bytes of the parameters, of the gradients and of the optimizer's state (two moments); n is the number
+of replicas. The bytes are counted between two microbatches, when gradients exist, and between steps. The formulas do
+not count a block that is gathered at the moment, and at these times no block is gathered. Source: Rajbhandari et al.
+2020, figure 1.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from autotp.training import trainer as training
 
 
 def held() -> int:
-    """The bytes of all floating tensors of this process that Python knows of."""
+    """Returns the bytes of all floating-point tensors of this process that Python knows."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
     tensors = [x for x in tensors if x.is_floating_point() and not x.is_meta]
@@ -40,7 +41,7 @@ _Fake = torch._subclasses.FakeTensor
 
 @contextmanager
 def between_microbatches() -> Iterator[list[int]]:
-    """What was held before the last microbatch of each step."""
+    """Yields a list that gets the bytes held before the last microbatch of each step."""
     found: list[int] = []
     before = training.pace
 
@@ -57,11 +58,11 @@ def between_microbatches() -> Iterator[list[int]]:
 
 
 def measured(zero: int, width: int = 64, layers: int = 4) -> dict[str, tuple[float, float]]:
-    """Moment -> bytes, and what the formula says, both over the parameters' bytes."""
+    """Returns moment -> bytes measured and by the formula, both divided by the bytes of the parameters."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=8, vocab_size=128, n_layer=layers, n_head=4, n_embd=width, dropout=0.0))
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    rows = torch.arange(32).view(4, 8) + int(os.environ["RANK"])  # Each replica has its own.
+    rows = torch.arange(32).view(4, 8) + int(os.environ["RANK"])  # Each replica has its own rows.
     n = int(os.environ["WORLD_SIZE"])
     base = held() - size
     trainer = autotp.distribute(
@@ -81,7 +82,7 @@ def measured(zero: int, width: int = 64, layers: int = 4) -> dict[str, tuple[flo
     share = 1 / n
     p, g, o = (1 if zero < 3 else share), (1 if zero < 2 else share), 2 * (1 if zero < 1 else share)
     rest = (1 if zero < 1 else share) + o
-    within = {1: share, 2: share}.get(zero, 0)  # The parts that the whole parameters were gathered from.
+    within = {1: share, 2: share}.get(zero, 0)  # The parts from which the whole parameters were gathered.
     return {
         "in a step": ((found[-1] - base) / size, p + g + o + within),
         "between steps": ((at_rest - base) / size, rest),
@@ -89,7 +90,7 @@ def measured(zero: int, width: int = 64, layers: int = 4) -> dict[str, tuple[flo
 
 
 def main() -> None:
-    """Prints a row for each stage."""
+    """Prints a row for each stage of ZeRO and each moment."""
     rows = [(zero, measured(zero)) for zero in range(4)]
     if torch.distributed.get_rank() == 0:
         print("zero  moment          held / P   formula")

@@ -1,12 +1,13 @@
-"""Where BERT's layer norms stand decides whether depth helps: both orders, trained at several depths, and their losses.
+"""Trains BERT with both orders of the layer norms at several depths, and compares the losses.
 
     python examples/bert_layernorm.py                               # 12 minutes on one core
     torchrun --nproc-per-node 2 examples/bert_layernorm.py          # the same, tensor-parallel
 
-The finding is Megatron's (Shoeybi et al. 2019, section 5.3 and figure 7): with layer norm after each residual addition,
-as in the original, BERT becomes unstable as it grows; with layer norm before each branch it does not. Here both train
-on the same masked bytes from the same seeds, without warm-up. docs/figures/bert_layernorm.png is of the defaults:
-with 4 and 12 layers the original order is a little better, with 24 it learns nothing from context.
+Megatron (Shoeybi et al. 2019, section 5.3 and figure 7) found: with a layer norm after each residual addition, as in
+the original, BERT becomes unstable as it grows; with a layer norm before each branch it does not. Here both orders
+train on the same masked bytes from the same seeds, without warm-up. docs/figures/bert_layernorm.png shows the result of
+the default options: with 4 and 12 layers the original order is a little better, with 24 layers it learns nothing from
+context.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ import autotp
 from autotp.models.bert import BERT, BERTConfig
 
 NORMS = {"post": "after the addition (original)", "pre": "before the branch (rearranged)"}
-EVERY = 10  # Steps that make one row of the table: their mean loss.
-APART = 0.05  # Nats a byte that count as a difference.
+EVERY = 10  # Steps in one row of the table, which has their mean loss.
+APART = 0.05  # The smallest difference between losses that counts, in nats for each byte.
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Run:
     """One training.
 
     Attributes:
-        losses: in nats a byte, each the mean of EVERY steps.
+        losses: in nats for each byte; each is the mean of EVERY steps.
     """
 
     norm: str
@@ -47,26 +48,26 @@ class Run:
 
     @property
     def final(self) -> float:
-        """The mean loss of the last tenth."""
+        """Returns the mean of the last tenth of the losses."""
         last = self.losses[-max(1, len(self.losses) // 10) :]
         return sum(last) / len(last)
 
 
 def arguments() -> Namespace:
-    """The flags."""
+    """Returns the flags of the command line."""
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--data", nargs="*", default=[], help="files or folders of text; none: Python's own source")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the figure and its numbers")
-    parser.add_argument("--device", help='such as "cuda:0"; default: a GPU where there is one, else the CPU')
+    parser.add_argument("--data", nargs="*", default=[], help="files or folders of text; default: Python's source code")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the figure and the table")
+    parser.add_argument("--device", help='such as "cuda:0"; default: a GPU if there is one, else the CPU')
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 12, 24], help="layers")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of weights and batches")
-    parser.add_argument("--heads", type=int, default=4, help="of attention")
-    parser.add_argument("--width", type=int, default=64, help="of the residual stream")
-    parser.add_argument("--block", type=int, default=32, help="bytes a window")
-    parser.add_argument("--batch", type=int, default=32, help="windows a step")
-    parser.add_argument("--steps", type=int, default=600, help="of each run; nothing is asserted of fewer")
-    parser.add_argument("--lr", type=float, default=1e-3, help="of AdamW, at its highest; then down to 0 in a line")
-    parser.add_argument("--warmup", type=int, default=0, help="steps in which the learning rate rises in a line")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="seeds of the weights and the batches")
+    parser.add_argument("--heads", type=int, default=4, help="number of attention heads")
+    parser.add_argument("--width", type=int, default=64, help="width of the residual stream")
+    parser.add_argument("--block", type=int, default=32, help="bytes in a window")
+    parser.add_argument("--batch", type=int, default=32, help="windows in a step")
+    parser.add_argument("--steps", type=int, default=600, help="steps of each run; a shorter run asserts nothing")
+    parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate of AdamW; it falls linearly to 0")
+    parser.add_argument("--warmup", type=int, default=0, help="steps in which the learning rate rises linearly")
     args = parser.parse_args()
     if args.steps < EVERY or args.warmup >= args.steps:
         parser.error(f"--steps {args.steps} must be {EVERY} at least, and more than --warmup, which is {args.warmup}")
@@ -75,7 +76,7 @@ def arguments() -> Namespace:
 
 
 def build(norm: str, layers: int, seed: int, args: Namespace) -> BERT:
-    """An ordinary BERT over bytes; of a depth and a seed both orders have the same numbers but for their scale."""
+    """Returns an ordinary BERT over bytes; for one depth and seed, the weights of both orders differ only in scale."""
     torch.manual_seed(seed)
     config = BERTConfig(
         block_size=args.block, vocab_size=MASK + 1, n_layer=layers, n_head=args.heads, n_embd=args.width, dropout=0.0,
@@ -85,7 +86,7 @@ def build(norm: str, layers: int, seed: int, args: Namespace) -> BERT:
 
 
 def fit(model: nn.Module, text: corpus.Corpus, name: str, seed: int, args: Namespace) -> list[float]:
-    """The mean loss of each EVERY steps."""
+    """Trains the model; returns the mean loss of every EVERY steps."""
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / max(1, args.warmup), (args.steps - step) / (args.steps - args.warmup))
@@ -108,7 +109,7 @@ def fit(model: nn.Module, text: corpus.Corpus, name: str, seed: int, args: Names
 
 
 def write(file: Path, runs: Sequence[Run]) -> None:
-    """A table with a row for each EVERY steps of each run; `step` is the last of them."""
+    """Writes a table with a row for every EVERY steps of each run; `step` is the last of these steps."""
     with file.open("w", newline="") as opened:
         rows = csv.writer(opened, lineterminator="\n")
         rows.writerow(["norm", "layers", "seed", "step", "loss"])
@@ -118,7 +119,7 @@ def write(file: Path, runs: Sequence[Run]) -> None:
 
 
 def plot(file: Path, runs: Sequence[Run], without_context: float) -> None:
-    """The losses of both orders: one picture for each depth, one line for each seed."""
+    """Draws the losses of both orders: one plot for each depth, one line for each seed."""
     import matplotlib
 
     matplotlib.use("Agg")  # No display is needed.
@@ -143,7 +144,7 @@ def plot(file: Path, runs: Sequence[Run], without_context: float) -> None:
 
 
 def check(runs: Sequence[Run], without_context: float) -> None:
-    """Asserts what the paper found: of the deepest, the rearranged order learns from context and the original lags."""
+    """Asserts the result of the paper: at the largest depth only the rearranged order learns well from context."""
     deepest = max(run.layers for run in runs)
     worst = max(run.final for run in runs if (run.layers, run.norm) == (deepest, "pre"))
     best = min(run.final for run in runs if (run.layers, run.norm) == (deepest, "post"))

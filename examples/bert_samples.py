@@ -1,9 +1,9 @@
-"""Writes small data of the formats of MNLI, QQP, SQuAD 1.1 and 2.0 and RACE: made-up text that a tiny BERT can learn.
+"""Writes small files in the formats of MNLI, QQP, SQuAD 1.1 and 2.0 and RACE: made-up text that a tiny BERT can learn.
 
     python examples/bert_samples.py out/samples
 
-Each task asks for what its original asks for, in few words: what follows from a sentence, whether two questions are the
-same, where in a text an answer is, which option it speaks of. The same seed gives the same files.
+Each task asks the question of the original task, in few words: whether a sentence follows from another, whether two
+questions are the same, where in a text an answer is, which option a text mentions. The same seed gives the same files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-HOW_MANY = {"All": "entailment", "Some": "neutral", "None": "contradiction"}  # MNLI's label, where nothing is denied
+HOW_MANY = {"All": "entailment", "Some": "neutral", "None": "contradiction"}  # MNLI's labels, if nothing is denied
 THINGS = ("cars", "houses", "coats", "boats", "doors", "lamps", "chairs", "bicycles")
 COLOURS = ("red", "blue", "green", "white")
 PLACES = {"fiction": ("garden", "street"), "travel": ("harbour", "market")}
@@ -26,7 +26,7 @@ NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry")
 FILLERS = ("Nobody knows why.", "It rains there a little in the morning.", "There is not much more to say about it.")
 MAYORS = tuple(f"{name} {last}" for name in NAMES for last in ("Hill", "Wood"))
 
-Told = tuple[tuple[str, str, tuple[str, ...]], ...]  # what is said, what is asked, answers
+Told = tuple[tuple[str, str, tuple[str, ...]], ...]  # statement, question, possible answers
 FACTS: Told = (  # of a town
     ("Its mayor is {}.", "Who is the mayor of the town?", MAYORS),
     ("It was founded in {}.", "When was the town founded?", tuple(str(year) for year in range(1610, 1900, 17))),
@@ -38,13 +38,13 @@ DEEDS: Told = (  # of a person
     ("{} bought a {}.", "What did {} buy?", ("car", "house", "coat", "boat")),
     ("{} had {} for lunch.", "{} had _ for lunch.", ("soup", "rice", "fish", "cake")),
 )
-OFTEN = (5, 3, 1, 1)  # How often each option is right, in comparison: where all are alike, learning starts late.
+OFTEN = (5, 3, 1, 1)  # How often each option is right, relatively: if all are equally frequent, learning starts late.
 
 Rows = Iterator[list[str]]
 
 
 def mnli(draw: random.Random, count: int, genre: str) -> Rows:
-    """MNLI's table: what is said of one of many things follows from what is said of them, or does not, or cannot be."""
+    """Yields MNLI's table: a premise about many things, and a hypothesis about one of them."""
     opposite = {"entailment": "contradiction", "neutral": "neutral", "contradiction": "entailment"}
     yield ["index", "genre", "sentence1", "sentence2", "label1", "gold_label"]
     for index in range(count):
@@ -56,7 +56,7 @@ def mnli(draw: random.Random, count: int, genre: str) -> Rows:
 
 
 def qqp(draw: random.Random, count: int) -> Rows:
-    """QQP's table: two questions in other words, which ask the same or one of learning and one of teaching."""
+    """Yields QQP's table: two questions that ask the same, or one question about learning and one about teaching."""
     yield ["id", "qid1", "qid2", "question1", "question2", "is_duplicate"]
     for index in range(count):
         wishes, skill = draw.choices(WISHES, weights=(2, 1), k=2), draw.choice(SKILLS)
@@ -65,7 +65,7 @@ def qqp(draw: random.Random, count: int) -> Rows:
 
 
 def squad(draw: random.Random, count: int, version: str) -> dict[str, Any]:
-    """SQuAD's file: paragraphs about towns, with two questions each; in version 2.0 a third has no answer there."""
+    """Returns SQuAD's file: paragraphs about towns, with two questions each; in 2.0 a third of them has no answer."""
     paragraphs = [_paragraph(draw, index, version == "v2.0") for index in range(count)]
     return {"version": version, "data": [{"title": "Towns", "paragraphs": paragraphs}]}
 
@@ -90,7 +90,7 @@ def _paragraph(draw: random.Random, index: int, may_lack: bool) -> dict[str, Any
 
 
 def race(draw: random.Random, fillers: int) -> dict[str, Any]:
-    """RACE's file: an article about what somebody did, and questions with four options, one of them in the article."""
+    """Returns RACE's file: an article about a person, and questions with four options; the article has one of them."""
     name = draw.choice(NAMES)
     told = [(*deed, draw.choices(deed[2], OFTEN)[0]) for deed in draw.sample(DEEDS, len(DEEDS))]
     sentences = [form.format(name, right) for form, _, _, right in told] + draw.choices(FILLERS, k=fillers)
@@ -106,7 +106,7 @@ def race(draw: random.Random, fillers: int) -> dict[str, Any]:
 
 
 def write(folder: Path, seed: int = 0) -> None:
-    """Writes the files of all five tasks, each in a folder with the task's name."""
+    """Writes the files of all five tasks; each task has a folder with its name."""
     draw = random.Random(seed)
     _table(folder / "mnli" / "train.tsv", mnli(draw, 3000, "fiction"))
     _table(folder / "mnli" / "dev_matched.tsv", mnli(draw, 200, "fiction"))
@@ -133,10 +133,10 @@ def _file(file: Path, text: str) -> None:
 
 
 def main() -> None:
-    """Writes the samples into the folder of the command line."""
+    """Writes the samples into the folder that the command line names."""
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where a folder for each task is made")
-    parser.add_argument("--seed", type=int, default=0, help="of the text")
+    parser.add_argument("folder", type=Path, help="folder in which each task gets a folder")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the text")
     args = parser.parse_args()
     write(args.folder, args.seed)
     print(f"Now: torchrun --nproc-per-node 2 examples/finetune_bert.py mnli --data {args.folder / 'mnli'}")

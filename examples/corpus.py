@@ -1,7 +1,7 @@
-"""Text: its files and documents; and as bytes, a training part, a held-out part, and windows of them.
+"""Reads text: files, documents, and bytes in a training part and a held-out part, from which windows are taken.
 
-The windows depend on (seed, step) alone. Every rank of a tensor-parallel model must see the same batch, and so must the
-single-process run it is compared with: hence no shuffling state, and files in sorted order.
+The windows depend on (seed, step) alone. Every rank of a tensor-parallel model must get the same batch, and so must the
+single-process run that it is compared with. So nothing here has a shuffling state, and files are in sorted order.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 @dataclass(frozen=True)
 class Corpus:
-    """The bytes of a text, in two parts.
+    """The bytes of a text, divided into two parts.
 
     Attributes:
         train: [bytes], uint8.
-        held_out: [bytes], uint8, never trained on.
+        held_out: [bytes], uint8; no model trains on these.
     """
 
     train: Tensor
@@ -36,7 +36,7 @@ class Corpus:
 
 
 def load(paths: Sequence[str | Path] = ()) -> Corpus:
-    """The corpus of these files, and of the text files in these folders; without any, Python's own source.
+    """Returns the corpus of these files and of the text files in these folders; by default of Python's source code.
 
     Raises:
         ValueError: a path does not exist, or there are no bytes to train on.
@@ -48,10 +48,10 @@ def load(paths: Sequence[str | Path] = ()) -> Corpus:
 
 
 def files(paths: Sequence[str | Path] = ()) -> list[Path]:
-    """These files, and the text files in these folders, in order; without any, Python's own source.
+    """Returns these files and the text files in these folders, in order; by default Python's source code.
 
     Raises:
-        ValueError: a path does not exist, or there are no two bytes in all the files.
+        ValueError: a path does not exist, or all files together have less than two bytes.
     """
     found = [file for path in paths for file in _files(Path(path))] if paths else standard_library()
     size = sum(file.stat().st_size for file in found)
@@ -62,10 +62,10 @@ def files(paths: Sequence[str | Path] = ()) -> list[Path]:
 
 
 def documents(files: Sequence[Path]) -> Iterator[str]:
-    """The documents of these files, those without text left out: a file is one; of a .jsonl file each line's "text".
+    """Yields the documents that have text: a file is a document; in a .jsonl file the "text" of each line is one.
 
     Raises:
-        ValueError: a line of a .jsonl file is no object with a "text".
+        ValueError: a line of a .jsonl file is not an object with a "text".
     """
     for file in files:
         texts = json_texts(file) if file.suffix == ".jsonl" else [file.read_bytes().decode(errors="replace")]
@@ -73,10 +73,10 @@ def documents(files: Sequence[Path]) -> Iterator[str]:
 
 
 def json_texts(file: Path) -> Iterator[str]:
-    """Each line's "text".
+    """Yields the "text" of each line.
 
     Raises:
-        ValueError: a line is no object with a "text".
+        ValueError: a line is not an object with a "text".
     """
     with file.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
@@ -88,13 +88,13 @@ def json_texts(file: Path) -> Iterator[str]:
 
 
 def standard_library() -> list[Path]:
-    """The Python files of the standard library (about 12 MB), its tests and the installed packages left out."""
+    """Returns the Python files of the standard library (about 12 MB), without its tests and the installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     return [file for file in sorted(root.rglob("*.py")) if not NOT_STDLIB & set(file.relative_to(root).parts)]
 
 
 def windows(data: Tensor, length: int, batch: int, step: int, seed: int = 0) -> Tensor:
-    """Windows of the data at places drawn from (seed, step): [batch length], int64.
+    """Returns windows of the data, at places drawn from (seed, step): [batch length], int64.
 
     Raises:
         ValueError: the data is shorter than a window.
@@ -105,7 +105,7 @@ def windows(data: Tensor, length: int, batch: int, step: int, seed: int = 0) -> 
 
 
 def spread(data: Tensor, length: int, count: int) -> Tensor:
-    """`count` windows evenly over the data, from its first byte to its last: [count length], int64.
+    """Returns `count` windows, spread evenly from the first byte of the data to the last: [count length], int64.
 
     Raises:
         ValueError: the data is shorter than a window.
@@ -118,14 +118,14 @@ def _cut(data: Tensor, starts: Tensor, length: int) -> Tensor:
 
 
 def _room(data: Tensor, length: int) -> int:
-    """How many places a window of this length can start at."""
+    """Returns the number of places at which a window of this length can start."""
     if len(data) < length:
         raise ValueError(f"the text is too short: {len(data)} bytes, a window is {length}. Try a smaller --block")
     return len(data) - length + 1
 
 
 def _files(path: Path) -> list[Path]:
-    """The file itself; of a folder all its text files, hidden ones left out, in sorted order."""
+    """Returns the file itself; for a folder all its text files that are not hidden, in sorted order."""
     if not path.exists():
         raise ValueError(f"--data {path}: no such file or folder")
     if path.is_file():
@@ -139,6 +139,6 @@ def _hidden(path: Path) -> bool:
 
 
 def _is_text(file: Path) -> bool:
-    """As git judges it: no zero byte among the first 8,000."""
+    """Whether the file is text, as git decides it: no zero byte among the first 8,000."""
     with file.open("rb") as opened:
         return b"\0" not in opened.read(8000)

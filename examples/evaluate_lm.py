@@ -1,12 +1,12 @@
-"""Perplexity and last-word accuracy of a GPT that `pretrain_gpt.py` trained, tensor-parallel over all processes.
+"""Measures perplexity and last-word accuracy of a GPT from `pretrain_gpt.py`, tensor-parallel over all processes.
 
     python examples/lm_samples.py
     torchrun --nproc-per-node 2 examples/evaluate_lm.py out/gpt \
         --wikitext out/samples/wiki.test.tokens --lambada out/samples/lambada_test.jsonl
 
-The two measures are those of the Megatron paper (Shoeybi et al. 2019, appendix E), from files as these sets come in.
-WikiText-103: the perplexity of its words, whatever the tokens; LAMBADA: how often the last word of a passage is the
-most likely one.
+The two measures are those of the Megatron paper (Shoeybi et al. 2019, appendix E); the files have the formats in which
+these data sets are published. WikiText-103: the perplexity for each word, which does not depend on the tokenizer.
+LAMBADA: how often the model predicts the last word of a passage.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autotp.models.gpt import GPT, GPTConfig
 
 T = TypeVar("T")
 
-SPACES = (  # What WikiText parted, and how it stands in ordinary text.
+SPACES = (  # What WikiText separates by spaces -> how ordinary text writes it.
     (r" @([-,.])@ ", r"\1"),  # within words and numbers
     (r" ?\n ?", "\n"),
     (r"(?<==) (?==)", ""),  # = = Heading = =
@@ -47,14 +47,14 @@ SPACES = (  # What WikiText parted, and how it stands in ordinary text.
 
 
 def arguments() -> Namespace:
-    """The flags; ends the program where there is nothing to measure."""
+    """Returns the flags; ends the program if there is nothing to measure."""
     parser = ArgumentParser(description="Evaluates a GPT.", formatter_class=ArgumentDefaultsHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("out/gpt"), help="what pretrain_gpt.py wrote")
-    parser.add_argument("--wikitext", type=Path, help="a file as wiki.test.tokens of WikiText-103")
-    parser.add_argument("--lambada", type=Path, help='a file of {"text": ...}, one a line, as lambada_test.jsonl')
-    parser.add_argument("--stride", type=int, default=32, help="tokens from one window to the next; the block at most")
-    parser.add_argument("--batch", type=int, default=8, help="windows or passages at once")
-    parser.add_argument("--device", help='such as "cuda:0"; default: a GPU where there is one, else the CPU')
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("out/gpt"), help="of pretrain_gpt.py's files")
+    parser.add_argument("--wikitext", type=Path, help="file in the format of WikiText-103's wiki.test.tokens")
+    parser.add_argument("--lambada", type=Path, help='file with one {"text": ...} in each line, as lambada_test.jsonl')
+    parser.add_argument("--stride", type=int, default=32, help="tokens from one window to the next; at most a block")
+    parser.add_argument("--batch", type=int, default=8, help="windows or passages in a batch")
+    parser.add_argument("--device", help='such as "cuda:0"; default: a GPU if there is one, else the CPU')
     args = parser.parse_args()
     if args.wikitext is None and args.lambada is None:
         parser.error("nothing to measure. Try --wikitext FILE or --lambada FILE")
@@ -64,7 +64,7 @@ def arguments() -> Namespace:
 
 
 def load(folder: Path, device: torch.device) -> tuple[nn.Module, Tokenizer]:
-    """The model in a folder, cut over all processes, in eval mode, and its tokenizer.
+    """Returns the model in a folder, cut over all processes and in eval mode, and its tokenizer.
 
     Raises:
         ValueError: there is no model in the folder.
@@ -73,7 +73,7 @@ def load(folder: Path, device: torch.device) -> tuple[nn.Module, Tokenizer]:
         raise ValueError(f"no model in {folder}. Try examples/pretrain_gpt.py --out {folder} first")
     with torch.device("meta"):
         model = GPT(GPTConfig(**json.loads((folder / "config.json").read_text())))
-    torch.manual_seed(0)  # Nothing is drawn in the end, but ranks must agree on what would be.
+    torch.manual_seed(0)  # Evaluation draws no random numbers, but the ranks' random states must be equal.
     parallel = autotp.parallelize(model, device=device)
     state = torch.load(folder / "model.pt", mmap=True) if training.rank() == 0 else {}
     autotp.load_full_state_dict(parallel, state)
@@ -81,25 +81,25 @@ def load(folder: Path, device: torch.device) -> tuple[nn.Module, Tokenizer]:
 
 
 def detokenized(text: str) -> str:
-    """A text as it stands in WikiText's files, with ordinary spaces."""
+    """Returns the text of a WikiText file with ordinary spaces."""
     for parted, ordinary in SPACES:
         text = re.sub(parted, ordinary, text)
     return text.strip()
 
 
 def count_words(text: str) -> int:
-    """The words of a WikiText file as its perplexities count them: each end of a line is one."""
+    """Returns the number of words of a WikiText file, as its perplexities count them: each end of a line is a word."""
     text = text.strip()
     return len(text.split()) + text.count("\n")
 
 
 def windows(tokens: Sequence[int], start: int, block: int, stride: int, batch: int) -> Iterator[Batch]:
-    """Overlapping windows in batches of one size; each token is the label of the first window that reaches it.
+    """Yields overlapping windows in batches of one size; each token is a label only in the first window that has it.
 
-    So a token is predicted from `block - stride` tokens or more where as many stand before it.
+    So each token is predicted from at least `block - stride` tokens, or from all tokens before it if there are fewer.
 
     Args:
-        start: the token before the first.
+        start: the token to put before the first token.
     """
     inputs, labels = torch.tensor([start, *tokens[:-1]]), torch.tensor(tokens)
     width, counted = min(block, len(tokens)), 0
@@ -117,12 +117,14 @@ def windows(tokens: Sequence[int], start: int, block: int, stride: int, batch: i
 
 
 def perplexity(loss: float, tokens: int, words: int) -> float:
-    """The perplexity of a word, of the mean loss of a token in nats (the paper's appendix E.1)."""
+    """Returns the perplexity for each word; `loss` is the mean for each token, in nats (appendix E.1 of the paper)."""
     return math.exp(loss * tokens / words)
 
 
 def last_words(texts: Sequence[str], tokenizer: Tokenizer, block: int) -> list[Batch]:
-    """Each passage, and as labels the tokens of its last word only; of a long one the end. [seq] each
+    """Returns the tokens of each passage, [seq], and labels, [seq]: only the tokens of the last word have a label.
+
+    Of a passage that is longer than a block, only the end is used.
 
     Raises:
         ValueError: a passage has less than two words.
@@ -139,13 +141,13 @@ def last_words(texts: Sequence[str], tokenizer: Tokenizer, block: int) -> list[B
 
 
 def padded(rows: Sequence[Tensor], value: int) -> Tensor:
-    """The rows, [seq] of any lengths, as one tensor: [rows seq]"""
+    """Returns rows of any lengths, [seq], padded to one tensor: [rows seq]"""
     return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
 
 
 @torch.no_grad()
 def count_right(model: nn.Module, rows: Sequence[Batch], batch: int) -> int:
-    """Of how many rows every label is the most likely token. rows: tokens and labels, [seq] each."""
+    """Returns the number of rows in which every label is the most likely token. rows: tokens and labels, [seq] each."""
     whole = padded([tokens for tokens, _ in rows], 0), padded([labels for _, labels in rows], IGNORED)
     right = 0
     for tokens, labels in zip(*(tensor.split(batch) for tensor in whole), strict=True):
@@ -156,10 +158,10 @@ def count_right(model: nn.Module, rows: Sequence[Batch], batch: int) -> int:
 
 
 def some(found: Sequence[T], file: Path) -> Sequence[T]:
-    """What was found in a file.
+    """Returns `found`, the texts of a file.
 
     Raises:
-        ValueError: nothing was.
+        ValueError: `found` is empty.
     """
     if not found:
         raise ValueError(f"no text in {file}")
@@ -167,7 +169,7 @@ def some(found: Sequence[T], file: Path) -> Sequence[T]:
 
 
 def main() -> None:
-    """Measures what was asked for."""
+    """Measures the files that the flags name."""
     args = arguments()
     model, tokenizer = load(args.folder, training.device(args))
     block: int = json.loads((args.folder / "config.json").read_text())["block_size"]

@@ -1,13 +1,13 @@
-"""Fine-tunes a BERT, tensor-parallel, on MNLI, QQP, SQuAD 1.1 or 2.0, or RACE, whose files are there already.
+"""Fine-tunes a BERT, tensor-parallel, on local files of MNLI, QQP, SQuAD 1.1 or 2.0, or RACE.
 
     torchrun --nproc-per-node 2 examples/finetune_bert.py mnli          # made-up text: a minute or two
     torchrun --nproc-per-node 2 examples/finetune_bert.py mnli --data MNLI/ --init out/bert/model.pt \
         --tokenizer out/bert/tokenizer.json --seq 128 --epochs 3 --lr 5e-5 --dropout 0.1
 
 The models (`heads.py`) know nothing of autotp; one line cuts them. `--init` is the state dict of an
-`autotp.models.bert.BERT`, as `pretrain_bert.py` writes it, and `--tokenizer` what that was trained with. Without
-`--data` small files of the task's format are made on the spot (`bert_samples.py`), and in the end it asserts that what
-is in them is learnt.
+`autotp.models.bert.BERT`, as `pretrain_bert.py` writes it, and `--tokenizer` is the tokenizer of that model. Without
+`--data` the script first writes small files in the task's format (`bert_samples.py`), and asserts at the end that the
+model has learnt the task.
 """
 
 from __future__ import annotations
@@ -40,41 +40,41 @@ from autotp.models.bert import BERT, BERTConfig
 SPECIAL = 3  # Tokens: [CLS] and twice [SEP].
 
 Dev = dict[str, tuple[list[Example], list[Item]]]
-"""What it is measured on, by name: the examples, and what the model reads of them."""
+"""The evaluation sets: name -> the examples, and the items that the model reads."""
 
 
 def arguments() -> Namespace:
-    """The flags."""
+    """Returns the flags of the command line."""
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("task", choices=tasks.TASKS)
-    add("--data", type=Path, help="folder with the task's files; none: small ones of made-up text")
-    add("--at-least", type=float, help="the accuracy, or F1, to assert in the end; without --data the task's own")
-    add("--skip-broken", action="store_true", help="leave broken lines out, and print them, instead of ending there")
-    add("--init", type=Path, help="state dict of a BERT, which has its --layers and --width; none: random numbers")
+    add("--data", type=Path, help="folder with the task's files; default: small files of made-up text")
+    add("--at-least", type=float, help="accuracy or F1 to assert at the end; without --data the task's own")
+    add("--skip-broken", action="store_true", help="print broken lines and leave them out; default: end with an error")
+    add("--init", type=Path, help="state dict of a BERT, which sets --layers and --width; default: random weights")
     add(
         "--tokenizer",
         type=Path,
-        help="of the tokenizers library; none: a WordPiece is trained on the task's text, each time a little otherwise",
+        help="file of the tokenizers library; default: train a WordPiece on the task's text; no two are quite the same",
     )
-    add("--vocabulary", type=int, default=8000, help="tokens of that WordPiece, at most")
+    add("--vocabulary", type=int, default=8000, help="largest size of that WordPiece, in tokens")
     add("--out", type=Path, default=Path("out"), help="folder for the samples and the tokenizer")
-    add("--device", help='such as "cuda:0"; default: a GPU where there is one, else the CPU')
-    add("--seed", type=int, default=0, help="of the weights, the order of the examples and the dropout")
+    add("--device", help='such as "cuda:0"; default: a GPU if there is one, else the CPU')
+    add("--seed", type=int, default=0, help="seed of the weights, the order of the examples and the dropout")
     add("--layers", type=int, default=2, help="blocks")
-    add("--heads", type=int, default=4, help="of attention, which a state dict does not tell")
-    add("--width", type=int, default=64, help="of the residual stream")
-    add("--dropout", type=float, default=0.0, help="probability, everywhere; 0.1 is usual for a BERT of real size")
-    add("--seq", type=int, default=64, help="tokens at most that are read as one")
-    add("--query", type=int, default=16, help="of those, tokens at most of a question, in RACE with an option")
-    add("--stride", type=int, default=24, help="tokens from the start of a window on a context to the next one's")
-    add("--answer", type=int, default=30, help="tokens at most of an answer")
-    add("--null-threshold", type=float, default=0.0, help="by how much no answer must score above the best (squad2)")
-    add("--epochs", type=int, default=8, help="times that every example is seen")
-    add("--batch", type=int, default=32, help="examples a step, or windows")
-    add("--lr", type=float, default=1e-3, help="of AdamW, at its highest; then down to 0 in a line")
-    add("--warmup", type=float, default=0.1, help="share of the steps in which the learning rate rises in a line")
-    add("--weight-decay", type=float, default=0.01, help="of weights and embeddings, not of biases and norms")
+    add("--heads", type=int, default=4, help="number of attention heads; a state dict does not show it")
+    add("--width", type=int, default=64, help="width of the residual stream")
+    add("--dropout", type=float, default=0.0, help="probability of all dropouts; 0.1 is usual for a full-size BERT")
+    add("--seq", type=int, default=64, help="largest number of tokens in a sequence")
+    add("--query", type=int, default=16, help="of these, most tokens of a question; RACE: of question and option")
+    add("--stride", type=int, default=24, help="tokens from the start of a window of a context to the next start")
+    add("--answer", type=int, default=30, help="largest number of tokens in an answer")
+    add("--null-threshold", type=float, default=0.0, help="squad2: no answer if its score exceeds the best by more")
+    add("--epochs", type=int, default=8, help="how often each example is used")
+    add("--batch", type=int, default=32, help="examples or windows in a step")
+    add("--lr", type=float, default=1e-3, help="highest learning rate of AdamW; it falls linearly to 0")
+    add("--warmup", type=float, default=0.1, help="share of the steps in which the learning rate rises linearly")
+    add("--weight-decay", type=float, default=0.01, help="for weights and embeddings, not for biases and norms")
     args = parser.parse_args()
     if args.init is not None and args.tokenizer is None:
         parser.error("--init needs the --tokenizer that it was trained with")
@@ -87,10 +87,10 @@ def arguments() -> Namespace:
 
 
 def tokenizer_of(args: Namespace, examples: Sequence[Example], mesh: DeviceMesh | None) -> Tokenizer:
-    """The tokenizer of `--tokenizer`, or one that the first rank trains on these examples.
+    """Returns the tokenizer of `--tokenizer`, or a tokenizer that the first rank trains on these examples.
 
     Raises:
-        ValueError: there is no tokenizer in the file.
+        ValueError: the file is not a tokenizer.
     """
     file = args.tokenizer or args.out / f"{args.task}-tokenizer.json"
     if args.tokenizer is None and rank() == 0:
@@ -100,7 +100,7 @@ def tokenizer_of(args: Namespace, examples: Sequence[Example], mesh: DeviceMesh 
         dist.barrier()
     try:
         found = load_tokenizer(file)
-    except Exception as error:  # The library raises nothing more special.
+    except Exception as error:  # The library raises no more specific class.
         raise ValueError(f"--tokenizer {file}: {error}") from None
     found.no_padding()
     found.no_truncation()
@@ -108,10 +108,10 @@ def tokenizer_of(args: Namespace, examples: Sequence[Example], mesh: DeviceMesh 
 
 
 def bert_of(args: Namespace, vocabulary: int) -> BERT:
-    """The BERT to start from: the same on every rank.
+    """Returns the BERT to start from: the same on every rank.
 
     Raises:
-        ValueError: `--init` has no BERT, or one that is too small for `--seq` or for so large a vocabulary.
+        ValueError: `--init` is not a BERT, or its embeddings are too small for `--seq` or for the vocabulary.
     """
     torch.manual_seed(args.seed)
     if args.init is None:
@@ -132,16 +132,16 @@ def bert_of(args: Namespace, vocabulary: int) -> BERT:
 
 
 def items_of(examples: Sequence[Example], reader: Reader, args: Namespace) -> list[Item]:
-    """What the model reads as one: the examples, or the windows of questions."""
+    """Returns the items that the model reads: the examples themselves, or the windows of questions."""
     questions = [example for example in examples if isinstance(example, Question)]
     others: list[Item] = [example for example in examples if not isinstance(example, Question)]
     return others + list(windows(questions, reader.tokenizer, args.seq, args.query, args.stride))
 
 
 def train(model: nn.Module, items: Sequence[Item], reader: Reader, args: Namespace) -> Iterator[float]:
-    """Trains for `--epochs` epochs, and gives the mean loss of each when it is over."""
+    """Trains for `--epochs` epochs, and yields the mean loss after each epoch."""
     order = torch.Generator().manual_seed(args.seed)  # The same on every rank.
-    data = cast("Dataset[Item]", items)  # A list is one to torch, though its types do not say so.
+    data = cast("Dataset[Item]", items)  # torch takes a list as a Dataset, but its types do not say so.
     loader = DataLoader(data, args.batch, shuffle=True, drop_last=True, generator=order, collate_fn=reader)
     steps, where = len(loader) * args.epochs, next(model.parameters()).device
     rising = max(1, round(args.warmup * steps))
@@ -165,7 +165,7 @@ def train(model: nn.Module, items: Sequence[Item], reader: Reader, args: Namespa
 
 @torch.no_grad()
 def scores_of(model: nn.Module, items: Sequence[Item], reader: Reader, batch: int) -> list[Tensor]:
-    """The model's logits for each item, on the CPU."""
+    """Returns the model's logits for each item, on the CPU."""
     model.eval()
     where, found = next(model.parameters()).device, list[Tensor]()
     for start in range(0, len(items), batch):
@@ -176,10 +176,10 @@ def scores_of(model: nn.Module, items: Sequence[Item], reader: Reader, batch: in
 
 
 def prepare(args: Namespace, mesh: DeviceMesh | None) -> tuple[BERT, Reader, list[Item], Dev]:
-    """A BERT to start from, and what is read.
+    """Returns the BERT to start from, the reader, the training items and the evaluation sets.
 
     Raises:
-        ValueError: a file is not what it should be, or there are fewer examples than a batch has.
+        ValueError: a file has a wrong format, or there are fewer items than in a batch.
     """
     examples, dev = tasks.load(tasks.TASKS[args.task], args.data, say if args.skip_broken else refuse)
     reader = Reader(tokenizer_of(args, examples, mesh), args.seq, args.query)
@@ -192,7 +192,7 @@ def prepare(args: Namespace, mesh: DeviceMesh | None) -> tuple[BERT, Reader, lis
 
 
 def fit(model: nn.Module, reader: Reader, items: Sequence[Item], dev: Dev, args: Namespace) -> dict[str, float]:
-    """Trains, and measures after each epoch; what counts of the last measures, by name."""
+    """Trains, and measures after each epoch; returns the task's metric after the last epoch: set -> value."""
     metric, found = tasks.TASKS[args.task].metric, dict[str, float]()
     threshold = None if args.task == "squad1" else args.null_threshold
     for epoch, loss in enumerate(train(model, items, reader, args), 1):
@@ -206,7 +206,7 @@ def fit(model: nn.Module, reader: Reader, items: Sequence[Item], dev: Dev, args:
 
 
 def main() -> None:
-    """Fine-tunes, and asserts what must have been learnt."""
+    """Fine-tunes, and asserts that the metric is high enough."""
     args = arguments()
     mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (world(),)) if world() > 1 else None
     task, bound = tasks.TASKS[args.task], args.at_least

@@ -1,10 +1,10 @@
-"""Fine-tunes a Hugging Face checkpoint tensor-parallel, and reads what it saved with transformers alone.
+"""Fine-tunes a Hugging Face checkpoint, tensor-parallel, and reads the saved checkpoint with transformers alone.
 
     torchrun --nproc-per-node 2 examples/finetune_hf.py path/to/checkpoint --data my_text/
-    torchrun --nproc-per-node 2 examples/finetune_hf.py          # a tiny Llama of random numbers, made on the spot
+    torchrun --nproc-per-node 2 examples/finetune_hf.py          # a tiny Llama of random weights
 
-Every process reads only its part of the checkpoint. In the end transformers, which knows nothing of autotp, must find
-the same loss on held-out text as the processes together did, and it must be lower than it was. Nothing is downloaded.
+Every process reads only its part of the checkpoint. At the end, transformers alone must compute the same loss on
+held-out text as the processes together, and this loss must be lower than before. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ HELD_OUT = 32  # windows
 
 
 def arguments() -> Namespace:
-    """The flags."""
+    """Returns the flags of the command line."""
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
-    parser.add_argument("checkpoint", nargs="?", type=Path, help="a folder; none: a tiny Llama is made in --out")
-    parser.add_argument("--data", nargs="*", default=[], help="files or folders of text; none: Python's own source")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder; the result is in finetuned/ in it")
-    parser.add_argument("--characters", type=int, default=400_000, help="of the text, to be trained on at most")
-    parser.add_argument("--block", type=int, default=64, help="tokens a window")
-    parser.add_argument("--batch", type=int, default=8, help="windows a step")
-    parser.add_argument("--steps", type=int, default=60, help="of the optimizer")
-    parser.add_argument("--lr", type=float, default=3e-3, help="of AdamW")
+    parser.add_argument("checkpoint", nargs="?", type=Path, help="a folder; default: writes a tiny Llama to --out")
+    parser.add_argument("--data", nargs="*", default=[], help="files or folders of text; default: Python's source code")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder; the result is its folder finetuned/")
+    parser.add_argument("--characters", type=int, default=400_000, help="most characters of the text to train on")
+    parser.add_argument("--block", type=int, default=64, help="tokens in a window")
+    parser.add_argument("--batch", type=int, default=8, help="windows in a step")
+    parser.add_argument("--steps", type=int, default=60, help="number of optimizer steps")
+    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate of AdamW")
     return parser.parse_args()
 
 
 def make_tiny(folder: Path) -> None:
-    """Writes a Llama of random numbers whose tokens are bytes, tokenizer included."""
+    """Writes a Llama of random weights, and a tokenizer whose tokens are bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
@@ -55,7 +55,7 @@ def make_tiny(folder: Path) -> None:
 
 
 def tokens_of(text: Tensor, folder: Path, limit: int) -> Tensor:
-    """The text in the checkpoint's tokens. text: [bytes] uint8 -> [tokens] int64"""
+    """Returns the text in tokens of the checkpoint's tokenizer. text: [bytes] uint8 -> [tokens] int64"""
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     letters = bytes(text[:limit].tolist()).decode(errors="ignore")
     return torch.tensor(tokenizer(letters, add_special_tokens=False)["input_ids"])
@@ -63,13 +63,13 @@ def tokens_of(text: Tensor, folder: Path, limit: int) -> Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, windows: Tensor) -> float:
-    """The mean loss over the windows, in nats a token. windows: [windows block]"""
+    """Returns the mean loss over the windows, in nats for each token. windows: [windows block]"""
     model.eval()
     return sum(float(model(input_ids=some, labels=some).loss) for some in windows.split(8)) / len(windows.split(8))
 
 
 def train(model: nn.Module, tokens: Tensor, args: Namespace, where: torch.device) -> None:
-    """Steps of AdamW on windows of `tokens`, which every rank draws alike."""
+    """Takes steps of AdamW on windows of `tokens`; every rank draws the same windows."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), args.lr)
     for step in range(args.steps):
@@ -84,7 +84,7 @@ def train(model: nn.Module, tokens: Tensor, args: Namespace, where: torch.device
 
 
 def main() -> None:
-    """Reads, trains, saves, and reads again with transformers alone."""
+    """Reads a checkpoint, trains, saves, and reads the saved checkpoint with transformers alone."""
     args = arguments()
     mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (world(),)) if world() > 1 else None
     folder, finetuned = args.checkpoint or args.out / "tiny", args.out / "finetuned"

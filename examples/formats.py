@@ -1,7 +1,7 @@
-"""Files of the formats of four tasks, read: MNLI and QQP (the tables of GLUE), SQuAD 1.1 and 2.0, RACE.
+"""Reads files in the formats of four tasks: MNLI and QQP (the tables of GLUE), SQuAD 1.1 and 2.0, RACE.
 
-A broken line, or an answer that is not where the file says, is handed to `broken` with its place: it raises, or notes
-the line, which is then left out.
+If a line is broken, or an answer is not at the place that the file names, `broken` is called with a message. It raises
+an error, or notes the line, which is then left out.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 MNLI_LABELS = ("contradiction", "entailment", "neutral")
 QQP_LABELS = ("0", "1")  # 1: a duplicate
-OPTIONS = "ABCD"  # RACE's
+OPTIONS = "ABCD"  # of RACE
 
 Broken = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two texts, and which class they are of."""
+    """Two texts and their class."""
 
     first: str
     second: str
@@ -30,7 +30,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Answer:
-    """A piece of a context, and the character that it starts with."""
+    """A part of a context, and the index of its first character there."""
 
     text: str
     start: int
@@ -38,7 +38,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a context. Without answers it has none there (SQuAD 2.0)."""
+    """A question about a context. It may have no answers: the context does not answer it (SQuAD 2.0)."""
 
     id: str
     question: str
@@ -48,7 +48,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Choice:
-    """A question about an article, and which of its options is right."""
+    """A question about an article, its options, and the right option."""
 
     article: str
     question: str
@@ -60,7 +60,7 @@ Example = Pair | Question | Choice
 
 
 def refuse(problem: str) -> None:
-    """Raises what is wrong with a line.
+    """Raises an error that says what is wrong with a line.
 
     Raises:
         ValueError: always.
@@ -69,7 +69,7 @@ def refuse(problem: str) -> None:
 
 
 def mnli(file: Path, broken: Broken = refuse) -> Iterator[Pair]:
-    """The pairs of a table of MNLI, its label an index into MNLI_LABELS; those without a gold label ("-") left out.
+    """Yields the pairs of an MNLI table that have a gold label (not "-"); the label is an index into MNLI_LABELS.
 
     Raises:
         ValueError: a column is missing.
@@ -82,7 +82,7 @@ def mnli(file: Path, broken: Broken = refuse) -> Iterator[Pair]:
 
 
 def qqp(file: Path, broken: Broken = refuse) -> Iterator[Pair]:
-    """The pairs of a table of QQP; the label is 1 for a duplicate.
+    """Yields the pairs of a QQP table; the label is 1 for a duplicate.
 
     Raises:
         ValueError: a column is missing.
@@ -95,7 +95,7 @@ def qqp(file: Path, broken: Broken = refuse) -> Iterator[Pair]:
 
 
 def _table(file: Path, columns: Sequence[str], broken: Broken) -> Iterator[tuple[str, list[str]]]:
-    """Where each line is, and what it has in these columns. Tabs separate, nothing is quoted."""
+    """Yields the place of each line, and its values in these columns. Tabs separate columns; quotes mean nothing."""
     with file.open(encoding="utf-8", newline="\n") as lines:
         header = next(lines, "").rstrip("\r\n").split("\t")
         for name in columns:
@@ -111,10 +111,10 @@ def _table(file: Path, columns: Sequence[str], broken: Broken) -> Iterator[tuple
 
 
 def squad(file: Path, broken: Broken = refuse) -> Iterator[Question]:
-    """The questions of a file of SQuAD, 1.1 or 2.0.
+    """Yields the questions of a file of SQuAD, 1.1 or 2.0.
 
     Raises:
-        ValueError: no JSON, or something that is not where SQuAD has it.
+        ValueError: the file is not JSON, or has another structure than SQuAD.
     """
     text = file.read_text(encoding="utf-8")
     for i, article in enumerate(_field(_json(text, file, 1), "data", list, str(file))):
@@ -149,10 +149,10 @@ def _question(asked: Any, context: str) -> Question:
 
 
 def race(path: Path, broken: Broken = refuse) -> Iterator[Choice]:
-    """The questions of a file of RACE, or of all the .txt files in a folder; each line is an article with questions.
+    """Yields the questions of a RACE file, or of all .txt files in a folder; each line is an article with questions.
 
     Raises:
-        ValueError: something that is not where RACE has it.
+        ValueError: a line has another structure than RACE.
     """
     for file in sorted(path.rglob("*.txt")) if path.is_dir() else [path]:
         with file.open(encoding="utf-8", newline="\n") as lines:
@@ -180,7 +180,7 @@ def _article(record: Any, where: str) -> Iterator[Choice]:
 
 
 def _json(text: str, file: Path, line: int) -> Any:
-    """The value in a text that starts in this line of the file."""
+    """Returns the value of a JSON text; `line` is the number of its first line in the file, for errors."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -196,6 +196,6 @@ def _field(record: Any, name: str, kind: type, where: str) -> Any:
 
 
 def _line(text: str, asked: Any) -> int:
-    """The line of a JSON file in which a question's id stands; 1 without an id."""
+    """Returns the number of the line of a JSON file that has a question's id; 1 if there is no id."""
     name = asked.get("id") if isinstance(asked, dict) else None
     return text.count("\n", 0, max(0, text.find(json.dumps(name)))) + 1 if name else 1

@@ -1,7 +1,7 @@
 """BERT with the heads of its fine-tuned tasks (Devlin et al. 2018, section 4): ordinary single-device modules.
 
-Each takes over a BERT, of whose own heads only the pooler is of use here, and gives logits; with labels the loss in
-nats, a scalar.
+Each module contains a BERT, of whose own heads it uses only the pooler. It returns logits; with labels it returns the
+loss in nats, a scalar.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from autotp.models.bert import BERT, INIT_STD
 
-OPTIONS = 4  # In the example inputs.
+OPTIONS = 4  # The number of options in the example inputs.
 
 
 class PairClassifier(nn.Module):
-    """Which class a pair of texts is of, from the first token's pooled state."""
+    """Computes the class of a pair of texts from the pooled state of the first token."""
 
     def __init__(self, bert: BERT, classes: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class PairClassifier(nn.Module):
 
     @property
     def dummy_inputs(self) -> dict[str, Tensor]:
-        """Small arguments for `forward`."""
+        """Returns small arguments for `forward`."""
         return _inputs(3, 7) | {"labels": torch.arange(3) % self.output.out_features}
 
     def forward(self, tokens: Tensor, types: Tensor, mask: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -36,7 +36,7 @@ class PairClassifier(nn.Module):
 
 
 class SpanExtractor(nn.Module):
-    """Where an answer starts and where it ends; at the first token where there is none."""
+    """Computes where an answer starts and ends; at the first token if there is no answer."""
 
     def __init__(self, bert: BERT) -> None:
         super().__init__()
@@ -46,21 +46,21 @@ class SpanExtractor(nn.Module):
 
     @property
     def dummy_inputs(self) -> dict[str, Tensor]:
-        """Small arguments for `forward`."""
+        """Returns small arguments for `forward`."""
         return _inputs(3, 7) | {"labels": torch.arange(6).view(3, 2)}
 
     def forward(self, tokens: Tensor, types: Tensor, mask: Tensor, labels: Tensor | None = None) -> Tensor:
         """tokens, types and mask: [batch seq]; labels: [batch 2] int64, first and last token; the logits: [batch seq 2]
 
-        Padding has the logit of minus infinity.
+        The logits of padding are minus infinity.
         """
         logits = self.output(self.bert.encode(tokens, types, mask))  # [batch seq 2]
         logits = logits.masked_fill(mask.unsqueeze(-1) == 0, float("-inf"))
-        return logits if labels is None else F.cross_entropy(logits, labels)  # the mean of both
+        return logits if labels is None else F.cross_entropy(logits, labels)  # the mean over starts and ends
 
 
 class MultipleChoice(nn.Module):
-    """Which of several options is right: each is read by itself, and has a score from its pooled state."""
+    """Computes which option is right: BERT reads each option separately, and its pooled state gives a score."""
 
     def __init__(self, bert: BERT) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class MultipleChoice(nn.Module):
 
     @property
     def dummy_inputs(self) -> dict[str, Tensor]:
-        """Small arguments for `forward`."""
+        """Returns small arguments for `forward`."""
         inputs = _inputs(3 * OPTIONS, 7)
         return {k: v.view(3, OPTIONS, -1) for k, v in inputs.items()} | {"labels": torch.arange(3)}
 
@@ -83,18 +83,18 @@ class MultipleChoice(nn.Module):
 
 
 def pooled(bert: BERT, tokens: Tensor, types: Tensor, mask: Tensor) -> Tensor:
-    """The state of the whole sequence, as BERT's pooler makes it of the first token's: [batch hidden]"""
+    """Returns the state of the whole sequence, which BERT's pooler computes from the first token: [batch hidden]"""
     return torch.tanh(bert.pooler(bert.encode(tokens, types, mask)[:, 0]))
 
 
 def without_pretraining(bert: BERT) -> BERT:
-    """The BERT itself, without what pre-training alone needs: its parameters would have no gradient."""
+    """Returns the same BERT without the heads that only pre-training needs: their parameters would get no gradient."""
     del bert.mlm, bert.nsp
     return bert
 
 
 def linear(width: int, outputs: int) -> nn.Linear:
-    """A linear with BERT's initial weights."""
+    """Returns a linear layer with BERT's initial weights."""
     new = nn.Linear(width, outputs)
     nn.init.normal_(new.weight, std=INIT_STD)
     nn.init.zeros_(new.bias)
@@ -103,5 +103,5 @@ def linear(width: int, outputs: int) -> nn.Linear:
 
 def _inputs(batch: int, seq: int) -> dict[str, Tensor]:
     tokens = torch.arange(batch * seq).view(batch, seq) % 5
-    mask = (torch.arange(seq) < seq - torch.arange(batch).unsqueeze(-1) % 2).long()  # every second has padding
+    mask = (torch.arange(seq) < seq - torch.arange(batch).unsqueeze(-1) % 2).long()  # every second row has padding
     return {"tokens": tokens, "types": tokens % 2, "mask": mask}

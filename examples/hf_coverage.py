@@ -1,9 +1,9 @@
-"""Which Hugging Face families autotp cuts, and how well: every gradient against one device's, as a table.
+"""Verifies every gradient of Hugging Face families, and writes a table that shows how well autotp cuts each family.
 
     python examples/hf_coverage.py --jobs 2                          # all, in a quarter of an hour: docs/coverage.md
     python examples/hf_coverage.py --families llama bert --tp 2 4    # some, on the screen
 
-Tiny random models from configurations (`hf_families.py`): nothing is downloaded.
+The models are tiny and random, built from configurations (`hf_families.py`): nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ SIZES = (2, 3, 4, 8)
 TABLE = Path(__file__).parent.parent / "docs" / "coverage.md"
 TEXT = """# Hugging Face families
 
-`python examples/hf_coverage.py` with torch {torch} and transformers {transformers}: tiny random models of two layers
-(six heads, a vocabulary of 99, widths that three does not divide), in train and in eval mode, tp in {sizes}; outputs,
-every gradient and a step of an optimizer compared with one device's in float64.
+`python examples/hf_coverage.py` wrote this page, with torch {torch} and transformers {transformers}. It builds tiny
+random models of two layers (six heads, a vocabulary of 99, widths that three does not divide), and runs them in train
+and in eval mode, for tp in {sizes}. It compares the outputs, every gradient and a step of an optimizer with those of
+one device, in float64.
 
-- **cut in blocks**: the share of the parameters in numbered blocks that are divided, the least over all tp.
-- **a layer**: collectives of a block, forward + backward, the most over all tp. Small ones carry the gradient of a
-  parameter (of a norm that all heads share, of key/value heads of which there are fewer than ranks) or at most a
-  quarter of what the others do (the sums of a norm, a router's weights).
-- **gradient**: the largest difference of any, over the scale of the whole gradient. (deberta_v2's is a scale that a
-  scripted function of transformers computes in float32, where float64 does not reach.) **seconds**: to capture, plan
-  and lower once.
+- **cut in blocks**: the share of the parameters in numbered blocks that is cut; the smallest over all tp.
+- **a layer**: the collectives of a block, forward + backward; the most over all tp. A small collective sends the
+  gradient of a parameter (of a norm that all heads share, or of key/value heads if there are fewer of these than
+  ranks), or at most a quarter of what the other collectives send (the sums of a norm, a router's weights).
+- **gradient**: the largest difference of any gradient, divided by the scale of the whole gradient. (For deberta_v2 it
+  is larger: a scripted function of transformers computes a scale in float32, also in a float64 model.)
+- **seconds**: the time to capture, plan and lower once.
+- **whole in blocks, and why**: the weights in blocks that stay whole, where these are more than a twentieth.
 
 {header}
 {rows}
@@ -53,7 +55,7 @@ HEADER = """| family | heads | attention | cut in blocks | a layer | gradient | 
 
 @dataclass(frozen=True)
 class Found:
-    """One family on one number of ranks in one mode; `problem` is empty where all is equal."""
+    """The result for one family, one number of ranks and one mode; `problem` is empty if all is equal."""
 
     report: autotp.Report | None
     problem: str = ""
@@ -61,7 +63,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Row:
-    """What was found of one family."""
+    """The results for one family."""
 
     name: str
     heads: str
@@ -85,7 +87,7 @@ class Row:
 
 
 def measure(name: str, sizes: Sequence[int]) -> Row:
-    """One family, verified in this process."""
+    """Verifies one family in this process, and returns its row."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, inputs = FAMILIES[name]()
@@ -98,7 +100,7 @@ def measure(name: str, sizes: Sequence[int]) -> Row:
 
 
 def verified(model: nn.Module, tp: int, inputs: dict[str, Any]) -> Found:
-    """What `autotp.verify` says of the model in the mode that it is in."""
+    """Returns the result of `autotp.verify` for the model in its present mode."""
     try:
         report = autotp.verify(model, tp, example_inputs=inputs)
     except (autotp.Error, RuntimeError) as error:
@@ -107,7 +109,7 @@ def verified(model: nn.Module, tp: int, inputs: dict[str, Any]) -> Found:
 
 
 def heads(config: Any) -> str:
-    """Query heads, and key/value heads where these are fewer."""
+    """Returns the number of query heads, and of key/value heads if there are fewer of these."""
     config = getattr(config, "text_config", config)
     query = config.num_attention_heads
     fewer = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or query
@@ -118,14 +120,14 @@ def heads(config: Any) -> str:
 
 
 def share(plan: autotp.Plan) -> float:
-    """How much of the parameters inside numbered blocks is cut."""
+    """Returns the share of the parameters inside numbered blocks that is cut."""
     cut = sum(math.prod(entry.layout.shape) for entry in plan.cuts if block_in(entry.name))
     rest = sum(math.prod(entry.shape) for entry in plan.whole if block_in(entry.name) and " " not in entry.name)
     return cut / ((cut + rest) or 1)
 
 
 def whole(plan: autotp.Plan) -> str:
-    """The matrices in blocks that stay whole, each kind once, where these are more than a twentieth."""
+    """Returns the matrices in blocks that stay whole, each kind once, if they are more than a twentieth."""
     if share(plan) >= 0.95:
         return ""
     kinds = {".".join(entry.name.split(".")[-2:]): entry.reason for entry in plan.whole if entry.in_block}
@@ -133,7 +135,7 @@ def whole(plan: autotp.Plan) -> str:
 
 
 def layers(plans: Sequence[autotp.Plan]) -> str:
-    """Collectives of a block, forward + backward, by kind of block; the most over all plans."""
+    """Returns the collectives of a block, forward + backward, for each kind of block; the most over all plans."""
     most: dict[str, list[int]] = {}
     for plan in plans:
         for stack, counts in stacks(plan):
@@ -148,9 +150,9 @@ def layers(plans: Sequence[autotp.Plan]) -> str:
 
 
 def stacks(plan: autotp.Plan) -> Iterator[tuple[str, list[int]]]:
-    """Each stack of blocks, and the collectives of its last: forward, backward, small forward, small backward.
+    """Yields each stack of blocks, and the collectives of its last: forward, backward, small forward, small backward.
 
-    (The first one waits for the embedding's reduction, too.)
+    (The first block also has the reduction of the embedding.)
     """
     sends = [(block_in(sent.module), sent) for sent in plan.traffic.sends]
     largest = max((sent.bytes for name, sent in sends if name and not sent.parameter), default=0)
@@ -164,11 +166,11 @@ def stacks(plan: autotp.Plan) -> Iterator[tuple[str, list[int]]]:
 
 
 def main() -> None:
-    """Prints the table, and writes it where all families were measured; ends with 1 where one differs or is refused."""
+    """Prints the table, and writes it if all families were run; ends with status 1 if one differs or is refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(FAMILIES), metavar="NAME")
     parser.add_argument("--tp", type=int, nargs="*", default=list(SIZES))
-    parser.add_argument("--jobs", type=int, default=1, help="processes, each with a family of its own")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes; each verifies one family at a time")
     args = parser.parse_args()
     print(HEADER)
     rows = []

@@ -1,7 +1,7 @@
 """Hugging Face families as tiny random models, built from configurations: nothing is downloaded.
 
-`FAMILIES[name]()` is a model and the keyword arguments of a training call. Sizes are chosen to be awkward: six heads, a
-vocabulary of 99, a width that three does not divide.
+`FAMILIES[name]()` returns a model and the keyword arguments of a training call. The sizes are difficult on purpose: six
+heads, a vocabulary of 99, a width that three does not divide.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ SEQ2SEQ: Sizes = {
 
 
 def tokens(low: int = 5) -> Tensor:
-    """[batch seq] of token numbers, none of them special."""
+    """Returns token ids, [batch seq], none of which is special."""
     return torch.arange(BATCH * SEQ).view(BATCH, SEQ) * 17 % (VOCAB - low) + low
 
 
 def language(config: str, head: str = "AutoModelForCausalLM", experts: str = "", **given: Any) -> Callable[[], Model]:
-    """A model of tokens, with labels for its loss; `experts`: how they are computed, where there are any."""
+    """Returns a function that builds a model of tokens; `experts`: the implementation of experts, if it has any."""
 
     def build() -> Model:
         how = {"experts_implementation": experts} if experts else {}
@@ -66,11 +66,11 @@ HEADS = {
     "AutoModelForQuestionAnswering": {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 4])},
     "AutoModelForMultipleChoice": _choices(),
 }
-"""Head -> the labels of its loss."""
+"""Name of the head -> the labels of its loss."""
 
 
 def whisper() -> Model:
-    """Speech to text: an encoder of sound, a decoder of tokens."""
+    """Returns a model from speech to text: an encoder of sound, a decoder of tokens."""
     config = transformers.WhisperConfig(
         **{
             **SEQ2SEQ,
@@ -86,7 +86,7 @@ def whisper() -> Model:
 
 
 def vit() -> Model:
-    """Images to classes."""
+    """Returns a model from images to classes."""
     config = transformers.ViTConfig(
         hidden_size=48, num_hidden_layers=2, num_attention_heads=6, intermediate_size=80, image_size=8, patch_size=4,
     )  # fmt: skip
@@ -95,7 +95,7 @@ def vit() -> Model:
 
 
 def clip() -> Model:
-    """Images and texts, with the loss that pairs them."""
+    """Returns a model of images and texts, with the loss that pairs them."""
     text = {**SIZES, "max_position_embeddings": 16, "eos_token_id": 98, "bos_token_id": 1, "pad_token_id": 0}
     vision = {**SIZES, "image_size": 8, "patch_size": 4}
     del vision["vocab_size"]

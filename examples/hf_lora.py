@@ -1,11 +1,11 @@
-"""Fine-tunes LoRA adapters of a tensor-parallel model, and gives them back in peft's own format.
+"""Fine-tunes LoRA adapters of a tensor-parallel model, and saves them in peft's own format.
 
     torchrun --nproc-per-node 2 examples/hf_lora.py
     torchrun --nproc-per-node 2 examples/hf_lora.py --model FOLDER --data TEXT
 
-The model is any that `transformers` reads from a folder; without one, a tiny Llama of random weights. Text is bytes,
-and a byte is its own token. In the end transformers and peft alone, on one device, read the adapters that were saved,
-and their logits must be the parallel model's.
+`--model` is any folder that `transformers` reads; the default is a tiny Llama of random weights. Each byte of the text
+is a token. At the end transformers and peft alone, on one device, read the saved adapters, and must compute the same
+logits as the parallel model.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ FIRST = os.environ.get("RANK", "0") == "0"
 
 
 def arguments() -> Namespace:
-    """The command line's flags."""
+    """Returns the flags of the command line."""
     parser = ArgumentParser(description=__doc__.split("\n")[0], formatter_class=ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", help="folder of a model of transformers; none: a tiny Llama of random weights")
-    parser.add_argument("--data", nargs="*", default=[], help="files or folders of text; none: Python's own source")
+    parser.add_argument("--model", help="folder of a model of transformers; default: a tiny Llama of random weights")
+    parser.add_argument("--data", nargs="*", default=[], help="files or folders of text; default: Python's source code")
     parser.add_argument("--out", type=Path, default=Path("out/lora"), help="folder for the adapters")
-    parser.add_argument("--steps", type=int, default=100, help="of the optimizer")
-    parser.add_argument("--batch", type=int, default=8, help="windows a step")
-    parser.add_argument("--block", type=int, default=64, help="bytes a window")
-    parser.add_argument("--rank", type=int, default=8, help="of the adapters")
-    parser.add_argument("--lr", type=float, default=1e-2, help="of AdamW")
+    parser.add_argument("--steps", type=int, default=100, help="number of optimizer steps")
+    parser.add_argument("--batch", type=int, default=8, help="windows in a step")
+    parser.add_argument("--block", type=int, default=64, help="bytes in a window")
+    parser.add_argument("--rank", type=int, default=8, help="rank of the adapters")
+    parser.add_argument("--lr", type=float, default=1e-2, help="learning rate of AdamW")
     return parser.parse_args()
 
 
 def base(folder: str | None) -> nn.Module:
-    """The model to be adapted: the same weights on every rank, and each time."""
+    """Returns the model to adapt: with the same weights on every rank and in every call."""
     torch.manual_seed(0)
     if folder is not None:
         return transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -52,7 +52,7 @@ def base(folder: str | None) -> nn.Module:
 
 
 def train(model: nn.Module, text: corpus.Corpus, args: Namespace) -> list[float]:
-    """The loss of each step, in nats a byte; what is not frozen, the adapters, is trained."""
+    """Trains the adapters, which alone are not frozen; returns the loss of each step, in nats for each byte."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], args.lr)
     losses = []
     for step in range(args.steps):
@@ -68,12 +68,12 @@ def train(model: nn.Module, text: corpus.Corpus, args: Namespace) -> list[float]
 
 @torch.no_grad()
 def logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """tokens: [batch seq], result: [batch seq vocab]"""
+    """Returns the logits, [batch seq vocab]. tokens: [batch seq]"""
     return model.eval()(input_ids=tokens).logits
 
 
 def main() -> None:
-    """Adapts, parallelizes, trains, saves, and reads again."""
+    """Adds adapters, parallelizes, trains, saves, and reads the adapters again."""
     args = arguments()
     text = corpus.load(args.data)
     held_out = corpus.spread(text.held_out, args.block, 4)

@@ -1,4 +1,4 @@
-"""A BERT to start from: of random numbers, or the one whose state dict is in a file."""
+"""Makes a BERT to start from: with random weights, or from a state dict in a file."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 
 from autotp.models.bert import BERT, BERTConfig
 
-SHOWN = 3  # Names in a message.
+SHOWN = 3  # The most names in a message.
 
 
 def initial(file: Path, heads: int, dropout: float) -> BERT:
-    """The BERT in a file that `torch.save` wrote of its state dict. Its sizes are those of the tensors.
+    """Returns the BERT whose state dict `torch.save` wrote into a file. The shapes of the tensors give its sizes.
 
     Args:
-        heads: of attention, which no tensor tells.
+        heads: the number of attention heads, which no shape shows.
 
     Raises:
-        ValueError: the file has no state dict, or one with other names or shapes than those of a BERT.
+        ValueError: the file has no state dict, or its names or shapes are not those of a BERT.
     """
     state = _read(file)
     try:
@@ -44,10 +44,10 @@ def initial(file: Path, heads: int, dropout: float) -> BERT:
 
 
 def config_of(state: Mapping[str, Tensor], heads: int, dropout: float) -> BERTConfig:
-    """The sizes of a BERT with these tensors.
+    """Returns the sizes of a BERT with these tensors.
 
     Raises:
-        KeyError: a tensor that tells a size is missing.
+        KeyError: a tensor is missing whose shape gives a size.
         ValueError: the heads do not divide the width.
     """
     vocab, width = state["embeddings.word.weight"].shape
@@ -62,7 +62,7 @@ def config_of(state: Mapping[str, Tensor], heads: int, dropout: float) -> BERTCo
 def _read(file: Path) -> dict[str, Tensor]:
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises what its readers raise: four kinds at least.
+    except Exception as error:  # torch raises the errors of its readers, of at least four classes.
         raise ValueError(f"{file} cannot be read: {error}") from None
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"{file} has no state dict: names and tensors, and nothing else")

@@ -1,4 +1,4 @@
-"""Examples as what a BERT reads: [CLS] first [SEP] second [SEP], as token ids, padded to batches."""
+"""Turns examples into the inputs of a BERT: [CLS] first [SEP] second [SEP], as token ids, padded to batches."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from windows import Window
 
-BLANK = "_"  # What stands in a question of RACE for the option.
+BLANK = "_"  # The place of the option in a question of RACE.
 
 Item = Pair | Choice | Window
-Joined = tuple[list[int], int]  # tokens, and how many of them are the first segment
+Joined = tuple[list[int], int]  # tokens, and the number of tokens in the first segment
 
 
 def texts(examples: Iterable[Example]) -> Iterable[str]:
-    """All texts of the examples, each once: what a tokenizer is trained on."""
+    """Yields each text of the examples once, to train a tokenizer on."""
     found: dict[str, None] = {}
     for example in examples:
         match example:
@@ -38,8 +38,8 @@ class Reader:
     """Makes batches of examples.
 
     Attributes:
-        seq: tokens at most of what the model reads as one; what is longer is cut off.
-        query: of those, tokens at most of a question with an option.
+        seq: the largest number of tokens in a sequence; longer sequences are cut off.
+        query: of these, the largest number of tokens of a question with an option.
 
     Raises:
         ValueError: the tokenizer lacks BERT's special tokens.
@@ -54,7 +54,7 @@ class Reader:
             id_of(self.tokenizer, name)
 
     def __call__(self, items: Sequence[Item]) -> dict[str, Tensor]:
-        """The arguments of a task's model: tokens, types, mask [batch seq], for choices [batch options seq]; labels."""
+        """Returns the model's arguments: tokens, types, mask [batch seq], for choices [batch options seq]; labels."""
         rows = [joined for item in items for joined in self.joined(item)]
         tokens = [torch.tensor(row) for row, _ in rows]
         types = [torch.arange(len(row)) >= first for row, first in rows]
@@ -68,7 +68,7 @@ class Reader:
         return found | {"labels": torch.tensor([label(item) for item in items])}
 
     def joined(self, item: Item) -> list[Joined]:
-        """What the model reads of an example: of a choice once for each option."""
+        """Returns the sequences of an example: one, or for a choice one for each option."""
         match item:
             case Pair():
                 first, second = self._ids(item.first), self._ids(item.second)
@@ -88,18 +88,18 @@ class Reader:
 
 
 def label(item: Item) -> int | tuple[int, int]:
-    """What the model should answer."""
+    """Returns the right answer."""
     return item.target if isinstance(item, Window) else item.label
 
 
 def shortened(first: list[int], second: list[int], room: int) -> tuple[list[int], list[int]]:
-    """The starts of both that have `room` together; the longer one is cut, then both alike."""
+    """Returns the starts of both, `room` tokens together; the longer is cut first, then both by the same number."""
     half = room // 2
     kept = max(half, room - len(second)), max(room - half, room - len(first))
     return first[: kept[0]], second[: kept[1]]
 
 
 def with_options(choice: Choice) -> list[str]:
-    """The question with each option: where its blank is, or behind it."""
+    """Returns the question with each option: in place of its blank, or after the question."""
     blank = BLANK in choice.question
     return [choice.question.replace(BLANK, o) if blank else f"{choice.question} {o}" for o in choice.options]

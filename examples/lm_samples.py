@@ -1,9 +1,9 @@
-"""Writes small files in the formats that `pretrain_gpt.py` and `evaluate_lm.py` read, to try them with.
+"""Writes small files in the formats that `pretrain_gpt.py` and `evaluate_lm.py` read, to try these scripts.
 
     python examples/lm_samples.py
 
-The stories in them are drawn at random, and who reads them well knows their last words. `train.jsonl` is to be trained
-on; `wiki.test.tokens` and `lambada_test.jsonl` have other stories, in the formats of WikiText-103 and LAMBADA.
+The files have random stories, whose last word follows from the rest. `train.jsonl` is to train on;
+`wiki.test.tokens` and `lambada_test.jsonl` have other stories, in the formats of WikiText-103 and LAMBADA.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 NAMES = ("Ada", "Bruno", "Clara", "David", "Emma", "Felix", "Grete", "Hugo")
 THINGS = ("lamp", "kite", "violin", "map", "hammer", "basket", "telescope", "whistle")
 PLACES = ("garden", "attic", "harbour", "well-kept barn", "station", "mill", "library", "kitchen")
-PARTED = (  # How WikiText writes what stands in ordinary text.
+PARTED = (  # Ordinary text -> how WikiText writes it, with spaces.
     (r"(\w)([-,.])(?=\w)", r"\1 @\2@ "),
     (r"(?<=\S)([.,:;?!)]|'s\b)(?=[\s.,)\"]|$)", r" \1"),
     (r"\((?=\S)", "( "),
@@ -26,7 +26,7 @@ PARTED = (  # How WikiText writes what stands in ordinary text.
 
 
 def story(draw: random.Random) -> tuple[str, str]:
-    """A title and a story of one paragraph, whose last words can be told from the rest."""
+    """Returns a title and a story of one paragraph, whose last words follow from the rest."""
     one, other = draw.sample(NAMES, 2)
     thing, place, year = draw.choice(THINGS), draw.choice(PLACES), draw.randrange(1850, 1950)
     miles = draw.randrange(2, 10) * 1000
@@ -46,19 +46,19 @@ def story(draw: random.Random) -> tuple[str, str]:
 
 
 def parted(text: str) -> str:
-    """Ordinary text with the spaces of WikiText."""
+    """Returns ordinary text with the spaces of WikiText."""
     for ordinary, spaces in PARTED:
         text = re.sub(ordinary, spaces, text)
     return text
 
 
 def wikitext(stories: list[tuple[str, str]]) -> str:
-    """Articles as a file of WikiText-103 has them, with a heading each."""
+    """Returns the articles in the format of WikiText-103, each with a heading."""
     return "".join(f" \n = {title} = \n \n {parted(text)} . \n" for title, text in stories)
 
 
 def write(folder: Path, count: int, seed: int) -> None:
-    """Writes `count` stories to train on, and a tenth as many in each of the other files."""
+    """Writes `count` stories to train on, and a tenth of this number into each of the other files."""
     draw = random.Random(seed)
     train, wiki, lambada = ([story(draw) for _ in range(n)] for n in (count, count // 10, count // 10))
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,8 +72,8 @@ def main() -> None:
     """Writes the files."""
     parser = ArgumentParser(description="Writes sample files.", formatter_class=ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/samples"), help="the folder")
-    parser.add_argument("--stories", type=int, default=2000, help="to train on")
-    parser.add_argument("--seed", type=int, default=0, help="of the stories")
+    parser.add_argument("--stories", type=int, default=2000, help="number of stories to train on")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the stories")
     args = parser.parse_args()
     write(args.out, args.stories, args.seed)
     assert len((args.out / "train.jsonl").read_text().splitlines()) == args.stories

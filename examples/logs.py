@@ -1,6 +1,6 @@
-"""What a training measured at each step: a CSV file, TensorBoard's events and a plot of them.
+"""Logs the measurements of each step: a CSV file, TensorBoard's events, and a plot of both.
 
-A training that goes on from a checkpoint has one log: what was written behind the checkpoint is written again.
+A training that continues from a checkpoint has one log: rows of later steps are removed, and written again.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Row = dict[str, float]
 
 
 class Log:
-    """The log in a folder, of which `done` steps are kept.
+    """The log in a folder; of an earlier log, the first `done` steps are kept.
 
-    It is for one process to write, and to be left by `with`.
+    Only one process may write it, in a `with` statement.
     """
 
     def __init__(self, folder: Path, done: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # Takes a second.
+        from torch.utils.tensorboard import SummaryWriter  # This import takes a second.
 
         folder.mkdir(parents=True, exist_ok=True)
         file, partial = folder / "log.csv", folder / "log.csv.part"
@@ -46,7 +46,7 @@ class Log:
         self._events.close()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds what a step measured; names are those of FIELDS, not all of which need to be there."""
+        """Adds the values of a step. The names are those of FIELDS; some may be missing."""
         self._rows.writerow({"step": step, **values})
         self._file.flush()
         for name, value in values.items():
@@ -54,7 +54,7 @@ class Log:
 
 
 def read(file: Path) -> list[Row]:
-    """The rows of a log, each with the values that it has; a last line that was not finished is left out."""
+    """Returns the rows of a log, each with its values; an unfinished last line is left out."""
     with file.open(newline="") as opened:
         lines = [line for line in opened if line.endswith("\n")]
     rows = csv.DictReader(lines)
@@ -62,7 +62,7 @@ def read(file: Path) -> list[Row]:
 
 
 def plot(file: Path, rows: Sequence[Row], title: str) -> None:
-    """Draws the losses of a log, and beside them the learning rate and the gradient's norm."""
+    """Draws the losses of a log into a file, and beside them the learning rate and the norm of the gradient."""
     import matplotlib
 
     matplotlib.use("Agg")  # No display is needed.

@@ -1,6 +1,7 @@
 """The masks of BERT (Devlin et al. 2018, section 3.1).
 
-15% of the tokens are to be predicted; of those 80% are masked, 10% replaced by another token, 10% left as they are.
+The model must predict 15% of the tokens. Of these, 80% are masked, 10% are replaced by another token, and 10% are not
+changed.
 """
 
 from __future__ import annotations
@@ -9,18 +10,18 @@ import torch
 from torch import Tensor
 
 CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1
-IGNORED = -100  # The label of a token that is not to be predicted.
+IGNORED = -100  # The label of a token that the model need not predict.
 
 
 def masked(
     tokens: Tensor, generator: torch.Generator, *, mask: int, others: range, fixed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The tokens, some of them masked, and as labels what stood at the chosen places; all of the same shape, int64.
+    """Returns the tokens, some of them masked, and as labels the original tokens there; all of one shape, int64.
 
     Args:
-        mask: the token that stands for what is not seen.
-        others: the tokens that replace some.
-        fixed: bool, where nothing is to be predicted.
+        mask: the mask token.
+        others: the tokens that replace 10% of the predicted tokens.
+        fixed: bool, true at places that are never predicted.
     """
     chosen = torch.rand(tokens.shape, generator=generator) < CHOSEN
     fate = torch.rand(tokens.shape, generator=generator)

@@ -1,8 +1,8 @@
-"""What the tasks are measured by: accuracy, F1 of a class, and SQuAD's exact match and F1.
+"""The metrics of the tasks: accuracy, F1 of a class, and SQuAD's exact match and F1.
 
-SQuAD's are those of Rajpurkar et al. (2016, section 6.1; 2018, section 5 with questions that have no answer), in the
-form of the official script of version 2.0: answers are compared in lower case without punctuation, articles and
-superfluous white space, each question with the answer that fits best.
+SQuAD's metrics are from Rajpurkar et al. (2016, section 6.1; 2018, section 5, for questions without an answer),
+computed as in the official script of version 2.0: answers are compared in lower case, without punctuation, articles and
+extra white space, and each prediction is compared with the answer that fits best.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def accuracy(predicted: Sequence[object], labels: Sequence[object]) -> float:
-    """The share of predictions that are right."""
+    """Returns the share of predictions that are right."""
     return sum(p == label for p, label in zip(predicted, labels, strict=True)) / len(labels)
 
 
 def f1_of_class(predicted: Sequence[object], labels: Sequence[object], positive: int = 1) -> float:
-    """The harmonic mean of precision and recall of one class; 0 where it was never predicted rightly."""
+    """Returns the harmonic mean of precision and recall of one class; 0 if no prediction of this class was right."""
     right = sum(p == label == positive for p, label in zip(predicted, labels, strict=True))
     return _f1(right, list(predicted).count(positive), list(labels).count(positive))
 
 
 def normalised(answer: str) -> str:
-    """The answer as it is compared."""
+    """Returns the answer in the form in which answers are compared."""
     return " ".join(ARTICLES.sub(" ", answer.lower().translate(PUNCTUATION)).split())
 
 
 def exact(predicted: str, answer: str) -> float:
-    """1 for the same answer, else 0."""
+    """Returns 1 for the same answer, else 0."""
     return float(normalised(predicted) == normalised(answer))
 
 
 def f1(predicted: str, answer: str) -> float:
-    """F1 over the words of both answers; where nothing is left of one, 1 if nothing is left of the other, else 0."""
+    """Returns F1 over the words of both answers; if one has no words, 1 if the other has none either, else 0."""
     ours, theirs = normalised(predicted).split(), normalised(answer).split()
     if not ours or not theirs:
         return float(ours == theirs)
@@ -48,10 +48,10 @@ def f1(predicted: str, answer: str) -> float:
 
 
 def squad(questions: Sequence[Question], predicted: Mapping[str, str]) -> dict[str, float]:
-    """Exact match and F1, from 0 to 1: over all questions, and where some have no answer also over either kind.
+    """Returns exact match and F1, from 0 to 1: over all questions and, if some have no answer, over each kind too.
 
     Args:
-        predicted: question id -> answer; empty for none.
+        predicted: question id -> answer; an empty text means no answer.
 
     Raises:
         KeyError: a question has no prediction.

@@ -1,9 +1,9 @@
-"""One line makes an ordinary GPT tensor-parallel, and a training step of it is that of one device.
+"""Makes an ordinary GPT tensor-parallel with one line, and compares a training step with one device.
 
     python examples/one_line.py                          # a world of one
     torchrun --nproc-per-node 2 examples/one_line.py     # the same numbers on two processes
 
-The plan that it prints is for eight.
+The plan that the script prints is for eight processes.
 """
 
 import copy
@@ -17,7 +17,7 @@ from autotp.models.gpt import GPT, GPTConfig
 
 
 def losses(model: nn.Module) -> tuple[float, float]:
-    """The loss before and after one step of training."""
+    """Returns the loss before and after one step of training."""
     generator = torch.Generator().manual_seed(1)
     tokens, labels = torch.randint(1000, (2, 4, 64), generator=generator).to(next(model.parameters()).device)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -29,10 +29,10 @@ def losses(model: nn.Module) -> tuple[float, float]:
 
 torch.manual_seed(0)
 model: nn.Module = GPT(GPTConfig(block_size=64, vocab_size=1000, n_layer=2, n_head=8, n_embd=128, dropout=0.0))
-plan = autotp.explain(model, tp=8)  # Needs no processes, and touches nothing of the model's.
+plan = autotp.explain(model, tp=8)  # Needs no processes, and does not change the model.
 alone = losses(copy.deepcopy(model))
 
-model = autotp.parallelize(model)  # The one line: over all of torchrun's processes.
+model = autotp.parallelize(model)  # The one line: cuts the model over all of torchrun's processes.
 
 together = losses(model)
 if os.environ.get("RANK", "0") == "0":

@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 2 examples/pretrain_bert.py
     torchrun --nproc-per-node 8 examples/pretrain_bert.py --size 334M --data TEXT.jsonl --pairing order --tp 2 --dp 4
 
-It fills in masked tokens and tells right pairs of segments from wrong ones (`masking.py`, `segments.py`); a sentence is
-a line. The tokenizer is a WordPiece of the text itself; a tenth of the text is held out. Options of the papers' sizes
-are those of Shoeybi et al. 2019, section 4.2, but for the learning rate, which falls as a cosine. In the end the folder
-has `model.pt`, `config.json` and `tokenizer.json`, beside `log.csv`, TensorBoard's events and `loss.png`.
+The model learns to predict masked tokens, and whether a pair of segments is right (`masking.py`, `segments.py`); each
+line of the text is a sentence. The tokenizer is a WordPiece, trained on the text; a tenth of the text is held out. The
+options of the papers' sizes are those of Shoeybi et al. 2019, section 4.2; only the learning rate differs: it falls as
+a cosine. At the end the folder has `model.pt`, `config.json`, `tokenizer.json`, `log.csv`, TensorBoard's events and
+`loss.png`.
 """
 
 from __future__ import annotations
@@ -47,18 +48,18 @@ PAPER = Recipe(batch=1024, steps=2_000_000, warmup=10_000, lr=1e-4, min_lr=0.0)
 
 
 def arguments() -> Namespace:
-    """The flags, with this script's own."""
+    """Returns the common flags and those of this script."""
     parser = recipes.parser("Pretrains a BERT on text.", SIZES)
     parser.set_defaults(out=Path("out/bert"))
-    parser.add_argument("--pairing", choices=("next", "order"), default="next", help="what is wrong with wrong pairs")
-    parser.add_argument("--target", type=float, default=120.0, help="the held-out perplexity must be below")
-    parser.add_argument("--fill", type=int, default=5, help="held-out sentences to fill in at the end")
+    parser.add_argument("--pairing", choices=("next", "order"), default="next", help="how pairs are made wrong")
+    parser.add_argument("--target", type=float, default=120.0, help="upper limit of the held-out perplexity")
+    parser.add_argument("--fill", type=int, default=5, help="held-out pairs to fill in at the end")
     return recipes.parse(parser, SIZES, SMALL, PAPER)
 
 
 @torch.no_grad()
 def pairs_told_apart(model: BERT, pairs: Sequence[Batch], batch: int = 32) -> float:
-    """The share of pairs of which the model tells whether they are right."""
+    """Returns the share of pairs that the model classifies correctly as right or wrong."""
     right = 0
     for start in range(0, len(pairs), batch):
         some = default_collate(list(pairs[start : start + batch]))
@@ -69,7 +70,7 @@ def pairs_told_apart(model: BERT, pairs: Sequence[Batch], batch: int = 32) -> fl
 
 @torch.no_grad()
 def filled(model: BERT, pair: Batch, tokenizer: Tokenizer) -> list[str]:
-    """What the model makes of each masked place: its best three guesses, with what stood there and stands around it."""
+    """Returns a line for each masked place: the original token, the text around it, and the three best guesses."""
     mask, whole = id_of(tokenizer, MASK), pair["labels"].where(pair["labels"] != masking.IGNORED, pair["tokens"])
     places = (pair["tokens"] == mask).nonzero()[:, 0].tolist()
     logits, _ = model(*(pair[name][None] for name in ("tokens", "types", "mask")))  # [1 block vocab]
@@ -84,7 +85,7 @@ def filled(model: BERT, pair: Batch, tokenizer: Tokenizer) -> list[str]:
 def finish(
     args: Namespace, config: BERTConfig, tokenizer: Tokenizer, state: dict[str, Tensor], pairs: Sequence[Batch]
 ) -> None:
-    """Saves the model, draws its losses, and says what it makes of held-out pairs."""
+    """Saves the model, draws its losses, and prints its predictions for held-out pairs."""
     torch.save(state, args.out / "model.pt")
     logs.plot(args.out / "loss.png", logs.read(args.out / "log.csv"), f"BERT, {args.size}: held out without the pairs")
     model = BERT(config).eval()
@@ -96,7 +97,7 @@ def finish(
 
 
 def main() -> None:
-    """Trains, and asks whether it has learnt."""
+    """Trains, and asserts that the model has learnt."""
     args = arguments()
     tokenizer, text = pretraining.text_of(args, KIND)
     size = tokenizer.get_vocab_size()

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 examples/pretrain_gpt.py
     torchrun --nproc-per-node 8 examples/pretrain_gpt.py --size 355M --data TEXT.jsonl --tp 2 --pp 2 --microbatches 4
 
-The tokenizer is a byte-level BPE of the text itself; a tenth of the text is held out. Options of the papers' sizes are
-those of Shoeybi et al. 2019, section 4.2. In the end the folder has `model.pt`, `config.json` and `tokenizer.json`, for
-`evaluate_lm.py`, beside `log.csv`, TensorBoard's events and `loss.png`.
+The tokenizer is a byte-level BPE, trained on the text; a tenth of the text is held out. The options of the papers'
+sizes are those of Shoeybi et al. 2019, section 4.2. At the end the folder has `model.pt`, `config.json` and
+`tokenizer.json`, which `evaluate_lm.py` reads, and `log.csv`, TensorBoard's events and `loss.png`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PAPER = Recipe(batch=512, steps=300_000, warmup=3000, lr=1.5e-4, min_lr=1e-5)
 
 
 class Windows(Dataset[Batch]):
-    """Tokens in sequences that follow each other, and as labels the token behind each: [block] int64, both."""
+    """Sequences of tokens that follow each other, and as labels the next token of each: both [block] int64."""
 
     def __init__(self, values: Any, block: int) -> None:
         self.values, self.block = values, block
@@ -60,24 +60,24 @@ class Windows(Dataset[Batch]):
 
 
 def arguments() -> Namespace:
-    """The flags, with this script's own."""
+    """Returns the common flags and those of this script."""
     parser = recipes.parser("Pretrains a GPT on text.", SIZES)
     parser.set_defaults(out=Path("out/gpt"))
     parser.add_argument(
         "--target",
         type=float,
         default=120.0,
-        help="the held-out perplexity must be below, where all steps of the small size are taken",
+        help="upper limit of the held-out perplexity; checked if the small size takes all its steps",
     )
     parser.add_argument(
-        "--prompt", nargs="*", default=["def main(", "import ", "class "], help="what samples begin with"
+        "--prompt", nargs="*", default=["def main(", "import ", "class "], help="starts of the text samples"
     )
-    parser.add_argument("--sample", type=int, default=60, help="tokens of each sample")
+    parser.add_argument("--sample", type=int, default=60, help="tokens in each sample")
     return recipes.parse(parser, SIZES, SMALL, PAPER)
 
 
 def finish(args: Namespace, config: GPTConfig, tokenizer: Tokenizer, state: dict[str, torch.Tensor]) -> None:
-    """Saves the model, draws its losses, and says how it goes on with the prompts."""
+    """Saves the model, draws its losses, and prints a sample for each prompt."""
     torch.save(state, args.out / "model.pt")
     rows = logs.read(args.out / "log.csv")
     logs.plot(args.out / "loss.png", rows, f"GPT, {args.size}")
@@ -90,7 +90,7 @@ def finish(args: Namespace, config: GPTConfig, tokenizer: Tokenizer, state: dict
 
 
 def main() -> None:
-    """Trains, and asks whether it has learnt."""
+    """Trains, and asserts that the model has learnt."""
     args = arguments()
     tokenizer, text = pretraining.text_of(args, KIND)
     size = tokenizer.get_vocab_size()

@@ -1,7 +1,7 @@
-"""What the pretraining scripts share: tokens, the layout, the loop with its logs and checkpoints.
+"""The common parts of the pretraining scripts: tokens, the layout, the loop with its logs and checkpoints.
 
-A run is a folder. Started again, it goes on from the newest checkpoint there, in the same or another layout: so
-`torchrun --max-restarts` needs no help.
+Each run has a folder. A run that is started again continues from the newest checkpoint there, in the same layout or in
+another. So it works with `torchrun --max-restarts`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Batch = dict[str, Tensor]
 
 
 class Sequences(Protocol):
-    """Of each sequence the arguments that a model takes."""
+    """The model's arguments for each sequence, by number."""
 
     def __len__(self) -> int: ...
 
@@ -47,7 +47,7 @@ class Sequences(Protocol):
 
 
 def text_of(args: Namespace, kind: Kind) -> tuple[Tokenizer, Tokens]:
-    """The tokenizer and the tokens of what the run trains on."""
+    """Returns the tokenizer and the tokens of the text that the run trains on."""
     files = corpus.files(args.data)
     tokenizer, text = prepare(args.cache, kind, lambda: corpus.documents(files), args.vocabulary)
     say(f"{text}, a vocabulary of {tokenizer.get_vocab_size():,}")
@@ -55,16 +55,16 @@ def text_of(args: Namespace, kind: Kind) -> tuple[Tokenizer, Tokens]:
 
 
 def parted(length: int) -> tuple[range, range]:
-    """Of so many sequences the numbers of those to train on, and of those that are held out."""
+    """Returns the numbers of the sequences to train on, and of the held-out sequences, of `length` in all."""
     cut = length - max(1, int(length * HELD_OUT))
     return range(cut), range(cut, length)
 
 
 def begin(args: Namespace, tokenizer: Tokenizer, text: Tokens, config: Any) -> None:
-    """Makes the run's folder: its tokenizer, the model's configuration, and what must not change when it goes on.
+    """Makes the run's folder: its tokenizer, the model's configuration, and settings that a later run must not change.
 
     Raises:
-        ValueError: it is there already, of a run of other settings.
+        ValueError: the folder exists, and belongs to a run with other settings.
     """
     names = [*Recipe.__dataclass_fields__, "seed"]
     settings = asdict(config) | {name: getattr(args, name) for name in names} | {"text": text.fingerprint}
@@ -82,7 +82,7 @@ def begin(args: Namespace, tokenizer: Tokenizer, text: Tokens, config: Any) -> N
 
 
 def distributed(model: nn.Module, args: Namespace, data: Sequences) -> tuple[autotp.Trainer, ShardedGradScaler]:
-    """This rank's part of the model, and what scales its loss (nothing, but in float16)."""
+    """Returns this rank's part of the model, and the scaler of its loss, which scales only in float16."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     scaler = ShardedGradScaler(kind, enabled=args.dtype == "float16")
     trainer = autotp.distribute(
@@ -104,11 +104,11 @@ def distributed(model: nn.Module, args: Namespace, data: Sequences) -> tuple[aut
 
 
 class Run:
-    """A training, from the newest checkpoint in its folder if there is one.
+    """A training, which continues from the newest checkpoint in its folder, if there is one.
 
     Args:
-        data: what is trained on.
-        held_out: the loss of what is not, in nats.
+        data: the sequences to train on.
+        held_out: a function that returns the loss on held-out sequences, in nats.
     """
 
     def __init__(
@@ -122,11 +122,11 @@ class Run:
         self.state: dict[str, Any] = {"scheduler": self.scheduler, "scaler": scaler}
         self.folder, self.device = args.out / "checkpoints", next(trainer.parameters()).device
         sampler = autotp.Sampler(len(data), args.batch, trainer, seed=args.seed)
-        own = torch.Generator()  # Or the loader draws a number from dropout's, and a run that goes on one more.
+        own = torch.Generator()  # Else the loader draws from dropout's generator, once more in a continued run.
         self.batches = DataLoader(cast(Dataset[Batch], data), batch_sampler=sampler, generator=own)
 
     def train(self) -> float:
-        """Trains to the last step; the held-out loss then."""
+        """Trains to the last step, and returns the held-out loss."""
         args, tokens, unseen = self.args, self.args.batch * self.args.block, None
         done = autotp.load_checkpoint(self.folder, self.trainer, self.optimizer, **self.state)
         bar = training.progress("pretraining", args.steps * tokens)
@@ -145,13 +145,13 @@ class Run:
         return self.held_out() if unseen is None else unseen
 
     def save(self, step: int) -> None:
-        """Writes a checkpoint, and removes the oldest of more than `--keep`."""
+        """Writes a checkpoint, and removes the oldest checkpoints if there are more than `--keep`."""
         autotp.save_checkpoint(self.folder, self.trainer, self.optimizer, step, **self.state)
         if rank() == 0:
             keep(self.folder, self.args.keep)
 
     def update(self, batch: Batch) -> dict[str, float]:
-        """One step of the optimizer, and what it measured."""
+        """Takes one step of the optimizer, and returns its measurements."""
         start, rate = time.perf_counter(), self.optimizer.param_groups[0]["lr"]
         self.optimizer.zero_grad()
         loss = float(self.trainer.step(**{name: value.to(self.device) for name, value in batch.items()}))
@@ -165,22 +165,22 @@ class Run:
 
 
 def keep(folder: Path, count: int) -> None:
-    """Removes the oldest of more than `count` whole checkpoints. What is not whole is none, and stays."""
+    """Keeps the newest `count` complete checkpoints, and removes the older ones. Incomplete folders stay."""
     for step in saved_steps(folder)[:-count]:
         path = folder / f"step-{step:08d}"
-        # At once, for whoever reads it; what stays if this process ends meanwhile goes with the next job's first save.
+        # A reader sees it vanish at once. If this process ends now, the next job's first save removes the rest.
         shutil.rmtree(path.rename(folder / f".{path.name}.removed.new"))
 
 
 def scheduled(optimizer: torch.optim.Optimizer, args: Namespace) -> LRScheduler:
-    """Warm-up, then a cosine."""
+    """Returns the schedule of the learning rate: warm-up, then a cosine."""
     up = LinearLR(optimizer, 1 / args.warmup, total_iters=args.warmup - 1)
     down = CosineAnnealingLR(optimizer, args.steps - args.warmup, args.min_lr)
     return SequentialLR(optimizer, [up, down], [args.warmup])
 
 
 def held_out_loss(trainer: autotp.Trainer, data: Sequences, args: Namespace, names: Collection[str]) -> float:
-    """The mean loss of held-out sequences, in nats a label, given these of the model's arguments."""
+    """Returns the mean loss of held-out sequences, in nats for each label; `names` are the arguments to pass."""
     total, labels, replicas = 0.0, 0, trainer.mesh["dp"]
     device = next(trainer.parameters()).device
     for numbers in evenly(len(data), args.batch, args.eval_batches):
@@ -193,10 +193,10 @@ def held_out_loss(trainer: autotp.Trainer, data: Sequences, args: Namespace, nam
 
 
 def evenly(length: int, batch: int, batches: int) -> list[range]:
-    """The numbers of up to `batches` batches, spread evenly over so many sequences.
+    """Returns the sequence numbers of up to `batches` batches, spread evenly over `length` sequences.
 
     Raises:
-        ValueError: they are less than a batch.
+        ValueError: there are fewer sequences than in a batch.
     """
     count = min(batches, length // batch)
     if count < 1:

@@ -1,4 +1,4 @@
-"""How the pretraining scripts train models of which size, and the flags that change it."""
+"""The hyperparameters for each model size of the pretraining scripts, and the flags that change them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SCHEDULES = ("1F1B", "interleaved", "GPipe", "zero-bubble", "zero-bubble-v")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained.
+    """The hyperparameters of a training.
 
     Attributes:
-        batch: sequences a step, of all replicas.
+        batch: sequences in a step, of all replicas together.
         warmup: steps in which the learning rate grows to `lr`; then it falls to `min_lr`, as a cosine.
     """
 
@@ -38,7 +38,7 @@ class Recipe:
 
 
 def parser(description: str, sizes: Iterable[str]) -> ArgumentParser:
-    """The flags that the scripts share. Those without a default have the recipe's, which `parse` knows."""
+    """Returns the flags that the scripts share. Flags without a default here get the recipe's value in `parse`."""
     new = ArgumentParser(description=description, formatter_class=ArgumentDefaultsHelpFormatter)
     new.add_argument(
         "--size", choices=tuple(sizes), default="small", help="sizes of the model; all except small are from papers"
@@ -58,17 +58,17 @@ def parser(description: str, sizes: Iterable[str]) -> ArgumentParser:
 
 def _add_recipe(parser: ArgumentParser) -> None:
     for name, kind, text in (
-        ("vocabulary", int, "tokens, at most"),
-        ("block", int, "tokens of a sequence"),
-        ("batch", int, "sequences a step, of all replicas"),
-        ("steps", int, "of the optimizer"),
+        ("vocabulary", int, "largest size of the vocabulary, in tokens"),
+        ("block", int, "tokens in a sequence"),
+        ("batch", int, "sequences in a step, of all replicas together"),
+        ("steps", int, "steps of the optimizer"),
         ("warmup", int, "steps in which the learning rate grows"),
         ("lr", float, "the highest learning rate"),
-        ("min-lr", float, "the learning rate in the end"),
-        ("dropout", float, "probability, everywhere"),
-        ("weight-decay", float, "of matrices, not of biases and norms"),
+        ("min-lr", float, "the learning rate at the end"),
+        ("dropout", float, "probability of all dropouts"),
+        ("weight-decay", float, "for matrices, not for biases and norms"),
         ("clip", float, "the largest norm of a gradient"),
-        ("beta2", float, "how long AdamW remembers squared gradients"),
+        ("beta2", float, "beta2 of AdamW"),
     ):
         parser.add_argument(f"--{name}", type=kind, help=text)
 
@@ -98,8 +98,8 @@ def _add_layout(parser: ArgumentParser) -> None:
 def parse(
     parser: ArgumentParser, sizes: Mapping[str, GPTConfig] | Mapping[str, BERTConfig], small: Recipe, paper: Recipe
 ) -> Namespace:
-    """The command line's flags; ends the program with a message where they do not go together."""
-    first = ArgumentParser(add_help=False)  # What defaults depend on, so that --help has them.
+    """Returns the flags of the command line; ends the program with a message if they contradict each other."""
+    first = ArgumentParser(add_help=False)  # Defaults depend on these flags, and --help shows the defaults.
     first.add_argument("--size", choices=tuple(sizes), default="small")
     first.add_argument("--steps", type=int)
     given = first.parse_known_args()[0]
@@ -116,5 +116,5 @@ def parse(
         parser.error(f"--batch {args.batch} does not divide into {args.dp} x {args.microbatches} microbatches")
     if not 1 < args.warmup < args.steps:
         parser.error(f"--warmup {args.warmup} must be from 2 to less than --steps, which is {args.steps}")
-    args.asked = args.size == "small" and args.steps >= recipe.steps  # whether it should have learnt
+    args.asked = args.size == "small" and args.steps >= recipe.steps  # whether to assert that it has learnt
     return args

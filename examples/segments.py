@@ -1,8 +1,9 @@
-"""Pairs of segments as BERT reads them: [CLS] one [SEP] another [SEP], some of their tokens masked.
+"""Makes pairs of segments for BERT: [CLS] one [SEP] another [SEP], with some tokens masked.
 
-A document is cut into runs of sentences that fill a sequence; a pair is a run, parted at a random sentence. Of half of
-the pairs the second segment is replaced by another document's ("next", Devlin et al. 2018, section 3.1), or the two
-change places ("order", Lan et al. 2019, section 3.1, which the Megatron paper takes): that is to be noticed.
+A document is divided into runs of sentences, each of which fills a sequence. A pair is a run that is split at a random
+sentence. Half of the pairs are made wrong, and the model must find out which: the second segment is replaced by a
+segment of another document ("next", Devlin et al. 2018, section 3.1), or the two segments change places ("order", Lan
+et al. 2019, section 3.1, as in the Megatron paper).
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from tokens import CLS, MASK, PAD, SEP, SPECIAL, Tokens, id_of
 from torch import Tensor
 from torch.utils.data import Dataset
 
-MARKS = 3  # [CLS] and two [SEP].
+MARKS = 3  # The special tokens of a pair: [CLS] and two [SEP].
 
 Pairing = Literal["next", "order"]
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of sentences of a text.
+    """The runs of sentences of a text.
 
     Attributes:
-        first: [runs] int64, the sentence that each starts with.
-        last: [runs] int64, the one behind its last.
-        document: [runs] int64, the number of its document, in ascending order.
+        first: [runs] int64, the number of the first sentence.
+        last: [runs] int64, the number of the last sentence, plus one.
+        document: [runs] int64, the number of the document, in ascending order.
     """
 
     first: np.ndarray[Any, Any]
@@ -46,10 +47,10 @@ class Runs:
 
 
 def runs(text: Tokens, length: int) -> Runs:
-    """Runs of two sentences or more that reach `length` tokens where their documents do.
+    """Returns runs of at least two sentences, of `length` tokens or more if their documents are long enough.
 
     Raises:
-        ValueError: there are none.
+        ValueError: no document has two sentences.
     """
     found: list[tuple[int, int, int]] = []
     for number, (first, end) in enumerate(zip(text.documents[:-1].tolist(), text.documents[1:].tolist(), strict=True)):
@@ -64,12 +65,12 @@ def runs(text: Tokens, length: int) -> Runs:
 
 
 class Pairs(Dataset[dict[str, Tensor]]):
-    """The arguments of BERT for one pair each: tokens, types, mask and labels [block], next_sentence [], all int64.
+    """The arguments of BERT for each pair: tokens, types, mask and labels [block], next_sentence [], all int64.
 
-    Which sentences part, what is masked and what is swapped depend on the seed and the pair's number alone.
+    Where a run is split, which tokens are masked and which pairs are wrong: this depends on (seed, pair number) alone.
 
     Args:
-        rounds: how often the text is gone through, otherwise parted and masked each time; the paper's is 10.
+        rounds: how often the text is used, each time split and masked in another way; 10 in the paper.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Pairs(Dataset[dict[str, Tensor]]):
         }
 
     def segments(self, run: int, generator: torch.Generator) -> tuple[list[int], list[int], bool]:
-        """The two segments of a run, and whether they are a wrong pair, as half of all are."""
+        """Returns the two segments of a run, and whether the pair is wrong, which half of all pairs are."""
         one, other = self._parted(run, generator)
         wrong = bool(torch.rand((), generator=generator) < 0.5)
         if wrong and self.pairing == "next":
@@ -119,7 +120,7 @@ class Pairs(Dataset[dict[str, Tensor]]):
         return self.text.values[start:part].tolist(), self.text.values[part:end].tolist()
 
     def _another(self, run: int, generator: torch.Generator) -> int:
-        """A run of another document; of the same where there is only one."""
+        """Returns the number of a run of another document; of the same document if there is only one."""
         here = self.among.document
         low, high = (int(np.searchsorted(here, here[run], side)) for side in cast(Any, ("left", "right")))
         if high - low == len(here):
@@ -129,6 +130,6 @@ class Pairs(Dataset[dict[str, Tensor]]):
 
 
 def shortened(one: Sequence[int], other: Sequence[int], room: int) -> tuple[list[int], list[int]]:
-    """The two segments in `room` tokens: the longer loses, at the end that does not touch the other."""
+    """Returns the two segments in `room` tokens: the longer is cut, at its outer end."""
     first = min(len(one), max(room - len(other), room // 2))
     return list(one[len(one) - first :]), list(other[: room - first])

@@ -1,4 +1,4 @@
-"""The five tasks that BERT is fine-tuned on: the files of each, the model, and how well it does."""
+"""The five tasks to fine-tune BERT on: the files of each task, its model and its metric."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from autotp.models.bert import BERT
 
 @dataclass(frozen=True)
 class Task:
-    """What makes a task.
+    """A task.
 
     Attributes:
-        read: a file's examples.
-        head: its model, on a BERT.
-        train: the file that is trained on.
-        dev: the files it is measured on, by name; of several some may be missing.
-        metric: the one that counts, of what `measure` gives.
-        learnt: what it must be on the files of `bert_samples.py`.
+        read: returns the examples of a file.
+        head: makes the model from a BERT.
+        train: the file to train on.
+        dev: name -> file of each evaluation set; if there are several, some may be missing.
+        metric: the name of the task's metric, among those that `measure` returns.
+        learnt: the least value of this metric on the files of `bert_samples.py`.
     """
 
     read: Callable[[Path, Broken], Iterator[Example]]
@@ -54,10 +54,10 @@ TASKS = {
 
 
 def load(task: Task, folder: Path, broken: Broken = refuse) -> tuple[list[Example], dict[str, list[Example]]]:
-    """What is trained on, and what it is measured on, by name.
+    """Returns the training examples, and the evaluation sets: name -> examples.
 
     Raises:
-        ValueError: a file is missing, wrong, or has no examples.
+        ValueError: a file is missing, has a wrong format, or has no examples.
     """
     dev = {name: folder / file for name, file in task.dev.items() if (folder / file).exists()}
     for file in (folder / task.train, *(dev.values() or [folder / next(iter(task.dev.values()))])):
@@ -73,12 +73,12 @@ def load(task: Task, folder: Path, broken: Broken = refuse) -> tuple[list[Exampl
 def measure(
     examples: Sequence[Example], items: Sequence[Item], scores: Sequence[Tensor], longest: int, threshold: float | None
 ) -> dict[str, float]:
-    """How well these scores answer, by metric, each from 0 to 1.
+    """Returns the metrics of these scores: name -> value from 0 to 1.
 
     Args:
-        items: what the model read, the windows of questions.
-        scores: the model's logits for each.
-        longest, threshold: of `windows.answers`.
+        items: the items that the model read: examples, or windows of questions.
+        scores: the model's logits for each item.
+        longest, threshold: arguments of `windows.answers`.
     """
     questions = [example for example in examples if isinstance(example, Question)]
     if questions:

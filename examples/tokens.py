@@ -1,7 +1,7 @@
-"""Text as tokens: tokenizers trained on it, and memory-mapped files that are written once and found again.
+"""Turns text into tokens: trains tokenizers, and writes the tokens once, to memory-mapped files that later runs find.
 
-A file of tokens belongs to a text and a tokenizer, of which it has the fingerprint as its name: another text or another
-tokenizer never finds it. Every process may ask for it at once; one of them writes, the others wait.
+The name of a file of tokens is a fingerprint of its text and its tokenizer, so another text or tokenizer never gets
+this file. All processes may ask for a file at the same time: one process writes it, the others wait.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-END = "<|endoftext|>"  # GPT's, behind each document.
-PAD, UNKNOWN, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # BERT's, the first tokens.
-PASSAGE = 1 << 20  # Characters that are tokenised as one.
-AT_ONCE = 256  # Documents.
+END = "<|endoftext|>"  # GPT's token at the end of each document.
+PAD, UNKNOWN, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # BERT's first tokens.
+PASSAGE = 1 << 20  # Characters in one call of the tokenizer.
+AT_ONCE = 256  # Documents in one batch.
 
 T = TypeVar("T")
 Documents = Callable[[], Iterator[str]]
@@ -30,12 +30,12 @@ Documents = Callable[[], Iterator[str]]
 
 @dataclass(frozen=True)
 class Kind:
-    """What a model reads.
+    """How a kind of model reads text.
 
     Attributes:
-        train: a tokenizer of at most so many tokens, trained on documents.
-        pieces: a document in parts, each tokenised on its own.
-        end: the token behind each document, if any.
+        train: trains a tokenizer of at most the given number of tokens on documents.
+        pieces: divides a document into parts, each of which is tokenised separately.
+        end: the token at the end of each document, if there is one.
     """
 
     name: str
@@ -49,10 +49,10 @@ class Tokens:
     """A text in tokens, on disk.
 
     Attributes:
-        fingerprint: of the text and the tokenizer.
+        fingerprint: the fingerprint of the text and the tokenizer.
         values: [tokens], uint16 or uint32.
-        pieces: [pieces+1] int64, the token that each piece starts with, and the end.
-        documents: [documents+1] int64, the piece that each document starts with, and the end.
+        pieces: [pieces+1] int64, the index of the first token of each piece, and the number of tokens.
+        documents: [documents+1] int64, the index of the first piece of each document, and the number of pieces.
     """
 
     fingerprint: str
@@ -65,7 +65,7 @@ class Tokens:
 
 
 def byte_pairs(documents: Iterable[str], size: int) -> Tokenizer:
-    """A byte-level BPE of at most `size` tokens, as GPT-2's: every text has tokens, and they give it back."""
+    """Returns a byte-level BPE of at most `size` tokens, as GPT-2's: it encodes every text, and decodes it exactly."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -76,7 +76,7 @@ def byte_pairs(documents: Iterable[str], size: int) -> Tokenizer:
 
 
 def word_pieces(documents: Iterable[str], size: int) -> Tokenizer:
-    """A WordPiece of at most `size` tokens, as that of uncased BERT: lower case, `##` within words."""
+    """Returns a WordPiece of at most `size` tokens, as that of uncased BERT: lower case, `##` within words."""
     tokenizer = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -87,7 +87,7 @@ def word_pieces(documents: Iterable[str], size: int) -> Tokenizer:
 
 
 def passages(document: str) -> Iterator[str]:
-    """The document in parts of whole lines, of PASSAGE characters and more: a tokenizer takes no gigabyte at once."""
+    """Yields parts of the document, of whole lines and about PASSAGE characters: no tokenizer can take a gigabyte."""
     start = 0
     while start < len(document):
         end = document.find("\n", start + PASSAGE) + 1 or len(document)
@@ -96,7 +96,7 @@ def passages(document: str) -> Iterator[str]:
 
 
 def sentences(document: str) -> list[str]:
-    """The document's lines that have any text: BERT's own files have a sentence in each."""
+    """Returns the lines of the document that have text: in BERT's own files each line is a sentence."""
     return [line for line in document.splitlines() if line.strip()]
 
 
@@ -105,13 +105,13 @@ BERT = Kind("bert", word_pieces, sentences, None)
 
 
 def prepare(cache: Path, kind: Kind, documents: Documents, size: int) -> tuple[Tokenizer, Tokens]:
-    """A tokenizer of at most `size` tokens and the documents in its tokens: those in `cache`, or now made there.
+    """Returns a tokenizer of at most `size` tokens, and the documents in its tokens; writes both to `cache` if needed.
 
     Args:
-        documents: called for each reading, as nothing but one document is held.
+        documents: returns the documents; called for each reading, because only one document is in memory at a time.
 
     Raises:
-        ValueError: a file in the cache is not whole.
+        ValueError: a file in the cache is not complete.
     """
     text = fingerprint(documents())
     cache.mkdir(parents=True, exist_ok=True)
@@ -127,14 +127,14 @@ def prepare(cache: Path, kind: Kind, documents: Documents, size: int) -> tuple[T
 
 
 def load_tokenizer(file: Path) -> Tokenizer:
-    """The tokenizer in a file. A text that has the name of a special token in it is text, no such token."""
+    """Returns the tokenizer of a file. In a text, the name of a special token is ordinary text."""
     tokenizer = Tokenizer.from_file(str(file))
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 def id_of(tokenizer: Tokenizer, token: str) -> int:
-    """The number of a token.
+    """Returns the id of a token.
 
     Raises:
         ValueError: the tokenizer has no such token.
@@ -146,7 +146,7 @@ def id_of(tokenizer: Tokenizer, token: str) -> int:
 
 
 def fingerprint(texts: Iterable[str]) -> str:
-    """16 hexadecimal digits, others for other texts or another division into texts."""
+    """Returns 16 hexadecimal digits, which depend on the texts and on where each text ends."""
     found = hashlib.sha256()
     for text in texts:
         data = text.encode(errors="surrogatepass")
@@ -156,10 +156,10 @@ def fingerprint(texts: Iterable[str]) -> str:
 
 
 def load(folder: Path, tokenizer: Tokenizer) -> Tokens:
-    """The tokens in a folder, mapped into memory.
+    """Returns the tokens of a folder, mapped into memory.
 
     Raises:
-        ValueError: a file is missing or not whole.
+        ValueError: a file is missing or not complete.
     """
     try:
         pieces, documents = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("pieces", "documents"))
@@ -173,7 +173,7 @@ def load(folder: Path, tokenizer: Tokenizer) -> Tokens:
 
 
 def dtype_of(tokenizer: Tokenizer) -> type[np.unsignedinteger[Any]]:
-    """The smaller of two types that holds every token."""
+    """Returns the smaller of two dtypes that can hold every token: uint16 or uint32."""
     return np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
 
 
@@ -201,7 +201,7 @@ def _batches(items: Iterator[T], count: int) -> Iterator[list[T]]:
 
 
 def _whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Writes a file or folder that is there whole or not at all."""
+    """Writes a file or folder, which appears under its name only when it is complete."""
     partial = path.with_name(f"{path.name}.part")
     if partial.is_dir():
         shutil.rmtree(partial)

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/train_bert.py
 
-Masking is that of the paper, of bytes (`masking.py`).
+Bytes are masked as in the paper (`masking.py`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from training import Batch, say
 import autotp
 from autotp.models.bert import BERT, BERTConfig
 
-MASK = 256  # The one token that is no byte.
+MASK = 256  # The only token that is not a byte.
 
 
 def arguments() -> Namespace:
-    """The flags, with this script's own."""
+    """Returns the common flags and those of this script."""
     parser = training.parser("Trains a BERT on masked bytes, tensor-parallel over all of torchrun's processes.")
     parser.add_argument(
         "--norm", choices=("pre", "post"), default="pre", help="place of the norms: pre as in Megatron, post as in BERT"
@@ -36,7 +36,7 @@ def arguments() -> Namespace:
 
 
 def build(args: Namespace) -> BERT:
-    """An ordinary BERT over bytes: the same weights on every rank and in every run."""
+    """Returns an ordinary BERT over bytes, with the same weights on every rank and in every run."""
     torch.manual_seed(args.seed)
     return BERT(
         BERTConfig(
@@ -47,24 +47,24 @@ def build(args: Namespace) -> BERT:
 
 
 def masked(windows: Tensor, seed: int) -> Batch:
-    """Tokens, some of them masked, and as labels what stood at the chosen places; all three: [batch block]"""
+    """Returns the tokens, some of them masked, and as labels the original tokens there; all three: [batch block]"""
     return masking.masked(windows, torch.Generator().manual_seed(seed), mask=MASK, others=range(MASK))
 
 
 def held_out(text: corpus.Corpus, args: Namespace, count: int = 512) -> list[Batch]:
-    """`count` windows over the held-out text, in batches, masked the same each time."""
+    """Returns `count` windows over the held-out text, in batches, with the same masks in each call."""
     windows = corpus.spread(text.held_out, args.block, count)
     return [masked(some, seed) for seed, some in enumerate(windows.split(args.batch))]
 
 
 def frequencies_loss(text: corpus.Corpus) -> float:
-    """The loss, in nats a byte, of knowing how often each byte occurs and nothing of what stands around it."""
+    """Returns the loss of predicting each byte from byte frequencies alone, without context, in nats for each byte."""
     share = torch.bincount(text.train.long(), minlength=256).double() / len(text.train)
     return float(torch.special.entr(share).sum())
 
 
 def main() -> None:
-    """Trains alone, trains together, compares, and asks whether it has learnt."""
+    """Trains in one process and tensor-parallel, compares, and asserts that the model has learnt."""
     args = arguments()
     text = corpus.load(args.data)
     unseen = held_out(text, args)

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/train_gpt.py
 
-A single process first trains the same model on the same batches for 50 steps. The parallel run repeats those, and
-its losses must be the same to 1e-4; then it trains on until it has learnt. Without torchrun it is a world of one.
+First a single process trains the same model on the same batches for 50 steps. The parallel run repeats these steps,
+and its losses must be the same to 1e-4. Then it continues to the end. Without torchrun there is one process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autotp.models.gpt import GPT, GPTConfig
 
 
 def arguments() -> Namespace:
-    """The flags, with this script's own."""
+    """Returns the common flags and those of this script."""
     parser = training.parser("Trains a byte-level GPT, tensor-parallel over all of torchrun's processes.")
     parser.add_argument("--target", type=float, default=2.2, help="upper limit of the held-out loss, in nats per byte")
     parser.add_argument("--prompt", default="def main(", help="prompt of the text sample, default: %(default)r")
@@ -30,7 +30,7 @@ def arguments() -> Namespace:
 
 
 def build(args: Namespace) -> GPT:
-    """An ordinary GPT over bytes: the same weights on every rank and in every run."""
+    """Returns an ordinary GPT over bytes, with the same weights on every rank and in every run."""
     torch.manual_seed(args.seed)
     return GPT(
         GPTConfig(
@@ -41,19 +41,19 @@ def build(args: Namespace) -> GPT:
 
 
 def shifted(windows: torch.Tensor) -> Batch:
-    """Tokens, and for each the byte that follows. windows: [batch block+1]; both results: [batch block]"""
+    """Returns the tokens, and the byte that follows each. windows: [batch block+1]; both results: [batch block]"""
     return windows[:, :-1], windows[:, 1:]
 
 
 def held_out(text: corpus.Corpus, args: Namespace, count: int = 512) -> list[Batch]:
-    """`count` windows over the held-out text, in batches."""
+    """Returns `count` windows over the held-out text, in batches."""
     windows = corpus.spread(text.held_out, args.block + 1, count)
     return [shifted(some) for some in windows.split(args.batch)]
 
 
 @torch.no_grad()
 def generate(model: nn.Module, prompt: bytes, count: int, block: int, temperature: float = 0.8) -> bytes:
-    """The prompt and `count` bytes more. Logits are the same on every rank, and so is the generator: so is the text."""
+    """Returns the prompt and `count` bytes more: the same on every rank, as logits and generators are equal."""
     model.eval()
     generator = torch.Generator().manual_seed(0)
     where = next(model.parameters()).device
@@ -66,7 +66,7 @@ def generate(model: nn.Module, prompt: bytes, count: int, block: int, temperatur
 
 
 def main() -> None:
-    """Trains alone, trains together, compares, and asks whether it has learnt."""
+    """Trains in one process and tensor-parallel, compares, and asserts that the model has learnt."""
     args = arguments()
     text = corpus.load(args.data)
     unseen = held_out(text, args)

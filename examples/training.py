@@ -22,7 +22,7 @@ MAX_NORM = 1.0
 
 
 def parser(description: str) -> ArgumentParser:
-    """The flags that the scripts share; each adds its own and sets its defaults."""
+    """Returns the flags that the scripts share; each script adds its own flags and sets defaults."""
     new = ArgumentParser(description=description, formatter_class=ArgumentDefaultsHelpFormatter)
     new.add_argument("--data", nargs="*", default=[], help="files or folders of text; default: Python's source code")
     new.add_argument("--out", type=Path, default=Path("out"), help="folder for the loss curve")
@@ -35,32 +35,35 @@ def parser(description: str) -> ArgumentParser:
     new.add_argument("--batch", type=int, default=16, help="windows in a step")
     new.add_argument("--dropout", type=float, default=0.0, help="probability of all dropouts")
     new.add_argument(
-        "--steps", type=int, default=1000, help="of the optimizer; it is asked what it has learnt only if not fewer"
+        "--steps",
+        type=int,
+        default=1000,
+        help="steps of the optimizer; a shorter run does not check what it has learnt",
     )
     new.add_argument("--compare", type=int, default=50, help="steps that a single process trains as well")
     new.add_argument(
-        "--tolerance", type=float, default=1e-4, help="between the losses of those steps, see largest_difference"
+        "--tolerance", type=float, default=1e-4, help="largest allowed difference between the losses of these steps"
     )
-    new.add_argument("--lr", type=float, default=4e-3, help="after a tenth of the steps; then a cosine, down")
+    new.add_argument("--lr", type=float, default=4e-3, help="highest learning rate, after 1/10 of the steps")
     return new
 
 
 def parse(parser: ArgumentParser) -> Namespace:
-    """The command line's flags; ends the program with a message where they do not go together."""
+    """Returns the flags of the command line; ends the program with a message if they contradict each other."""
     args = parser.parse_args()
     if not 1 <= args.compare <= args.steps:
         parser.error(f"--compare {args.compare} must be from 1 to --steps, which is {args.steps}")
-    args.short = args.steps < parser.get_default("steps")  # too short a run to ask what it has learnt
+    args.short = args.steps < parser.get_default("steps")  # too few steps to assert that it has learnt
     return args
 
 
 def rank() -> int:
-    """Which of torchrun's processes this is; 0 without torchrun."""
+    """Returns the rank of this process; 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world() -> int:
-    """How many processes torchrun started; 1 without torchrun."""
+    """Returns the number of processes that torchrun started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -71,14 +74,14 @@ def say(*what: object, sep: str = " ") -> None:
 
 
 def device(args: Namespace) -> torch.device:
-    """Where this process computes: `--device`, else a GPU (shared, if there are too few), else the CPU."""
+    """Returns the device of this process: `--device`, else a GPU (shared if there are too few), else the CPU."""
     if args.device is not None or not torch.cuda.is_available():
         return torch.device(args.device or "cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def clip_one_device(model: nn.Module, max_norm: float) -> Tensor:
-    """torch's own clipping, called as `autotp.clip_grad_norm_` is."""
+    """Clips with torch's own function; called like `autotp.clip_grad_norm_`."""
     return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
@@ -91,11 +94,11 @@ def fit(
     steps: int,
     clip: Callable[[Model, float], object],
 ) -> list[float]:
-    """The loss of each step, trained with AdamW; `model` is any module that gives a loss for tokens and labels.
+    """Trains with AdamW; returns the loss of each step. `model` is any module that takes tokens and labels.
 
     Args:
         batches: step -> tokens and labels.
-        steps: how many to take now; the schedule is that of all `args.steps`.
+        steps: the number of steps to take; the schedule is that of `args.steps` steps.
         clip: clips the gradients in place to a norm.
     """
     torch.manual_seed(args.seed)  # The dropout of both runs starts here.
@@ -121,19 +124,19 @@ def fit(
 
 
 def progress(name: str, tokens: int) -> tqdm:
-    """A bar that counts tokens, and so shows tokens a second; on the first rank only."""
+    """Returns a progress bar that counts tokens, and shows tokens per second; on the first rank only."""
     return tqdm(total=tokens, desc=name, unit="tok", unit_scale=True, disable=rank() != 0, mininterval=0.5)
 
 
 def to_device(batch: Batch, model: nn.Module) -> Batch:
-    """The batch, where the model's parameters are."""
+    """Returns the batch on the device of the model's parameters."""
     where = next(model.parameters()).device
     return batch[0].to(where), batch[1].to(where)
 
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
-    """The mean loss over the batches, in nats a label, dropout off."""
+    """Returns the mean loss over the batches without dropout, in nats for each label."""
     model.eval()
     total, count = 0.0, 0
     for tokens, labels in batches:
@@ -145,11 +148,12 @@ def held_out_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
 
 
 def largest_difference(alone: list[float], together: list[float]) -> float:
-    """Between the two runs' losses, over the steps that both took.
+    """Returns the largest difference between the losses of the two runs, over the steps that both took.
 
-    NOTE [Why the comparison lies in the warm-up] Training at the full learning rate amplifies round-off: one process in
-    float32 is then itself 1e-3 to 1e-2 away from float64 within 50 steps, and in the warm-up of 1,000 steps 5e-6 at
-    most (six seeds). So a run with far fewer --steps needs a smaller --lr too, or a larger --tolerance.
+    NOTE [Why the comparison lies in the warm-up] Training at the full learning rate amplifies round-off: within 50 such
+    steps, the losses of one process in float32 are 1e-3 to 1e-2 away from those in float64; in the warm-up of 1,000
+    steps they are 5e-6 away at most (six seeds). So a run with far fewer --steps needs a smaller --lr, or a larger
+    --tolerance.
     """
     return max(abs(a - b) for a, b in zip(alone, together, strict=False))
 
@@ -167,7 +171,7 @@ def report(args: Namespace, script: str, alone: list[float], together: list[floa
 
 
 def smooth(losses: list[float], window: int = 25) -> list[float]:
-    """The mean of each loss and the up to `window - 1` before it."""
+    """Returns for each loss the mean of this loss and the `window - 1` losses before it (fewer at the start)."""
     sums = [0.0]
     for loss in losses:
         sums.append(sums[-1] + loss)

@@ -1,8 +1,8 @@
-"""Is my own model safe to cut? Explained and verified in one process, without a GPU, at tp=2, 3 and 4.
+"""Explains and verifies a model of your own at tp=2, 3 and 4, in one process and without a GPU.
 
     python examples/verify_my_model.py
 
-Nothing of the model is written for autotp. It has an operator autotp has never seen: one line says what is true of it.
+The model is not written for autotp. It uses an operator that autotp does not know; one line gives the operator's rule.
 """
 
 import torch
@@ -14,7 +14,7 @@ import autotp
 
 @torch.library.custom_op("mylib::squared_relu", mutates_args=())
 def squared_relu(x: Tensor) -> Tensor:
-    """The square of what is positive (So et al. 2021, Primer). x, result: [...]"""
+    """Returns the square of relu(x) (So et al. 2021, Primer). x, result: [...]"""
     return x.relu().square()
 
 
@@ -33,7 +33,7 @@ autotp.rule(torch.ops.mylib.squared_relu, "* -> *")
 
 
 class Block(nn.Module):
-    """Causal attention and an MLP, each on the normed stream."""
+    """Causal attention and an MLP, each after a norm."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class MyModel(nn.Module):
 
 
 def main() -> None:
-    """Prints the plan, and the proof for three numbers of ranks."""
+    """Prints the plan, and the result of `verify` for three numbers of ranks."""
     torch.manual_seed(0)
     model = MyModel()
     print(autotp.explain(model, tp=4))  # 6 heads on 4 ranks are 2, 2, 2 and 0: nothing has to divide.

@@ -1,7 +1,7 @@
-"""Long contexts as overlapping windows, and answers from the scores of their tokens.
+"""Divides long contexts into overlapping windows, and finds answers from the scores of their tokens.
 
-A context that is longer than the model reads is seen through windows that start `stride` tokens apart (Devlin et al.
-2018's code for SQuAD); a question's answer is the one with the best score in any of them.
+A context that is too long for the model is read in windows that start `stride` tokens apart (as in the code for SQuAD
+of Devlin et al. 2018). The answer to a question is the answer with the best score in any of its windows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 NOWHERE = (0, 0)
-"""The first token, [CLS]: where an answer starts and ends that is not in a window."""
+"""The first token, [CLS]: if a window does not have the answer, the answer starts and ends here."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Window:
     Attributes:
         query: the question's tokens.
         context: [tokens] int32, the part's tokens.
-        characters: [tokens 2] int32, each token's first character in the context and the one after its last.
-        target: the first and the last token of the answer in what the model reads.
+        characters: [tokens 2] int32, for each token the index of its first character, and of its last plus one.
+        target: the first and the last token of the answer, counted from [CLS].
     """
 
     question: Question
@@ -37,16 +37,16 @@ class Window:
 
     @property
     def first(self) -> int:
-        """Where the context starts in what the model reads: behind [CLS], the question and [SEP]."""
+        """Returns the index of the context's first token, counted from [CLS]: after the question and [SEP]."""
         return len(self.query) + 2
 
 
 def windows(questions: Iterable[Question], tokenizer: Tokenizer, seq: int, query: int, stride: int) -> list[Window]:
-    """The windows of all questions, in order.
+    """Returns the windows of all questions, in order.
 
     Args:
-        seq: tokens that the model reads at most, the three special ones included.
-        query: tokens of a question at most; the rest is cut off.
+        seq: the largest number of tokens that the model reads, with three special tokens.
+        query: the largest number of tokens of a question; the rest is cut off.
         stride: tokens from the start of a window to the start of the next.
 
     Raises:
@@ -69,18 +69,18 @@ def windows(questions: Iterable[Question], tokenizer: Tokenizer, seq: int, query
 
 
 def starts_and_ends(count: int, room: int, stride: int) -> list[tuple[int, int]]:
-    """The first token of each window, and the one after its last; the last window ends with the last token.
+    """Returns the first token of each window, and its last plus one; the last window ends at the end of the context.
 
     Args:
-        count: tokens of the context.
-        room: tokens of a window at most.
+        count: the number of tokens in the context.
+        room: the largest number of tokens in a window.
     """
     starts = range(0, max(1, count - room + stride), stride)
     return [(start, min(start + room, count)) for start in starts]
 
 
 def tokens_of(question: Question, offsets: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
-    """The first and the last token that have characters of the first answer; None where there is none."""
+    """Returns the first and the last token that have characters of the first answer; None if no token has any."""
     if not question.answers:
         return None
     start = question.answers[0].start
@@ -90,11 +90,13 @@ def tokens_of(question: Question, offsets: Sequence[tuple[int, int]]) -> tuple[i
 
 
 def best_span(scores: Tensor, longest: int) -> tuple[float, int, int]:
-    """The best score of any span, the sum of its start's and its end's, and the span's first and last token.
+    """Returns the best score of all spans, and the first and last token of this span.
+
+    The score of a span is the sum of the scores of its start and its end.
 
     Args:
-        scores: [tokens 2], of starting and of ending an answer at each token.
-        longest: tokens of a span at most.
+        scores: [tokens 2], the scores of each token as the start and as the end of an answer.
+        longest: the largest number of tokens in a span.
     """
     both = scores[:, :1] + scores[:, 1]  # [start end]
     spans = torch.ones_like(both, dtype=torch.bool).triu().tril(longest - 1)
@@ -104,13 +106,13 @@ def best_span(scores: Tensor, longest: int) -> tuple[float, int, int]:
 
 
 def answers(parts: Sequence[Window], scores: Sequence[Tensor], longest: int, threshold: float | None) -> dict[str, str]:
-    """Question id -> the answer with the best score in any of its windows; empty for none.
+    """Returns question id -> the answer with the best score in all windows of the question; empty for no answer.
 
     Args:
-        scores: of each window [seq 2], of starting and of ending an answer at each token.
-        longest: tokens of an answer at most.
-        threshold: a question has none where every window's score of [CLS] is above the best answer's by more than
-            this; None: every question has an answer.
+        scores: for each window [seq 2], the scores of each token as the start and as the end of an answer.
+        longest: the largest number of tokens in an answer.
+        threshold: a question has no answer if the score of [CLS] exceeds that of the best answer by more than this in
+            every window; None: every question has an answer.
     """
     best: dict[str, tuple[float, str]] = {}
     none: dict[str, float] = {}

@@ -1,1 +1,1 @@
-"""Ordinary single-device models, which import nothing of autotp; imported as `autotp.models`."""
+"""Ordinary single-device models. They import nothing of autotp; import them as `autotp.models`."""

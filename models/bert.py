@@ -1,7 +1,7 @@
 """BERT: an ordinary, single-device model (Devlin et al. 2018) that fills in masked tokens.
 
-LayerNorm stands after each residual addition as in the original (`norm="post"`), or before each branch and once at
-the end (`norm="pre"`): Megatron's order, with which BERT improves as it grows (Shoeybi et al. 2019, figure 7).
+With `norm="post"`, a LayerNorm follows each residual addition, as in the original. With `norm="pre"`, a LayerNorm is
+before each branch and one is at the end, as in Megatron: BERT then improves as it grows (Shoeybi et al. 2019, fig. 7).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class BERTConfig:
     """The sizes of a BERT; the defaults are those of BERT-base, uncased (110M).
 
     Raises:
-        ValueError: the heads do not divide the width, or there is no such norm.
+        ValueError: `n_head` does not divide `n_embd`, or `norm` has another value.
     """
 
     block_size: int = 512  # the longest sequence
     vocab_size: int = 30522
-    type_size: int = 2  # segments: first and second sentence
+    type_size: int = 2  # number of segments: first and second sentence
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -43,11 +43,11 @@ class BERTConfig:
 
 
 class ResidualProjection(nn.Linear):
-    """The linear at the end of a branch: its output is added to the residual stream."""
+    """The linear layer at the end of a branch: its output is added to the residual stream."""
 
 
 class SelfAttention(nn.Module):
-    """Each position attends to all that are no padding."""
+    """Self-attention: each position attends to all positions except padding."""
 
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linears, four times as wide between them."""
+    """Two linear layers; the width between them is four times the width of the model."""
 
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then MLP, with the LayerNorms where the configuration puts them."""
+    """One layer: attention, then MLP; `config.norm` says where the LayerNorms are."""
 
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Block(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Word, position and segment, added up; normalised only for `norm="post"`."""
+    """The sum of the word, position and segment embeddings; normalised only for `norm="post"`."""
 
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Embeddings(nn.Module):
 
 
 class MLMHead(nn.Module):
-    """Logits over the vocabulary. The decoder's matrix is the token embedding's; the bias is its own."""
+    """Logits over the vocabulary. The decoder uses the weight of the token embedding, and has a bias of its own."""
 
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class MLMHead(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Zeroes the bias."""
+        """Sets the bias to zero."""
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class MLMHead(nn.Module):
 
 
 class BERT(nn.Module):
-    """The encoder with both of its heads: masked tokens (MLM), and whether one sentence follows the other (NSP)."""
+    """The encoder with its two heads: masked tokens (MLM) and next-sentence prediction (NSP)."""
 
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class BERT(nn.Module):
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialises the module's own parameters, and no other's."""
+        """Initialises the parameters of this module, not those of its submodules."""
         match module:
             case ResidualProjection() if self.config.norm == "pre":
                 nn.init.normal_(module.weight, std=INIT_STD / math.sqrt(2 * self.config.n_layer))
@@ -172,7 +172,7 @@ class BERT(nn.Module):
 
     @property
     def dummy_inputs(self) -> dict[str, Tensor]:
-        """Small arguments for `forward`, on the parameters' device (the CPU for a model on meta)."""
+        """Returns small arguments for `forward`, on the parameters' device (the CPU for a model on meta)."""
         device = self.pooler.weight.device
         batch, seq = 2, min(7, self.config.block_size)
         count = torch.arange(batch * seq, device="cpu" if device.type == "meta" else device).view(batch, seq)
@@ -193,14 +193,14 @@ class BERT(nn.Module):
         labels: Tensor | None = None,
         next_sentence: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The logits of both heads, [batch seq vocab] and [batch 2]; with labels the loss in nats, a scalar.
+        """Returns the logits of both heads, [batch seq vocab] and [batch 2]; with labels the loss in nats, a scalar.
 
         Args:
             tokens: [batch seq] int64
-            types: [batch seq] int64, the segment of each token; all the first where not given.
+            types: [batch seq] int64, the segment of each token; by default all tokens are in the first segment.
             mask: [batch seq], 1 for tokens and 0 for padding.
-            labels: [batch seq] int64, what stands behind the mask; -100 is left out of the mean.
-            next_sentence: [batch] int64, 0 where the second sentence follows the first; its loss is added.
+            labels: [batch seq] int64, the original tokens; positions with -100 are left out of the mean.
+            next_sentence: [batch] int64, 0 if the second sentence follows the first; the NSP loss is added.
 
         Raises:
             ValueError: the sequence is longer than `block_size`.
@@ -214,7 +214,7 @@ class BERT(nn.Module):
         return loss if next_sentence is None else loss + F.cross_entropy(nsp, next_sentence)
 
     def encode(self, tokens: Tensor, types: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """The last hidden states, [batch seq hidden]; the arguments are those of `forward`."""
+        """Returns the last hidden states, [batch seq hidden]; the arguments are those of `forward`."""
         seq = tokens.shape[1]
         if seq > self.config.block_size:
             raise ValueError(f"BERT: a sequence of {seq} tokens is longer than block_size={self.config.block_size}")

@@ -1,14 +1,14 @@
-"""The sizes that Megatron was published with: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053v4.
+"""The model sizes of the Megatron papers: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053v4.
 
-GPT-2: table 2 for 355M, 2.5B and 8.3B, the models that were trained, and table 1, the scaling study, for 1.2B and 4.2B
-(table 1 also has the 8.3B, with 32 heads instead of 24). Sequences of 1,024 tokens (section 4.2) and GPT-2's own
-vocabulary of 50,257; the paper pads it to 51,200 so that 8 ranks divide it (section 5.1), for which there is no need.
+GPT-2: 355M, 2.5B and 8.3B are from table 2 (the trained models), 1.2B and 4.2B from table 1 (the scaling study, which
+has the 8.3B too, with 32 heads instead of 24). Sequences have 1,024 tokens (section 4.2). The vocabulary is GPT-2's, of
+50,257 tokens; the paper pads it to 51,200, which 8 ranks divide (section 5.1), and autotp does not need that.
 
 GPT_SIZES_2021 are those of Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", arXiv 2104.04473, table 1: sequences of 2,048 tokens, a vocabulary of 51,200.
 
 BERT: table 4, with the rearranged norm of figure 7, sequences of 512 and the original vocabulary of 30,522 (section
-4.2). What table 4 calls 336M is 334M in the encoder, and 336M with the pooler and both heads.
+4.2). The model that table 4 calls 336M has 334M parameters in the encoder, and 336M with the pooler and both heads.
 """
 
 from .bert import BERTConfig

@@ -1,7 +1,7 @@
 """GPT-2: an ordinary, single-device model (Radford et al. 2019), with the names of the original's weights.
 
-LayerNorm before each branch, learned positions, tanh GELU, the head tied to the token embedding. The initialisation is
-that of the paper's section 2.3: projections into the residual stream start smaller by 1/sqrt(2 n_layer).
+It has a LayerNorm before each branch, learned positions, tanh GELU, and a head tied to the token embedding. Weights are
+initialised as in section 2.3 of the paper: projections into the residual stream start smaller, by 1/sqrt(2 n_layer).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class GPTConfig:
     """The sizes of a GPT; the defaults are those of GPT-2 small (124M).
 
     Raises:
-        ValueError: the heads do not divide the width.
+        ValueError: `n_head` does not divide `n_embd`.
     """
 
     block_size: int = 1024  # the longest sequence
@@ -30,7 +30,7 @@ class GPTConfig:
     n_head: int = 12
     n_embd: int = 768
     dropout: float = 0.1
-    bias: bool = True  # in linears and layer norms
+    bias: bool = True  # in linear layers and layer norms
 
     def __post_init__(self) -> None:
         if self.n_embd % self.n_head:
@@ -38,11 +38,11 @@ class GPTConfig:
 
 
 class ResidualProjection(nn.Linear):
-    """The linear at the end of a branch: its output is added to the residual stream, so it starts smaller."""
+    """The linear layer at the end of a branch: its output is added to the residual stream, so it starts smaller."""
 
 
 class CausalSelfAttention(nn.Module):
-    """Each position attends to itself and to those before it."""
+    """Causal self-attention: each position attends to itself and to all earlier positions."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linears, four times as wide between them."""
+    """Two linear layers; the width between them is four times the width of the model."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then MLP, each added to the residual stream."""
+    """One layer: attention, then MLP; the output of each is added to the residual stream."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -97,12 +97,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The language model: next-token logits, or the loss where labels are given."""
+    """The language model: computes the logits of the next token, or the loss if labels are given."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # its weight is the head's too
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # the head has the same weight
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -110,7 +110,7 @@ class GPT(nn.Module):
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialises the module's own parameters, and no other's."""
+        """Initialises the parameters of this module, not those of its submodules."""
         match module:
             case ResidualProjection():
                 nn.init.normal_(module.weight, std=INIT_STD / math.sqrt(2 * self.config.n_layer))
@@ -123,18 +123,18 @@ class GPT(nn.Module):
 
     @property
     def dummy_inputs(self) -> dict[str, Tensor]:
-        """Small arguments for `forward`, on the parameters' device (the CPU for a model on meta)."""
+        """Returns small arguments for `forward`, on the parameters' device (the CPU for a model on meta)."""
         device = self.wte.weight.device
         shape = (2, min(7, self.config.block_size))
         tokens = torch.arange(math.prod(shape), device="cpu" if device.type == "meta" else device).view(shape)
         return {"tokens": tokens % self.config.vocab_size, "labels": (tokens + 1) % self.config.vocab_size}
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The logits [batch seq vocab]; with labels the mean loss in nats a token, a scalar.
+        """Returns the logits [batch seq vocab]; with labels the mean loss in nats for each token, a scalar.
 
         Args:
             tokens: [batch seq] int64
-            labels: [batch seq] int64, what should follow each token; -100 is left out of the mean.
+            labels: [batch seq] int64, the token that follows each token; -100 is left out of the mean.
 
         Raises:
             ValueError: the sequence is longer than `block_size`.
@@ -153,12 +153,12 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, n: int, temperature: float = 1.0, top_k: int | None = None) -> Tensor:
-        """The tokens and `n` more, drawn one by one; call `.eval()` before.
+        """Returns the tokens and `n` more, which are drawn one by one; call `.eval()` before.
 
         Args:
             tokens: [batch seq] int64; the result is [batch seq+n].
-            temperature: the logits are divided by it; towards 0 the most likely token is drawn.
-            top_k: draw from so many of the most likely tokens only.
+            temperature: divides the logits; near 0, the most likely token is drawn.
+            top_k: the number of most likely tokens to draw from; by default all tokens.
         """
         for _ in range(n):
             logits = self(tokens[:, -self.config.block_size :])[:, -1] / temperature  # [batch vocab]
