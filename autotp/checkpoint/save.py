@@ -208,7 +208,7 @@ def _newest_step(folder: Path) -> int:
         later = digits.isdecimal() and int(digits) > newest
         if later and not _has_manifest(path) and any(path.glob("*.tensors")):
             raise Error(
-                f"{path} has no {MANIFEST}",
+                f"{path / MANIFEST} is missing",
                 fix="put the file back, or move the folder away, so that an earlier step is loaded",
             )
     return newest

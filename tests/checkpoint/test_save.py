@@ -181,7 +181,7 @@ def test_refused_on_every_rank(tmp_path: Path) -> None:
         )
         assert found[1:] == [
             "load_checkpoint: /missing/step-00000003/rank-00001.tensors is missing",
-            "load_checkpoint: /bare/step-00000003 has no manifest.json",
+            "load_checkpoint: /bare/step-00000003/manifest.json is missing",
             "load_checkpoint: /garbled/step-00000003/manifest.json is damaged: its checksum does not match",
             "load_checkpoint: /newer/step-00000003 is of format 9, and this autotp reads 2",
             "load_checkpoint: /older/step-00000003 is of format 1, and this autotp reads 2",
