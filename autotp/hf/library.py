@@ -42,6 +42,10 @@ class Transformers(ModelLibrary):
         """True for those that collect hidden states and attentions: a model registers them in its first such call."""
         return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
+    def saves_first_rank_only(self, module: str) -> bool:
+        """True for accelerate's `save_state` and `get_state_dict`."""
+        return module.startswith("accelerate.")
+
     def keep_activations(self, model: Any) -> None:
         """Switches gradient checkpointing off for the capture: autograd would recompute outside the capturing modes."""
         for module in _modules(model):

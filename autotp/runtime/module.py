@@ -26,7 +26,7 @@ from autotp.distributed.heartbeat import expect_all_to_call, take_note_back
 from autotp.distributed.live_models import watch
 from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints
 from autotp.errors import Error, within
-from autotp.model_library import classes_before
+from autotp.model_library import classes_before, saves_first_rank_only
 from autotp.options import Recompute
 from autotp.passes.capture.guards.attribute_paths import is_internal
 from autotp.passes.emit.attach_parameters import BlockCall
@@ -263,11 +263,13 @@ def _expect_parts(module: nn.Module, given: Mapping[str, Any]) -> None:
 
 
 def _expect_saved_by_all(model: nn.Module, frame: FrameType) -> None:
-    """Raises Error in accelerate, which writes what `state_dict()` returns on the first rank, for all ranks."""
+    """Raises Error in a library that writes what `state_dict()` returns on the first rank, for all ranks."""
+    caller = str(frame.f_globals.get("__name__"))
     cut = any(layout.dim is not None for module in model.modules() for layout in held_in(module).values())
-    if cut and str(frame.f_globals.get("__name__")).startswith("accelerate."):
+    if cut and saves_first_rank_only(caller):
+        library = caller.partition(".")[0]
         raise Error(
-            "accelerate writes the state of the first rank only, which are its parts of the model",
+            f"{library} writes the state of the first rank only, and that has a part of each cut parameter",
             fix="autotp.save_pretrained(model, folder), or autotp.full_state_dict(model) on all ranks",
             alternative="autotp.distribute and autotp.save_checkpoint, with the optimizer",
         )

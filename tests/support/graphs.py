@@ -449,7 +449,8 @@ def shared_captures(test: Path) -> Iterator[None]:
         except Exception:  # The model holds what cannot be written down, such as a function of a function.
             return before(skeleton, *asked)
         found = CAPTURES[key] if key in CAPTURES else before(skeleton, *asked)
-        if not (found.kept or found.owned or found.changes or found.sets or found.into or found.constants):
+        changed = found.owned or found.changes or found.sets or found.into or found.hooks
+        if not (changed or found.kept or found.constants):
             CAPTURES[key] = found
             CAPTURES.move_to_end(key)
         if len(CAPTURES) > 100:

@@ -123,14 +123,19 @@ def run_ranks(
             WAITING.pop((RUNNING.file, n), None)
             ranks.end()
     BILL.ranks += max((reply.cpu for reply in replies.values()), default=0.0)
-    errors = {rank: error for rank, reply in replies.items() if (error := reply.error) is not None}
-    failed = [rank for rank in failed if not (isinstance(errors[rank], Died) and rank in may_die)]
+    return _values(fn.__name__, n, replies, may_die, timeout)
+
+
+def _values(name: str, n: int, replies: dict[int, Reply], may_die: Sequence[int], timeout: float) -> list[Any]:
+    """What the ranks returned, by rank; raises as `run_ranks` says."""
+    errors = {rank: reply.error for rank, reply in replies.items() if reply.error is not None}
+    failed = [rank for rank, error in errors.items() if not (isinstance(error, Died) and rank in may_die)]
     if failed:  # a death counts before what it made the others raise
         rank = min(failed, key=lambda rank: not isinstance(errors[rank], Died))
         raise errors[rank] from RuntimeError(f"on rank {rank} of {n}:\n{replies[rank].where}")
     late = [rank for rank in range(n) if rank not in replies]
     if late:
-        raise TimeoutError(f"{fn.__name__}: ranks {late} of {n} not done in {timeout} s")
+        raise TimeoutError(f"{name}: ranks {late} of {n} not done in {timeout} s")
     return [replies[rank].value for rank in range(n)]
 
 
