@@ -42,7 +42,7 @@ from autotp.passes.lower.lower import lower
 from autotp.passes.lower.overlap import overlap
 from autotp.passes.lower.prove_rules import prove_node
 from autotp.passes.pipeline.loss_totals import loss_totals
-from autotp.passes.pipeline.row_independence import batched, expect_rows, one_batch
+from autotp.passes.pipeline.row_independence import batched, expect_rows, expect_sums, one_batch
 from autotp.passes.plan.choose import Decision, choose, choose_as
 from autotp.passes.plan.decouple import decouple
 from autotp.passes.plan.experts import experts
@@ -235,7 +235,10 @@ def _decouple(p: Program) -> Program:
 
 
 def _row_independence(p: Program) -> Program:
-    expect_rows(p.graph, p.axes, batched(p.captured.inputs, p.captured.example))
+    rows = batched(p.captured.inputs, p.captured.example)
+    expect_rows(p.graph, p.axes, rows)
+    if p.counts is not None:
+        expect_sums(p.counts, infer_axes(p.counts), rows)
     return p
 
 

@@ -9,7 +9,7 @@ gradients to its gradients, even if the parts have different numbers of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,8 @@ def loss_totals(graph: fx.Graph, loss: fx.Node, inputs: Sequence[str]) -> Totals
     _expect_any_number(graph, inputs)
     kinds = Kinds(_made_of(graph, ()), _made_of(graph, inputs), _made_of(graph, _places(graph) - set(inputs), True))
     divided = _divided(loss, kinds)
-    builder, counts, given = Builder(fake_mode_of(graph)), list[fx.Node](), dict[fx.Node, fx.Node]()
+    _expect_divisors_only(loss, divided)
+    builder, counts, given = Builder(fake_mode_of(graph)), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         builder.origin = node
         if node.op != "placeholder" and not given:
@@ -82,10 +83,11 @@ def loss_totals(graph: fx.Graph, loss: fx.Node, inputs: Sequence[str]) -> Totals
             rows = next(new for old, new in builder.env.items() if old.name == inputs[0])
         if node in given:
             builder.env[node], count = _by_total(builder, node, given[node], None if divided[node] else rows)
-            counts.append(builder.call(aten.to.dtype, count, torch.float64))
+            counts[node] = builder.call(aten.to.dtype, count, torch.float64)
         elif node.op != "output":
             builder.copy(node)
-    return Totals(returning(builder.graph, [builder.env[loss]]), returning(builder.graph, counts, places=False))
+    ordered = [counts[one] for one in divided]  # As their placeholders; the graph may compute them in another order.
+    return Totals(returning(builder.graph, [builder.env[loss]]), returning(builder.graph, ordered, places=False))
 
 
 def returning(graph: fx.Graph, wanted: Sequence[fx.Node], places: bool = True) -> fx.Graph:
@@ -169,6 +171,26 @@ def _divided(node: fx.Node, kinds: Kinds) -> dict[fx.Node, bool]:
     return found
 
 
+def _expect_divisors_only(loss: fx.Node, divided: Mapping[fx.Node, bool]) -> None:
+    """Raises Error if a count is also a term of the loss: each part would add the count of the whole batch."""
+    terms = [loss]
+    for node in terms:  # It grows.
+        if divided.get(node):
+            raise Error(
+                f"the loss is divided by `{node.target}`, and adds it, too",
+                at=line_of(node),
+                fix="the loss without this term: it has no gradient",
+            )
+        if _adds_up(node):
+            operands = node.all_input_nodes[:1] if node.target is aten.div.Tensor else node.all_input_nodes
+            terms += [n for n in operands if n not in terms]
+
+
+def _adds_up(node: fx.Node) -> bool:
+    """True for a scalar that is made of terms: a sum, a difference, a product with a number, a quotient."""
+    return node.op == "call_function" and bool(node.all_input_nodes) and _of_a_number(node)
+
+
 def _expect_any_number(graph: fx.Graph, inputs: Sequence[str]) -> None:
     """Raises Error if a graph depends on the number of rows: parts of a batch have fewer."""
     lengths = [node.meta["val"].shape[0] for node in graph.nodes if node.name in inputs]
@@ -229,10 +251,16 @@ def symbols(size: Any) -> set[Any]:
 
 def _counts(node: fx.Node, kinds: Kinds) -> list[fx.Node]:
     """Returns the sums that a divisor is made of; an empty list if it is not made of sums over inputs."""
-    if _is_sum(node):
+    if _is_sum(node) and not _of_a_number(node):
         return [node] if node in kinds.free else []
     found = [_counts(n, kinds) for n in node.all_input_nodes if kinds.varies(n)]
     return [n for some in found for n in some] if all(found) else []
+
+
+def _of_a_number(node: fx.Node) -> bool:
+    """True for an operator on a tensor without dimensions."""
+    values = [n.meta.get("val") for n in node.all_input_nodes]
+    return all(value.dim() == 0 for value in values if isinstance(value, torch.Tensor))
 
 
 def _passes_on(node: fx.Node) -> bool:

@@ -35,7 +35,7 @@ from autotp.errors import Error
 from autotp.ops.placement_moves import apart
 from autotp.passes.pipeline.loss_totals import is_mean, symbols
 from autotp.passes.plan.infer_axes import Axes, Bound, Dims, is_getitem, named_dims
-from autotp.rules.call import arguments_of, operator_name, outputs_of
+from autotp.rules.call import arguments_of, operator_name, outputs_of, returned
 from autotp.rules.language import names
 from autotp.rules.row import Trait
 from autotp.rules.traits import draws, has
@@ -70,6 +70,26 @@ def expect_rows(graph: fx.Graph, axes: Axes, inputs: Collection[str]) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and outputs_of(node):
             proof.visit(node)
+
+
+def expect_sums(graph: fx.Graph, axes: Axes, inputs: Collection[str]) -> None:
+    """Raises Error if a count that divides the loss is not a sum over the rows: of parts it would not add up.
+
+    Args:
+        graph: returns the counts (`loss_totals.py`).
+        inputs: placeholder names of the inputs that are a batch.
+    """
+    given = [node for node in graph.nodes if node.op == "placeholder" and node.name in inputs]
+    if not given or given[0].meta["val"].shape[0] == 1:
+        return
+    proof = _Proof(axes, given)
+    for node in graph.nodes:
+        if node.op == "call_function" and outputs_of(node):
+            proof.visit(node)
+    for count in returned(graph):
+        node = count.args[0]  # Converted to float64.
+        if node not in proof.sums and node.target is not aten.full.default:  # The number of rows.
+            _refuse(node, "divides the loss, and is not a sum over the batch")
 
 
 class _Proof:

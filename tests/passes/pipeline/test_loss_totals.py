@@ -78,6 +78,12 @@ def table(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     return x.mean() + w[: x.shape[1]].sum()
 
 
+def two_counts(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """The second count is made of inputs alone: it is computed before the first."""
+    counts = (y >= 0).to(x.dtype)
+    return tokens(x, y, w) + 0.01 * (x.logsumexp(-1).square() * counts).sum() / counts.sum()
+
+
 def taken(function: Callable[..., Tensor]) -> Any:
     captured = capture(skeleton_of(Loss(function)), (X, SOME), {})
     graph = canonicalize(captured.graph)
@@ -90,7 +96,7 @@ def run(graph: fx.Graph, known: dict[str, Tensor]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "function", [tokens, weighted, smoothed, likelihood, direct, two, mean, masked, regular, table]
+    "function", [tokens, weighted, smoothed, likelihood, direct, two, mean, masked, regular, table, two_counts]
 )
 @pytest.mark.parametrize("sizes", [(1, 5), (2, 2, 2), (6,)], ids=str)
 def test_parts_sum_up(function: Callable[..., Tensor], sizes: tuple[int, ...]) -> None:
@@ -120,9 +126,23 @@ def inverse(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     return 2 / x.mean()
 
 
-@pytest.mark.parametrize("function", [squared, product, shifted, inverse])
+def of_one(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """A sum of one number: of parts it does not add up."""
+    return x.sum() / (y > 3).any().to(x.dtype).sum()
+
+
+@pytest.mark.parametrize("function", [squared, product, shifted, inverse, of_one])
 def test_what_is_no_mean_is_refused(function: Callable[..., Tensor]) -> None:
     """By the line of the operator."""
     with pytest.raises(Error, match="not a mean over the batch") as raised:
         taken(function)
     assert "test_loss_totals.py" in str(raised.value)
+
+
+def test_a_count_that_is_a_term() -> None:
+    def added(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        count = (y >= 0).to(x.dtype).sum()
+        return (x.sum() - 0.1 * count) / count
+
+    with pytest.raises(Error, match=r"the loss is divided by `aten.sum.default`, and adds it, too"):
+        taken(added)

@@ -142,6 +142,34 @@ def test_a_loss_of_the_whole_batch() -> None:
     analysed(Model(lambda x: x, lambda y, x: 0.1 * y.square().mean()))
 
 
+@pytest.mark.parametrize(
+    ("count", "named"),
+    [
+        (lambda m: (m.sum(0) > 0).sum(), "aten.sum.dim_IntList"),
+        (lambda m: (m / m.max()).sum(), "aten.max"),
+        (lambda m: F.one_hot(m.long(), 3).amax((0, 1)).sum(), "aten.amax"),
+        (lambda m: m.cumsum(0).sum(), "aten.cumsum"),
+        (lambda m: m[:1].sum(), "aten"),
+    ],
+)
+def test_what_is_no_count(count: Callable[[Tensor], Tensor], named: str) -> None:
+    """A divisor of whole columns, the largest weight or the kinds of tokens: of parts of a batch it does not add up."""
+    with pytest.raises(Error, match=f"{named}.*cannot be computed in parts"):
+        analysed(Model(lambda x: x, lambda y, x: y.sum() / count((x[..., 0] > 0).to(y.dtype))))
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda m: m.sum(), lambda m: m.sum(1).clamp(max=3).sum(), lambda m: (m.sum(1) > 0).sum(),
+        lambda m: torch.ones_like(m).sum(), lambda m: m.sum().sum().clamp(min=1) * 2,
+        lambda m: m.cumsum(1).amax(1).sum(), lambda m: F.one_hot(m.long(), 3)[..., 1].sum(),
+    ],
+)  # fmt: skip
+def test_counts(count: Callable[[Tensor], Tensor]) -> None:
+    analysed(Model(lambda x: x, lambda y, x: y.sum() / count((x[..., 0] > 0).to(y.dtype))))
+
+
 def test_a_table_as_long_as_the_batch() -> None:
     with pytest.raises(Error, match=r"`aten.slice.Tensor` computes with the number of rows"):
         analysed(Model(lambda x: x + TABLE[: x.shape[0]].unsqueeze(1)))
