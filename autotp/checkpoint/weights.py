@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autotp.checkpoint.files.atomic_folder import replaced
-from autotp.checkpoint.files.checksums import SIDE_FILE, SummedFile, side_file, write_whole
+from autotp.checkpoint.files.checksums import SIDE_FILE, SummedFile, settings_of, side_file, write_whole
 from autotp.checkpoint.files.safetensors_files import (
     INDEX,
     ONE_FILE,
@@ -57,7 +57,12 @@ def read_parts(sources: Mapping[str, Source], layouts: Mapping[str, Layout], mes
 
 
 def write_checkpoint(
-    folder: Path, tensors: Mapping[str, Source], mesh: Mesh, largest: int, beside: Callable[[Path], None]
+    folder: Path,
+    tensors: Mapping[str, Source],
+    mesh: Mesh,
+    largest: int,
+    beside: Callable[[Path], None],
+    settings: Sequence[str] = (),
 ) -> None:
     """Writes tensors into `folder`, in one file or in several with an index; the first rank writes, and all send.
 
@@ -66,6 +71,7 @@ def write_checkpoint(
     Args:
         largest: the most bytes of tensors in a file; a larger tensor has its own file.
         beside: writes the other files of the checkpoint into the given folder.
+        settings: the names of JSON files among these, which are kept beside the checksums, too.
 
     Raises:
         Error: on every rank; the file system fails.
@@ -81,7 +87,7 @@ def write_checkpoint(
         on_first(lambda: beside(new))  # First: an error comes before the weights are written.
         with bar("writing", sum(map(nbytes, tensors.values())), mesh) as count:
             files = [_write_shard(new, shard, tensors, mesh, count) for shard in shards]
-        on_first(lambda: _write_rest(new, shards, tensors, files))
+        on_first(lambda: _write_rest(new, shards, tensors, files, settings))
         on_first(stack.pop_all().close)
 
 
@@ -129,13 +135,15 @@ def _write_rest(
     shards: Sequence[FileShard],
     tensors: Mapping[str, Source],
     files: Sequence[SummedFile | None],
+    settings: Sequence[str],
 ) -> None:
     written = [file for file in files if file is not None]
     if len(shards) > 1:
         with (new / INDEX).open("wb") as opened:
             written.append(SummedFile(opened))
             written[-1].write(index_of(shards, sum(map(nbytes, tensors.values()))).encode())
-    write_whole(new / SIDE_FILE, side_file({Path(file.name).name: (file.size, file.sums) for file in written}))
+    sums = {Path(file.name).name: (file.size, file.sums) for file in written}
+    write_whole(new / SIDE_FILE, side_file(sums, {name: settings_of(new / name) for name in settings}))
 
 
 def _or_error(at: Path | None, run: Callable[[], Any]) -> Any:

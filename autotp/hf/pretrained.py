@@ -12,7 +12,10 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import socket
+import warnings
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,6 +31,7 @@ from autotp.checkpoint.files.checksums import (
     INVALID_CONTENT,
     SIDE_FILE,
     STALE,
+    changed_settings,
     checksums_in,
     expect_unchanged,
     fingerprint,
@@ -39,7 +43,7 @@ from autotp.checkpoint.files.tensor_sources import Source, read_whole
 from autotp.checkpoint.weights import parse_size, read_parts, write_checkpoint
 from autotp.checkpoint.whole_tensors import GatheredTensor
 from autotp.distributed.consistency import agree
-from autotp.distributed.mesh import expect_alike, make_mesh
+from autotp.distributed.mesh import Mesh, expect_alike, gather_ints, make_mesh
 from autotp.errors import Error, within
 from autotp.hf.processor_files import copy_beside
 from autotp.options import CheckInputs, Experts, Options, Outputs, Recompute
@@ -50,6 +54,11 @@ from autotp.sharding.layout import Layout
 
 T = TypeVar("T")
 ADAPTER = "adapter_config.json"
+SETTINGS = ("config.json", "generation_config.json")
+OTHER_SETTINGS = (
+    "in {}, {} is not what `save_pretrained` wrote: it was edited, or it is damaged. "
+    "To change a setting without this warning, use from_pretrained(..., config={{...}})"
+)
 MOST_NAMES = 4  # The most names in an error.
 LOCAL = {"trust_remote_code": False}  # Without it, transformers asks on the terminal whether to run code.
 
@@ -126,9 +135,12 @@ def from_pretrained(
     def run() -> ParallelModule:
         place = make_mesh(tp, mesh, device, timeout)
         before = fingerprint(Path(path))
-        agree(place, lambda: expect_unchanged(Path(path), place.rank, place.size))
+        alike = _same_files(before[1], place)
+        agree(place, lambda: expect_unchanged(Path(path), alike.index(place.rank), len(alike)))
         model, sources = agree(place, lambda: _split_sources(_load(Path(path), wanted)))
         expect_alike(before[0], place, "sees another checkpoint", "the same files")
+        if changed := agree(place, lambda: changed_settings(Path(path), SETTINGS)):
+            warnings.warn(OTHER_SETTINGS.format(path, _listed(changed)), stacklevel=4)
 
         def read_all(layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
             return agree(
@@ -173,14 +185,25 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], *, max_shard
                 "the model has adapters of `add_adapter`, and transformers would save these alone",
                 fix="autotp.full_state_dict(model, wanted) and peft on one device, as examples/hf_lora.py does",
             )
-        largest = parse_size(max_shard_size)
+        largest = agree(parallel.mesh, lambda: parse_size(max_shard_size))
         tensors = {name: lazy.source for name, lazy in _as_saved(parallel).items()}
-        write_checkpoint(folder, tensors, parallel.mesh, largest, lambda new: _write_beside(new, parallel))
+        write_checkpoint(folder, tensors, parallel.mesh, largest, lambda new: _write_beside(new, parallel), SETTINGS)
 
     within(f"save_pretrained({type(parallel).__name__}, {folder})", run)
 
 
 # ---- loading
+
+
+def _same_files(identities: Sequence[Any], mesh: Mesh) -> list[int]:
+    """Returns the ranks that open the same files as this rank: those of this machine, for a folder of this name.
+
+    These ranks share the work of comparing checksums. A copy of the folder on another machine can be damaged there
+    alone, so the ranks there compare all of it, too.
+    """
+    number = zlib.crc32(repr((socket.gethostname(), identities)).encode())
+    rows = gather_ints([number], mesh)
+    return [rank for rank, row in enumerate(rows) if row == rows[mesh.rank]]
 
 
 def _unless_replaced(folder: Path, before: Any, run: Callable[[], T]) -> T:

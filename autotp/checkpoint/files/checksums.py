@@ -13,8 +13,9 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
@@ -118,9 +119,54 @@ class SummedFile:
             self.size, view = self.size + len(part), view[len(part) :]
 
 
-def side_file(files: dict[str, tuple[int, list[int]]]) -> bytes:
-    """Returns the content of the file of checksums. files: name -> its bytes, and the checksums of its blocks"""
-    return sealed({"block": BLOCK_BYTES, "files": files})
+def side_file(files: dict[str, tuple[int, list[int]]], settings: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+    """Returns the content of the file of checksums.
+
+    Args:
+        files: name -> its bytes, and the checksums of its blocks.
+        settings: name of a JSON file -> its values.
+    """
+    return sealed({"block": BLOCK_BYTES, "files": files, "settings": dict(settings)})
+
+
+def settings_of(file: Path) -> Any:
+    """Returns the values in a JSON file; None if there is no such file.
+
+    Raises:
+        OSError: the file system fails.
+        ValueError, RecursionError: it is not JSON.
+    """
+    if not file.is_file():
+        return None
+    with open_regular(file) as source:
+        return json.loads(source.read())
+
+
+def changed_settings(folder: Path, names: Sequence[str]) -> list[str]:
+    """Returns a text for each value in JSON files of a folder that differs from what was saved beside the checksums.
+
+    These files are made to be edited, so their bytes are not compared.
+
+    Raises:
+        Error: the file of checksums is damaged, or one of the files cannot be read.
+    """
+    source = folder / SIDE_FILE
+    if not source.exists():
+        return []
+    try:
+        saved = unsealed(source).get("settings", {})
+        pairs = [(name, dict(saved[name]), dict(settings_of(folder / name) or {})) for name in names if saved.get(name)]
+    except OSError as error:
+        raise Error(f"{folder} cannot be read: {error.strerror}") from error
+    except INVALID_CONTENT as error:
+        raise invalid_content(source, error) from error
+    absent = object()
+    return [
+        f"`{key}` in {name}"
+        for name, there, here in pairs
+        for key in {**there, **here}
+        if there.get(key, absent) != here.get(key, absent)
+    ]
 
 
 def expect_unchanged(folder: Path, rank: int, ranks: int) -> None:

@@ -12,13 +12,13 @@ import pytest
 import torch
 from errors import message
 from hugging_face import family
-from ranks import Checks, shared
+from ranks import Checks, shared, silence
 from safetensors.torch import save_file
 from trainers import bit_flips, changed, torn
 
 import autotp
 from autotp.checkpoint.files import checksums
-from autotp.checkpoint.files.checksums import SIDE_FILE, SummedFile, expect_unchanged, side_file
+from autotp.checkpoint.files.checksums import SIDE_FILE, SummedFile, expect_unchanged, sealed, side_file, unsealed
 
 checks = Checks(timeout=480)
 
@@ -125,6 +125,59 @@ def other_programs(rank: int, n: int) -> None:
     for name in ("b", "c"):  # Saved anew by us, all is well.
         autotp.save_pretrained(parallel, root / name)
         autotp.from_pretrained(root / name, n, **given)
+
+
+@checks.on(2)
+def a_copy_for_each_machine(rank: int, n: int) -> None:
+    """Each rank reads a copy of its own, and one copy is damaged where only the other rank would have looked."""
+    root, (model, inputs, _) = shared(rank), family("llama")
+    autotp.save_pretrained(autotp.parallelize(model, n, example_inputs=inputs), root / "0")
+    mine = root / str(rank)
+    if rank:
+        shutil.copytree(root / "0", mine)
+    autotp.from_pretrained(mine, n, example_inputs=inputs)
+    file = mine / "model.safetensors"
+    if rank:
+        at, size = 10_000, file.stat().st_size
+        with file.open("r+b") as opened:
+            opened.seek(size - at)
+            (byte,) = opened.read(1)
+            opened.seek(size - at)
+            opened.write(bytes([byte ^ 1]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checksums, "SAMPLES", 2)
+        patch.setattr(checksums, "SAMPLE", 16)
+        text = message(lambda: autotp.from_pretrained(mine, n, example_inputs=inputs))
+    assert f"model.safetensors is not what was written, according to {SIDE_FILE}" in text
+    assert str(root / "1" / "model.safetensors") in text
+
+
+@checks.on(1)
+def other_settings(rank: int, n: int) -> None:
+    """Settings that another hand or a disk changed are loaded, with a warning that names them; one bit of a number."""
+    folder, (model, inputs, _) = shared(rank) / "a", family("llama")
+    autotp.save_pretrained(autotp.parallelize(model, n, example_inputs=inputs), folder)
+    with silence():
+        autotp.from_pretrained(folder, n, example_inputs=inputs)
+    for name, old, new in (
+        ("config.json", '"rms_norm_eps": 1e-0', '"rms_norm_eps": 1e-3'),
+        ("generation_config.json", "{", '{"top_k": 3,'),
+    ):
+        file = folder / name
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new, 1))
+        key = new.split('"')[1]
+        with pytest.warns(UserWarning, match=f"`{key}` in {name} is not what `save_pretrained` wrote"):
+            autotp.from_pretrained(folder, n, example_inputs=inputs)
+        file.write_text(text)
+    with silence():
+        autotp.from_pretrained(folder, n, example_inputs=inputs, config={"rms_norm_eps": 0.1})
+    beside = unsealed(folder / SIDE_FILE)
+    del beside["crc32"]
+    for settings in (7, [1], {"config.json": 5}, {"config.json": [1]}):
+        (folder / SIDE_FILE).write_bytes(sealed({**beside, "settings": settings}))
+        assert " is not valid: " in message(lambda: autotp.from_pretrained(folder, n, example_inputs=inputs))
 
 
 @pytest.mark.timeout(500)
