@@ -117,7 +117,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise _other_format(folder, 1)
     try:
         content = unsealed(file)
-        if content.get("format") != FORMAT:
+        if type(content.get("format")) is not int or content["format"] != FORMAT:
             raise _other_format(folder, content.get("format"))
         files: list[int] = content["files"]
         tensors = {key: _pieces(files, *rows) for key, rows in content["tensors"].items()}

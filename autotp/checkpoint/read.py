@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -27,8 +28,8 @@ from autotp.checkpoint.keys import (
     sizes,
 )
 from autotp.checkpoint.manifest import MANIFEST, Manifest
-from autotp.distributed.consistency import agree
-from autotp.distributed.mesh import gather_ints
+from autotp.distributed.consistency import agree, gather_texts
+from autotp.distributed.mesh import Mesh, gather_ints
 from autotp.errors import Error
 from autotp.runtime.holdings import Holdings
 from autotp.sharding.boxes import local_of
@@ -119,10 +120,29 @@ def _expect_state(manifest: Manifest, names: Sequence[str]) -> None:
                 raise Error(f"{manifest.folder / MANIFEST} is not valid: {key} is missing")
 
 
+def parameter_of_groups(optimizer: Optimizer, parts: Holdings, everyone: Mesh) -> list[str]:
+    """Returns a parameter's name for each group of the optimizer; "" for a group that is empty on all ranks.
+
+    A group may be empty on this rank alone: its parameters are in other stages of the pipeline. A schedule changes its
+    options, too, so they are loaded as those of the group on the other ranks.
+    """
+    names = agree(everyone, lambda: names_of(optimizer, parts))
+    mine = [next((names[p] for p in group["params"]), "") for group in optimizer.param_groups]
+    every = [json.loads(text) for text in gather_texts(json.dumps(mine), everyone)]
+    if any(len(row) != len(mine) for row in every):  # Which groups are the same is unknown.
+        return mine
+    return [next(filter(None, (name, *others)), "") for name, *others in zip(mine, *every, strict=True)]
+
+
 def read_state(
-    manifest: Manifest, trainer: Trainer, parts: Holdings, optimizer: Optimizer, more: Mapping[str, Any]
+    manifest: Manifest,
+    trainer: Trainer,
+    parts: Holdings,
+    optimizer: Optimizer,
+    more: Mapping[str, Any],
+    of_groups: Sequence[str],
 ) -> ReadState:
-    """Reads this rank's part of a checkpoint."""
+    """Reads this rank's part of a checkpoint. of_groups: as `parameter_of_groups` returns it"""
     random = {}
     if manifest.about["sizes"] == sizes(trainer):
         for kind in random_states(trainer.place.device):
@@ -132,7 +152,7 @@ def read_state(
     return ReadState(
         {name: _part(manifest, entry_key("model", name), parts, name) for name in names_held(parts)},
         {p: {key: _moment(manifest, parts, name, key) for key in holds[name]} for name, p in names.items()},
-        _options(manifest, parts, optimizer),
+        _options(manifest, parts, optimizer, of_groups),
         {name: manifest.value(manifest.about["more"][name]) for name in more},
         random,
     )
@@ -144,10 +164,12 @@ def _random_state(manifest: Manifest, key: str, kind: str) -> Tensor:
     Raises:
         Error: torch does not accept it.
     """
-    state = manifest.whole(key)
     try:
+        state = manifest.whole(key)
         torch.Generator(kind).set_state(state)
-    except (RuntimeError, TypeError) as error:
+    except Error:
+        raise
+    except INVALID_CONTENT as error:
         raise Error(f"{manifest.folder} has no random state in {key}: {error}") from error
     return state
 
@@ -180,7 +202,9 @@ def _decoded_options(manifest: Manifest, encoded: Any) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key not in PARAMETER_ENTRIES}
 
 
-def _options(manifest: Manifest, parts: Holdings, optimizer: Optimizer) -> list[dict[str, Any]]:
+def _options(
+    manifest: Manifest, parts: Holdings, optimizer: Optimizer, of_groups: Sequence[str]
+) -> list[dict[str, Any]]:
     """Returns the saved options for each group of this optimizer: the options that its parameters had.
 
     Raises:
@@ -189,7 +213,8 @@ def _options(manifest: Manifest, parts: Holdings, optimizer: Optimizer) -> list[
     had = {name: options for options, held in manifest.about["groups"] for name in held}
     names, result = names_of(optimizer, parts), list[dict[str, Any]]()
     for i, group in enumerate(optimizer.param_groups):
-        mine = [_decoded_options(manifest, had[names[p]]) for p in group["params"]]
+        known = [names[p] for p in group["params"]] or [name for name in of_groups[i : i + 1] if name in had]
+        mine = [_decoded_options(manifest, had[name]) for name in known]
         try:
             several = any(options != mine[0] for options in mine)
         except INVALID_CONTENT as error:  # Tensors where numbers were.
@@ -221,7 +246,9 @@ def _can_replace(value: Any, current: Any) -> bool:
         given = isinstance(value, list | tuple) and len(value) == len(current)
         return given and all(map(_can_replace, value, current))
     if isinstance(current, int | float) or (isinstance(current, Tensor) and current.numel() == 1):
-        number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+        if type(value) is int:
+            return abs(value) < 2**63
+        number = type(value) is float or (isinstance(value, Tensor) and value.numel() == 1)
         return number and not math.isnan(float(value))
     return current is None or isinstance(value, type(current))
 

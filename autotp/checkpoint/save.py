@@ -13,6 +13,7 @@ import re
 import sys
 import threading
 import traceback
+import warnings
 import zlib
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -25,7 +26,14 @@ from torch.optim import Optimizer
 
 from autotp.checkpoint.keys import NO_OPTIMIZER, STEPS, path_of
 from autotp.checkpoint.manifest import MANIFEST, OF_FORMAT_1, read_manifest
-from autotp.checkpoint.read import expect_same_files, expect_same_training, load_more, load_state, read_state
+from autotp.checkpoint.read import (
+    expect_same_files,
+    expect_same_training,
+    load_more,
+    load_state,
+    parameter_of_groups,
+    read_state,
+)
 from autotp.checkpoint.write import UNFINISHED, same_on_all, state_to_write, write_state
 from autotp.distributed.background_exchange import BackgroundExchange
 from autotp.distributed.consistency import agree
@@ -143,9 +151,14 @@ def load_checkpoint(
         parts = holdings_of(trainer, "load_checkpoint")
         expect_all_saved(parts)
         agree(everyone, lambda: expect_same_training(manifest, trainer, parts, learning, more, changed))
+        groups = parameter_of_groups(learning, parts, everyone)
         saved = agree(
-            everyone, lambda: _unless_removed(path, lambda: read_state(manifest, trainer, parts, learning, more))
+            everyone,
+            lambda: _unless_removed(path, lambda: read_state(manifest, trainer, parts, learning, more, groups)),
         )
+        if optimizer is not None and (unread := sorted(set(manifest.about["more"]) - set(more))):
+            told = f"{path} also has {', '.join(unread)}, which is not loaded"
+            warnings.warn(f"{told}: load_checkpoint(..., {unread[0]}=...)", stacklevel=4)
         load_more(more, saved.more, trainer)
         load_state(saved, trainer, parts, learning)
         trainer.steps = manifest.about["step"]

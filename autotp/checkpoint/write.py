@@ -77,6 +77,10 @@ def state_to_write(
         raise Error(problem, fix="autotp.full_state_dict(trainer) for the parameters alone")
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEPS:
         raise Error(f"step={step!r} is not a number of steps", fix="trainer.steps")
+    if "changed" in more:
+        raise Error(
+            "`changed` is an argument of load_checkpoint, so nothing can be saved by this name", fix="another name"
+        )
     path = path_of(folder, step)
     if path.exists():
         whole = any((path / name).exists() for name in (MANIFEST, OF_FORMAT_1))

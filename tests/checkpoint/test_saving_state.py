@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch.optim import SGD, AdamW
-from trainers import edited, started, trained
+from torch.optim.lr_scheduler import StepLR
+from trainers import Layout, edited, started, trained
 
 import autotp
 from autotp.checkpoint.save import saved_steps
@@ -224,6 +226,45 @@ def test_replicas_that_differ(tmp_path: Path) -> None:
     assert run_ranks(drifted, 2, str(tmp_path), timeout=100) == [text] * 2
 
 
+# ---- groups of which a stage of the pipeline has no parameter
+
+
+def in_groups(layout: Layout) -> tuple[autotp.Trainer, Any, StepLR]:
+    trainer, _ = started(layout)
+    named = list(trainer.named_parameters())
+    groups = [{"params": [p for name, p in named if ("wpe" in name) is first]} for first in (True, False)]
+    optimizer = torch.optim.AdamW([groups[0] | {"lr": 0.02}, groups[1]], lr=0.01)
+    return trainer, optimizer, StepLR(optimizer, 1, 0.5)
+
+
+def resumed(rank: int, n: int, folder: str) -> None:
+    """Their options are loaded as on the other ranks: a schedule multiplies them, and is saved anew."""
+    trainer, optimizer, schedule = in_groups((1, 2, 1))
+    assert [not group["params"] for group in optimizer.param_groups] == [bool(rank), False]
+    for step in range(2):
+        trained(trainer, optimizer, range(step, step + 1))
+        schedule.step()
+    with pytest.raises(autotp.Error, match="`changed` is an argument of load_checkpoint"):
+        autotp.save_checkpoint(folder, trainer, optimizer, 2, **{"changed": schedule})
+    autotp.save_checkpoint(folder, trainer, optimizer, 2, schedule=schedule)
+    trainer, optimizer, schedule = in_groups((1, 2, 1))
+    told = "step-00000002 also has schedule, which is not loaded: load_checkpoint(..., schedule=...)"
+    with pytest.warns(UserWarning, match=re.escape(told)):
+        autotp.load_checkpoint(folder, trainer, optimizer)
+    assert autotp.load_checkpoint(folder, trainer) == 2  # To evaluate: nothing is said.
+    trainer, optimizer, schedule = in_groups((1, 2, 1))
+    assert autotp.load_checkpoint(folder, trainer, optimizer, schedule=schedule) == 2
+    assert [group["lr"] for group in optimizer.param_groups] == [0.005, 0.0025]
+    trained(trainer, optimizer, range(2, 3))
+    schedule.step()
+    assert schedule.get_last_lr() == [0.0025, 0.00125]
+    autotp.save_checkpoint(folder, trainer, optimizer, 3, schedule=schedule)
+
+
+def test_groups_that_are_empty_in_a_stage(tmp_path: Path) -> None:
+    run_ranks(resumed, 2, str(tmp_path), timeout=100)
+
+
 # ---- options that are of another kind than the optimizer's
 
 OPTIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -231,6 +272,8 @@ OPTIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "`lr` is nan": lambda options: options.update(lr=float("nan")),
     "`betas` is [0.9, 0.95, 1]": lambda options: options.update(betas=[0.9, 0.95, 1]),
     "`betas` is 0.9": lambda options: options.update(betas=0.9),
+    "`lr` is True": lambda options: options.update(lr=True),
+    f"`lr` is {10**400}": lambda options: options.update(lr=10**400),
     "`amsgrad` is 'no'": lambda options: options.update(amsgrad="no"),
     "`eps` is missing": lambda options: options.pop("eps"),
     "is not valid: RuntimeError": lambda options: options.update(lr={"": "tensor", "of": "model|wte.weight"}),
