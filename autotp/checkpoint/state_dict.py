@@ -47,13 +47,14 @@ def _gather_state(model: nn.Module, wanted: Callable[[str], bool]) -> dict[str, 
     parts = holdings_of(model, "full_state_dict")
     expect_nothing_beside(parts, OWN_NAMES)
     whole: dict[str, Tensor | None] = {}
-    names = list(dict.fromkeys(first for saved, first in parts.saved.items() if wanted(saved)))
+    asked = agree(parts.everyone, lambda: {saved for saved in parts.saved if wanted(saved)})
+    names = list(dict.fromkeys(first for saved, first in parts.saved.items() if saved in asked))
     expect_alike(names, parts.everyone, "wants other names", "the same `wanted`")
     for name in names:
         whole[name] = _gather_tensor(parts, name)
     if parts.everyone.rank:
         return {}
-    return {name: cast(Tensor, whole[first]) for name, first in parts.saved.items() if wanted(name)}
+    return {name: cast(Tensor, whole[first]) for name, first in parts.saved.items() if name in asked}
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -133,4 +134,7 @@ def _mismatch(parts: Holdings, state: Mapping[str, Tensor]) -> str:
             return f"`{name}` is a {type(given).__name__} in the state dict, and no tensor"
         if tuple(given.shape) != shape:
             return f"`{name}` is {list(given.shape)} in the state dict and {list(shape)} in the model"
+        if given.is_meta or given.layout is not torch.strided or given.is_quantized:
+            what = "on meta: it has no values" if given.is_meta else "not dense, or quantized"
+            return f"`{name}` in the state dict is {what}"
     return ""

@@ -113,11 +113,14 @@ class Generates:
         from autotp.hf.generation_settings import (  # Imported here, because it imports modules that import this one.
             generation_settings,
             holds_function,
+            inputs_as_text,
             is_of_transformers,
         )
 
         mesh, said = self.mesh, (name, *generation_settings(config, (*processors, *criteria)))
         expect_alike(said, mesh, "generates with other settings", "the same arguments of generate")
+        given = inputs_as_text({"input_ids": ids, **rest})
+        expect_alike(given, mesh, "generates from other inputs", "the same inputs")
         if config.do_sample:
             follow_first_random_state(mesh)
         criteria[:] = [

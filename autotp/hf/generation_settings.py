@@ -29,6 +29,11 @@ def generation_settings(config: Any, parts: Iterable[Any]) -> list[Any]:
     return [settings, [_part(one) for one in parts]]
 
 
+def inputs_as_text(given: Mapping[str, Any]) -> list[str]:
+    """Returns a text for each tensor among the inputs of a generation, with a checksum of its values."""
+    return [f"{name} {shown(x)} {checksum(x)}" for name, x in given.items() if type(x) is Tensor]
+
+
 def is_of_transformers(part: Any) -> bool:
     """Whether a processor or criterion is a class of transformers."""
     return type(part).__module__.startswith("transformers.generation.")
