@@ -108,6 +108,7 @@ class Program:
         call: the state around the captured call.
         updated: placeholder names of the buffers whose new values `graph` returns last (functionalize).
         counts: graph of the contributions of a part of the batch to the totals of a summed loss (loss_totals).
+        by_rows: the source lines of means in the loss that count rows, not elements (loss_totals).
         axes: the axes of `graph` (decouple).
         stay: positions of the outputs that stay cut if they are cut (match).
         local_inputs: placeholder name -> layout, for inputs that are cut (match).
@@ -128,6 +129,7 @@ class Program:
     call: CallState
     updated: Sequence[str] = ()
     counts: fx.Graph | None = None
+    by_rows: tuple[str, ...] = ()
     axes: Axes = UNKNOWN
     stay: Sequence[int] = ()
     local_inputs: dict[str, Layout] = UNKNOWN
@@ -190,7 +192,7 @@ def _loss_totals(p: Program) -> Program:
     one_batch(graph, batched(captured.inputs, captured.example))
     found = loss_totals(graph, loss, batched(captured.inputs, captured.example))
     alone = replace(captured, kept=frozenset(), stays=frozenset(), results=1)
-    return replace(p, captured=alone, graph=found.graph, counts=found.counts)
+    return replace(p, captured=alone, graph=found.graph, counts=found.counts, by_rows=found.by_rows)
 
 
 def _expect_one_batch(p: Program, loss: fx.Node | None) -> None:

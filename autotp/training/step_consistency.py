@@ -32,6 +32,7 @@ class StepState(NamedTuple):
         structure: a checksum of the arguments, without the values of tensors.
         values: a checksum of the values of tensors; 0 if they are not compared.
         random: the state of the random numbers; 0 if it is not compared.
+        lengths: a checksum of the shapes of the rows.
     """
 
     failed: bool
@@ -41,6 +42,7 @@ class StepState(NamedTuple):
     structure: int
     values: int
     random: int
+    lengths: int
 
 
 def step_state(training: bool, frozen: Sequence[str], batch: Any, place: Mesh, values: bool) -> StepState:
@@ -52,12 +54,14 @@ def step_state(training: bool, frozen: Sequence[str], batch: Any, place: Mesh, v
         values: whether values and random numbers are compared.
     """
     if batch is None:
-        return StepState(True, False, training, 0, 0, 0, 0)
+        return StepState(True, False, training, 0, 0, 0, 0, 0)
     leaves, spec = flatten(batch)
     structure = zlib.crc32(repr([str(spec), *(shown(leaf) for leaf in leaves)]).encode())
     checksums = zlib.crc32(repr([checksum(x) for x in leaves if isinstance(x, Tensor)]).encode()) if values else 0
     frozen_names = zlib.crc32(repr(frozen).encode())
-    return StepState(False, False, training, frozen_names, structure, checksums, random_state(place) if values else 0)
+    random = random_state(place) if values else 0
+    lengths = zlib.crc32(repr([tuple(x.shape[1:]) for x in leaves if isinstance(x, Tensor)]).encode())
+    return StepState(False, False, training, frozen_names, structure, checksums, random, lengths)
 
 
 def with_rank_names(everyone: Mesh, grid: DeviceMesh) -> Mesh:
@@ -127,6 +131,11 @@ def equal_replicas(rows: Sequence[StepState], grid: DeviceMesh) -> bool:
     """Whether all replicas have the same batch, where each should have rows of its own."""
     firsts = grid.mesh[0, :, 0].tolist()
     return len(firsts) > 1 and len({(rows[rank].structure, rows[rank].values) for rank in firsts}) == 1
+
+
+def unequal_replicas(rows: Sequence[StepState], grid: DeviceMesh) -> bool:
+    """Whether some replicas have rows of other lengths."""
+    return len({rows[rank].lengths for rank in grid.mesh[0, :, 0].tolist()}) > 1
 
 
 SAME_BATCH = "give every rank of a replica the same batch"

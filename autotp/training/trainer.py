@@ -67,6 +67,7 @@ from autotp.training.step_consistency import (
     equal_replicas,
     frozen_checksums,
     step_state,
+    unequal_replicas,
     with_rank_names,
 )
 from autotp.training.trainer_module import as_module_of
@@ -74,6 +75,11 @@ from autotp.training.trainer_module import as_module_of
 T = TypeVar("T")
 SAME_ROWS = (
     "all {} replicas were given the same rows, and each learns from them: give each its part, as `autotp.Sampler` does"
+)
+
+OTHER_LENGTHS = (
+    "the replicas have rows of other lengths, and the loss has a mean over all elements ({}): each row "
+    "counts the same, however long it is. For a mean over tokens, divide a sum by the count of a mask"
 )
 
 
@@ -389,7 +395,12 @@ class Trainer(HasHoldings):
             problem = f'Trainer.evaluate: torch\'s schedule "{schedule}" always runs backward'
             raise Error(problem, fix='schedule="zero-bubble"')
         pipeline, given = self._begin(False, args, kwargs)
-        losses = self._named_if_lost("Trainer.evaluate", lambda: self._run(pipeline, given))
+        before = {parameter: parameter.grad for parameter in self.parameters()}
+        try:
+            losses = self._named_if_lost("Trainer.evaluate", lambda: self._run(pipeline, given))
+        finally:  # torch's schedules drop the gradients of sharded parameters when they find out the stages' shapes.
+            for parameter, grad in before.items():
+                parameter.grad = grad
         for module in (module for work in self._works.values() for module in work.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -443,6 +454,8 @@ class Trainer(HasHoldings):
         if any(row.captures for row in rows):
             found = agree(self._ranks, lambda: found or self._capture(training, batch))
         assert found is not None  # Captured above otherwise.
+        if found.analysis.by_rows and unequal_replicas(rows, self.mesh):
+            warnings.warn(OTHER_LENGTHS.format(found.analysis.by_rows[0]), stacklevel=5)
         return found, batch.tensors
 
     def _as_batch(self, training: bool, args: Any, kwargs: Any) -> Batch:

@@ -42,10 +42,13 @@ class Totals:
     Attributes:
         graph: returns the loss alone; it has the old placeholders and `total_0`, ..., floating scalars.
         counts: returns the contribution of a part of the batch to each total; it has the placeholders that it needs.
+        by_rows: the source lines of means over places as well, such as `[batch seq]`, of which rows are counted: they
+            are right if all parts have rows of the same length.
     """
 
     graph: fx.Graph
     counts: fx.Graph
+    by_rows: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,11 @@ def loss_totals(graph: fx.Graph, loss: fx.Node, inputs: Sequence[str]) -> Totals
         elif node.op != "output":
             builder.copy(node)
     ordered = [counts[one] for one in divided]  # As their placeholders; the graph may compute them in another order.
-    return Totals(returning(builder.graph, [builder.env[loss]]), returning(builder.graph, ordered, places=False))
+    batch = next(node for node in graph.nodes if node.name == inputs[0]).meta["val"].shape[0]
+    by_rows = tuple(line_of(node) for node in divided if _is_over_places(node, symbols(batch)))
+    return Totals(
+        returning(builder.graph, [builder.env[loss]]), returning(builder.graph, ordered, places=False), by_rows
+    )
 
 
 def returning(graph: fx.Graph, wanted: Sequence[fx.Node], places: bool = True) -> fx.Graph:
@@ -156,6 +163,8 @@ def _divided(node: fx.Node, kinds: Kinds) -> dict[fx.Node, bool]:
         return {node: False}
     if _is_sum(node):
         return {}
+    if node.target is aten.add.Tensor and type(y) in (int, float) and y == 0:  # Python's sum() begins with 0.
+        return _divided(x, kinds)  # type: ignore[arg-type]
     terms = [x] if _passes_on(node) or (has(node.target, Trait.SCALE) and not kinds.varies(y)) else []
     terms = [x, y] if has(node.target, Trait.SUM) and kinds.varies(x) and kinds.varies(y) else terms
     counts = _counts(y, kinds) if node.target is aten.div.Tensor and kinds.varies(y) else []  # type: ignore[arg-type]
@@ -275,6 +284,19 @@ def is_mean(node: fx.Node) -> bool:
     )
 
 
+def _is_over_places(node: fx.Node, rows: Collection[Any]) -> bool:
+    """True for a mean over more elements than rows, whose number is not fixed."""
+    if not is_mean(node) or _counts_targets(arguments_of(node), node):
+        return False
+    x = node.all_input_nodes[0].meta["val"]
+    return any(symbols(size) - set(rows) for size in x.shape)
+
+
+def _counts_targets(arguments: Mapping[str, Any], node: fx.Node) -> bool:
+    """True for a class loss, whose mean is over the targets that are not ignored."""
+    return has(node.target, Trait.CLASS_LOSS) and not arguments["target"].meta["val"].is_floating_point()
+
+
 def _is_sum(node: fx.Node) -> bool:
     """True for a sum over all elements, or a loss with this reduction."""
     return node.target is aten.sum.default or (
@@ -293,7 +315,7 @@ def _by_total(builder: Builder, node: fx.Node, total: fx.Node, rows: fx.Node | N
     if rows is None:
         return total, builder.copy(node)
     arguments = builder.map(arguments_of(node))
-    if has(node.target, Trait.CLASS_LOSS) and not arguments["target"].meta["val"].is_floating_point():
+    if _counts_targets(arguments, node):
         wide = {name: _widened(builder, value) for name, value in arguments.items()}
         summed = builder.call(node.target, *(wide | {"reduction": SUM}).values())  # type: ignore[arg-type]
         count = _counted(builder, arguments)

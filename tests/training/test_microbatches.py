@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_ranks, silence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -114,3 +114,43 @@ def sized(rank: int, n: int, folder: str) -> None:
 
 def test_a_pipeline(tmp_path: Path) -> None:
     run_ranks(sized, 2, str(tmp_path), timeout=100)
+
+
+# ---- replicas whose rows are of other lengths
+
+
+class Places(nn.Module):
+    """A mean over all elements, or one over those that a mask counts."""
+
+    def __init__(self, masked: bool) -> None:
+        super().__init__()
+        self.masked, self.layer = masked, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [batch seq 4]"""
+        y = self.layer(x).square().sum(-1)
+        return y.sum() / torch.ones_like(x[..., 0]).sum() if self.masked else sum([y.mean()])  # type: ignore[return-value]
+
+
+def of_lengths(rank: int, n: int) -> None:
+    """Python's `sum` begins with 0, which changes nothing."""
+    draw = torch.Generator().manual_seed(0)
+    x = [torch.randn(rows, length, 4, generator=draw) for rows, length in ((2, 5), (2, 7), (4, 7))]
+    for masked in (False, True):
+        torch.manual_seed(0)  # `distribute` seeds the replicas differently.
+        whole = Places(masked)
+        trainer = autotp.distribute(copy.deepcopy(whole), dp=2, example_inputs=(x[0],))
+        with silence():
+            trainer.step(x[1 + rank])  # As long, and another number of rows.
+        with (
+            silence() if masked else pytest.warns(UserWarning, match=r"a mean over all elements \(test_microbatches.py")
+        ):
+            found = trainer.step(x[rank])
+        parts = [whole.layer(part).square().sum(-1) for part in x[:2]]
+        rows = sum(part.mean(1).sum() for part in parts) / 4
+        places = sum(part.sum() for part in parts) / sum(part.numel() for part in parts)
+        torch.testing.assert_close(found, (places if masked else rows).detach())
+
+
+def test_rows_of_other_lengths() -> None:
+    run_ranks(of_lengths, 2, timeout=60)

@@ -239,6 +239,21 @@ def test_a_model_is_taken_over_once() -> None:
     assert found == [f"the model was made parallel before, and its parameters are in that parallel model\n{remedy}"] * 2
 
 
+def evaluated_between(rank: int, n: int) -> None:
+    trainer, _ = started((1, 2, 2), layers=4, zero=1)
+    rows = part(trainer, batch(0))
+    trainer.step(**rows)
+    expected = autotp.clip_grad_norm_(trainer, 1e9)
+    assert expected > 0
+    trainer.evaluate(**rows)
+    assert torch.equal(autotp.clip_grad_norm_(trainer, 1e9), expected)
+
+
+def test_evaluation_leaves_gradients() -> None:
+    """Of sharded parameters in a pipeline: torch's schedules would drop them in the first evaluation."""
+    run_ranks(evaluated_between, 4, timeout=100)
+
+
 def in_two_modes(rank: int, n: int) -> str:
     trainer, optimizer = started((1, 1, 2))
     trained(trainer, optimizer, range(3))
