@@ -13,6 +13,7 @@ from ranks import run_ranks
 from small_models import gpt
 from torch import Tensor, nn
 from torch.optim import AdamW
+from torch.optim.lr_scheduler import StepLR
 from trainers import SMALL, Layout, fingerprint, started, trained
 
 import autotp
@@ -22,7 +23,7 @@ from autotp.checkpoint.save import saved_steps
 
 def written(rank: int, n: int, folder: str, layout: Layout, dropout: float, more: dict[str, Any]) -> list[float]:
     trainer, optimizer = started(layout, dropout, **more)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    schedule = StepLR(optimizer, 1)
     trained(trainer, optimizer, range(3))
     autotp.save_checkpoint(folder, trainer, optimizer, 3, schedule=schedule)
     return trained(trainer, optimizer, range(3, 6))
@@ -31,7 +32,7 @@ def written(rank: int, n: int, folder: str, layout: Layout, dropout: float, more
 def gone_on(rank: int, n: int, folder: str, layout: Layout, dropout: float, more: dict[str, Any]) -> list[float]:
     torch.manual_seed(7)
     trainer, optimizer = started(layout, dropout, **more)
-    assert autotp.load_checkpoint(folder, trainer, optimizer) == 3
+    assert autotp.load_checkpoint(folder, trainer, optimizer, schedule=StepLR(optimizer, 1)) == 3
     assert trainer.steps == 3
     return trained(trainer, optimizer, range(3, 6))
 
@@ -58,8 +59,9 @@ def moved(rank: int, n: int, source: str, target: str, layout: Layout, more: dic
     with torch.no_grad():
         for parameter in trainer.parameters():
             parameter.fill_(-1)
-    step = autotp.load_checkpoint(source, trainer, optimizer)
-    autotp.save_checkpoint(target, trainer, optimizer, step, wait=False).result()
+    schedule = StepLR(optimizer, 1)
+    step = autotp.load_checkpoint(source, trainer, optimizer, schedule=schedule)
+    autotp.save_checkpoint(target, trainer, optimizer, step, wait=False, schedule=schedule).result()
 
 
 def everything(rank: int, n: int, *folders: str) -> list[dict[str, Tensor]]:
@@ -67,7 +69,7 @@ def everything(rank: int, n: int, *folders: str) -> list[dict[str, Tensor]]:
     found = []
     for folder in folders:
         trainer, optimizer = started((1, 1, 1))
-        autotp.load_checkpoint(folder, trainer, optimizer)
+        autotp.load_checkpoint(folder, trainer, optimizer, schedule=StepLR(optimizer, 1))
         tensors = {name: p.detach() for name, p in trainer.named_parameters()}
         for name, p in trainer.named_parameters():
             tensors |= {f"{name} {key}": value for key, value in optimizer.state[p].items()}
@@ -139,7 +141,7 @@ def refusals(rank: int, n: int, folder: str) -> list[str]:
             autotp.save_checkpoint(good, trainer, optimizer, step)  # type: ignore[arg-type]
         found.append(str(raised.value).splitlines()[0].replace(folder, ""))
     assert path.exists()
-    assert autotp.load_checkpoint(good, trainer, optimizer) == 3
+    assert autotp.load_checkpoint(good, trainer, optimizer, schedule=StepLR(optimizer, 1)) == 3
     return found
 
 
@@ -207,7 +209,7 @@ def with_other_heads(rank: int, n: int, folder: str) -> str:
     trainer, optimizer = started((1, 1, 1), model=gpt(**SMALL | {"n_head": 2}))
     with pytest.raises(autotp.Error) as raised:
         autotp.load_checkpoint(folder, trainer, optimizer)
-    assert autotp.load_checkpoint(folder, trainer, optimizer, changed=("n_head",)) == 3
+    assert autotp.load_checkpoint(folder, trainer, optimizer, changed=("n_head",), schedule=StepLR(optimizer, 1)) == 3
     return str(raised.value).replace(folder, "")
 
 
