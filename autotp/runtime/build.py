@@ -26,6 +26,7 @@ from autotp.runtime.graph_digest import digest
 from autotp.runtime.graph_entry import GraphEntry, prepare
 from autotp.runtime.module import ParallelModule, Part, adopt, classes_of, executable_of
 from autotp.runtime.shard_parameters import shard_parameters, was_taken
+from autotp.runtime.torch_hooks.gradient_nodes import expect_no_node_hooks
 from autotp.runtime.torch_hooks.install import watched
 from autotp.runtime.torch_hooks.wrappers import expect_unwrapped
 from autotp.runtime.tree import Tree, state_of
@@ -103,6 +104,7 @@ def expect_ordinary(model: Any, remedy: str = "parallelize the original model on
             fix="use the model that autotp.parallelize or autotp.distribute returned then",
         )
     expect_unwrapped(model)
+    expect_no_node_hooks(model)
 
 
 def _shared(name: str) -> Error:

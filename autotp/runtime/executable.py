@@ -39,7 +39,7 @@ from autotp.passes.emit.attach_parameters import BlockCall, places, value_at, wo
 from autotp.passes.emit.recompute import Recomputed
 from autotp.runtime.call_consistency import agree_on_call, checksum_of_parts
 from autotp.runtime.fsdp import dtypes, expect_whole
-from autotp.runtime.func_gradients import warn_of_func_gradients
+from autotp.runtime.func_gradients import expect_parts, warn_of_func_gradients
 from autotp.runtime.graph_digest import digest
 from autotp.runtime.graph_entry import GraphEntry, prepare
 from autotp.runtime.tree import Tree, attribute_of, held_in, original_class, original_of, state_of, table_of
@@ -134,6 +134,7 @@ class Executable:
         if not torch.compiler.is_compiling():
             expect_no_global_hooks()
             expect_own_ranks(self.module, self.mesh, held)
+            expect_parts(held, self.layouts, self.mesh.rank)
             warn_of_func_gradients(self.tree, held, self.layouts)
             entry = self._agreed(entry, called, key[3:])
         elif entry is None:
