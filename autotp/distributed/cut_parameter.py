@@ -7,8 +7,8 @@ graphs there are no such checks.
 
 NOTE [Plain in a step]
 During a step of torch's own optimizers, parameters and their gradients are plain tensors: otherwise each `p.grad`, and
-each operator in a loop over parameters, would go through Python. If a step raises, its parameters stay plain until the
-next step.
+each operator in a loop over parameters, would go through Python. The user's code runs with parts, also in a closure and
+in hooks on the step. If a step raises, its parameters stay plain until the next step.
 
 NOTE [Who asks]
 torch's own code (optimizers, `state_dict`, `deepcopy`, wrappers) is right on parts, or is refused elsewhere. So only
@@ -26,11 +26,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from autotp.distributed.cut_operators import Kind, kind_of
 from autotp.distributed.live_models import Undo
@@ -177,31 +179,54 @@ def as_cut(parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
 
 def install() -> Undo:
     """Makes parameters plain during steps of torch's optimizers; returns the undo. See NOTE [Plain in a step]."""
-    before, after = (
-        register(torch.compiler.disable(function))
-        for register, function in (
-            (register_optimizer_step_pre_hook, _plain),
-            (register_optimizer_step_post_hook, _cut_again),
-        )
-    )
-
-    def undo() -> None:
-        before.remove()
-        after.remove()
-
-    return undo
+    return register_optimizer_step_pre_hook(torch.compiler.disable(_before_step)).remove
 
 
-def _plain(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+_hooks: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, RemovableHandle]] = WeakKeyDictionary()
+"""The hooks on each optimizer that follow its other hooks before a step, and that come before those after it."""
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Puts our hooks on an optimizer next to the step. (torch has not begun to go through its hooks.)"""
     if not type(optimizer).step.__module__.startswith("torch.optim."):
         return
+    if optimizer not in _hooks:
+        before, after = torch.compiler.disable(_plain), torch.compiler.disable(_cut_again)
+        _hooks[optimizer] = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+    before, after = _hooks[optimizer]
+    optimizer._optimizer_step_pre_hooks.move_to_end(before.id)
+    optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
+
+
+def _plain(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Makes the parameters plain for a step. Returns the step's arguments, with a closure that gets parts."""
+    _make_plain(optimizer)
+
+    def with_parts(closure: Any) -> Any:
+        def call() -> Any:
+            _cut_again(optimizer)
+            try:
+                return closure()
+            finally:
+                _make_plain(optimizer)
+
+        return call
+
+    if len(args) > 1 and callable(args[1]):  # The first one is the optimizer.
+        return (args[0], with_parts(args[1]), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, kwargs | {"closure": with_parts(kwargs["closure"])}
+    return None
+
+
+def _make_plain(optimizer: Optimizer) -> None:
     for p in (p for group in optimizer.param_groups for p in group["params"] if type(p) is CutParameter):
         _become(p, nn.Parameter)
         if type(p.grad) is CutTensor:
             _become(p.grad, Tensor)
 
 
-def _cut_again(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _cut_again(optimizer: Optimizer, *_: Any) -> None:
     for p in (p for group in optimizer.param_groups for p in group["params"] if type(p) is nn.Parameter):
         if hasattr(p, "autotp_cut"):
             _become(p, CutParameter)
@@ -314,7 +339,7 @@ def _expect_right(kind: Kind, func: Any, cut: Cut, args: Any, kwargs: Any, asked
 
 
 def _expect_same_cut(func: Any, args: Sequence[Any]) -> None:
-    """Raises Error if an operator combines parts that are cut in different ways: their elements do not belong together."""
+    """Raises Error if an operator combines parts that are cut differently: their elements do not belong together."""
     lists = [x for x in args if isinstance(x, list | tuple) and len(x) > 0]
     for given in (args, *zip(*(x for x in lists if len(x) == len(lists[0])), strict=True)):
         cuts = [x.autotp_cut for x in given if isinstance(x, CutTensor)]

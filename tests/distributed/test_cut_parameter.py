@@ -4,6 +4,7 @@ import copy
 import io
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -171,7 +172,7 @@ def hooks_that_know_a_node(rank: int, n: int) -> None:
         with pytest.raises(autotp.Error) as raised:
             autotp.parallelize(whole, n, example_inputs=(x(),))
         assert str(raised.value) == (
-            f"parallelize(Net, tp={n}): a hook on the node that accumulates the gradient of `up.weight` would be lost: "
+            f"parallelize(Net, tp={n}): a hook on the node that sums up the gradient of `up.weight` would be lost: "
             "its part has another node\n"
             "  try      register it after autotp.parallelize\n"
             "  or       parameter.register_hook or register_post_accumulate_grad_hook, which are kept"
@@ -496,6 +497,38 @@ def a_step_costs_nothing(rank: int, n: int) -> None:
         optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.1
     optimizer.step()
+    assert isinstance(parallel.up.weight, CutTensor)
+
+
+@checks.on(2)
+def the_users_code_in_a_step_gets_parts(rank: int, n: int) -> None:
+    """A closure, and hooks on the step, whenever they are registered: they are warned of norms."""
+    parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        parallel(x()).square().sum().backward()
+        return parallel.up.weight.grad.norm()
+
+    def normed(*_: Any) -> None:
+        parallel.up.weight.detach().norm()
+
+    def warned(call: Callable[[], Any]) -> None:
+        parallel.up.weight.autotp_cut.warned = False
+        parallel.up.weight.autotp_cut.in_model.lines.clear()
+        with pytest.warns(UserWarning, match="`up.weight` is this rank's part .* and `norm`"):
+            call()
+
+    warned(lambda: optimizer.step(closure))
+    warned(lambda: optimizer.step(closure=closure))
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        handle = register(normed)
+        warned(optimizer.step)
+        handle.remove()
+    with silence():
+        optimizer.step()
+    copy.deepcopy(optimizer)
     assert isinstance(parallel.up.weight, CutTensor)
 
 

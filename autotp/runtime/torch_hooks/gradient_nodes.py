@@ -20,7 +20,7 @@ def expect_no_node_hooks(model: nn.Module) -> None:
         knows = any(getattr(hook, "__module__", "") == "torch.autograd.graph" for hook in hooks)
         if knows or (p.requires_grad and _is_hooked(get_gradient_edge(p).node)):
             raise Error(
-                f"a hook on the node that accumulates the gradient of `{name}` would be lost: its part has another node",
+                f"a hook on the node that sums up the gradient of `{name}` would be lost: its part has another node",
                 fix="register it after autotp.parallelize",
                 alternative="parameter.register_hook or register_post_accumulate_grad_hook, which are kept",
             )
