@@ -211,7 +211,7 @@ class Executable:
         def leaf(x: Any) -> Any:
             if isinstance(x, OutputAt):
                 return found[x.at]
-            return x.expression(shapes) if isinstance(x, InputSize) else x
+            return x.kind(x.expression(shapes)) if isinstance(x, InputSize) else x
 
         for change in changes:
             if isinstance(change, Write):
