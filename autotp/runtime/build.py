@@ -16,7 +16,7 @@ from autotp.distributed.cut_parameter import CutTensor
 from autotp.distributed.live_models import models
 from autotp.distributed.mesh import Mesh, expect_size
 from autotp.errors import Error
-from autotp.model_library import recomputes
+from autotp.model_library import recomputes, watch_calls
 from autotp.options import Options, expect_choices
 from autotp.passes.capture.autocast_regions import ambient
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
@@ -64,6 +64,7 @@ def build(
     taken = shard_parameters(model, layouts, place.rank, place, read(layouts) if read else {})
     adopt(model, classes, taken, Tree(place, settings), layouts)
     executable_of(model).first(first)
+    watch_calls()
     return watched(cast(ParallelModule, model))
 
 

@@ -22,6 +22,7 @@ from autotp.distributed.mesh import Mesh
 from autotp.distributed.replica_check import expect_own_ranks
 from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error, within
+from autotp.model_library import watch_calls
 from autotp.ops.eager_mode import alone, is_plain
 from autotp.options import CheckInputs
 from autotp.passes.capture.autocast_regions import Autocast, ambient
@@ -282,6 +283,7 @@ class Executable:
 
     def _capture(self, called: FlatCall) -> GraphEntry:
         """Captures a further graph for a new kind of call, with the present layouts of parameters."""
+        watch_calls()  # Here, as libraries may be imported after the model was made parallel.
         self._open_what_changes(called)
         mesh, settings = self.mesh, self.tree.settings
         given: dict[int | Path, Layout] = {i: t.held for i, t in enumerate(called.tensors) if isinstance(t, Sharded)}
