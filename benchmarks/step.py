@@ -6,7 +6,7 @@ First it compares all losses, and every gradient of the floor and of autotp, wit
 collectives. Then it times the steps of all ways in turn; each round starts with another way. A ratio is the time of a
 step divided by the floor's time in the same round: the median over all rounds, with the quartiles beside it. "cpu" is
 the same ratio of this process's processor time, which other processes on a busy machine disturb less. The plans of
-other libraries (`theirs.py`) are for Llamas only.
+other libraries (`peers/plans.py`) are for Llamas only.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron import Megatron, MegatronBERT, MegatronGPT, MegatronLlama
-from theirs import by_dtensor, by_transformers
+from peers.megatron import Megatron, MegatronBERT, MegatronGPT, MegatronLlama
+from peers.plans import by_dtensor, by_transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import corpus
 import torch
-import training
+from support import training
+from support.training import rank, say
+from text import corpus
 from torch import nn
 from train_bert import MASK, frequencies_loss, masked
-from training import rank, say
 
 import autotp
 from autotp.models.bert import BERT, BERTConfig

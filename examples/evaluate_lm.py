@@ -1,6 +1,6 @@
 """Measures perplexity and last-word accuracy of a GPT from `pretrain_gpt.py`, tensor-parallel over all processes.
 
-    python examples/lm_samples.py
+    python examples/text/lm_samples.py
     torchrun --nproc-per-node 2 examples/evaluate_lm.py out/gpt \
         --wikitext out/samples/wiki.test.tokens --lambada out/samples/lambada_test.jsonl
 
@@ -19,14 +19,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import corpus
 import torch
-import training
-from masking import IGNORED
+from support import training
+from support.training import Batch, say
+from text import corpus
+from text.masking import IGNORED
+from text.tokens import END, id_of, load_tokenizer
 from tokenizers import Tokenizer
-from tokens import END, id_of, load_tokenizer
 from torch import Tensor, nn
-from training import Batch, say
 
 import autotp
 from autotp.models.gpt import GPT, GPTConfig

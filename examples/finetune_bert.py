@@ -4,10 +4,10 @@
     torchrun --nproc-per-node 2 examples/finetune_bert.py mnli --data MNLI/ --init out/bert/model.pt \
         --tokenizer out/bert/tokenizer.json --seq 128 --epochs 3 --lr 5e-5 --dropout 0.1
 
-The models (`heads.py`) know nothing of autotp; one line cuts them. `--init` is the state dict of an
+The models (`finetuning/heads.py`) know nothing of autotp; one line cuts them. `--init` is the state dict of an
 `autotp.models.bert.BERT`, as `pretrain_bert.py` writes it, and `--tokenizer` is the tokenizer of that model. Without
-`--data` the script first writes small files in the task's format (`bert_samples.py`), and asserts at the end that the
-model has learnt the task.
+`--data` the script first writes small files in the task's format (`finetuning/bert_samples.py`), and asserts at the
+end that the model has learnt the task.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
-import bert_samples
-import tasks
 import torch
 import torch.distributed as dist
-import training
-from formats import Example, Question, refuse
-from initial import initial
-from inputs import Item, Reader, texts
+from finetuning import bert_samples, tasks
+from finetuning.formats import Example, Question, refuse
+from finetuning.initial import initial
+from finetuning.inputs import Item, Reader, texts
+from finetuning.windows import windows
+from support import training
+from support.training import rank, say, world
+from text.tokens import load_tokenizer, word_pieces
 from tokenizers import Tokenizer
-from tokens import load_tokenizer, word_pieces
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
-from training import rank, say, world
-from windows import windows
 
 import autotp
 from autotp.models.bert import BERT, BERTConfig

@@ -12,13 +12,13 @@ from __future__ import annotations
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
 
-import corpus
 import torch
 import torch.distributed as dist
+from support.training import rank, say, world
+from text import corpus
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from training import rank, say, world
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import autotp

@@ -3,7 +3,7 @@
     python examples/hf_coverage.py --jobs 2                          # all, in a quarter of an hour: docs/coverage.md
     python examples/hf_coverage.py --families llama bert --tp 2 4    # some, on the screen
 
-The models are tiny and random, built from configurations (`hf_families.py`): nothing is downloaded.
+The models are tiny and random, built from configurations (`support/hf_families.py`): nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hf_families import FAMILIES
+from support.hf_families import FAMILIES
 from torch import nn
 
 import autotp

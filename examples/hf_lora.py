@@ -14,10 +14,10 @@ import os
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
 
-import corpus
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
+from text import corpus
 from torch import Tensor, nn
 
 import autotp

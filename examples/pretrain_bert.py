@@ -19,21 +19,19 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import logs
-import masking
-import pretraining
-import recipes
 import torch
-import training
-from pretraining import Batch
-from recipes import Recipe
-from segments import MARKS, Pairs, runs
+from pretraining import logs, loop, recipes
+from pretraining.loop import Batch
+from pretraining.recipes import Recipe
+from support import training
+from support.training import say
+from text import masking
+from text.segments import MARKS, Pairs, runs
+from text.tokens import BERT as KIND
+from text.tokens import MASK, id_of
 from tokenizers import Tokenizer
-from tokens import BERT as KIND
-from tokens import MASK, id_of
 from torch import Tensor
 from torch.utils.data import default_collate
-from training import say
 
 import autotp
 from autotp.models.bert import BERT, BERTConfig
@@ -99,24 +97,24 @@ def finish(
 def main() -> None:
     """Trains, and asserts that the model has learnt."""
     args = arguments()
-    tokenizer, text = pretraining.text_of(args, KIND)
+    tokenizer, text = loop.text_of(args, KIND)
     size = tokenizer.get_vocab_size()
     config = replace(SIZES[args.size], vocab_size=size, block_size=args.block, dropout=args.dropout)
-    pretraining.begin(args, tokenizer, text, config)
+    loop.begin(args, tokenizer, text, config)
     found = runs(text, args.block - MARKS)
     train, unseen = (
         Pairs(text, tokenizer, found[part.start : part.stop], args.block, pairing=args.pairing, seed=args.seed)
-        for part in pretraining.parted(len(found))
+        for part in loop.parted(len(found))
     )
     torch.manual_seed(args.seed)
     with torch.device("meta"):  # No rank ever holds the whole model.
         model = BERT(config)
-    trainer, scaler = pretraining.distributed(model, args, train)
-    masked = partial(pretraining.held_out_loss, trainer, unseen, args, ("tokens", "types", "mask", "labels"))
-    loss = pretraining.Run(trainer, scaler, args, train, masked).train()
+    trainer, scaler = loop.distributed(model, args, train)
+    masked = partial(loop.held_out_loss, trainer, unseen, args, ("tokens", "types", "mask", "labels"))
+    loss = loop.Run(trainer, scaler, args, train, masked).train()
     state = autotp.full_state_dict(trainer)
     if training.rank() == 0:
-        numbers = pretraining.evenly(len(unseen), args.batch, args.eval_batches)
+        numbers = loop.evenly(len(unseen), args.batch, args.eval_batches)
         finish(args, config, tokenizer, state, [unseen[i] for some in numbers for i in some])
     say(f"held out    {loss:.3f} nats a masked token, perplexity {math.exp(loss):.1f}")
     assert math.exp(loss) < args.target or not args.asked, f"it has not learnt: {loss:.3f} nats a masked token"

@@ -17,17 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import logs
-import pretraining
-import recipes
 import torch
-import training
-from pretraining import Batch
-from recipes import Recipe
+from pretraining import logs, loop, recipes
+from pretraining.loop import Batch
+from pretraining.recipes import Recipe
+from support import training
+from support.training import say
+from text.tokens import GPT as KIND
 from tokenizers import Tokenizer
-from tokens import GPT as KIND
 from torch.utils.data import Dataset, Subset
-from training import say
 
 import autotp
 from autotp.models.configs import GPT_SIZES, GPT_SIZES_2021
@@ -92,18 +90,18 @@ def finish(args: Namespace, config: GPTConfig, tokenizer: Tokenizer, state: dict
 def main() -> None:
     """Trains, and asserts that the model has learnt."""
     args = arguments()
-    tokenizer, text = pretraining.text_of(args, KIND)
+    tokenizer, text = loop.text_of(args, KIND)
     size = tokenizer.get_vocab_size()
     config = replace(SIZES[args.size], vocab_size=size, block_size=args.block, dropout=args.dropout)
-    pretraining.begin(args, tokenizer, text, config)
+    loop.begin(args, tokenizer, text, config)
     windows = Windows(text.values, args.block)
-    parts = [Subset(windows, numbers) for numbers in pretraining.parted(len(windows))]
+    parts = [Subset(windows, numbers) for numbers in loop.parted(len(windows))]
     torch.manual_seed(args.seed)
     with torch.device("meta"):  # No rank ever holds the whole model.
         model = GPT(config)
-    trainer, scaler = pretraining.distributed(model, args, parts[0])
-    unseen = partial(pretraining.held_out_loss, trainer, parts[1], args, ("tokens", "labels"))
-    loss = pretraining.Run(trainer, scaler, args, parts[0], unseen).train()
+    trainer, scaler = loop.distributed(model, args, parts[0])
+    unseen = partial(loop.held_out_loss, trainer, parts[1], args, ("tokens", "labels"))
+    loss = loop.Run(trainer, scaler, args, parts[0], unseen).train()
     state = autotp.full_state_dict(trainer)
     if training.rank() == 0:
         finish(args, config, tokenizer, state)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-import corpus
-import masking
 import torch
-import training
+from support import training
+from support.training import Batch, say
+from text import corpus, masking
 from torch import Tensor
-from training import Batch, say
 
 import autotp
 from autotp.models.bert import BERT, BERTConfig

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-import corpus
 import torch
-import training
+from support import training
+from support.training import Batch, say
+from text import corpus
 from torch import nn
-from training import Batch, say
 
 import autotp
 from autotp.models.gpt import GPT, GPTConfig

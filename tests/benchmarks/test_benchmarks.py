@@ -17,13 +17,13 @@ import capture
 import checkpoint
 import gpu
 import growth
-import megatron
 import pytest
 import share
 import step
 import torch
 import torch.distributed as dist
 import zero
+from peers import megatron
 from ranks import run_ranks
 
 import passes
@@ -35,7 +35,7 @@ SIZES = {"block_size": 8, "vocab_size": 32, "n_layer": 2, "n_head": 4, "n_embd":
 TP = 2
 ROTARY = 2 * 2 * 4  # bytes: two buffers of half a head's four elements
 
-# --- step.py and megatron.py
+# --- step.py and peers/megatron.py
 
 
 def compared(rank: int, tp: int, config: step.Shape) -> dict[str, step.Row]:

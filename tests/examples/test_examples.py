@@ -6,13 +6,13 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-import corpus
 import pytest
 import torch
 import train_bert
 import train_gpt
-import training
 from ranks import run_ranks
+from support import training
+from text import corpus
 from torch import Tensor, nn
 
 

@@ -17,7 +17,7 @@ import autotp
 
 pytest.importorskip("transformers")
 import transformers
-from hf_families import FAMILIES
+from support.hf_families import FAMILIES
 
 TARGETS = {
     "gpt2": ["c_attn", "c_proj", "c_fc"],

@@ -17,7 +17,7 @@ import autotp
 pytest.importorskip("transformers")
 
 from hf_coverage import HEADER, TABLE, share, stacks
-from hf_families import FAMILIES
+from support.hf_families import FAMILIES
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # in transformers
 checks = Checks()

@@ -24,7 +24,7 @@ from autotp.passes.plan.infer_axes import infer_axes
 
 pytest.importorskip("transformers.integrations.moe")  # It brings the product of groups in every dtype.
 
-from hf_families import FAMILIES
+from support.hf_families import FAMILIES
 
 checks = Checks()
 PRODUCTS = {"rows": None, "groups": torch.ops.transformers.grouped_mm_fallback, "own": OPERATOR}

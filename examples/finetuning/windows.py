@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from formats import Question
+from finetuning.formats import Question
 from tokenizers import Tokenizer
 from torch import Tensor
 

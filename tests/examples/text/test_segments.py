@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import masking
 import numpy as np
 import pytest
 import torch
-from segments import Pairs, Runs, runs, shortened
+from text import masking
+from text.segments import Pairs, Runs, runs, shortened
+from text.tokens import SPECIAL, Tokens
 from tokenizers import Tokenizer, models
-from tokens import SPECIAL, Tokens
 from torch import Tensor
 
 WORDS = 200

@@ -14,9 +14,9 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-from masking import masked
+from text.masking import masked
+from text.tokens import CLS, MASK, PAD, SEP, SPECIAL, Tokens, id_of
 from tokenizers import Tokenizer
-from tokens import CLS, MASK, PAD, SEP, SPECIAL, Tokens, id_of
 from torch import Tensor
 from torch.utils.data import Dataset
 

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import evaluate_lm
-import lm_samples
 import pytest
-import tokens
 import torch
-import training
 from ranks import run_ranks
+from support import training
+from text import lm_samples, tokens
 from tokenizers import Tokenizer
 from torch import Tensor
 

@@ -12,7 +12,7 @@ import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from formats import Question
+from finetuning.formats import Question
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)

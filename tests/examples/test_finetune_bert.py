@@ -7,17 +7,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import inputs
 import pytest
 import torch
-from formats import Answer, Choice, Pair, Question
-from heads import MultipleChoice, PairClassifier, SpanExtractor
-from initial import initial
-from inputs import Reader
+from finetuning import inputs
+from finetuning.formats import Answer, Choice, Pair, Question
+from finetuning.heads import MultipleChoice, PairClassifier, SpanExtractor
+from finetuning.initial import initial
+from finetuning.inputs import Reader
+from finetuning.windows import windows
 from ranks import run_ranks
-from tokens import SEP, word_pieces
+from text.tokens import SEP, word_pieces
 from torch import Tensor
-from windows import windows
 
 import autotp
 from autotp.models.bert import BERT, BERTConfig
@@ -275,7 +275,7 @@ def test_bad_input_ends_the_script_with_one_line(tmp_path):
     assert failure([*start(flags, tmp_path), "--seq", "17"]) == seq
     assert failure([*start(flags, tmp_path)[:-1], str(tmp_path / "bert.pt")]).startswith("finetune_bert: --tokenizer ")
     (tmp_path / "train.tsv").unlink()
-    hint = "no such file. Try examples/bert_samples.py, which writes small ones"
+    hint = "no such file. Try examples/finetuning/bert_samples.py, which writes small ones"
     assert failure(flags) == f"finetune_bert: {tmp_path / 'train.tsv'}: {hint}"
 
 

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
-import corpus
 import numpy as np
 import pytest
-import tokens
 from filelock import FileLock, Timeout
 from ranks import run_ranks
+from text import corpus, tokens
 
 TEXT = ["The cat sat.\n\n    The dog\tran <|endoftext|> away.\r\n", "é ☃ [MASK] x" * 20, "a cat\nthe dog\n \nthe cat\n"]
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import metrics
 import pytest
 import torch
-import windows
-from formats import Answer, Question
-from tokens import word_pieces
+from finetuning import metrics, windows
+from finetuning.formats import Answer, Question
+from text.tokens import word_pieces
 
 CONTEXT = "a b c d e f g h i j"  # Ten tokens; token i is character 2 * i.
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from training import smooth
+from support.training import smooth
 
 FIELDS = ("step", "loss", "held_out", "rate", "norm", "tokens_per_second")
 Row = dict[str, float]

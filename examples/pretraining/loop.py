@@ -16,19 +16,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-import corpus
-import logs
 import torch
-import training
 from filelock import FileLock
-from recipes import DTYPES, Recipe
+from pretraining import logs
+from pretraining.recipes import DTYPES, Recipe
+from support import training
+from support.training import rank, say
+from text import corpus
+from text.tokens import Kind, Tokens, prepare
 from tokenizers import Tokenizer
-from tokens import Kind, Tokens, prepare
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 from torch.utils.data import DataLoader, Dataset, default_collate
-from training import rank, say
 
 import autotp
 from autotp.checkpoint.save import saved_steps

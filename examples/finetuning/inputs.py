@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from formats import Choice, Example, Pair
+from finetuning.formats import Choice, Example, Pair
+from finetuning.windows import Window
+from text.tokens import CLS, PAD, SEP, id_of
 from tokenizers import Tokenizer
-from tokens import CLS, PAD, SEP, id_of
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from windows import Window
 
 BLANK = "_"  # The place of the option in a question of RACE.
 

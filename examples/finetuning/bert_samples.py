@@ -1,6 +1,6 @@
 """Writes small files in the formats of MNLI, QQP, SQuAD 1.1 and 2.0 and RACE: made-up text that a tiny BERT can learn.
 
-    python examples/bert_samples.py out/samples
+    python examples/finetuning/bert_samples.py out/samples
 
 Each task asks the question of the original task, in few words: whether a sentence follows from another, whether two
 questions are the same, where in a text an answer is, which option a text mentions. The same seed gives the same files.

@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import evaluate_lm
-import lm_samples
-import logs
 import numpy as np
 import pretrain_bert
 import pretrain_gpt
-import pretraining
 import pytest
-import tokens
 import torch
+from pretraining import logs, loop
 from ranks import run_ranks
+from text import lm_samples, tokens
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 
@@ -40,13 +38,13 @@ def test_windows_follow_each_other():
 
 
 def test_a_tenth_is_held_out():
-    assert pretraining.parted(50) == (range(45), range(45, 50))
-    assert pretraining.parted(3) == (range(2), range(2, 3))
+    assert loop.parted(50) == (range(45), range(45, 50))
+    assert loop.parted(3) == (range(2), range(2, 3))
 
 
 def test_held_out_batches_are_spread_evenly():
-    assert pretraining.evenly(26, 2, 3) == [range(0, 8, 4), range(8, 16, 4), range(16, 24, 4)]
-    assert pretraining.evenly(5, 2, 3) == [range(2), range(2, 4)]
+    assert loop.evenly(26, 2, 3) == [range(0, 8, 4), range(8, 16, 4), range(16, 24, 4)]
+    assert loop.evenly(5, 2, 3) == [range(2), range(2, 4)]
 
 
 def test_what_is_unfinished_is_no_checkpoint_to_keep(tmp_path):
@@ -54,13 +52,13 @@ def test_what_is_unfinished_is_no_checkpoint_to_keep(tmp_path):
         (tmp_path / f"step-{step:08d}").mkdir()
     for step in (1, 2):
         (tmp_path / f"step-{step:08d}" / "manifest.json").touch()
-    pretraining.keep(tmp_path, 1)
+    loop.keep(tmp_path, 1)
     assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["2", "4", "5"]
 
 
 def test_too_little_is_held_out():
     with pytest.raises(ValueError) as error:
-        pretraining.evenly(3, 4, 8)
+        loop.evenly(3, 4, 8)
     assert str(error.value) == "3 sequences are held out, and a batch is 4. Try more text or a smaller --batch"
 
 
@@ -77,14 +75,14 @@ def test_held_out_loss_counts_labels_of_the_replica():
 
     replicas = Namespace(size=lambda: 2, get_local_rank=lambda: 1)
     trainer: Any = Namespace(mesh={"dp": replicas}, evaluate=evaluate, parameters=lambda: iter([torch.zeros(1)]))
-    loss = pretraining.held_out_loss(trainer, rows, Namespace(batch=4, eval_batches=9), ("tokens", "labels"))
+    loss = loop.held_out_loss(trainer, rows, Namespace(batch=4, eval_batches=9), ("tokens", "labels"))
     assert seen == [(["tokens", "labels"], [2, 3]), (["tokens", "labels"], [6, 7])]
     assert loss == pytest.approx((1 * 12 + 2 * 4) / 16)
 
 
 def test_schedule_warms_up_and_falls_as_a_cosine():
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.8)
-    schedule = pretraining.scheduled(optimizer, Namespace(warmup=4, steps=14, min_lr=0.2))
+    schedule = loop.scheduled(optimizer, Namespace(warmup=4, steps=14, min_lr=0.2))
     found = []
     for _ in range(14):
         found.append(optimizer.param_groups[0]["lr"])
@@ -136,13 +134,13 @@ def test_a_run_goes_on_with_its_own_settings(tmp_path, monkeypatch):
     args = flags(monkeypatch, "--out", str(tmp_path / "run"))
     text = tokens.Tokens("abc", np.arange(3), np.arange(2), np.arange(2))
     tokenizer, config = Tokenizer(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]")), GPTConfig()
-    pretraining.begin(args, tokenizer, text, config)
+    loop.begin(args, tokenizer, text, config)
     assert json.loads((tmp_path / "run" / "config.json").read_text()) == vars(config)
     args.pp = 2
-    pretraining.begin(args, tokenizer, text, config)
+    loop.begin(args, tokenizer, text, config)
     args.lr = 0.5
     with pytest.raises(ValueError) as error:
-        pretraining.begin(args, tokenizer, tokens.Tokens("abd", text.values, text.pieces, text.documents), config)
+        loop.begin(args, tokenizer, tokens.Tokens("abd", text.values, text.pieces, text.documents), config)
     told = f"{args.out} has a run with lr={pretrain_gpt.SMALL.lr}, text=abc. Try another --out, or the same settings"
     assert str(error.value) == told
 

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import formats
-import metrics
-from formats import Broken, Example, Question, refuse
-from heads import MultipleChoice, PairClassifier, SpanExtractor
-from inputs import Item, label
+from finetuning import formats, metrics
+from finetuning.formats import Broken, Example, Question, refuse
+from finetuning.heads import MultipleChoice, PairClassifier, SpanExtractor
+from finetuning.inputs import Item, label
+from finetuning.windows import Window, answers
 from torch import Tensor, nn
-from windows import Window, answers
 
 from autotp.models.bert import BERT
 
@@ -62,7 +61,7 @@ def load(task: Task, folder: Path, broken: Broken = refuse) -> tuple[list[Exampl
     dev = {name: folder / file for name, file in task.dev.items() if (folder / file).exists()}
     for file in (folder / task.train, *(dev.values() or [folder / next(iter(task.dev.values()))])):
         if not file.exists():
-            raise ValueError(f"{file}: no such file. Try examples/bert_samples.py, which writes small ones")
+            raise ValueError(f"{file}: no such file. Try examples/finetuning/bert_samples.py, which writes small ones")
     found = {file: list(task.read(file, broken)) for file in (folder / task.train, *dev.values())}
     for file, examples in found.items():
         if not examples:

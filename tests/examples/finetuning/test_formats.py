@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import bert_samples
-import formats
 import pytest
-import tasks
-from formats import Answer, Choice, Pair, Question
+from finetuning import bert_samples, formats, tasks
+from finetuning.formats import Answer, Choice, Pair, Question
 
 MNLI_TRAIN = ["index", "promptID", "genre", "sentence1_parse", "sentence1", "sentence2", "label1", "gold_label"]
 MNLI_DEV = [*MNLI_TRAIN[:-2], *(f"label{n}" for n in range(1, 6)), "gold_label"]
@@ -205,7 +203,7 @@ def test_only_questions_of_squad_2_have_no_answer(samples):
 
 def test_missing_and_empty_files(tmp_path, samples):
     task = tasks.TASKS["mnli"]
-    hint = "no such file. Try examples/bert_samples.py, which writes small ones"
+    hint = "no such file. Try examples/finetuning/bert_samples.py, which writes small ones"
     assert problem(tasks.load, task, tmp_path) == f"{tmp_path / 'train.tsv'}: {hint}"
     table(tmp_path / "train.tsv", MNLI_TRAIN)
     assert problem(tasks.load, task, tmp_path) == f"{tmp_path / 'dev_matched.tsv'}: {hint}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import logs
 import pytest
+from pretraining import logs
 
 
 def values(loss: float) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Writes small files in the formats that `pretrain_gpt.py` and `evaluate_lm.py` read, to try these scripts.
 
-    python examples/lm_samples.py
+    python examples/text/lm_samples.py
 
 The files have random stories, whose last word follows from the rest. `train.jsonl` is to train on;
 `wiki.test.tokens` and `lambada_test.jsonl` have other stories, in the formats of WikiText-103 and LAMBADA.

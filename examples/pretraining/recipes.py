@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import training
+from support import training
 
 from autotp.models.bert import BERTConfig
 from autotp.models.gpt import GPTConfig

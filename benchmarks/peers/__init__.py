@@ -1,0 +1,1 @@
+"""What autotp is measured beside: layers by hand, and the plans of other libraries."""

@@ -1,0 +1,1 @@
+"""BERT's tasks: their files, models, inputs and metrics."""

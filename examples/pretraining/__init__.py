@@ -1,0 +1,1 @@
+"""The loop of the pretraining scripts: sizes and flags, logs, checkpoints."""

@@ -1,0 +1,1 @@
+"""Text, its tokens, and batches of them."""
