@@ -193,9 +193,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _hooks:
         before, after = torch.compiler.disable(_plain), torch.compiler.disable(_cut_again)
         _hooks[optimizer] = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
-    before, after = _hooks[optimizer]
-    optimizer._optimizer_step_pre_hooks.move_to_end(before.id)
-    optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
+    first, last = _hooks[optimizer]
+    of_step: tuple[Any, Any] = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    of_step[0].move_to_end(first.id)
+    of_step[1].move_to_end(last.id, last=False)
 
 
 def _plain(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

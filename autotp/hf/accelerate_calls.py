@@ -11,12 +11,13 @@ This module does not import accelerate before the user's program does.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
 from autotp.distributed.live_models import models, sorted_by_model
 from autotp.errors import Error
+from autotp.runtime.module import ParallelModule
 
 JOINS = ("gather", "gather_for_metrics", "reduce")
 """Methods of `Accelerator` that join tensors of all processes."""
@@ -47,8 +48,7 @@ def _checked(method: Callable[..., Any], check: Callable[[Any, str, str], None])
 
 def _expect_no_join(accelerator: Any, name: str, caller: str) -> None:
     """Raises Error, unless accelerate itself calls the method: its flags of processes are right."""
-    shared = any(model.mesh.size > 1 for model in models() if hasattr(model, "layouts"))
-    if shared and accelerator.num_processes > 1 and not caller.startswith("accelerate."):
+    if _of_several_ranks(models()) and accelerator.num_processes > 1 and not caller.startswith("accelerate."):
         raise Error(
             f"Accelerator.{name} joins tensors of all processes, and the ranks of a parallel model have the same rows",
             fix="the tensor itself: it is the same on all of these ranks",
@@ -58,15 +58,23 @@ def _expect_no_join(accelerator: Any, name: str, caller: str) -> None:
 
 def _expect_single_steps(schedule: Any, name: str, caller: str) -> None:
     """Raises Error if a step of the schedule counts as many steps as there are processes."""
-    from accelerate.state import AcceleratorState
-
     parameters = [p for optimizer in schedule.optimizers for group in optimizer.param_groups for p in group["params"]]
-    several = schedule.step_with_optimizer and not schedule.split_batches and AcceleratorState().num_processes > 1
+    several = schedule.step_with_optimizer and not schedule.split_batches and _processes() > 1
     held, _ = sorted_by_model(parameters) if several else ({}, [])
-    if any(model.mesh.size > 1 for model in held if hasattr(model, "layouts")):
+    if _of_several_ranks(held):
         raise Error(
             "a schedule that accelerate prepared steps once for each process, and the ranks of a parallel model are "
             "processes of one model",
             fix="the schedule itself, without accelerator.prepare; step it where the optimizer steps",
             alternative="Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))",
         )
+
+
+def _of_several_ranks(live: Iterable[Any]) -> bool:
+    """True if one of these models is spread over several ranks."""
+    return any(model.mesh.size > 1 for model in live if isinstance(model, ParallelModule))
+
+
+def _processes() -> int:
+    found: int = sys.modules["accelerate.state"].AcceleratorState().num_processes
+    return found
