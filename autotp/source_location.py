@@ -22,14 +22,15 @@ _MODELS = os.path.join(_PACKAGE[0], "models", "")
 """Ordinary models, as users write them: where these are installed inside the package, errors name their lines, too."""
 
 
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
+    """True for a file of torch or autotp; False for autotp's ordinary models."""
     return file.startswith(_LIBRARIES) and not file.startswith(_MODELS)
 
 
 def user_line(frames: Sequence[FrameSummary]) -> str:
     """Returns the deepest frame outside of torch and autotp, as `file.py:12  the code`."""
     for frame in reversed(frames):
-        if not _is_library(frame.filename) and not frame.filename.startswith("<"):
+        if not is_library(frame.filename) and not frame.filename.startswith("<"):
             return f"{os.path.basename(frame.filename)}:{frame.lineno}  {frame.line or ''}".rstrip()
     return "?"
 
@@ -45,7 +46,7 @@ def is_users(frame: FrameType) -> bool:
 def line_of(node: fx.Node) -> str:
     """Returns the source line of a node, as `file.py:12  the code`; for torch's layers the line that calls them."""
     found = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
-    mine = [row for row in found if not _is_library(row[0])] or found
+    mine = [row for row in found if not is_library(row[0])] or found
     if not mine:
         return "?"
     path, line, code = mine[-1]

@@ -7,7 +7,11 @@ With `--budget` a test that is not `rare` fails if it takes longer.
 
 from __future__ import annotations
 
+import atexit
 import gc
+import os
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +24,8 @@ HERE = Path(__file__).parent
 NAMED_ONLY = [HERE / name for name in ("examples", "benchmarks")]
 LONG = ("system", "checkpoint", "training", "hf", "distributed", "runtime", "ops")
 """The folders whose files take longest, for most of their tests start ranks."""
+CAPTURES = "AUTOTP_TESTS_CAPTURES"
+"""Names the folder where the processes of a run share what they captured."""
 BUSY = 2
 """A core that others use as well, or its cache, gives so many seconds for one of an idle core."""
 
@@ -32,7 +38,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "rare: a case for --all only")
-    RUNNING.shares_captures = not config.getoption("all")
+    if not config.getoption("all"):
+        RUNNING.captures_in = Path(os.environ.get(CAPTURES) or tempfile.mkdtemp(prefix="autotp-captures-"))
+        if CAPTURES not in os.environ:  # the first process: its workers have the same environment
+            os.environ[CAPTURES] = str(RUNNING.captures_in)
+            atexit.register(shutil.rmtree, RUNNING.captures_in, ignore_errors=True)
     found = (Phase.explicit, Phase.reuse, Phase.generate)  # a failing model takes minutes to shrink: --deep does
     settings.register_profile("default", deadline=None, derandomize=True, max_examples=200, phases=found)
     settings.register_profile("deep", deadline=None, max_examples=5000, print_blob=True)

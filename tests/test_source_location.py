@@ -7,11 +7,14 @@ from traceback import FrameSummary
 
 import pytest
 import torch
+from errors import line_of
+from torch import Tensor, nn
 
 import autotp
 from autotp import source_location
 from autotp.models import gpt
 from autotp.passes.capture import capture
+from autotp.passes.capture.skeleton import skeleton_of
 
 PACKAGE, TORCH = os.path.dirname(autotp.__file__), os.path.dirname(torch.__file__)
 
@@ -33,3 +36,32 @@ def test_a_users_file(file: str) -> None:
 
 def test_no_users_file() -> None:
     assert line(f"{TORCH}/nn/module.py", f"{PACKAGE}/errors.py", capture.__file__, "<string>") == "?"
+
+
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.twice(self.layers(x))
+
+    def twice(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def lines(model: nn.Module) -> dict[str, str]:
+    """Name of an operator -> the line that an error would name."""
+    graph = capture.capture(skeleton_of(model), (torch.empty(3, 4, device="meta"),), {}).graph
+    return {node.name: source_location.line_of(node) for node in graph.nodes if node.op == "call_function"}
+
+
+def test_an_operators_line() -> None:
+    """The deepest line in a `forward` of the model's own code, however torch's layers call each other."""
+    call = line_of(__file__, "return self.twice(self.layers(x))")
+    assert lines(Doubled()) == {"linear": call, "tanh": call, "mul": call}
+
+
+def test_an_operators_line_where_all_code_is_torchs() -> None:
+    found = lines(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    assert found["linear"].startswith("linear.py:") and found["tanh"].startswith("activation.py:")

@@ -6,7 +6,7 @@ After:  graph(p_model_up_weight, c_lifted_tensor_0, x) with repeated blocks writ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from autotp.errors import Error
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.captured import Captured, InputSize, Opened, OutputAt
-from autotp.passes.capture.flatten import Flat, Returned
+from autotp.passes.capture.flatten import Flat
 from autotp.passes.capture.guards.attribute_paths import (
     Path,
     Slot,
@@ -96,7 +96,7 @@ def _facts_of_run(flat: Flat, placeholders: _Placeholders, sizes: SizeAssumption
         "leaves": tuple(like(leaf, "meta") if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves),
         "spec": flat.spec,
         "assigned": [name_of[buffer] for buffer in returned.assigned],
-        "outputs": _rebuilding(returned),
+        "outputs": _Rebuilding(returned.leaves, returned.spec),
         "owned": _of_states(flat, inputs) | frozenset(placeholders.paths(flat)) | written,
         "kept": frozenset(returned.kept),
         "changes": tuple(_computed(change, sizes) for change in returned.changes),
@@ -295,16 +295,20 @@ def _merge_tied(graph: fx.Graph, names: dict[str, str]) -> None:
             del names[node.name]
 
 
-def _rebuilding(returned: Returned) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
-    """Returns a function that rebuilds the model's result from the graph's outputs, and updates the states."""
-    leaves, spec = returned.leaves, returned.spec
+@dataclass(frozen=True)
+class _Rebuilding:
+    """Rebuilds the model's result from the graph's outputs, and updates the states.
 
-    def rebuild(found: Sequence[Any], mine: Sequence[Any]) -> Any:
-        return unflatten_outcome(
-            [found[leaf.at] if isinstance(leaf, OutputAt) else leaf for leaf in leaves], spec, mine
-        )
+    Attributes:
+        leaves, spec: see `Returned`.
+    """
 
-    return rebuild
+    leaves: Sequence[Any]
+    spec: Any
+
+    def __call__(self, found: Sequence[Any], mine: Sequence[Any]) -> Any:
+        leaves = [found[leaf.at] if isinstance(leaf, OutputAt) else leaf for leaf in self.leaves]
+        return unflatten_outcome(leaves, self.spec, mine)
 
 
 def _environment(graph: fx.Graph) -> Any:

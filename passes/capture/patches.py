@@ -14,18 +14,28 @@ other way, a function of torch or Python is replaced. This happens in the region
 - logging and stderr: the exporter prints a page about each error.
 - torch's cache of operators' results on fake tensors: with symbolic sizes it computes each operator twice to fill an
         entry, and each export begins with an empty cache. Without the cache a capture takes half the time.
+- the exporter's stack of each operator: it would look up the source of a hundred frames, most of them its own.
+- the Python code of the exporter's intermediate graphs is written only where they run.
 Only one thread captures at a time (`CAPTURING`).
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
+from dataclasses import dataclass
 from io import StringIO
+from pathlib import Path
+from traceback import FrameSummary, StackSummary
+from types import FrameType
+from unittest import mock
 
 from torch import nn
+from torch.fx import proxy
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from autotp.ops.eager_mode import alone
 from autotp.passes.capture.autocast_regions import Autocast
@@ -36,15 +46,21 @@ from autotp.passes.capture.transformer_layers import slow_path
 from autotp.passes.capture.unsupported.lost_gradients import nothing_lost
 from autotp.passes.capture.unsupported.random_branches import CertainComparisons
 from autotp.passes.capture.unsupported.sizes_as_keys import known_sizes
+from autotp.source_location import is_library
 
 CAPTURING = threading.RLock()
 """Held during a capture: torch.export and the patches allow one thread at a time."""
+RUN = str(Path(__file__).with_name("flatten.py"))
+"""The file that calls the model."""
 
 
 @contextmanager
 def around_capture(autocast: Autocast) -> Iterator[None]:
     """A region for a whole capture. NOTE [What is patched during capture]"""
-    with alone(), autocast.on(), slow_path(), known_sizes(), _quiet(), _no_cache():
+    with (
+        alone(), autocast.on(), slow_path(), known_sizes(), _quiet(), _no_cache(), _use_lazy_graph_module(True),
+        mock.patch.object(proxy, "CapturedTraceback", UserStack),
+    ):  # fmt: skip
         yield
 
 
@@ -88,3 +104,31 @@ def _no_cache() -> Iterator[None]:
 
     with config.patch(fake_tensor_cache_enabled=False):
         yield
+
+
+@dataclass(frozen=True)
+class UserStack:
+    """The frames named `forward` of the model's own code, in place of torch's `CapturedTraceback`.
+
+    If the model has none, these are the frames named `forward` of torch's layers.
+
+    Attributes:
+        frames: from the outermost one to the operator.
+    """
+
+    frames: StackSummary
+
+    @staticmethod
+    def extract() -> UserStack:
+        """Returns the frames below the run of the model."""
+        found: list[tuple[str, int, str]] = []
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != RUN:
+            if frame.f_code.co_name == "forward":  # Torch drops all others.
+                found.append((frame.f_code.co_filename, frame.f_lineno, "forward"))
+            frame = frame.f_back
+        shown = [each for each in found if not is_library(each[0])] or found
+        return UserStack(StackSummary([FrameSummary(*each, lookup_line=False) for each in reversed(shown)]))
+
+    def summary(self) -> StackSummary:
+        return self.frames

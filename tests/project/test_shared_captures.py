@@ -1,4 +1,4 @@
-"""Models that tests build alike are captured once in a process, and no others."""
+"""Models that tests build alike are captured once, also by several processes, and no others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from graphs import CAPTURED_ANEW, CAPTURES, shared_captures
-from small_models import Plain
+from small_models import Plain, gpt, tokens
 from torch import nn
 
 import autotp
@@ -47,6 +47,22 @@ def test_changed(change: Callable[[nn.Module], object], monkeypatch: pytest.Monk
     other = Plain()
     change(other)
     assert count(monkeypatch, Path(__file__), [Plain(), other], torch.ones(2, 8)) == 2
+
+
+def test_another_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What one process wrote, another reads: the plan and all values and gradients are as with a capture of its own."""
+    captured, real = [], compiler.capture
+    monkeypatch.setattr(compiler, "capture", lambda *asked: captured.append(asked) or real(*asked))
+    plans, counts = [], []
+    for _ in range(2):
+        CAPTURES.clear()  # as in a new process
+        with shared_captures(Path(__file__), tmp_path):
+            plans.append(str(autotp.explain(gpt(), 2, example_inputs=tokens())))
+            assert autotp.verify(gpt(), 2, example_inputs=tokens()).ok
+        counts.append(len(captured))
+        assert len(CAPTURES) == len(list(tmp_path.glob("*.lock"))) == counts[0]
+    assert plans[0] == plans[1]
+    assert counts == [2, 2], "explain and verify, for verify has float64"
 
 
 def test_tests_of_capture_capture_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import io
 import itertools
+import os
 import pickle
+import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +25,8 @@ from small_models import Plain
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
+from torch.fx._graph_pickler import GraphPickler, Options
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from autotp import compiler
@@ -426,13 +434,15 @@ CALLS: dict[str, tuple[Any, ...]] = {
 
 
 CAPTURES: OrderedDict[bytes, Captured] = OrderedDict()
-"""What `shared_captures` keeps, the latest last."""
+"""What `shared_captures` keeps in this process, the latest last."""
 CAPTURED_ANEW = Path(__file__).resolve().parent.parent / "passes" / "capture"
+WAITS = 30.0
+"""The seconds that a process waits for another one that captures the same model."""
 
 
 @contextmanager
-def shared_captures(test: Path) -> Iterator[None]:
-    """A region in which models that are alike are captured once in a process. A test of capture captures each.
+def shared_captures(test: Path, folder: Path | None = None) -> Iterator[None]:
+    """A region in which models that are alike are captured once. A test of capture captures each.
 
     Two models are alike if they have the same classes and attributes, tensors of the same kinds, and if they are
     captured on arguments of the same kinds. A graph is kept only if a call changes nothing of the model or its
@@ -440,6 +450,7 @@ def shared_captures(test: Path) -> Iterator[None]:
 
     Args:
         test: the file of the test that runs.
+        folder: processes with the same one share their captures.
     """
     before = compiler.capture
 
@@ -448,14 +459,15 @@ def shared_captures(test: Path) -> Iterator[None]:
             key = _key(skeleton, asked)
         except Exception:  # The model holds what cannot be written down, such as a function of a function.
             return before(skeleton, *asked)
-        found = CAPTURES[key] if key in CAPTURES else before(skeleton, *asked)
-        changed = found.owned or found.changes or found.sets or found.into or found.hooks
-        if not (changed or found.kept or found.constants):
+        if key not in CAPTURES:
+            found = _from_folder(key, folder, lambda: before(skeleton, *asked))
+            if not _may_be_shared(found):
+                return found
             CAPTURES[key] = found
-            CAPTURES.move_to_end(key)
+        CAPTURES.move_to_end(key)
         if len(CAPTURES) > 100:
             CAPTURES.popitem(last=False)
-        return found
+        return CAPTURES[key]
 
     if not test.is_relative_to(CAPTURED_ANEW):
         compiler.capture = shared
@@ -463,6 +475,57 @@ def shared_captures(test: Path) -> Iterator[None]:
         yield
     finally:
         compiler.capture = before
+
+
+def _may_be_shared(found: Captured) -> bool:
+    changed = found.owned or found.changes or found.sets or found.into or found.hooks
+    return not (changed or found.kept or found.constants)
+
+
+def _from_folder(key: bytes, folder: Path | None, capture: Callable[[], Captured]) -> Captured:
+    """What another process captured, or this one, which then writes it for others. They wait meanwhile."""
+    if folder is None:
+        return capture()
+    path = folder / hashlib.sha256(key).hexdigest()
+    with open(path.with_suffix(".lock"), "w") as lock:
+        ends = time.monotonic() + WAITS
+        while not path.exists() and not _locked(lock) and time.monotonic() < ends:
+            time.sleep(0.002)
+        if path.exists():
+            return _read(path.read_bytes()) or capture()
+        found = capture()
+        path.with_suffix(f".{os.getpid()}").write_bytes(_written(found) if _may_be_shared(found) else b"")
+        path.with_suffix(f".{os.getpid()}").rename(path)
+    return found
+
+
+def _locked(file: IO[str]) -> bool:
+    """Whether the lock of a file is this process's now."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _written(found: Captured) -> bytes:
+    """A captured model as bytes; none if it holds what cannot be written down."""
+    module = fx.GraphModule(nn.Module(), fx.Graph())
+    module._graph = found.graph  # Set as `module.graph`, it would belong to the module from then on.
+    rest = {field.name: getattr(found, field.name) for field in fields(found) if field.name != "graph"}
+    try:
+        return GraphPickler.dumps((module, rest), Options(ops_filter=None, node_metadata_key_filter=None))
+    except Exception:
+        return b""
+
+
+def _read(data: bytes) -> Captured | None:
+    if not data:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, of its LeafSpec
+        module, rest = GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))
+    return Captured(graph=module.graph, **rest)
 
 
 def _key(skeleton: nn.Module, asked: Sequence[Any]) -> bytes:

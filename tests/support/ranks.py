@@ -57,11 +57,11 @@ class Running:
     """Which test runs, and how. `conftest.py` writes it; ranks are told."""
 
     file: Path = HERE
-    shares_captures: bool = False
+    captures_in: Path | None = None  # Processes share captures there; none do with None.
 
     def captures(self) -> AbstractContextManager[None]:
         """A region in which the file's tests run."""
-        return shared_captures(self.file) if self.shares_captures else nullcontext()
+        return shared_captures(self.file, self.captures_in) if self.captures_in is not None else nullcontext()
 
 
 RUNNING = Running()

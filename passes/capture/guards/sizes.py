@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -46,30 +47,53 @@ class SizeAssumptions:
         known = [expr for expr in known if {str(s) for s in expr.free_symbols} <= set(self.symbols)]
         self.tests += map(self.printer.doprint, known)
 
-    def fits(self) -> Callable[[Shapes], bool]:
-        """Returns a function that is True for shapes that meet all assumptions.
+    def fits(self) -> Fits:
+        """Returns a function that is True for shapes that meet all assumptions."""
+        return Fits(self._function(" and ".join(f"({test})" for test in self.tests) or "True"))
 
-        An assumption that cannot be evaluated (a root of a negative number, a division by zero) is not met.
-        """
-        holds = self._function(" and ".join(f"({test})" for test in self.tests) or "True")
-
-        def fits(shapes: Shapes) -> bool:
-            try:
-                return bool(holds(shapes))
-            except (ArithmeticError, ValueError):
-                return False
-
-        return fits
-
-    def value(self, expression: sympy.Basic) -> Callable[[Shapes], Any]:
+    def value(self, expression: sympy.Basic) -> OfShapes:
         """Returns an expression of symbols as a function of shapes."""
         return self._function(self.printer.doprint(expression))
 
-    def _function(self, text: str) -> Callable[[Shapes], Any]:
+    def _function(self, text: str) -> OfShapes:
         head = "".join(f"    {name} = {place}\n" for name, place in self.symbols.items())
-        scope = dict(self.printer.scope)
-        exec(f"def value(shapes):\n{head}    return {text}\n", scope)
-        return scope["value"]
+        return OfShapes(f"def value(shapes):\n{head}    return {text}\n", tuple(self.printer.functions.items()))
+
+
+class OfShapes:
+    """A function of shapes, as Python. It can be pickled.
+
+    Args:
+        source: defines the function `value`.
+        functions: names in it, and what they stand for.
+    """
+
+    def __init__(self, source: str, functions: tuple[tuple[str, OnNumbers], ...]) -> None:
+        scope: dict[str, Any] = {"math": math, "torch": torch, **dict(functions)}
+        exec(source, scope)
+        self.source, self.functions, self.value = source, functions, scope["value"]
+
+    def __call__(self, shapes: Shapes) -> Any:
+        return self.value(shapes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OfShapes, (self.source, self.functions)
+
+
+@dataclass(frozen=True)
+class Fits:
+    """Whether shapes meet assumptions.
+
+    An assumption that cannot be evaluated (a root of a negative number, a division by zero) is not met.
+    """
+
+    holds: OfShapes
+
+    def __call__(self, shapes: Shapes) -> bool:
+        try:
+            return bool(self.holds(shapes))
+        except (ArithmeticError, ValueError):
+            return False
 
 
 class Printer(PythonPrinter):
@@ -78,16 +102,16 @@ class Printer(PythonPrinter):
     A sympy function that torch's printer does not know is printed as a call of the function itself.
 
     Attributes:
-        scope: the globals of the printed Python.
+        functions: names in the printed Python that are sympy's.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.scope: dict[str, Any] = {"math": math, "torch": torch}
+        self.functions: dict[str, OnNumbers] = {}
 
     def _print_Function(self, expr: Any) -> str:
         name = type(expr).__name__
-        self.scope[name] = _on_numbers(expr.func)
+        self.functions[name] = OnNumbers(expr.func)
         return f"{name}({', '.join(map(self._print, expr.args))})"
 
     _print_TruncToFloat = _print_Function
@@ -96,13 +120,14 @@ class Printer(PythonPrinter):
         return self.stringify(expr.args, " ** ", PRECEDENCE["Pow"])
 
 
-def _on_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a sympy function as a function of Python numbers."""
+@dataclass(frozen=True)
+class OnNumbers:
+    """A sympy function, as a function of Python numbers."""
 
-    def evaluated(*numbers: Any) -> Any:
-        found = function(*map(sympy.sympify, numbers))
+    function: Callable[..., Any]
+
+    def __call__(self, *numbers: Any) -> Any:
+        found = self.function(*map(sympy.sympify, numbers))
         if found in (sympy.true, sympy.false):
             return bool(found)
         return int(found) if found.is_Integer else float(found)
-
-    return evaluated

@@ -58,7 +58,7 @@ def test_what_sympy_computes_of_sizes_is_python(name: str) -> None:
     printer = Printer()
     text = printer.doprint(expr)
     for s, t in SIZES:
-        found = eval(text, dict(printer.scope), {"s": s, "t": t})
+        found = eval(text, {"math": math, "torch": torch, **printer.functions}, {"s": s, "t": t})
         assert found == pytest.approx(expected(s, t), rel=1e-15)
 
 

@@ -16,7 +16,7 @@ from autotp.passes.capture.pytree import flatten, states
 from autotp.passes.capture.skeleton import skeleton_of
 
 transformers = pytest.importorskip("transformers")
-FAMILIES = __import__("hf_families").FAMILIES
+from support.hf_families import FAMILIES  # noqa: E402
 
 NAMES = ("llama", "mistral", "qwen3", "gpt2", "gemma", "gemma3", "phi3")
 """Families whose two layers are alike: with and without windows, and with keys and values that one linear makes."""
