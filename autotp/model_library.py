@@ -53,6 +53,9 @@ class ModelLibrary:
         """True for a Python module of the library, by its name, that saves what `state_dict()` returns on one rank."""
         return False
 
+    def watch_calls(self) -> None:
+        """Has calls of the library that take the ranks of one parallel model for replicas raise Error from here on."""
+
     def keep_activations(self, model: Any) -> None:
         """Switches a model's gradient checkpointing off."""
 
@@ -108,6 +111,12 @@ def is_own_hook(hook: Any) -> bool:
 def saves_first_rank_only(module: str) -> bool:
     """True for a Python module of some library that saves what `state_dict()` returns on one rank, for all ranks."""
     return any(it.saves_first_rank_only(module) for it in LIBRARIES)
+
+
+def watch_calls() -> None:
+    """Has calls of libraries that take the ranks of one parallel model for replicas raise Error from here on."""
+    for it in LIBRARIES:
+        it.watch_calls()
 
 
 def keep_activations(model: Any) -> None:

@@ -296,7 +296,7 @@ def _set_to(
             for leaf, one in zip(mine[0], its[0], strict=True):
                 if isinstance(leaf, OutputAt):
                     found[leaf.at] = _as_tensor(one)
-                elif (leaf.expression(shapes) if isinstance(leaf, InputSize) else leaf) != one:
+                elif (leaf.kind(leaf.expression(shapes)) if isinstance(leaf, InputSize) else leaf) != one:
                     different.append(Difference(spelled(change.path, key), float("inf")))
     return found, different + [
         Difference(spelled(path, key), float("inf")) for path, new in real.items() for key in new

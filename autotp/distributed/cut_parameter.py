@@ -7,8 +7,8 @@ graphs there are no such checks.
 
 NOTE [Plain in a step]
 During a step of torch's own optimizers, parameters and their gradients are plain tensors: otherwise each `p.grad`, and
-each operator in a loop over parameters, would go through Python. If a step raises, its parameters stay plain until the
-next step.
+each operator in a loop over parameters, would go through Python. The user's code runs with parts, also in a closure and
+in hooks on the step. If a step raises, its parameters stay plain until the next step.
 
 NOTE [Who asks]
 torch's own code (optimizers, `state_dict`, `deepcopy`, wrappers) is right on parts, or is refused elsewhere. So only
@@ -26,11 +26,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from autotp.distributed.cut_operators import Kind, kind_of
 from autotp.distributed.live_models import Undo
@@ -108,6 +110,7 @@ class CutTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain tensor: the reader of the file may have no parallel model."""
+        _warn_of_file(self, sys._getframe(1))
         with torch._C.DisableTorchFunctionSubclass():
             alias = self.detach() if self.is_leaf else self
             return alias.as_subclass(Tensor).requires_grad_(self.requires_grad).__reduce_ex__(protocol)
@@ -123,6 +126,7 @@ class CutParameter(CutTensor, nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain parameter."""
+        _warn_of_file(self, sys._getframe(1))
         with torch._C.DisableTorchFunctionSubclass():
             return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
@@ -132,6 +136,8 @@ def _followed(kind: Kind, func: Any, args: Any, kwargs: Any, asked: FrameType | 
     given = list(_tensors((*args, *kwargs.values())))
     source = next(x for x in given if isinstance(x, CutTensor))
     cut = source.autotp_cut
+    if kind in (Kind.EACH, Kind.SET):
+        _expect_same_cut(func, (*args, *kwargs.values()))
     if kind is Kind.HOOK and asked is not None:
         hook = args[1] if len(args) > 1 else kwargs["hook"]
         args, kwargs = (args[0], PartHook(hook, cut)), {}
@@ -143,6 +149,8 @@ def _followed(kind: Kind, func: Any, args: Any, kwargs: Any, asked: FrameType | 
         if wholes:
             raise _whole_given(cut, func, wholes[0].shape) from error
         raise
+    if asked is None and type(found) is Tensor and _averages(sys._getframe(2)):
+        return _become_cut(found, source)  # Joined parts, which it will sum over ranks.
     if asked is None or kind not in RESULTS:
         return found
     if isinstance(found, list | tuple):
@@ -171,31 +179,55 @@ def as_cut(parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
 
 def install() -> Undo:
     """Makes parameters plain during steps of torch's optimizers; returns the undo. See NOTE [Plain in a step]."""
-    before, after = (
-        register(torch.compiler.disable(function))
-        for register, function in (
-            (register_optimizer_step_pre_hook, _plain),
-            (register_optimizer_step_post_hook, _cut_again),
-        )
-    )
-
-    def undo() -> None:
-        before.remove()
-        after.remove()
-
-    return undo
+    return register_optimizer_step_pre_hook(torch.compiler.disable(_before_step)).remove
 
 
-def _plain(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+_hooks: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, RemovableHandle]] = WeakKeyDictionary()
+"""The hooks on each optimizer that follow its other hooks before a step, and that come before those after it."""
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Puts our hooks on an optimizer next to the step. (torch has not begun to go through its hooks.)"""
     if not type(optimizer).step.__module__.startswith("torch.optim."):
         return
+    if optimizer not in _hooks:
+        before, after = torch.compiler.disable(_plain), torch.compiler.disable(_cut_again)
+        _hooks[optimizer] = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+    first, last = _hooks[optimizer]
+    of_step: tuple[Any, Any] = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    of_step[0].move_to_end(first.id)
+    of_step[1].move_to_end(last.id, last=False)
+
+
+def _plain(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Makes the parameters plain for a step. Returns the step's arguments, with a closure that gets parts."""
+    _make_plain(optimizer)
+
+    def with_parts(closure: Any) -> Any:
+        def call() -> Any:
+            _cut_again(optimizer)
+            try:
+                return closure()
+            finally:
+                _make_plain(optimizer)
+
+        return call
+
+    if len(args) > 1 and callable(args[1]):  # The first one is the optimizer.
+        return (args[0], with_parts(args[1]), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, kwargs | {"closure": with_parts(kwargs["closure"])}
+    return None
+
+
+def _make_plain(optimizer: Optimizer) -> None:
     for p in (p for group in optimizer.param_groups for p in group["params"] if type(p) is CutParameter):
         _become(p, nn.Parameter)
         if type(p.grad) is CutTensor:
             _become(p.grad, Tensor)
 
 
-def _cut_again(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _cut_again(optimizer: Optimizer, *_: Any) -> None:
     for p in (p for group in optimizer.param_groups for p in group["params"] if type(p) is nn.Parameter):
         if hasattr(p, "autotp_cut"):
             _become(p, CutParameter)
@@ -237,31 +269,53 @@ def warn_of_parts(parameters: Iterable[Tensor], what: str, frame: FrameType) -> 
 # ---- the code that calls an operator
 
 
-THROUGH = (
-    "torch._tensor", "torch.overrides", "torch.functional", "torch.nn.functional", "torch.nn.init",
-    "torch.nn.utils.convert_parameters", "torch.nn.parameter", "torch.autograd", "torch.optim.swa_utils",
-    "torch.utils._contextlib",
+RIGHT_ON_PARTS = (
+    "torch.optim", "torch.nn.modules.module", "torch.nn.parallel", "torch.nn.utils.clip_grad", "torch.distributed",
+    "torch.amp", "torch.serialization", "torch.storage", "torch.multiprocessing", "torch.testing", "torch.export",
+    "torch.fx", "torch._dynamo", "torch._inductor", "torch._functorch", "torch._subclasses",
 )  # fmt: skip
-"""Modules of torch that pass a call of the user's code on."""
+"""Packages of torch that are right on parts, or are refused elsewhere. All others pass a call of the user's code on."""
+PASSES_ON = ("torch.optim.swa_utils",)
+"""Modules of these packages that pass a call on."""
 SIZES_THROUGH = ("torch._tensor", "torch.overrides")
 """Modules of torch that pass on a question for a size. Questions of torch itself, as in `nn.init`, do not count."""
 
 
 def _asked(frame: FrameType | None) -> FrameType | None:
     """Returns the frame of the user's code that made a call (also through `nn.init`); None if there is no such code."""
-    while frame is not None and ((name := frame.f_globals.get("__name__")) in THROUGH or _is_layer(frame)):
-        if name == "torch.nn.init":
+    while frame is not None and not is_users(frame) and _passes_on(frame):
+        if frame.f_globals.get("__name__") == "torch.nn.init":
             return _users(frame)
         frame = frame.f_back
     return frame if frame is not None and is_users(frame) else None
 
 
-def _is_layer(frame: FrameType) -> bool:
-    """True in `forward` of a layer of torch's. (Outside the parallel model, it may hold a parameter of the model.)"""
+def _passes_on(frame: FrameType) -> bool:
+    """True for code of torch's that computes for its caller, as a function, a layer or a distribution does."""
     name = str(frame.f_globals.get("__name__"))
-    if name == "torch.nn.modules.module":  # What else is there, `.to()` say, torch asks for itself.
+    if name == "torch.nn.modules.module":  # Other methods there, such as `.to()`, torch asks for itself.
         return frame.f_code.co_name in ("_wrapped_call_impl", "_call_impl")
-    return name.startswith("torch.nn.modules.")
+    known = any(f"{name}.".startswith(f"{package}.") for package in RIGHT_ON_PARTS)
+    return name.startswith("torch.") and (not known or name in PASSES_ON)
+
+
+def _averages(frame: FrameType) -> bool:
+    """True for code of torch's that joins parameters to one tensor, and sums this over ranks."""
+    return str(frame.f_globals.get("__name__")).startswith("torch.distributed.algorithms.model_averaging.")
+
+
+def _meant(name: str, asked: FrameType) -> str:
+    """Returns the name of what the user's code does by calling an operator; "" if that is right on a part.
+
+    `torch.autograd.graph` makes a view of a parameter to find the node that gets its gradient: as a plain tensor, where
+    a user asks for the node; for its own hooks, which get the gradient as a part.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_back is not asked:
+        frame = frame.f_back
+    if frame.f_globals.get("__name__") != "torch.autograd.graph":
+        return name
+    return "" if frame.f_code.co_name == "register_multi_grad_hook" else frame.f_code.co_name
 
 
 def _users(frame: FrameType) -> FrameType:
@@ -281,8 +335,23 @@ def _expect_right(kind: Kind, func: Any, cut: Cut, args: Any, kwargs: Any, asked
         return
     if kind is Kind.SET and isinstance(args[1], Tensor) and args[0].shape != args[1].shape == cut.layout.shape:
         raise _whole_given(cut, func, args[1].shape)
-    if kind is Kind.WHOLE:
-        _warn(cut, func.__name__, asked)
+    if kind is Kind.WHOLE and (what := _meant(func.__name__, asked)):
+        _warn(cut, what, asked)
+
+
+def _expect_same_cut(func: Any, args: Sequence[Any]) -> None:
+    """Raises Error if an operator combines parts that are cut differently: their elements do not belong together."""
+    lists = [x for x in args if isinstance(x, list | tuple) and len(x) > 0]
+    for given in (args, *zip(*(x for x in lists if len(x) == len(lists[0])), strict=True)):
+        cuts = [x.autotp_cut for x in given if isinstance(x, CutTensor)]
+        for cut in cuts[1:]:
+            pair = cuts[0].layout, cut.layout
+            if pair[0].shape == pair[1].shape and (pair[0].dim, pair[0].pieces) != (pair[1].dim, pair[1].pieces):
+                raise Error(
+                    f"`{_name_of(func)}` of `{cuts[0].name}` and another `{cut.name}`, which are cut in different ways",
+                    **{"rank 0": " and ".join(f"{list(x.pieces[0])} of dimension {x.dim}" for x in pair)},
+                    fix="autotp.full_state_dict of one model, autotp.load_full_state_dict of the other one",
+                )
 
 
 def _expect_replicas(what: str, cut: Cut, group: Any) -> None:
@@ -333,6 +402,12 @@ def _warn_of_size(tensor: Any, func: Any, frame: FrameType | None) -> None:
 def _say(text: str, frame: FrameType) -> None:
     at = frame.f_code.co_filename, frame.f_lineno
     warnings.warn_explicit(text, UserWarning, *at, module=str(frame.f_globals.get("__name__")))
+
+
+def _warn_of_file(tensor: CutTensor, frame: FrameType) -> None:
+    """Warns that a file, or a message to another process, would have the part only."""
+    if is_users(user := _users(frame)):
+        _warn(tensor.autotp_cut, "pickle", user)
 
 
 def _goes_with_whole(x: Tensor, cut: Cut) -> bool:

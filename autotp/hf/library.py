@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from autotp.hf import caches, overrides
+from autotp.hf import accelerate_calls, caches, overrides
 from autotp.model_library import ModelLibrary
 from autotp.rules.products import grouped_mm
 
@@ -45,6 +45,10 @@ class Transformers(ModelLibrary):
     def saves_first_rank_only(self, module: str) -> bool:
         """True for accelerate's `save_state` and `get_state_dict`."""
         return module.startswith("accelerate.")
+
+    def watch_calls(self) -> None:
+        """Has accelerate's schedules, and its calls that join the tensors of processes, raise Error."""
+        accelerate_calls.watch_accelerate()
 
     def keep_activations(self, model: Any) -> None:
         """Switches gradient checkpointing off for the capture: autograd would recompute outside the capturing modes."""

@@ -16,7 +16,7 @@ from autotp.distributed.cut_parameter import CutTensor
 from autotp.distributed.live_models import models
 from autotp.distributed.mesh import Mesh, expect_size
 from autotp.errors import Error
-from autotp.model_library import recomputes
+from autotp.model_library import recomputes, watch_calls
 from autotp.options import Options, expect_choices
 from autotp.passes.capture.autocast_regions import ambient
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
@@ -26,6 +26,7 @@ from autotp.runtime.graph_digest import digest
 from autotp.runtime.graph_entry import GraphEntry, prepare
 from autotp.runtime.module import ParallelModule, Part, adopt, classes_of, executable_of
 from autotp.runtime.shard_parameters import shard_parameters, was_taken
+from autotp.runtime.torch_hooks.gradient_nodes import expect_no_node_hooks
 from autotp.runtime.torch_hooks.install import watched
 from autotp.runtime.torch_hooks.wrappers import expect_unwrapped
 from autotp.runtime.tree import Tree, state_of
@@ -63,6 +64,7 @@ def build(
     taken = shard_parameters(model, layouts, place.rank, place, read(layouts) if read else {})
     adopt(model, classes, taken, Tree(place, settings), layouts)
     executable_of(model).first(first)
+    watch_calls()
     return watched(cast(ParallelModule, model))
 
 
@@ -103,6 +105,7 @@ def expect_ordinary(model: Any, remedy: str = "parallelize the original model on
             fix="use the model that autotp.parallelize or autotp.distribute returned then",
         )
     expect_unwrapped(model)
+    expect_no_node_hooks(model)
 
 
 def _shared(name: str) -> Error:

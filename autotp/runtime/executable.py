@@ -22,6 +22,7 @@ from autotp.distributed.mesh import Mesh
 from autotp.distributed.replica_check import expect_own_ranks
 from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error, within
+from autotp.model_library import watch_calls
 from autotp.ops.eager_mode import alone, is_plain
 from autotp.options import CheckInputs
 from autotp.passes.capture.autocast_regions import Autocast, ambient
@@ -39,7 +40,7 @@ from autotp.passes.emit.attach_parameters import BlockCall, places, value_at, wo
 from autotp.passes.emit.recompute import Recomputed
 from autotp.runtime.call_consistency import agree_on_call, checksum_of_parts
 from autotp.runtime.fsdp import dtypes, expect_whole
-from autotp.runtime.func_gradients import warn_of_func_gradients
+from autotp.runtime.func_gradients import expect_parts, warn_of_func_gradients
 from autotp.runtime.graph_digest import digest
 from autotp.runtime.graph_entry import GraphEntry, prepare
 from autotp.runtime.tree import Tree, attribute_of, held_in, original_class, original_of, state_of, table_of
@@ -134,6 +135,7 @@ class Executable:
         if not torch.compiler.is_compiling():
             expect_no_global_hooks()
             expect_own_ranks(self.module, self.mesh, held)
+            expect_parts(held, self.layouts, self.mesh.rank)
             warn_of_func_gradients(self.tree, held, self.layouts)
             entry = self._agreed(entry, called, key[3:])
         elif entry is None:
@@ -210,7 +212,7 @@ class Executable:
         def leaf(x: Any) -> Any:
             if isinstance(x, OutputAt):
                 return found[x.at]
-            return x.expression(shapes) if isinstance(x, InputSize) else x
+            return x.kind(x.expression(shapes)) if isinstance(x, InputSize) else x
 
         for change in changes:
             if isinstance(change, Write):
@@ -281,6 +283,7 @@ class Executable:
 
     def _capture(self, called: FlatCall) -> GraphEntry:
         """Captures a further graph for a new kind of call, with the present layouts of parameters."""
+        watch_calls()  # Here, as libraries may be imported after the model was made parallel.
         self._open_what_changes(called)
         mesh, settings = self.mesh, self.tree.settings
         given: dict[int | Path, Layout] = {i: t.held for i, t in enumerate(called.tensors) if isinstance(t, Sharded)}

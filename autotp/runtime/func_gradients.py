@@ -1,4 +1,4 @@
-"""Warns that gradients of torch.func are parts: torch makes them plain tensors, which do not know it."""
+"""Checks calls by torch.func, which gives a call other tensors for parameters, and makes gradients plain tensors."""
 
 from __future__ import annotations
 
@@ -9,9 +9,30 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
 
-from autotp.distributed.cut_parameter import tell_user
+from autotp.distributed.cut_parameter import CutParameter, tell_user
+from autotp.errors import Error
 from autotp.runtime.tree import Tree
 from autotp.sharding.layout import Layout
+
+
+def expect_parts(held: Mapping[str, Tensor], layouts: Mapping[str, Layout], rank: int) -> None:
+    """Raises Error if a call reads a tensor for a cut parameter that does not have the shape of this rank's part.
+
+    Args:
+        held: name -> the tensor that the call reads, as `functional_call` gave it.
+        layouts: name -> layout of a parameter.
+    """
+    for name, layout in layouts.items():
+        if layout.dim is None or type(held[name]) is CutParameter:
+            continue
+        found, part = tuple(held[name].shape), layout.local_shape(rank)
+        if found != part:
+            what = "the whole, not" if found == layout.shape else "not"
+            raise Error(
+                f"the call was given a tensor {list(found)} for `{name}`, {what} this rank's part {list(part)}",
+                fix="tensors computed element by element from dict(model.named_parameters())",
+                alternative=f"model.layouts[{name!r}].take(whole, model.mesh.rank), the part of a whole tensor",
+            )
 
 
 def warn_of_func_gradients(tree: Tree, held: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> None:

@@ -114,8 +114,13 @@ class Part(nn.Module):
             state.tree.loaded += 1
             return agree(state.tree.mesh, lambda: inherited(state_dict, *args, **kwargs))
 
+        _expect_no_swap(self, "load_state_dict")
         expect_all_to_call("load_state_dict")
         return within(f"{type(self).__name__}.load_state_dict", load)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        _expect_no_swap(self, "conversion")
+        return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
         """Returns the original module's text, and the layout of each parameter that is cut."""
@@ -262,6 +267,15 @@ def _expect_parts(module: nn.Module, given: Mapping[str, Any]) -> None:
                 )
 
 
+def _expect_no_swap(module: nn.Module, what: str) -> None:
+    """Raises Error if torch would replace parts by plain parameters, in the same objects."""
+    if state_of(module) is not None and torch.__future__.get_swap_module_params_on_conversion():
+        raise Error(
+            f"{what} of a parallel model by swapping its parameters",
+            fix="torch.__future__.set_swap_module_params_on_conversion(False)",
+        )
+
+
 def _expect_saved_by_all(model: nn.Module, frame: FrameType) -> None:
     """Raises Error in a library that writes what `state_dict()` returns on the first rank, for all ranks."""
     caller = str(frame.f_globals.get("__name__"))
@@ -363,9 +377,16 @@ def _kind_of(meta: Any) -> Any:
     """Returns the metaclass of new classes: it forwards assignments (`type(model.attn).helper = f`) to the original.
 
     Code that restores an attribute after a while passes the new class's own value; the original's value is meant.
+    A new class is equal to its original, for `type(module) == nn.Linear`. Their hashes differ: in a dict by classes, as
+    that of `fully_shard`, they are two keys.
     """
 
     class Kind(meta):
+        def __eq__(cls, other: object) -> bool:
+            return cls is other or vars(cls).get(ORIGINAL, cls) is other
+
+        __hash__ = meta.__hash__
+
         def __setattr__(cls, name: str, value: Any) -> None:
             original = vars(cls).get(ORIGINAL)  # A class that torch derives (parametrized, sharded) is its own.
             if original is None or name.startswith("__") or name == "_abc_impl":

@@ -26,9 +26,15 @@ class OutputAt:
 
 @dataclass(frozen=True)
 class InputSize:
-    """Stands for a whole number that is computed from the sizes and numbers among a call's arguments."""
+    """Stands for a number or a truth value that is computed from the sizes and numbers among a call's arguments.
+
+    Attributes:
+        expression: of symbols; in a `Captured` a function of the shapes.
+        kind: int, float or bool.
+    """
 
     expression: Any
+    kind: type = int
 
 
 @dataclass(frozen=True)

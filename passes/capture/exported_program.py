@@ -7,7 +7,7 @@ After:  graph(p_model_up_weight, c_lifted_tensor_0, x) with repeated blocks writ
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -167,7 +167,7 @@ def _computed(change: Change | Write, sizes: SizeAssumptions) -> Change | Write:
         return change
 
     def computed(leaf: Any) -> Any:
-        return InputSize(sizes.value(leaf.expression)) if isinstance(leaf, InputSize) else leaf
+        return replace(leaf, expression=sizes.value(leaf.expression)) if isinstance(leaf, InputSize) else leaf
 
     return Change(
         change.path, {k: v if v is GONE else ([*map(computed, v[0])], v[1]) for k, v in change.values.items()}

@@ -210,8 +210,8 @@ def _placed(path: Path, new: Mapping[Any, Any], places: Mapping[int, OutputAt]) 
     """Returns a change whose leaves are positions of outputs, expressions of sizes, or plain values."""
 
     def placed(leaf: Any) -> Any:
-        if isinstance(leaf, torch.SymInt) and not _is_of_a_tensor(leaf):
-            return InputSize(leaf.node.expr)
+        if isinstance(leaf, NUMBERS) and not _is_of_a_tensor(leaf):
+            return InputSize(leaf.node.expr, leaf.node.pytype)
         return places.get(id(leaf), leaf) if isinstance(leaf, (Tensor, *NUMBERS)) else leaf
 
     return Change(path, {k: v if v is GONE else ([placed(x) for x in v[0]], v[1]) for k, v in new.items()})

@@ -165,7 +165,8 @@ class _Checking(Proof):
         if node.target != model.target:
             self.refuse(node, "is not what the model reads here", expected=model.target)
         layout = self.held.get(node.name)
-        leaf = self._held(node, model, layout) if layout is not None else None
+        read = bool(node.users or model.users)  # Of a tensor that nothing reads, the graph says nothing.
+        leaf = self._held(node, model, layout) if layout is not None and read else None
         placement: Placement = Replicate() if leaf is None else stored(leaf, layout)
         if leaf is not None and not any(same_cut(leaf, one) for one in self.cuts):
             self.cuts.append(leaf)

@@ -126,7 +126,7 @@ def choose_as(axes: Axes, candidates: list[Candidate], stored: Mapping[fx.Node, 
     for candidate in grids:
         decision.held.update((node, candidate.leaf) for node in candidate.parameters if node in stored)
     for node, layout in stored.items():
-        if layout.dim is not None and node not in decision.held:
+        if layout.dim is not None and node not in decision.held and node.users:
             decision.held[node] = _leaf_of(node, layout, axes, tp, [candidate.leaf for candidate in grids])
     kept = {find(leaf) for leaf in decision.held.values()}
     for candidate in candidates:

@@ -4,6 +4,7 @@ import copy
 import io
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +14,10 @@ import torch.distributed as dist
 from ranks import Checks, silence
 from small_models import Mlp, x
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+from torch.distributions import Normal
+from torch.func import functional_call
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 import autotp
@@ -60,6 +65,22 @@ def in_a_layer(w: Tensor) -> None:
     layer(torch.tensor([1, 2]))
 
 
+def prehooked(w: Tensor) -> None:
+    with torch.enable_grad():
+        get_gradient_edge(w).node.register_prehook(lambda g: (g[0] * 0,))
+
+
+def hooked_together(w: Tensor) -> None:
+    with torch.enable_grad():
+        handle = register_multi_grad_hook((w,), lambda grads: [g.norm() for g in grads])
+        torch.autograd.backward(w * 2, torch.ones(w.shape, dtype=w.dtype))
+        handle.remove()
+
+
+def of_a_prior(w: Tensor) -> Tensor:
+    return Normal(w * 0, 1.0, validate_args=False).log_prob(w).sum()
+
+
 WRONG: list[tuple[str, Any]] = [
     ("norm", lambda w: w.norm()),
     ("sum", lambda w: w.sum()),
@@ -90,6 +111,11 @@ WRONG: list[tuple[str, Any]] = [
     ("norm", lambda w: torch.zeros(w.shape, dtype=w.dtype).add_(w.data).norm()),
     ("view", lambda w: nn.utils.parameters_to_vector([w])),
     ("view_as", lambda w: nn.utils.vector_to_parameters(torch.zeros(240, dtype=w.dtype), [w])),
+    ("get_gradient_edge", prehooked),
+    ("norm", hooked_together),
+    ("broadcast_tensors", of_a_prior),
+    ("norm", lambda w: torch.autograd.functional.vjp(norm_of, w)),
+    ("sum.default", lambda w: torch.ops.aten.sum.default(w)),
     ("get_total_norm", lambda w: nn.utils.get_total_norm([w.detach()])),
 ]
 
@@ -124,6 +150,36 @@ def a_hook_that_was_there_before(rank: int, n: int) -> None:
     parallel = autotp.parallelize(whole, n, example_inputs=(x(),))
     with pytest.warns(UserWarning, match="`up.weight` is this rank's part .* and `norm` is computed of the part only"):
         parallel(x()).sum().backward()
+
+
+@checks.on(2)
+def hooks_that_know_a_node(rank: int, n: int) -> None:
+    """A part has another node that accumulates its gradient: what was registered on the old node would never run."""
+
+    def together(w: nn.Parameter) -> Any:
+        return register_multi_grad_hook((w,), lambda grads: None)
+
+    def after(w: nn.Parameter) -> Any:
+        return get_gradient_edge(w).node.register_hook(lambda *_: None)
+
+    def before(w: nn.Parameter) -> Any:
+        node = w.expand_as(w).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        return node.register_prehook(lambda grads: (grads[0] / grads[0].norm(),))
+
+    whole = Net()
+    for register in (together, after, before):
+        keeps, handle = get_gradient_edge(whole.up.weight), register(whole.up.weight)
+        with pytest.raises(autotp.Error) as raised:
+            autotp.parallelize(whole, n, example_inputs=(x(),))
+        assert str(raised.value) == (
+            f"parallelize(Net, tp={n}): a hook on the node that sums up the gradient of `up.weight` would be lost: "
+            "its part has another node\n"
+            "  try      register it after autotp.parallelize\n"
+            "  or       parameter.register_hook or register_post_accumulate_grad_hook, which are kept"
+        )
+        handle.remove()
+        assert keeps.node is get_gradient_edge(whole.up.weight).node
+    autotp.parallelize(whole, n, example_inputs=(x(),))
 
 
 @checks.on(2)
@@ -231,6 +287,74 @@ def wholes_are_not_written_over_parts(rank: int, n: int) -> None:
         module.load_state_dict(module.state_dict())
 
 
+class Attention(nn.Module):
+    """`wide` is cut by heads: three ranges of rows on each rank; in `Wide` it is cut by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.view(1, -1, 4, 2).transpose(1, 2) for y in self.wide(x).chunk(3, -1))
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.out = nn.Linear(8, 24), nn.Linear(24, 8)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(self.wide(x)))
+
+
+KINDS: list[type[nn.Module]] = [Attention, Wide]
+
+
+@checks.on(2)
+def parts_of_other_rows_are_not_combined(rank: int, n: int) -> None:
+    """An average over models, or a copy, of parts that have equal shapes by chance."""
+    one, other = (autotp.parallelize(kind(), n, example_inputs=(x(),)) for kind in KINDS)
+    a, b = one.wide.weight, other.wide.weight
+    assert a.shape == b.shape and one.layouts["wide.weight"].pieces != other.layouts["wide.weight"].pieces
+    with torch.no_grad():
+        torch._foreach_lerp_([a, one.wide.bias], [a.clone(), one.wide.bias.clone()], 0.5)
+        for name, write in {
+            "copy_": lambda: a.copy_(b),
+            "lerp_": lambda: a.data.lerp_(b.detach() * 2, 0.5),
+            "data": lambda: setattr(a, "data", b.data),
+            "_foreach_add_": lambda: torch._foreach_add_([one.out.weight, a], [one.out.weight * 1, b]),
+        }.items():
+            with pytest.raises(autotp.Error) as raised:
+                write()
+            assert str(raised.value) == (
+                f"`{name}` of `wide.weight` and another `wide.weight`, which are cut in different ways\n"
+                "  rank 0   [(0, 4), (8, 12), (16, 20)] of dimension 0 and [(0, 12)] of dimension 0\n"
+                "  try      autotp.full_state_dict of one model, autotp.load_full_state_dict of the other one"
+            )
+
+
+@checks.on(2)
+def wholes_are_not_given_to_a_call(rank: int, n: int) -> None:
+    """`functional_call` of parts is right; a call that read the whole where it expects a part would add it up."""
+    whole, parallel = Net(), autotp.parallelize(Net(), n, example_inputs=(x(),))
+    autotp.load_full_state_dict(parallel, whole.state_dict())
+    parts = {name: p * 2 for name, p in parallel.named_parameters()}
+    twice = {name: p * 2 for name, p in whole.named_parameters()}
+    torch.testing.assert_close(functional_call(parallel, parts, (x(),)), functional_call(whole, twice, (x(),)))
+    with pytest.raises(autotp.Error) as raised:
+        functional_call(parallel, twice, (x(),))
+    assert str(raised.value) == (
+        "the call was given a tensor [30, 8] for `up.weight`, the whole, not this rank's part [15, 8]\n"
+        "  try      tensors computed element by element from dict(model.named_parameters())\n"
+        "  or       model.layouts['up.weight'].take(whole, model.mesh.rank), the part of a whole tensor"
+    )
+    taken = {name: parallel.layouts[name].take(p, rank) for name, p in twice.items()}
+    torch.testing.assert_close(functional_call(parallel, taken, (x(),)), functional_call(whole, twice, (x(),)))
+
+
 @checks.on(2)
 def of_a_trainer(rank: int, n: int) -> None:
     """What a trainer of `distribute` holds warns as well; its steps do not."""
@@ -280,6 +404,9 @@ def loops_over_replicas(rank: int, n: int) -> None:
             "  try      no such loop over parameters: autotp has broadcast them, and has summed their gradients\n"
             "  or       with replicas: parallelize(model, mesh=mesh), and group=mesh['dp'].get_group()"
         )
+    with pytest.raises(autotp.Error, match=r"all_reduce of `up.weight` over ranks \[0, 1\]"):
+        average_parameters(parallel.parameters(), dist.group.WORLD)
+    average_parameters(parallel.parameters(), alone)
     parts = [torch.empty(15, 8, dtype=torch.float64) for _ in range(n)]
     dist.all_gather(parts, parallel.up.weight.data)
     assert torch.equal(parts[rank], parallel.up.weight.detach())
@@ -311,7 +438,11 @@ def copies_files_and_new_parameters(rank: int, n: int) -> None:
     parallel(x()).sum().backward()
     weight = parallel.up.weight
     file = io.BytesIO()
-    torch.save({"p": weight, "grad": weight.grad, "data": weight.data, "state": parallel.state_dict()}, file)
+    kept = {"p": weight, "grad": weight.grad, "data": weight.data, "state": parallel.state_dict()}
+    with pytest.warns(UserWarning, match="`up.weight` is this rank's part .* and `pickle` is computed of the part"):
+        torch.save(kept, file)
+    weight.autotp_cut.warned = False
+    weight.autotp_cut.in_model.lines.clear()
     file.seek(0)
     found = torch.load(file, weights_only=True)
     assert {type(found[key]) for key in ("grad", "data")} == {Tensor} and type(found["p"]) is nn.Parameter
@@ -366,6 +497,38 @@ def a_step_costs_nothing(rank: int, n: int) -> None:
         optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.1
     optimizer.step()
+    assert isinstance(parallel.up.weight, CutTensor)
+
+
+@checks.on(2)
+def the_users_code_in_a_step_gets_parts(rank: int, n: int) -> None:
+    """A closure, and hooks on the step, whenever they are registered: they are warned of norms."""
+    parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        parallel(x()).square().sum().backward()
+        return parallel.up.weight.grad.norm()
+
+    def normed(*_: Any) -> None:
+        parallel.up.weight.detach().norm()
+
+    def warned(call: Callable[[], Any]) -> None:
+        parallel.up.weight.autotp_cut.warned = False
+        parallel.up.weight.autotp_cut.in_model.lines.clear()
+        with pytest.warns(UserWarning, match="`up.weight` is this rank's part .* and `norm`"):
+            call()
+
+    warned(lambda: optimizer.step(closure))
+    warned(lambda: optimizer.step(closure=closure))
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        handle = register(normed)
+        warned(optimizer.step)
+        handle.remove()
+    with silence():
+        optimizer.step()
+    copy.deepcopy(optimizer)
     assert isinstance(parallel.up.weight, CutTensor)
 
 

@@ -39,6 +39,36 @@ def further_signatures(rank: int, n: int) -> None:
     assert signatures_met(parallel) == before + 1
 
 
+class Modes(nn.Module):
+    """A GPT that is called for all or a part of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = gpt(seed=0)
+        self.double()
+
+    def forward(self, tokens: Tensor, which: str = "all") -> Tensor:
+        embedded = self.gpt.wte(tokens)
+        if which == "embedded":
+            return embedded
+        out: Tensor = self.gpt(tokens) if which == "all" else self.gpt.h[0].mlp(embedded)
+        return out
+
+
+@checks.on(2)
+def calls_that_read_some_parameters(rank: int, n: int) -> None:
+    """How the others are cut (a fused weight by heads) does not follow from such a call, and need not."""
+    whole, parallel = both(n, Modes(), example_inputs={"tokens": tokens()[0]})
+    for which in ("all", "embedded", "mlp", "all"):
+        found = []
+        for model in (whole, parallel):
+            model.zero_grad()
+            found.append(model(tokens()[0], which))
+            found[-1].square().mean().backward()
+        torch.testing.assert_close(found[1], found[0])
+        expect_gradients(whole, parallel)
+
+
 @checks.on(2)
 def under_checkpointing(rank: int, n: int) -> None:
     """torch's checkpointing around a call counts what is saved: a capture saves nothing that it sees."""

@@ -258,3 +258,26 @@ def test_what_is_refused_leaves_torchs_classes_alone() -> None:
         model(torch.zeros(2, 4))
     assert dict(vars(nn.Linear)) == before
     nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+
+
+def test_classes_are_equal_to_their_originals() -> None:
+    """`type(module) == nn.Linear` and `type(module) in (...)`, as loops choose parameters to decay or to freeze."""
+    parallel = autotp.parallelize(Headed(), 1, example_inputs=(torch.randn(3, 8),))
+    assert type(parallel.up) == nn.Linear and nn.Linear == type(parallel.up) and type(parallel) == Headed  # noqa: E721
+    assert type(parallel.up) in (nn.Embedding, nn.Linear) and type(parallel.up) not in (nn.Embedding, Headed)
+    assert type(parallel.up) != Headed and type(parallel) != nn.Module  # noqa: E721
+    by_class = {nn.Linear: "torch's", type(parallel.up): "of a parallel model"}
+    assert by_class[nn.Linear] == "torch's" and by_class[type(parallel.down)] == "of a parallel model"
+
+
+def test_parameters_are_not_swapped() -> None:
+    """torch would put plain parameters in place of parts, in the same objects."""
+    parallel = autotp.parallelize(Headed(), 1, example_inputs=(torch.randn(3, 8),))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for call in (parallel.double, lambda: parallel.load_state_dict(parallel.state_dict())):
+            with pytest.raises(autotp.Error, match=r"set_swap_module_params_on_conversion\(False\)"):
+                call()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert parallel.double().up.weight.dtype == torch.float64

@@ -144,7 +144,8 @@ def with_an_optimizer_of_ones_own(model: Any) -> None:
     optimizer = Lion(model.parameters(), 1e-3)
     trained(model, optimizer)
     with tempfile.TemporaryFile() as file:
-        torch.save(optimizer.state_dict(), file)
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # The file has this rank's parts.
+            torch.save(optimizer.state_dict(), file)
         file.seek(0)
         optimizer.load_state_dict(torch.load(file, weights_only=True))
     trained(model, optimizer)
@@ -237,6 +238,15 @@ def accelerates(rank: int, n: int) -> None:
     model, optimizer = made.prepare_model(parallel, evaluation_mode=True), made.prepare_optimizer(optimizers[1])
     with pytest.raises(autotp.Error, match="accelerate writes the state of the first rank only"):
         made.save_state(folder.name)
+    for join in (made.gather, made.gather_for_metrics, made.reduce):
+        with pytest.raises(autotp.Error, match="the ranks of a parallel model have the same rows"):
+            join(loss_of(model, 0).detach()[None])
+    made.set_trigger()
+    assert made.check_trigger(), "a flag of all processes"
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizers[1], 0.5)
+    with pytest.raises(autotp.Error, match="a schedule that accelerate prepared steps once for each process"):
+        made.prepare_scheduler(schedule).step()
+    assert schedule.last_epoch == 0
     for step in range(STEPS):
         optimizer.zero_grad()
         made.backward(loss_of(model, step))

@@ -1,0 +1,80 @@
+"""Raises Error where accelerate would take the ranks of one model for replicas.
+
+NOTE [What accelerate counts]
+accelerate takes each process for a replica with rows of its own: a prepared schedule goes on by one step for each
+process, and `gather` and `reduce` join what the processes have. The ranks of one tensor-parallel model have the same
+rows. So a learning rate would fall too fast, and rows would count several times.
+
+This module does not import accelerate before the user's program does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+from autotp.distributed.live_models import models, sorted_by_model
+from autotp.errors import Error
+from autotp.runtime.module import ParallelModule
+
+JOINS = ("gather", "gather_for_metrics", "reduce")
+"""Methods of `Accelerator` that join tensors of all processes."""
+_watched: set[type] = set()
+
+
+def watch_accelerate() -> None:
+    """Has methods of accelerate, if it is imported, raise Error while a parallel model of several ranks exists."""
+    accelerator = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
+    schedule = getattr(sys.modules.get("accelerate.scheduler"), "AcceleratedScheduler", None)
+    if accelerator is not None and accelerator not in _watched:
+        _watched.add(accelerator)
+        for name in JOINS:
+            setattr(accelerator, name, _checked(getattr(accelerator, name), _expect_no_join))
+    if schedule is not None and schedule not in _watched:
+        _watched.add(schedule)
+        schedule.step = _checked(schedule.step, _expect_single_steps)
+
+
+def _checked(method: Callable[..., Any], check: Callable[[Any, str, str], None]) -> Any:
+    @wraps(method)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check(self, method.__name__, str(sys._getframe(1).f_globals.get("__name__")))
+        return method(self, *args, **kwargs)
+
+    return called
+
+
+def _expect_no_join(accelerator: Any, name: str, caller: str) -> None:
+    """Raises Error, unless accelerate itself calls the method: its flags of processes are right."""
+    if _of_several_ranks(models()) and accelerator.num_processes > 1 and not caller.startswith("accelerate."):
+        raise Error(
+            f"Accelerator.{name} joins tensors of all processes, and the ranks of a parallel model have the same rows",
+            fix="the tensor itself: it is the same on all of these ranks",
+            alternative="autotp.gather(tensor), for parts; torch.distributed over the ranks of other replicas",
+        )
+
+
+def _expect_single_steps(schedule: Any, name: str, caller: str) -> None:
+    """Raises Error if a step of the schedule counts as many steps as there are processes."""
+    parameters = [p for optimizer in schedule.optimizers for group in optimizer.param_groups for p in group["params"]]
+    several = schedule.step_with_optimizer and not schedule.split_batches and _processes() > 1
+    held, _ = sorted_by_model(parameters) if several else ({}, [])
+    if _of_several_ranks(held):
+        raise Error(
+            "a schedule that accelerate prepared steps once for each process, and the ranks of a parallel model are "
+            "processes of one model",
+            fix="the schedule itself, without accelerator.prepare; step it where the optimizer steps",
+            alternative="Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))",
+        )
+
+
+def _of_several_ranks(live: Iterable[Any]) -> bool:
+    """True if one of these models is spread over several ranks."""
+    return any(model.mesh.size > 1 for model in live if isinstance(model, ParallelModule))
+
+
+def _processes() -> int:
+    found: int = sys.modules["accelerate.state"].AcceleratorState().num_processes
+    return found
