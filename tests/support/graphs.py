@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import hashlib
 import io
@@ -13,7 +14,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -512,7 +512,7 @@ def _written(found: Captured) -> bytes:
     """A captured model as bytes; none if it holds what cannot be written down."""
     module = fx.GraphModule(nn.Module(), fx.Graph())
     module._graph = found.graph  # Set as `module.graph`, it would belong to the module from then on.
-    rest = {field.name: getattr(found, field.name) for field in fields(found) if field.name != "graph"}
+    rest = {field.name: getattr(found, field.name) for field in dataclasses.fields(found) if field.name != "graph"}
     try:
         return GraphPickler.dumps((module, rest), Options(ops_filter=None, node_metadata_key_filter=None))
     except Exception:
@@ -525,6 +525,11 @@ def _read(data: bytes) -> Captured | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's own, of its LeafSpec
         module, rest = GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))
+    specs = [x for x in pytree.tree_leaves(rest["outputs"].spec) if isinstance(x, pytree.TreeSpec)]
+    for spec in specs:  # It grows.
+        specs += spec.children()
+        if dataclasses.is_dataclass(spec.type) and spec.type not in pytree.SUPPORTED_NODES:
+            torch.export.register_dataclass(spec.type)  # as the capture has done, in its process
     return Captured(graph=module.graph, **rest)
 
 
