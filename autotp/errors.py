@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -61,24 +62,60 @@ class Error(RuntimeError):
         return "\n".join([head, *(f"  {label:<9}{text}" for label, text in self.facts.items())])
 
 
-_calls: ContextVar[tuple[str, ...]] = ContextVar("calls", default=())
+_calls: dict[int, tuple[str, ...]] = {}
+"""Thread -> the public calls that it is in, the outermost first. The heartbeat reads it from a thread of its own."""
+Ended = Callable[[BaseException | None], None]
+_listeners: list[Ended] = []
+
+
+def listen(ended: Ended) -> None:
+    """Makes `ended` be called after each outermost public call, with the exception that it raised, or None."""
+    if ended not in _listeners:
+        _listeners.append(ended)
+
+
+@contextmanager
+def calling(call: str) -> Iterator[None]:
+    """A region in which this thread is in the public call of this name."""
+    thread = get_ident()
+    before = _calls.get(thread, ())
+    _calls[thread] = (*before, call)
+    try:
+        yield
+    except BaseException as error:
+        _end(thread, before, error)
+        raise
+    else:
+        _end(thread, before, None)
+
+
+def _end(thread: int, before: tuple[str, ...], error: BaseException | None) -> None:
+    if before:
+        _calls[thread] = before
+        return
+    del _calls[thread]
+    for ended in _listeners:
+        ended(error)
 
 
 def within(call: str, run: Callable[[], T]) -> T:
     """Returns the result of `run()`; an Error that it raises gets the public call's name."""
-    before = _calls.set((*_calls.get(), call.partition("(")[0]))
-    try:
-        return run()
-    except Error as error:
-        error.within(call)
-        raise
-    finally:
-        _calls.reset(before)
+    with calling(call.partition("(")[0]):
+        try:
+            return run()
+        except Error as error:
+            error.within(call)
+            raise
 
 
 def call_in_progress() -> str:
     """Returns the public call that this thread is in, such as `Trainer.step`; "" outside of all calls."""
-    return _calls.get()[0] if _calls.get() else ""
+    return next(iter(_calls.get(get_ident(), ())), "")
+
+
+def calls_in_progress() -> list[str]:
+    """Returns the public call that each thread is in, without the threads that are in none."""
+    return [calls[0] for calls in list(_calls.values()) if calls]
 
 
 Error.__module__ = "autotp"

@@ -4,7 +4,8 @@ A failed collective reports a timeout or a closed connection, but not whose. Aft
 waited for it end, then others that waited for these; a stopped process closes no connection. So each process has a
 thread that runs while a collective waits, and answers calls through the store in which the processes met. After a
 failure the ranks are called; those that do not answer are lost. The first rank that finds this writes it into the store
-for the others, because it may soon end itself.
+for the others, because it may soon end itself. An answer tells the public call that the process is in: if nobody is
+lost, the error names the rank that is elsewhere.
 
 If the store does not answer, the process that keeps it is lost; all ranks know which process that is.
 
@@ -18,7 +19,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
@@ -26,7 +27,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from autotp.ops.collectives import ask_of_lost_peers
+from autotp.errors import Error, calls_in_progress, listen
+from autotp.ops.collectives import ask_of_lost_peers, is_waiting
 
 T = TypeVar("T")
 INTERVAL = 1.0
@@ -36,8 +38,13 @@ SILENCE = 4 * INTERVAL
 LEAVING = 10 * INTERVAL
 """Seconds that a process waits at its end for an answer of the store."""
 JOINED, CALLED, HERE = "joined", "called", "here"
-"""Prefixes of keys: `joined/rank`: the rank answers calls; `called/call`: a call; `here/call/rank`: an answer."""
+"""Prefixes of keys: `joined/rank`: the rank answers calls; `called/call`: a call; `here/call/rank`: an answer.
+
+The answer is the public call that the rank is in, or "".
+"""
 VERDICT, KEEPER = "lost", "keeper"
+IN_A_GRAPH = "forward or backward"
+"""The answer of a process that waits for others in a graph, which is in no public call."""
 NOTE = "failed"
 """Prefix of a key `failed/rank`: what a rank did while the others went on, such as an exception that it raised."""
 
@@ -51,12 +58,13 @@ class Heart:
         keeper: the global rank that keeps the store, if it is known.
         found: the lost ranks, once they are known.
         note: what this rank has noted for the others; "" for nothing.
+        waited: the call in which this rank last waited in vain; "" for none.
     """
 
     def __init__(self, store: Any, rank: int) -> None:  # A dist.Store, whose `clone` torch's types do not have.
         # Each thread has its own connection. They stay open: torch cannot close a store on a full disk.
         self.rank, self.store, self._listening = rank, store.clone(), store.clone()
-        self.stopped, self.note, self.calls = Event(), "", 0
+        self.stopped, self.note, self.waited, self.calls = Event(), "", "", 0
         self.keeper: int | None = None
         self.found: list[int] | None = None
         if keeps(store):
@@ -79,32 +87,38 @@ class Heart:
         if self.keeper is None and store.check([KEEPER]):
             self.keeper = int(store.get(KEEPER))
         if store.check([f"{CALLED}/{self.calls}"]):
-            store.set(f"{HERE}/{self.calls}/{self.rank}", "")
+            store.set(f"{HERE}/{self.calls}/{self.rank}", self.doing())
             self.calls += 1
         if self.calls and store.check([VERDICT]):  # Noted here, because the store may be gone later.
             self.found = list(map(int, json.loads(store.get(VERDICT))))
 
-    def call(self) -> list[int]:
+    def doing(self) -> str:
+        """Returns the call that this process is in, or in which it waited in vain; "" if it is elsewhere."""
+        return next(iter(calls_in_progress()), IN_A_GRAPH if is_waiting() else self.waited)
+
+    def call(self) -> tuple[list[int], dict[int, str]]:
         """Calls all ranks; returns those that do not answer, or the lost ranks that another rank found before.
+
+        If none is lost, also returns what each of the others is doing.
 
         Raises:
             RuntimeError: the store is gone.
         """
         store, call, end = self.store, self.calls, time.monotonic() + SILENCE
         if store.check([VERDICT]):
-            return list(map(int, json.loads(store.get(VERDICT))))
-        others = (rank for rank in range(dist.get_world_size()) if rank != self.rank)
-        absent = [rank for rank in others if store.check([f"{JOINED}/{rank}"])]
+            return list(map(int, json.loads(store.get(VERDICT)))), {}
+        others = [rank for rank in range(dist.get_world_size()) if rank != self.rank]
+        absent = others = [rank for rank in others if store.check([f"{JOINED}/{rank}"])]
         store.set(f"{CALLED}/{call}", "")
         while absent and time.monotonic() < end:
             time.sleep(INTERVAL / 10)
             absent = [rank for rank in absent if not store.check([f"{HERE}/{call}/{rank}"])]
         if not absent:
-            return []
+            return [], {rank: store.get(f"{HERE}/{call}/{rank}").decode() for rank in others}
         found = list(map(int, json.loads(store.compare_set(VERDICT, "", json.dumps(absent)))))
         if self.keeper == self.rank:  # The store may end with this process; the others must read it first.
             time.sleep(2 * INTERVAL)
-        return found
+        return found, {}
 
     def stop(self) -> None:
         """Ends the thread. A thread that waits for the store while Python exits would abort the process (SIGABRT)."""
@@ -138,6 +152,7 @@ def begin() -> None:
     heart = Heart(dist.PrefixStore("autotp/heartbeat", store), world.rank())
     _hearts[world] = heart
     ask_of_lost_peers(reason)
+    listen(_note_end)
     weakref.finalize(world, heart.stop)
 
 
@@ -168,21 +183,23 @@ def answered(run: Callable[[], T], within: float) -> T:
     return found[0]
 
 
-def reason(named: Callable[[int], str]) -> str:
-    """Returns why other ranks do not answer: what they raised, or which of them are lost; "" if that is unknown.
+def reason(named: Callable[[int], str], ranks: Sequence[int] = ()) -> str:
+    """Returns why other ranks do not answer: what they raised, which of them are lost or elsewhere; "" if unknown.
 
     Args:
         named: returns the name of a global rank.
+        ranks: the global ranks that make the call together; with none, nobody is said to be elsewhere.
     """
     heart = _heart()
     if heart is None:
         return ""
-    notes = dict[int, str]()
+    heart.waited = heart.doing()
+    notes, doing = dict[int, str](), dict[int, str]()
     try:
         notes = answered(lambda: _notes(heart), SILENCE)
         if said := [f"{named(rank)} {text}" for rank, text in notes.items() if text != heart.note]:
             return "; ".join(said)
-        lost, about = answered(heart.call, 3 * SILENCE), ""
+        (lost, doing), about = answered(heart.call, 3 * SILENCE), ""
     except Exception:  # The store is gone.
         lost, about = heart.found or [], ""
         if not lost and heart.keeper is None:
@@ -190,14 +207,35 @@ def reason(named: Callable[[int], str]) -> str:
         if not lost and heart.keeper != heart.rank:
             assert heart.keeper is not None
             lost, about = [heart.keeper], ", and with it the store in which the processes met"
+    if not lost and heart.note and len(notes) < dist.get_world_size() - 1:
+        return f"this rank {heart.note}"
     if not lost:
-        return f"this rank {heart.note}" if heart.note and len(notes) < dist.get_world_size() - 1 else ""
+        outside = {rank: text for rank, text in doing.items() if rank not in ranks} if ranks else {}
+        inside = {rank: text for rank, text in doing.items() if rank in ranks}
+        return _elsewhere(heart.waited, inside, named) or _elsewhere(heart.waited, outside, named)
     return f"{', '.join(map(named, lost))} {'is' if len(lost) == 1 else 'are'} lost, ended or stopped{about}"
+
+
+def _elsewhere(here: str, doing: Mapping[int, str], named: Callable[[int], str]) -> str:
+    """Returns which ranks are not in the call `here`; "" if all are."""
+    said = [f"{named(rank)} called {text}" for rank, text in doing.items() if text not in ("", here)]
+    behind = [named(rank) for rank, text in doing.items() if not text]
+    if behind:
+        said.append(f"{', '.join(behind)} {'is' if len(behind) == 1 else 'are'} alive, but did not come to this call")
+    return "; ".join(said)
+
+
+def _note_end(error: BaseException | None) -> None:
+    """Notes an exception that left a public call, unless all ranks raise it; deletes the note of an earlier one."""
+    if error is None:
+        take_note_back()
+    elif not isinstance(error, Error):
+        leave_note(error)
 
 
 def leave_note(error: BaseException) -> None:
     """Notes for the other ranks the exception that this rank raises: their collectives will wait for this rank."""
-    _note(f"raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
+    _note(f"raised {': '.join([type(error).__name__, *str(error).splitlines()[:1]])}"[:300])
 
 
 def expect_all_to_call(what: str) -> None:
@@ -208,8 +246,10 @@ def expect_all_to_call(what: str) -> None:
 def take_note_back() -> None:
     """Deletes this rank's note: all ranks are at the same call again."""
     heart = _heart()
-    if heart is not None and heart.note:
-        _note("")
+    if heart is not None:
+        heart.waited = ""
+        if heart.note:
+            _note("")
 
 
 def _note(text: str) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -267,9 +268,19 @@ def _start(name: str, *args: Any) -> Started:
     return lambda: tried(lambda: ops.wait_tensor(sent))
 
 
-Informed = Callable[[Callable[[int], str]], str]
-"""A function that returns why other ranks do not answer, or "". Its argument returns the name of a global rank."""
+Informed = Callable[[Callable[[int], str], Sequence[int]], str]
+"""A function that returns why other ranks do not answer, or "".
+
+Its arguments: a function that returns the name of a global rank; and the global ranks that made the call together.
+"""
 _informed: list[Informed] = []
+_waiting: dict[int, int] = {}
+"""Thread -> how many regions of collectives it is in. The heartbeat reads it from a thread of its own."""
+
+
+def is_waiting() -> bool:
+    """Returns whether some thread of this process is in a collective of a graph."""
+    return bool(_waiting)
 
 
 def ask_of_lost_peers(informed: Informed) -> None:
@@ -288,12 +299,19 @@ def communicate_all(xs: Sequence[Tensor], group: str) -> list[Tensor]:
 @contextmanager
 def naming_lost(what: str, group: str) -> Iterator[None]:
     """A region of collectives over a group, in which their RuntimeErrors become Errors as `communicate` says."""
+    thread = get_ident()
+    before = _waiting.get(thread, 0)
+    _waiting[thread] = before + 1
     try:
         yield
     except Error:
         raise
     except RuntimeError as error:
         raise peer_error(what, group, error) or error from error
+    finally:
+        _waiting[thread] = before
+        if not before:
+            del _waiting[thread]
 
 
 def peer_error(what: str, group: str, error: RuntimeError, mesh: Any = None) -> Error | None:
@@ -313,7 +331,8 @@ def peer_error(what: str, group: str, error: RuntimeError, mesh: Any = None) -> 
     def named(rank: int) -> str:
         return _called(rank, group) if mesh is None else mesh.named([rank])
 
-    why = next((said for ask in _informed if (said := ask(named))), seen)
+    ranks = dist.get_process_group_ranks(_process_group(group))
+    why = next((said for ask in _informed if (said := ask(named, ranks))), seen)
     rank, size = _seat(group)
     return Error(
         f"{what} over axis `{_axis(group)}` failed on rank {rank} of {size} (global rank {dist.get_rank()}): {why}",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autotp.errors import Error
+from autotp.errors import Error, calling
 from autotp.ops.collectives import reduce
 from autotp.runtime.holdings import Holdings, holdings_of
 from autotp.sharding.boxes import local_of
@@ -42,6 +42,11 @@ def clip_grad_norm_(
         >>> model.weight.grad
         tensor([[0.5000, 0.5000, 0.5000, 0.5000]])
     """
+    with calling("clip_grad_norm_"):
+        return _clip(model, max_norm, norm_type, error_if_nonfinite)
+
+
+def _clip(model: nn.Module, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     parts = holdings_of(model, "clip_grad_norm_")
     parameters = {name: p for name, p in parts.held.items() if isinstance(p, nn.Parameter)}
     total = total_norm(parts, {name: p.grad for name, p in parameters.items() if p.grad is not None}, norm_type)

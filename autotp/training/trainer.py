@@ -26,9 +26,9 @@ from torch.utils import _pytree as pytree
 from autotp.compiler import Program, emitted, rank_graph
 from autotp.distributed.consistency import agree, agree_on_graph, tried
 from autotp.distributed.cut_parameter import Cut, Warned, as_cut
-from autotp.distributed.heartbeat import leave_note, take_note_back
+from autotp.distributed.heartbeat import take_note_back
 from autotp.distributed.mesh import Mesh, broadcast_from_first, make_mesh, new_group
-from autotp.errors import Error, within
+from autotp.errors import Error, calling, within
 from autotp.ops.collectives import peer_error, reduce
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.pytree import signature_of
@@ -408,17 +408,13 @@ class Trainer(HasHoldings):
 
     def _named_if_lost(self, what: str, run: Callable[[], T]) -> T:
         """Returns what `run` returns; raises Error if a rank is lost meanwhile."""
-        try:
-            return run()
-        except Error:
-            raise
-        except Exception as error:
-            group, lost = str(self._ranks.group), None
-            if isinstance(error, RuntimeError):
-                lost = peer_error(what, group, error, self._ranks)
-            if lost is None:
-                leave_note(error)
-            raise lost or error from error
+        with calling(what):  # An exception that is no Error is noted for the other ranks.
+            try:
+                return run()
+            except Error:
+                raise
+            except RuntimeError as error:
+                raise peer_error(what, str(self._ranks.group), error, self._ranks) or error from error
 
     def _begin(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, dict[str, Tensor]]:
         """Returns the graphs for a batch, ready to run, and the batch's tensors by name."""

@@ -64,6 +64,9 @@ def full_state_dicts(rank: int, n: int) -> None:
         assert found["head.weight"] is found["embed.weight"]
 
 
+META, ODD = "on meta: it has no values", "not dense, or quantized"
+
+
 @checks.on(3)
 def wrong_state_dicts(rank: int, n: int) -> None:
     """What is wrong on the first rank is an error on every rank, and nothing is changed."""
@@ -81,12 +84,34 @@ def wrong_state_dicts(rank: int, n: int) -> None:
         ),
         (right | {"wte.weight": None}, "`wte.weight` is a NoneType in the state dict, and no tensor"),
     ]
+    weight = gpt(**SEVEN).wte.weight.detach()
+    with pytest.warns(UserWarning, match="deprecated"):
+        quantized = torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8)
+    for given, what in ((weight.to("meta"), META), (weight.to_sparse(), ODD), (quantized, ODD)):
+        wrong.append((right | {"wte.weight": given}, f"`wte.weight` in the state dict is {what}"))
     for state, problem in wrong:
         assert message(lambda state=state: autotp.load_full_state_dict(parallel, state if rank == 0 else {})) == (
             f"load_full_state_dict: {problem}\n  try      the state dict of the model that was parallelized"
             + "\n  on       tp rank 0" * (rank > 0)
         )
     assert all(torch.equal(tensor, before[name]) for name, tensor in parallel.state_dict().items())
+
+
+@checks.on(2)
+def wanted_fails(rank: int, n: int) -> None:
+    """A `wanted` that raises on one rank alone is an error on all, and the next call is as good as before."""
+    parallel = autotp.parallelize(gpt(**SEVEN).double(), n)
+
+    def wanted(name: str) -> bool:
+        if rank == 1 and name == "ln_f.weight":
+            raise ValueError("no")
+        return True
+
+    with pytest.raises(
+        ValueError if rank else autotp.Error, match="^no$" if rank else "full_state_dict: ValueError: no"
+    ):
+        autotp.full_state_dict(parallel, wanted)
+    assert len(autotp.full_state_dict(parallel)) == len(parallel.state_dict()) * (rank == 0)
 
 
 # ---- the norm

@@ -302,6 +302,87 @@ def _end_in_call(at: int, how: int) -> None:
     sys.setprofile(called)
 
 
+def staying_away(rank: int, n: int, how: str) -> str:
+    """What the others are told of the last rank, which lives on without this call."""
+    model, x = parallel(), torch.arange(12).view(2, 6)
+    for _ in range(3):
+        loss = model(x, x)
+    hurry()
+    if rank == n - 1:
+        return ""
+    return problem_of(loss.backward if how == "backward" else lambda: model(x, x))
+
+
+def hurry() -> None:
+    """Collectives from here wait for two seconds."""
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
+
+
+def problem_of(call: Callable[[], Any]) -> str:
+    """The end of the first line of the Error that a call raises."""
+    with pytest.raises(autotp.Error) as raised:
+        call()
+    return str(raised.value).splitlines()[0].partition("): ")[2]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("n", "how"), [(3, "forward"), pytest.param(2, "backward", marks=pytest.mark.rare)])
+def test_a_rank_that_stays_away_is_named(n: int, how: str) -> None:
+    """It answers, so it is not lost; its answer says that it is in no call."""
+    *others, _ = run_ranks(staying_away, n, how, timeout=60, alone=True)
+    told = f"tp rank {n - 1} (global rank {n - 1}) is alive, but did not come to this call"
+    assert others == [told] * (n - 1)
+
+
+def in_another_call(rank: int, n: int) -> str:
+    it = trainer((2, 2, 1))
+    it.step(**rows(it))
+    hurry()
+    calls = (lambda: autotp.full_state_dict(it)) if rank == 3 else (lambda: autotp.clip_grad_norm_(it, 1.0))
+    return problem_of(calls)
+
+
+@pytest.mark.rare
+@pytest.mark.timeout(120)
+def test_another_call_is_named() -> None:
+    """In groups of two, most of the ranks do not meet the one that makes the other call."""
+    *others, _ = run_ranks(in_another_call, 4, timeout=60, alone=True)
+    assert all(
+        "rank 3) called full_state_dict" in text or "global rank 3 called full_state_dict" in text for text in others
+    ), others
+
+
+def interrupted(rank: int, n: int, phase: str, folder: str) -> str:
+    """What the first rank is told of the last, whose user stops a call."""
+    before, call = PHASES[phase]((2, 1, 1), Path(folder))
+    before()
+    hurry()
+    if rank == 0:
+        return problem_of(call)
+
+    def stops(*given: Any, **more: Any) -> Any:
+        raise KeyboardInterrupt
+
+    collectives._start = stops
+    for name in TORCHS:
+        setattr(dist, name, stops)
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    return ""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "phase",
+    ["step", *(pytest.param(it, marks=pytest.mark.rare) for it in ("evaluate", "save", "load", "generate", "read"))],
+)
+def test_an_interrupted_call_is_told(phase: str, tmp_path: Path) -> None:
+    """A KeyboardInterrupt is no Exception; the process may live on, or be busy with its end."""
+    told, _ = run_ranks(interrupted, 2, phase, str(tmp_path), timeout=60, alone=True)
+    assert told.replace(")", "").endswith("rank 1 raised KeyboardInterrupt"), told
+
+
 CALLED = 150_000
 """Python functions that a training calls in two rounds of `training`, which has one of each phase."""
 
