@@ -204,8 +204,8 @@ def _expect_one_batch(p: Program, loss: fx.Node | None) -> None:
         names = ", ".join(sorted({f"`{one}`" for one in written}))
         raise Error(
             f"the model sets {names} in forward, which parts of a batch cannot share",
-            fix="add it to the returned loss, if it is a part of the loss",
-            alternative="autotp.parallelize(model, tp)",
+            fix="return it as a part of the loss, or compute it in the training loop (trainer.steps counts)",
+            alternative="autotp.parallelize(model, tp), which keeps attributes",
         )
     if p.updated:
         names = ", ".join(captured.buffers[place] for place in p.updated)

@@ -76,7 +76,7 @@ def kept(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
     model(**inputs)  # The first call captures, and allocates the constants.
     with Made() as made:
         loss = loss_of(model(**inputs))
-        found = made.living(model)
+        found = min(made.living(model) for _ in range(3))  # A thread of gloo lets go of a tensor a moment later.
     loss.backward()
     return found
 

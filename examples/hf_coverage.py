@@ -166,12 +166,15 @@ def stacks(plan: autotp.Plan) -> Iterator[tuple[str, list[int]]]:
 
 
 def main() -> None:
-    """Prints the table, and writes it if all families were run; ends with status 1 if one differs or is refused."""
+    """Prints the table; writes it for all families, or with `--write`. The status is 1 if one is not equal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(FAMILIES), metavar="NAME")
     parser.add_argument("--tp", type=int, nargs="*", default=list(SIZES))
     parser.add_argument("--jobs", type=int, default=1, help="number of processes; each verifies one family at a time")
+    parser.add_argument("--write", action="store_true", help="with --families: write their rows into docs/coverage.md")
     args = parser.parse_args()
+    if args.write and args.tp != list(SIZES):
+        parser.error("the table has rows for all sizes: leave out --tp")
     print(HEADER)
     rows = []
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
@@ -181,12 +184,20 @@ def main() -> None:
     bad = [row.name for row in rows if row.problems]
     print(f"\n{len(rows) - len(bad)} of {len(rows)} equal to one device, tp={args.tp}")
     assert not bad, bad
-    if args.families == list(FAMILIES):
-        import transformers
+    if args.write or args.families == list(FAMILIES):
+        write({row.name: str(row) for row in rows}, args.tp)
 
-        versions = {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
-        sizes, text = ", ".join(map(str, args.tp)), "\n".join(map(str, rows))
-        TABLE.write_text(TEXT.format(**versions, sizes=sizes, header=HEADER, rows=text, count=len(rows)))
+
+def write(rows: dict[str, str], sizes: Sequence[int]) -> None:
+    """Writes the table with these rows, by family; it keeps the rows of other families."""
+    import transformers
+
+    written = [line for line in TABLE.read_text().splitlines() if line.startswith("| ")][1:]
+    known = {line.split("|")[1].strip(): line for line in written} | rows
+    text = "\n".join(known[name] for name in FAMILIES if name in known)
+    versions = {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
+    shown = ", ".join(map(str, sizes))
+    TABLE.write_text(TEXT.format(**versions, sizes=shown, header=HEADER, rows=text, count=text.count("\n") + 1))
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def _totals(plan: Plan) -> Iterator[str]:
         held = ", ".join(f"{n} x {text}" if n > 1 else text for text, n in alike.items())
         yield f'outputs     {held} stay cut: autotp.gather makes them whole, or outputs="full"'
     t = plan.traffic
-    inputs = " ".join("x".join(map(str, shape)) for shape in t.shapes)
+    inputs = " ".join("x".join(map(str, shape)) for shape in t.shapes if shape)
     for name, counts, size in (("forward", t.forward, t.forward_bytes), ("backward", t.backward, t.backward_bytes)):
         kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "no collective"
         yield f"{name:<12}{kinds}; {bytes_text(size)} for inputs {inputs}"

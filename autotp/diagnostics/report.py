@@ -180,5 +180,6 @@ def _unknown(analysis: Program) -> Iterator[WholeRow]:
     for node, bound in analysis.axes.bound.items():
         if not bound.known:
             value = node.meta["val"]
-            shape = tuple(str(n) for n in value.shape) if isinstance(value, torch.Tensor) else ()
+            sizes = value.shape if isinstance(value, torch.Tensor) else ()
+            shape = tuple(str(n) if isinstance(n, int) else "?" for n in sizes)
             yield WholeRow(f"{layer_of(node)} {node.target}".strip(), shape, line_of(node), "no rule: replicated")  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -82,14 +83,21 @@ def make_mesh(
         timeout: None means the timeout of the mesh, else of the default group, else ten minutes.
 
     Raises:
-        Error: the number of processes is not `tp`, a mesh has no "tp" or another size, or the process has no GPU.
+        Error: the number of processes is not `tp`, a mesh has no "tp" or another size, the process has no GPU, or
+            `timeout` is not a positive timedelta.
     """
+    expect_timeout(timeout)
     if tp is not None:
         expect_size(tp)
     if mesh is not None:
         return _from_device_mesh(tp, mesh, device, timeout)
     _check_world(tp, world_size())
     if not dist.is_initialized() and launch() is None:
+        if tp is None:
+            told = (
+                "there is one process, so nothing is cut. To cut, start several: torchrun --nproc-per-node 8 train.py"
+            )
+            warnings.warn(f"{told}. For one process, write tp=1", stacklevel=5)
         return Mesh(device=_own_device(device))
     if timeout is None:
         timeout = timeout_of(dist.group.WORLD) if dist.is_initialized() else TIMEOUT
@@ -118,6 +126,12 @@ def timeout_of(group: Any) -> timedelta:
     return found
 
 
+def expect_timeout(timeout: Any) -> None:
+    """Raises Error unless `timeout` is None or a positive timedelta."""
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
+        raise Error(f"timeout={timeout!r}", expected="a datetime.timedelta", fix="timedelta(seconds=60)")
+
+
 @contextmanager
 def waiting(mesh: Mesh, timeout: timedelta | None) -> Iterator[None]:
     """A region in which the collectives of a mesh have this timeout; None does not change it.
@@ -125,8 +139,7 @@ def waiting(mesh: Mesh, timeout: timedelta | None) -> Iterator[None]:
     Raises:
         Error: `timeout` is not a positive timedelta.
     """
-    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
-        raise Error(f"timeout={timeout!r}", expected="a datetime.timedelta", fix="timedelta(seconds=60)")
+    expect_timeout(timeout)
     groups = [] if timeout is None else [_resolved(name) for name in mesh.groups.values() if name is not None]
     before = [timeout_of(group) for group in groups]
     for group in groups:

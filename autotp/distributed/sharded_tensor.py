@@ -134,7 +134,7 @@ def _indexed(cut: int, func: Any, part: Tensor, index: Any) -> tuple[Tensor, int
     lists = [item for item in items if isinstance(item, Tensor)]
     plain = all(isinstance(item, int | slice) or (isinstance(item, Tensor) and item.dim() == 1) for item in items)
     if not plain or len(lists) > 1 or items[cut] != slice(None):
-        raise Error("indexed along a dimension that is cut", fix="autotp.gather(tensor) first")
+        raise Error(f"an index into dimension {cut}, of which each rank has a part", fix="autotp.gather(tensor) first")
     return func(part, tuple(items)), cut - sum(isinstance(item, int) for item in items[:cut])
 
 

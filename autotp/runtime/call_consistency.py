@@ -34,7 +34,13 @@ def agree_on_call(mesh: Mesh, leaves: Sequence[Any], mode: Any, random: bool, pa
     called = _printed(leaves)
     state = random_state(mesh) if random else 0
     rows = gather_ints([called, zlib.crc32(repr(mode).encode()), state, parts], mesh)
-    expect_as_first(rows, 0, mesh, "got other inputs than rank 0", "give every rank of the axis the same batch")
+    expect_as_first(
+        rows,
+        0,
+        mesh,
+        "got other inputs than rank 0",
+        "the same batch for all ranks of one model: no DistributedSampler, one seed for shuffling",
+    )
     alike = "model.train(), model.eval(), .to(dtype) and autocast on all ranks alike"
     expect_as_first(rows, 1, mesh, "was called in another mode than rank 0", alike)
     agree_on_random(mesh, [row[2] for row in rows])

@@ -166,8 +166,13 @@ def _with_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         }
         if _returns_loss(skeleton, args, labelled):
             return args, labelled
-    known = type(model).__name__.endswith(TOKENWISE) and _returns_loss(skeleton, args, kwargs) is None
+    untried = _returns_loss(skeleton, args, kwargs) is None
+    known = type(model).__name__.endswith(TOKENWISE) and untried
     wanted = [n for n in names if free[n] is not None or (n == "labels" and known)]
+    if untried and (left := [n for n in names if n not in wanted]):
+        told = f"{' and '.join(f'`{n}`' for n in left)} is left out of the example inputs, for its shape is not known"
+        shown = ", ".join(f'"{n}": ...' for n in [*kwargs, *left])
+        warnings.warn(f"{told}: so no loss is planned. Pass example_inputs={{{shown}}}", stacklevel=6)
     return args, {**kwargs, **{n: torch.zeros(shapes[0], dtype=torch.int64) for n in wanted}}
 
 

@@ -25,7 +25,7 @@ checks = Checks()
 # ---- ranks that differ
 
 SAME_MODEL = "\n  try      build the same model and call it alike on all ranks"
-SAME_BATCH = "\n  try      give every rank of the axis the same batch"
+SAME_BATCH = "\n  try      the same batch for all ranks of one model: no DistributedSampler, one seed for shuffling"
 SAME_SEED = "\n  try      torch.manual_seed(seed) with one seed on all ranks"
 
 

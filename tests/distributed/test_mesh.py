@@ -38,7 +38,22 @@ def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_torchrun")
+def test_one_process_that_asks_for_all_is_told() -> None:
+    with pytest.warns(UserWarning, match="one process, so nothing is cut. To cut, start several: torchrun"):
+        make_mesh()
+
+
+@pytest.mark.usefixtures("no_torchrun")
+@pytest.mark.parametrize("timeout", [20, timedelta(), "60s"], ids=repr)
+def test_a_timeout_is_a_timedelta(timeout: Any) -> None:
+    assert message(lambda: make_mesh(1, timeout=timeout)) == (
+        f"timeout={timeout!r}\n  expected a datetime.timedelta\n  try      timedelta(seconds=60)"
+    )
+
+
+@pytest.mark.usefixtures("no_torchrun")
 @pytest.mark.parametrize("tp", [1, None])
+@pytest.mark.filterwarnings("ignore:there is one process")
 def test_one_process_needs_no_group(tp: int | None) -> None:
     mesh = make_mesh(tp)
     assert mesh == Mesh("tp", 1, 0, None, torch.device("cpu"))

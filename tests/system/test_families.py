@@ -93,7 +93,9 @@ def expect_equal(name: str, tp: int, train: bool, cache: bool = True) -> None:
 
 def test_the_table_names_every_family() -> None:
     rows = [line.split("|")[1].strip() for line in TABLE.read_text().splitlines() if line.startswith("| ")]
-    assert rows == [HEADER.split("|")[1].strip(), *FAMILIES]
+    missing = "docs/coverage.md: python examples/hf_coverage.py --families NAME --write"
+    assert rows == [HEADER.split("|")[1].strip(), *FAMILIES], missing
+    assert f"{len(FAMILIES)} families" in (TABLE.parents[1] / "README.md").read_text()
 
 
 # ---- real ranks

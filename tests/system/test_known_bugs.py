@@ -193,7 +193,8 @@ def ranks_fed_different_batches(rank: int, n: int) -> None:
     mine = (x + rank) % 97
     whole, split = both(n, gpt().double().train())
     assert message(lambda: split(mine, y)) == (
-        "GPT.forward: tp rank 1 got other inputs than rank 0\n  try      give every rank of the axis the same batch"
+        "GPT.forward: tp rank 1 got other inputs than rank 0\n"
+        "  try      the same batch for all ranks of one model: no DistributedSampler, one seed for shuffling"
     )
     unasked = autotp.parallelize(copy.deepcopy(whole), n, check_inputs="never")
     losses = [whole((x + other) % 97, y) for other in range(n)]

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from autotp.errors import Error
-from autotp.passes.capture.unsupported.tensor_values import reads_values, refused
+from autotp.passes.capture.unsupported.tensor_values import CUSTOM_OPERATOR, reads_values, refused
 from autotp.source_location import user_line
 
 
@@ -44,6 +44,12 @@ def explain_failure(error: Exception, plain: Exception | None, model: nn.Module)
             "the model calls an operator that takes functions (cond, while_loop, scan)",
             at=user_line(traceback.extract_tb(shown.__traceback__)),
             fix="compute both branches and choose with torch.where; loop in Python, as often as shapes say",
+        )
+    if ".numpy() is not supported" in str(shown):
+        return Error(
+            "the model computes with numpy, which a graph does not see",
+            at=user_line(traceback.extract_tb(shown.__traceback__)),
+            fix=f"torch's operators, or {CUSTOM_OPERATOR}",
         )
     kind, text = type(shown).__name__, str(shown).strip()
     at = user_line(traceback.extract_tb(shown.__traceback__))

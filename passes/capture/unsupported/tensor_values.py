@@ -44,6 +44,9 @@ def refused(error: Exception, model: nn.Module) -> Error:
             at=at,
             fix=f"a mask, `torch.arange(n) < lengths[:, None]`; the number as an argument; or {CUSTOM_OPERATOR}",
         )
+    if code.startswith("assert "):
+        what = "the model asserts something about the values of a tensor, which are not known in a graph"
+        return Error(what, at=at, fix="the assert before the call of the model")
     return Error(
         "the model branches on the values of a tensor, which one graph cannot do",
         at=at,

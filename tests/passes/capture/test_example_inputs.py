@@ -128,6 +128,20 @@ class Named(Image):
     img_size = (8, 12)
 
 
+class ReadsValuesAndTargets(Tokens):
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Any:  # type: ignore[override]
+        return super().forward(idx[: int(idx.max())], targets)
+
+
+def test_labels_that_are_left_out_are_told() -> None:
+    """Without them no loss is planned, and nothing else says so."""
+    with pytest.warns(
+        UserWarning, match=r'`targets` is left out .* Pass example_inputs=\{"idx": ..., "targets": ...\}'
+    ):
+        args, kwargs = example_inputs(ReadsValuesAndTargets())
+    assert args == () and list(kwargs) == ["idx"]
+
+
 FOUND: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "tokens": (Tokens, {"idx": IDS, "targets": LABELS}),
     "needs-labels": (NeedsLabels, {"idx": IDS, "labels": LABELS}),
@@ -161,6 +175,7 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("name", FOUND)
+@pytest.mark.filterwarnings("ignore:.* is left out of the example inputs")
 def test_found(name: str, device: str) -> None:
     make, want = FOUND[name]
     with torch.device(device):

@@ -450,7 +450,8 @@ def refused(rank: int, n: int) -> None:
     assert str(raised.value) == (
         "distribute(WithLoss, tp=1, pp=1, dp=1): the model sets `prev` in forward, which parts of a batch cannot "
         "share\n"
-        "  try      add it to the returned loss, if it is a part of the loss\n  or       autotp.parallelize(model, tp)"
+        "  try      return it as a part of the loss, or compute it in the training loop (trainer.steps counts)\n"
+        "  or       autotp.parallelize(model, tp), which keeps attributes"
     )
 
 

@@ -20,6 +20,7 @@ BRANCHES = "the model branches on the values of a tensor, which one graph cannot
 AVERAGES = (
     "`norm` has momentum=None: its average makes a Python number of a tensor's values, which are not known in a graph"
 )
+ASSERTS = "the model asserts something about the values of a tensor, which are not known in a graph"
 CHOICES = "choose with torch.where, or branch on shapes and configuration only"
 
 
@@ -54,6 +55,12 @@ class Branch(Plain):
         return self.mlp(x) if x.sum() > 0 else x
 
 
+class Asserts(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.abs().max() < 500
+        return self.mlp(x)
+
+
 class Averaged(Plain):
     """A batch norm whose running statistics are averages of all batches: torch reads their count as a number."""
 
@@ -72,12 +79,27 @@ class Averaged(Plain):
         (While, LOOPS, "while x.sum() > 0:", ROUNDS),
         (Longest, NUMBERS, "longest = int(x", MASKS),
         (Branch, BRANCHES, "return self.mlp(x) if", CHOICES),
+        (Asserts, ASSERTS, "assert x.abs()", "the assert before the call of the model"),
         (Averaged, AVERAGES, "return self.norm(", "momentum=0.1"),
     ],
 )
 def test_refused(kind: type[nn.Module], what: str, at: str, way: str) -> None:
     found = message(lambda: autotp.explain(kind(), 2, example_inputs=X))
     assert found == f"explain({kind.__name__}, tp=2): {what}\n  at       {line(at)}\n  try      {way}"
+
+
+class Numpy(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.mlp(x)
+        return h * float(h.detach().numpy().mean())
+
+
+def test_numpy_is_refused() -> None:
+    found = message(lambda: autotp.explain(Numpy(), 2, example_inputs=X))
+    assert found == (
+        "explain(Numpy, tp=2): the model computes with numpy, which a graph does not see\n"
+        f"  at       {line('return h * float')}\n  try      torch's operators, or {OPERATOR}"
+    )
 
 
 class Lengths(Plain):
