@@ -84,7 +84,7 @@ def save_checkpoint(
 
     def run() -> Saving:
         _expect_trainer(trainer)
-        _finish(trainer)
+        agree(trainer.everyone, lambda: _finish(trainer))
         state = agree(trainer.everyone, lambda: state_to_write(Path(folder), trainer, optimizer, step, more))
         mark = same_on_all(trainer, uuid4().int >> 66, step, zlib.crc32(json.dumps(state.more).encode()))
         path = path_of(Path(folder), step)
@@ -136,8 +136,8 @@ def load_checkpoint(
 
     def run() -> int:
         _expect_trainer(trainer)
-        _finish(trainer)
         everyone = trainer.everyone
+        agree(everyone, lambda: _finish(trainer))
         arguments = type(optimizer).__name__, sorted(more), sorted(changed)
         expect_alike(arguments, everyone, "loads something else", "the same arguments of load_checkpoint")
         # The first rank's list decides: on another machine it may lag behind.

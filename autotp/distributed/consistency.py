@@ -136,7 +136,7 @@ def result_of_all(mesh: Mesh, made: Sequence[T], problem: Exception | None, text
     failed = [rank for rank, text in enumerate(texts) if text]
     if failed:
         said, facts = json.loads(texts[failed[0]])
-        raise Error(said, **facts, on=mesh.named(failed))
+        raise Error(said, **{**facts, "on": facts.get("on", mesh.named(failed))})  # The error may be of an agreement.
     return made[0]
 
 

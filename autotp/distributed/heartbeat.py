@@ -226,11 +226,12 @@ def _elsewhere(here: str, doing: Mapping[int, str], named: Callable[[int], str])
 
 
 def _note_end(error: BaseException | None) -> None:
-    """Notes an exception that left a public call, unless all ranks raise it; deletes the note of an earlier one."""
-    if error is None:
-        take_note_back()
-    elif not isinstance(error, Error):
+    """Notes an exception that left a public call; deletes the note of an earlier one if all ranks made this call."""
+    heart = _heart()
+    if error is not None and not isinstance(error, Error):
         leave_note(error)
+    elif error is None or (heart is not None and not heart.waited):
+        take_note_back()
 
 
 def leave_note(error: BaseException) -> None:

@@ -101,6 +101,33 @@ class NoMemory:
         raise self.error
 
 
+def told_late(rank: int, n: int, folder: str) -> list[str]:
+    """A save fails; one rank waited for it, the other is told in the next call."""
+    trainer, optimizer = started((2, 1, 1))
+    trained(trainer, optimizer, range(1))
+
+    def fails(*given: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    found, before = list[str](), writing.write_pieces
+    writing.write_pieces = fails if rank else before  # type: ignore[assignment]
+    if rank:
+        found.append(problem(lambda: autotp.save_checkpoint(folder, trainer, optimizer, 1)))
+    else:
+        autotp.save_checkpoint(folder, trainer, optimizer, 1, wait=False)
+    found.append(problem(lambda: autotp.load_checkpoint(folder, trainer, optimizer)))
+    writing.write_pieces = before
+    assert autotp.load_checkpoint(folder, trainer, optimizer) == 0
+    autotp.save_checkpoint(folder, trainer, optimizer, 2)
+    assert autotp.load_checkpoint(folder, trainer, optimizer) == 2
+    return found
+
+
+def test_a_save_that_failed_is_told_to_all_ranks(tmp_path: Path) -> None:
+    for found in run_ranks(told_late, 2, str(tmp_path), timeout=60):
+        assert all("No space left on device" in text for text in found), found
+
+
 def no_memory(rank: int, n: int, folder: str, names: list[str]) -> list[str]:
     trainer, optimizer = started((2, 1, 1))
     of_torch = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes\nand more"

@@ -307,10 +307,18 @@ def staying_away(rank: int, n: int, how: str) -> str:
     model, x = parallel(), torch.arange(12).view(2, 6)
     for _ in range(3):
         loss = model(x, x)
+    with pytest.raises(ValueError, match="no"):
+        autotp.full_state_dict(model, fails)
+    with pytest.raises(autotp.Error, match="another model's"):  # A call of all: the exception before it is forgotten.
+        autotp.load_full_state_dict(model, {})
     hurry()
     if rank == n - 1:
         return ""
     return problem_of(loss.backward if how == "backward" else lambda: model(x, x))
+
+
+def fails(name: str) -> bool:
+    raise ValueError("no")
 
 
 def hurry() -> None:
