@@ -483,7 +483,7 @@ def _may_be_shared(found: Captured) -> bool:
 
 
 def _from_folder(key: bytes, folder: Path | None, capture: Callable[[], Captured]) -> Captured:
-    """What another process captured, or this one, which then writes it for others. They wait meanwhile."""
+    """What another process captured; or captures, while others that want the same wait, and writes it for them."""
     if folder is None:
         return capture()
     path = folder / hashlib.sha256(key).hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import autotp
 
 pytest.importorskip("transformers")
 
+import hf_coverage
 from hf_coverage import HEADER, TABLE, share, stacks
 from support.hf_families import FAMILIES
 
@@ -96,6 +98,18 @@ def test_the_table_names_every_family() -> None:
     missing = "docs/coverage.md: python examples/hf_coverage.py --families NAME --write"
     assert rows == [HEADER.split("|")[1].strip(), *FAMILIES], missing
     assert f"{len(FAMILIES)} families" in (TABLE.parents[1] / "README.md").read_text()
+
+
+def test_one_row_of_the_table_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    copy = tmp_path / "coverage.md"
+    copy.write_text(TABLE.read_text())
+    monkeypatch.setattr(hf_coverage, "TABLE", copy)
+    before = copy.read_text().splitlines()
+    hf_coverage.write({"llama": "| llama | new |"}, list(hf_coverage.SIZES))
+    after = copy.read_text().splitlines()
+    assert [(i.split("|")[1].strip(), j) for i, j in zip(before, after, strict=True) if i != j] == [
+        ("llama", "| llama | new |"),
+    ]  # fmt: skip
 
 
 # ---- real ranks
