@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autotp.arguments import expect_arguments
 from autotp.compiler import analyse
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
+from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import make_mesh
 from autotp.errors import within
 from autotp.options import CheckInputs, Experts, Options, Outputs, Recompute
@@ -90,7 +92,9 @@ def parallelize(
     settings = Options(outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute)
 
     def run() -> ParallelModule:
-        return build(model, make_mesh(tp, mesh, device, timeout), example_inputs, settings, strict)
+        place = make_mesh(tp, mesh, device, timeout)
+        agree(place, lambda: expect_arguments(parallelize, strict=strict))
+        return build(model, place, example_inputs, settings, strict)
 
     return within(f"parallelize({type(model).__name__}{size})", run)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +61,16 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
     """Returns this rank's random states, by the kind of device."""
     states = {"cpu": torch.get_rng_state()}
     return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def expect_states(more: Mapping[str, Any], methods: Sequence[str]) -> None:
+    """Raises Error if an object that is saved or loaded by name is a class, or lacks one of these methods."""
+    for name, thing in more.items():
+        lacks = [method for method in methods if not callable(getattr(thing, method, None))]
+        if lacks or isinstance(thing, type):
+            kind = f"the class {thing.__name__}" if isinstance(thing, type) else f"a {type(thing).__name__}"
+            remedy = f"an object with {' and '.join(methods)}, such as a schedule or a scaler"
+            raise Error(f"`{name}` is {kind}, which cannot be saved by name", fix=remedy)
 
 
 def names_as_text(names: list[str]) -> str:

@@ -20,6 +20,7 @@ from autotp.checkpoint.keys import (
     PARAMETER_ENTRIES,
     SEPARATOR,
     entry_key,
+    expect_states,
     names_as_text,
     names_held,
     names_of,
@@ -79,6 +80,7 @@ def expect_same_training(
         raise Error(f"{path} is of step {about['step']}", fix="the name that it was written under")
     if optimizer is not NO_OPTIMIZER and about["optimizer"] != type(optimizer).__name__:
         raise Error(f"{path} has the state of {about['optimizer']}, and this is {type(optimizer).__name__}")
+    expect_states(more, ("state_dict", "load_state_dict"))
     if missing := sorted(set(more) - set(about["more"])):
         raise Error(f"{path} has no {', '.join(missing)}", expected=", ".join(about["more"]) or "nothing of this kind")
     names = names_of(optimizer, parts)

@@ -24,7 +24,8 @@ from uuid import uuid4
 
 from torch.optim import Optimizer
 
-from autotp.checkpoint.keys import NO_OPTIMIZER, STEPS, path_of
+from autotp.arguments import expect_arguments
+from autotp.checkpoint.keys import NO_OPTIMIZER, STEPS, names_as_text, path_of
 from autotp.checkpoint.manifest import MANIFEST, OF_FORMAT_1, read_manifest
 from autotp.checkpoint.read import (
     expect_same_files,
@@ -85,9 +86,10 @@ def save_checkpoint(
     def run() -> Saving:
         _expect_trainer(trainer)
         agree(trainer.everyone, lambda: _finish(trainer))
-        state = agree(trainer.everyone, lambda: state_to_write(Path(folder), trainer, optimizer, step, more))
+        at = agree(trainer.everyone, lambda: _absolute(save_checkpoint, folder=folder, wait=wait))
+        state = agree(trainer.everyone, lambda: state_to_write(at, trainer, optimizer, step, more))
         mark = same_on_all(trainer, uuid4().int >> 66, step, zlib.crc32(json.dumps(state.more).encode()))
-        path = path_of(Path(folder), step)
+        path = path_of(at, step)
         new = path.with_name(f".{path.name}.{mark:016x}{UNFINISHED}")
         trainer.saving = Saving(
             lambda: write_state(state, path, new, BackgroundExchange(trainer.everyone, trainer.files))
@@ -122,7 +124,7 @@ def load_checkpoint(
 
     Raises:
         Error: on every rank, and nothing is changed: the checkpoint is another model's, damaged or of another format,
-            or the folder cannot be read.
+            the folder cannot be read, or it has checkpoints under other names only.
 
     Example:
         `Regression` is a linear layer whose `forward(x, y)` returns the mean squared error.
@@ -138,14 +140,15 @@ def load_checkpoint(
         _expect_trainer(trainer)
         everyone = trainer.everyone
         agree(everyone, lambda: _finish(trainer))
+        at = agree(everyone, lambda: _absolute(load_checkpoint, folder=folder, optimizer=optimizer, changed=changed))
         arguments = type(optimizer).__name__, sorted(more), sorted(changed)
         expect_alike(arguments, everyone, "loads something else", "the same arguments of load_checkpoint")
         # The first rank's list decides: on another machine it may lag behind.
-        newest = agree(everyone, lambda: _newest_step(Path(folder)) if everyone.rank == 0 else -1)
+        newest = agree(everyone, lambda: _newest_step(at) if everyone.rank == 0 else -1)
         step = gather_ints([newest], everyone)[0][0]
         if step < 0:
             return 0
-        path = path_of(Path(folder), step)
+        path = path_of(at, step)
         manifest = agree(everyone, lambda: _unless_removed(path, lambda: read_manifest(path)))
         expect_same_files(manifest, trainer)
         parts = holdings_of(trainer, "load_checkpoint")
@@ -174,6 +177,19 @@ def _expect_trainer(given: object) -> None:
             fix="trainer = autotp.distribute(model, tp=...), whose state is all that training needs",
             alternative="autotp.full_state_dict(model), autotp.save_pretrained(model, folder): the parameters alone",
         )
+
+
+def _absolute(function: Callable[..., Any], folder: str | Path, **given: Any) -> Path:
+    """Returns the folder as an absolute path: the program may change its folder while a thread still writes.
+
+    Raises:
+        Error: the folder or another argument is not what the function takes; or the present folder was removed.
+    """
+    expect_arguments(function, folder=folder, **given)
+    try:
+        return Path(folder).absolute()
+    except OSError as error:
+        raise _unreadable(Path(folder), error) from error
 
 
 def _unless_removed(path: Path, run: Callable[[], T]) -> T:
@@ -213,18 +229,32 @@ def _newest_step(folder: Path) -> int:
     """Returns the step of the newest complete checkpoint in a folder, -1 if there is none.
 
     Raises:
-        Error: a later one lost its manifest. An unfinished save has another name, so its folder was complete once.
+        Error: a later one lost its manifest (an unfinished save has another name, so its folder was complete once); or
+            there are only checkpoints under other names.
     """
     newest = max([-1, *saved_steps(folder)])
     for path in folder.glob("step-*"):
         digits = path.name.removeprefix("step-")
         later = digits.isdecimal() and int(digits) > newest
-        if later and not _has_manifest(path) and any(path.glob("*.tensors")):
+        dangling = path.is_symlink() and not path.exists()
+        if later and not _has_manifest(path) and (dangling or any(path.glob("*.tensors"))):
             raise Error(
                 f"{path / MANIFEST} is missing",
                 fix="put the file back, or move the folder away, so that an earlier step is loaded",
             )
+    if newest < 0:
+        _expect_no_other_name(folder)
     return newest
+
+
+def _expect_no_other_name(folder: Path) -> None:
+    """Raises Error if a folder is a checkpoint, or holds checkpoints under other names: a training would begin anew."""
+    if _has_manifest(folder):
+        raise Error(f"{folder} is a checkpoint", fix=f"the folder above: load_checkpoint({str(folder.parent)!r}, ...)")
+    others = sorted(path.name for path in folder.glob("[!.]*") if path.is_dir() and _has_manifest(path))
+    if others:
+        was = f"the name that `save_checkpoint` gave it, such as {path_of(Path(), 1000).name}"
+        raise Error(f"{folder} has checkpoints under other names: {names_as_text(others)}", fix=was)
 
 
 def _has_manifest(path: Path) -> bool:
@@ -271,8 +301,14 @@ class Saving(Future[None]):
     def _run(self, run: Callable[[], None]) -> None:
         try:
             run()
-        except BaseException as error:
+        except Exception as error:
             self.set_exception(error)
+        except (
+            BaseException
+        ) as error:  # A KeyboardInterrupt of this thread must not end later calls on this rank alone.
+            interrupted = Error(f"the save was interrupted: {type(error).__name__}", fix="save again")
+            interrupted.__cause__ = error
+            self.set_exception(interrupted)
         else:
             self._at_end.cancel()
             self.set_result(None)

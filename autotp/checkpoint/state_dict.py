@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autotp.arguments import expect_arguments
 from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import broadcast_from_first, expect_alike, group_of
 from autotp.errors import Error, within
@@ -47,7 +48,12 @@ def _gather_state(model: nn.Module, wanted: Callable[[str], bool]) -> dict[str, 
     parts = holdings_of(model, "full_state_dict")
     expect_nothing_beside(parts, OWN_NAMES)
     whole: dict[str, Tensor | None] = {}
-    asked = agree(parts.everyone, lambda: {saved for saved in parts.saved if wanted(saved)})
+
+    def names_wanted() -> set[str]:
+        expect_arguments(full_state_dict, wanted=wanted)
+        return {saved for saved in parts.saved if wanted(saved)}
+
+    asked = agree(parts.everyone, names_wanted)
     names = list(dict.fromkeys(first for saved, first in parts.saved.items() if saved in asked))
     expect_alike(names, parts.everyone, "wants other names", "the same `wanted`")
     for name in names:
@@ -82,7 +88,10 @@ def _fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     first = parts.everyone.rank == 0
 
     def expect_match() -> None:
-        if first and (problem := _mismatch(parts, state)):
+        if not first:
+            return
+        expect_arguments(load_full_state_dict, state=state)
+        if problem := _mismatch(parts, state):
             raise Error(problem, fix="the state dict of the model that was parallelized")
 
     agree(parts.everyone, expect_match)

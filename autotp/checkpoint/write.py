@@ -25,6 +25,7 @@ from autotp.checkpoint.keys import (
     SEPARATOR,
     STEPS,
     entry_key,
+    expect_states,
     names_held,
     names_of,
     path_of,
@@ -81,8 +82,9 @@ def state_to_write(
         raise Error(
             "`changed` is an argument of load_checkpoint, so nothing can be saved by this name", fix="another name"
         )
+    expect_states(more, ("state_dict",))
     path = path_of(folder, step)
-    if path.exists():
+    if _or_error(folder, path.exists):
         whole = any((path / name).exists() for name in (MANIFEST, OF_FORMAT_1))
         remedy = "another folder, or another step" if whole else "remove it: it is not whole"
         raise Error(f"{path} is there already", fix=remedy)
@@ -159,7 +161,7 @@ def _state(
         "model": trainer.hyperparameters,
     }
     keep = keeper("more")
-    shared = {name: encode(thing.state_dict(), f"the state of `{name}`", keep) for name, thing in more.items()}
+    shared = {name: encode(_state_dict(name, thing), f"the state of `{name}`", keep) for name, thing in more.items()}
     checksums = {item.key: zlib.crc32(bytes_of(item.tensor)) for item in items}
     keep = keeper(entry_key("group", rank))
     groups = [_group(group, optimizer, parts, keep) for group in optimizer.param_groups]
@@ -177,6 +179,13 @@ def _state(
         else:
             items += _items_of(at, parts, name, _as_parameter(value, name, key, parts, optimizer))
     return TrainingState(about, {"more": shared, "tensors": checksums}, groups, values, items)
+
+
+def _state_dict(name: str, thing: Any) -> Any:
+    try:
+        return thing.state_dict()
+    except Exception as error:
+        raise Error(f"the state_dict() of `{name}` raised {type(error).__name__}: {error}") from error
 
 
 def _group(group: Mapping[str, Any], optimizer: Optimizer, parts: Holdings, keep: Callable[[Tensor], str]) -> list[Any]:

@@ -352,7 +352,7 @@ def _own_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         gloo = dist.is_initialized() and dist.get_backend() == "gloo"
         device = "cuda" if torch.cuda.is_available() and not gloo else "cpu"
-    device = torch.device(device)
+    device = _usable(device)
     if device.type != "cuda" or device.index is not None:
         return device
     if _local_rank() >= torch.cuda.device_count():
@@ -361,6 +361,18 @@ def _own_device(device: torch.device | str | None) -> torch.device:
             fix='fewer processes, or device="cuda:0" on each to share a card (slow: gloo instead of NCCL)',
         )
     return torch.device("cuda", _local_rank())
+
+
+def _usable(given: Any) -> torch.device:
+    """Returns a device; raises Error if torch knows no such device, has none here, or it holds no values."""
+    try:
+        device = torch.device(given)
+        if device.type != "cuda":  # Whether there are enough of these, the caller asks.
+            torch.zeros((), device=device).item()
+    except (RuntimeError, TypeError, AssertionError) as error:
+        told = str(error).partition("\n")[0]
+        raise Error(f"device={given!r} cannot be used: {told}", fix='device="cpu", or device="cuda"') from error
+    return device
 
 
 def _mesh_device(mesh: DeviceMesh, device: torch.device | str | None) -> torch.device:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
+from autotp.arguments import expect_arguments
 from autotp.checkpoint.files.checksums import (
     INVALID_CONTENT,
     SIDE_FILE,
@@ -129,11 +130,13 @@ def from_pretrained(
         torch.Size([2, 8, 32])
     """
     size = "" if tp is None else f", tp={tp}"
+    given = {"path": path, "dtype": dtype, "model_class": model_class, "config": config, "strict": strict}
     settings = Options(outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute)
     wanted = ModelArguments(dtype, model_class, config or {}, missing, unexpected)
 
     def run() -> ParallelModule:
         place = make_mesh(tp, mesh, device, timeout)
+        agree(place, lambda: expect_arguments(from_pretrained, **given))
         before = fingerprint(Path(path))
         alike = _same_files(before[1], place)
         agree(place, lambda: expect_unchanged(Path(path), alike.index(place.rank), len(alike)))
@@ -149,7 +152,7 @@ def from_pretrained(
 
         return build(model, place, example_inputs, settings, strict, read_all)
 
-    return within(f"from_pretrained({os.fspath(path)}{size})", run)
+    return within(f"from_pretrained({path}{size})", run)
 
 
 def save_pretrained(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> None:
@@ -177,9 +180,10 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], *, max_shard
         'GPT2LMHeadModel'
     """
     parallel = parallel_of(model, "save_pretrained")
-    folder = Path(path)
 
     def run() -> None:
+        agree(parallel.mesh, lambda: expect_arguments(save_pretrained, path=path))
+        folder = Path(path)
         if getattr(parallel, "_hf_peft_config_loaded", False):
             raise Error(
                 "the model has adapters of `add_adapter`, and transformers would save these alone",
@@ -189,7 +193,7 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], *, max_shard
         tensors = {name: lazy.source for name, lazy in _as_saved(parallel).items()}
         write_checkpoint(folder, tensors, parallel.mesh, largest, lambda new: _write_beside(new, parallel), SETTINGS)
 
-    within(f"save_pretrained({type(parallel).__name__}, {folder})", run)
+    within(f"save_pretrained({type(parallel).__name__}, {path})", run)
 
 
 # ---- loading

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch._ops import OpOverload, OpOverloadPacket
 
+from autotp.arguments import expect_arguments
 from autotp.errors import Error
 from autotp.model_library import rule_function_of
 from autotp.rules import common as f
@@ -50,6 +51,7 @@ def rule(op: Operator, factors: str | f.RuleFunction, linear: f.Linear = ()) -> 
     if not isinstance(op, OpOverload | OpOverloadPacket):
         raise Error(f"{op!r} is not an operator", fix="torch.ops.mylib.myop").within("rule")
     try:
+        expect_arguments(rule, factors=factors, linear=linear)
         if isinstance(factors, str):
             parse(factors)
             if "!" in factors:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autotp.arguments import expect_arguments
 from autotp.errors import Error, calling
 from autotp.ops.collectives import reduce
 from autotp.runtime.holdings import Holdings, holdings_of
@@ -48,6 +49,7 @@ def clip_grad_norm_(
 
 def _clip(model: nn.Module, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     parts = holdings_of(model, "clip_grad_norm_")
+    expect_arguments(clip_grad_norm_, max_norm=max_norm, error_if_nonfinite=error_if_nonfinite)
     parameters = {name: p for name, p in parts.held.items() if isinstance(p, nn.Parameter)}
     total = total_norm(parts, {name: p.grad for name, p in parameters.items() if p.grad is not None}, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
@@ -67,9 +69,13 @@ def total_norm(parts: Holdings, tensors: Mapping[str, Tensor], norm_type: float 
     Raises:
         Error: `norm_type` is not the order of a norm.
     """
-    order, infinite = float(norm_type), float(norm_type) == float("inf")
+    try:
+        order = float(norm_type)  # torch takes "inf", too.
+    except (TypeError, ValueError):
+        order = 0.0
     if not order > 0:
-        raise Error(f"clip_grad_norm_: norm_type={norm_type}", expected="a number above 0, or inf")
+        raise Error(f"clip_grad_norm_: norm_type={norm_type!r}", expected="a number above 0, or inf")
+    infinite = order == float("inf")
     place, kind = parts.place, "max" if infinite else "sum"
     dtype = torch.float64 if place.device.type != "mps" else torch.float32
     meshes: list[DeviceMesh | None] = [None]  # All meshes of sharded parameters, so that all ranks reduce alike.

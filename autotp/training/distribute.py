@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.distributed.mesh import TIMEOUT, start, world_size
+from autotp.arguments import expect_arguments
+from autotp.distributed.mesh import TIMEOUT, expect_timeout, start, world_size
 from autotp.errors import Error, within
 from autotp.options import Recompute, expect_choices
 from autotp.runtime.build import expect_ordinary
@@ -36,7 +38,7 @@ def distribute(
     recompute: Recompute = "none",
     zero: Literal[0, 1, 2, 3] = 0,
     compute_dtype: torch.dtype | None = None,
-    loss_scaler: Any = None,
+    loss_scaler: GradScaler | None = None,
     timeout: timedelta = TIMEOUT,
 ) -> Trainer:
     """Returns a Trainer: this rank's part of `model` on `tp * pp * dp` processes, and the step that trains it.
@@ -95,6 +97,8 @@ def distribute(
         for name, size in {**sizes, "microbatches": microbatches}.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise Error(f"{name}={size!r} is not a whole number of 1 or more", fix=f"{name}=2")
+        expect_arguments(distribute, timeout=timeout, loss_scaler=loss_scaler)
+        expect_timeout(timeout)
         return watched(Trainer(model, _mesh(sizes, timeout), training, example_inputs, loss_scaler, timeout))
 
     return within(f"distribute({type(model).__name__}, tp={tp}, pp={pp}, dp={dp})", run)

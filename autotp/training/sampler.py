@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils import data
 
-from autotp.errors import Error
+from autotp.arguments import expect_arguments
+from autotp.errors import Error, within
 from autotp.training.trainer import Trainer
 
 
@@ -43,6 +44,8 @@ class Sampler(data.Sampler[list[int]]):
     """
 
     def __init__(self, size: int, batch_size: int, trainer: Trainer, seed: int | None = 0) -> None:
+        given = {"size": size, "batch_size": batch_size, "trainer": trainer, "seed": seed}
+        within("Sampler", lambda: expect_arguments(Sampler.__init__, **given))
         dp = trainer.mesh["dp"].size()
         if batch_size < 1 or batch_size % dp:
             raise Error(f"Sampler: batch_size={batch_size} does not divide into {dp} replicas", fix=f"batch_size={dp}")
@@ -91,12 +94,17 @@ def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str,
         model: what `distribute` or `parallelize` returned, or any module.
         weight_decay: the weight decay of the matrices.
 
+    Raises:
+        Error: `model` is no module, or `weight_decay` no number.
+
     Example:
         >>> groups = autotp.weight_decay_groups(nn.Linear(4, 6), 0.01)
         >>> [(group["weight_decay"], [list(p.shape) for p in group["params"]]) for group in groups]
         [(0.01, [[6, 4]]), (0.0, [[6]])]
         >>> optimizer = torch.optim.AdamW(groups, lr=1e-3)
     """
+    given = {"model": model, "weight_decay": weight_decay}
+    within("weight_decay_groups", lambda: expect_arguments(weight_decay_groups, **given))
     parameters = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},

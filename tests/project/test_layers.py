@@ -6,7 +6,7 @@ from pathlib import Path
 import autotp
 
 ORDER = (
-    "errors", "source_location", "model_library", "sharding", "ops", "rules", "options", "distributed",
+    "errors", "arguments", "source_location", "model_library", "sharding", "ops", "rules", "options", "distributed",
     "passes.builder", "passes.capture", "passes.canonicalize", "passes.plan", "passes.lower", "passes.check",
     "passes.emit", "passes.pipeline",
     "compiler", "deferred_init", "diagnostics.text_table", "diagnostics.plan", "diagnostics.report", "runtime",

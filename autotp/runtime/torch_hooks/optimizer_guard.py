@@ -123,7 +123,10 @@ def _checked(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Ten
     for place, names in parts.alike:
         same = {name: p for name, p in parameters.items() if name in names and not p.is_meta}
         if place.size > 1 and (same or place is parts.place):
-            warning = warning or _differing(optimizer, same, place, step)
+            # Of cut parameters ranks compare all but the values; a part that is empty may be left out of the step.
+            filled = [name for name in cut if place is parts.place and all(parts.layout(name).lengths())]
+            parts_of = {name: parameters[name] for name in filled}
+            warning = warning or _differing(optimizer, same, parts_of, place, step)
     return warning
 
 
@@ -142,19 +145,26 @@ def _is(kind: re.Pattern[str], optimizer: Optimizer) -> bool:
 # ---- NOTE [When ranks are compared]
 
 
-def _differing(optimizer: Optimizer, same: Mapping[str, Tensor], place: Mesh, step: int) -> str:
+def _differing(
+    optimizer: Optimizer, same: Mapping[str, Tensor], cut: Mapping[str, Tensor], place: Mesh, step: int
+) -> str:
     """Compares ranks; returns a warning about differences by round-off, which it has removed, or "".
+
+    Args:
+        same: the parameters that all ranks hold.
+        cut: the parameters of which each rank has a part.
 
     Raises:
         Error: on every rank, if parameters, gradients or the optimizer's settings differ.
     """
-    sharded = {name for name, p in same.items() if _is_sharded(p, place)}
+    every_one = {**same, **cut}
+    apart = {name for name, p in same.items() if _is_sharded(p, place)} | set(cut)
     mine = {
         "step": step,
-        "settings": _settings_of(optimizer, same),
-        "values": {name: 0 if name in sharded else _number(p) for name, p in same.items()},
+        "settings": _settings_of(optimizer, every_one),
+        "values": {name: 0 if name in apart else _number(p) for name, p in every_one.items()},
         "gradients": {
-            name: None if p.grad is None else 0 if name in sharded else _number(p.grad) for name, p in same.items()
+            name: None if p.grad is None else 0 if name in apart else _number(p.grad) for name, p in every_one.items()
         },
     }
     text = json.dumps(mine)

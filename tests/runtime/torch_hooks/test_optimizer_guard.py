@@ -305,8 +305,25 @@ def differing_calls(rank: int, n: int) -> None:
         group = optimizer.param_groups[0]
         group["params"] = [p for p in group["params"] if rank == 0 or p is not parallel.norm.bias]
 
+    def lr_of_a_part(parallel: Any, optimizer: Optimizer) -> None:
+        """In a group that has nothing but cut parameters."""
+        group = optimizer.param_groups[0]
+        group["params"] = [p for p in group["params"] if p is not parallel.up.weight]
+        optimizer.add_param_group({"params": [parallel.up.weight], "lr": 0.2 + rank})
+
+    def part_without(parallel: Any, optimizer: Optimizer) -> None:
+        if rank:
+            parallel.up.weight.grad = None
+
+    def part_left_out(parallel: Any, optimizer: Optimizer) -> None:
+        group = optimizer.param_groups[0]
+        group["params"] = [p for p in group["params"] if rank == 0 or p is not parallel.up.weight]
+
     for change, problem, got in (
         (lr, "the settings differ", "'lr': 1.1"),
+        (lr_of_a_part, "the settings differ", "'lr': 1.2"),
+        (part_without, "`up.weight` does not have a gradient on all ranks", "none on tp rank 1"),
+        (part_left_out, "`up.weight` is not stepped on all ranks", "left out on tp rank 1"),
         (none, "`norm.bias` does not have a gradient on all ranks", "none on tp rank 1"),
         (left_out, "`norm.bias` is not stepped on all ranks", "left out on tp rank 1"),
     ):
