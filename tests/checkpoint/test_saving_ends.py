@@ -30,6 +30,8 @@ from autotp.checkpoint.files.folder_lock import claim
 from autotp.checkpoint.save import saved_steps
 from autotp.distributed import heartbeat
 
+pytestmark = pytest.mark.system
+
 
 def problem(call: Any) -> str:
     with pytest.raises(autotp.Error) as raised:
