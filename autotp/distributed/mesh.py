@@ -261,9 +261,9 @@ def _from_device_mesh(
     where = _mesh_device(mesh, device)
     begin()
     if timeout is not None and timeout != timeout_of(group):  # The caller's group keeps its timeout.
-        ranks = dist.get_process_group_ranks(group)
-        group = new_group(ranks, timeout, use_local_synchronization=True, group_desc="tp")
-    return with_number(Mesh("tp", group.size(), group.rank(), group.group_name, where, _runs(group, timeout_of(group))))
+        given = with_number(Mesh("tp", group.size(), group.rank(), group.group_name, where))
+        group = _group_of_members(dist.get_process_group_ranks(group), timeout, "tp", given.number)
+    return _with_runs(Mesh("tp", group.size(), group.rank(), group.group_name, where), group)
 
 
 def start(timeout: timedelta = TIMEOUT, device: torch.device | None = None) -> torch.device:
@@ -284,18 +284,35 @@ def _over_the_world(device: torch.device, timeout: timedelta) -> Mesh:
     start(timeout, device)
     # A new group, so that it has this timeout and this name, whatever the default group has.
     group = new_group(None, timeout, group_desc="tp")
-    size, rank, runs = dist.get_world_size(), dist.get_rank(), _runs(group, timeout)
-    return with_number(Mesh("tp", size, rank, group.group_name, device, runs))
+    return _with_runs(Mesh("tp", dist.get_world_size(), dist.get_rank(), group.group_name, device), group)
 
 
-def _runs(group: Any, timeout: timedelta) -> tuple[tuple[int, str], ...]:
-    """Makes groups of 2, 4, ... neighbours, for cuts on a factor of the axis; returns the groups of this process."""
-    ranks, found = dist.get_process_group_ranks(group), []
+def _with_runs(mesh: Mesh, group: Any) -> Mesh:
+    """Returns the mesh with its number, and with groups of 2, 4, ... neighbours for cuts on a factor of the axis."""
+    mesh, ranks, found = with_number(mesh), dist.get_process_group_ranks(group), []
     for n in (n for n in range(2, len(ranks)) if len(ranks) % n == 0):
         start = group.rank() // n * n
-        run = new_group(ranks[start : start + n], timeout, use_local_synchronization=True, group_desc=f"tp/{n}")
+        run = _group_of_members(ranks[start : start + n], timeout_of(group), f"tp/{n}", mesh.number)
         found.append((n, run.group_name))
-    return tuple(found)
+    return replace(mesh, runs=tuple(found))
+
+
+def _group_of_members(ranks: Sequence[int], timeout: timedelta, axis: str, number: int) -> Any:
+    """Returns a new group that only its own ranks make.
+
+    torch names it by its ranks and by how many groups this process is in. Ranks that are in other groups besides, such
+    as one of the user's, would give it different names, and wait for each other. So the name is made of `number`.
+
+    Args:
+        number: a number that these ranks share, and that no other group of them was made with.
+    """
+    torch_names: Any = dist.distributed_c10d
+    before = torch_names._hash_ranks_to_str
+    torch_names._hash_ranks_to_str = lambda its: f"autotp/{axis}/{number}/{'_'.join(map(str, its))}"
+    try:
+        return new_group(ranks, timeout, use_local_synchronization=True, group_desc=axis)
+    finally:
+        torch_names._hash_ranks_to_str = before
 
 
 def with_number(mesh: Mesh) -> Mesh:
@@ -364,11 +381,11 @@ def _own_device(device: torch.device | str | None) -> torch.device:
 
 
 def _usable(given: Any) -> torch.device:
-    """Returns a device; raises Error if torch knows no such device, has none here, or it holds no values."""
+    """Returns a device; raises Error if torch knows no such device, or has none here."""
     try:
         device = torch.device(given)
         if device.type != "cuda":  # Whether there are enough of these, the caller asks.
-            torch.zeros((), device=device).item()
+            torch.empty((), device=device)
     except (RuntimeError, TypeError, AssertionError) as error:
         told = str(error).partition("\n")[0]
         raise Error(f"device={given!r} cannot be used: {told}", fix='device="cpu", or device="cuda"') from error

@@ -232,3 +232,21 @@ def waits(rank: int, n: int) -> list[timedelta]:
 def test_timeouts() -> None:
     """A model's group waits as long as the default one, or as it is told."""
     assert run_ranks(waits, 2, timeout=41) == [[timedelta(seconds=41), timedelta(seconds=7)]] * 2
+
+
+def beside_other_groups(rank: int, n: int) -> list[int]:
+    """The first rank is in one more group than the others: torch would give groups of neighbours other names there."""
+    dist.new_group([0])
+    summed = []
+    for mesh in (None, init_device_mesh("cpu", (n,))):
+        made = make_mesh(n, mesh, timeout=timedelta(seconds=20))
+        one = torch.tensor(rank)
+        for name in (made.group, *(name for _, name in made.runs)):
+            value = one.clone()
+            dist.all_reduce(value, group=_resolve_process_group(str(name)))  # type: ignore[arg-type]
+            summed.append(int(value))
+    return summed
+
+
+def test_a_rank_that_is_in_other_groups_besides() -> None:
+    assert run_ranks(beside_other_groups, 4) == [[6, 1, 6, 1], [6, 1, 6, 1], [6, 5, 6, 5], [6, 5, 6, 5]]
