@@ -33,9 +33,10 @@ TABLE = """\
 Model on tp=2
 
 cut               shape       forward     backward    why
-h.{0-1}.0.weight  [16@tp, 8]              all-reduce  16 width: linear -> activation -> linear
+h.0.0.weight      [16@tp, 8]                          16 width: linear -> activation -> linear
 h.{0-1}.0.bias    [16@tp]                             16 width: linear -> activation -> linear
 h.{0-1}.2.weight  [8, 16@tp]  all-reduce              16 width: linear -> activation -> linear
+h.1.0.weight      [16@tp, 8]              all-reduce  16 width: linear -> activation -> linear
 
 whole on every rank             shape   why                                         at
 unread                          [3]     nothing reads it on these inputs            ?
@@ -53,6 +54,28 @@ def test_a_plan_as_a_table() -> None:
     for mark, text in (("LOOP", "x = x + block(x)"), ("LAST", "return x @ torch.linalg")):
         expected = expected.replace(mark, line_of(__file__, text).split(":")[1].split()[0])
     assert str(autotp.explain(Model(), 2, example_inputs=X)) == expected
+
+
+def test_rows_and_totals_agree() -> None:
+    """The first block's input has no gradient, so its product sums none in backward."""
+    plan = autotp.explain(Model(), 2, example_inputs=X)
+    assert [row.name for row in plan.cuts if row.backward] == ["h.1.0.weight"]
+    assert plan.traffic.backward == {"all-reduce": 1}
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x[x.sum(-1) > 0]).relu())
+
+
+def test_a_size_that_depends_on_values() -> None:
+    """No rule would help."""
+    (row,) = (row for row in autotp.explain(Masked(), 2, example_inputs=X).whole if "index" in row.name)
+    assert (row.shape, row.reason) == (("?", "?"), "its size depends on values: replicated")
 
 
 def made(names: list[str], tp: int = 2, sends: tuple[Sent, ...] = ()) -> Plan:
