@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_models import Bare, Recurrent, on_meta
+from small_models import Bare, Recurrent, Scale, on_meta
 from torch import Tensor, nn
 
 from autotp.deferred_init.events import Event, events_of, made_again, mentioned, places_of, untied
@@ -45,16 +45,6 @@ class Inner(Pretrained):
     pass
 
 
-class Scale(nn.Module):
-    """No initialiser, but its attributes have the names of its arguments."""
-
-    def __init__(self, size: int, bias: bool) -> None:
-        super().__init__()
-        self.size = size
-        self.weight = nn.Parameter(torch.randn(size))
-        self.bias = nn.Parameter(torch.ones(size)) if bias else None
-
-
 def texts(model: nn.Module) -> list[str]:
     return [str(event) for event in events_of(on_meta(lambda: model))]
 
@@ -93,7 +83,7 @@ def test_copies_of_a_layer_draw_its_numbers() -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_module_is_made_again_from_its_attributes(bias: bool) -> None:
-    scale = Scale(3, bias)
+    scale = Scale(3, 1.0, bias)
     again = made_again(scale)
     assert isinstance(again, Scale)
     assert again is not scale

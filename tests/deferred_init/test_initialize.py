@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import cut, expect_as_built_whole, on_meta
+from small_models import Scale, cut, expect_as_built_whole, on_meta
 from torch import nn
 
 from autotp.deferred_init.initialize import initialize
@@ -35,17 +35,6 @@ def encoder() -> nn.Module:
     """Its layers are copies of one that is not in the model."""
     layer = nn.TransformerEncoderLayer(8, 2, 16)
     return nn.Sequential(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), nn.Linear(8, 3))
-
-
-class Scale(nn.Module):
-    """No initialiser of its own, but it can be made again from its attributes."""
-
-    def __init__(self, size: int, std: float, bias: bool) -> None:
-        super().__init__()
-        self.size, self.std = size, std
-        self.weight = nn.Parameter(std * torch.randn(size))
-        self.bias = nn.Parameter(torch.ones(size)) if bias else None
-        self.register_buffer("rank", torch.arange(size))
 
 
 class Shared(nn.Module):

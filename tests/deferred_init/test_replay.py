@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from errors import message
-from small_models import Recurrent, cut, expect_as_built_whole, named_tensors, on_meta
+from small_models import Recurrent, Scale, cut, expect_as_built_whole, expect_refused_on_meta, on_meta
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,17 +56,6 @@ class All(nn.Module):
     def _reset_parameters(self) -> None:
         for p in self.parameters():
             nn.init.xavier_uniform_(p) if p.dim() > 1 else nn.init.normal_(p)
-
-
-class Scale(nn.Module):
-    """No initialiser of its own, but it can be made again from its attributes."""
-
-    def __init__(self, size: int, std: float, bias: bool) -> None:
-        super().__init__()
-        self.size, self.std = size, std
-        self.weight = nn.Parameter(std * torch.randn(size))
-        self.bias = nn.Parameter(torch.ones(size)) if bias else None
-        self.register_buffer("rank", torch.arange(size))
 
 
 class PartsOfParts(nn.Module):
@@ -205,8 +193,4 @@ ERRORS: dict[str, tuple[Make, str]] = {
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors(name: str) -> None:
-    make, text = ERRORS[name]
-    model = on_meta(make)
-    before = {name: id(t) for name, t in named_tensors(model, remove_duplicate=False)}
-    assert message(lambda: initialize(model, {}, 0, CPU)) == text
-    assert {name: id(t) for name, t in named_tensors(model, remove_duplicate=False)} == before
+    expect_refused_on_meta(*ERRORS[name])

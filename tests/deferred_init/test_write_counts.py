@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from errors import message
-from small_models import Bare, Recurrent, expect_as_built_whole, named_tensors, on_meta
+from small_models import Bare, Recurrent, expect_as_built_whole, expect_refused_on_meta, on_meta
 from torch import nn
 
 import autotp
@@ -187,11 +186,7 @@ ERRORS: dict[str, tuple[Make, str]] = {
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors(name: str) -> None:
-    make, text = ERRORS[name]
-    model = on_meta(make)
-    before = {name: id(t) for name, t in named_tensors(model, remove_duplicate=False)}
-    assert message(lambda: initialize(model, {}, 0, CPU)) == text
-    assert {name: id(t) for name, t in named_tensors(model, remove_duplicate=False)} == before
+    expect_refused_on_meta(*ERRORS[name])
 
 
 def test_an_error_before_the_first_draw_leaves_the_random_state() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -522,6 +523,27 @@ def expect_as_built_whole(make: Callable[[], nn.Module], tp: int) -> None:
         assert [name for name in want if got[name].dtype != want[name].dtype or not want[name].equal(got[name])] == []
     assert {name: id(t) for name, t in named_tensors(model, remove_duplicate=False)} == before
     assert all(t.is_meta for _, t in named_tensors(model))
+
+
+def expect_refused_on_meta(make: Callable[[], nn.Module], text: str) -> None:
+    """`initialize` fails with this text, and puts the model's own tensors back."""
+    model = on_meta(make)
+    before = {name: id(t) for name, t in named_tensors(model, remove_duplicate=False)}
+    with pytest.raises(autotp.Error) as raised:
+        initialize(model, {}, 0, torch.device("cpu"))
+    assert str(raised.value) == text
+    assert {name: id(t) for name, t in named_tensors(model, remove_duplicate=False)} == before
+
+
+class Scale(nn.Module):
+    """No initialiser of its own, but it can be made again from its attributes."""
+
+    def __init__(self, size: int, std: float, bias: bool) -> None:
+        super().__init__()
+        self.size, self.std = size, std
+        self.weight = nn.Parameter(std * torch.randn(size))
+        self.bias = nn.Parameter(torch.ones(size)) if bias else None
+        self.register_buffer("rank", torch.arange(size))
 
 
 class Recurrent(nn.Module):
