@@ -1,7 +1,8 @@
 # make train    trains a tensor-parallel GPT on two processes, beside the same on one
-# make test     passes the tests
+# make test     passes the tests of the parts
+# make test-system passes those of the whole: families of models, training loops, processes that end
 # make test-examples passes those of the examples and the benchmarks
-# make test-all both, with every rare case: all families at all sizes in all modes; an hour and more
+# make test-all all of them, with every rare case: all families at all sizes in all modes; an hour and more
 # make bench    steps beside Megatron-style layers by hand and the plans of others, each pass on and off, what a layer
 #               keeps, seconds to capture and how they grow, memory
 # make lint     ruff and mypy
@@ -16,13 +17,16 @@ TYPED := build/typed/autotp
 # Two workers share the files, in the order that tests/conftest.py gives them: the longest first.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-examples test-all bench lint clean
+.PHONY: train test test-system test-examples test-all bench lint clean
 
 train: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SHARED) --budget 8
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SHARED) --budget 8 -m "not system"
+
+test-system: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SHARED) --budget 8 -m system
 
 test-examples: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SHARED) tests/examples tests/benchmarks

@@ -43,12 +43,13 @@ from autotp.passes.lower.overlap import overlap
 from autotp.passes.lower.prove_rules import prove_node
 from autotp.passes.pipeline.loss_totals import loss_totals
 from autotp.passes.pipeline.row_independence import batched, expect_rows, expect_sums, one_batch
+from autotp.passes.plan.candidate import Candidate
 from autotp.passes.plan.choose import Decision, choose, choose_as
 from autotp.passes.plan.decouple import decouple
 from autotp.passes.plan.experts import experts
 from autotp.passes.plan.hoist import hoist
 from autotp.passes.plan.infer_axes import Axes, infer_axes
-from autotp.passes.plan.match import Candidate, match
+from autotp.passes.plan.match import match
 from autotp.passes.plan.outputs import (
     is_loss,
     layouts_of_outputs,

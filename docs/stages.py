@@ -27,7 +27,7 @@ STAGES = {
     "axes": "The rules of the operators name every dimension. A dimension that can be cut has a name before its size.",
     "plan": "What is cut, what it costs, and what stays whole and why.",
     "lower": "The graph of the first rank: local sizes, and a conjugate wherever the placement of a value changes. "
-    "`columns` is a linear that reads a copy, whose all-reduce in backward runs beside other work.",
+    "`async_linear` is a linear that reads a copy, whose all-reduce in backward runs beside other work.",
     "check": "The same graph, typed anew from the parameters' layouts alone. `@tp` is behind a size that is cut, "
     "`{tp}` behind a copy of which each rank uses a part (its gradient is summed), `{+tp}` behind a term of a sum.",
     "emit": "What runs: blocks as modules, sums in the memory of what nobody else reads.",

@@ -109,6 +109,10 @@ class Builder:
         node.meta["val"] = evaluated(self.mode, target, *values, **named)
         return node
 
+    def cast(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """Adds a cast of a node of the new graph, if it has another dtype."""
+        return value if value.meta["val"].dtype == dtype else self.call(torch.ops.aten.to.dtype, value, dtype)
+
     def length(self, name: str, hint: int) -> Any:
         """Returns a new symbolic length for example values. torch makes a number of a `hint` of 0 or 1."""
         from torch._dynamo.source import ConstantSource  # All of Dynamo comes with it (1 s).

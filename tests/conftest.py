@@ -1,5 +1,7 @@
 """How hypothesis draws (the same cases in each `make test`, new ones with `--deep`), and which tests are left out.
 
+`make test` runs the tests of the parts. Those marked `system` run in `make test-system`: of whole models and families
+of models (the folders `system` and `hf`), and of processes that end.
 A test marked `rare` runs with `--all` only (`make test-all`): of many cases, those that a few others stand for.
 What tests the examples and the benchmarks runs where it is named (`make test-examples`), or with `--all`.
 With `--budget` a test that is not `rare` fails if it takes longer.
@@ -22,6 +24,7 @@ from ranks import BILL, RUNNING
 
 HERE = Path(__file__).parent
 NAMED_ONLY = [HERE / name for name in ("examples", "benchmarks")]
+SYSTEM = [HERE / name for name in ("system", "hf")]
 LONG = ("system", "checkpoint", "training", "hf", "distributed", "runtime", "ops")
 """The folders whose files take longest, for most of their tests start ranks."""
 CAPTURES = "AUTOTP_TESTS_CAPTURES"
@@ -38,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "rare: a case for --all only")
+    config.addinivalue_line("markers", "system: of whole models, or of processes that end; for make test-system")
     if not config.getoption("all"):
         RUNNING.captures_in = Path(os.environ.get(CAPTURES) or tempfile.mkdtemp(prefix="autotp-captures-"))
         if CAPTURES not in os.environ:  # the first process: its workers have the same environment
@@ -57,7 +61,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if not any(path.is_relative_to(collection_path) for path in named) else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest asks for `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(item.path.is_relative_to(folder) for folder in SYSTEM):
+            item.add_marker("system")
     left = [item for item in items if item.get_closest_marker("rare") and not config.getoption("all")]
     config.hook.pytest_deselected(items=left)
     items[:] = sorted((item for item in items if item not in left), key=_place)

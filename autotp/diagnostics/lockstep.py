@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from autotp.ops import collectives, custom_vjp
+from autotp.ops.async_linear import async_linear, products
 from autotp.ops.coalesced import together
 from autotp.ops.custom_vjp import Vjp
-from autotp.ops.overlapped_linear import columns, products
 from autotp.passes.emit.attach_parameters import BlockCall
 from autotp.passes.emit.recompute import Recomputed
 from autotp.sharding.partition import chunk_sizes
@@ -72,7 +72,7 @@ def _run(graphs: Sequence[fx.Graph], ranks: Sequence[Runs], inputs: Sequence[Seq
             values: Sequence[Any] = [next(queue) for queue in queues]
         elif kind is not None:
             arguments = [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)]
-            several = kind in (_share, _together, _columns)
+            several = kind in (_share, _together, _async_linear)
             values = kind(arguments) if several else kind(*(a[0] for a in arguments), rest=arguments[0][2:])
         elif nodes[0].op == "call_module":
             modules = cast(Sequence[nn.Module], ranks)
@@ -201,8 +201,8 @@ def _together(arguments: Sequence[Sequence[Any]]) -> Sequence[tuple[Tensor, ...]
     return list(zip(*columns, strict=True))
 
 
-def _columns(arguments: Sequence[Sequence[Any]]) -> Sequence[tuple[Tensor, ...]]:
-    """Runs `columns(x, axis, gathered, ...)`: the conjugate, then the products."""
+def _async_linear(arguments: Sequence[Sequence[Any]]) -> Sequence[tuple[Tensor, ...]]:
+    """Runs `async_linear(x, axis, gathered, ...)`: the conjugate, then the products."""
     gathered = arguments[0][2]
     kind = _conjugate("copy" if gathered is None else "all_gather")
     read = kind(*(own[0] for own in arguments), rest=gathered or ())
@@ -213,5 +213,5 @@ COLLECTIVES: dict[Any, Callable[..., Any]] = {
     **{getattr(collectives, kind): _conjugate(kind) for kind in FORWARDS},
     collectives.share: _share,
     together: _together,
-    columns: _columns,
+    async_linear: _async_linear,
 }

@@ -12,11 +12,11 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from autotp.compiler import Program, flat_graph
 from autotp.diagnostics.plan import CutRow, Plan, Sent, Traffic, WholeRow
 from autotp.ops import collectives
+from autotp.ops.async_linear import async_linear
 from autotp.ops.coalesced import together
-from autotp.ops.overlapped_linear import columns
 from autotp.passes.canonicalize.custom_vjp import backward_of
 from autotp.passes.lower.overlap import separate
-from autotp.passes.plan.match import contracts
+from autotp.passes.plan.candidate import contracts
 from autotp.passes.plan.propagate import needs_grad
 from autotp.rules.call import outputs_of
 from autotp.rules.row import Trait
@@ -99,7 +99,7 @@ def _gathered_again(graph: fx.Graph, analysis: Program) -> list[Sent]:
     """Returns the all-gathers in backward of joined products, which gather their input again."""
     (_, graded), found = _learning(graph, analysis), []
     for node in graph.nodes:
-        if node.target is columns and node.args[2] is not None and any(w in graded for w in node.args[4]):
+        if node.target is async_linear and node.args[2] is not None and any(w in graded for w in node.args[4]):
             x, (dim, length, *_) = node.args[0], node.args[2]
             whole = list(x.meta["val"].shape)
             whole[dim] = length.meta["val"] if isinstance(length, fx.Node) else length

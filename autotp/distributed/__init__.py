@@ -1,4 +1,4 @@
-"""The ranks: the place of each process, the check that all make the same calls, and tensors that are cut over them.
+"""The ranks: the place of each process, the exchange of values and errors, lost ranks, and tensors that are cut.
 
 A rank that is lost is found here (`heartbeat`; `ops/collectives` makes its peers' error), and a part that the user's
 code takes for the whole (`cut_parameter`). What may not enter: graphs.

@@ -1,4 +1,4 @@
-"""States facts about each operator: how the dimensions of its operands and its outputs correspond.
+"""States facts about each operator, a row each in `table.py`: how dimensions of operands and outputs correspond.
 
 What may not enter: a decision what is cut.
 """

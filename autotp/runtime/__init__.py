@@ -1,4 +1,4 @@
-"""The module that `parallelize` returns, and its calls; its global norm (`grad_norm`), its parts under ZeRO (`fsdp`).
+"""The module that `parallelize` returns, and its calls, whose inputs are compared between ranks.
 
-What may not enter: training loops, files.
+Its global norm is in `grad_norm`, its parts under ZeRO in `fsdp`. What may not enter: training loops, files.
 """

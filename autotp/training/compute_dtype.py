@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from autotp.compiler import Program
 from autotp.errors import Error
 from autotp.passes.emit.attach_parameters import ParameterPlace, ReadParameter, value_at
-from autotp.passes.plan.match import contracts
+from autotp.passes.plan.candidate import contracts
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.source_location import line_of

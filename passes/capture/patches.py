@@ -16,6 +16,7 @@ other way, a function of torch or Python is replaced. This happens in the region
         entry, and each export begins with an empty cache. Without the cache a capture takes half the time.
 - the exporter's stack of each operator: it would look up the source of a hundred frames, most of them its own.
 - the Python code of the exporter's intermediate graphs is written only where they run.
+- `tensor_meta` of each node, a second description of its value that nothing reads: it is left empty.
 Only one thread captures at a time (`CAPTURING`).
 """
 
@@ -36,6 +37,7 @@ from unittest import mock
 from torch import nn
 from torch.fx import proxy
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental import proxy_tensor
 
 from autotp.ops.eager_mode import alone
 from autotp.passes.capture.autocast_regions import Autocast
@@ -60,6 +62,7 @@ def around_capture(autocast: Autocast) -> Iterator[None]:
     with (
         alone(), autocast.on(), slow_path(), known_sizes(), _quiet(), _no_cache(), _use_lazy_graph_module(True),
         mock.patch.object(proxy, "CapturedTraceback", UserStack),
+        mock.patch.object(proxy_tensor, "_extract_tensor_metadata", lambda value: None),
     ):  # fmt: skip
         yield
 

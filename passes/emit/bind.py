@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from autotp.ops import collectives
+from autotp.ops.async_linear import async_linear
 from autotp.ops.coalesced import together
 from autotp.ops.custom_vjp import Vjp
-from autotp.ops.overlapped_linear import columns
 from autotp.passes.capture.capture import DEVICE
 from autotp.passes.emit.in_place import fresh, written
 from autotp.rules.traits import in_place_of
@@ -22,7 +22,7 @@ CAPTURED = torch.device(DEVICE)
 
 COMMUNICATING = frozenset({
     collectives.copy, collectives.reduce, collectives.scatter, collectives.gather, collectives.all_gather,
-    collectives.reduce_scatter, collectives.share, together, columns,
+    collectives.reduce_scatter, collectives.share, together, async_linear,
 })  # fmt: skip
 """Operators whose second argument is the mesh axis over which they communicate."""
 

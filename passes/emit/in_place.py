@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autotp.ops import collectives, cross_entropy
-from autotp.ops.overlapped_linear import columns
+from autotp.ops.async_linear import async_linear
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.source_location import block_of
@@ -68,8 +68,8 @@ def _is_new(node: fx.Node, makers: Trait = PRODUCTS | Trait.UNSAVED, readers: in
 
 
 def _is_item(node: fx.Node) -> bool:
-    """True for a product of the joined operator `columns`."""
-    return node.target is operator.getitem and node.args[0].target is columns  # type: ignore[union-attr]
+    """True for a product of the joined operator `async_linear`."""
+    return node.target is operator.getitem and node.args[0].target is async_linear  # type: ignore[union-attr]
 
 
 def _count(node: fx.Node) -> int:

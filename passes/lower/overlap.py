@@ -1,7 +1,7 @@
-"""overlap: joins the products that read one conjugate into an operator that overlaps communication in backward.
+"""overlap: joins the products that read one conjugate into an `async_linear`, which overlaps communication in backward.
 
     Before: c = copy(x, "tp"); q = linear(c, w1, b1); k = linear(c, w2)
-    After:  t = columns(x, "tp", None, None, (w1, w2), (b1, None), (False, False)); q = t[0]; k = t[1]
+    After:  t = async_linear(x, "tp", None, None, (w1, w2), (b1, None), (False, False)); q = t[0]; k = t[1]
 
 `separate` is the inverse: the checker reads the separate products, and collectives are counted there.
 """
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from autotp.ops.async_linear import async_linear
 from autotp.ops.collectives import all_gather, copy
-from autotp.ops.overlapped_linear import columns
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.rules.call import outputs_of
 from autotp.rules.traits import draws
@@ -104,7 +104,7 @@ def _together(builder: Builder, group: ColumnGroup) -> None:
         _copy_early(builder, operand)
     each = [builder.map(tuple(part)) for part in zip(*((p.weight, p.bias) for p in products), strict=True)]
     turned = tuple(p.turned for p in products)
-    new = builder.raw(columns, (builder.map(x), axis, builder.map(gathered), flat, *each, turned))
+    new = builder.raw(async_linear, (builder.map(x), axis, builder.map(gathered), flat, *each, turned))
     new.meta["val"] = [p.node.meta["val"] for p in products]
     for i, product in enumerate(products):
         builder.env[product.node] = _item(builder, new, i)
@@ -129,9 +129,9 @@ def separate(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         builder.origin = node
         source: Any = node.args[0] if node.args else None
-        if node.target is columns:
+        if node.target is async_linear:
             builder.env[node] = list(_separated(builder, node, *builder.map(node.args)))
-        elif node.target is operator.getitem and source.target is columns:
+        elif node.target is operator.getitem and source.target is async_linear:
             builder.env[node] = builder.env[source][node.args[1]]
         else:
             builder.copy(node)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autotp.passes.plan.candidate import contracts
 from autotp.passes.plan.choose import NOMINAL, elements
 from autotp.passes.plan.infer_axes import Axes
-from autotp.passes.plan.match import contracts
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.sharding.axis import Size, find

@@ -20,8 +20,8 @@ from torch import fx
 
 from autotp.errors import Error
 from autotp.ops.channels import conv_transpose, convolution
+from autotp.passes.plan.candidate import ATTENTION, MLP, Candidate, contracts, cut_values, maker, readers, root
 from autotp.passes.plan.infer_axes import Axes
-from autotp.passes.plan.match import ATTENTION, MLP, Candidate, contracts, cut_values, maker, readers, root
 from autotp.sharding.axis import Axis, Size, find, leaves, touches
 from autotp.sharding.grid import slices_of
 from autotp.sharding.layout import Layout, layout_of, ranges

@@ -20,8 +20,8 @@ from torch import fx
 
 from autotp.ops import experts as routing
 from autotp.passes.builder import Builder, fake_mode_of
+from autotp.passes.plan.candidate import contracts, root
 from autotp.passes.plan.infer_axes import Axes, infer_axes, is_getitem
-from autotp.passes.plan.match import contracts, root
 from autotp.rules.call import arguments_of, operand_nodes, operator_name
 from autotp.rules.registry import is_grouped
 from autotp.rules.row import Trait

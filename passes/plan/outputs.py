@@ -13,9 +13,9 @@ from torch import fx
 
 from autotp.options import Outputs
 from autotp.passes.capture.captured import Captured
+from autotp.passes.plan.candidate import maker
 from autotp.passes.plan.choose import Decision
 from autotp.passes.plan.infer_axes import Axes
-from autotp.passes.plan.match import maker
 from autotp.passes.plan.propagate import Have
 from autotp.rules.call import returned
 from autotp.sharding.axis import find

@@ -19,9 +19,9 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from autotp.passes.plan.candidate import contracts, readers, root
 from autotp.passes.plan.choose import Decision, elements
 from autotp.passes.plan.infer_axes import Axes
-from autotp.passes.plan.match import contracts, readers, root
 from autotp.passes.plan.propagate import propagate
 from autotp.rules.row import Trait
 from autotp.rules.traits import draws, has

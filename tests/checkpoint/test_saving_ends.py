@@ -28,6 +28,8 @@ from autotp.checkpoint.files import tensor_pieces as pieces
 from autotp.checkpoint.save import saved_steps
 from autotp.distributed import heartbeat
 
+pytestmark = pytest.mark.system
+
 
 def problem(call: Any) -> str:
     with pytest.raises(autotp.Error) as raised:

@@ -34,6 +34,7 @@ from autotp.distributed.heartbeat import INTERVAL, Heart
 from autotp.ops import collectives
 from autotp.runtime.torch_hooks import optimizer_guard
 
+pytestmark = pytest.mark.system
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 TIMEOUT = timedelta(seconds=8)
 Layout = tuple[int, int, int]

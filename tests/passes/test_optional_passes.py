@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import autotp
 from autotp.compiler import analyse, rank_graph
 from autotp.ops import collectives, cross_entropy
+from autotp.ops.async_linear import async_linear
 from autotp.ops.coalesced import together
-from autotp.ops.overlapped_linear import columns
 from autotp.options import OPTIONAL, Options
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.bind import bind
@@ -116,7 +116,7 @@ def has_bias(node: fx.Node) -> bool:
         pytest.param("hoist", ("cse",), copied, 2 * 1, 2 * 2, id="hoist"),
         pytest.param("fuse_bias", (), has_bias, 2 * 5, 0, id="fuse_bias"),
         pytest.param("bucket", ("hoist",), lambda n: n.target is together, 2, 0, id="bucket"),
-        pytest.param("overlap", ("cse",), lambda n: n.target is columns, 2 * 2, 0, id="overlap"),
+        pytest.param("overlap", ("cse",), lambda n: n.target is async_linear, 2 * 2, 0, id="overlap"),
         # The sums of attention, MLP and adapter, and of the gradients of what products read.
         pytest.param("in_place", ("cse",), lambda n: bool(n.kwargs.get("fresh")), 2 * 6, 0, id="in_place"),
     ],

@@ -9,10 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import autotp
 
+pytestmark = pytest.mark.system
 ROOT = Path(__file__).resolve().parents[2]
 SITE = Path(torch.__file__).parent.parent  # Where torch is installed, and what it needs.
 BESIDE = ("models", "passes")  # Folders of the checkout that are installed inside autotp.

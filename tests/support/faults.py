@@ -17,8 +17,8 @@ from torch import Tensor, fx, nn
 from autotp.compiler import CallState, Program, analyse
 from autotp.diagnostics.verify import Change, Report, Trial, compare
 from autotp.ops import collectives
+from autotp.ops.async_linear import async_linear
 from autotp.ops.coalesced import together
-from autotp.ops.overlapped_linear import columns
 from autotp.options import OPTIONAL, Options
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.lower.local_sizes import Target
@@ -306,9 +306,9 @@ def expose(node: fx.Node) -> Iterator[NodeChange]:
 
 def regroup(node: fx.Node) -> Iterator[NodeChange]:
     """Something else of products that are one operator."""
-    if node.target is operator.getitem and getattr(node.args[0], "target", None) is columns:
+    if node.target is operator.getitem and getattr(node.args[0], "target", None) is async_linear:
         yield lambda n: n.update_arg(1, (n.args[1] + 1) % len(n.args[0].args[4]))
-    if node.target is not columns:
+    if node.target is not async_linear:
         return
     yield lambda n: n.update_arg(0, next(x for x in n.all_input_nodes if x is not n.args[0]))
     yield lambda n: n.update_arg(1, "dp")

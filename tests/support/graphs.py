@@ -478,8 +478,7 @@ def shared_captures(test: Path, folder: Path | None = None) -> Iterator[None]:
 
 
 def _may_be_shared(found: Captured) -> bool:
-    changed = found.owned or found.changes or found.sets or found.into or found.hooks
-    return not (changed or found.kept or found.constants)
+    return not (found.owned or found.changes or found.sets or found.into or found.hooks)
 
 
 def _from_folder(key: bytes, folder: Path | None, capture: Callable[[], Captured]) -> Captured:
@@ -524,7 +523,9 @@ def _read(data: bytes) -> Captured | None:
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's own, of its LeafSpec
-        module, rest = GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        mode.cache_enabled = False  # as in a capture
+        module, rest = GraphPickler.loads(data, mode)
     specs = [x for x in pytree.tree_leaves(rest["outputs"].spec) if isinstance(x, pytree.TreeSpec)]
     for spec in specs:  # It grows.
         specs += spec.children()

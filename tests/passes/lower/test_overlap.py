@@ -32,9 +32,9 @@ def test_products_of_one_copy_are_one_operator() -> None:
     graph = of(pair, **SHAPES)
     assert lines(overlap(graph)) == [
         "mul(v, 2)",
-        "columns(x, 'tp', None, None, [w, mul], [b, None], [False, False])",
-        "getitem(columns, 0)",
-        "getitem_1 = getitem(columns, 1)",
+        "async_linear(x, 'tp', None, None, [w, mul], [b, None], [False, False])",
+        "getitem(async_linear, 0)",
+        "getitem_1 = getitem(async_linear, 1)",
         "return getitem, getitem_1",
     ]
     assert sorted(lines(separate(overlap(graph)))[:-1]) == sorted(lines(graph)[:-1])
@@ -47,7 +47,7 @@ def flattened(call: Any, x: Any, w: Any, v: Any, b: Any) -> Any:
 
 def test_turned_weights_behind_a_flattening() -> None:
     graph = of(flattened, **SHAPES)
-    assert "columns(x, 'tp', [1, 3, 1], [0, 1], [t, t_1], [b, None], [True, True])" in lines(overlap(graph))
+    assert "async_linear(x, 'tp', [1, 3, 1], [0, 1], [t, t_1], [b, None], [True, True])" in lines(overlap(graph))
     assert sorted(lines(separate(overlap(graph)))[:-1]) == sorted(lines(graph)[:-1])
 
 

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from graphs import MLP, TOKENS, Attention, Language, canonical, some
 from torch import Tensor, nn
 
+from autotp.passes.plan.candidate import Candidate
 from autotp.passes.plan.infer_axes import infer_axes
-from autotp.passes.plan.match import Candidate, match
+from autotp.passes.plan.match import match
 
 X = some(2, 3, 12)
 

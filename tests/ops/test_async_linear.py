@@ -1,4 +1,4 @@
-"""overlapped_linear: products of one input as one operator are those of each by itself, and so are gradients."""
+"""async_linear: products of one input as one operator are those of each by itself, and so are gradients."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch.distributed as dist
 from ranks import Checks, Collectives
 from torch import Tensor
 
+from autotp.ops.async_linear import async_linear, products
 from autotp.ops.collectives import all_gather, copy
-from autotp.ops.overlapped_linear import columns, products
 from autotp.sharding.partition import chunk_bounds
 
 aten = torch.ops.aten
@@ -49,7 +49,7 @@ def drawn(name: str, rank: int, n: int) -> tuple[Any, list[Tensor]]:
 
     def one(x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         given = iter(rest[len(turned) :])
-        return columns(
+        return async_linear(
             x, world(), gathered, flat, rest[: len(turned)], [next(given) if b else None for b in biased], turned
         )
 
@@ -93,7 +93,7 @@ def tied(rank: int) -> None:
     """The input is made of a weight: its second derivatives go both ways, and neither is counted twice."""
     torch.manual_seed(rank)
     found = []
-    for f in (columns, lambda x, group, *rest: products(copy(x, group), rest[1], *rest[2:])):
+    for f in (async_linear, lambda x, group, *rest: products(copy(x, group), rest[1], *rest[2:])):
         torch.manual_seed(0)
         w = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
         ys = f(torch.tanh(w), world(), None, None, (w,), (None,), (False,))

@@ -1,4 +1,4 @@
-"""Linears that read one value, together with its conjugate, as one operator that overlaps communication in backward.
+"""async_linear: linears that read one value, with its conjugate: in backward its all-reduce is asynchronous.
 
 Several column-parallel products of one input (queries, keys and values; gate and up) are one operator here. In backward
 the input's gradient is summed over ranks while the weights' gradients are computed. An input that was gathered is not
@@ -24,7 +24,7 @@ Gathered = tuple[int, Any, int] | None
 """Dimension, global length and block for the `all_gather` of the input; None: the input is read through `copy`."""
 
 
-def columns(
+def async_linear(
     x: Tensor,
     group: str | None,
     gathered: Gathered,
@@ -41,7 +41,9 @@ def columns(
     if alone or not torch.is_grad_enabled() or not all(map(is_plain, (x, *weights))):
         whole = copy(x, group) if gathered is None else all_gather(x, group, *gathered)
         return products(whole, flattened, weights, biases, turned)
-    found: tuple[Tensor, ...] = apply_plain(Columns, group, gathered, flattened, tuple(turned), x, *weights, *biases)
+    found: tuple[Tensor, ...] = apply_plain(
+        AsyncLinear, group, gathered, flattened, tuple(turned), x, *weights, *biases
+    )
     return found
 
 
@@ -63,7 +65,7 @@ def products(
     return tuple(F.linear(rows, w.t() if turn else w, bias) for w, bias, turn in every)
 
 
-class Columns(torch.autograd.Function):
+class AsyncLinear(torch.autograd.Function):
     """The products, with a backward that communicates and computes at the same time."""
 
     @staticmethod

@@ -1,0 +1,89 @@
+"""vocab_parallel_loss: writes a class loss over cut classes by operators that can be cut; used by `decompose`.
+
+    Before: cross_entropy(x, t)          After: e, z = class_terms(x, peak(x), t); mean(log(e) - z)
+
+NOTE [Vocab-parallel loss]
+With the classes cut, a maximum, a sum and a target logit for each token are reduced over ranks; the logits are never
+exchanged (Megatron-LM, Shoeybi et al. 2019, section 3). The sum and the target logit are reduced in one collective.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.ops.cross_entropy import class_terms, peak
+from autotp.passes.builder import Builder
+
+aten = torch.ops.aten
+MEAN, SUM = 1, 2
+
+
+def cross_entropy(builder: Builder, args: dict[str, Any]) -> fx.Node:
+    """Writes the cross-entropy of cut logits. args: those of `aten.cross_entropy_loss`, by name."""
+    call, x, dim = builder.call, args["self"], _class_dim(args)
+    top = call(peak, x, dim)
+    top = builder.cast(top, torch.promote_types(top.meta["val"].dtype, torch.float32))
+    ignored, classes = _classes(builder, args)
+    terms = call(class_terms, x, top, classes, dim, 0, x.meta["val"].shape[dim])
+    lse = call(aten.log.default, call(aten.select.int, terms, 0, 0))
+    own = call(aten.sub.Tensor, lse, call(aten.select.int, terms, 0, 1))
+    smooth = None
+    if args["label_smoothing"]:
+        every = _every(builder, call(aten.sub.Tensor, x, top), lse, args["weight"], dim)
+        smooth = call(aten.mul.Tensor, every, args["label_smoothing"] / x.meta["val"].shape[dim])
+    return builder.cast(_reduced(builder, args, own, smooth, ignored, classes), x.meta["val"].dtype)
+
+
+def nll(builder: Builder, args: dict[str, Any]) -> fx.Node:
+    """Writes the negative log-likelihood of cut log-probabilities. args: those of `aten.nll_loss`, by name."""
+    call, dim = builder.call, _class_dim(args)
+    ignored, classes = _classes(builder, args)
+    picked = call(aten.gather.default, args["self"], dim, call(aten.unsqueeze.default, classes, dim))
+    own = call(aten.neg.default, call(aten.squeeze.dim, picked, dim))
+    return _reduced(builder, args, own, None, ignored, classes)
+
+
+def _class_dim(args: dict[str, Any]) -> int:
+    return 1 if args["self"].meta["val"].dim() > 1 else 0
+
+
+def _classes(builder: Builder, args: dict[str, Any]) -> tuple[fx.Node, fx.Node]:
+    """Returns the mask of ignored targets, and the targets with class 0 in their place."""
+    ignored = builder.call(aten.eq.Scalar, args["target"], args["ignore_index"])
+    return ignored, builder.call(aten.masked_fill.Scalar, args["target"], ignored, 0)
+
+
+def _every(builder: Builder, z: fx.Node, lse: fx.Node, weight: fx.Node | None, dim: int) -> fx.Node:
+    """Returns `-sum over classes of weight * log p` for each row, where `z - lse` are the log-probabilities."""
+    call, total = builder.call, z.meta["val"].shape[dim]
+    if weight is not None:
+        shape = [-1] + [1] * (z.meta["val"].dim() - 1 - dim)
+        z = call(aten.mul.Tensor, z, call(aten.view.default, weight, shape))
+        total = call(aten.sum.default, weight)
+    return call(aten.sub.Tensor, call(aten.mul.Tensor, lse, total), call(aten.sum.dim_IntList, z, [dim]))
+
+
+def _reduced(
+    builder: Builder, args: dict[str, Any], loss: fx.Node, smooth: fx.Node | None, ignored: fx.Node, classes: fx.Node
+) -> fx.Node:
+    """Returns the class loss of torch's documentation: ignored targets, class weights, smoothing, three reductions.
+
+    Args:
+        loss: `-log p` of each row's class, before weights and ignored targets.
+        smooth: the label-smoothing term of each row.
+    """
+    call, weight, dtype = builder.call, args["weight"], loss.meta["val"].dtype
+    counted = builder.cast(call(aten.logical_not.default, ignored), dtype)
+    if weight is not None:
+        column = call(aten.unsqueeze.default, weight, 1)
+        own = call(aten.squeeze.dim, call(aten.embedding.default, column, classes), -1)
+        loss, counted = call(aten.mul.Tensor, loss, own), call(aten.mul.Tensor, counted, own)
+    if smooth is not None:
+        loss = call(aten.add.Tensor, call(aten.mul.Tensor, loss, 1 - args["label_smoothing"]), smooth)
+    loss = call(aten.masked_fill.Scalar, loss, ignored, 0)
+    if args["reduction"] in (MEAN, SUM):
+        loss = call(aten.sum.default, loss)
+    return call(aten.div.Tensor, loss, call(aten.sum.default, counted)) if args["reduction"] == MEAN else loss
