@@ -178,6 +178,7 @@ def processors_of_the_first_rank(model: Any, rank: int) -> None:
         model.generate(**prompt(), max_new_tokens=3, **allowed)
 
 
+@pytest.mark.system
 def test_of_transformers(tmp_path: Path) -> None:
     for found in run_ranks(of_transformers, 2, str(tmp_path), timeout=100):
         assert found == [

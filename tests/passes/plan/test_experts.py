@@ -86,6 +86,7 @@ def test_equal_to_one_device(product: Any, tp: int) -> None:
     assert {row.name for row in report.plan.cuts if "4 experts" in row.why} == {"up", "up_bias", "down", "down_bias"}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("deepseek_v3", marks=pytest.mark.rare),
     pytest.param("mixtral-batched", marks=pytest.mark.rare), pytest.param("qwen3_moe", marks=pytest.mark.rare),
     pytest.param("gpt_oss", marks=pytest.mark.rare)])  # fmt: skip
