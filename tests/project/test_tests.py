@@ -15,8 +15,6 @@ THROUGH_A_PUBLIC_CALL = {
     "checkpoint/write": "checkpoint/test_saving_ends",
     "diagnostics/report": "diagnostics/test_plan",
     "distributed/background_exchange": "distributed/test_heartbeat",
-    "distributed/gather": "distributed/test_cut_parameter",
-    "distributed/store_gather": "runtime/torch_hooks/test_optimizer_guard",
     "hf/accelerate_calls": "system/test_loops",
     "hf/caches": "hf/test_generation",
     "hf/generation_settings": "distributed/test_ranks_differ",
@@ -26,9 +24,7 @@ THROUGH_A_PUBLIC_CALL = {
     "runtime/func_gradients": "system/test_transforms",
     "runtime/grad_norm": "runtime/torch_hooks/test_clip_and_scale",
     "runtime/torch_hooks/install": "runtime/torch_hooks/test_clip_and_scale",
-    "training/nonfinite": "training/test_trainer",
     "training/process_groups": "training/test_distribute",
-    "training/step_consistency": "training/test_distribute",
 }
 """What is a step of a public call, and needs ranks, files or transformers: tested through the call."""
 

@@ -87,6 +87,26 @@ def test_what_must_stay_whole() -> None:
     assert bound.cuttable(rows) is not None
 
 
+def test_axes_that_do_not_fit() -> None:
+    """Six rows are 4 | 2 here and 3 x 2 there: their sum cannot be cut along them."""
+
+    def make(call: Any, x: Any, w: Any, v: Any) -> Any:
+        one, other = (call(aten.linear.default, x, weight) for weight in (w, v))
+        parts = call(aten.split_with_sizes.default, one, [4, 2], 1)
+        return call(aten.add.Tensor, one, other), parts, call(aten.view.default, other, [3, 3, 2])
+
+    def alike(call: Any, x: Any, w: Any, v: Any) -> Any:
+        one, other = (call(aten.linear.default, x, weight) for weight in (w, v))
+        return call(aten.add.Tensor, one, other)
+
+    for function, cut in ((make, False), (alike, True)):
+        graph, axes = inferred(function, x=some(3, 5), w=some(6, 5), v=some(6, 5))
+        rows = find(axes.of(place(graph, "v"))[0])
+        leaf = rows.parts[0] if rows.parts else rows
+        bound = axes.bound[call_named(graph, "add")]
+        assert (bound.cuttable(leaf) is not None) == cut
+
+
 def test_a_dimension_of_one_has_no_factor() -> None:
     graph, axes = inferred(lambda call, x, y: call(aten.add.Tensor, x, y), x=some(3, 4), y=some(3, 1))
     width = axes.of(place(graph, "x"))[1]

@@ -55,6 +55,7 @@ def test_calls_that_a_graph_is_right_for() -> None:
     assert NOT_ASKED.covers(call)
     assert GradientsWanted(True, None, None, None).covers(call)
     assert not GradientsWanted(False, None, None, None).covers(call)
+    assert not GradientsWanted(True, None, None, None).covers(FROZEN)
     assert not GradientsWanted(None, None, (True,), None).covers(call)
     with torch.inference_mode():
         assert wanted_now([], []) == GradientsWanted(False, True)
