@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autotp.compiler import Program, flat_graph
 from autotp.diagnostics.plan import CutRow, Plan, Sent, Traffic, WholeRow
@@ -44,7 +45,10 @@ def report(analysis: Program, model: str, first: fx.Graph | None = None) -> Plan
     nodes = {name: places[place] for place, name in analysis.captured.parameters.items()}
     dtypes = {name: node.meta["val"].dtype.itemsize for name, node in nodes.items()}
     layouts = analysis.layouts.items()
-    cuts = tuple(_cut(name, nodes[name], layout, analysis) for name, layout in layouts if layout.dim is not None)
+    graded = _learning(analysis.graph, analysis)[1]
+    cuts = tuple(
+        _cut(name, nodes[name], layout, analysis, graded) for name, layout in layouts if layout.dim is not None
+    )
     whole = [_whole(name, nodes[name], analysis) for name, layout in layouts if layout.dim is None]
     total = sum(_count(layout.shape) * dtypes[name] for name, layout in layouts)
     ranks = [sum(_count(lay.local_shape(r)) * dtypes[n] for n, lay in layouts) for r in range(analysis.tp)]
@@ -120,7 +124,8 @@ def _count(shape: Iterable[Any]) -> int:
     return total
 
 
-def _cut(name: str, node: fx.Node, layout: Layout, analysis: Program) -> CutRow:
+def _cut(name: str, node: fx.Node, layout: Layout, analysis: Program, graded: set[fx.Node]) -> CutRow:
+    """Returns the row of a cut parameter. Its product sums the gradient of its operand only if that is in `graded`."""
     leaf = analysis.decision.held[node]
     chosen = next(c for c in analysis.decision.chosen if find(c.leaf) is find(leaf))
     forward = backward = ""
@@ -132,7 +137,9 @@ def _cut(name: str, node: fx.Node, layout: Layout, analysis: Program) -> CutRow:
             forward = "reduce-scatter" if reader in analysis.decision.scattered else "all-reduce"
         elif factor is not None and product:
             along = any(_is_along(operand, analysis) for operand in reader.all_input_nodes)
-            forward, backward = ("all-gather", "reduce-scatter") if along else (forward, "all-reduce")
+            forward = "all-gather" if along else forward
+            if any(operand in graded for operand in reader.all_input_nodes if operand is not node):
+                backward = "reduce-scatter" if along else "all-reduce"
     size = find(leaf).size
     why = f"{size} {chosen.name}: {chosen.pattern}" if chosen.name else f"an axis of {size} that all its readers divide"
     return CutRow(name, layout, forward, backward, why)
@@ -182,4 +189,5 @@ def _unknown(analysis: Program) -> Iterator[WholeRow]:
             value = node.meta["val"]
             sizes = value.shape if isinstance(value, torch.Tensor) else ()
             shape = tuple(str(n) if isinstance(n, int) else "?" for n in sizes)
-            yield WholeRow(f"{layer_of(node)} {node.target}".strip(), shape, line_of(node), "no rule: replicated")  # type: ignore[arg-type]
+            why = "its size depends on values" if any(map(free_unbacked_symbols, sizes)) else "no rule"
+            yield WholeRow(f"{layer_of(node)} {node.target}".strip(), shape, line_of(node), f"{why}: replicated")  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
 """The support for Hugging Face's transformers: its checkpoints, caches, decoding loops, operators.
 
-No module outside this folder imports it. transformers is imported only when a function needs it.
+`pretrained` reads folders of safetensors. `generation` lists the processors of logits that run on cut logits. No module
+outside this folder imports it. transformers is imported only when a function needs it.
 """

@@ -223,14 +223,29 @@ def engine(
     from torch.distributed import pipelining  # It takes a second, and most models have no pipeline.
     from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
-    kind, microbatches, rows = (
-        ENGINES[training.schedule],
-        training.microbatches,
-        batched(captured.inputs, captured.example),
-    )
-    count = group.size() * kind.rounds
+    kind, rows = ENGINES[training.schedule], batched(captured.inputs, captured.example)
+    stages = _torch_stages(works, group.size() * kind.rounds, device, group)
+    try:
+        return getattr(pipelining, kind.kind)(
+            stages if kind.rounds > 1 else stages[0],
+            training.microbatches,
+            loss_fn=loss,
+            kwargs_chunk_spec={x: TensorChunkSpec(0) if x in rows else _Replicate() for x in captured.inputs},
+            scale_grads=False,
+        )
+    except ValueError as error:
+        ranks, microbatches = group.size(), training.microbatches
+        raise Error(
+            f'schedule="{training.schedule}" on {ranks} ranks cannot run {microbatches} microbatches: {error}',
+            fix=f"microbatches={-(-microbatches // ranks) * ranks}",
+        ) from error
 
-    class Stage(pipelining.PipelineStage):
+
+def _torch_stages(works: Mapping[int, nn.Module], count: int, device: torch.device, group: Any) -> list[Any]:
+    """Returns torch's object of each stage of this rank, of `count` stages."""
+    from torch.distributed.pipelining import PipelineStage
+
+    class Stage(PipelineStage):
         """A stage whose trial run has valid indices.
 
         To learn the shapes that stages send, torch runs them once on uninitialized memory, where integers may be out of
@@ -243,20 +258,7 @@ def engine(
             made: Tensor = super()._to_tensor(arg)
             return made if isinstance(arg, Tensor) or made.is_floating_point() else made.zero_()
 
-    stages = [Stage(work, i, count, device, group=group) for i, work in works.items()]
-    try:
-        return getattr(pipelining, kind.kind)(
-            stages if kind.rounds > 1 else stages[0],
-            microbatches,
-            loss_fn=loss,
-            kwargs_chunk_spec={x: TensorChunkSpec(0) if x in rows else _Replicate() for x in captured.inputs},
-            scale_grads=False,
-        )
-    except ValueError as error:
-        raise Error(
-            f'schedule="{training.schedule}" on {group.size()} ranks cannot run {microbatches} microbatches: {error}',
-            fix=f"microbatches={-(-microbatches // group.size()) * group.size()}",
-        ) from error
+    return [Stage(work, i, count, device, group=group) for i, work in works.items()]
 
 
 def analyse_microbatch(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import multiprocessing
 import os
@@ -26,7 +25,6 @@ import autotp
 from autotp.checkpoint import save as saving
 from autotp.checkpoint import write as writing
 from autotp.checkpoint.files import tensor_pieces as pieces
-from autotp.checkpoint.files.folder_lock import claim
 from autotp.checkpoint.save import saved_steps
 from autotp.distributed import heartbeat
 
@@ -211,21 +209,6 @@ def test_two_jobs(tmp_path: Path) -> None:
         first, *facts = text.splitlines()
         assert first.startswith("save_checkpoint: process ") and first.endswith(f" saves into {tmp_path}")
         assert facts == ["  try      another folder, or end it", "  on       global rank 0"][: 1 + rank]
-
-
-def test_a_lock_that_is_removed_while_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is locked then is no file that another process would find."""
-    lock = fcntl.lockf
-
-    def late(*given: Any) -> None:
-        monkeypatch.undo()
-        (tmp_path / ".lock").unlink()
-        lock(*given)
-
-    monkeypatch.setattr(fcntl, "lockf", late)
-    assert claim(tmp_path)
-    other = subprocess.run([sys.executable, "-c", CLAIM, str(tmp_path)], input=b"\n", capture_output=True)
-    assert other.returncode == 1 and f"process {os.getpid()} on " in other.stderr.decode()
 
 
 def vanishing(rank: int, n: int, folder: str) -> list[str]:

@@ -203,6 +203,7 @@ def test_configurations_that_name_code(case: str, llama: Path, tmp_path: Path, m
     assert not calls and not (tmp_path / "it-ran").exists()
 
 
+@pytest.mark.system
 def test_the_class_of_transformers_instead_of_code(llama: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(llama, tmp_path / "copy"))
     config = json.loads((folder / "config.json").read_text()) | {

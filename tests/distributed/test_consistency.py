@@ -233,6 +233,7 @@ def lose_a_peer(rank: int, n: int, when: str) -> str:
     return "no error"
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("when", ["backward", pytest.param("before", marks=pytest.mark.rare)])
 def test_a_peer_dies_in_a_step(when: str) -> None:
     with pytest.raises(autotp.Error) as raised:

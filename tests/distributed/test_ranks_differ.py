@@ -93,8 +93,8 @@ def test_load_state_dict() -> None:
 
 
 def of_transformers(rank: int, n: int, folder: str) -> list[str]:
-    """Other files than the first rank's, files that change while they are read, other settings."""
-    one, two = Path(folder, "one"), Path(folder, "two")
+    """Other files than the first rank's, files that change while they are read, other settings; then all as before."""
+    one, two, out = (Path(folder, name) for name in ("one", "two", "out"))
     if rank == 0:
         model = built("gpt2")
         model.save_pretrained(one)
@@ -102,6 +102,18 @@ def of_transformers(rank: int, n: int, folder: str) -> list[str]:
             model.transformer.h[1].mlp.c_fc.weight += 0.01
         model.save_pretrained(two)
     dist.barrier()
+    found = files_that_differ(rank, n, one, two)
+    model = autotp.from_pretrained(one, tp=n)
+    found.append(problem(lambda: autotp.save_pretrained(model, out, max_shard_size="10KB" if rank else "20KB")))
+    found += calls_that_differ(model, rank)
+    found += saves_that_differ(model, rank, out)
+    processors_of_the_first_rank(model, rank)
+    assert not out.exists() and model.generate(**prompt(), max_new_tokens=3).shape == (2, 10)
+    return [text.partition(": ")[2] for text in found]
+
+
+def files_that_differ(rank: int, n: int, one: Path, two: Path) -> list[str]:
+    """From the start, or since they were compared."""
     found = [problem(lambda: autotp.from_pretrained(two if rank else one, tp=n))]
     read = pretrained.read_parts
 
@@ -116,29 +128,43 @@ def of_transformers(rank: int, n: int, folder: str) -> list[str]:
     pretrained.read_parts = late
     found.append(problem(lambda: autotp.from_pretrained(one, tp=n)))
     pretrained.read_parts = read
-    model = autotp.from_pretrained(one, tp=n)
-    out = Path(folder, "out")
-    found.append(problem(lambda: autotp.save_pretrained(model, out, max_shard_size="10KB" if rank else "20KB")))
+    return found
+
+
+def calls_that_differ(model: Any, rank: int) -> list[str]:
+    """Settings, processors and criteria of `generate`, and its inputs."""
     masked = [transformers.SuppressTokensLogitsProcessor([i + 40 * rank for i in range(40)])]
     stopped = [transformers.MaxLengthCriteria(9 + rank)]
-    for how in (
-        {"max_new_tokens": 3 + rank},
-        {"max_new_tokens": 3, "do_sample": bool(rank)},
-        {"max_new_tokens": 3, "logits_processor": transformers.LogitsProcessorList(masked)},
-        {"max_new_tokens": 3, "logits_processor": transformers.LogitsProcessorList(masked[:rank])},
-        {"max_new_tokens": 3, "stopping_criteria": transformers.StoppingCriteriaList(stopped)},
-    ):
-        found.append(problem(lambda how=how: model.generate(**prompt(), **how)))
+    found = [
+        problem(lambda how=how: model.generate(**prompt(), **how))
+        for how in (
+            {"max_new_tokens": 3 + rank},
+            {"max_new_tokens": 3, "do_sample": bool(rank)},
+            {"max_new_tokens": 3, "logits_processor": transformers.LogitsProcessorList(masked)},
+            {"max_new_tokens": 3, "logits_processor": transformers.LogitsProcessorList(masked[:rank])},
+            {"max_new_tokens": 3, "stopping_criteria": transformers.StoppingCriteriaList(stopped)},
+        )
+    ]
     for _ in range(3):  # Until forward compares inputs no more.
         model.generate(**prompt(), max_new_tokens=3)
     masks = torch.ones(2, 7).long().index_fill_(1, torch.arange(rank), 0)
     for given in ({"input_ids": prompt()["input_ids"].roll(rank)}, {"attention_mask": masks}):
         found.append(problem(lambda given=given: model.generate(**{**prompt(), **given}, max_new_tokens=3)))
-    found.append(problem(lambda: autotp.save_pretrained(model, out, max_shard_size="much" if rank else "20KB")))
+    return found
+
+
+def saves_that_differ(model: Any, rank: int, out: Path) -> list[str]:
+    """A size that one rank cannot read, and configurations that cannot be written."""
+    found = [problem(lambda: autotp.save_pretrained(model, out, max_shard_size="much" if rank else "20KB"))]
     for config, name, value in ((model.generation_config, "temperature", 0.5), (model.config, "own", problem)):
         setattr(config, name, value)
         found.append(problem(lambda: autotp.save_pretrained(model, out)).partition(" cannot be written: ")[0])
         delattr(config, name)
+    return found
+
+
+def processors_of_the_first_rank(model: Any, rank: int) -> None:
+    """What cannot be compared is asked on the first rank alone: all ranks get its tokens, or its error."""
     own = transformers.LogitsProcessorList([Own(rank)])
     for beams in (1, 2):
         of_first = model.generate(**prompt(), max_new_tokens=3, num_beams=beams, logits_processor=own)
@@ -150,10 +176,9 @@ def of_transformers(rank: int, n: int, folder: str) -> list[str]:
     allowed: Any = {"prefix_allowed_tokens_fn": lambda batch, tokens: [5] if rank == 0 or len(tokens) < 9 else []}
     with pytest.raises(ValueError if rank else autotp.Error, match="returned an empty list"):
         model.generate(**prompt(), max_new_tokens=3, **allowed)
-    assert not out.exists() and model.generate(**prompt(), max_new_tokens=3).shape == (2, 10)
-    return [text.partition(": ")[2] for text in found]
 
 
+@pytest.mark.system
 def test_of_transformers(tmp_path: Path) -> None:
     for found in run_ranks(of_transformers, 2, str(tmp_path), timeout=100):
         assert found == [

@@ -363,6 +363,7 @@ def lost(call: Callable[[], object]) -> str:
     return str(raised.value)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("dies", "reason"), [(False, SILENT), (True, CLOSED)], ids=["silent", "dead"])
 def test_lost_peer_forward_and_backward(dies: bool, reason: str) -> None:
     got = run_ranks(run_lost, 2, dies, may_die=[1] if dies else [])

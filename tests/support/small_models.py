@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import autotp
+from autotp.deferred_init.initialize import initialize
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.passes.canonicalize.cse import cse
 from autotp.passes.capture.capture import capture
@@ -22,6 +24,8 @@ from autotp.rules.call import writes
 from autotp.rules.traits import draws
 from autotp.runtime.module import executable_of
 from autotp.sharding.axis import Axis, find
+from autotp.sharding.layout import Layout
+from autotp.sharding.partition import chunk_bounds
 from autotp.source_location import layer_of
 
 # ---- a GPT
@@ -90,6 +94,117 @@ class Negated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return -grad
+
+
+class Clamped(torch.autograd.Function):
+    """Is not linear in the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clamp(-0.5, 0.5)
+
+
+class Tanh(torch.autograd.Function):
+    """In two parts, and keeps its output."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.tanh()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grad * (1 - y * y) * 3
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (x * 4).round() / 4
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Relu(torch.autograd.Function):
+    """Writes into its gradient, as torch's tutorial does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clamp(min=0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        grad = grad.clone()
+        grad[x < 0] = 0
+        return grad.mul_(1.5)
+
+
+class Inside(Plain):
+    """A Function between the layers, where all is cut."""
+
+    def __init__(self, function: Any, *more: Any) -> None:
+        super().__init__()
+        self.function, self.more = function, more
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(self.function.apply(self.up(x), *self.more))
+
+
+class WithLoss(nn.Module):
+    """A model with its mean squared error."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return ((self.model(x) - y) ** 2).mean()
+
+
+ROWS = torch.linspace(-1, 1, 24, dtype=torch.float64).view(3, 8)
+MORE_ROWS = torch.linspace(-1, 1, 80, dtype=torch.float64).view(10, 8)
+
+
+def trained(model: nn.Module, xs: Sequence[Tensor]) -> nn.Module:
+    """The model after a step of SGD with momentum on each of these batches."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for x in xs:
+        optimizer.zero_grad()
+        (model(x) ** 2).sum().backward()
+        optimizer.step()
+    return model
+
+
+def expect_equal_training(make: Callable[[], nn.Module], n: int, **how: Any) -> None:
+    """Three steps at three shapes, the last two not the captured one."""
+    xs = ROWS, MORE_ROWS, MORE_ROWS[:5]
+    one, mine = _seeded(make), autotp.parallelize(_seeded(make), n, example_inputs=ROWS, **how)
+    expect_whole(trained(mine, xs), trained(one, xs))
+
+
+def expect_whole(mine: nn.Module, one: nn.Module) -> None:
+    """A parallel model has the state of the whole one."""
+    for name, tensor in autotp.full_state_dict(mine).items():
+        torch.testing.assert_close(tensor, one.state_dict()[name], rtol=1e-11, atol=1e-12)
+
+
+def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make().double()
 
 
 class Mlp(nn.Module):
@@ -370,3 +485,86 @@ def places(of: Axis, leaf: Axis) -> torch.Tensor:
         return torch.cat(parts)
     grids = torch.meshgrid(*parts, indexing="ij")
     return torch.stack(grids).amax(0).flatten()
+
+
+# ---- models on meta
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def named_tensors(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=remove_duplicate)
+    yield from model.named_buffers(remove_duplicate=remove_duplicate)
+
+
+def cut(tensor: Tensor, dim: int, tp: int) -> Layout:
+    """The layout of a tensor that is cut into equal chunks."""
+    n = tensor.shape[dim]
+    return Layout(tuple(tensor.shape), dim, tuple(((chunk_bounds(n, tp, rank)),) for rank in range(tp)), "n")
+
+
+def expect_as_built_whole(make: Callable[[], nn.Module], tp: int) -> None:
+    """Each rank's shards, whole tensors, and the random state afterwards, against the model built whole."""
+    torch.manual_seed(5)
+    whole = make()
+    after = torch.get_rng_state()
+    model = on_meta(make)
+    before = {name: id(t) for name, t in named_tensors(model, remove_duplicate=False)}
+    layouts = {name: cut(p, i % p.dim(), tp) for i, (name, p) in enumerate(model.named_parameters()) if p.dim()}
+    for rank in range(tp):
+        torch.manual_seed(5)
+        got = initialize(model, layouts, rank, torch.device("cpu"))
+        assert torch.equal(torch.get_rng_state(), after)
+        want = {name: layouts[name].take(t, rank) if name in layouts else t for name, t in named_tensors(whole)}
+        assert got.keys() == want.keys()
+        assert [name for name in want if got[name].dtype != want[name].dtype or not want[name].equal(got[name])] == []
+    assert {name: id(t) for name, t in named_tensors(model, remove_duplicate=False)} == before
+    assert all(t.is_meta for _, t in named_tensors(model))
+
+
+def expect_refused_on_meta(make: Callable[[], nn.Module], text: str) -> None:
+    """`initialize` fails with this text, and puts the model's own tensors back."""
+    model = on_meta(make)
+    before = {name: id(t) for name, t in named_tensors(model, remove_duplicate=False)}
+    with pytest.raises(autotp.Error) as raised:
+        initialize(model, {}, 0, torch.device("cpu"))
+    assert str(raised.value) == text
+    assert {name: id(t) for name, t in named_tensors(model, remove_duplicate=False)} == before
+
+
+class Scale(nn.Module):
+    """No initialiser of its own, but it can be made again from its attributes."""
+
+    def __init__(self, size: int, std: float, bias: bool) -> None:
+        super().__init__()
+        self.size, self.std = size, std
+        self.weight = nn.Parameter(std * torch.randn(size))
+        self.bias = nn.Parameter(torch.ones(size)) if bias else None
+        self.register_buffer("rank", torch.arange(size))
+
+
+class Recurrent(nn.Module):
+    """Ordinary parts; what a subclass ties and how it initialises them differs."""
+
+    padding: int | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6, self.padding)
+        self.rnn = nn.LSTM(6, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02 if isinstance(module, nn.Linear) else 0.5)
+
+
+class Bare(nn.Module):
+    """Nothing initialises its parameter."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(size))

@@ -94,6 +94,7 @@ def on_ranks(
             raise AssertionError(f"{family}: {error}") from error
 
 
+@pytest.mark.system
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(

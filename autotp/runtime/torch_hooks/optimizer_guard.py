@@ -39,6 +39,7 @@ from autotp.distributed.store_gather import store_gather
 from autotp.errors import Error, within
 from autotp.ops.collectives import reduce
 from autotp.runtime.holdings import Holdings, holdings_of
+from autotp.runtime.torch_hooks.optimizer_state import watch_state
 from autotp.sharding.boxes import local_of
 from autotp.sharding.layout import Layout
 
@@ -92,6 +93,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for model, parameters in held.items():
         parts = holdings_of(model, "step")
         if parts.everyone.size > 1:
+            watch_state(optimizer)
             watched.always |= parts.check == "always"
             compared = due and parts.check != "never"
             warning = within(

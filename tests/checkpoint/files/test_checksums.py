@@ -180,6 +180,7 @@ def other_settings(rank: int, n: int) -> None:
         assert " is not valid: " in message(lambda: autotp.from_pretrained(folder, n, example_inputs=inputs))
 
 
+@pytest.mark.system
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(("n", "name"), checks.cases())
 def test_on_ranks(n: int, name: str) -> None:

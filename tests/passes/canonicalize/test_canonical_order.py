@@ -183,6 +183,7 @@ def _expect_trained(name: str, n: int) -> None:
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("n", "name"), checks.cases())
 def test_on_ranks(n: int, name: str) -> None:
     checks.expect(n, name)

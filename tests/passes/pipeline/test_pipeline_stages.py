@@ -13,16 +13,11 @@ from hypothesis import strategies as st
 from small_models import gpt
 from torch import Tensor, fx, nn
 
-from autotp.compiler import analyse
 from autotp.errors import Error
 from autotp.passes.capture.capture import capture
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.passes.pipeline.cost import Cost, block_costs, multiplications
+from autotp.passes.pipeline.cost import Cost
 from autotp.passes.pipeline.stages import balanced, blocks_in_order, divided, staged
-from autotp.passes.plan.choose import NOMINAL, elements
-from autotp.rules.row import Trait
-from autotp.rules.traits import has
-from autotp.training.pipeline_schedules import ENGINES, Training, expect_halves
 
 
 @given(costs=st.lists(st.integers(0, 9), min_size=1, max_size=7), data=st.data())
@@ -105,46 +100,6 @@ def test_one_behind_another(name: str, sizes: tuple[int, ...]) -> None:
     assert len(both) == (len(sizes) > 1)  # The table.
 
 
-def test_costs() -> None:
-    """Of four blocks of which one is four times as wide, and a head that is as dear as two of the others."""
-
-    class Uneven(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.h = nn.ModuleList(nn.Sequential(nn.Linear(8, n), nn.ReLU(), nn.Linear(n, 8)) for n in (8, 32, 8, 8))
-            self.head = nn.Linear(8, 32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            """x: [batch 8]"""
-            for block in self.h:
-                x = block(x)
-            found: Tensor = self.head(x)
-            return found
-
-    analysis = analyse(skeleton_of(Uneven()), (torch.zeros(3, 8),), {}, 2)
-    blocks = [f"h.{i}" for i in range(4)]
-    costs = block_costs(analysis.graph, analysis.axes, blocks, list(analysis.captured.parameters))
-    assert [cost.multiplications / costs[0].multiplications for cost in costs] == [1, 4, 1, 3]
-    assert [cost.parameters for cost in costs] == [2 * 64 + 16, 2 * 256 + 40, 144, 144 + 256 + 32]
-    assert [cost.activations for cost in costs] == [3 * 40, 3 * 112, 3 * 40, 3 * (40 + 64)]  # Products, and with bias.
-    assert divided(blocks, costs, [0, 1], [2, 1]).blocks == (("h.0", "h.1"), ("h.2", "h.3"))
-    attention = analyse(skeleton_of(Heads()), (torch.zeros(3, 5, 8),), {}, 2)
-    (node,) = (n for n in attention.graph.nodes if has(n.target, Trait.ATTENTION))
-    assert multiplications(node, attention.axes) == 2 * elements(node) * NOMINAL
-
-
-class Heads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [batch seq 8]"""
-        q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        found: Tensor = self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return found
-
-
 class Backwards(Stack):
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens: [batch seq]"""
@@ -202,41 +157,3 @@ def test_the_first_stages_have_fewer_blocks_where_all_cost_the_same() -> None:
     """They wait for the others' backward, and keep what more microbatches made."""
     found = divided([str(i) for i in range(10)], [Cost(1, 1, 1)] * 10, range(4), [4, 3, 2, 1])
     assert [len(some) for some in found.blocks] == [2, 2, 3, 3]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "ranks", "found"),
-    [
-        ("1F1B", 4, [4, 3, 2, 1]),
-        ("GPipe", 4, [8] * 4),
-        # As counted in the orders that torch's schedules print.
-        ("interleaved", 2, [4, 3, 2, 1]),
-        ("interleaved", 3, [6, 6, 4, 3, 3, 1]),
-        ("interleaved", 4, [8, 8, 7, 5, 4, 4, 3, 1]),
-        ("zero-bubble", 4, [8] * 4 + [4] * 4),
-        ("zero-bubble-v", 4, [8, 7, 6, 5, 4, 3, 2, 1]),
-    ],
-)
-def test_microbatches_that_a_stage_waits_for(schedule: str, ranks: int, found: list[int]) -> None:
-    stages = ranks * ENGINES[schedule].rounds
-    assert [ENGINES[schedule].flight(i, stages, 9 if ranks == 3 else 8) for i in range(stages)] == found
-    assert ENGINES[schedule].flight(0, stages, 1) == 1
-
-
-@pytest.mark.parametrize("schedule", ["zero-bubble", "zero-bubble-v", "interleaved"])
-@pytest.mark.parametrize(
-    ("given", "tp", "all_learn", "problem"),
-    [
-        ({}, 2, False, "loses gradients where parameters are frozen"),
-        ({"sequence_parallel": True}, 2, True, "cannot halve the backward"),
-        ({"sequence_parallel": True}, 1, True, ""),
-        ({}, 2, True, ""),
-    ],
-)
-def test_backward_that_cannot_be_halved(schedule: Any, given: Any, tp: int, all_learn: bool, problem: str) -> None:
-    training = Training(schedule=schedule, **given)
-    if not problem or schedule == "interleaved":
-        expect_halves(training, tp, all_learn)
-    else:
-        with pytest.raises(Error, match=f'schedule="{schedule}" {problem}'):
-            expect_halves(training, tp, all_learn)

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from graphs import canonical, ops
-from hypothesis import given
-from hypothesis import strategies as st
 from ranks import Checks
 from small_models import Mixture
 from torch import Tensor, nn
@@ -88,6 +86,7 @@ def test_equal_to_one_device(product: Any, tp: int) -> None:
     assert {row.name for row in report.plan.cuts if "4 experts" in row.why} == {"up", "up_bias", "down", "down_bias"}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("deepseek_v3", marks=pytest.mark.rare),
     pytest.param("mixtral-batched", marks=pytest.mark.rare), pytest.param("qwen3_moe", marks=pytest.mark.rare),
     pytest.param("gpt_oss", marks=pytest.mark.rare)])  # fmt: skip
@@ -209,16 +208,6 @@ def test_written_otherwise(written: Any) -> None:
     assert any("experts: dispatch" in row.why for row in report.plan.cuts) == (written in ROUTED)
 
 
-@pytest.mark.parametrize(("grouped", "wrong"), [(True, 4), (True, -1), (False, 4), (False, -5)])
-def test_no_such_expert(grouped: bool, wrong: int) -> None:
-    with pytest.raises(autotp.Error) as error:
-        routing.dispatch(torch.tensor([1, wrong, 3]), 4, grouped, 0, 2)
-    assert str(error.value) == (
-        f"a row chose expert {wrong + 4 * (wrong == -5)} of 4\n"
-        '  try      experts="width", where the model itself handles such a row'
-    )
-
-
 def test_cut_by_width_where_experts_do_not_divide() -> None:
     torch.manual_seed(0)
     report = autotp.verify(Mixture(), 3, example_inputs=torch.randn(5, 8), experts="expert")
@@ -252,45 +241,6 @@ def test_experts_is_checked(call: Any) -> None:
     with pytest.raises(autotp.Error) as error:
         call(Mixture(), 1, example_inputs=torch.randn(5, 8), experts="experts")
     assert "experts='experts'" in str(error.value) and "'width', 'expert'" in str(error.value)
-
-
-# ---- the operators
-
-
-@given(st.lists(st.integers(-6, 5), max_size=12), st.sampled_from([1, 2, 3, 6]))
-def test_ranks_share_the_rows(chosen: list[int], parts: int) -> None:
-    """-1 is the last expert, as it is the last row of a tensor."""
-    choice, number = torch.tensor(chosen, dtype=torch.int64), 6
-    x, total = torch.randn(len(chosen), 2), torch.zeros(len(chosen), 2)
-    for start in range(0, number, number // parts):
-        where = (choice, number, False, start, start + number // parts)
-        places, count = routing.dispatch(*where), routing.counts(*where)
-        expected = [[i for i, e in enumerate(chosen) if e % number == start + k] for k in range(number // parts)]
-        assert places.tolist() == [i for rows in expected for i in rows]
-        assert count.tolist() == [len(rows) for rows in expected]
-        total += routing.combine(x[places], places, choice)
-    assert torch.equal(total, x)
-
-
-@pytest.mark.parametrize("count", [[2, 0, 3], [0, 0, 0]], ids=["some", "none"])
-def test_products_of_groups(count: list[int]) -> None:
-    x, weight = torch.randn(sum(count), 8, requires_grad=True), torch.randn(3, 8, 16, requires_grad=True)
-    expected = torch.einsum("si,sio->so", x, routing.spread(weight, torch.tensor(count), x[:, 0]))
-    wanted = torch.autograd.grad(expected.square().sum(), [x, weight])
-    for fused in (False, True):
-        found = routing.grouped_mm(x, weight, torch.tensor(count), fused)
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(torch.autograd.grad(found.square().sum(), [x, weight]), wanted)
-
-
-def test_products_of_groups_in_every_dtype() -> None:
-    """Rows behind the last group are zero; first and second derivatives are the formula's."""
-    x = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(3, 3, 2, dtype=torch.float64, requires_grad=True)
-    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
-    assert torch.equal(OPERATOR(x, weight, ends)[5:], torch.zeros(1, 2))
-    assert torch.autograd.gradcheck(lambda x, w: OPERATOR(x, w, ends), (x, weight))
-    assert torch.autograd.gradgradcheck(lambda x, w: OPERATOR(x, w, ends), (x, weight))
 
 
 # ---- real ranks

@@ -411,6 +411,7 @@ def steps_alone(rank: int, n: int) -> str:
     return str(raised.value)
 
 
+@pytest.mark.system
 def test_a_rank_that_does_not_step() -> None:
     first, other = run_ranks(steps_alone, 2)
     assert first == (
@@ -497,6 +498,7 @@ def replica_skips(rank: int, n: int) -> str:
     return str(raised.value)
 
 
+@pytest.mark.system
 def test_a_replica_that_does_not_step() -> None:
     first, other = run_ranks(replica_skips, 2)
     assert first.startswith(

@@ -30,6 +30,7 @@ def noted(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kind, "forward", lambda self, *a, **k: RAN.append("layer") or forward(self, *a, **k))
 
 
+@pytest.mark.system
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.rare) for name in NAMES[1:])])
@@ -73,6 +74,7 @@ def following(model: nn.Module, inputs: dict[str, Any], kind: str, new: int) -> 
     return {"input_ids": ids[:, :new], "attention_mask": mask, "past_key_values": cache}
 
 
+@pytest.mark.system
 @torch.no_grad()
 @pytest.mark.parametrize("new", [1, pytest.param(3, marks=pytest.mark.rare)])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])

@@ -115,6 +115,7 @@ def test_lengths_that_decide_nothing_are_in_the_graph() -> None:
     assert autotp.verify(Lengths(), 2, example_inputs=(X, torch.tensor([0, 1, 3]))).ok
 
 
+@pytest.mark.system
 def test_experts_of_transformers() -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
     from transformers.models.mixtral import modeling_mixtral

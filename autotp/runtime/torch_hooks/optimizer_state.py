@@ -1,0 +1,67 @@
+"""Warns where the user's code reads an optimizer's `state_dict()`: it has this rank's parts only.
+
+torch has no hook for the state dicts of all optimizers, so each gets one at its first step. It has no state before.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from autotp.distributed.cut_parameter import tell_user
+from autotp.distributed.live_models import sorted_by_model
+from autotp.runtime.holdings import Holdings, holdings_of
+from autotp.source_location import is_users
+
+Line = tuple[str, int]
+
+_told: WeakKeyDictionary[Optimizer, set[Line]] = WeakKeyDictionary()
+"""Optimizer with our hook -> the lines of the user's code that had a warning."""
+
+BETWEEN = ("torch.optim.", "torch._dynamo.", "torch._compile")
+"""Modules of torch between `state_dict()` of an optimizer and the code that calls it."""
+
+
+def watch_state(optimizer: Optimizer) -> None:
+    """Lets an optimizer warn, once for each line of the user's code that reads its state dict."""
+    if optimizer not in _told:
+        _told[optimizer] = set()
+        optimizer.register_state_dict_pre_hook(_before_state_dict)
+
+
+def _before_state_dict(optimizer: Optimizer) -> None:
+    frame = _reader(sys._getframe(1))
+    if frame is None or (line := (frame.f_code.co_filename, frame.f_lineno)) in _told.setdefault(optimizer, set()):
+        return
+    held, _ = sorted_by_model(p for group in optimizer.param_groups for p in group["params"])
+    for model, parameters in held.items():
+        if text := _missing(optimizer, holdings_of(model, "state_dict"), parameters):
+            _told[optimizer].add(line)
+            tell_user(
+                f"`{type(optimizer).__name__}.state_dict()` has this rank's parts only: {text}. autotp.save_checkpoint,"
+                " with autotp.distribute in place of autotp.parallelize, saves the whole of optimizer and model; "
+                "autotp.full_state_dict(model), on all ranks, has the whole model",
+                frame,
+            )
+            return
+
+
+def _reader(frame: FrameType | None) -> FrameType | None:
+    """Returns the frame that reads the state dict, if it is the user's: torch and autotp know what parts are."""
+    while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(BETWEEN):
+        frame = frame.f_back
+    return frame if frame is not None and is_users(frame) else None
+
+
+def _missing(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Tensor]) -> str:
+    """Returns what this rank does not have of the optimizer's state, as text; "" if it has the whole."""
+    kept = [name for name, parameter in parameters.items() if optimizer.state.get(parameter)]
+    cut = [name for name in kept if parts.layout(name).dim is not None and parts.place.size > 1]
+    if cut:
+        return f"the state of `{cut[0]}`{f' and {len(cut) - 1} more' if cut[1:] else ''} is cut"
+    return "it has the parameters of this rank's stages" if kept and parts.pipeline is not None else ""

@@ -1,0 +1,78 @@
+"""folder_lock: one job has a folder, until its process ends; a second one is told which."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from errors import message
+
+from autotp.checkpoint.files.folder_lock import LOCK, claim
+
+CLAIM = """
+import pathlib, sys
+from autotp.checkpoint.files.folder_lock import claim
+claim(pathlib.Path(sys.argv[1]))
+print(flush=True)
+input()
+"""
+
+
+def other(folder: Path) -> subprocess.CompletedProcess[bytes]:
+    """Another process that claims the folder, and ends."""
+    return subprocess.run([sys.executable, "-c", CLAIM, str(folder)], input=b"\n", capture_output=True, timeout=60)
+
+
+def test_a_folder_is_claimed_once(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    assert claim(folder)
+    assert not claim(folder), "this process has it already"
+    found = other(folder)
+    assert found.returncode == 1 and f"process {os.getpid()} on " in found.stderr.decode()
+
+
+def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
+    assert other(tmp_path).returncode == 0
+    assert claim(tmp_path)
+
+
+def test_a_lock_that_is_removed_while_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is locked then is no file that another process would find."""
+    lock = fcntl.lockf
+
+    def late(*given: Any) -> None:
+        monkeypatch.undo()
+        (tmp_path / ".lock").unlink()
+        lock(*given)
+
+    monkeypatch.setattr(fcntl, "lockf", late)
+    assert claim(tmp_path)
+    other = subprocess.run([sys.executable, "-c", CLAIM, str(tmp_path)], input=b"\n", capture_output=True)
+    assert other.returncode == 1 and f"process {os.getpid()} on " in other.stderr.decode()
+
+
+def test_a_second_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / LOCK).write_text("process 7 on there")
+    monkeypatch.setattr(fcntl, "lockf", fails(errno.EAGAIN))
+    assert message(lambda: claim(tmp_path)) == (
+        f"process 7 on there saves into {tmp_path}\n  try      another folder, or end it"
+    )
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "lockf", fails(errno.ENOLCK))
+    with pytest.warns(UserWarning, match=f"^{tmp_path} cannot be locked .*: see to it that one job saves there$"):
+        assert not claim(tmp_path)
+
+
+def fails(number: int) -> Any:
+    def lock(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return lock

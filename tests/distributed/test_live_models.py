@@ -1,0 +1,63 @@
+"""live_models: hooks are there from the first parallel model to the last; a tensor is found in its model."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from autotp.distributed import live_models
+from autotp.distributed.live_models import models, sorted_by_model, watch
+
+
+@pytest.fixture(autouse=True)
+def nothing_else() -> Iterator[None]:
+    """No models of other tests are watched."""
+    gc.collect()
+    before = live_models._models, live_models._undo
+    live_models._models, live_models._undo = type(before[0])(), []
+    yield
+    live_models._models, live_models._undo = before
+
+
+def test_hooks_live_as_long_as_any_model() -> None:
+    said: list[str] = []
+
+    def install() -> Callable[[], None]:
+        said.append("in")
+        return lambda: said.append("out")
+
+    first = watch(nn.Linear(2, 2), [install])
+    second = watch(nn.Linear(2, 2), [install])
+    assert models() == [first, second]
+    del first
+    gc.collect()
+    assert said == ["in"]
+    del second
+    gc.collect()
+    assert said == ["in", "out"]
+    third = watch(nn.Linear(2, 2), [install])
+    assert models() == [third] and said == ["in", "out", "in"]
+
+
+def test_tensors_by_model() -> None:
+    """In the order of the models, which is the same on all ranks; gradients count, and other tensors are left."""
+    one, two, other = watch(nn.Linear(2, 3)), watch(nn.Linear(3, 2)), torch.ones(3)
+    two(torch.ones(1, 3)).sum().backward()
+    assert two.weight.grad is not None
+    found, left = sorted_by_model([two.weight.grad, other, one.bias, two.bias])
+    assert list(found) == [one, two]
+    assert found[one] == {"bias": one.bias}
+    assert {name: id(x) for name, x in found[two].items()} == {"weight": id(two.weight.grad), "bias": id(two.bias)}
+    assert left == [other]
+
+
+def test_a_shared_tensor_is_the_older_models() -> None:
+    one, two = watch(nn.Linear(2, 2)), nn.Linear(2, 2)
+    two.weight = one.weight
+    watch(two)
+    found, _ = sorted_by_model([one.weight, two.bias])
+    assert {model: list(names) for model, names in found.items()} == {one: ["weight"], two: ["bias"]}

@@ -1,0 +1,98 @@
+"""eager_mode: what is plain eager mode, and what is not; regions without the modes around them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from graphs import some
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import grad, vmap
+
+from autotp.ops.eager_mode import alone, apply_plain, is_last_backward, is_plain, uncollected
+
+
+class Doubled(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        LAST.append(is_last_backward())
+        return gradient * 2
+
+
+LAST: list[bool] = []
+
+
+def asked(call: Callable[[Callable[[Tensor], Tensor]], Any]) -> bool:
+    """What `is_plain` says within a call of a function."""
+    said: list[bool] = []
+
+    def ask(x: Tensor) -> Tensor:
+        said.append(is_plain(x))
+        return x.sum()
+
+    call(ask)
+    return said[0]
+
+
+def test_plain() -> None:
+    x = some(3)
+    assert asked(lambda ask: ask(x))
+    assert not asked(lambda ask: vmap(ask)(x))
+    assert not asked(lambda ask: grad(ask)(x))
+    with forward_ad.dual_level():
+        assert not is_plain(x)
+
+
+@pytest.mark.parametrize("transformed", [False, True])
+def test_apply(transformed: bool) -> None:
+    x = some(3).requires_grad_()
+    call = lambda x: apply_plain(Doubled, x).sum()  # noqa: E731
+    found = grad(call)(x) if transformed else torch.autograd.grad(call(x), x)[0]
+    assert found.equal(torch.full_like(x, 2))
+
+
+@pytest.mark.parametrize(
+    ("more", "last"), [({}, True), ({"retain_graph": True}, False), ({"create_graph": True}, False)]
+)
+def test_last_backward(more: dict[str, bool], last: bool) -> None:
+    """Memory may be overwritten only if nobody runs backward again, or differentiates it."""
+    LAST.clear()
+    x = some(3).requires_grad_()
+    torch.autograd.grad(Doubled.apply(x).sum(), x, **more)
+    assert [last] == LAST
+
+
+def test_alone() -> None:
+    packed: list[Tensor] = []
+    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        with alone():
+            x = some(3).requires_grad_()
+            x.exp()
+            assert torch.is_grad_enabled()
+            assert not packed
+        assert not torch.is_grad_enabled()
+        with torch.enable_grad():
+            some(3).requires_grad_().exp()
+        assert packed, "the hooks are back"
+
+
+def test_uncollected() -> None:
+    assert gc.isenabled()
+    with pytest.raises(KeyError), uncollected():
+        assert not gc.isenabled()
+        raise KeyError
+    assert gc.isenabled()

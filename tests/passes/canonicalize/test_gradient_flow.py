@@ -1,0 +1,45 @@
+"""gradient_flow: whether a gradient may flow from a value to a parameter or an input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from graphs import draft, ints, some
+from torch._subclasses import FakeTensorMode
+
+from autotp.passes.canonicalize.gradient_flow import carries_gradient
+
+aten = torch.ops.aten
+
+
+def flows(make: Any, plain: tuple[str, ...] = ()) -> bool:
+    graph = draft(make, x=some(3, 4), mask=some(3, 4), index=ints(3, 2))
+    (found,) = graph.output_node().args[0]  # type: ignore[misc]
+    return carries_gradient(found, plain, FakeTensorMode())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda call, x, mask, index: call(aten.exp.default, x), True),
+        (lambda call, x, mask, index: call(aten.embedding.default, x, index), True),
+        (lambda call, x, mask, index: call(aten.detach.default, x), False),
+        (lambda call, x, mask, index: call(aten.gt.Tensor, x, mask), False),
+        (lambda call, x, mask, index: call(aten.argmax.default, x), False),
+        (lambda call, x, mask, index: call(aten.mul.Tensor, index, 2), False),
+        (lambda call, x, mask, index: call(aten.zeros_like.default, x), False),
+        (lambda call, x, mask, index: call(aten.mul.Tensor, call(aten.detach.default, x), mask), True),
+        (lambda call, x, mask, index: call(aten._to_copy.default, call(aten.gt.Tensor, x, mask)), False),
+    ],
+    ids=["exp", "table", "detach", "comparison", "argmax", "integers", "like", "beside-detach", "cast"],
+)
+def test_flows(make: Any, found: bool) -> None:
+    assert flows(make) == found
+
+
+def test_inputs_without_a_gradient() -> None:
+    make = lambda call, x, mask, index: call(aten.mul.Tensor, call(aten.exp.default, x), mask)  # noqa: E731
+    assert flows(make, ("x",)), "through the mask"
+    assert not flows(make, ("x", "mask"))

@@ -1,0 +1,93 @@
+"""pytree: calls that are spelled differently are one call; objects with tensors are taken apart and put together."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from errors import message
+from torch import Tensor, nn
+
+from autotp.model_library import LIBRARIES
+from autotp.passes.capture.pytree import flatten, outcome, signature_of, unflatten_outcome
+
+X, Y = torch.ones(2), torch.zeros(3)
+
+
+class Model(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0, **more: Any) -> Tensor:
+        return x
+
+
+class Positional(nn.Module):
+    def forward(self, x: Tensor, /, mask: Tensor | None = None) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [((X, Y), {}), ((X,), {"mask": Y}), ((), {"mask": Y, "x": X}), ((X, Y), {"scale": 1.0})],
+)
+def test_spellings_of_one_call(args: Any, kwargs: Any) -> None:
+    found = signature_of(Model()).by_name(args, kwargs)
+    assert found == ((), {"x": X, "mask": Y})
+    assert list(found[1]) == ["x", "mask"]
+
+
+def test_arguments_that_are_not_defaults() -> None:
+    signature = signature_of(Model())
+    assert signature.by_name((X, None), {"scale": 2.0, "b": 1, "a": 2}) == ((), {"x": X, "scale": 2.0, "a": 2, "b": 1})
+
+
+def test_calls_that_stay_as_they_are() -> None:
+    """The model itself will say what is wrong; what must be positional stays so."""
+    twice = signature_of(Model()).by_name((X,), {"x": Y})
+    assert twice == ((X,), {"x": Y})
+    assert signature_of(Model()).by_name((X, Y, 3), {}) == ((X, Y, 3), {})
+    assert signature_of(Positional()).by_name((X,), {"mask": Y}) == ((X,), {"mask": Y})
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    note: str = ""
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+def test_leaves() -> None:
+    tree = {"b": [X, Pair(Y, 3)], "a": Output(X, "note")}
+    leaves, spec = flatten(tree)
+    assert [leaf for leaf in leaves if not isinstance(leaf, Tensor)] == [3, "note"] and len(leaves) == 5
+    again = torch.utils._pytree.tree_unflatten(leaves, spec)
+    assert type(again["a"]) is Output and type(again["b"][1]) is Pair
+    assert flatten(again)[1] == spec
+
+
+class Closed:
+    def __init__(self) -> None:
+        self.x = X
+
+
+def test_an_object_that_torch_cannot_take_apart() -> None:
+    assert message(lambda: flatten([Closed()])) == (
+        "a Closed holds tensors, and torch does not know how to take one apart\n"
+        "  try      torch.utils._pytree.register_pytree_node(Closed, ...), or a tuple or dict"
+    )
+
+
+def test_a_state_keeps_its_identity() -> None:
+    """A call changes the caller's own cache, and returns it."""
+    transformers = pytest.importorskip("transformers")
+    assert LIBRARIES
+    cache, other = transformers.DynamicCache(), transformers.DynamicCache()
+    made = torch.ones(1, 1, 2, 4)
+    other.update(made, made, 0)
+    leaves, spec = outcome((X, other), [other])
+    result = unflatten_outcome(leaves, spec, [cache])
+    assert result[0] is X and result[1] is cache
+    assert cache.layers[0].keys.equal(made)

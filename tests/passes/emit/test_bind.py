@@ -1,0 +1,82 @@
+"""bind: process groups for mesh axes, the device for `meta`, and memory that may be written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from graphs import call_named, draft, lines, some
+from torch import fx
+
+from autotp.diagnostics.lockstep import COLLECTIVES
+from autotp.ops import collectives
+from autotp.ops.custom_vjp import Places, Vjp
+from autotp.passes.capture.capture import DEVICE
+from autotp.passes.emit.bind import COMMUNICATING, bind
+from autotp.rules.call import placeholders
+
+aten = torch.ops.aten
+GROUPS = {"tp": "5", "tp/4": "9"}
+GPU = torch.device("cuda:1")
+
+
+def test_groups_and_device() -> None:
+    def make(call: Any, x: Any) -> Any:
+        made = call(aten.arange.default, 4, device=torch.device(DEVICE))
+        x = call(collectives.reduce, call(collectives.copy, x, "tp"), "tp")
+        return call(collectives.reduce, x, "tp/4"), made
+
+    graph = draft(make, x=some(4))
+    assert lines(bind(graph, GPU, GROUPS, reuse=False)) == [
+        "arange(4, device=device(type='cuda', index=1))",
+        "copy(x, '5')",
+        "reduce(copy, '5')",
+        "reduce_1 = reduce(reduce, '9')",
+        "return reduce_1, arange",
+    ]
+    assert lines(graph)[2] == "reduce(copy, 'tp')", "the lowered graph stays as it is"
+
+
+@pytest.mark.parametrize("target", sorted(COMMUNICATING, key=str), ids=lambda target: target.__name__)
+def test_every_collective(target: Any) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(target, (x, "tp", None)),))
+    found = call_named(bind(graph, GPU, GROUPS, reuse=False), target.__name__)
+    assert found.args[1:] == ("5", None)
+
+
+def test_which_operators_communicate() -> None:
+    """Those that the simulation of all ranks knows: a new one must be bound, too."""
+    assert set(COLLECTIVES) == COMMUNICATING
+
+
+def test_one_process() -> None:
+    """Without a group the axis becomes None."""
+    graph = draft(lambda call, x: call(collectives.reduce, x, "tp"), x=some(4))
+    assert lines(bind(graph, torch.device("cpu"), {"tp": None}, reuse=False))[0] == "reduce(x, None)"
+
+
+def test_backward_of_a_function() -> None:
+    backward = fx.Graph()
+    grad = backward.placeholder("grad")
+    backward.output((backward.call_function(collectives.copy, (grad, "tp")),))
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(Vjp(backward, Places((0,), (0,), ()), "Own"), (x,)),))
+    bound: Any = call_named(bind(graph, GPU, GROUPS), "vjp").target
+    assert lines(bound.graph)[0] == "copy(grad, '5')"
+    assert lines(backward)[0] == "copy(grad, 'tp')"
+
+
+def test_inputs_that_may_be_written() -> None:
+    """A cache belongs to the graph: its next value takes its memory."""
+
+    def make(call: Any, cache: Any, x: Any) -> Any:
+        return call(aten.index_copy.default, cache, 0, call(aten.arange.default, 2), x)
+
+    graph = draft(make, cache=some(4, 3), x=some(2, 3))
+    assert placeholders(graph) == ["cache", "x"]
+    for owned, kind in (((), "index_copy"), (("cache",), "index_copy_")):
+        assert any(line.startswith(f"{kind}(") for line in lines(bind(graph, GPU, GROUPS, owned)))

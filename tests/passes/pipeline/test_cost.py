@@ -1,0 +1,58 @@
+"""cost: what a block computes, reads and keeps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from autotp.compiler import analyse
+from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.pipeline.cost import Cost, block_costs, multiplications
+from autotp.passes.pipeline.stages import divided
+from autotp.passes.plan.choose import NOMINAL, elements
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
+
+
+def test_costs() -> None:
+    """Of four blocks of which one is four times as wide, and a head that is as dear as two of the others."""
+
+    class Uneven(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.h = nn.ModuleList(nn.Sequential(nn.Linear(8, n), nn.ReLU(), nn.Linear(n, 8)) for n in (8, 32, 8, 8))
+            self.head = nn.Linear(8, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            """x: [batch 8]"""
+            for block in self.h:
+                x = block(x)
+            found: Tensor = self.head(x)
+            return found
+
+    analysis = analyse(skeleton_of(Uneven()), (torch.zeros(3, 8),), {}, 2)
+    blocks = [f"h.{i}" for i in range(4)]
+    costs = block_costs(analysis.graph, analysis.axes, blocks, list(analysis.captured.parameters))
+    assert [cost.multiplications / costs[0].multiplications for cost in costs] == [1, 4, 1, 3]
+    assert [cost.parameters for cost in costs] == [2 * 64 + 16, 2 * 256 + 40, 144, 144 + 256 + 32]
+    assert [cost.activations for cost in costs] == [3 * 40, 3 * 112, 3 * 40, 3 * (40 + 64)]  # Products, and with bias.
+    assert divided(blocks, costs, [0, 1], [2, 1]).blocks == (("h.0", "h.1"), ("h.2", "h.3"))
+    attention = analyse(skeleton_of(Heads()), (torch.zeros(3, 5, 8),), {}, 2)
+    (node,) = (n for n in attention.graph.nodes if has(n.target, Trait.ATTENTION))
+    assert multiplications(node, attention.axes) == 2 * elements(node) * NOMINAL
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch seq 8]"""
+        q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        found: Tensor = self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return found
+
+
+def test_a_sum_of_costs() -> None:
+    assert Cost(1.5, 2, 3) + Cost(2, 3, 4) == Cost(3.5, 5, 7)

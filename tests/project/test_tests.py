@@ -1,0 +1,83 @@
+"""Each module of the source has a test file of its name, in the same folder; or it is said where it is tested."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ranks import ROOT
+
+TESTS = ROOT / "tests"
+
+THROUGH_A_PUBLIC_CALL = {
+    "api": "system/test_refusals",
+    "checkpoint/read": "checkpoint/test_save",
+    "checkpoint/write": "checkpoint/test_saving_ends",
+    "diagnostics/report": "diagnostics/test_plan",
+    "distributed/background_exchange": "distributed/test_heartbeat",
+    "hf/accelerate_calls": "system/test_loops",
+    "hf/caches": "hf/test_generation",
+    "hf/generation_settings": "distributed/test_ranks_differ",
+    "hf/library": "hf/test_hf_calls",
+    "hf/overrides": "hf/test_generation",
+    "model_library": "hf/test_hf_calls",
+    "runtime/func_gradients": "system/test_transforms",
+    "runtime/grad_norm": "runtime/torch_hooks/test_clip_and_scale",
+    "runtime/torch_hooks/install": "runtime/torch_hooks/test_clip_and_scale",
+    "training/process_groups": "training/test_distribute",
+}
+"""What is a step of a public call, and needs ranks, files or transformers: tested through the call."""
+
+BY_ITS_TABLE = {
+    "rules/common": "rules/test_table",
+    "rules/indexing": "rules/test_table",
+    "rules/products": "rules/test_table",
+    "rules/views": "rules/test_table",
+    "rules/registry": "rules/test_table",
+    "rules/row": "rules/test_traits",
+}
+"""Rules and traits: every row of the table is tried on slices."""
+
+BY_WHAT_IS_CAPTURED = {
+    "passes/canonicalize/custom_vjp": "passes/capture/test_autograd_functions",
+    "passes/capture/capture": "passes/capture/test_inline",
+    "passes/capture/captured": "passes/capture/guards/test_attribute_writes",
+    "passes/capture/exported_program": "passes/capture/test_inline",
+    "passes/capture/flatten": "passes/capture/guards/test_attribute_writes",
+    "passes/capture/patches": "passes/capture/guards/test_guard",
+    "passes/capture/repeats/record": "passes/capture/repeats/test_repeats",
+    "passes/capture/repeats/unfold": "passes/capture/repeats/test_repeats",
+    "passes/capture/skeleton": "passes/capture/guards/test_guard",
+    "passes/capture/unsupported/explain_failure": "system/test_refusals",
+    "passes/capture/unsupported/sizes_as_keys": "passes/capture/guards/test_guard",
+    "passes/lower/local_sizes": "passes/check/test_local_calls",
+    "passes/lower/localize": "passes/lower/test_lower",
+}
+"""Parts of a stage that have no input of their own: tested on models, by the graph that the stage makes."""
+
+ELSEWHERE = THROUGH_A_PUBLIC_CALL | BY_ITS_TABLE | BY_WHAT_IS_CAPTURED
+
+
+def modules() -> list[str]:
+    """The modules of `autotp/` and `passes/`, as their tests are named: `runtime/tree`, `passes/lower/dce`."""
+    found = [path.relative_to(ROOT / "autotp") for path in (ROOT / "autotp").rglob("*.py")]
+    found += [path.relative_to(ROOT) for path in (ROOT / "passes").rglob("*.py")]
+    return sorted({str(path.with_suffix("")) for path in found if not path.name.startswith("_")})
+
+
+def own_test(module: str) -> Path | None:
+    """The test of a module's name. pytest wants names that differ: of two that are alike one has its folder in it."""
+    path = Path(module)
+    names = f"test_{path.name}.py", f"test_{path.parent.name}_{path.name}.py"
+    return next((TESTS / path.parent / name for name in names if (TESTS / path.parent / name).exists()), None)
+
+
+def test_each_module_has_a_test_of_its_name() -> None:
+    assert [module for module in modules() if own_test(module) is None and module not in ELSEWHERE] == []
+
+
+@pytest.mark.parametrize("module", ELSEWHERE)
+def test_what_is_tested_elsewhere(module: str) -> None:
+    """The module is there, and so is the other test; once it has a test of its own, it needs no line here."""
+    assert module in modules() and own_test(module) is None
+    assert (TESTS / f"{ELSEWHERE[module]}.py").exists()

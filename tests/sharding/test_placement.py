@@ -1,0 +1,33 @@
+"""placement: two shards are equal where they cut alike; what a placement prints as."""
+
+from __future__ import annotations
+
+from autotp.sharding.axis import Axis, Size, product, unify
+from autotp.sharding.placement import Copied, Held, Partial, Replicate, Shard
+
+
+def test_shards_are_equal_where_they_cut_alike() -> None:
+    one, other, same = Axis(Size(12)), Axis(Size(12)), Axis(Size(12))
+    unify(one, same)
+    assert Shard(one) == Shard(same)
+    assert hash(Shard(one)) == hash(Shard(same))
+    assert Shard(one) != Shard(other)
+    assert len({Shard(one), Shard(same), Shard(other)}) == 2
+
+
+def test_kinds_are_never_equal() -> None:
+    axis = Axis(Size(12))
+    kinds = [Replicate(), Copied(), Partial(), Partial("max"), Shard(axis), Held(axis)]
+    assert [[a == b for b in kinds] for a in kinds] == [[i == j for j in range(6)] for i in range(6)]
+
+
+def test_parts_of_a_product_are_other_cuts() -> None:
+    heads, size = Axis(Size(4)), Axis(Size(8))
+    both = product([heads, size])
+    assert len({Shard(heads), Shard(size), Shard(both)}) == 3
+
+
+def test_text() -> None:
+    axis = Axis(Size(12))
+    kinds = [Replicate(), Copied(), Partial(), Partial("max"), Shard(axis), Held(axis)]
+    assert list(map(str, kinds)) == ["", "{tp}", "{+tp}", "{max tp}", "@tp", "@tp"]

@@ -1,0 +1,25 @@
+"""strides: the order of a tensor's dimensions in memory, and back."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from autotp.sharding.strides import inverse, memory_order
+
+
+def test_memory_order() -> None:
+    x = torch.empty(2, 3, 4, 5)
+    for order in itertools.permutations(range(4)):
+        moved = x.permute(order)
+        assert moved.permute(memory_order(moved)).is_contiguous()
+        assert moved.permute(memory_order(moved)).shape == x.shape
+    assert memory_order(torch.empty(3, 4).expand(2, 3, 4)) == [1, 2, 0]
+    assert memory_order(torch.empty(1, 1)) == [0, 1]
+    assert memory_order(torch.empty(())) == []
+
+
+def test_inverse() -> None:
+    for order in itertools.permutations(range(4)):
+        assert [order[i] for i in inverse(order)] == [0, 1, 2, 3]

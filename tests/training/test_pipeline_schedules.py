@@ -1,0 +1,61 @@
+"""pipeline_schedules: where stages are, what they keep, and which models a schedule cannot run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autotp.errors import Error
+from autotp.training.pipeline_schedules import ENGINES, Training, expect_halves, stages_of
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "found"),
+    [
+        ("1F1B", 4, [4, 3, 2, 1]),
+        ("GPipe", 4, [8] * 4),
+        # As counted in the orders that torch's schedules print.
+        ("interleaved", 2, [4, 3, 2, 1]),
+        ("interleaved", 3, [6, 6, 4, 3, 3, 1]),
+        ("interleaved", 4, [8, 8, 7, 5, 4, 4, 3, 1]),
+        ("zero-bubble", 4, [8] * 4 + [4] * 4),
+        ("zero-bubble-v", 4, [8, 7, 6, 5, 4, 3, 2, 1]),
+    ],
+)
+def test_microbatches_that_a_stage_waits_for(schedule: str, ranks: int, found: list[int]) -> None:
+    stages = ranks * ENGINES[schedule].rounds
+    assert [ENGINES[schedule].flight(i, stages, 9 if ranks == 3 else 8) for i in range(stages)] == found
+    assert ENGINES[schedule].flight(0, stages, 1) == 1
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "zero-bubble-v", "interleaved"])
+@pytest.mark.parametrize(
+    ("given", "tp", "all_learn", "problem"),
+    [
+        ({}, 2, False, "loses gradients where parameters are frozen"),
+        ({"sequence_parallel": True}, 2, True, "cannot halve the backward"),
+        ({"sequence_parallel": True}, 1, True, ""),
+        ({}, 2, True, ""),
+    ],
+)
+def test_backward_that_cannot_be_halved(schedule: Any, given: Any, tp: int, all_learn: bool, problem: str) -> None:
+    training = Training(schedule=schedule, **given)
+    if not problem or schedule == "interleaved":
+        expect_halves(training, tp, all_learn)
+    else:
+        with pytest.raises(Error, match=f'schedule="{schedule}" {problem}'):
+            expect_halves(training, tp, all_learn)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "found"),
+    [
+        ("1F1B", 3, [[0], [1], [2]]),
+        ("interleaved", 3, [[0, 3], [1, 4], [2, 5]]),
+        ("zero-bubble-v", 3, [[0, 5], [1, 4], [2, 3]]),
+        ("zero-bubble-v", 1, [[0]]),
+    ],
+)
+def test_stages_of_a_rank(schedule: Any, ranks: int, found: list[list[int]]) -> None:
+    assert [stages_of(Training(schedule=schedule), rank, ranks) for rank in range(ranks)] == found

@@ -1,0 +1,73 @@
+"""sampler: the rows of each replica in each step, and the parameters that decay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from small_models import gpt
+from trainers import SMALL
+
+import autotp
+from autotp.training.sampler import Sampler
+
+
+class Mesh:
+    def __init__(self, dp: int, rank: int) -> None:
+        self.dp, self.rank = dp, rank
+
+    def __getitem__(self, name: str) -> Mesh:
+        return self
+
+    def size(self) -> int:
+        return self.dp
+
+    def get_local_rank(self) -> int:
+        return self.rank
+
+
+class At:
+    def __init__(self, steps: int, dp: int = 1, rank: int = 0) -> None:
+        self.steps, self.mesh = steps, Mesh(dp, rank)
+
+
+def taken(count: int, at: Any, size: int = 11, seed: int | None = 0) -> list[list[int]]:
+    return [rows for rows, _ in zip(Sampler(size, 4, at, seed), range(count), strict=False)]
+
+
+def test_each_epoch_has_each_row_once_at_most() -> None:
+    rows = taken(4, At(0))
+    for epoch in (rows[:2], rows[2:]):
+        assert len({row for some in epoch for row in some}) == 8
+    assert rows[:2] != rows[2:]
+    assert taken(2, At(0), seed=None) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_sampler_begins_where_the_trainer_is() -> None:
+    assert taken(3, At(5)) == taken(8, At(0))[5:]
+
+
+def test_replicas_share_a_batch() -> None:
+    whole, shares = taken(3, At(0)), [taken(3, At(0, 2, rank)) for rank in range(2)]
+    assert [first + second for first, second in zip(*shares, strict=True)] == whole
+
+
+@pytest.mark.parametrize(
+    ("size", "dp", "expected"),
+    [
+        (11, 3, "Sampler: batch_size=4 does not divide into 3 replicas\n  try      batch_size=3"),
+        (3, 1, "Sampler: a data set of 3 rows, and a batch has 4"),
+    ],
+)
+def test_what_cannot_be_sampled(size: int, dp: int, expected: str) -> None:
+    with pytest.raises(autotp.Error) as raised:
+        taken(1, At(0, dp), size)
+    assert str(raised.value) == expected
+
+
+def test_what_decays() -> None:
+    decayed, others = autotp.weight_decay_groups(gpt(seed=0, **SMALL), 0.1)
+    names = {id(p): name for name, p in gpt(seed=0, **SMALL).named_parameters()}
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert all(p.dim() == 2 for p in decayed["params"]) and all(p.dim() == 1 for p in others["params"])
+    assert len(decayed["params"]) + len(others["params"]) == len(names)
