@@ -26,9 +26,11 @@ class Mesh:
         return self.rank
 
 
-class At:
+class At(autotp.Trainer):
+    """A trainer of which nothing is asked but its step and its place."""
+
     def __init__(self, steps: int, dp: int = 1, rank: int = 0) -> None:
-        self.steps, self.mesh = steps, Mesh(dp, rank)
+        vars(self).update(steps=steps, mesh=Mesh(dp, rank))
 
 
 def taken(count: int, at: Any, size: int = 11, seed: int | None = 0) -> list[list[int]]:
