@@ -303,9 +303,8 @@ class Saving(Future[None]):
             run()
         except Exception as error:
             self.set_exception(error)
-        except (
-            BaseException
-        ) as error:  # A KeyboardInterrupt of this thread must not end later calls on this rank alone.
+        except BaseException as error:
+            # A KeyboardInterrupt of this thread must not end later calls on this rank alone.
             interrupted = Error(f"the save was interrupted: {type(error).__name__}", fix="save again")
             interrupted.__cause__ = error
             self.set_exception(interrupted)
