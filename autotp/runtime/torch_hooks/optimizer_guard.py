@@ -18,7 +18,7 @@ import json
 import re
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -119,6 +119,7 @@ def _checked(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Ten
         )
     for name in cut:
         _cut_state(optimizer, parameters[name], parts.layout(name), parts.place.rank)
+    foreign = [name for name in cut if _of_another_rank(optimizer, parameters[name], parts.layout(name))]
     if not compared:
         return ""
     warning = ""
@@ -128,7 +129,8 @@ def _checked(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Ten
             # Of cut parameters ranks compare all but the values; a part that is empty may be left out of the step.
             filled = [name for name in cut if place is parts.place and all(parts.layout(name).lengths())]
             parts_of = {name: parameters[name] for name in filled}
-            warning = warning or _differing(optimizer, same, parts_of, place, step)
+            theirs = foreign if place is parts.place else []
+            warning = warning or _differing(optimizer, same, parts_of, place, step, theirs)
     return warning
 
 
@@ -137,6 +139,16 @@ def _cut_state(optimizer: Optimizer, parameter: Tensor, layout: Layout, rank: in
     kept = optimizer.state.get(parameter, {}) if parameter.shape != layout.shape else {}
     whole = [key for key, x in kept.items() if type(x) is Tensor and x.shape == layout.shape]
     kept.update({key: layout.take(kept[key], rank).to(parameter.device) for key in whole})
+
+
+def _of_another_rank(optimizer: Optimizer, parameter: Tensor, layout: Layout) -> bool:
+    """True if all state of a parameter's dimensions has the shape of another rank's part: it is from that rank's file.
+
+    torch would raise an error for a broadcast that does not fit, on this rank alone.
+    """
+    shapes = [tuple(x.shape) for x in optimizer.state.get(parameter, {}).values() if type(x) is Tensor and x.dim() > 0]
+    others = {layout.local_shape(rank) for rank in range(len(layout.pieces))} - {tuple(parameter.shape)}
+    return bool(shapes) and others.issuperset(shapes)
 
 
 def _is(kind: re.Pattern[str], optimizer: Optimizer) -> bool:
@@ -148,21 +160,28 @@ def _is(kind: re.Pattern[str], optimizer: Optimizer) -> bool:
 
 
 def _differing(
-    optimizer: Optimizer, same: Mapping[str, Tensor], cut: Mapping[str, Tensor], place: Mesh, step: int
+    optimizer: Optimizer,
+    same: Mapping[str, Tensor],
+    cut: Mapping[str, Tensor],
+    place: Mesh,
+    step: int,
+    foreign: Sequence[str],
 ) -> str:
     """Compares ranks; returns a warning about differences by round-off, which it has removed, or "".
 
     Args:
         same: the parameters that all ranks hold.
         cut: the parameters of which each rank has a part.
+        foreign: the parameters whose state on this rank is another rank's.
 
     Raises:
-        Error: on every rank, if parameters, gradients or the optimizer's settings differ.
+        Error: on every rank, if parameters, gradients or the optimizer's settings differ, or if state is foreign.
     """
     every_one = {**same, **cut}
     apart = {name for name, p in same.items() if _is_sharded(p, place)} | set(cut)
     mine = {
         "step": step,
+        "foreign": foreign,
         "settings": _settings_of(optimizer, every_one),
         "values": {name: 0 if name in apart else _number(p) for name, p in every_one.items()},
         "gradients": {
@@ -171,7 +190,7 @@ def _differing(
     }
     text = json.dumps(mine)
     try:
-        if len(set(store_gather(str(zlib.crc32(text.encode())), place))) == 1:
+        if len(set(store_gather(str(zlib.crc32(text.encode())), place))) == 1 and not foreign:
             return ""
         every = [json.loads(one) for one in store_gather(text, place)]
     except Error as error:
@@ -214,7 +233,14 @@ def _settings(group: Mapping[str, Any]) -> str:
 
 
 def _expect_same_calls(every: list[dict[str, Any]], place: Mesh) -> None:
-    """Raises Error if the ranks step different parameters, at different steps, or with different settings."""
+    """Raises Error if the ranks step different parameters, at different steps, with other settings or foreign state."""
+    if theirs := [rank for rank, one in enumerate(every) if one["foreign"]]:
+        raise Error(
+            f"the state of `{every[theirs[0]]['foreign'][0]}` has the shape of another rank's part",
+            on=place.named(theirs),
+            fix="each rank loads the optimizer's state that it saved; or autotp.save_checkpoint, with "
+            "autotp.distribute, saves the whole for any layout",
+        )
     steps, settings = [one["step"] for one in every], [one["settings"] for one in every]
     alike = {"fix": "decide by a value that is the same on all ranks: a loss, not a value of one rank"}
     _same(steps, place, "the steps taken so far differ", alike)

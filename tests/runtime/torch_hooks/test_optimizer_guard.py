@@ -293,6 +293,29 @@ def later_drift(rank: int, n: int) -> None:
 
 
 @checks.on(2)
+def state_of_another_rank(rank: int, n: int) -> None:
+    """All ranks load the first rank's file: one error on all, where torch's broadcast fails on the second alone."""
+    torch.manual_seed(0)
+    model = Normed()
+    model.up, model.down = nn.Linear(8, 31), nn.Linear(31, 8)
+    parallel = autotp.parallelize(model.double(), n, example_inputs=X[FLOAT64])
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    stepped(parallel, optimizer)
+    states: list[Any] = [None] * n
+    with warnings.catch_warnings(action="ignore"):
+        dist.all_gather_object(states, optimizer.state_dict())
+    optimizer.load_state_dict(states[0])
+    assert message(lambda: stepped(parallel, optimizer)) == (
+        "AdamW.step: the state of `up.weight` has the shape of another rank's part\n"
+        "  on       tp rank 1\n"
+        "  try      each rank loads the optimizer's state that it saved; or autotp.save_checkpoint, with "
+        "autotp.distribute, saves the whole for any layout"
+    )
+    optimizer.load_state_dict(states[rank])
+    stepped(parallel, optimizer)
+
+
+@checks.on(2)
 def differing_calls(rank: int, n: int) -> None:
     def lr(parallel: Any, optimizer: Optimizer) -> None:
         optimizer.param_groups[0]["lr"] = 0.1 + rank
