@@ -1,12 +1,12 @@
-# make train    trains a tensor-parallel GPT on two processes, beside the same on one
-# make test     passes the tests of the parts
-# make test-system passes those of the whole: families of models, training loops, processes that end
-# make test-examples passes those of the examples and the benchmarks
-# make test-all all of them, with every rare case: all families at all sizes in all modes; an hour and more
-# make bench    steps beside Megatron-style layers by hand and the plans of others, each pass on and off, what a layer
-#               keeps, seconds to capture and how they grow, memory
-# make lint     ruff and mypy
-# make clean    removes all that these made
+# make train          trains a tensor-parallel GPT on two processes, beside the same on one
+# make test           passes the tests of the parts; 6 minutes on two idle cores
+# make test-system    passes those of the whole: families of models, training loops, processes that end
+# make test-examples  passes those of the examples and the benchmarks
+# make test-all       passes all of them, with every rare case: all families at all sizes in all modes; hours
+# make bench          steps beside Megatron-style layers by hand and the plans of others, each pass on and off, what a
+#                     layer keeps, seconds to capture and how they grow, memory
+# make lint           ruff and mypy
+# make clean          removes all that these made
 #
 # Each makes .venv and installs what it needs. With another Python: make test PYTHON=python3.12
 

@@ -148,7 +148,7 @@ def read_state(
     random = {}
     if manifest.about["sizes"] == sizes(trainer):
         for kind in random_states(trainer.place.device):
-            random[kind] = _random_state(manifest, entry_key("random", trainer.everyone.rank, kind), kind)
+            random[kind] = random_state(manifest, entry_key("random", trainer.everyone.rank, kind), kind)
     names = {name: parameter for parameter, name in names_of(optimizer, parts).items()}
     holds = {name: keys for _, held in manifest.about["groups"] for name, keys in held.items()}
     return ReadState(
@@ -160,8 +160,8 @@ def read_state(
     )
 
 
-def _random_state(manifest: Manifest, key: str, kind: str) -> Tensor:
-    """Reads a random state.
+def random_state(manifest: Manifest, key: str, kind: str) -> Tensor:
+    """Reads the state of a generator on devices of this kind: [bytes], uint8.
 
     Raises:
         Error: torch does not accept it.

@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from trainers import started, trained
 
 import autotp
+from autotp.distributed.consistency import problem_as_text, result_of_all
+from autotp.distributed.mesh import Mesh
 from autotp.models.gpt import __file__ as gpt_file
 
 checks = Checks()
@@ -276,3 +278,26 @@ def test_an_error_travels() -> None:
     error = autotp.Error("a problem", at="here", fix="this").within("parallelize(GPT, tp=2)")
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error) == "parallelize(GPT, tp=2): a problem\n  at       here\n  try      this"
+
+
+# ---- the problem of one rank, told to the others
+
+
+def test_an_agreement_within_an_agreement_names_the_first_ranks() -> None:
+    """What failed on rank 2 of another group is told as of that rank, not as of the ranks that were told of it."""
+    inner = problem_as_text(autotp.Error("no space", on="dp rank 2", fix="another disk"))
+    with pytest.raises(autotp.Error) as raised:
+        result_of_all(Mesh("tp", 3, 0), [None], None, ["", inner, ""])
+    assert str(raised.value) == "no space\n  on       dp rank 2\n  try      another disk"
+    outer = problem_as_text(ValueError("7"))
+    with pytest.raises(autotp.Error) as raised:
+        result_of_all(Mesh("tp", 3, 0), [None], None, ["", outer, outer])
+    assert str(raised.value) == "ValueError: 7\n  on       tp ranks 1, 2"
+
+
+def test_a_ranks_own_problem_is_raised_as_it_is() -> None:
+    mine = KeyError("x")
+    with pytest.raises(KeyError) as raised:
+        result_of_all(Mesh("tp", 2, 1), [None], mine, ["", problem_as_text(mine)])
+    assert raised.value is mine
+    assert result_of_all(Mesh("tp", 2, 1), [5], None, ["", ""]) == 5

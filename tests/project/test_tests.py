@@ -11,7 +11,6 @@ TESTS = ROOT / "tests"
 
 THROUGH_A_PUBLIC_CALL = {
     "api": "system/test_refusals",
-    "checkpoint/read": "checkpoint/test_save",
     "checkpoint/write": "checkpoint/test_saving_ends",
     "diagnostics/report": "diagnostics/test_plan",
     "distributed/background_exchange": "distributed/test_heartbeat",
