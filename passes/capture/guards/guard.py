@@ -49,6 +49,7 @@ from autotp.passes.capture.repeats.blocks import patched
 from autotp.source_location import is_users
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+REPEATS_READ = "autotp.passes.capture.repeats.repeats", "get"
 MISSING: Any = object()
 """Stands for the value of an attribute that does not exist."""
 
@@ -70,7 +71,7 @@ class Reads:
             table = get(module, "__dict__")
             if name != "__dict__":
                 note((id(table), name))
-            elif is_users(sys._getframe(1)):
+            elif is_users(_asking(sys._getframe(1))):
                 for key in table:
                     note((id(table), key))
             return get(module, name)
@@ -93,6 +94,13 @@ class Reads:
             found |= {(to + path[len(start) :], name) for path, name in inside}
         hooks = {(path, name) for path, module in self.model.named_modules() for name in HOOKS if vars(module)[name]}
         return frozenset(found | hooks | {(path, "forward") for path in self.paths.values()})
+
+
+def _asking(frame: types.FrameType) -> types.FrameType:
+    """Returns the frame that reads an attribute, behind the `__getattribute__` that also notes reads for repeats."""
+    while frame.f_back is not None and (frame.f_globals.get("__name__"), frame.f_code.co_name) == REPEATS_READ:
+        frame = frame.f_back
+    return frame
 
 
 Look = Callable[[nn.Module, str], Any]

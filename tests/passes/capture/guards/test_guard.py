@@ -108,6 +108,27 @@ def what_nobody_reads_changes_nothing(rank: int, n: int) -> None:
     assert len(executable_of(parallel).entries) == 1
 
 
+class InTables(Mlp):
+    """Reads its attributes through its `__dict__`, which `nn.Module` does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tau, self.power = 1.0, 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x)) * self.__dict__["tau"] * vars(self)["power"]
+
+
+@checks.on(2)
+def an_attribute_read_through_dict(rank: int, n: int) -> None:
+    whole, parallel = twins(InTables(), n)
+    for tau, power in ((1.0, 1), (2.5, 1), (2.5, 3)):
+        for model in (whole, parallel):
+            model.tau, model.power = tau, power
+        torch.testing.assert_close(parallel(x()), whole(x()))
+    assert len(executable_of(parallel).entries) == 3
+
+
 @checks.on(2)
 def a_class_attribute(rank: int, n: int) -> None:
     whole, parallel = twins(Told(), n)
