@@ -28,8 +28,9 @@ from autotp.rules.registry import rule  # noqa: E402
 from autotp.runtime.grad_norm import clip_grad_norm_  # noqa: E402
 from autotp.runtime.module import ParallelModule  # noqa: E402
 from autotp.training.distribute import distribute  # noqa: E402
-from autotp.training.sampler import Sampler, weight_decay_groups  # noqa: E402
+from autotp.training.sampler import Sampler  # noqa: E402
 from autotp.training.trainer import Trainer  # noqa: E402
+from autotp.training.weight_decay_groups import weight_decay_groups  # noqa: E402
 
 register(Transformers())
 

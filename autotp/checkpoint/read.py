@@ -34,7 +34,7 @@ from autotp.distributed.mesh import Mesh, gather_ints
 from autotp.errors import Error
 from autotp.runtime.holdings import Holdings
 from autotp.sharding.boxes import local_of
-from autotp.training.hyperparameters import differences
+from autotp.training.model_settings import differences
 from autotp.training.trainer import Trainer
 
 
@@ -85,7 +85,7 @@ def expect_same_training(
         raise Error(f"{path} has no {', '.join(missing)}", expected=", ".join(about["more"]) or "nothing of this kind")
     names = names_of(optimizer, parts)
     _expect_model(manifest, parts)
-    if trainer.everyone.rank == 0 and (found := differences(about["model"], trainer.hyperparameters, changed)):
+    if trainer.everyone.rank == 0 and (found := differences(about["model"], trainer.model_settings, changed)):
         other = list(dict.fromkeys(line.split("`")[1].rpartition(".")[2] for line in found))
         remedy = f"the model that was saved; if it is meant, load_checkpoint(..., changed={other})"
         raise Error(f"{path} is another model's: {names_as_text(found)}", fix=remedy)

@@ -158,7 +158,7 @@ def _state(
         "step": step,
         "sizes": sizes(trainer),
         "optimizer": type(optimizer).__name__,
-        "model": trainer.hyperparameters,
+        "model": trainer.model_settings,
     }
     keep = keeper("more")
     shared = {name: encode(_state_dict(name, thing), f"the state of `{name}`", keep) for name, thing in more.items()}

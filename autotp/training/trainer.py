@@ -47,8 +47,8 @@ from autotp.sharding.layout import Layout
 from autotp.source_location import block_in
 from autotp.training import process_groups as groups
 from autotp.training.compute_dtype import cast_arguments, parameter_reader
-from autotp.training.hyperparameters import hyperparameters
 from autotp.training.microbatches import Batch, batch_tensors, call_key, expect_values, map_rows, rows_of, totals_of
+from autotp.training.model_settings import model_settings
 from autotp.training.nonfinite import raise_nonfinite
 from autotp.training.pipeline_schedules import (
     ENGINES,
@@ -124,7 +124,7 @@ class Trainer(HasHoldings):
         shared: name of a parameter that other pipeline ranks also hold -> the numbers of its ranks, and their group.
         tied: name of such a parameter -> this rank among the ranks that hold it.
         skeleton: the model on `meta`.
-        hyperparameters: the attributes of the model's modules and configurations.
+        model_settings: the attributes of the model's modules and configurations.
         files: the process group for checkpoints: one may be written in a thread while another thread trains.
         saving: the checkpoint that is being written, or None.
 
@@ -150,7 +150,7 @@ class Trainer(HasHoldings):
     shared: dict[str, tuple[list[int], Any]]
     tied: dict[str, Mesh]
     skeleton: nn.Module
-    hyperparameters: dict[str, Any]
+    model_settings: dict[str, Any]
     files: Any
     saving: Future[None] | None
 
@@ -165,7 +165,7 @@ class Trainer(HasHoldings):
         self._ranks = with_rank_names(self.everyone, mesh)
         self.replicas = groups.mesh_along(self.place, mesh.get_group("dp"), "dp")
         self._signature = signature_of(model)
-        self.hyperparameters = hyperparameters(model)  # Before forward runs: it may set attributes.
+        self.model_settings = model_settings(model)  # Before forward runs: it may set attributes.
         self.__dict__["skeleton"] = skeleton_of(
             model
         )  # In `__dict__`, so that `nn.Module` does not register the model on meta.

@@ -1,12 +1,10 @@
-"""sampler: the rows of each replica in each step, and the parameters that decay."""
+"""sampler: the rows of each replica in each step."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from small_models import gpt
-from trainers import SMALL
 
 import autotp
 from autotp.training.sampler import Sampler
@@ -65,11 +63,3 @@ def test_what_cannot_be_sampled(size: int, dp: int, expected: str) -> None:
     with pytest.raises(autotp.Error) as raised:
         taken(1, At(0, dp), size)
     assert str(raised.value) == expected
-
-
-def test_what_decays() -> None:
-    decayed, others = autotp.weight_decay_groups(gpt(seed=0, **SMALL), 0.1)
-    names = {id(p): name for name, p in gpt(seed=0, **SMALL).named_parameters()}
-    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-    assert all(p.dim() == 2 for p in decayed["params"]) and all(p.dim() == 1 for p in others["params"])
-    assert len(decayed["params"]) + len(others["params"]) == len(names)

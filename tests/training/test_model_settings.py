@@ -1,4 +1,4 @@
-"""hyperparameters: what of a model its tensors do not show."""
+"""model_settings: what of a model its tensors do not show."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autotp.training.hyperparameters import differences, hyperparameters
+from autotp.training.model_settings import differences, model_settings
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Model(nn.Module):
 def test_what_there_is() -> None:
     config = Config(inner=SimpleNamespace(theta=10000.0, itself=None))
     config.inner.itself = config.inner
-    found = hyperparameters(Model(config).eval())
+    found = model_settings(Model(config).eval())
     assert found.pop("words").startswith("495 characters, crc32 ")
     assert found == {
         "": "Model",
@@ -80,7 +80,7 @@ def test_values_of_other_kinds() -> None:
     model.config, model.layers = Slots(4, Slots(8, None)), [Config(heads=3), Config(heads=5)]
     model.act, model.gelu, model.cast = Act.GELU, partial(F.gelu, approximate="tanh"), torch.bfloat16
     model.heads, model.kept, model.drop_heads, model.drop_rates = {2, 1}, range(3), 4, [0.0, 0.5]
-    assert hyperparameters(model) == {
+    assert model_settings(model) == {
         "": "Module",
         "config.heads": 4,
         "config.inner.heads": 8,

@@ -1,4 +1,4 @@
-"""The attributes that a model was built with: they distinguish models whose tensors have the same shapes.
+"""model_settings: the attributes that a model was built with. A checkpoint is refused by a model with others.
 
 Before: GPT(GPTConfig(n_head=4, ...))
 After:  {"h.*.attn.n_head": 4, "h.*.ln_1.eps": 1e-05, "h.*.mlp.act": "GELU", ...}
@@ -28,7 +28,7 @@ LONGEST_VALUE = 200  # The most characters of a value that is kept; of a longer 
 DEEPEST_OBJECT = 4  # The most levels of nested objects that are read.
 
 
-def hyperparameters(model: nn.Module) -> dict[str, Any]:
+def model_settings(model: nn.Module) -> dict[str, Any]:
     """Returns the plain public attributes of a model's modules and configurations, and the modules' classes.
 
     Numbers in module names become `*`: the entry is one value where all these modules have the same, else a list.
