@@ -303,6 +303,28 @@ def test_what_one_rank_freezes(n: int, told: list[str]) -> None:
         assert [text.splitlines()[0] for text in found] == [f"Trainer.step: {text}" for text in told]
 
 
+def frozen_between_halves(rank: int, n: int) -> str:
+    """The last stage freezes a norm after the first step: an error on all ranks; then it learns again."""
+    trainer, optimizer = started((1, n, 1), layers=4, schedule="zero-bubble", timeout=timedelta(seconds=20))
+    trained(trainer, optimizer, range(1))
+    norms = [p for name, p in trainer.named_parameters() if name.startswith("ln_f")]
+    assert bool(norms) == (rank == n - 1)
+    for p in norms:
+        p.requires_grad_(False)
+    with pytest.raises(autotp.Error) as raised:
+        trainer.step(**part(trainer, batch(1)))
+    trainer.evaluate(**part(trainer, batch(1)))
+    for p in norms:
+        p.requires_grad_(True)
+    trained(trainer, optimizer, range(1, 2))
+    return str(raised.value)
+
+
+def test_frozen_later_where_backward_is_halved() -> None:
+    problem = 'Trainer.step: schedule="zero-bubble" loses gradients where parameters are frozen'
+    assert [found.splitlines()[0] for found in run_ranks(frozen_between_halves, 2, timeout=90)] == [problem] * 2
+
+
 def alone(rank: int, n: int, change: str) -> str:
     """What each rank raises where one rank's batch has other values, long after these were compared."""
     trainer, optimizer = started((2, 1, 1), timeout=timedelta(seconds=3))
