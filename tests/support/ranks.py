@@ -251,6 +251,7 @@ def _run(job: Job, rank: int, n: int) -> Any:
     torch.set_num_threads(1)
     limit = timedelta(seconds=job.timeout)
     dist.init_process_group("gloo", init_method=job.rendezvous, rank=rank, world_size=n, timeout=limit)
+    dist.barrier()  # Else a function that leaves the group at once could close it while another rank still connects.
     fn, args = pickle.loads(job.payload)
     with job.running.captures(), warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # setup.cfg asks for the same, of the process of pytest only.
