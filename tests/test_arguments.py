@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from errors import message
 from ranks import run_ranks, shared
-from torch import Tensor, nn
+from small_models import Regression
 
 import autotp
 from autotp.arguments import expect_arguments
@@ -20,17 +20,6 @@ from autotp.arguments import expect_arguments
 X = torch.ones(2, 4)
 TAKE_ALL = {"gather.output", "save_checkpoint.more", "load_checkpoint.more", "rule.op"}
 """What takes every value, several values, or has messages of its own."""
-
-
-class Regression(nn.Module):
-    """Returns its loss, as a trainer needs it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(4, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.up(x).square().mean()
 
 
 def right(folder: Path) -> dict[str, dict[str, Any]]:

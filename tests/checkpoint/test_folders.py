@@ -10,19 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from errors import message
-from torch import Tensor, nn
+from small_models import Regression
 
 import autotp
 from autotp.checkpoint.save import Saving
-
-
-class Regression(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(4, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.up(x).square().mean()
 
 
 @pytest.fixture

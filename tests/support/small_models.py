@@ -443,6 +443,17 @@ class Mixture(nn.Module):
 # ---- attention with fewer key/value heads than query heads
 
 
+class Regression(nn.Module):
+    """Returns its loss, as a trainer needs it. x: [rows 4]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).square().mean()
+
+
 class Grouped(nn.Module):
     """Attention with key/value heads that several query heads share, in the layouts that models have."""
 
