@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import autotp
+from autotp.cli.convert import convert
 from autotp.cli.doctor import doctor
 from autotp.cli.flags import Command
 from autotp.cli.output import DIFFERENT, RIGHT, WRONG_USE, WrongUse, complain, warnings_on_stderr
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command("plan", cls=Command)(plan)
 app.command("verify", cls=Command)(verify_command)
 app.command("doctor")(doctor)
+app.command("convert")(convert)
 
 
 def _version(wanted: bool) -> None:

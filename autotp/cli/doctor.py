@@ -11,11 +11,10 @@ from rich.text import Text
 
 import autotp
 from autotp.cli.flags import Debug, Json
-from autotp.cli.output import DIFFERENT, console, print_json
+from autotp.cli.output import DIFFERENT, columns, console, print_json
 from autotp.diagnostics.environment import LIBRARIES, Environment, examine
+from autotp.diagnostics.text_table import WIDTH
 from autotp.errors import within
-
-STYLES = {"tested": "green", "untested": "yellow", "missing": "dim"}
 
 
 def doctor(json: Json = False, debug: Debug = False) -> None:
@@ -32,17 +31,21 @@ def doctor(json: Json = False, debug: Debug = False) -> None:
     if first and json:
         print_json(_data(found))
     elif first:
-        console().print(*_text(found), sep="\n", soft_wrap=True)
+        to = console()
+        to.print(*_text(found, to.width - 2 if to.is_terminal else WIDTH), sep="\n", soft_wrap=True)
     if found.problems:
         raise typer.Exit(DIFFERENT)
 
 
-def _text(found: Environment) -> Iterator[Text]:
+def _text(found: Environment, width: int) -> Iterator[Text]:
     yield Text(f"autotp {autotp.__version__}, Python {found.python}", style="bold")
-    for package in found.packages:
-        told = {"tested": "tested", "missing": "", "untested": f"tests: {package.tested or 'none'}"}[package.state]
-        line = Text(f"  {package.name:<14}{package.found or 'missing':<14}", style=STYLES[package.state])
-        yield line.append(f"{told:<16}").append(LIBRARIES.get(package.name, ""), "dim")
+    head = ("library", "here", "tests", "what works")
+    rows = [(p.name, p.found or "missing", p.tested or "none", LIBRARIES.get(p.name, "")) for p in found.packages]
+    for line in columns(head, rows, ("", "green", "", "dim"), width):
+        yield Text("  ").append(line)
+    untested = [p.name for p in found.packages if p.state == "untested" and p.tested]
+    if untested:
+        yield Text(f"  not the versions that were tested together: {', '.join(untested)}", style="yellow")
     yield Text("\nstarted", style="bold")
     by = found.launched
     yield Text(f"  by            {by.by if by else 'no launcher: one process, one rank'}")

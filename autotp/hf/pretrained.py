@@ -284,6 +284,11 @@ def _build_model(
     return model, info
 
 
+def lazy_model(folder: Path, wanted: ModelArguments) -> tuple[nn.Module, dict[str, Source]]:
+    """Returns the model of a folder with its parameters on meta, and parameter name -> source."""
+    return _split_sources(_load(folder, wanted))
+
+
 def _split_sources(model: nn.Module) -> tuple[nn.Module, dict[str, Source]]:
     """Replaces lazy parameters by meta tensors and reads lazy buffers; returns the model, and name -> source."""
     empty: dict[Tensor, Tensor] = {}

@@ -11,6 +11,10 @@ TESTS = ROOT / "tests"
 
 THROUGH_A_PUBLIC_CALL = {
     "api": "system/test_refusals",
+    "checkpoint/conversion/content": "cli/test_convert",
+    "checkpoint/conversion/formats": "cli/test_convert",
+    "checkpoint/conversion/megatron_arguments": "checkpoint/conversion/test_megatron_files",
+    "checkpoint/conversion/megatron_names": "checkpoint/conversion/test_megatron_files",
     "checkpoint/write": "checkpoint/test_saving_ends",
     "cli/app": "cli/test_main",
     "cli/flags": "cli/test_cli_plan",
@@ -20,6 +24,7 @@ THROUGH_A_PUBLIC_CALL = {
     "hf/accelerate_calls": "system/test_loops",
     "hf/caches": "hf/test_generation",
     "hf/configuration": "hf/test_pretrained_alone",
+    "hf/conversion": "cli/test_convert",
     "hf/generation_settings": "distributed/test_ranks_differ",
     "hf/library": "hf/test_hf_calls",
     "hf/overrides": "hf/test_generation",
