@@ -22,6 +22,7 @@ from autotp.rules.call import placeholders
 from autotp.runtime.fsdp import expect_whole
 from autotp.sharding.layout import Layout
 from autotp.training.compute_dtype import cast_arguments, expect_products_of_one_dtype
+from autotp.training.halved_backward import input_half
 from autotp.training.microbatches import batch_tensors, map_rows, repeat_rows
 
 Schedule = Literal["1F1B", "interleaved", "GPipe", "zero-bubble", "zero-bubble-v"]
@@ -35,6 +36,13 @@ class Training(Options):
     schedule: Schedule = "1F1B"
     zero: int = 0
     compute_dtype: torch.dtype | None = None
+
+    def optional(self, name: str) -> bool:
+        """True unless an optional pass is left out.
+
+        A node that overlaps communication in backward cannot be halved: both halves would run all of it.
+        """
+        return super().optional(name) and not (name == "overlap" and ENGINES[self.schedule].halves)
 
 
 @dataclass(frozen=True)
@@ -188,19 +196,6 @@ class StageModule(nn.Module):
         return results[0] if len(results) == 1 else results
 
 
-def expect_halves(training: Training, tp: int, all_learn: bool) -> None:
-    """Raises Error if the schedule runs backward in two halves and torch cannot do so for this model."""
-    if not ENGINES[training.schedule].halves:
-        return
-    if not all_learn:
-        problem = "loses gradients where parameters are frozen"
-    elif training.sequence_parallel and tp > 1:
-        problem = "cannot halve the backward of a residual stream that is cut along the sequence"
-    else:
-        return
-    raise Error(f'schedule="{training.schedule}" {problem}', fix='schedule="interleaved"')
-
-
 def engine(
     training: Training,
     works: Mapping[int, nn.Module],
@@ -257,6 +252,16 @@ def _torch_stages(works: Mapping[int, nn.Module], count: int, device: torch.devi
         def _to_tensor(self, arg: Any) -> Tensor:
             made: Tensor = super()._to_tensor(arg)
             return made if isinstance(arg, Tensor) or made.is_floating_point() else made.zero_()
+
+        def backward_maybe_with_nosync(
+            self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+        ) -> Any:
+            """Runs a part of backward: "full", "input" or "weight"; the two halves are ours."""
+            if backward_type == "weight":
+                return bwd_kwargs["param_groups"].run(), None
+            if backward_type == "input":
+                return input_half(*(bwd_kwargs[x] for x in ("stage_output", "output_grads", "input_values")))
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     return [Stage(work, i, count, device, group=group) for i, work in works.items()]
 
