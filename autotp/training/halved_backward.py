@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 Nodes = dict[Node, None]
 """A set of nodes in an order."""
 Gradients = tuple[Tensor | None, ...]
@@ -145,7 +146,7 @@ def _reached(nodes: Iterable[Node]) -> dict[Node, list[Node]]:
 
 
 def _leaves(nodes: Iterable[Node]) -> Nodes:
-    return {node: None for node in _reached(nodes) if node.name() == "torch::autograd::AccumulateGrad"}
+    return {node: None for node in _reached(nodes) if isinstance(node, AccumulateGrad)}
 
 
 def _leading_to(ends: Iterable[Node], roots: Iterable[Node]) -> Nodes:

@@ -238,6 +238,7 @@ def engine(
 
 def _torch_stages(works: Mapping[int, nn.Module], count: int, device: torch.device, group: Any) -> list[Any]:
     """Returns torch's object of each stage of this rank, of `count` stages."""
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.pipelining import PipelineStage
 
     class Stage(PipelineStage):
@@ -253,15 +254,18 @@ def _torch_stages(works: Mapping[int, nn.Module], count: int, device: torch.devi
             made: Tensor = super()._to_tensor(arg)
             return made if isinstance(arg, Tensor) or made.is_floating_point() else made.zero_()
 
-        def backward_maybe_with_nosync(
-            self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
-        ) -> Any:
-            """Runs a part of backward: "full", "input" or "weight"; the two halves are ours."""
-            if backward_type == "weight":
-                return bwd_kwargs["param_groups"].run(), None
-            if backward_type == "input":
-                return input_half(*(bwd_kwargs[x] for x in ("stage_output", "output_grads", "input_values")))
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        def backward_maybe_with_nosync(self, kind: str, values: dict[str, Any], last_backward: bool = False) -> Any:
+            """Runs backward (kind "full"), or one of our halves ("input", "weight")."""
+            if kind == "full":
+                return super().backward_maybe_with_nosync(kind, values, last_backward)
+            if isinstance(self.submod, FSDPModule):
+                # The schedule sums gradients and divides the parameters again after the last microbatch.
+                self.submod.set_is_last_backward(False)
+                self.submod.set_reshard_after_backward(False)
+                self.submod.set_requires_gradient_sync(False)
+            if kind == "input":
+                return input_half(values["stage_output"], values["output_grads"], values["input_values"])
+            return values["param_groups"].run(), None
 
     return [Stage(work, i, count, device, group=group) for i, work in works.items()]
 
