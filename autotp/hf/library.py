@@ -65,6 +65,12 @@ class Transformers(ModelLibrary):
             return ""
         return 'model.set_experts_implementation("grouped_mm"), which has no loop'
 
+    def instead_of_function(self, function: type) -> str:
+        """Returns the remedy for TRL's trainers, which replace a model's head by a loop over tiles of its weight."""
+        if function.__module__.startswith("trl."):
+            return "transformers.Trainer, with the same rows: TRL's trainers put a head of their own into the model"
+        return ""
+
 
 def _watch() -> None:
     accelerate_calls.watch_accelerate()
