@@ -22,7 +22,7 @@ from autotp.cli.flags import Debug, Json
 from autotp.cli.model_argument import dtype_named
 from autotp.cli.output import DIFFERENT, WrongUse, complain, console, print_json
 from autotp.errors import within
-from autotp.hf.conversion import as_in_files, as_in_modules
+from autotp.hf.files.conversion import as_in_files, as_in_modules
 from autotp.hf.processor_files import copy_beside
 
 To = Enum("To", {name: name for name in FORMATS})  # type: ignore[misc]

@@ -25,7 +25,7 @@ from torch import nn
 from autotp.checkpoint.files.plain_json import dtype_of
 from autotp.cli.output import WrongUse, complain
 from autotp.errors import Error
-from autotp.hf.from_configuration import LAYERS, model_from_configuration
+from autotp.hf.files.from_configuration import LAYERS, model_from_configuration
 
 OF_FACTORIES = (*LAYERS, "layers", "depth")
 """The names of a factory's argument for a number of layers."""

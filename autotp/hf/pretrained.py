@@ -41,7 +41,7 @@ from autotp.checkpoint.whole_tensors import GatheredTensor
 from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import Mesh, expect_alike, gather_ints, make_mesh
 from autotp.errors import Error, within
-from autotp.hf.configuration import (
+from autotp.hf.files.configuration import (
     ModelArguments,
     class_of,
     first_line,

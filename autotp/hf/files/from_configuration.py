@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autotp.errors import Error
-from autotp.hf.configuration import (
+from autotp.hf.files.configuration import (
     CONFIG,
     ModelArguments,
     class_of,

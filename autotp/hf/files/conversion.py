@@ -14,8 +14,8 @@ from autotp.checkpoint.conversion.content import Held
 from autotp.checkpoint.files.lazy_tensor import Lazy
 from autotp.checkpoint.files.tensor_sources import Source
 from autotp.errors import Error
-from autotp.hf.configuration import ModelArguments, first_line, offline_and_silent, transformers_module
-from autotp.hf.from_configuration import model_from_configuration
+from autotp.hf.files.configuration import ModelArguments, first_line, offline_and_silent, transformers_module
+from autotp.hf.files.from_configuration import model_from_configuration
 from autotp.hf.pretrained import lazy_model
 
 

@@ -12,7 +12,7 @@ import torch
 import autotp
 
 transformers = pytest.importorskip("transformers")
-from autotp.hf.from_configuration import model_from_configuration  # noqa: E402
+from autotp.hf.files.from_configuration import model_from_configuration  # noqa: E402
 
 TINY: dict[str, Any] = {
     "vocab_size": 99, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 6, "num_attention_heads": 6,
