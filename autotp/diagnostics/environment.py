@@ -24,11 +24,11 @@ TESTED = {
 OLDEST_TORCH = (2, 11)
 
 LIBRARIES = {
-    "transformers": "models, autotp.from_pretrained, save_pretrained, generate, pipeline; gradient checkpointing",
-    "peft": "LoRA: autotp.parallelize(get_peft_model(model, config))",
-    "accelerate": "Accelerator over replicas; its gather and its schedules over the ranks of one model are refused",
+    "transformers": "models, Trainer, generate, gradient checkpointing; autotp.from_pretrained, save_pretrained",
+    "peft": "LoRA: autotp.parallelize(get_peft_model(model, config)); save_pretrained saves the adapters",
+    "accelerate": "Accelerator sees the ranks of one model as one process; replicas beside them are refused",
     "lightning": "ModelParallelStrategy, with autotp.parallelize in configure_model",
-    "trl": "not tested: a trainer that reads the head's weight itself sees this rank's part",
+    "trl": "what reads the head's weight itself is refused by name",
     "torchao": "not tested; quantize_ of a parallel model is refused",
     "bitsandbytes": "not tested; autotp.from_pretrained refuses quantized checkpoints",
     "deepspeed": "not tested: use autotp.distribute(zero=1) in its place",
