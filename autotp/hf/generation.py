@@ -176,11 +176,13 @@ class _FirstRankProcessor:
 EACH = ("TemperatureLogitsWarper", "InfNanRemoveLogitsProcessor")
 """Processors that compute each score from itself alone."""
 
+FORCED = ("ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor")
+"""Processors that leave all scores, or set all: 0 for the forced tokens, which other processors may have excluded."""
+
 ADDED = (
-    "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "SuppressTokensLogitsProcessor",
-    "SuppressTokensAtBeginLogitsProcessor", "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor",
-    "NoRepeatNGramLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor",
-    "NoBadWordsLogitsProcessor", "PrefixConstrainedLogitsProcessor",
+    "SuppressTokensLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor", "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor", "NoRepeatNGramLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor",
+    "SequenceBiasLogitsProcessor", "NoBadWordsLogitsProcessor", "PrefixConstrainedLogitsProcessor",
 )  # fmt: skip
 """Processors that add values, often -inf, that depend only on the tokens. Each rank computes them, from zeros."""
 
@@ -214,8 +216,9 @@ def process_logits(processors: Any, tokens: Tensor, logits: Any) -> Any:
 def _apply_processor(processor: Any, tokens: Tensor, scores: Any, logits: Sharded) -> Any:
     kind = type(processor.processor if isinstance(processor, _FirstRankProcessor) else processor)
     name = kind.__name__ if kind.__module__ == "transformers.generation.logits_process" else ""
-    if isinstance(scores, CutScores | FewScores) and name in ADDED:
-        return scores.added(processor(tokens, torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)))
+    if isinstance(scores, CutScores | FewScores) and name in ADDED + FORCED:
+        row = processor(tokens, torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device))
+        return scores.added(row) if name in ADDED else scores.forced(row) if row.any() else scores
     if isinstance(scores, FewScores):
         every = name in AMONG
         return scores.each(lambda row: processor(tokens, row)) if every else processor(tokens, scores.whole())

@@ -222,6 +222,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "whole-rows": {"top_k": 0, "top_p": 0.8, "typical_p": 0.9},
     "several": {"num_return_sequences": 3, "top_k": 5, "renormalize_logits": True},
     "unknown": {"top_k": 9, "top_h": 0.4},
+    "forced": {"forced_eos_token_id": [98, 7], "eos_token_id": 98, "top_k": 0},  # `min_new_tokens` excludes 98 before.
 }
 
 
