@@ -102,10 +102,17 @@ class Generates:
         )  # fmt: skip
 
     def _assisted_decoding(
-        self, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        inputs_tensor: Tensor | None = None,  # transformers passes it only where the signature names it.
+        **kwargs: Any,
     ) -> Any:
+        rest = {"inputs_tensor": inputs_tensor, **kwargs}
         return self._decode(
-            "_assisted_decoding", input_ids, logits_processor, stopping_criteria, generation_config, kwargs
+            "_assisted_decoding", input_ids, logits_processor, stopping_criteria, generation_config, rest
         )
 
     def _decode(self, name: str, ids: Tensor, processors: Any, criteria: Any, config: Any, rest: dict[str, Any]) -> Any:

@@ -68,15 +68,24 @@ def structure_of(args: Any, kwargs: Any) -> Any:
 def places_of_rows(tensors: Sequence[Tensor], known: Iterable[Program]) -> frozenset[int]:
     """Returns the places, among the tensors of a batch, of those with its rows.
 
-    They are as long as the first tensor, and were so before: a mask `[seq seq]` may be as long as one batch by chance,
-    and positions `[1 seq]` as long as a batch of one row.
+    They are as long as the first tensor. A mask `[seq seq]` may be so by chance, and positions `[1 seq]` are as long as
+    a batch of one row: an earlier batch, in which they had another length, tells that they have no rows. (Positions may
+    be `[1 seq]` in one batch, and `[batch seq]` in the next.)
 
     Args:
         known: programs for arguments of this structure.
     """
-    long = frozenset(i for i, x in enumerate(tensors) if x.dim() and len(x) == len(tensors[0]))
-    told = [program.call.rows or long for program in known if program.captured.example[0][0] > 1]
-    return frozenset.intersection(*told) if told else long
+    size = len(tensors[0])
+    told = [
+        (its.captured.example, its.call.rows or frozenset())
+        for its in known
+        if its.captured.example[0][0] > 1  # One row is as long as whatever is broadcast.
+    ]
+    found = {i for i, x in enumerate(tensors) if x.dim() and len(x) == size}
+    if told:
+        found |= frozenset.intersection(*(rows for _, rows in told))  # `rows_of` raises if they differ now.
+    apart = {i for i in found for shapes, rows in told if i not in rows and (shapes[i][0] > 1 or size == 1)}
+    return frozenset(found - apart)
 
 
 def rows_of(tensors: Sequence[Tensor], parts: int, places: Iterable[int]) -> int:

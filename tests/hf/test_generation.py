@@ -312,6 +312,15 @@ def options(rank: int, n: int) -> None:
 
 
 @checks.on(2, rare=True)
+def an_assistant_with_an_encoder(rank: int, n: int) -> None:
+    """It encodes the prompt itself."""
+    whole, parallel = both(n, "t5")
+    one = {name: rows[1:] for name, rows in prompt().items()}
+    torch.manual_seed(1)
+    expect_same(whole, parallel, one, assistant_model=type(whole)(whole.config).eval(), **GREEDY)
+
+
+@checks.on(2, rare=True)
 def everything_returned(rank: int, n: int) -> None:
     """With `return_dict_in_generate`, whole: scores, hidden states, attentions by head."""
     whole = built("gpt2")

@@ -76,6 +76,9 @@ def by_chance(pp: int) -> None:
     for size in (8, 4, 2):
         same(whole, trainer, x[:size], Y[:size], **more)
         torch.testing.assert_close(trainer.evaluate(x[:size], Y[:size], **more), whole(x[:size], Y[:size], **more))
+        same(whole, trainer, x[:size], Y[:size], a=x[:size], b=wide)  # Now `a` has rows.
+    with pytest.raises(autotp.Error, match="inputs of 8 and 6 rows"):
+        trainer.step(x, Y[:6], **more)
 
 
 def called(rank: int, n: int) -> None:
