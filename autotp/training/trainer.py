@@ -57,7 +57,7 @@ from autotp.training.microbatches import (
 )
 from autotp.training.model_settings import model_settings
 from autotp.training.nonfinite import raise_nonfinite
-from autotp.training.pipeline_schedules import (
+from autotp.training.pipeline.schedules import (
     ENGINES,
     StageGraph,
     StageModule,
