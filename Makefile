@@ -13,7 +13,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
-TYPED := build/typed/autotp
 # Two workers share the files, in the order that tests/conftest.py gives them: the longest first.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -44,22 +43,18 @@ bench: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 benchmarks/zero.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 benchmarks/bubble.py
 
-# mypy knows a package by where its files lie, so it reads ours through links that lie as they are installed.
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	rm -rf $(TYPED)
-	mkdir -p $(TYPED)
-	ln -s $(CURDIR)/autotp/*.py $(CURDIR)/autotp/*/ $(CURDIR)/models $(CURDIR)/passes $(TYPED)
-	$(BIN)/mypy $(TYPED) examples
+	$(BIN)/mypy autotp examples
 
 # Without -c the newest torch would come, and with it, in places, gigabytes of CUDA.
-$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+$(INSTALLED): setup.py setup.cfg pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "autotp needs Python 3.10 or newer, and this is %d.%d: make PYTHON=python3.12" % sys.version_info[:2])'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
 	touch $@
 
 clean:
-	rm -rf .venv build dist out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist out src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
