@@ -22,6 +22,7 @@ from autotp.rules.call import placeholders
 from autotp.runtime.fsdp import expect_whole
 from autotp.sharding.layout import Layout
 from autotp.training.compute_dtype import cast_arguments, expect_products_of_one_dtype
+from autotp.training.halved_backward import input_half
 from autotp.training.microbatches import batch_tensors, map_rows, repeat_rows
 
 Schedule = Literal["1F1B", "interleaved", "GPipe", "zero-bubble", "zero-bubble-v"]
@@ -35,6 +36,13 @@ class Training(Options):
     schedule: Schedule = "1F1B"
     zero: int = 0
     compute_dtype: torch.dtype | None = None
+
+    def optional(self, name: str) -> bool:
+        """True unless an optional pass is left out.
+
+        A node that overlaps communication in backward cannot be halved: both halves would run all of it.
+        """
+        return super().optional(name) and not (name == "overlap" and ENGINES[self.schedule].halves)
 
 
 @dataclass(frozen=True)
@@ -188,19 +196,6 @@ class StageModule(nn.Module):
         return results[0] if len(results) == 1 else results
 
 
-def expect_halves(training: Training, tp: int, all_learn: bool) -> None:
-    """Raises Error if the schedule runs backward in two halves and torch cannot do so for this model."""
-    if not ENGINES[training.schedule].halves:
-        return
-    if not all_learn:
-        problem = "loses gradients where parameters are frozen"
-    elif training.sequence_parallel and tp > 1:
-        problem = "cannot halve the backward of a residual stream that is cut along the sequence"
-    else:
-        return
-    raise Error(f'schedule="{training.schedule}" {problem}', fix='schedule="interleaved"')
-
-
 def engine(
     training: Training,
     works: Mapping[int, nn.Module],
@@ -243,6 +238,7 @@ def engine(
 
 def _torch_stages(works: Mapping[int, nn.Module], count: int, device: torch.device, group: Any) -> list[Any]:
     """Returns torch's object of each stage of this rank, of `count` stages."""
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.pipelining import PipelineStage
 
     class Stage(PipelineStage):
@@ -257,6 +253,19 @@ def _torch_stages(works: Mapping[int, nn.Module], count: int, device: torch.devi
         def _to_tensor(self, arg: Any) -> Tensor:
             made: Tensor = super()._to_tensor(arg)
             return made if isinstance(arg, Tensor) or made.is_floating_point() else made.zero_()
+
+        def backward_maybe_with_nosync(self, kind: str, values: dict[str, Any], last_backward: bool = False) -> Any:
+            """Runs backward (kind "full"), or one of our halves ("input", "weight")."""
+            if kind == "full":
+                return super().backward_maybe_with_nosync(kind, values, last_backward)
+            if isinstance(self.submod, FSDPModule):
+                # The schedule sums gradients and divides the parameters again after the last microbatch.
+                self.submod.set_is_last_backward(False)
+                self.submod.set_reshard_after_backward(False)
+                self.submod.set_requires_gradient_sync(False)
+            if kind == "input":
+                return input_half(values["stage_output"], values["output_grads"], values["input_values"])
+            return values["param_groups"].run(), None
 
     return [Stage(work, i, count, device, group=group) for i, work in works.items()]
 

@@ -9,7 +9,7 @@ added without weights.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -58,7 +58,6 @@ from autotp.training.pipeline_schedules import (
     analyse_microbatch,
     division,
     engine,
-    expect_halves,
     parameters_of_stage,
     stages_of,
 )
@@ -173,7 +172,6 @@ class Trainer(HasHoldings):
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(training.compute_dtype)
         args, kwargs = cast_arguments(self._signature.by_name(*find_inputs(model, given)), training.compute_dtype)
-        self._expect_halves(model.parameters())
         analysis = agree_on_graph(
             self.everyone, lambda: self._analyse(True, args, kwargs), lambda it: f"{digest(it)} {training}"
         )
@@ -453,18 +451,12 @@ class Trainer(HasHoldings):
             warnings.warn(OTHER_LENGTHS.format(found.analysis.by_rows[0]), stacklevel=5)
         return found, batch.tensors
 
-    def _expect_halves(self, parameters: Iterable[Tensor]) -> None:
-        if self.mesh["pp"].size() > 1:
-            expect_halves(self._training, self.mesh["tp"].size(), all(p.requires_grad for p in parameters))
-
     def _as_batch(self, training: bool, args: Any, kwargs: Any) -> Batch:
         """Returns the arguments as a batch.
 
         Raises:
-            Error: its rows do not divide into the microbatches, or the schedule cannot run what is frozen by now.
+            Error: its rows do not divide into the microbatches.
         """
-        if training:
-            self._expect_halves(self.parameters())
         args, kwargs = cast_arguments(self._signature.by_name(args, kwargs), self._training.compute_dtype)
         expect_values(batch_tensors(args, kwargs))
         tensors, parts, key = batch_tensors(args, kwargs), self._training.microbatches, call_key(training, args, kwargs)
