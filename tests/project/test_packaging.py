@@ -29,7 +29,7 @@ FOLDERS = ("autotp", "benchmarks", "docs", "examples", "models", "passes", "test
 BESIDE = ("models", "passes")  # Folders of the checkout that are installed inside autotp.
 MADE = (".*", "__pycache__", "build", "dist", "out", "*.egg-info")
 """What a checkout has besides its files."""
-SAMPLE = ("tests/project/test_layers.py", "tests/sharding/test_axis.py", "tests/passes/lower/test_dce.py")
+SAMPLE = ("tests/project/test_tests.py", "tests/sharding/test_axis.py", "tests/passes/lower/test_dce.py")
 """Tests that are run in an unpacked source distribution."""
 LINK = re.compile(r"\]\((?!\w+:|#)|<(?:img|source)\b[^>]*src(?:set)?=\"(?!\w+:)")
 """A link to a file of the repository, in Markdown."""
