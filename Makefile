@@ -5,6 +5,7 @@
 # make test-all       passes all of them, with every rare case: all families at all sizes in all modes; hours
 # make bench          steps beside Megatron-style layers by hand and the plans of others, each pass on and off, what a
 #                     layer keeps, seconds to capture and how they grow, memory
+# make versions       some tests under each version of Python, torch and transformers, into docs/versions.md: an hour
 # make lint           ruff and mypy
 # make clean          removes all that these made
 #
@@ -16,7 +17,7 @@ INSTALLED := .venv/installed
 # Two workers share the files, in the order that tests/conftest.py gives them: the longest first.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-system test-examples test-all bench lint clean
+.PHONY: train test test-system test-examples test-all bench versions lint clean
 
 train: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py
@@ -42,6 +43,10 @@ bench: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 benchmarks/memory.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 benchmarks/zero.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 benchmarks/bubble.py
+
+# In virtual environments of its own. `docs/versions.py --help` says how to run some rows only.
+versions:
+	$(PYTHON) docs/versions.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
