@@ -64,6 +64,10 @@ class ModelLibrary:
         """Returns what to write so that a model does not loop over its experts; "" for other models."""
         return ""
 
+    def instead_of_function(self, function: type) -> str:
+        """Returns what to write instead of what calls a torch.autograd.Function; "" for other Functions."""
+        return ""
+
 
 _MAKERS: list[Callable[[], ModelLibrary]] = []
 
@@ -106,6 +110,11 @@ def is_state(x: Any) -> bool:
 def instead_of_expert_loop(model: Any) -> str:
     """Returns what to write so that a model does not loop over its experts; "" if no library knows."""
     return next(filter(None, (it.instead_of_expert_loop(model) for it in libraries())), "")
+
+
+def instead_of_function(function: type) -> str:
+    """Returns what to write instead of what calls a torch.autograd.Function; "" if no library knows."""
+    return next(filter(None, (it.instead_of_function(function) for it in libraries())), "")
 
 
 def recomputes(model: Any) -> bool:

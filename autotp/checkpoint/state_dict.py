@@ -16,6 +16,7 @@ from autotp.distributed.mesh import broadcast_from_first, expect_alike, group_of
 from autotp.errors import Error, within
 from autotp.ops.collectives import naming_lost
 from autotp.runtime.holdings import Holdings, expect_nothing_beside, holdings_of
+from autotp.sharding.boxes import Box
 
 OWN_NAMES = "a state_dict() of the modules' own tensors, under their own names"
 
@@ -57,7 +58,7 @@ def _gather_state(model: nn.Module, wanted: Callable[[str], bool]) -> dict[str, 
     names = list(dict.fromkeys(first for saved, first in parts.saved.items() if saved in asked))
     expect_alike(names, parts.everyone, "wants other names", "the same `wanted`")
     for name in names:
-        whole[name] = _gather_tensor(parts, name)
+        whole[name] = gather_like(parts, name, parts.held.get(name))
     if parts.everyone.rank:
         return {}
     return {name: cast(Tensor, whole[first]) for name, first in parts.saved.items() if name in asked}
@@ -108,9 +109,13 @@ def _fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             parts.fill(name, whole)
 
 
-def _gather_tensor(parts: Holdings, name: str) -> Tensor | None:
-    """Gathers a tensor: returns it on the first rank's CPU, and None on the other ranks."""
-    tensor, mine = parts.held.get(name), []
+def gather_like(parts: Holdings, name: str, tensor: Tensor | None) -> Tensor | None:
+    """Gathers a tensor that is cut as the parameter `name`: returns it on the first rank's CPU, None on the others.
+
+    Args:
+        tensor: this rank's part; None if the rank does not hold the parameter.
+    """
+    mine: list[tuple[Box, Tensor]] = []
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     if tensor is not None and not parts.replica:
         mine = [(box, part.detach().cpu()) for box, part in parts.counts(name, tensor)]

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from autotp.hf import accelerate_calls, caches, overrides
+from autotp.hf import accelerate_calls, caches, one_process, overrides, trainer_calls
+from autotp.hf.after_import import after_import
 from autotp.model_library import ModelLibrary
 from autotp.rules.products import grouped_mm
 
@@ -47,8 +48,8 @@ class Transformers(ModelLibrary):
         return module.startswith("accelerate.")
 
     def watch_calls(self) -> None:
-        """Has accelerate's schedules, and its calls that join the tensors of processes, raise Error."""
-        accelerate_calls.watch_accelerate()
+        """Has accelerate see one process, and Trainer save the whole, also if they are imported later."""
+        after_import(("accelerate.accelerator", "accelerate.scheduler", "transformers.trainer"), _watch)
 
     def keep_activations(self, model: Any) -> None:
         """Switches gradient checkpointing off for the capture: autograd would recompute outside the capturing modes."""
@@ -63,6 +64,18 @@ class Transformers(ModelLibrary):
         if not loops or not hasattr(model, "set_experts_implementation"):
             return ""
         return 'model.set_experts_implementation("grouped_mm"), which has no loop'
+
+    def instead_of_function(self, function: type) -> str:
+        """Returns the remedy for TRL's trainers, which replace a model's head by a loop over tiles of its weight."""
+        if function.__module__.startswith("trl."):
+            return "transformers.Trainer, with the same rows: TRL's trainers put a head of their own into the model"
+        return ""
+
+
+def _watch() -> None:
+    accelerate_calls.watch_accelerate()
+    one_process.show_one_process()
+    trainer_calls.watch_trainer()
 
 
 def _modules(model: Any) -> list[nn.Module]:

@@ -5,14 +5,32 @@ This module does not import transformers or peft before the user's program does.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NoReturn, cast
 
-from torch import nn
+from torch import Tensor, nn
 
+from autotp.checkpoint.state_dict import full_state_dict
+from autotp.distributed.consistency import agree
 from autotp.errors import Error
 from autotp.hf.generation import Generates
+
+_saved: ContextVar[tuple[Any, ...]] = ContextVar("saved", default=())
+
+
+@contextmanager
+def already_saved(model: nn.Module) -> Iterator[None]:
+    """A region in which `model.save_pretrained` does nothing: Trainer calls it on the first rank alone."""
+    token = _saved.set((*_saved.get(), model))
+    try:
+        yield
+    finally:
+        _saved.reset(token)
 
 
 def overrides(original: type) -> tuple[type, ...]:
@@ -32,22 +50,48 @@ class Saves:
     recompute: str
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **given: Any) -> None:
-        """Saves the whole model by `autotp.save_pretrained`; call it on every rank.
+        """Saves the whole model by `autotp.save_pretrained`, or a whole state dict by transformers, on the first rank.
+
+        Call it on every rank.
+
+        Args:
+            save_directory: the folder.
+            given: `max_shard_size`, or `state_dict`, whole on the first rank, with any of transformers' options.
 
         Raises:
-            Error: `autotp.save_pretrained` does not have an option.
+            Error: on every rank: `autotp.save_pretrained` does not have an option, or the file system fails.
         """
         from autotp.hf.pretrained import save_pretrained
 
-        others = given.keys() - {"max_shard_size"}
-        if others:
+        if self in _saved.get():
+            return
+        model = cast(nn.Module, self)
+        # accelerate's way to save passes these: the first rank writes by itself.
+        rest = {name: x for name, x in given.items() if name not in ("is_main_process", "save_function")}
+        state = rest.pop("state_dict", None)
+        if state is not None:
+            _save_whole(self, model, save_directory, state, rest)
+            return
+        if others := {name for name in rest if rest[name] is not None} - {"max_shard_size"}:
             names = ", ".join(sorted(others))
             raise Error(
                 f"a parallel model is not saved with {names}",
-                fix="autotp.save_pretrained(model, path), on all ranks",
-                alternative='with Trainer: save_strategy="no", and autotp.save_pretrained(model, path) after train()',
+                fix="model.save_pretrained(path), on all ranks: it gathers the whole model",
+                alternative="state_dict=autotp.full_state_dict(model): transformers saves it, with all of its options",
             )
-        save_pretrained(cast(nn.Module, self), save_directory, **given)
+        save_pretrained(model, save_directory, **rest)
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Returns the number of elements of the whole model's parameters.
+
+        Args:
+            only_trainable: whether those count only that require gradients.
+            exclude_embeddings: whether weights of embeddings do not count.
+        """
+        model = cast(nn.Module, self)
+        tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        left_out = {id(table.weight) for table in tables if exclude_embeddings}
+        return whole_size(model, lambda p: id(p) not in left_out and (p.requires_grad or not only_trainable))
 
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
         """Sets `recompute="full"`, as in `parallelize`: backward computes the activations of a block again."""
@@ -75,14 +119,41 @@ class Saves:
 
 
 class Adapts:
-    """Methods of peft's models that raise Error: they need whole adapters, or change the set of adapters."""
+    """Methods of peft's models that save adapters whole, or raise Error because they change the set of adapters."""
 
-    def save_pretrained(self, *_: Any, **__: Any) -> NoReturn:
+    peft_config: Mapping[str, Any]
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **given: Any) -> None:
+        """Gathers the adapters, and saves them by peft on the first rank; call it on every rank.
+
+        Args:
+            save_directory: the folder.
+            given: peft's options.
+
+        Raises:
+            Error: on every rank: an adapter is a prompt that peft computes, or the file system fails.
+        """
+        if self in _saved.get():
+            return
+        model: Any = self
+        if any(config.is_prompt_learning for config in self.peft_config.values()):
+            raise Error(
+                "peft computes the prompt that it saves from the weights, and these are cut",
+                fix="autotp.full_state_dict(model), and peft on one device",
+            )
+        state = full_state_dict(model, _names_of_adapters(model).__contains__)
+        others = {name: value for name, value in given.items() if name not in ("state_dict", "is_main_process")}
+
+        def write() -> None:
+            if model.mesh.rank == 0:
+                theirs: Any = super(Adapts, model)
+                theirs.save_pretrained(save_directory, state_dict=state, **others)
+
+        agree(model.mesh, write)
+
+    def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
         """Raises Error."""
-        raise Error(
-            "the adapters of a parallel model are cut",
-            fix="autotp.full_state_dict(model, wanted) and peft on one device, as examples/hf_lora.py does",
-        )
+        raise Error("a parallel model is not pushed to a hub", fix="model.save_pretrained(path)")
 
     def _raise_error(self, *_: Any, **__: Any) -> NoReturn:
         raise Error(
@@ -90,6 +161,43 @@ class Adapts:
             fix="do so with the peft model, and parallelize it then",
         )
 
-    push_to_hub = save_pretrained
     disable_adapter = merge_adapter = unmerge_adapter = merge_and_unload = unload = _raise_error
     add_adapter = delete_adapter = load_adapter = add_weighted_adapter = _raise_error
+
+
+def _save_whole(saves: Saves, model: Any, folder: str | os.PathLike[str], state: Any, given: Mapping[str, Any]) -> None:
+    """Saves a state dict, whole on the first rank, by transformers."""
+    theirs: Any = super(Saves, saves)
+
+    def write() -> None:
+        if model.mesh.rank == 0:
+            wrong = [
+                name for name, x in state.items() if name in model.layouts and x.shape != model.layouts[name].shape
+            ]
+            if wrong:
+                raise Error(
+                    f"`{wrong[0]}` is a part in the state dict",
+                    fix="state_dict=autotp.full_state_dict(model), which all ranks call",
+                )
+            theirs.save_pretrained(folder, state_dict=state, **given)
+
+    agree(model.mesh, write)
+
+
+def _names_of_adapters(model: Any) -> set[str]:
+    """Returns the names, in the state dict, of the tensors that peft saves."""
+    from peft import get_peft_model_state_dict
+
+    own = nn.Module.state_dict(model)
+    saved = {
+        id(value)
+        for name in model.peft_config
+        for value in get_peft_model_state_dict(model, state_dict=dict(own), adapter_name=name).values()
+    }
+    return {name for name, value in own.items() if id(value) in saved}
+
+
+def whole_size(model: Any, counts: Callable[[Tensor], bool]) -> int:
+    """Returns the number of elements of a parallel model's parameters, of all ranks together."""
+    shapes = [model.layouts[name].shape for name, p in model.named_parameters() if counts(p)]
+    return sum(math.prod(shape) for shape in shapes)

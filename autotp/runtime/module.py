@@ -103,14 +103,16 @@ class Part(nn.Module):
         super().__delattr__(name)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Loads a state dict that `state_dict()` returned on this rank. Call it on every rank.
+        """Loads the state dict of the original model, or one that `state_dict()` returned on this rank.
+
+        Call it on every rank, with the whole tensors on each; `autotp.load_full_state_dict` needs them on one.
 
         Args:
-            state_dict: name -> this rank's part.
+            state_dict: name -> the whole tensor, or this rank's part.
             args, kwargs: as for `torch.nn.Module.load_state_dict`.
 
         Raises:
-            Error: on every rank, and nothing is changed: it is the original model's state dict, or another rank's.
+            Error: on every rank, and nothing is changed: a tensor has neither of these shapes.
         """
         state, inherited = state_of(self), super().load_state_dict
         if state is None:
@@ -119,9 +121,9 @@ class Part(nn.Module):
         def load() -> Any:
             gather_ints([], state.tree.mesh)  # All ranks are here.
             take_note_back()
-            agree(state.tree.mesh, lambda: _expect_parts(self, state_dict))
+            parts = agree(state.tree.mesh, lambda: _parts_of(self, state_dict, state.tree.mesh.rank))
             state.tree.loaded += 1
-            return agree(state.tree.mesh, lambda: inherited(state_dict, *args, **kwargs))
+            return agree(state.tree.mesh, lambda: inherited(parts, *args, **kwargs))
 
         _expect_no_swap(self, "load_state_dict")
         expect_all_to_call("load_state_dict")
@@ -264,16 +266,32 @@ OURS: dict[str, Callable[[Executable], Any]] = {
 """Attributes such as `model.plan`, unless the model itself has an attribute of this name."""
 
 
-def _expect_parts(module: nn.Module, given: Mapping[str, Any]) -> None:
-    """Raises Error where a tensor of a state dict has another shape than the part that this rank holds."""
+def _parts_of(module: nn.Module, given: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
+    """Returns a state dict with this rank's part of each tensor.
+
+    Args:
+        given: name -> the whole tensor, or this rank's part.
+
+    Raises:
+        Error: a tensor has neither of these shapes.
+    """
+    found = OrderedDict(given)
+    if hasattr(given, "_metadata"):  # The versions of modules, which torch keeps so.
+        found._metadata = given._metadata  # type: ignore[attr-defined]
     for path, one in module.named_modules(remove_duplicate=False):
-        for key in (key for key, layout in held_in(one).items() if layout.dim is not None):
-            tensor = given.get(f"{path}.{key}" if path else key)
-            if isinstance(tensor, Tensor) and tensor.shape != one.get_parameter(key).shape:
+        for key, layout in held_in(one).items():
+            name = f"{path}.{key}" if path else key
+            tensor, part = given.get(name), one.get_parameter(key)
+            if layout.dim is None or not isinstance(tensor, Tensor) or tensor.shape == part.shape:
+                continue
+            if tensor.shape != layout.shape:
                 raise Error(
-                    "these are not the parts that this rank holds",
-                    fix="autotp.load_full_state_dict(model, state), for the original model's state",
+                    f"`{name}` is {list(tensor.shape)}: neither the whole, {list(layout.shape)}, nor the part that "
+                    f"this rank holds, {list(part.shape)}",
+                    fix="the state dict of the original model, or model.state_dict() of this rank",
                 )
+            found[name] = layout.take(tensor, rank)
+    return found
 
 
 def _expect_no_swap(module: nn.Module, what: str) -> None:

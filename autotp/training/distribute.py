@@ -17,7 +17,7 @@ from autotp.errors import Error, within
 from autotp.options import Recompute, expect_choices
 from autotp.runtime.build import expect_ordinary
 from autotp.runtime.torch_hooks.install import watched
-from autotp.training.pipeline_schedules import ENGINES, Schedule, Training
+from autotp.training.pipeline.schedules import ENGINES, Schedule, Training
 from autotp.training.process_groups import mesh_of
 from autotp.training.trainer import Trainer
 

@@ -50,7 +50,7 @@ from autotp.training.compute_dtype import cast_arguments, parameter_reader
 from autotp.training.microbatches import Batch, batch_tensors, call_key, expect_values, map_rows, rows_of, totals_of
 from autotp.training.model_settings import model_settings
 from autotp.training.nonfinite import raise_nonfinite
-from autotp.training.pipeline_schedules import (
+from autotp.training.pipeline.schedules import (
     ENGINES,
     StageGraph,
     StageModule,

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
+from autotp.model_library import instead_of_function
 from autotp.ops.custom_vjp import RECORDED
 from autotp.source_location import user_line
 
@@ -164,5 +165,5 @@ def _refused(function: Function, error: Exception) -> Error:
         f"the backward of the torch.autograd.Function `{function.__name__}` cannot be in a graph: "
         f"{type(error).__name__}: {first}",
         at=user_line(traceback.extract_stack()),
-        fix="torch.library.custom_op with register_autograd, and autotp.rule",
+        fix=instead_of_function(function) or "torch.library.custom_op with register_autograd, and autotp.rule",
     )

@@ -276,15 +276,24 @@ def wholes_are_not_written_over_parts(rank: int, n: int) -> None:
                 "  try      autotp.load_full_state_dict(model, state), which writes the whole model's state\n"
                 "  or       autotp.gather(tensor) is the whole of a part"
             )
-    for module, state in ((parallel, Net().state_dict()), (parallel.up, nn.Linear(8, 30).state_dict())):
-        for assign in (False, True):
-            with pytest.raises(autotp.Error) as raised:
-                module.load_state_dict(state, assign=assign)
-            assert str(raised.value) == (
-                f"{type(module).__name__}.load_state_dict: these are not the parts that this rank holds\n"
-                "  try      autotp.load_full_state_dict(model, state), for the original model's state"
-            )
-        module.load_state_dict(module.state_dict())
+
+
+@checks.on(2)
+def whole_state_dicts_are_cut(rank: int, n: int) -> None:
+    """Of the model and of a submodule, copied or assigned; of other shapes: an error, and nothing is changed."""
+    for assign in (False, True):
+        parallel, other = autotp.parallelize(Net(), n, example_inputs=(x(),)), Net()
+        for module, whole in ((parallel, other), (parallel.up, nn.Linear(8, 30).double())):
+            assert not module.load_state_dict(whole.state_dict(), assign=assign).missing_keys
+            mine = parallel.layouts["up.weight"].take(getattr(whole, "up", whole).weight, rank)
+            assert torch.equal(parallel.up.weight, mine)
+            before = {name: value.clone() for name, value in module.state_dict().items()}
+            with pytest.raises(autotp.Error, match=r"weight` is \[29, 8\]: neither the whole, \[30, 8\], nor the part"):
+                module.load_state_dict({name: value[:-1] for name, value in whole.state_dict().items()}, assign=assign)
+            assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+            module.load_state_dict(module.state_dict(), assign=assign)
+        other.up.load_state_dict(whole.state_dict())
+        torch.testing.assert_close(parallel(x()), other(x()))
 
 
 class Attention(nn.Module):

@@ -68,16 +68,15 @@ class Own(transformers.LogitsProcessor):
 
 
 def loading(rank: int, n: int) -> list[str]:
-    """The first rank's parts on all ranks; then only the first loads, and the model's calls are no longer compared."""
+    """Wrong shapes on the second rank; then only the first loads, and the model's calls are no longer compared."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(8, 15), nn.GELU(), nn.Linear(15, 8))
     model = autotp.parallelize(model, n, example_inputs=torch.ones(2, 8), timeout=timedelta(seconds=3))
     for _ in range(3):
         expected = model(torch.ones(2, 8))
     own = model.state_dict()
-    of_first = [{name: tensor + 1 for name, tensor in own.items()} if rank == 0 else None]
-    dist.broadcast_object_list(of_first)
-    found = [problem(lambda: model.load_state_dict(of_first[0]))]
+    wrong = {name: tensor.new_ones(3) if rank else tensor + 1 for name, tensor in own.items()}
+    found = [problem(lambda: model.load_state_dict(wrong))]
     assert torch.equal(model(torch.ones(2, 8)), expected)
     found.append(problem(lambda: model.load_state_dict(own) if rank == 0 else model(torch.ones(2, 8))))
     return found
@@ -86,7 +85,10 @@ def loading(rank: int, n: int) -> list[str]:
 def test_load_state_dict() -> None:
     """One error on every rank, and nothing is changed."""
     one, other = run_ranks(loading, 2, timeout=60)
-    assert one[0] == other[0] == "Sequential.load_state_dict: these are not the parts that this rank holds"
+    told = (
+        "Sequential.load_state_dict: `0.weight` is [3]: neither the whole, [15, 8], nor the part that this rank holds, "
+    )
+    assert one[0] == other[0] == told + "[7, 8]"
     assert one[1].startswith("Sequential.load_state_dict: all_gather_into_tensor over axis `tp` failed on rank 0")
     assert one[1].endswith("(global rank 0): this rank called load_state_dict, and not all ranks did")
     assert other[1].endswith("(global rank 1): tp rank 0 (global rank 0) called load_state_dict, and not all ranks did")

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hugging_face import RANK, TARGETS, adapted, tiny
-from ranks import Checks
+from ranks import Checks, run_ranks
 from torch import nn
 
 import autotp
@@ -50,13 +51,33 @@ def llama_and_twin(n: int) -> tuple[nn.Module, Any]:
 
 @checks.on(2)
 def what_is_done_before(rank: int, n: int) -> None:
-    """Adapters of a parallel model are not merged, exchanged, or saved in parts: one error, that says what to do."""
+    """Adapters of a parallel model are not merged or exchanged: one error, that says what to do."""
     _, parallel = llama_and_twin(n)
     for name in ("merge_adapter", "merge_and_unload", "disable_adapter", "add_adapter"):
         with pytest.raises(autotp.Error, match="adapters of a parallel model are not merged"):
             getattr(parallel, name)()
-    with pytest.raises(autotp.Error, match="the adapters of a parallel model are cut"):
-        parallel.save_pretrained("adapters")
+
+
+def saved_and_read(rank: int, n: int, folder: Path) -> list[float]:
+    """peft reads what a parallel model saved; parallel again, it computes the same."""
+    peft = pytest.importorskip("peft")
+    whole, inputs = adapted("llama", modules_to_save=["lm_head"])
+    parallel: Any = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=inputs)
+    parallel.save_pretrained(folder / "parallel")
+    dist.barrier()
+    model = peft.PeftModel.from_pretrained(tiny("llama")[0], folder / "parallel", is_trainable=True)
+    found = model.state_dict()
+    assert list(found) == list(whole.state_dict())
+    for name, value in whole.state_dict().items():
+        assert torch.equal(found[name], value), name
+    again: Any = autotp.parallelize(model, n, example_inputs=inputs)
+    return [float(it(**inputs).loss) for it in (whole, parallel, again)]
+
+
+def test_adapters_are_saved_whole(tmp_path: Path) -> None:
+    for losses in run_ranks(saved_and_read, 2, tmp_path, timeout=100):
+        assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {it.name for it in (tmp_path / "parallel").iterdir()}
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ TESTS = ROOT / "tests"
 
 THROUGH_A_PUBLIC_CALL = {
     "api": "system/test_refusals",
+    "checkpoint/whole_optimizer": "hf/test_trainer_calls",
     "checkpoint/write": "checkpoint/test_saving_ends",
     "diagnostics/report": "diagnostics/test_plan",
     "distributed/background_exchange": "distributed/test_heartbeat",
-    "hf/accelerate_calls": "system/test_loops",
+    "hf/accelerate_calls": "hf/test_one_process",
     "hf/caches": "hf/test_generation",
     "hf/generation_settings": "distributed/test_ranks_differ",
     "hf/library": "hf/test_hf_calls",

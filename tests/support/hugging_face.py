@@ -1,4 +1,4 @@
-"""Tiny models of transformers: families, LoRA adapters, models that generate; tests of them need transformers."""
+"""Tiny models of transformers: families, LoRA adapters, models that generate, training loops."""
 
 from __future__ import annotations
 
@@ -140,3 +140,36 @@ def expect_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert set(found) == set(expected)
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+# ---- training loops
+
+LLAMA: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Texts of unequal length, padded on the right."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        x = torch.randint(0, 97, (12,), generator=torch.Generator().manual_seed(i))
+        mask = torch.arange(12) < 12 - i % 4
+        return {"input_ids": x, "labels": x.masked_fill(~mask, -100), "attention_mask": mask.long()}
+
+
+def llama_in_float64(**more: Any) -> Any:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, **more)).double()
+
+
+def expect_close(found: Any, expected: Any) -> None:
+    """In models of transformers norms and losses compute in float32."""
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -222,43 +222,6 @@ def take_the_state_of_one_device(rank: int, n: int) -> None:
     expect_equal_state(whole, parallel, 1e-11)
 
 
-@checks.on(2)
-def accelerates(rank: int, n: int) -> None:
-    """accelerate puts no DistributedDataParallel around it; in float64 its loop is one device's."""
-    whole, parallel = pair(n)
-    made, folder = accelerate.Accelerator(cpu=True), tempfile.TemporaryDirectory()
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (whole, parallel)]
-    with pytest.raises(autotp.Error, match=r"DistributedDataParallel over ranks \[0, 1\] of one tensor-parallel model"):
-        made.prepare(parallel, optimizers[1])
-    unused = copy.deepcopy(parallel)
-    rows = made.prepare_data_loader(torch.utils.data.DataLoader(torch.randn(16, 8, dtype=FLOAT64), batch_size=4))
-    with pytest.raises(autotp.Error, match="tp rank 1 got other inputs than rank 0"):
-        for batch in rows:
-            unused(batch)
-    model, optimizer = made.prepare_model(parallel, evaluation_mode=True), made.prepare_optimizer(optimizers[1])
-    with pytest.raises(autotp.Error, match="accelerate writes the state of the first rank only"):
-        made.save_state(folder.name)
-    for join in (made.gather, made.gather_for_metrics, made.reduce):
-        with pytest.raises(autotp.Error, match="the ranks of a parallel model have the same rows"):
-            join(loss_of(model, 0).detach()[None])
-    made.set_trigger()
-    assert made.check_trigger(), "a flag of all processes"
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizers[1], 0.5)
-    with pytest.raises(autotp.Error, match="a schedule that accelerate prepared steps once for each process"):
-        made.prepare_scheduler(schedule).step()
-    assert schedule.last_epoch == 0
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        made.backward(loss_of(model, step))
-        mine = made.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizers[0].zero_grad()
-        loss_of(whole, step).backward()
-        torch.testing.assert_close(mine, nn.utils.clip_grad_norm_(whole.parameters(), 0.1), rtol=1e-12, atol=0)
-        optimizers[0].step()
-    expect_equal_state(whole, parallel, 1e-11)
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("n", "name"), checks.cases())
 def test_on_ranks(n: int, name: str) -> None:
@@ -269,7 +232,7 @@ def accelerated_bfloat16(rank: int, n: int) -> None:
     """accelerate's autocast, which it puts around `forward`."""
     whole, parallel = pair(n, torch.float32)
     made = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-    model, x = made.prepare_model(parallel, evaluation_mode=True), X[torch.float32]
+    model, x = made.prepare_model(parallel), X[torch.float32]
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (whole, parallel)]
     for _ in range(STEPS):
         with torch.autocast("cpu", torch.bfloat16):

@@ -18,7 +18,7 @@ from trainers import mine
 import autotp
 from autotp.models.bert import BERT, BERTConfig
 from autotp.training.distribute import distribute
-from autotp.training.pipeline_schedules import ENGINES
+from autotp.training.pipeline.schedules import ENGINES
 
 BATCH, PARTS = 8, 2
 MODELS = ("gpt", "bert", "llama-tied", "llama-untied")

@@ -6,9 +6,10 @@ torch has no hook for the state dicts of all optimizers, so each gets one at its
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -23,6 +24,8 @@ Line = tuple[str, int]
 _told: WeakKeyDictionary[Optimizer, set[Line]] = WeakKeyDictionary()
 """Optimizer with our hook -> the lines of the user's code that had a warning."""
 
+_whole: WeakSet[Optimizer] = WeakSet()
+
 BETWEEN = ("torch.optim.", "torch._dynamo.", "torch._compile")
 """Modules of torch between `state_dict()` of an optimizer and the code that calls it."""
 
@@ -34,7 +37,19 @@ def watch_state(optimizer: Optimizer) -> None:
         optimizer.register_state_dict_pre_hook(_before_state_dict)
 
 
+@contextmanager
+def not_watched(optimizer: Optimizer) -> Iterator[None]:
+    """A region in which the state dict of an optimizer is whole, so reading it is no mistake."""
+    _whole.add(optimizer)
+    try:
+        yield
+    finally:
+        _whole.discard(optimizer)
+
+
 def _before_state_dict(optimizer: Optimizer) -> None:
+    if optimizer in _whole:
+        return
     frame = _reader(sys._getframe(1))
     if frame is None or (line := (frame.f_code.co_filename, frame.f_lineno)) in _told.setdefault(optimizer, set()):
         return

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotp.training.halved_backward import input_half
+from autotp.training.pipeline.halved_backward import input_half
 
 Forward = Callable[[Tensor, dict[str, Tensor]], Any]
 

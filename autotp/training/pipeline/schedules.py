@@ -22,8 +22,8 @@ from autotp.rules.call import placeholders
 from autotp.runtime.fsdp import expect_whole
 from autotp.sharding.layout import Layout
 from autotp.training.compute_dtype import cast_arguments, expect_products_of_one_dtype
-from autotp.training.halved_backward import input_half
 from autotp.training.microbatches import batch_tensors, map_rows, repeat_rows
+from autotp.training.pipeline.halved_backward import input_half
 
 Schedule = Literal["1F1B", "interleaved", "GPipe", "zero-bubble", "zero-bubble-v"]
 

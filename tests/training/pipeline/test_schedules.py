@@ -1,4 +1,4 @@
-"""pipeline_schedules: where stages are, what they keep, and which passes a schedule leaves out."""
+"""schedules: where stages are, what they keep, and which passes a schedule leaves out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autotp.training.pipeline_schedules import ENGINES, Training, stages_of
+from autotp.training.pipeline.schedules import ENGINES, Training, stages_of
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""The whole state of an optimizer: what its `state_dict()` would be on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from autotp.checkpoint.state_dict import gather_like
+from autotp.distributed.consistency import agree
+from autotp.distributed.live_models import sorted_by_model
+from autotp.distributed.mesh import expect_alike
+from autotp.errors import Error
+from autotp.runtime.holdings import Holdings, holdings_of
+from autotp.runtime.torch_hooks.optimizer_state import not_watched
+
+State = dict[str, Any]
+
+
+@contextmanager
+def whole_state_dicts(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """A region in which `state_dict()` of these optimizers returns the whole state. Enter it on every rank.
+
+    The state is gathered at the beginning, on the first rank's CPU. On other ranks `state_dict()` has no state.
+
+    Raises:
+        Error: on every rank: as `whole_state_dict`.
+    """
+    with ExitStack() as stack:
+        for optimizer in optimizers:
+            whole = whole_state_dict(optimizer)
+            if whole is not None:
+                stack.callback(optimizer.register_state_dict_post_hook(_returning(whole)).remove)
+                stack.enter_context(not_watched(optimizer))
+        yield
+
+
+def _returning(state: State) -> Callable[[Optimizer, State], State]:
+    return lambda *_: state
+
+
+def whole_state_dict(optimizer: Optimizer) -> State | None:
+    """Returns the whole state of an optimizer on the first rank, and one without state on the others.
+
+    It is in the form of torch's `state_dict()`. `load_state_dict` takes it on one device and on any number of ranks.
+    None if the optimizer has no parameters of a parallel model. Call it on every rank.
+
+    Raises:
+        Error: on every rank: a state has another shape than its cut parameter, so its place in the whole is unknown.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = {id(p): i for i, p in enumerate(parameters)}
+    held, _ = sorted_by_model(parameters)
+    if not held:
+        return None
+    whole = optimizer.state_dict()
+    whole["state"] = {i: dict(values) for i, values in whole["state"].items()}
+    for model, named in held.items():
+        parts = holdings_of(model, "state_dict")
+        kept = {name: optimizer.state.get(p, {}) for name, p in named.items()}
+        cut = agree(parts.everyone, partial(_cut_states, optimizer, parts, kept))
+        expect_alike(cut, parts.everyone, "has another state of the optimizer", "the same steps of the optimizer")
+        for name, key in cut:
+            gathered = gather_like(parts, name, kept[name][key])
+            if gathered is not None:
+                whole["state"][numbers[id(named[name])]][key] = gathered
+        if parts.everyone.rank:
+            whole["state"] = {}
+    return whole
+
+
+def _cut_states(optimizer: Optimizer, parts: Holdings, kept: dict[str, State]) -> list[tuple[str, str]]:
+    """Returns the parameter and the key of each state that is cut as its parameter is.
+
+    Raises:
+        Error: one has a shape of its own.
+    """
+    found = []
+    for name, key in ((name, key) for name, values in kept.items() for key in values):
+        value = kept[name][key]
+        if parts.layout(name).dim is None or not isinstance(value, Tensor) or not value.dim():
+            continue
+        if value.shape != parts.held[name].shape:
+            raise Error(
+                f"`{key}` of `{name}` is {list(value.shape)} in {type(optimizer).__name__}, and the parameter "
+                f"{list(parts.held[name].shape)}: its place in the whole tensor is unknown",
+                fix="an optimizer whose state is shaped as the parameters are, such as AdamW",
+            )
+        found.append((name, key))
+    return found

@@ -1,0 +1,40 @@
+"""Calls a function once a module has been imported, without importing it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules of others by the other finders, and calls back when one has run."""
+
+    def __init__(self, names: Sequence[str], then: Callable[[], None]) -> None:
+        self.names, self.then = frozenset(names), then
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Returns the module's spec, whose loader calls back; None for other modules."""
+        if name not in self.names:
+            return None
+        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                self.then()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def after_import(names: Sequence[str], then: Callable[[], None]) -> None:
+    """Calls `then` now, and again after each import of one of these modules."""
+    if not any(isinstance(finder, _Finder) and finder.names == frozenset(names) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(names, then))
+    then()

@@ -1,0 +1,140 @@
+"""accelerate sees the ranks of one model as one process: its loops and files are one device's."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hugging_face import Rows, expect_close, llama_in_float64
+from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+import autotp
+
+accelerate = pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+STEPS = 6
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([Rows(24)[i] for i in range(24)])
+
+
+def loop(rank: int, n: int, folder: Path, accelerator_first: bool, stream: bool) -> dict[str, Any]:
+    """Accumulates, clips and schedules; saves in the middle, and runs the rest again from there."""
+    torch.manual_seed(rank)  # The order of rows is that of the first process.
+    made = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2) if accelerator_first else None
+    model: Any = llama_in_float64()
+    model = autotp.parallelize(model, n) if n > 1 else model
+    made = made or accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
+    rows = torch.utils.data.DataLoader(Stream() if stream else Rows(24), batch_size=2, shuffle=not stream)
+    given = (model, optimizer, rows, schedule)
+    prepared, optimizer, rows, schedule = made.prepare(*given)
+    assert prepared is model and made.num_processes == 1 and made.process_index == rank
+    assert not isinstance(prepared, torch.nn.parallel.DistributedDataParallel)
+    found: dict[str, Any] = {"log": [], "ids": []}
+    batches = list(rows)
+    for turn in range(2):
+        for i, batch in enumerate(batches):
+            if turn and i < 6:
+                continue
+            if not turn and i == 6:
+                made.save_state(str(folder))
+            if turn and i == 6:
+                made.load_state(str(folder))
+            with made.accumulate(model):
+                loss = model(**batch).loss
+                made.backward(loss)
+                norm = made.clip_grad_norm_(model.parameters(), 0.5) if made.sync_gradients else torch.zeros(())
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            found["log"].append((loss.item(), float(norm), schedule.get_last_lr()[0]))
+            found["ids"].append(made.gather_for_metrics(batch["input_ids"]))
+            counted = made.reduce(torch.tensor(float(len(batch["labels"]))), "sum"), made.gather(loss.detach()[None])
+            assert counted[0] == 2 and counted[1].shape == (1,) and made.gather_for_metrics([rank]) == [rank]
+    found["state"] = made.get_state_dict(model)
+    made.unwrap_model(model).save_pretrained(
+        folder / "model", is_main_process=made.is_main_process, save_function=made.save,
+        state_dict=made.get_state_dict(model),
+    )  # fmt: skip
+    made.wait_for_everyone()
+    found["words"] = accelerate.utils.broadcast_object_list([rank])
+    found["main"] = made.on_main_process(lambda: rank)()
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("accelerator_first", "stream"), [(True, False), pytest.param(False, True, marks=pytest.mark.rare)]
+)
+def test_loop(tmp_path: Path, accelerator_first: bool, stream: bool) -> None:
+    folders = [tmp_path / it for it in ("one", "two")]
+    one = loop(0, 1, folders[0], accelerator_first, stream)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    two = run_ranks(loop, 2, folders[1], accelerator_first, stream, timeout=250, fresh=True)
+    for rank in range(2):
+        expect_close(two[rank]["log"], one["log"])
+        assert all(torch.equal(a, b) for a, b in zip(two[rank]["ids"], one["ids"], strict=True))
+        assert two[rank]["words"] == [0]
+    assert [it["main"] for it in two] == [0, None]
+    expect_close(two[0]["state"], one["state"])
+    saved = transformers.LlamaForCausalLM.from_pretrained(folders[1] / "model")
+    expect_close(saved.state_dict(), one["state"])
+    assert {path.name for path in folders[0].iterdir()} <= {path.name for path in folders[1].iterdir()}
+    states = [torch.load(folder / "optimizer.bin", weights_only=True) for folder in folders]
+    expect_close(states[1], states[0])
+
+
+def configured(rank: int, n: int) -> list[str]:
+    model: Any = autotp.parallelize(llama_in_float64(), n)
+    config = accelerate.ParallelismConfig
+    made = accelerate.Accelerator(cpu=True, parallelism_config=config(tp_size=n))
+    assert made.prepare(model) is model and made.parallelism_config is None
+    with pytest.raises(autotp.Error) as raised:
+        accelerate.Accelerator(cpu=True, parallelism_config=config(dp_shard_size=n))
+    made.free_memory()
+    del model
+    gc.collect()
+    return [str(raised.value).splitlines()[0], str(accelerate.PartialState().num_processes)]
+
+
+def test_parallelism_config() -> None:
+    """Only tensor parallelism of the model's size; and without a parallel model accelerate counts processes again."""
+    told = "the model is parallel over 2 ranks, all processes, and ParallelismConfig says {'dp_shard': 2}"
+    assert run_ranks(configured, 2, timeout=120, fresh=True) == [[told, "2"]] * 2
+
+
+def beside_replicas(rank: int, n: int) -> list[str]:
+    """tp=2 of four processes: what takes all of them for replicas is an error."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model: Any = autotp.parallelize(torch.nn.Linear(4, 6), mesh=mesh["tp"], example_inputs=torch.ones(2, 4))
+    made, found = accelerate.Accelerator(cpu=True), []
+    assert made.num_processes == 4
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made.prepare_optimizer(optimizer)
+    schedule = made.prepare_scheduler(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    joins = [lambda join=join: join(torch.ones(1)) for join in (made.gather, made.gather_for_metrics, made.reduce)]
+    for call in (lambda: made.prepare_model(model), *joins, schedule.step):
+        with pytest.raises(autotp.Error) as raised:
+            call()
+        found.append(str(raised.value).splitlines()[0])
+    made.set_trigger()
+    assert made.check_trigger(), "a flag of all processes"
+    assert dist.get_world_size() == n
+    return found
+
+
+def test_replicas_are_not_one_process() -> None:
+    joined = "joins tensors of all processes, and the ranks of a parallel model have the same rows"
+    for found in run_ranks(beside_replicas, 4, timeout=120, fresh=True):
+        assert found[0].startswith("DistributedDataParallel over ranks [")
+        assert found[1:4] == [f"Accelerator.{name} {joined}" for name in ("gather", "gather_for_metrics", "reduce")]
+        assert found[4].startswith("a schedule that accelerate prepared steps once for each process")
