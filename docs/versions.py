@@ -39,7 +39,7 @@ TESTS = (
     "tests/diagnostics/test_stages.py",
     "tests/runtime/test_module.py",
     "tests/training/test_distribute.py",
-    "tests/training/test_pipeline_schedules.py",
+    "tests/training/pipeline/test_schedules.py",
     "tests/checkpoint/test_save.py",
     "tests/hf/test_hf_calls.py",
     "tests/hf/test_generation.py",
