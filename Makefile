@@ -5,6 +5,7 @@
 # make test-all       passes all of them, with every rare case: all families at all sizes in all modes; hours
 # make bench          steps beside Megatron-style layers by hand and the plans of others, each pass on and off, what a
 #                     layer keeps, seconds to capture and how they grow, memory
+# make versions       some tests under each version of Python, torch and transformers, into docs/versions.md: an hour
 # make lint           ruff and mypy
 # make clean          removes all that these made
 #
@@ -13,11 +14,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
-TYPED := build/typed/autotp
 # Two workers share the files, in the order that tests/conftest.py gives them: the longest first.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-system test-examples test-all bench lint clean
+.PHONY: train test test-system test-examples test-all bench versions lint clean
 
 train: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py
@@ -44,22 +44,22 @@ bench: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 benchmarks/zero.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 benchmarks/bubble.py
 
-# mypy knows a package by where its files lie, so it reads ours through links that lie as they are installed.
+# In virtual environments of its own. `docs/versions.py --help` says how to run some rows only.
+versions:
+	$(PYTHON) docs/versions.py
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	rm -rf $(TYPED)
-	mkdir -p $(TYPED)
-	ln -s $(CURDIR)/autotp/*.py $(CURDIR)/autotp/*/ $(CURDIR)/models $(CURDIR)/passes $(TYPED)
-	$(BIN)/mypy $(TYPED) examples
+	$(BIN)/mypy autotp examples
 
 # Without -c the newest torch would come, and with it, in places, gigabytes of CUDA.
-$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+$(INSTALLED): setup.py setup.cfg pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "autotp needs Python 3.10 or newer, and this is %d.%d: make PYTHON=python3.12" % sys.version_info[:2])'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
 	touch $@
 
 clean:
-	rm -rf .venv build dist out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist out src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

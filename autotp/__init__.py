@@ -2,59 +2,89 @@
 
     model = autotp.parallelize(model, tp=8)
 
-What may stand here: the public names, and nothing that does work at import.
+What may stand here: the public names, and nothing that does work at import. A name is loaded when it is first asked
+for, so that `import autotp` costs nothing that a program does not use.
 """
 
-from pathlib import Path
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from autotp.model_library import ModelLibrary, register
+
+if TYPE_CHECKING:  # For editors and mypy. A test compares these lines with the table below.
+    from autotp.api import explain as explain
+    from autotp.api import parallelize as parallelize
+    from autotp.checkpoint.save import load_checkpoint as load_checkpoint
+    from autotp.checkpoint.save import save_checkpoint as save_checkpoint
+    from autotp.checkpoint.state_dict import full_state_dict as full_state_dict
+    from autotp.checkpoint.state_dict import load_full_state_dict as load_full_state_dict
+    from autotp.diagnostics.plan import Plan as Plan
+    from autotp.diagnostics.stages import Stages as Stages
+    from autotp.diagnostics.stages import stages as stages
+    from autotp.diagnostics.verify import Report as Report
+    from autotp.diagnostics.verify import verify as verify
+    from autotp.distributed.gather import gather as gather
+    from autotp.errors import Error as Error
+    from autotp.hf.pretrained import from_pretrained as from_pretrained
+    from autotp.hf.pretrained import save_pretrained as save_pretrained
+    from autotp.rules.registry import rule as rule
+    from autotp.runtime.grad_norm import clip_grad_norm_ as clip_grad_norm_
+    from autotp.runtime.module import ParallelModule as ParallelModule
+    from autotp.training.distribute import distribute as distribute
+    from autotp.training.sampler import Sampler as Sampler
+    from autotp.training.trainer import Trainer as Trainer
+    from autotp.training.weight_decay_groups import weight_decay_groups as weight_decay_groups
 
 __version__ = "0.1.0"  # setup.cfg reads it from here.
 
-_checkout = Path(__file__).resolve().parent.parent
-if (_checkout / "setup.cfg").is_file():  # A checkout that is not installed: passes/ and models/ are beside autotp/.
-    __path__ = [*__path__, str(_checkout)]
+_HOMES = {
+    "Error": "errors",
+    "ParallelModule": "runtime.module",
+    "Plan": "diagnostics.plan",
+    "Report": "diagnostics.verify",
+    "Sampler": "training.sampler",
+    "Stages": "diagnostics.stages",
+    "Trainer": "training.trainer",
+    "clip_grad_norm_": "runtime.grad_norm",
+    "distribute": "training.distribute",
+    "explain": "api",
+    "from_pretrained": "hf.pretrained",
+    "full_state_dict": "checkpoint.state_dict",
+    "gather": "distributed.gather",
+    "load_checkpoint": "checkpoint.save",
+    "load_full_state_dict": "checkpoint.state_dict",
+    "parallelize": "api",
+    "rule": "rules.registry",
+    "save_checkpoint": "checkpoint.save",
+    "save_pretrained": "hf.pretrained",
+    "stages": "diagnostics.stages",
+    "verify": "diagnostics.verify",
+    "weight_decay_groups": "training.weight_decay_groups",
+}
+"""Public name -> the module that defines it."""
 
-from autotp.api import explain, parallelize  # noqa: E402  The path above comes first.
-from autotp.checkpoint.save import load_checkpoint, save_checkpoint  # noqa: E402
-from autotp.checkpoint.state_dict import full_state_dict, load_full_state_dict  # noqa: E402
-from autotp.diagnostics.plan import Plan  # noqa: E402
-from autotp.diagnostics.stages import Stages, stages  # noqa: E402
-from autotp.diagnostics.verify import Report, verify  # noqa: E402
-from autotp.distributed.gather import gather  # noqa: E402
-from autotp.errors import Error  # noqa: E402
-from autotp.hf.library import Transformers  # noqa: E402
-from autotp.hf.pretrained import from_pretrained, save_pretrained  # noqa: E402
-from autotp.model_library import register  # noqa: E402
-from autotp.rules.registry import rule  # noqa: E402
-from autotp.runtime.grad_norm import clip_grad_norm_  # noqa: E402
-from autotp.runtime.module import ParallelModule  # noqa: E402
-from autotp.training.distribute import distribute  # noqa: E402
-from autotp.training.sampler import Sampler  # noqa: E402
-from autotp.training.trainer import Trainer  # noqa: E402
-from autotp.training.weight_decay_groups import weight_decay_groups  # noqa: E402
+if not TYPE_CHECKING:  # Editors and mypy would take any name of a module with __getattr__ as defined.
+    __all__ = [*_HOMES]
 
-register(Transformers())
+    def __getattr__(name: str) -> Any:
+        """Loads a public name, or a module such as `autotp.errors`."""
+        if name in _HOMES:
+            value = getattr(importlib.import_module(f"autotp.{_HOMES[name]}"), name)
+            globals()[name] = value  # The next time Python finds it without this function.
+            return value
+        if not name.startswith("_") and importlib.util.find_spec(f"autotp.{name}"):
+            return importlib.import_module(f"autotp.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-__all__ = [
-    "Error",
-    "ParallelModule",
-    "Plan",
-    "Report",
-    "Sampler",
-    "Stages",
-    "Trainer",
-    "clip_grad_norm_",
-    "distribute",
-    "explain",
-    "from_pretrained",
-    "full_state_dict",
-    "gather",
-    "load_checkpoint",
-    "load_full_state_dict",
-    "parallelize",
-    "rule",
-    "save_checkpoint",
-    "save_pretrained",
-    "stages",
-    "verify",
-    "weight_decay_groups",
-]
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+
+def _transformers() -> ModelLibrary:
+    from autotp.hf.library import Transformers
+
+    return Transformers()
+
+
+register(_transformers)

@@ -84,6 +84,7 @@ class CallState:
         given: layouts of input tensors that are cut: by place among the arguments' tensors, or by path of an attribute.
         opened: the attributes that change from call to call.
         wanted: the answers to the model's questions about gradients.
+        rows: places, among the arguments' tensors, of those with the rows of a batch; None: those as long as the first.
     """
 
     autocast: Autocast = OFF
@@ -91,6 +92,7 @@ class CallState:
     given: Mapping[int | Path, Layout] = field(default_factory=dict)
     opened: Opened = NOTHING_OPENED
     wanted: GradientsWanted = ALWAYS
+    rows: frozenset[int] | None = None
 
 
 FIRST_CALL = CallState()
@@ -142,6 +144,12 @@ class Program:
     layouts: dict[str, Layout] = UNKNOWN
     local_outputs: dict[int, Layout] = UNKNOWN
 
+    @property
+    def rows(self) -> list[str]:
+        """The names of the inputs that are a batch."""
+        inputs, places = self.captured.inputs, self.call.rows
+        return batched(inputs, self.captured.example) if places is None else [inputs[i] for i in sorted(places)]
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -190,13 +198,13 @@ def _canonical_order(p: Program) -> Program:
 
 def _loss_totals(p: Program) -> Program:
     """Keeps only the loss, as a sum over the batch, and the graph of the totals that divide it."""
-    captured, graph = p.captured, p.graph
+    graph, rows = p.graph, p.rows
     loss = next((node for node in returned(graph) if isinstance(node, fx.Node) and is_loss(node)), None)
     _expect_one_batch(p, loss)
     assert loss is not None
-    one_batch(graph, batched(captured.inputs, captured.example))
-    found = loss_totals(graph, loss, batched(captured.inputs, captured.example))
-    alone = replace(captured, kept=frozenset(), stays=frozenset(), results=1)
+    one_batch(graph, rows)
+    found = loss_totals(graph, loss, rows)
+    alone = replace(p.captured, kept=frozenset(), stays=frozenset(), results=1)
     return replace(p, captured=alone, graph=found.graph, counts=found.counts, by_rows=found.by_rows)
 
 
@@ -242,10 +250,9 @@ def _decouple(p: Program) -> Program:
 
 
 def _row_independence(p: Program) -> Program:
-    rows = batched(p.captured.inputs, p.captured.example)
-    expect_rows(p.graph, p.axes, rows)
+    expect_rows(p.graph, p.axes, p.rows)
     if p.counts is not None:
-        expect_sums(p.counts, infer_axes(p.counts), rows)
+        expect_sums(p.counts, infer_axes(p.counts), p.rows)
     return p
 
 

@@ -7,6 +7,7 @@ answers for its own models.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 
@@ -68,81 +69,90 @@ class ModelLibrary:
         return ""
 
 
-LIBRARIES: list[ModelLibrary] = []
-"""The registered libraries."""
+_MAKERS: list[Callable[[], ModelLibrary]] = []
 
 
-def register(library: ModelLibrary) -> None:
-    """Registers a library: autotp asks it from here on."""
-    LIBRARIES.append(library)
+def register(make: Callable[[], ModelLibrary]) -> None:
+    """Registers a library: autotp asks it from here on. `make` runs at the first question, not at import."""
+    _MAKERS.append(make)
+
+
+def libraries() -> list[ModelLibrary]:
+    """Returns the registered libraries."""
+    return [_made(make) for make in _MAKERS]
+
+
+@cache
+def _made(make: Callable[[], ModelLibrary]) -> ModelLibrary:
+    return make()
 
 
 def is_of_models(package: str) -> bool:
     """True for the package of a registered library."""
-    return any(package == it.package for it in LIBRARIES)
+    return any(package == it.package for it in libraries())
 
 
 def rule_function_of(operator: str) -> Callable[..., Any] | None:
     """Returns the rule function of a library's operator, by its name; None if there is none."""
-    return next((it.rules[operator] for it in LIBRARIES if operator in it.rules), None)
+    return next((it.rules[operator] for it in libraries() if operator in it.rules), None)
 
 
 def classes_before(original: type) -> tuple[type, ...]:
     """Returns the classes that come before `original` in the class of a parallel model."""
-    return tuple(kind for it in LIBRARIES for kind in it.classes_before(original))
+    return tuple(kind for it in libraries() for kind in it.classes_before(original))
 
 
 def is_state(x: Any) -> bool:
     """True for an object of a registered library that a call changes."""
-    return any(it.is_state(x) for it in LIBRARIES)
+    return any(it.is_state(x) for it in libraries())
 
 
 def instead_of_expert_loop(model: Any) -> str:
     """Returns what to write so that a model does not loop over its experts; "" if no library knows."""
-    return next(filter(None, (it.instead_of_expert_loop(model) for it in LIBRARIES)), "")
+    return next(filter(None, (it.instead_of_expert_loop(model) for it in libraries())), "")
 
 
 def instead_of_function(function: type) -> str:
     """Returns what to write instead of what calls a torch.autograd.Function; "" if no library knows."""
-    return next(filter(None, (it.instead_of_function(function) for it in LIBRARIES)), "")
+    return next(filter(None, (it.instead_of_function(function) for it in libraries())), "")
 
 
 def recomputes(model: Any) -> bool:
     """True for a model whose gradient checkpointing is on."""
-    return any(it.recomputes(model) for it in LIBRARIES)
+    return any(it.recomputes(model) for it in libraries())
 
 
 def is_own_hook(hook: Any) -> bool:
     """True for a hook that a model of some library registers for itself."""
-    return any(it.is_own_hook(hook) for it in LIBRARIES)
+    return any(it.is_own_hook(hook) for it in libraries())
 
 
 def saves_first_rank_only(module: str) -> bool:
     """True for a Python module of some library that saves what `state_dict()` returns on one rank, for all ranks."""
-    return any(it.saves_first_rank_only(module) for it in LIBRARIES)
+    return any(it.saves_first_rank_only(module) for it in libraries())
 
 
 def watch_calls() -> None:
     """Has calls of libraries that take the ranks of one parallel model for replicas raise Error from here on."""
-    for it in LIBRARIES:
+    for it in libraries():
         it.watch_calls()
 
 
 def keep_activations(model: Any) -> None:
     """Switches a model's gradient checkpointing off."""
-    for it in LIBRARIES:
+    for it in libraries():
         it.keep_activations(model)
 
 
 def shown_attribute(name: str, value: Any) -> Any:
     """Returns an attribute of such an object in a form that can be flattened."""
-    for it in LIBRARIES:
+    for it in libraries():
         value = it.shown_attribute(name, value)
     return value
 
 
 def read_attribute(name: str, value: Any, among: Sequence[Any]) -> Any:
     """Returns the attribute for the form that `shown_attribute` returned."""
-    for it in LIBRARIES:
+    for it in libraries():
         value = it.read_attribute(name, value, among)
     return value

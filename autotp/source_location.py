@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Sequence
 from traceback import FrameSummary
 from types import FrameType
@@ -12,14 +11,11 @@ from types import FrameType
 import torch
 from torch import fx
 
-# In a checkout, `passes` and `models` lie beside the package, and `__path__` has the folder of both.
-_PACKAGE = list(sys.modules["autotp"].__path__)
-_LIBRARIES = tuple(
-    os.path.join(folder, "")  # It ends in a separator: the folder `autotp2` is another one.
-    for folder in (os.path.dirname(torch.__file__), _PACKAGE[0], *(os.path.join(path, "passes") for path in _PACKAGE))
-)
-_MODELS = os.path.join(_PACKAGE[0], "models", "")
-"""Ordinary models, as users write them: where these are installed inside the package, errors name their lines, too."""
+_PACKAGE = os.path.dirname(__file__)
+# Each ends in a separator: the folder `autotp2` is another one.
+_LIBRARIES = tuple(os.path.join(folder, "") for folder in (os.path.dirname(torch.__file__), _PACKAGE))
+_MODELS = os.path.join(_PACKAGE, "models", "")
+"""Ordinary models, as users write them: errors name their lines, too."""
 
 
 def is_library(file: str) -> bool:

@@ -102,10 +102,17 @@ class Generates:
         )  # fmt: skip
 
     def _assisted_decoding(
-        self, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        inputs_tensor: Tensor | None = None,  # transformers passes it only where the signature names it.
+        **kwargs: Any,
     ) -> Any:
+        rest = {"inputs_tensor": inputs_tensor, **kwargs}
         return self._decode(
-            "_assisted_decoding", input_ids, logits_processor, stopping_criteria, generation_config, kwargs
+            "_assisted_decoding", input_ids, logits_processor, stopping_criteria, generation_config, rest
         )
 
     def _decode(self, name: str, ids: Tensor, processors: Any, criteria: Any, config: Any, rest: dict[str, Any]) -> Any:
@@ -176,11 +183,13 @@ class _FirstRankProcessor:
 EACH = ("TemperatureLogitsWarper", "InfNanRemoveLogitsProcessor")
 """Processors that compute each score from itself alone."""
 
+FORCED = ("ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor")
+"""Processors that leave all scores, or set all: 0 for the forced tokens, which other processors may have excluded."""
+
 ADDED = (
-    "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "SuppressTokensLogitsProcessor",
-    "SuppressTokensAtBeginLogitsProcessor", "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor",
-    "NoRepeatNGramLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor",
-    "NoBadWordsLogitsProcessor", "PrefixConstrainedLogitsProcessor",
+    "SuppressTokensLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor", "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor", "NoRepeatNGramLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor",
+    "SequenceBiasLogitsProcessor", "NoBadWordsLogitsProcessor", "PrefixConstrainedLogitsProcessor",
 )  # fmt: skip
 """Processors that add values, often -inf, that depend only on the tokens. Each rank computes them, from zeros."""
 
@@ -214,8 +223,9 @@ def process_logits(processors: Any, tokens: Tensor, logits: Any) -> Any:
 def _apply_processor(processor: Any, tokens: Tensor, scores: Any, logits: Sharded) -> Any:
     kind = type(processor.processor if isinstance(processor, _FirstRankProcessor) else processor)
     name = kind.__name__ if kind.__module__ == "transformers.generation.logits_process" else ""
-    if isinstance(scores, CutScores | FewScores) and name in ADDED:
-        return scores.added(processor(tokens, torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)))
+    if isinstance(scores, CutScores | FewScores) and name in ADDED + FORCED:
+        row = processor(tokens, torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device))
+        return scores.added(row) if name in ADDED else scores.forced(row) if row.any() else scores
     if isinstance(scores, FewScores):
         every = name in AMONG
         return scores.each(lambda row: processor(tokens, row)) if every else processor(tokens, scores.whole())

@@ -71,6 +71,10 @@ class CutScores(Scores):
         """Returns the scores plus `row` [batch vocab], which is whole on every rank."""
         return replace(self, values=self.values + row[:, self.places])
 
+    def forced(self, row: Tensor) -> CutScores:
+        """Returns `row` [batch vocab], which is whole on every rank, in place of the scores."""
+        return replace(self, values=row[:, self.places])
+
     def scaled(self, which: Tensor, penalty: float) -> CutScores:
         """Divides the scores where `which` [batch vocab] is true by `penalty`; multiplies negative scores."""
         less = torch.where(self.values < 0, self.values * penalty, self.values / penalty)
@@ -144,6 +148,10 @@ class FewScores(Scores):
     def added(self, row: Tensor) -> FewScores:
         """Returns the scores plus `row` [batch vocab]."""
         return replace(self, values=self.values + torch.nn.functional.pad(row, (0, 1)).gather(1, self.places))
+
+    def forced(self, row: Tensor) -> Tensor:
+        """Returns `row` [batch vocab], whose largest scores need not be among these columns."""
+        return row
 
     def whole(self) -> Tensor:
         """Returns whole rows [batch vocab], with -inf in the excluded columns."""

@@ -36,11 +36,11 @@ from autotp.passes.capture.guards.python_state import NOT_ASKED, GradientsWanted
 from autotp.passes.capture.guards.sizes import Shapes
 from autotp.passes.capture.pytree import flatten, signature_of, states
 from autotp.passes.capture.unsupported.lost_gradients import expect_no_global_hooks
-from autotp.passes.emit.attach_parameters import BlockCall, places, value_at, works
+from autotp.passes.emit.attach_parameters import BlockCall, places, ties, value_at, works
 from autotp.passes.emit.recompute import Recomputed
 from autotp.runtime.call_consistency import agree_on_call, checksum_of_parts
 from autotp.runtime.fsdp import dtypes, expect_whole
-from autotp.runtime.func_gradients import expect_parts, warn_of_func_gradients
+from autotp.runtime.func_gradients import expect_parts, expect_tied, warn_of_func_gradients
 from autotp.runtime.graph_digest import digest
 from autotp.runtime.graph_entry import GraphEntry, prepare
 from autotp.runtime.tree import Tree, attribute_of, held_in, original_class, original_of, state_of, table_of
@@ -75,6 +75,7 @@ class Executable:
         seen: the tree's version when the following attributes were computed.
         signature: the signature of the module's forward.
         first_names, places: first names and places of its parameters and buffers.
+        ties: further names of tied parameters, with the place and the first name of each.
         modules: the modules by path.
         layouts: first parameter name -> layout.
         whole: parameters and buffers with the original's shapes, on meta.
@@ -93,6 +94,7 @@ class Executable:
         self.seen = self.tree.version
         self.signature = signature_of(self.module)
         self.first_names, self.places = places(self.module)
+        self.ties = ties(self.module, self.first_names, self.places)
         self.modules = dict(self.module.named_modules())
         self.look_at_modes()
         held = {name: held_in(module).get(key) for name, (module, key) in self.places.items()}
@@ -135,6 +137,7 @@ class Executable:
         if not torch.compiler.is_compiling():
             expect_no_global_hooks()
             expect_own_ranks(self.module, self.mesh, held)
+            expect_tied(self.ties, held)
             expect_parts(held, self.layouts, self.mesh.rank)
             warn_of_func_gradients(self.tree, held, self.layouts)
             entry = self._agreed(entry, called, key[3:])

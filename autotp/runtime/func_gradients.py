@@ -11,6 +11,7 @@ from torch._C._functorch import TransformType
 
 from autotp.distributed.cut_parameter import CutParameter, tell_user
 from autotp.errors import Error
+from autotp.passes.emit.attach_parameters import ParameterPlace
 from autotp.runtime.tree import Tree
 from autotp.sharding.layout import Layout
 
@@ -32,6 +33,22 @@ def expect_parts(held: Mapping[str, Tensor], layouts: Mapping[str, Layout], rank
                 f"the call was given a tensor {list(found)} for `{name}`, {what} this rank's part {list(part)}",
                 fix="tensors computed element by element from dict(model.named_parameters())",
                 alternative=f"model.layouts[{name!r}].take(whole, model.mesh.rank), the part of a whole tensor",
+            )
+
+
+def expect_tied(ties: Mapping[str, tuple[ParameterPlace, str]], held: Mapping[str, Tensor]) -> None:
+    """Raises Error if a call reads another tensor under one of the names of a tied parameter.
+
+    Args:
+        ties: further name of a parameter -> its place under this name, and its first name.
+        held: first name -> the tensor that the call reads, as `functional_call` gave it.
+    """
+    for name, ((module, key), first) in ties.items():
+        if module._parameters.get(key) is not held[first]:
+            raise Error(
+                f"`{first}` and `{name}` are one parameter, and the call was given two tensors for them",
+                fix="functional_call(..., tie_weights=True), or one tensor under both names",
+                alternative="make two parameters of them before autotp.parallelize",
             )
 
 

@@ -51,6 +51,15 @@ SETTERS = (
 class Part(nn.Module):
     """A module of a parallel model. See NOTE [The model stays the user's]."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Asks the model's classes about classes that others derive, but not about ours.
+
+        A base class may wrap `forward` of each class that is derived from it, or list these classes; transformers'
+        layers do the first. Our class is no new class to its users, and what is assigned to it changes the original.
+        """
+        if ORIGINAL not in vars(cls):
+            super().__init_subclass__(**kwargs)
+
     def __getattr__(self, name: str) -> Any:
         own = any(name in table for table in (self._parameters, self._buffers, self._modules))
         if name in OURS and state_of(self) is not None and not own:  # First: a class as peft's asks another model.

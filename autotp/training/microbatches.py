@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from autotp.compiler import Program
 from autotp.errors import Error
-from autotp.passes.capture.captured import Captured
 from autotp.passes.capture.guards.argument_keys import argument_key
 from autotp.passes.capture.pytree import flatten
 from autotp.passes.emit.attach_parameters import place_of, value_at
 from autotp.passes.emit.bind import bind
 from autotp.passes.pipeline.loss_totals import TOTAL
-from autotp.passes.pipeline.row_independence import batched
 from autotp.rules.call import placeholders
 
 
@@ -30,13 +30,15 @@ class Batch:
         arguments: args and kwargs.
         micro: args and kwargs of the first microbatch.
         tensors: the tensors among the arguments.
-        key: as `call_key` returns it.
+        rows: as `places_of_rows` returns them.
+        key: the mode, `rows`, and the arguments' structure.
         shapes: the shapes of a microbatch's tensors.
     """
 
     arguments: tuple[Any, Any]
     micro: Any
     tensors: list[Tensor]
+    rows: frozenset[int]
     key: Any
     shapes: list[Any]
 
@@ -57,29 +59,49 @@ def expect_values(tensors: Sequence[Tensor]) -> None:
             raise Error(f"a tensor of the batch {what}", fix="a dense tensor on the CPU or on the rank's device")
 
 
-def call_key(training: bool, args: Any, kwargs: Any) -> Any:
-    """Returns the mode and all properties of a call's arguments, except the sizes and values of tensors."""
+def structure_of(args: Any, kwargs: Any) -> Any:
+    """Returns all properties of a call's arguments, except the sizes and values of tensors."""
     leaves, spec = flatten((args, kwargs))
-    return training, spec, tuple((x.dim(), x.dtype) if isinstance(x, Tensor) else argument_key(x) for x in leaves)
+    return spec, tuple((x.dim(), x.dtype) if isinstance(x, Tensor) else argument_key(x) for x in leaves)
 
 
-def rows_of(tensors: Sequence[Tensor], parts: int, known: Sequence[Captured]) -> int:
+def places_of_rows(tensors: Sequence[Tensor], known: Iterable[Program]) -> frozenset[int]:
+    """Returns the places, among the tensors of a batch, of those with its rows.
+
+    They are as long as the first tensor. A mask `[seq seq]` may be so by chance, and positions `[1 seq]` are as long as
+    a batch of one row: an earlier batch, in which they had another length, tells that they have no rows. (Positions may
+    be `[1 seq]` in one batch, and `[batch seq]` in the next.)
+
+    Args:
+        known: programs for arguments of this structure.
+    """
+    size = len(tensors[0])
+    told = [
+        (its.captured.example, its.call.rows or frozenset())
+        for its in known
+        if its.captured.example[0][0] > 1  # One row is as long as whatever is broadcast.
+    ]
+    found = {i for i, x in enumerate(tensors) if x.dim() and len(x) == size}
+    if told:
+        found |= frozenset.intersection(*(rows for _, rows in told))  # `rows_of` raises if they differ now.
+    apart = {i for i in found for shapes, rows in told if i not in rows and (shapes[i][0] > 1 or size == 1)}
+    return frozenset(found - apart)
+
+
+def rows_of(tensors: Sequence[Tensor], parts: int, places: Iterable[int]) -> int:
     """Returns the number of rows of a batch.
 
     Args:
         parts: the number of microbatches.
-        known: captured programs for calls of this kind: they say which tensors have rows.
+        places: as `places_of_rows` returns them.
 
     Raises:
         Error: the tensors differ in their number of rows, or that number does not divide into `parts`.
     """
     size = len(tensors[0])
-    for captured in known[:1]:
-        rows = batched(captured.inputs, captured.example)
-        sizes = {len(x) for name, x in zip(captured.inputs, tensors, strict=True) if name in rows}
-        if len(sizes) > 1:
-            found = " and ".join(map(str, sorted(sizes, reverse=True)))
-            raise Error(f"inputs of {found} rows, and all inputs of a batch need the same number of rows")
+    if len(sizes := {len(tensors[i]) for i in places}) > 1:
+        found = " and ".join(map(str, sorted(sizes, reverse=True)))
+        raise Error(f"inputs of {found} rows, and all inputs of a batch need the same number of rows")
     if not size or size % parts:
         fits = max(size // parts, 1) * parts
         problem = f"a batch of {size} does not divide into {parts} microbatches"
@@ -87,9 +109,14 @@ def rows_of(tensors: Sequence[Tensor], parts: int, known: Sequence[Captured]) ->
     return size
 
 
-def map_rows(leaf: Any, size: int, made: Callable[[Tensor], Tensor]) -> Any:
-    """Returns `made(leaf)` for a tensor that has as many rows as the batch, and any other argument unchanged."""
-    return made(leaf) if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == size else leaf
+def map_rows(arguments: Any, places: Collection[int], made: Callable[[Tensor], Tensor]) -> Any:
+    """Returns the arguments with `made(tensor)` in place of each tensor with rows; `places` says which these are."""
+    numbers = itertools.count()
+
+    def mapped(leaf: Any) -> Any:
+        return made(leaf) if isinstance(leaf, Tensor) and next(numbers) in places else leaf
+
+    return pytree.tree_map(mapped, arguments)
 
 
 def totals_of(analysis: Program, given: Mapping[str, Tensor], holder: nn.Module, replicas: Any) -> dict[str, Tensor]:

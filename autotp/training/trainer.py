@@ -21,7 +21,6 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autotp.compiler import Program, emitted, rank_graph
 from autotp.distributed.consistency import agree, agree_on_graph, tried
@@ -34,7 +33,6 @@ from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.attach_parameters import Owner, attach_parameters, module_at, place_of, value_at
-from autotp.passes.pipeline.row_independence import batched
 from autotp.passes.pipeline.stages import Division, Stage, staged
 from autotp.rules.call import placeholders, returned
 from autotp.runtime.executable import CHECKED_CALLS
@@ -47,7 +45,16 @@ from autotp.sharding.layout import Layout
 from autotp.source_location import block_in
 from autotp.training import process_groups as groups
 from autotp.training.compute_dtype import cast_arguments, parameter_reader
-from autotp.training.microbatches import Batch, batch_tensors, call_key, expect_values, map_rows, rows_of, totals_of
+from autotp.training.microbatches import (
+    Batch,
+    batch_tensors,
+    expect_values,
+    map_rows,
+    places_of_rows,
+    rows_of,
+    structure_of,
+    totals_of,
+)
 from autotp.training.model_settings import model_settings
 from autotp.training.nonfinite import raise_nonfinite
 from autotp.training.pipeline.schedules import (
@@ -87,7 +94,7 @@ class Pipeline:
     """The graphs of one mode, for microbatches of one kind.
 
     Attributes:
-        key: as `call_key` returns it.
+        key: the mode, the places of the tensors with rows, and the arguments' structure.
         shapes: the shapes of a microbatch's tensors; an engine can run these only.
         analysis: the program of a microbatch.
         stages: number of a stage of this rank -> its graph.
@@ -172,8 +179,10 @@ class Trainer(HasHoldings):
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(training.compute_dtype)
         args, kwargs = cast_arguments(self._signature.by_name(*find_inputs(model, given)), training.compute_dtype)
+        tensors = batch_tensors(args, kwargs)
+        rows = places_of_rows(tensors, [])
         analysis = agree_on_graph(
-            self.everyone, lambda: self._analyse(True, args, kwargs), lambda it: f"{digest(it)} {training}"
+            self.everyone, lambda: self._analyse(True, args, kwargs, rows), lambda it: f"{digest(it)} {training}"
         )
         self.layouts = dict(analysis.layouts)
         lowered = rank_graph(analysis, self.place.rank, training.randomness)
@@ -189,8 +198,8 @@ class Trainer(HasHoldings):
         self.__dict__["tied"] = self._tied()
         readers, read = self._readers(stages, analysis), parameter_reader(training.compute_dtype)
         self._works = {i: StageModule([m for m, some in readers.items() if i in some], read) for i in self._my_stages}
-        shapes = [x.shape for x in batch_tensors(args, kwargs)]
-        self._pipelines = [self._pipeline(call_key(True, args, kwargs), shapes, analysis, stages)]
+        key, shapes = (True, rows, structure_of(args, kwargs)), [x.shape for x in tensors]
+        self._pipelines = [self._pipeline(key, shapes, analysis, stages)]
         if training.zero and mesh["dp"].size() > 1:
             self._shard(stages, analysis.captured.parameters)
         warned = Warned()
@@ -224,12 +233,11 @@ class Trainer(HasHoldings):
         """Returns the numbers of the stages on a rank of the pipeline."""
         return stages_of(self._training, rank, self.mesh["pp"].size())
 
-    def _analyse(self, training: bool, args: Any, kwargs: Any) -> Program:
+    def _analyse(self, training: bool, args: Any, kwargs: Any, rows: frozenset[int]) -> Program:
         """Returns the model's program in one mode; once this rank holds parameters, in their layouts."""
         self.skeleton.train(training)
-        return analyse_microbatch(
-            self.skeleton, args, kwargs, self.place.size, self._training, getattr(self, "layouts", None)
-        )
+        layouts = getattr(self, "layouts", None)
+        return analyse_microbatch(self.skeleton, args, kwargs, self.place.size, self._training, layouts, rows)
 
     def _divide(self, analysis: Program, lowered: fx.Graph) -> Division:
         return division(self._training, self.mesh["pp"].size(), analysis, lowered)
@@ -306,9 +314,7 @@ class Trainer(HasHoldings):
         group = self.mesh.get_group("pp")
         if group.size() == 1:
             return None
-        return engine(
-            self._training, works, analysis.captured, self.place.device, group, lambda x, _: self._scale(x.sum())
-        )
+        return engine(self._training, works, analysis, self.place.device, group, lambda x, _: self._scale(x.sum()))
 
     def _graph(self, stage: Stage, analysis: Program) -> StageGraph:
         """Returns a stage's graph for this rank; its blocks read their parameters from the trainer's modules."""
@@ -459,11 +465,11 @@ class Trainer(HasHoldings):
         """
         args, kwargs = cast_arguments(self._signature.by_name(args, kwargs), self._training.compute_dtype)
         expect_values(batch_tensors(args, kwargs))
-        tensors, parts, key = batch_tensors(args, kwargs), self._training.microbatches, call_key(training, args, kwargs)
-        known = [pipeline.analysis.captured for pipeline in self._pipelines if pipeline.key == key]
-        size = rows_of(tensors, parts, known)
-        micro = pytree.tree_map(lambda x: map_rows(x, size, lambda rows: rows[: size // parts]), (args, kwargs))
-        return Batch((args, kwargs), micro, tensors, key, [x.shape for x in batch_tensors(*micro)])
+        tensors, structure = batch_tensors(args, kwargs), structure_of(args, kwargs)
+        places = places_of_rows(tensors, [it.analysis for it in self._pipelines if it.key[-1] == structure])
+        size = rows_of(tensors, self._training.microbatches, places) // self._training.microbatches
+        micro, key = map_rows((args, kwargs), places, lambda x: x[:size]), (training, places, structure)
+        return Batch((args, kwargs), micro, tensors, places, key, [x.shape for x in batch_tensors(*micro)])
 
     def _fitting_graphs(self, batch: Batch, of_size: bool = True) -> Pipeline | None:
         """Returns the graphs for a batch, or None; with `of_size`, only graphs whose engine fits the batch's size."""
@@ -479,7 +485,8 @@ class Trainer(HasHoldings):
         if fit is not None:
             new = replace(fit, shapes=batch.shapes, engine=self._engine(fit.analysis, self._works))
         else:
-            analysis = self._analyse(training, *batch.micro)
+            args, kwargs = batch.micro
+            analysis = self._analyse(training, args, kwargs, batch.rows)
             lowered = rank_graph(analysis, self.place.rank, self._training.randomness)
             new = self._pipeline(batch.key, batch.shapes, analysis, self._cut(analysis, lowered))
         self._pipelines.append(new)
@@ -493,8 +500,7 @@ class Trainer(HasHoldings):
             run = pipeline.engine.step if pipeline.training else pipeline.engine.eval
             run(**given, target=torch.zeros(self._training.microbatches) if last else None, losses=losses)
             return losses
-        (work,), captured, parts = self._works.values(), pipeline.analysis.captured, self._training.microbatches
-        rows = batched(captured.inputs, captured.example)
+        (work,), rows, parts = self._works.values(), pipeline.analysis.rows, self._training.microbatches
         divided = {name: value.chunk(parts) if name in rows else [value] * parts for name, value in given.items()}
         for i in range(parts):
             pace(work, self._training.zero, i == parts - 1)

@@ -79,6 +79,22 @@ def places(root: nn.Module) -> tuple[dict[str, str], dict[str, ParameterPlace]]:
     return names, found
 
 
+def ties(
+    root: nn.Module, names: Mapping[str, str], places: Mapping[str, ParameterPlace]
+) -> dict[str, tuple[ParameterPlace, str]]:
+    """Returns, for each further name of a tied parameter, its place under this name and its first name.
+
+    Args:
+        names, places: as `places` returns them.
+    """
+    found = {name: (place_of(root, name), first) for name, first in names.items() if name != first}
+    return {
+        name: ((module, key), first)
+        for name, ((module, key), first) in found.items()
+        if key in module._parameters and (module, key) != places[first]
+    }
+
+
 def place_of(root: nn.Module, name: str) -> ParameterPlace:
     """Returns the place of the parameter or buffer of this name."""
     path, _, key = name.rpartition(".")

@@ -113,7 +113,11 @@ class _Proof:
         self.numbers: dict[fx.Node, int | None] = {}
         for node in inputs:
             if self._along(axes.of(node)) is None:
-                _refuse(node, "is as long as the batch along two dimensions")
+                _refuse(
+                    node,
+                    "is as long as the batch along two dimensions",
+                    fix="example_inputs= with another number of rows, if one of these is as long by chance",
+                )
 
     def visit(self, node: fx.Node) -> None:
         """Adds a node's kind. Raises Error if it has none of the four."""
@@ -258,9 +262,11 @@ def _lengths(node: Any) -> list[Any]:
     return [size if isinstance(size, int) else size.node.expr for size in node.meta["val"].shape]
 
 
-def _refuse(node: fx.Node, what: str) -> None:
+def _refuse(node: fx.Node, what: str, fix: str = "") -> None:
+    whole = "autotp.parallelize, for whole batches"
     raise Error(
         f"`{node.target}` {what}, which cannot be computed in parts",
         at=line_of(node),
-        fix="autotp.parallelize, for whole batches",
+        fix=fix or whole,
+        alternative=whole if fix else (),
     )

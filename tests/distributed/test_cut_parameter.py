@@ -364,6 +364,39 @@ def wholes_are_not_given_to_a_call(rank: int, n: int) -> None:
     torch.testing.assert_close(functional_call(parallel, taken, (x(),)), functional_call(whole, twice, (x(),)))
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(30, 8), nn.Linear(8, 30, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens)).logsumexp(-1).sum()  # type: ignore[no-any-return]
+
+
+@checks.on(2)
+def a_call_does_not_untie(rank: int, n: int) -> None:
+    """One graph reads a tied parameter once: a call that unties it is an error, one that keeps it tied is right."""
+    whole, tokens = Tied(), torch.arange(6)
+    parallel = autotp.parallelize(Tied(), n, example_inputs=(tokens,))
+    both: list[Tensor] = []
+    for model in (whole, parallel):
+        tensor = model.embedding.weight * 2
+        both.append(functional_call(model, {"embedding.weight": tensor}, (tokens,)))
+        given = {"embedding.weight": tensor, "head.weight": tensor}
+        torch.testing.assert_close(functional_call(model, given, (tokens,), tie_weights=False), both[-1])
+    torch.testing.assert_close(*both)
+    for name in ("embedding.weight", "head.weight"):
+        with pytest.raises(autotp.Error) as raised:
+            functional_call(parallel, {name: parallel.embedding.weight * 2}, (tokens,), tie_weights=False)
+        assert str(raised.value) == (
+            "`embedding.weight` and `head.weight` are one parameter, and the call was given two tensors for them\n"
+            "  try      functional_call(..., tie_weights=True), or one tensor under both names\n"
+            "  or       make two parameters of them before autotp.parallelize"
+        )
+
+
 @checks.on(2)
 def of_a_trainer(rank: int, n: int) -> None:
     """What a trainer of `distribute` holds warns as well; its steps do not."""

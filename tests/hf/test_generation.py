@@ -222,6 +222,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "whole-rows": {"top_k": 0, "top_p": 0.8, "typical_p": 0.9},
     "several": {"num_return_sequences": 3, "top_k": 5, "renormalize_logits": True},
     "unknown": {"top_k": 9, "top_h": 0.4},
+    "forced": {"forced_eos_token_id": [98, 7], "eos_token_id": 98, "top_k": 0},  # `min_new_tokens` excludes 98 before.
 }
 
 
@@ -308,6 +309,15 @@ def options(rank: int, n: int) -> None:
     for model, streamer in zip((whole, parallel), shown, strict=True):
         model.generate(**one, streamer=streamer, **GREEDY)
     assert all(torch.equal(a, b) for a, b in zip(*[s.tokens for s in shown], strict=True))
+
+
+@checks.on(2, rare=True)
+def an_assistant_with_an_encoder(rank: int, n: int) -> None:
+    """It encodes the prompt itself."""
+    whole, parallel = both(n, "t5")
+    one = {name: rows[1:] for name, rows in prompt().items()}
+    torch.manual_seed(1)
+    expect_same(whole, parallel, one, assistant_model=type(whole)(whole.config).eval(), **GREEDY)
 
 
 @checks.on(2, rare=True)

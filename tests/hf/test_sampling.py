@@ -98,8 +98,10 @@ def test_penalties_and_additions_find_their_columns() -> None:
         lower = torch.where(which, torch.where(whole < 0, whole * 2, whole / 2), whole)
         assert torch.equal(scores.scaled(which, 2.0).values, take(lower))
         assert torch.equal(scores.added(whole).values, take(whole + whole))
+        assert torch.equal(scores.forced(lower).values, take(lower))
     few = FewScores(torch.tensor([[1.0, 2.0, NOTHING]]), torch.tensor([[1, 3, 5]]), 5)
     assert few.added(torch.arange(5.0)[None]).whole().tolist() == [[NOTHING, 2, NOTHING, 5, NOTHING]]
+    assert few.forced(whole[:1]) is not None and torch.equal(few.forced(whole[:1]), whole[:1])
 
 
 @pytest.mark.timeout(300)

@@ -48,6 +48,48 @@ class Headed(nn.Module):
         return nn.functional.cross_entropy(self.head(self.down(self.up(x).relu())), torch.arange(len(x)))
 
 
+class Watching(nn.Module):
+    """A base class that lists the classes derived from it, and wraps their `forward`, as transformers' layers do."""
+
+    derived: list[str] = []  # noqa: RUF012
+    calls = 0
+
+    def __init_subclass__(cls, *, mark: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Watching.derived.append(mark)
+        inner = cls.forward
+
+        def forward(self: Any, x: Tensor) -> Tensor:
+            Watching.calls += 1
+            return inner(self, x)
+
+        cls.forward = forward  # type: ignore[method-assign]
+
+
+class Watched(Watching, mark="mine"):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+@checks.on(2)
+def a_base_class_sees_no_new_class(rank: int, n: int) -> None:
+    """Neither for the whole model nor for a submodule; the original's `forward` stays, and works afterwards."""
+    x, before = torch.randn(3, 8), Watched.forward
+    for model in (Watched(), nn.Sequential(Watched())):
+        whole, parallel = both(n, model)
+        torch.testing.assert_close(parallel(x), whole(x))
+        assert Watched.forward is before and Watching.derived == ["mine"]
+
+    class Derived(type(autotp.parallelize(Watched(), n)), mark="derived"):  # type: ignore[misc]
+        """As torch derives classes from those of parallel models."""
+
+    assert Watching.derived.pop() == "derived" and Derived.forward is not before
+
+
 def in_plan(model: Any) -> dict[str, str]:
     """How the plan says that parameters are held."""
     cut = {row.name: str(row.layout) for row in model.plan.cuts}

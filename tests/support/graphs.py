@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from autotp import compiler
 from autotp.diagnostics.lockstep import COLLECTIVES
-from autotp.model_library import LIBRARIES
+from autotp.model_library import libraries
 from autotp.ops import channels
 from autotp.ops.grouped_mm import OPERATOR
 from autotp.options import OPTIONAL
@@ -541,7 +541,7 @@ def _key(skeleton: nn.Module, asked: Sequence[Any]) -> bytes:
         first.setdefault(id(x), i)
     kinds = pytree.tree_map_only(Tensor, lambda x: (first[id(x)], *_kind(x)), asked)
     file = io.BytesIO()
-    _Kinds(file).dump((skeleton, kinds, torch.get_default_dtype(), sorted(map(str, USER_RULES)), LIBRARIES))
+    _Kinds(file).dump((skeleton, kinds, torch.get_default_dtype(), sorted(map(str, USER_RULES)), libraries()))
     return file.getvalue()
 
 

@@ -28,7 +28,12 @@ import torch.distributed as dist
 from graphs import shared_captures
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PRELOADED = ["torch", "autotp", "torch.export._trace", "transformers.modeling_utils", "graphs", "scripts.warm"]
+import autotp
+
+PRELOADED = [
+    "torch", *sorted(f"autotp.{home}" for home in set(autotp._HOMES.values())), "torch.export._trace",
+    "transformers.modeling_utils", "graphs", "scripts.warm",
+]  # fmt: skip
 """What every rank would import, or most: forked, they have it already. A failure in one of them is not told."""
 HERE = Path(__file__).resolve().parent
 """`scripts` beside this file has programs: torchrun starts them, but for `warm`, which runs before ranks are forked."""

@@ -65,6 +65,22 @@ def same(whole: nn.Module, trainer: autotp.Trainer, *args: Any, **kwargs: Any) -
             torch.testing.assert_close(parameter.grad, grad, msg=name)
 
 
+def by_chance(pp: int) -> None:
+    """Arguments that are no rows, and as long as the rows of a microbatch, of the batch, and of a single row."""
+    torch.manual_seed(0)
+    x, wide = X.double(), torch.linspace(1, 2, 4, dtype=torch.float64)
+    whole, more = Model().double(), {"a": x[:1], "b": wide}
+    trainer = autotp.distribute(
+        copy.deepcopy(whole), pp=pp, microbatches=2, example_inputs={"x": x[:2], "y": Y[:2], **more}
+    )
+    for size in (8, 4, 2):
+        same(whole, trainer, x[:size], Y[:size], **more)
+        torch.testing.assert_close(trainer.evaluate(x[:size], Y[:size], **more), whole(x[:size], Y[:size], **more))
+        same(whole, trainer, x[:size], Y[:size], a=x[:size], b=wide)  # Now `a` has rows.
+    with pytest.raises(autotp.Error, match="inputs of 8 and 6 rows"):
+        trainer.step(x, Y[:6], **more)
+
+
 def called(rank: int, n: int) -> None:
     """Other plain arguments, and other optional ones, are other graphs."""
     whole, trainer = trained(microbatches=2)
@@ -77,6 +93,7 @@ def called(rank: int, n: int) -> None:
         same(*trained(kind, microbatches=4), x, Y)
     one = trained(microbatches=8, rows=1, labels=1)
     same(*one, x, Y)
+    by_chance(pp=1)
     for kind in ("by rows", "centred"):
         with pytest.raises(autotp.Error, match="rows"):
             trained(kind, microbatches=8, rows=1, labels=1)
@@ -92,6 +109,7 @@ def sized(rank: int, n: int, folder: str) -> None:
     x = X.double()
     for size in (8, 4, 8):
         same(whole, trainer, x[:size], Y[:size])
+    by_chance(pp=2)
     found = trainer.evaluate(x[:6], Y[:6])
     torch.testing.assert_close(found, whole(x[:6], Y[:6]).detach())
     state = autotp.full_state_dict(trainer)

@@ -8,15 +8,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from autotp.compiler import CallState, Program, analyse
 from autotp.errors import Error
 from autotp.options import Options
-from autotp.passes.capture.captured import Captured
 from autotp.passes.emit.attach_parameters import ParameterPlace, ReadParameter
 from autotp.passes.pipeline.cost import block_costs
-from autotp.passes.pipeline.row_independence import batched
 from autotp.passes.pipeline.stages import Division, Stage, blocks_in_order, divided
 from autotp.rules.call import placeholders
 from autotp.runtime.fsdp import expect_whole
@@ -199,7 +196,7 @@ class StageModule(nn.Module):
 def engine(
     training: Training,
     works: Mapping[int, nn.Module],
-    captured: Captured,
+    analysis: Program,
     device: torch.device,
     group: Any,
     loss: Callable[[Tensor, Any], Tensor],
@@ -208,7 +205,7 @@ def engine(
 
     Args:
         works: number of a stage -> its module.
-        captured: says which inputs have rows.
+        analysis: says which inputs have rows.
         group: the process group of the pipeline's ranks.
         loss: returns the tensor that backward starts from, from a microbatch's loss and an unused target.
 
@@ -218,14 +215,14 @@ def engine(
     from torch.distributed import pipelining  # It takes a second, and most models have no pipeline.
     from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
-    kind, rows = ENGINES[training.schedule], batched(captured.inputs, captured.example)
+    kind, inputs = ENGINES[training.schedule], analysis.captured.inputs
     stages = _torch_stages(works, group.size() * kind.rounds, device, group)
     try:
         return getattr(pipelining, kind.kind)(
             stages if kind.rounds > 1 else stages[0],
             training.microbatches,
             loss_fn=loss,
-            kwargs_chunk_spec={x: TensorChunkSpec(0) if x in rows else _Replicate() for x in captured.inputs},
+            kwargs_chunk_spec={x: TensorChunkSpec(0) if x in analysis.rows else _Replicate() for x in inputs},
             scale_grads=False,
         )
     except ValueError as error:
@@ -271,17 +268,26 @@ def _torch_stages(works: Mapping[int, nn.Module], count: int, device: torch.devi
 
 
 def analyse_microbatch(
-    skeleton: nn.Module, args: Any, kwargs: Any, tp: int, training: Training, layouts: Mapping[str, Layout] | None
+    skeleton: nn.Module,
+    args: Any,
+    kwargs: Any,
+    tp: int,
+    training: Training,
+    layouts: Mapping[str, Layout] | None,
+    rows: frozenset[int],
 ) -> Program:
     """Returns the program of a microbatch; its parameters are cut as `layouts` says, if there are layouts.
+
+    Args:
+        rows: as `places_of_rows` returns them.
 
     Raises:
         Error: as `expect_products_of_one_dtype`.
     """
     args, kwargs = cast_arguments((args, kwargs), training.compute_dtype)
-    call = CallState(layouts=layouts)
+    call = CallState(layouts=layouts, rows=rows)
     if len(batch_tensors(args, kwargs)[0]) == 1:  # One row does not show whether rows depend on each other.
-        two = [pytree.tree_map(lambda x: map_rows(x, 1, repeat_rows), given) for given in (args, kwargs)]
+        two = map_rows((args, kwargs), rows, repeat_rows)
         analyse(skeleton, two[0], two[1], tp, training, call)
     analysis = analyse(skeleton, args, kwargs, tp, training, call)
     if training.compute_dtype:

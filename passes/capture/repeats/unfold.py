@@ -231,7 +231,10 @@ def _nodes(argument: Any) -> list[fx.Node]:
 
 
 def _memory(*nodes: fx.Node) -> set[int]:
-    """Returns the storages of the tensors of these nodes."""
+    """Returns the storages of the tensors of these nodes. Raises Entangled for a sparse tensor, which has several."""
     values = [node.meta.get("val") for node in nodes]
     flat = [x for value in values for x in (value if isinstance(value, tuple | list) else [value])]
-    return {x.untyped_storage()._cdata for x in flat if isinstance(x, torch.Tensor)}
+    tensors = [x for x in flat if isinstance(x, torch.Tensor)]
+    if any(x.layout is not torch.strided for x in tensors):
+        raise Entangled
+    return {x.untyped_storage()._cdata for x in tensors}

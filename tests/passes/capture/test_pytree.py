@@ -11,7 +11,7 @@ import torch
 from errors import message
 from torch import Tensor, nn
 
-from autotp.model_library import LIBRARIES
+from autotp.model_library import libraries
 from autotp.passes.capture.pytree import flatten, outcome, signature_of, unflatten_outcome
 
 X, Y = torch.ones(2), torch.zeros(3)
@@ -83,7 +83,7 @@ def test_an_object_that_torch_cannot_take_apart() -> None:
 def test_a_state_keeps_its_identity() -> None:
     """A call changes the caller's own cache, and returns it."""
     transformers = pytest.importorskip("transformers")
-    assert LIBRARIES
+    assert libraries()
     cache, other = transformers.DynamicCache(), transformers.DynamicCache()
     made = torch.ones(1, 1, 2, 4)
     other.update(made, made, 0)

@@ -17,6 +17,7 @@ from autotp.passes.emit.attach_parameters import (
     module_at,
     place_of,
     places,
+    ties,
     value_at,
     works,
 )
@@ -115,6 +116,13 @@ def test_places() -> None:
     assert names == {"shared": "shared", "h.0.weight": "h.0.weight", "h.1.weight": "h.0.weight"}
     assert found == {"shared": (model, "shared"), "h.0.weight": (model.h[0], "weight")}
     assert place_of(model, "h.1.weight") == (model.h[1], "weight")
+    assert ties(model, names, found) == {"h.1.weight": ((model.h[1], "weight"), "h.0.weight")}
+
+
+def test_a_module_with_two_names_is_no_tie() -> None:
+    model = Model()
+    model.h[1] = model.h[0]
+    assert ties(model, *places(model)) == {}
 
 
 def test_modules_are_made_where_there_are_none() -> None:

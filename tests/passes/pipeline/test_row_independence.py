@@ -129,6 +129,24 @@ def test_rows_that_depend_on_others(does: Callable[[Tensor], Tensor], named: str
     assert "test_row_independence.py" in text
 
 
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        """x: [batch seq 8], places: [seq]"""
+        return (self.layer(x) * places.unsqueeze(-1)).square().mean()
+
+
+def test_an_example_that_is_as_long_by_chance() -> None:
+    for rows in (2, 4):
+        analyse(skeleton_of(Weighted()), (X[:rows], torch.ones(5)), {}, 2, Options(summed=True))
+    with pytest.raises(Error, match="as long as the batch along two dimensions") as raised:
+        analyse(skeleton_of(Weighted()), (X[:5], torch.ones(5)), {}, 2, Options(summed=True))
+    assert "\n  try      example_inputs= with another number of rows, if one" in str(raised.value)
+
+
 def test_batch_norm() -> None:
     model = Model(lambda x: model.norm(x.transpose(1, 2)).transpose(1, 2))
     with pytest.raises(Error, match=r"batch_norm.*cannot be computed in parts"):

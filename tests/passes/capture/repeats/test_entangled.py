@@ -84,6 +84,15 @@ def test_a_number_is_used_as_an_integer_is() -> None:
     assert len(used) > 12
 
 
+def sparse(b: Any, x: Tensor, y: Tensor) -> Tensor:
+    return y + torch.sparse_coo_tensor(torch.arange(8)[None], b.down.bias, (8,), check_invariants=False).to_dense()
+
+
+def test_a_sparse_tensor() -> None:
+    """It has several storages."""
+    assert runs(stack(3, sparse), ZEROS) > 1
+
+
 def counted(model: Any, i: int, block: Any, x: Tensor) -> Tensor:
     x, known = block(x)
     known["scale"] = known["scale"] + 1 if i < 3 else 1

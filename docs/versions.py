@@ -1,0 +1,188 @@
+"""Runs a fixed set of tests under several versions of Python, torch and transformers, and writes docs/versions.md.
+
+python docs/versions.py                            # every row whose Python is on this machine: an hour on two cores
+python docs/versions.py --only "3.11 2.12 5.17"    # one row; the other rows of the page stay
+python docs/versions.py --python 3.13=/opt/py/bin/python3
+
+Each row has a virtual environment of its own in a temporary folder, which is deleted at the end of the row. pip takes
+torch from the index that it is set up with: of PyPI's wheels for Linux each is 3 GB with what it stands on; with
+`PIP_EXTRA_INDEX_URL` pip also finds PyTorch's own index of wheels for CPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from textwrap import fill
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = Path(__file__).with_suffix(".md")
+NEWEST = "newest"
+PACKAGES = ("torch", "transformers", "peft", "numpy")
+TOOLS = ("expecttest", "hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
+TESTS = (
+    "tests/project/test_import.py",
+    "tests/models",
+    "tests/rules/test_table.py",
+    "tests/passes/capture/guards/test_guard.py",
+    "tests/passes/lower/test_lower.py",
+    "tests/diagnostics/test_verify.py",
+    "tests/diagnostics/test_stages.py",
+    "tests/runtime/test_module.py",
+    "tests/training/test_distribute.py",
+    "tests/training/pipeline/test_schedules.py",
+    "tests/checkpoint/test_save.py",
+    "tests/hf/test_hf_calls.py",
+    "tests/hf/test_generation.py",
+    "tests/hf/test_lora.py",
+    "tests/hf/test_pretrained.py",
+)
+"""Import, rules, capture, the graphs, verify, real ranks, pipelines and replicas, files, transformers and peft."""
+LIMIT = 1800  # seconds that the tests of a row may take
+OPENING = """`make versions` makes a virtual environment for each row and runs the same tests in it: imports, the rules
+of all operators, capture, the graphs of a rank, `verify`, pipelines and replicas on real ranks, checkpoints, and the
+models of transformers and peft. The rows are a covering set, not the full product: each version of Python, of torch and
+of transformers is in at least one row; the oldest of torch and transformers are together in one row, and so are the
+newest. `constraints.txt` has the pinned versions, under which all tests of the project run."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The versions of a row, as they are asked for: "3.11", "2.12", "newest"."""
+
+    python: str
+    torch: str
+    transformers: str
+
+    def __str__(self) -> str:
+        return f"{self.python} {self.torch} {self.transformers}"
+
+
+ROWS = (
+    Row("3.10", "2.11", "5.17"),
+    Row("3.11", "2.11", "5.0"),
+    Row("3.11", "2.12", "5.17"),
+    Row("3.10", "2.13", "5.0"),
+    Row("3.11", "2.13", "5.17"),
+    Row("3.12", "2.13", "5.17"),
+    Row("3.11", "2.13", NEWEST),
+    Row("3.11", NEWEST, NEWEST),
+    Row("3.13", NEWEST, NEWEST),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a row of the page says behind its versions."""
+
+    ran: str  # the versions that pip installed, or why nothing ran
+    result: str = ""  # "310 passed"
+    failed: tuple[str, ...] = ()  # the tests that failed
+
+
+def requirement(name: str, version: str) -> str:
+    return name if version == NEWEST else f"{name}=={version}.*"
+
+
+def install(python: str, row: Row, home: Path) -> Path:
+    """Makes a virtual environment with the versions of a row. Returns its Python."""
+    subprocess.run([python, "-m", "venv", home], check=True)
+    own = home / "bin" / "python"
+    wanted = [requirement("torch", row.torch), requirement("transformers", row.transformers)]
+    pip = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
+    subprocess.run([*pip, *wanted, *TOOLS, "-e", f"{ROOT}[hf]"], check=True)
+    return own
+
+
+def installed(python: Path) -> str:
+    """The versions of Python and of what is installed."""
+    code = f"""if True:
+        import platform
+        from importlib.metadata import version
+        found = ["Python " + platform.python_version(), *(name + " " + version(name) for name in {PACKAGES})]
+        print(", ".join(found))
+    """
+    return subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def tried(python: Path) -> Outcome:
+    """What the tests say under a Python."""
+    command = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--tb=short"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, *TESTS], cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT)
+    print(done.stdout[-20000:], done.stderr[-2000:], flush=True)
+    last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
+    counts = re.findall(r"\d+ (?:passed|failed|skipped|errors?)", last)
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    return Outcome(installed(python), ", ".join(counts) or f"pytest ended with {done.returncode}", tuple(failed))
+
+
+def outcome(row: Row, pythons: Mapping[str, str]) -> Outcome:
+    """Installs the versions of a row, and runs the tests."""
+    python = pythons.get(row.python) or shutil.which(f"python{row.python}")
+    if python is None:
+        return Outcome(f"not run: no Python {row.python}")
+    with tempfile.TemporaryDirectory(prefix="autotp-versions-") as home:
+        try:
+            return tried(install(python, row, Path(home)))
+        except subprocess.CalledProcessError:
+            return Outcome("not run: pip did not find these versions together")
+        except subprocess.TimeoutExpired:
+            return Outcome("not run to the end", f"stopped after {LIMIT} s")
+
+
+def written(outcomes: Mapping[Row, Outcome], day: str) -> str:
+    """The page."""
+    parts = ["# Versions", fill(OPENING, 120), f"Last run on {day}."]
+    table = ["| Python | torch | transformers | ran with | result |", "|---|---|---|---|---|"]
+    for row in ROWS:
+        found = outcomes[row]
+        table.append(f"| {row.python} | {row.torch} | {row.transformers} | {found.ran} | {found.result} |")
+    parts.append("\n".join(table))
+    for row in ROWS:
+        if outcomes[row].failed:
+            parts.append(f"Failed under {row}:")
+            parts.append("\n".join(f"- `{test}`" for test in outcomes[row].failed))
+    return "\n\n".join(parts) + "\n"
+
+
+def read(page: str) -> dict[Row, Outcome]:
+    """The rows of a page that was written before."""
+    found = {}
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 5 and Row(*cells[:3]) in ROWS:
+            row = Row(*cells[:3])
+            _, _, after = page.partition(f"\nFailed under {row}:\n\n")
+            tests = re.match(r"(?:- `.*`\n)*", after)
+            found[row] = Outcome(cells[3], cells[4], tuple(re.findall("`(.*)`", tests[0] if tests else "")))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Runs the tests of each row, and writes docs/versions.md.")
+    parser.add_argument("--only", nargs="+", choices=list(map(str, ROWS)), help="these rows, as `3.11 2.12 5.17`")
+    parser.add_argument("--python", nargs="+", default=[], metavar="3.13=PATH", help="Pythons that are not on PATH")
+    given = parser.parse_args()
+    pythons = dict(each.split("=", 1) for each in given.python)
+    page = PAGE.read_text() if PAGE.exists() else ""
+    outcomes = {row: Outcome("not run yet") for row in ROWS} | read(page)
+    for row in ROWS:
+        if not given.only or str(row) in given.only:
+            outcomes[row] = outcome(row, pythons)
+            print(f"{row}: {outcomes[row]}", flush=True)
+            PAGE.write_text(written(outcomes, datetime.now(timezone.utc).date().isoformat()))
+    return int(any(found.failed for found in outcomes.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

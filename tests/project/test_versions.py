@@ -1,0 +1,61 @@
+"""docs/versions.md has a row for each version that we speak of, and says what ran on it."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = spec_from_file_location("versions_page", ROOT / "docs" / "versions.py")
+assert SPEC is not None and SPEC.loader is not None
+versions = module_from_spec(SPEC)
+sys.modules["versions_page"] = versions  # dataclasses look there.
+SPEC.loader.exec_module(versions)
+FAILED = versions.Outcome("Python 3.11.7, torch 2.13.0", "1 failed, 2 passed", ("tests/a.py::b[x y]", "tests/c.py::d"))
+
+
+def test_each_version_has_a_row() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    pythons = set(re.findall(r":: (3\.\d+)$", config["metadata"]["classifiers"], re.MULTILINE))
+    assert {row.python for row in versions.ROWS} == pythons
+    assert {row.torch for row in versions.ROWS} == {"2.11", "2.12", "2.13", "newest"}
+    assert {row.transformers for row in versions.ROWS} == {"5.0", "5.17", "newest"}
+    assert "torch>=2.11" in config["options"]["install_requires"]
+    assert all((ROOT / path).exists() for path in versions.TESTS)
+
+
+def test_the_page_is_what_the_script_writes() -> None:
+    page = versions.PAGE.read_text()
+    (day,) = re.findall(r"^Last run on (\d{4}-\d\d-\d\d)\.$", page, re.MULTILINE)
+    assert page == versions.written(versions.read(page), day), "make versions"
+
+
+def test_a_row_that_is_run_alone_keeps_the_others() -> None:
+    outcomes = {row: versions.Outcome(f"not run: no Python {row.python}") for row in versions.ROWS}
+    outcomes[versions.ROWS[1]] = outcomes[versions.ROWS[-1]] = FAILED
+    assert versions.read(versions.written(outcomes, "2026-01-01")) == outcomes
+
+
+def test_a_python_that_is_not_there() -> None:
+    row = versions.Row("9.9", "2.13", "5.17")
+    assert versions.outcome(row, {}) == versions.Outcome("not run: no Python 9.9")
+
+
+def test_what_pip_is_asked_for() -> None:
+    assert versions.requirement("torch", "2.12") == "torch==2.12.*"
+    assert versions.requirement("torch", versions.NEWEST) == "torch"
+
+
+def test_what_a_run_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counts and the tests that failed are read from what pytest prints."""
+    test = ROOT / "tests" / "project" / "test_tests.py"
+    monkeypatch.setattr(versions, "TESTS", (f"{test}::test_each_module_has_a_test_of_its_name",))
+    found = versions.tried(Path(sys.executable))
+    assert found.result == "1 passed" and not found.failed
+    assert re.fullmatch(r"Python [\d.]+, torch \S+, transformers \S+, peft \S+, numpy \S+", found.ran)
