@@ -168,6 +168,10 @@ class Pass:
     wanted: Callable[[Options], bool] = lambda choices: True
 
 
+Amend = Callable[[str, Program], Program]
+"""(name of a pass, the program after it) -> the program that the next pass gets."""
+
+
 def _unless_left_out(name: str) -> Callable[[Options], bool]:
     return lambda options: options.optional(name)
 
@@ -383,6 +387,7 @@ def analyse(
     tp: int,
     options: Options = DEFAULTS,
     call: CallState = FIRST_CALL,
+    amend: Amend | None = None,
 ) -> Program:
     """Captures `skeleton` on these arguments and decides what is cut on `tp` ranks.
 
@@ -390,10 +395,11 @@ def analyse(
         skeleton: the model on `meta`.
         options: the user's options.
         call: the state around the call.
+        amend: changes the program after a pass, to find out what a difference comes from (`bisect.py`).
     """
     with uncollected():
         program = captured_program(skeleton, args, kwargs, tp, options, call)
-        for _, later in programs_after_passes(program):
+        for _, later in programs_after_passes(program, amend):
             program = later
     return program
 
@@ -424,11 +430,12 @@ def captured_program(
     return Program(captured=found, graph=found.graph, tp=tp, options=options, training=skeleton.training, call=call)
 
 
-def programs_after_passes(program: Program) -> Iterator[tuple[Pass, Program]]:
-    """Yields each pass of the stages canonicalize and plan, with the program after it."""
+def programs_after_passes(program: Program, amend: Amend | None = None) -> Iterator[tuple[Pass, Program]]:
+    """Yields each pass of the stages canonicalize and plan, with the program after it, which `amend` may change."""
     for each in (*CANONICALIZE, *PLAN):
         if each.wanted(program.options):
             program = each.run(program)
+            program = program if amend is None else amend(each.name, program)
             yield each, program
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from autotp.diagnostics.text_table import bytes_text, folded, table
 from autotp.sharding.layout import Layout
@@ -121,25 +122,64 @@ class Plan:
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the plan as plain data, for JSON: numbers, texts, and lists and dicts of these."""
+        return {
+            "model": self.model,
+            "tp": self.tp,
+            "cuts": [_cut_data(row) for row in self.cuts],
+            "whole": [
+                {"name": row.name, "shape": list(row.shape), "why": row.reason, "at": row.at} for row in self.whole
+            ],
+            "bytes_total": self.bytes_total,
+            "bytes_rank": self.bytes_rank,
+            "traffic": {
+                "forward": self.traffic.forward,
+                "backward": self.traffic.backward,
+                "forward_bytes": self.traffic.forward_bytes,
+                "backward_bytes": self.traffic.backward_bytes,
+                "shapes": [list(shape) for shape in self.traffic.shapes],
+            },
+            "along_sequence": self.along_sequence,
+            "outputs_that_stay_cut": [str(layout).replace("-1", "?") for layout in self.outputs],
+        }
+
+
+def _cut_data(row: CutRow) -> dict[str, Any]:
+    layout = row.layout
+    shape = {"shape": list(layout.shape), "dim": layout.dim, "layout": str(layout)}
+    return {"name": row.name, **shape, "forward": row.forward, "backward": row.backward, "why": row.why}
+
 
 # ---- text
+
+
+CUT_HEAD = ("cut", "shape", "forward", "backward", "why")
+WHOLE_HEAD = ("whole on every rank", "shape", "why", "at")
+
+
+def cut_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Returns the rows of the table of cut parameters; layers that are alike are one row."""
+    return folded([(c.name, (str(c.layout), c.forward, c.backward, c.why)) for c in plan.cuts])
+
+
+def whole_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Returns the rows of the table of what stays whole."""
+    return folded([(w.name, (str(list(w.shape)).replace("'", ""), w.reason, w.at.split("  ")[0])) for w in plan.whole])
 
 
 def _lines(plan: Plan) -> Iterator[str]:
     yield f"{plan.model} on tp={plan.tp}"
     yield ""
-    if plan.cuts:
-        cuts = [(c.name, (str(c.layout), c.forward, c.backward, c.why)) for c in plan.cuts]
-        yield from table(("cut", "shape", "forward", "backward", "why"), folded(cuts))
-        yield ""
-    if plan.whole:
-        whole = [(w.name, (str(list(w.shape)).replace("'", ""), w.reason, w.at.split("  ")[0])) for w in plan.whole]
-        yield from table(("whole on every rank", "shape", "why", "at"), folded(whole))
-        yield ""
-    yield from _totals(plan)
+    for head, rows in ((CUT_HEAD, cut_rows(plan)), (WHOLE_HEAD, whole_rows(plan))):
+        if rows:
+            yield from table(head, rows)
+            yield ""
+    yield from totals(plan)
 
 
-def _totals(plan: Plan) -> Iterator[str]:
+def totals(plan: Plan) -> Iterator[str]:
+    """Yields the lines below the tables: bytes, and what a step sends."""
     share = plan.bytes_rank / plan.bytes_total if plan.bytes_total else 1.0
     total, fullest = bytes_text(plan.bytes_total), bytes_text(plan.bytes_rank)
     yield f"parameters  {total}, the fullest rank holds {fullest} ({share:.1%})"

@@ -59,15 +59,24 @@ def _range(numbers: list[int]) -> str:
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
     """Yields the lines of a table of at most WIDTH characters; breaks the text of the widest columns over lines."""
+    for parts in table_cells(head, rows, WIDTH):
+        yield "  ".join(parts).rstrip()
+
+
+def table_cells(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int) -> Iterator[list[str]]:
+    """Yields the cells of each line of a table, padded to the widths of the columns; two spaces belong between them.
+
+    Args:
+        width: the most characters of a line.
+    """
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    while sum(widths) + 2 * (len(widths) - 1) > WIDTH:
+    while sum(widths) + 2 * (len(widths) - 1) > width:
         widest = max(range(len(widths)), key=lambda i: widths[i])
         widths[widest] -= 1
     for row in [head, *rows]:
         cells = [_broken(cell, width) for cell, width in zip(row, widths, strict=True)]
         for line in range(max(map(len, cells))):
-            parts = [(cell[line] if line < len(cell) else "").ljust(w) for cell, w in zip(cells, widths, strict=True)]
-            yield "  ".join(parts).rstrip()
+            yield [(cell[line] if line < len(cell) else "").ljust(w) for cell, w in zip(cells, widths, strict=True)]
 
 
 def _broken(text: str, width: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autotp.compiler import CallState, Program, analyse, emitted, flat_graphs
+from autotp.compiler import Amend, CallState, Program, analyse, emitted, flat_graphs
 from autotp.diagnostics.lockstep import run_lockstep
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
@@ -24,6 +25,7 @@ from autotp.ops.grouped_mm import grouped_mm
 from autotp.options import DEFAULTS, Experts, Options, Outputs, Recompute
 from autotp.passes.canonicalize.custom_vjp import fuse
 from autotp.passes.capture.captured import Captured, InputSize, OutputAt
+from autotp.passes.capture.example_inputs import Inputs
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.guards.attribute_paths import everything, found_at, put_at, spelled
 from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, flatten_new_value, keyed
@@ -92,6 +94,22 @@ class Report:
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as plain data, for JSON; a difference that is no number is the text `inf` or `nan`."""
+        rows = {"outputs": self.outputs, "gradients": self.gradients, "after_a_step": self.steps}
+        return {
+            "ok": self.ok,
+            "computed": bool(self.gradients),
+            "tolerance": self.tolerance,
+            **{label: [{"name": d.name, "error": _number(d.error)} for d in found] for label, found in rows.items()},
+            "plan": self.plan.to_dict(),
+        }
+
+
+def _number(error: float) -> float | str:
+    """Returns an error as JSON has it: it has no infinite numbers."""
+    return error if math.isfinite(error) else str(abs(error))
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -106,19 +124,35 @@ class Trial:
     settings: Options
 
 
+STEPS = ("capture", "lower", "run")
+"""The steps of a comparison."""
+
+Begin = Callable[[str], None]
+"""Is told of a step that begins."""
+
+
 def make_trial(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tp: int,
     settings: Options = DEFAULTS,
+    amend: Amend | None = None,
+    begin: Begin = lambda step: None,
 ) -> Trial:
-    """Returns a copy of `model` with the graphs of its `tp` ranks."""
+    """Returns a copy of `model` with the graphs of its `tp` ranks.
+
+    Args:
+        amend: as for `analyse`.
+        begin: is told of each step of STEPS that begins.
+    """
+    begin("capture")
     name = type(model).__name__
     if settings.recompute == "none" and recomputes(model):
         settings = replace(settings, recompute="full")
     if _on_meta(model):
-        analysis = analyse(skeleton_of(model), args, kwargs, tp, settings)
+        analysis = analyse(skeleton_of(model), args, kwargs, tp, settings, amend=amend)
+        begin("lower")
         return Trial(model, args, kwargs, analysis, (), report(analysis, name), settings)
     with all_double():
         whole = _moved(_copied(model).cpu().double())
@@ -126,7 +160,8 @@ def make_trial(
         args, kwargs = pytree.tree_map_only(Tensor, _doubled, (args, kwargs))
         tensors = [x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         wanted = GradientsWanted(inputs=tuple(tensors), parameters=tuple(p.requires_grad for p in whole.parameters()))
-        analysis = analyse(skeleton_of(whole), args, kwargs, tp, settings, CallState(wanted=wanted))
+        analysis = analyse(skeleton_of(whole), args, kwargs, tp, settings, CallState(wanted=wanted), amend)
+        begin("lower")
         graphs = flat_graphs(analysis, "exact")
         plan = report(analysis, name, graphs[0])
         return Trial(whole, args, kwargs, analysis, tuple(map(fuse, graphs)), plan, settings)
@@ -525,14 +560,32 @@ def verify(
 
     def run() -> Report:
         expect_usable("verify", model, tp, settings)
-        trial = make_trial(model, *find_inputs(model, example_inputs), tp, settings)
-        found = compare(trial)
-        if not trial.analysis.captured.changes or not trial.graphs:
-            return found
-        with all_double():  # The second call reads the attributes that the first has set.
-            called, changed = _copied(trial.model), copy.deepcopy((trial.args, trial.kwargs))
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                called(*changed[0], **changed[1])
-        return _joined(found, compare(make_trial(called, trial.args, trial.kwargs, tp, settings)))
+        return compare_calls(model, find_inputs(model, example_inputs), tp, settings)
 
     return within(f"verify({type(model).__name__}, tp={tp})", run)
+
+
+def compare_calls(
+    model: nn.Module,
+    inputs: Inputs,
+    tp: int,
+    settings: Options,
+    amend: Amend | None = None,
+    begin: Begin = lambda step: None,
+) -> Report:
+    """Returns the report of `verify`: of a call, and of a second call if the first sets attributes.
+
+    Args:
+        inputs: positional and keyword arguments.
+        amend, begin: as for `make_trial`.
+    """
+    trial = make_trial(model, *inputs, tp, settings, amend, begin)
+    begin("run")
+    found = compare(trial)
+    if not trial.analysis.captured.changes or not trial.graphs:
+        return found
+    with all_double():  # The second call reads the attributes that the first has set.
+        called, changed = _copied(trial.model), copy.deepcopy((trial.args, trial.kwargs))
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            called(*changed[0], **changed[1])
+    return _joined(found, compare(make_trial(called, trial.args, trial.kwargs, tp, settings, amend)))

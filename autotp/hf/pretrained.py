@@ -8,8 +8,6 @@ Saving applies the inverse conversions.
 from __future__ import annotations
 
 import copy
-import json
-import logging
 import os
 import re
 import socket
@@ -17,7 +15,6 @@ import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -29,14 +26,12 @@ from torch.overrides import TorchFunctionMode
 
 from autotp.arguments import expect_arguments
 from autotp.checkpoint.files.checksums import (
-    INVALID_CONTENT,
     SIDE_FILE,
     STALE,
     changed_settings,
     checksums_in,
     expect_unchanged,
     fingerprint,
-    open_regular,
 )
 from autotp.checkpoint.files.lazy_tensor import Lazy, source_text
 from autotp.checkpoint.files.safetensors_files import Stored, stored_tensors
@@ -46,6 +41,15 @@ from autotp.checkpoint.whole_tensors import GatheredTensor
 from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import Mesh, expect_alike, gather_ints, make_mesh
 from autotp.errors import Error, within
+from autotp.hf.files.configuration import (
+    ModelArguments,
+    class_of,
+    first_line,
+    offline_and_silent,
+    read_config,
+    read_object,
+    transformers_module,
+)
 from autotp.hf.processor_files import copy_beside
 from autotp.options import CheckInputs, Experts, Options, Outputs, Recompute
 from autotp.runtime.build import build
@@ -54,25 +58,12 @@ from autotp.runtime.module import ParallelModule
 from autotp.sharding.layout import Layout
 
 T = TypeVar("T")
-ADAPTER = "adapter_config.json"
 SETTINGS = ("config.json", "generation_config.json")
 OTHER_SETTINGS = (
     "in {}, {} is not what `save_pretrained` wrote: it was edited, or it is damaged. "
     "To change a setting without this warning, use from_pretrained(..., config={{...}})"
 )
 MOST_NAMES = 4  # The most names in an error.
-LOCAL = {"trust_remote_code": False}  # Without it, transformers asks on the terminal whether to run code.
-
-
-@dataclass(frozen=True)
-class ModelArguments:
-    """The arguments of `from_pretrained` about the model itself."""
-
-    dtype: torch.dtype | None
-    model_class: Any
-    config: Mapping[str, Any]
-    missing: str
-    unexpected: str
 
 
 def from_pretrained(
@@ -231,8 +222,8 @@ def _load(folder: Path, wanted: ModelArguments) -> nn.Module:
     _expect_choices(wanted)
     files = stored_tensors(folder)
     _expect_summed(folder, files)
-    config = _config(folder, wanted)
-    build = _class(config, wanted, folder)
+    config = read_config(folder, wanted)
+    build = class_of(config, wanted, folder)
     lazies = {name: Lazy(tensor) for name, tensor in files.items()}
     model, info = _build_model(build, config, lazies, wanted.dtype, StaysOnMeta())
     _expect_fit(model, info, files, folder, wanted)
@@ -240,7 +231,7 @@ def _load(folder: Path, wanted: ModelArguments) -> nn.Module:
         model, _ = _build_model(build, config, lazies, wanted.dtype, nullcontext())
     model.config.name_or_path = os.path.abspath(folder)  # `save_pretrained` copies the tokenizer's files from there.
     if model.can_generate() and (folder / "generation_config.json").is_file():
-        model.generation_config = _read(folder / "generation_config.json", type(model.generation_config))
+        model.generation_config = read_object(folder / "generation_config.json", type(model.generation_config))
     return model
 
 
@@ -278,7 +269,7 @@ def _build_model(
     build: Any, config: Any, lazies: Mapping[str, Lazy], dtype: Any, how: Any
 ) -> tuple[Any, dict[str, Any]]:
     """Returns the model that transformers builds, and its report about missing and unexpected names."""
-    with _offline_and_silent() as said, how:
+    with offline_and_silent() as said, how:
         try:
             model, info = build.from_pretrained(
                 None, config=copy.deepcopy(config), state_dict=dict(lazies), dtype=dtype or "auto",
@@ -289,8 +280,13 @@ def _build_model(
                 raise how.errors[0] from error
             reasons = re.findall("^Error: (.*)", "\n".join(said), re.MULTILINE)
             facts = {"said": reasons[0]} if reasons else {}
-            raise Error(f"{build.__name__} cannot be made of these tensors: {_first_line(error)}", **facts) from error
+            raise Error(f"{build.__name__} cannot be made of these tensors: {first_line(error)}", **facts) from error
     return model, info
+
+
+def lazy_model(folder: Path, wanted: ModelArguments) -> tuple[nn.Module, dict[str, Source]]:
+    """Returns the model of a folder with its parameters on meta, and parameter name -> source."""
+    return _split_sources(_load(folder, wanted))
 
 
 def _split_sources(model: nn.Module) -> tuple[nn.Module, dict[str, Source]]:
@@ -312,95 +308,6 @@ def _split_sources(model: nn.Module) -> tuple[nn.Module, dict[str, Source]]:
                     empty[tensor] = read_whole(tensor.source).clone()
                 table[key] = empty[tensor]
     return model, sources
-
-
-def _config(folder: Path, wanted: ModelArguments) -> Any:
-    """Reads the configuration of a folder.
-
-    Raises:
-        Error: transformers does not know the configuration, it is of quantized tensors, or it names code.
-    """
-    file = folder / "config.json"
-    if not file.is_file():
-        raise Error("no checkpoint of transformers: config.json is not there", at=str(folder))
-    if (folder / ADAPTER).is_file():
-        remedy = "load both with peft, and autotp.parallelize what it returns; or merge_and_unload() and save that"
-        raise Error(f"an adapter is beside the model: {ADAPTER}", at=str(folder), fix=remedy)
-    _expect_no_code(file, wanted.config)
-    own = getattr(wanted.model_class, "config_class", None)
-    source, local = (own, {}) if own else (_transformers().AutoConfig, LOCAL)
-    config = _read(file, source, **wanted.config, **local)
-    if getattr(config, "quantization_config", None) is not None:
-        raise Error("the checkpoint is quantized", at=str(file), fix="a checkpoint of floating tensors")
-    return config
-
-
-def _expect_no_code(file: Path, given: Mapping[str, Any]) -> None:
-    """Raises Error if a configuration names code to run: classes in its folder, or kernels on a hub."""
-    try:
-        with open_regular(file) as source:
-            config = json.loads(source.read(), parse_constant=_raise_not_a_number)
-        config |= {key: given[key] for key in given if key == "auto_map"}
-        entries = [(key, value, _texts(value) if "_implementation" in key else []) for key, value in _entries(config)]
-        if any(key == "__float__" and value == "NaN" for key, value, _ in entries):
-            _raise_not_a_number("NaN")
-    except (*INVALID_CONTENT, OSError) as error:
-        raise Error(f"the configuration cannot be read: {_first_line(error)}", at=str(file)) from error
-    for key, value, texts in entries:
-        if key == "auto_map" and value:
-            own = 'config={"auto_map": {}} for the class of transformers, if it has one of this model_type'
-            raise Error("the checkpoint has code of its own (auto_map): it is not run", at=str(file), fix=own)
-        hubs = [text for text in texts if "/" in text and key not in given]
-        if hubs:
-            named = f"the checkpoint names code in a hub ({key}: {hubs[0]}): it is not fetched"
-            raise Error(named, at=str(file), fix=f'config={{"{key}": "sdpa"}}')
-
-
-def _raise_not_a_number(text: str) -> None:
-    raise ValueError(f"{text} is no number")
-
-
-def _texts(value: Any) -> list[str]:
-    """Returns all texts in a JSON value."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [value] if isinstance(value, str) else [text for item in inner for text in _texts(item)]
-
-
-def _entries(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields all keys in a JSON value, with their values."""
-    if isinstance(value, dict):
-        yield from value.items()
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _entries(inner)
-
-
-def _read(file: Path, kind: Any, **given: Any) -> Any:
-    """Returns the object that a class of transformers reads from a file of a checkpoint."""
-    try:
-        with _offline_and_silent():
-            return kind.from_pretrained(file.parent, local_files_only=True, **given)
-    except Exception as error:
-        raise Error(f"the configuration cannot be read: {_first_line(error)}", at=str(file)) from error
-
-
-def _class(config: Any, wanted: ModelArguments, folder: Path) -> Any:
-    """Returns the class of the model: `model_class`, resolved if it is an Auto class, or else the saved class."""
-    hf, given = _transformers(), wanted.model_class
-    if given is None:
-        found = [getattr(hf, name, None) for name in config.architectures or []]
-        if not found or not (isinstance(found[0], type) and issubclass(found[0], hf.PreTrainedModel)):
-            known = "which is no model that transformers has"
-            named = f"names {config.architectures[0]}, {known}" if found else "names no class"
-            remedy = "model_class=transformers.AutoModelForCausalLM, or the class itself"
-            raise Error(f"config.json {named}", at=str(folder / "config.json"), fix=remedy)
-        return found[0]
-    if isinstance(given, type) and issubclass(given, hf.PreTrainedModel):
-        return given
-    try:
-        with _offline_and_silent(), torch.device("meta"):
-            return type(given.from_config(config, **LOCAL))
-    except Exception as error:
-        raise Error(f"model_class={given!r} makes no model of {type(config).__name__}: {_first_line(error)}") from error
 
 
 def _expect_choices(wanted: ModelArguments) -> None:
@@ -455,7 +362,7 @@ def _as_saved(parallel: ParallelModule) -> dict[str, Lazy]:
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    if not isinstance(parallel, _transformers().PreTrainedModel):
+    if not isinstance(parallel, transformers_module().PreTrainedModel):
         raise Error(
             f"a {type(parallel).__name__} is no model of transformers",
             fix="autotp.full_state_dict(model), and torch.save on the first rank",
@@ -498,46 +405,3 @@ def _error_if_unwritable(name: str) -> Iterator[None]:
     except (ValueError, TypeError) as error:
         said = " ".join(str(error).split())
         raise Error(f"model.{name} cannot be written: {said}", fix=f"change model.{name}") from error
-
-
-# ---- transformers
-
-
-def _transformers() -> Any:
-    """Returns the module transformers.
-
-    Raises:
-        Error: it is not installed.
-    """
-    try:
-        import transformers
-    except ImportError as error:
-        raise Error(f"transformers cannot be imported: {error}", fix="pip install autotp[hf]") from error
-    return transformers
-
-
-@contextmanager
-def _offline_and_silent() -> Iterator[list[str]]:
-    """Keeps transformers offline and silent in a `with` block; yields the list of its warnings."""
-    from huggingface_hub import constants
-    from transformers.utils import logging as theirs
-
-    said: list[str] = []
-    offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
-    library, shown = logging.getLogger("transformers"), theirs.is_progress_bar_enabled()
-    handlers, spread = library.handlers[:], library.propagate
-    listener = logging.Handler(logging.WARNING)
-    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    theirs.disable_progress_bar()
-    library.handlers[:], library.propagate = [listener], False
-    try:
-        yield said
-    finally:
-        constants.HF_HUB_OFFLINE = offline
-        library.handlers[:], library.propagate = handlers, spread
-        if shown:
-            theirs.enable_progress_bar()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch._ops import OpOverload, OpOverloadPacket
@@ -64,6 +65,16 @@ def rule(op: Operator, factors: str | f.RuleFunction, linear: f.Linear = ()) -> 
     for one in found:
         RULES[one] = f.fixed(factors, linear) if isinstance(factors, str) else factors
         USER_RULES.add(one)
+
+
+@contextmanager
+def without_rules(operators: Collection[Operator]) -> Iterator[None]:
+    """A region in which these operators have no rules of the table or of a user: they get whole tensors."""
+    before = {operator: RULES.pop(operator) for operator in operators}
+    try:
+        yield
+    finally:
+        RULES.update(before)
 
 
 def rule_of(call: Call) -> Rule | None:

@@ -201,7 +201,11 @@ def test_a_wheel_is_all_that_is_needed(built: Built, tmp_path: Path) -> None:
     run(*pip, built.wheel, "--target", target)
     assert built.wheel.name.split("-")[1] == used(target, tmp_path / "beside") == autotp.__version__
     assert (target / "autotp" / "py.typed").is_file()
-    assert {path.name.partition("-")[0] for path in target.iterdir()} == {"autotp"}
+    assert {path.name.partition("-")[0] for path in target.iterdir()} == {"autotp", "bin"}
+    (script,) = (target / "bin").iterdir()
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (target, SITE)))}
+    done = subprocess.run([sys.executable, "-S", script, "--version"], env=env, cwd=tmp_path, capture_output=True)
+    assert (script.name, done.stdout.decode()) == ("autotp", f"autotp {autotp.__version__}\n"), done.stderr
 
 
 @pytest.mark.system

@@ -117,6 +117,15 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     return tensors
 
 
+def tensors_of_file(file: Path) -> dict[str, Stored]:
+    """Returns every tensor of one file.
+
+    Raises:
+        Error: the file is truncated or corrupt.
+    """
+    return _opened(file, Reader())
+
+
 def _no_checkpoint(folder: Path) -> Error:
     if not folder.is_dir():
         remedy = "the path of a local folder that holds a checkpoint: nothing is fetched from a hub"

@@ -1,0 +1,8 @@
+"""`python -m autotp`: the command line."""
+
+import sys
+
+from autotp.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""differences: compares the tensors of two checkpoints, of whatever formats, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from autotp.checkpoint.conversion.content import Content
+from autotp.checkpoint.files.tensor_sources import Source, read_whole
+
+What = Literal["only in the first", "only in the second", "shape", "dtype", "values"]
+
+
+@dataclass(frozen=True)
+class Unlike:
+    """A difference of one tensor.
+
+    Attributes:
+        name: the tensor.
+        what: what differs; of several the first.
+        first, second: its dtype and shape in each checkpoint; "" where it is not there.
+        largest: the largest difference of an element; infinite where one is no number.
+        count: the number of elements that differ.
+    """
+
+    name: str
+    what: What
+    first: str
+    second: str
+    largest: float = 0.0
+    count: int = 0
+
+
+def differences(first: Content, second: Content) -> Iterator[Unlike]:
+    """Yields the differences of two checkpoints: of the models, and of the states if both have one.
+
+    Values of different dtypes are compared in float64; elements that are not a number equal each other.
+    """
+    yield from _of(first.tensors, second.tensors)
+    if first.state and second.state:
+        yield from _of(first.state, second.state)
+
+
+def _of(first: Mapping[str, Source], second: Mapping[str, Source]) -> Iterator[Unlike]:
+    for name in first.keys() - second.keys():
+        yield Unlike(name, "only in the first", _text(first[name]), "")
+    for name in second.keys() - first.keys():
+        yield Unlike(name, "only in the second", "", _text(second[name]))
+    for name in (name for name in first if name in second):
+        a, b = first[name], second[name]
+        if tuple(a.shape) != tuple(b.shape):
+            yield Unlike(name, "shape", _text(a), _text(b))
+            continue
+        largest, count = _compared(read_whole(a), read_whole(b))
+        if count or a.dtype != b.dtype:
+            yield Unlike(name, "values" if count else "dtype", _text(a), _text(b), largest, count)
+
+
+def _compared(a: Tensor, b: Tensor) -> tuple[float, int]:
+    """Returns the largest difference, and the number of elements that differ."""
+    unlike = ~((a == b) | ((a != a) & (b != b)))
+    count = int(unlike.sum())
+    if not count:
+        return 0.0, 0
+    kind = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    gap = (a.to(kind) - b.to(kind)).abs()[unlike]
+    return float(torch.nan_to_num(gap, nan=float("inf")).max()), count
+
+
+def _text(source: Source) -> str:
+    return f"{str(source.dtype).removeprefix('torch.')} {list(source.shape)}"

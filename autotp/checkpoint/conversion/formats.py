@@ -1,0 +1,178 @@
+"""formats: tells the format of a checkpoint, reads it, and writes it in another."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from uuid import uuid4
+
+import torch
+
+from autotp.checkpoint.conversion.content import Content, Format, Held, Saved
+from autotp.checkpoint.conversion.megatron_files import Target, is_megatron, read_megatron, write_megatron
+from autotp.checkpoint.conversion.torch_files import state_dict_in
+from autotp.checkpoint.files.checksums import INVALID_CONTENT, write_whole
+from autotp.checkpoint.files.safetensors_files import INDEX, ONE_FILE, stored_tensors, tensors_of_file
+from autotp.checkpoint.files.tensor_pieces import file_of, write_pieces
+from autotp.checkpoint.files.tensor_sources import Cast, Source, read_whole
+from autotp.checkpoint.keys import SEPARATOR, entry_key, path_of
+from autotp.checkpoint.manifest import MANIFEST, OF_FORMAT_1, Item, manifest_content, read_manifest
+from autotp.checkpoint.save import saved_steps
+from autotp.checkpoint.weights import write_checkpoint
+from autotp.distributed.mesh import Mesh
+from autotp.errors import Error
+
+CONFIG = "config.json"
+OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+
+
+def format_of(path: Path) -> Format:
+    """Returns the format of a checkpoint.
+
+    Raises:
+        Error: it is none that autotp reads.
+    """
+    if path.is_file():
+        return "safetensors" if path.suffix == ".safetensors" else "torch"
+    if is_megatron(path):
+        return "megatron"
+    if path.is_dir() and ((path / ONE_FILE).is_file() or (path / INDEX).is_file()):
+        return "safetensors"
+    if path.is_dir() and (_has_manifest(path) or any(map(_has_manifest, path.glob("step-*")))):
+        return "training"
+    kinds = f"{ONE_FILE}, a checkpoint of save_checkpoint, mp_rank_00 of Megatron-LM, or a file of torch.save"
+    raise Error(f"{path} is no checkpoint" if path.exists() else f"there is no {path}", expected=kinds)
+
+
+def _has_manifest(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file() or (folder / OF_FORMAT_1).is_file()
+
+
+def read_content(path: Path, vocabulary: int | None = None, library: str | None = None) -> Content:
+    """Returns what a checkpoint has.
+
+    Args:
+        vocabulary, library: for one of Megatron-LM, as for `read_megatron`.
+
+    Raises:
+        Error: the checkpoint cannot be read.
+    """
+    match format_of(path):
+        case "megatron":
+            return read_megatron(path, vocabulary, library)
+        case "training":
+            return _training(path)
+        case "torch":
+            return Content("torch", {name: Held(tensor) for name, tensor in state_dict_in(path).items()})
+        case "safetensors":
+            tensors = tensors_of_file(path) if path.is_file() else stored_tensors(path)
+            beside = (path.parent if path.is_file() else path) / CONFIG
+            return Content("safetensors", tensors, config_in(beside) if beside.is_file() else None)
+
+
+def config_in(file: Path) -> Mapping[str, object]:
+    """Returns the JSON object in a configuration's file."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (*INVALID_CONTENT, OSError) as error:
+        raise Error(f"the configuration cannot be read: {error}", at=str(file)) from error
+    if not isinstance(found, dict):
+        raise Error("the configuration is no JSON object", at=str(file))
+    return found
+
+
+def _training(path: Path) -> Content:
+    """Returns a training's checkpoint; of a folder with several the newest."""
+    if not _has_manifest(path):
+        path = path_of(path, max(saved_steps(path)))
+    manifest, prefix = read_manifest(path), f"model{SEPARATOR}"
+    sources = {key: Saved(manifest, key) for key in manifest.tensors}
+    tensors = {key.removeprefix(prefix): source for key, source in sources.items() if key.startswith(prefix)}
+    state = {key: source for key, source in sources.items() if not key.startswith(prefix)}
+    return Content("training", tensors, state=state, step=manifest.about["step"])
+
+
+# ---- writing
+
+
+def write_content(
+    content: Content,
+    path: Path,
+    to: Format,
+    *,
+    layout: Target,
+    library: str | None = None,
+    largest: int = 5 * 10**9,
+    beside: Callable[[Path], None] = lambda folder: None,
+) -> None:
+    """Writes a model's tensors in a format, in one step; an optimizer's state is not written.
+
+    Args:
+        layout, library: for Megatron-LM, as for `write_megatron`.
+        largest: the most bytes in one file of safetensors.
+        beside: writes further files into a folder of safetensors.
+
+    Raises:
+        Error: the checkpoint cannot be written, or the format cannot have this model.
+    """
+    try:
+        match to:
+            case "megatron":
+                write_megatron(path, content, layout, library)
+            case "training":
+                _write_training(path, content)
+            case "torch":
+                _write_torch(path, content)
+            case "safetensors":
+                write_checkpoint(path, content.tensors, Mesh(), largest, lambda new: _beside(new, content, beside))
+    except OSError as error:
+        raise Error(f"the checkpoint cannot be written: {error}", at=str(path)) from error
+
+
+def _beside(folder: Path, content: Content, more: Callable[[Path], None]) -> None:
+    if content.config is not None:
+        (folder / CONFIG).write_text(json.dumps(content.config, indent=2) + "\n", encoding="utf-8")
+    more(folder)
+
+
+def _write_torch(path: Path, content: Content) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.{uuid4().hex[:8]}.new")
+    try:
+        torch.save({name: read_whole(source).contiguous() for name, source in content.tensors.items()}, new)
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _write_training(path: Path, content: Content) -> None:
+    """Writes a checkpoint of parameters alone, for `load_checkpoint(folder, trainer)` without an optimizer."""
+    at = path_of(path, content.step)
+    if at.exists():
+        raise Error(f"{at} is there already", fix="another folder")
+    new = at.with_name(f".{at.name}.{uuid4().hex[:16]}.new")
+    new.mkdir(parents=True)
+    items = (
+        Item(entry_key("model", name), (0,) * len(source.shape), tuple(source.shape), read_whole(source))
+        for name, source in content.tensors.items()
+    )
+    told = []
+
+    def parts() -> object:
+        for item in items:
+            told.append(item.row())
+            yield item.at, item.tensor
+
+    pieces = write_pieces(new, 0, parts())  # type: ignore[arg-type]
+    rows = [[row, piece.row()] for row, piece in zip(told, pieces, strict=True)]
+    about = {"step": content.step, "optimizer": "no optimizer", "sizes": {}, "model": {}, "more": {}, "values": {},
+             "groups": []}  # fmt: skip
+    write_whole(new / MANIFEST, manifest_content(about, [((new / file_of(0)).stat().st_size, rows)]))
+    new.rename(at)
+
+
+def cast(tensors: Mapping[str, Source], dtype: torch.dtype) -> dict[str, Source]:
+    """Returns the sources with floating tensors in another dtype."""
+    return {name: Cast(it, dtype) if it.dtype.is_floating_point else it for name, it in tensors.items()}

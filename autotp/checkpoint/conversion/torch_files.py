@@ -1,0 +1,71 @@
+"""torch_files: reads files of `torch.save` as plain data: tensors, numbers, texts, and containers of these.
+
+NOTE [No code]
+torch's restricted unpickler (`weights_only=True`) calls nothing but what makes tensors. Files of Megatron-LM name other
+classes besides: the argparse.Namespace of its arguments, its enumerations, arrays of numpy. Each name that torch would
+refuse stands for `Unread` here, an object without content, but for Namespace. So no class is looked up by its name in a
+file, and no function is called.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotp.errors import Error
+
+NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
+
+
+class Unread:
+    """Stands for an object of a file whose class is not read."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def read_torch_file(file: Path) -> Any:
+    """Returns the content of a file. Tensors are mapped from the file; what is no plain data is `Unread`.
+
+    Raises:
+        Error: the file is missing, damaged, of a format before torch 1.6, or names a function that is blocked.
+    """
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        known: Any = [(argparse.Namespace if name in NAMESPACES else Unread, name) for name in names]
+        with torch.serialization.safe_globals(known):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except OSError as error:
+        raise Error(f"{file} cannot be read: {error.strerror or error}") from error
+    except Exception as error:
+        told = next((line for line in str(error).splitlines() if "GLOBAL" in line), type(error).__name__)
+        raise Error(
+            f"{file} is no file that can be read without running code: {' '.join(told.split())[:200]}",
+            fix="a file that torch.save wrote with torch 1.6 or newer, of tensors and plain data",
+        ) from error
+
+
+def state_dict_in(file: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a state dict in a file, also below the keys `model` or `state_dict`.
+
+    Raises:
+        Error: the file has something else.
+    """
+    found = read_torch_file(file)
+    for key in ("state_dict", "model"):
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise Error(f"{file} has no state dict", expected="a dict: name -> tensor")
+    other = [name for name, value in found.items() if not isinstance(value, Tensor)]
+    if other:
+        raise Error(f"{file}: `{other[0]}` is a {type(found[other[0]]).__name__}, and no tensor")
+    return dict(found)

@@ -1,0 +1,120 @@
+"""convert: the command that writes a checkpoint in another format, or prints how two differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from autotp.checkpoint.conversion.content import FORMATS, Content, Format
+from autotp.checkpoint.conversion.differences import Unlike, differences
+from autotp.checkpoint.conversion.formats import CONFIG, OF_TORCH, cast, config_in, read_content, write_content
+from autotp.checkpoint.conversion.megatron_files import Target
+from autotp.checkpoint.conversion.megatron_names import LIBRARIES
+from autotp.checkpoint.weights import parse_size
+from autotp.cli.flags import Debug, Json
+from autotp.cli.model_argument import dtype_named
+from autotp.cli.output import DIFFERENT, WrongUse, complain, console, print_json
+from autotp.errors import within
+from autotp.hf.files.conversion import as_in_files, as_in_modules
+from autotp.hf.processor_files import copy_beside
+
+To = Enum("To", {name: name for name in FORMATS})  # type: ignore[misc]
+Library = Enum("Library", {name: name for name in LIBRARIES})  # type: ignore[misc]
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A checkpoint; its format is found")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="What is written; with --diff, what is compared")],
+    to: Annotated[To | None, typer.Option("--to", help="The format of TARGET; torch for .pt, else safetensors")] = None,
+    diff: Annotated[bool, typer.Option("--diff", help="Print how the two differ, and write nothing")] = False,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="A folder of transformers or its config.json, for TARGET")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="The dtype of what is written: bfloat16, ...")] = None,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks, for megatron")] = 1,
+    pp: Annotated[int, typer.Option("--pp", min=1, help="Stages of the pipeline, for megatron")] = 1,
+    divisible: Annotated[
+        int, typer.Option("--make-vocab-size-divisible-by", min=1, help="As Megatron-LM's option, times --tp")
+    ] = 128,
+    vocab_size: Annotated[
+        int | None, typer.Option("--vocab-size", min=1, help="Words of a checkpoint of Megatron-LM without padding")
+    ] = None,
+    names: Annotated[
+        Library | None, typer.Option("--names", help="Whose names: of a model from megatron, or to it")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="The largest file of safetensors")] = "5GB",
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Writes the model in SOURCE as TARGET: between a training's checkpoint, a folder of safetensors, a torch file, and
+    Megatron-LM's GPT and BERT. Runs in one process, and runs no code of a file.
+
+    The exit status of --diff is 1 if the two differ.
+    """
+    library = None if names is None else str(names.value)
+
+    def read(path: Path) -> Content:
+        return within("convert", lambda: read_content(path, vocab_size, library))
+
+    if diff:
+        _print_differences(list(within("convert", lambda: list(differences(read(source), read(target))))), json)
+        return
+    form: Format = to.value if to is not None else "torch" if target.suffix in OF_TORCH else "safetensors"
+    content, kind = read(source), dtype_named(dtype)
+    for note in content.notes:
+        complain(f"warning: {note}")
+    content = within("convert", lambda: _named(content, source, form, config))
+    if kind is not None:
+        settings = None if content.config is None else {**content.config, "dtype": dtype}
+        content = replace(content, tensors=cast(content.tensors, kind), config=settings)
+    if content.state:
+        complain("warning: the optimizer's state is not written")
+    if form == "safetensors" and content.config is None:
+        complain("warning: no config.json is written, which transformers needs: --config FOLDER")
+    if form == "safetensors" and target.suffix:
+        raise WrongUse(f"TARGET {target} is a folder for safetensors: leave {target.suffix} out, or use --to torch")
+    beside = (lambda new: copy_beside(source, new)) if source.is_dir() else (lambda new: None)
+    how: dict[str, Any] = {"layout": Target(tp, pp, divisible), "library": library, "beside": beside}
+    within("convert", lambda: write_content(content, target, form, largest=parse_size(max_shard_size), **how))
+    size = sum(math.prod(it.shape) * it.dtype.itemsize for it in content.tensors.values())
+    told = {"ok": True, "source": content.format, "target": form, "tensors": len(content.tensors), "bytes": size}
+    if json:
+        print_json(told)
+    else:
+        print(f"{target}: {form}, {len(content.tensors)} tensors, {size / 1e6:.1f} MB, from {content.format}")
+
+
+def _named(content: Content, source: Path, form: Format, config: Path | None) -> Content:
+    """Returns the content with the configuration of `config`, and with the names that the target has."""
+    given = None if config is None else config_in(config / CONFIG if config.is_dir() else config)
+    if form == "training" and content.format == "safetensors" and source.is_dir() and content.config is not None:
+        return replace(content, tensors=as_in_modules(source))
+    if form == "safetensors" and config is not None and content.format in ("training", "torch"):
+        return replace(content, tensors=as_in_files(content.tensors, config), config=given)
+    return content if given is None else replace(content, config=given)
+
+
+def _print_differences(found: Sequence[Unlike], json: bool) -> None:
+    if json:
+        rows = [{**asdict(it), "largest": it.largest if math.isfinite(it.largest) else "inf"} for it in found]
+        print_json({"ok": not found, "differences": rows})
+    else:
+        console().print(*_text(found), sep="\n", soft_wrap=True)
+    if found:
+        raise typer.Exit(DIFFERENT)
+
+
+def _text(found: Sequence[Unlike]) -> Iterator[Text]:
+    if not found:
+        yield Text("equal: the same names, shapes, dtypes and values", style="green")
+    for it in found:
+        both = " and ".join(filter(None, (it.first, it.second if it.second != it.first else "")))
+        line = Text(it.name, style="yellow").append(f"  {it.what}: {both}", "default")
+        yield line.append(f", {it.count} elements, largest {it.largest:.1e}" if it.count else "", "default")

@@ -1,0 +1,89 @@
+"""doctor: the command that says what autotp finds where it runs, and what will not work there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+import typer
+from rich.text import Text
+
+import autotp
+from autotp.cli.flags import Debug, Json
+from autotp.cli.output import DIFFERENT, columns, console, print_json
+from autotp.diagnostics.environment import LIBRARIES, Environment, examine
+from autotp.diagnostics.text_table import WIDTH
+from autotp.errors import within
+
+
+def doctor(json: Json = False, debug: Debug = False) -> None:
+    """Says which versions are here and whether they were tested together, how this process was started, and with what.
+
+    Under torchrun, srun or mpirun it also times an all-reduce: torchrun --nproc-per-node 2 -m autotp doctor
+    """
+    try:
+        found = within("doctor", examine)
+        first = not dist.is_initialized() or dist.get_rank() == 0
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if first and json:
+        print_json(_data(found))
+    elif first:
+        to = console()
+        to.print(*_text(found, to.width - 2 if to.is_terminal else WIDTH), sep="\n", soft_wrap=True)
+    if found.problems:
+        raise typer.Exit(DIFFERENT)
+
+
+def _text(found: Environment, width: int) -> Iterator[Text]:
+    yield Text(f"autotp {autotp.__version__}, Python {found.python}", style="bold")
+    head = ("library", "here", "tests", "what works")
+    rows = [(p.name, p.found or "missing", p.tested or "none", LIBRARIES.get(p.name, "")) for p in found.packages]
+    for line in columns(head, rows, ("", "green", "", "dim"), width):
+        yield Text("  ").append(line)
+    untested = [p.name for p in found.packages if p.state == "untested" and p.tested]
+    if untested:
+        yield Text(f"  not the versions that were tested together: {', '.join(untested)}", style="yellow")
+    yield Text("\nstarted", style="bold")
+    by = found.launched
+    yield Text(f"  by            {by.by if by else 'no launcher: one process, one rank'}")
+    if by is not None:
+        yield Text(f"  rank          {by.rank} of {by.size}; here {by.local_rank} of {by.local_size}")
+    for name, value in found.variables.items():
+        yield Text(f"  {name}={value}", style="dim")
+    yield Text("\nmachine", style="bold")
+    yield Text(f"  cores         {found.cores}")
+    yield Text(f"  GPUs          {', '.join(found.gpus) or 'none'}")
+    yield Text(f"  backend       {found.backend}")
+    if found.exchange is not None:
+        size, ms = found.exchange.bytes / 1e6, found.exchange.seconds * 1e3
+        yield Text(f"  all-reduce    {size:.1f} MB in {ms:.2f} ms, {found.exchange.gigabytes:.2f} GB/s")
+    for problem in found.problems:
+        yield Text(f"\nproblem       {problem}", style="bold red")
+
+
+def _data(found: Environment) -> dict[str, Any]:
+    by, exchange = found.launched, found.exchange
+    return {
+        "ok": not found.problems,
+        "autotp": autotp.__version__,
+        "python": found.python,
+        "packages": {
+            p.name: {"version": p.found or None, "tested": p.tested or None, "state": p.state,
+                     "works": LIBRARIES.get(p.name, "")}
+            for p in found.packages
+        },
+        "launcher": None if by is None else {
+            "by": by.by, "rank": by.rank, "size": by.size, "local_rank": by.local_rank, "local_size": by.local_size,
+        },
+        "variables": found.variables,
+        "cores": found.cores,
+        "gpus": list(found.gpus),
+        "backend": found.backend,
+        "all_reduce": None if exchange is None else {
+            "bytes": exchange.bytes, "seconds": exchange.seconds, "gigabytes_a_second": exchange.gigabytes,
+        },
+        "problems": list(found.problems),
+    }  # fmt: skip

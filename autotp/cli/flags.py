@@ -1,0 +1,121 @@
+"""flags: the options of the commands. Those of autotp itself are made from `autotp.options.Options`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from enum import Enum
+from inspect import Parameter, getdoc, signature
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from autotp.api import parallelize
+from autotp.options import DEFAULTS, OPTIONAL, Options
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A folder of transformers or its config.json, package.module:factory, or file.py:factory"
+    ),
+]
+Kwargs = Annotated[
+    str | None,
+    typer.Option("--kwargs", metavar="JSON", help="Arguments of the factory, or values in place of config.json's"),
+]
+Layers = Annotated[int | None, typer.Option("--layers", min=1, help="The largest number of layers")]
+Attention = Annotated[str | None, typer.Option("--attention", help="attn_implementation of transformers: eager, sdpa")]
+ModelClass = Annotated[str | None, typer.Option("--model-class", help="A class of transformers: AutoModelForCausalLM")]
+InputsOf = Annotated[
+    str | None,
+    typer.Option("--inputs", metavar="NAME", help="A callable that returns example inputs; `:name` beside the factory"),
+]
+Evaluation = Annotated[bool, typer.Option("--eval", help="The model in evaluation mode")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
+Debug = Annotated[bool, typer.Option("--debug", help="Print tracebacks of errors")]
+
+SEVERAL: dict[str, Callable[[str], bool]] = {"--tp": str.isdigit, "--without": OPTIONAL.__contains__}
+"""Option that takes several values, `--tp 2 3 4` -> whether a text is a value of it."""
+
+
+class Command(TyperCommand):
+    """A command whose options in SEVERAL take several values behind one name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses the arguments, with the option's name before each of its values."""
+        found: list[str] = super().parse_args(ctx, spread(args))
+        return found
+
+
+def spread(args: Sequence[str]) -> list[str]:
+    """Returns `--tp 2 --tp 3` for `--tp 2 3`."""
+    found: list[str] = []
+    name = ""
+    for arg in args:
+        if name and found[-1] != name and SEVERAL[name](arg):
+            found.append(name)
+        elif name and found[-1] != name:
+            name = ""
+        found.append(arg)
+        if arg in SEVERAL:
+            name = arg
+    return found
+
+
+def with_options_of(function: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command a flag for each field of Options that `function` takes; their values come as `chosen`.
+
+    Args:
+        function: a public function, such as `autotp.verify`.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        taken = signature(function).parameters
+        flags = [_flag(name) for name in vars(DEFAULTS) if name in taken]
+
+        def run(**given: Any) -> None:
+            chosen = {p.name: _value(given.pop(p.name)) for p in flags}
+            command(**given, chosen=chosen)
+
+        ordered = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own if p.name != "chosen"] + flags
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__signature__ = signature(command).replace(parameters=ordered, return_annotation=None)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in ordered}
+        return run
+
+    return decorate
+
+
+def _flag(name: str) -> Parameter:
+    """Returns the parameter of typer for a field of Options, with the help of its docstring."""
+    hint, default = get_type_hints(Options)[name], getattr(DEFAULTS, name)
+    spelled = f"--{name.replace('_', '-')}"
+    told = typer.Option(spelled, help=_help(name))
+    if name == "without":
+        told = typer.Option(spelled, metavar="PASS ...", help=f"{_help(name)}: {', '.join(OPTIONAL)}")
+        kind: Any = list[_choices(name, OPTIONAL)]  # type: ignore[misc]
+        return Parameter(name, Parameter.KEYWORD_ONLY, default=[], annotation=Annotated[kind, told])
+    if get_origin(hint) is Literal:
+        kind = _choices(name, get_args(hint))
+        return Parameter(name, Parameter.KEYWORD_ONLY, default=kind(default), annotation=Annotated[kind, told])
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, told])
+
+
+def _choices(name: str, values: Sequence[str]) -> Any:
+    return Enum(name, {value: value for value in values})
+
+
+def _help(name: str) -> str:
+    """Returns the first sentence of what `parallelize` says about an option."""
+    found = re.search(rf"^    {name}: (.*?)[.;](?=\s)", getdoc(parallelize) or "", re.MULTILINE | re.DOTALL)
+    text = " ".join(found[1].split()) if found else name
+    return text[0].upper() + text[1:]
+
+
+def _value(given: Any) -> Any:
+    """Returns the value that autotp's option takes."""
+    if isinstance(given, list):
+        return tuple(item.value for item in given)
+    return given.value if isinstance(given, Enum) else given

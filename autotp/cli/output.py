@@ -1,0 +1,71 @@
+"""output: what a command prints. Results go to stdout, as text or JSON; all else goes to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from autotp.diagnostics.text_table import table_cells
+
+RIGHT, DIFFERENT, WRONG_USE = 0, 1, 2
+"""The exit statuses."""
+
+
+class WrongUse(Exception):
+    """The command line is not one that autotp understands; the exit status is 2."""
+
+
+def console() -> Console:
+    """Returns the console of stdout: in colour on a terminal, unless NO_COLOR is set."""
+    return Console(highlight=False, soft_wrap=False)
+
+
+def print_json(data: Any) -> None:
+    """Prints plain data as JSON."""
+    print(json.dumps(data, indent=2, allow_nan=False))
+
+
+def complain(text: str) -> None:
+    """Prints a text on stderr, behind the name of the program."""
+    print(f"autotp: {text}", file=sys.stderr)
+
+
+@contextmanager
+def warnings_on_stderr() -> Iterator[None]:
+    """A region in which a warning to the user is one line on stderr, and those to developers are left out."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", category=UserWarning, message=".*example_inputs")
+        warnings.showwarning = lambda message, *_, **__: complain(f"warning: {message}")
+        yield
+
+
+def columns(
+    head: tuple[str, ...], rows: Sequence[tuple[str, ...]], styles: Sequence[str], width: int
+) -> Iterator[Text]:
+    """Yields the lines of a table of at most `width` characters. styles: rich's style of each column"""
+    titles = len(list(table_cells(head, [], width)))
+    for i, cells in enumerate(table_cells(head, rows, width)):
+        line = Text()
+        for cell, style in zip(cells, styles, strict=True):
+            line.append(cell, "bold" if i < titles else style).append("  ")
+        line.rstrip()
+        yield line
+
+
+@contextmanager
+def progress(total: int | None) -> Iterator[Progress]:
+    """A progress bar of `total` steps (None: unknown) on stderr, if that is a terminal; its only task is number 0."""
+    parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    to = Console(stderr=True)
+    with Progress(*parts, console=to, transient=True, redirect_stdout=False, disable=not to.is_terminal) as shown:
+        shown.add_task("", total=total)
+        yield shown

@@ -1,0 +1,116 @@
+"""verify: the command that compares ranks with one device, and finds what a difference comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import count
+from typing import Annotated, Any
+
+import typer
+from rich.progress import Progress, TaskID
+from rich.text import Text
+from torch import nn
+
+from autotp.cli.flags import (
+    Attention,
+    Debug,
+    Evaluation,
+    InputsOf,
+    Json,
+    Kwargs,
+    Layers,
+    Model,
+    ModelClass,
+    with_options_of,
+)
+from autotp.cli.model_argument import ModelArgument, settings_of, with_values
+from autotp.cli.output import DIFFERENT, console, print_json, progress
+from autotp.diagnostics.bisect import Blame, bisect
+from autotp.diagnostics.verify import STEPS, Begin, Report, compare_calls, verify
+from autotp.errors import within
+from autotp.options import Options
+from autotp.passes.capture.example_inputs import Inputs
+from autotp.passes.capture.example_inputs import example_inputs as find_inputs
+from autotp.runtime.build import expect_usable
+
+Result = tuple[Report, Blame | None]
+
+
+@with_options_of(verify)
+def verify_command(
+    model: Model,
+    tp: Annotated[list[int], typer.Option("--tp", min=1, help="The numbers of ranks, each verified: --tp 2 3 4")],
+    layers: Layers = None,
+    attention: Attention = None,
+    model_class: ModelClass = None,
+    kwargs: Kwargs = None,
+    inputs: InputsOf = None,
+    evaluation: Evaluation = False,
+    bisects: Annotated[bool, typer.Option("--bisect/--no-bisect", help="Find what a difference comes from")] = True,
+    json: Json = False,
+    debug: Debug = False,
+    *,
+    chosen: dict[str, Any],
+) -> None:
+    """Compares the outputs, every gradient and a step of TP ranks with one device, in one process and in float64.
+
+    The exit status is 1 if they are DIFFERENT; then the guilty weight, pass and rule are found by halving.
+    """
+    argument = ModelArgument(model, settings_of(kwargs), layers, None, attention, model_class, inputs, evaluation)
+    settings, given, built = Options(**chosen), argument.example_inputs(), with_values(argument)
+    found: list[Result] = []
+    for i, size in enumerate(tp):
+        with progress(len(STEPS) * len(tp)) as bar:
+            report, call = _verified(built, given, size, settings, _shown_on(bar, f"tp={size}", i * len(STEPS)))
+        blame = None
+        if bisects and not report.ok:
+            with progress(None) as bar:
+                blame = bisect(built, call, size, settings, _shown_on(bar, f"tp={size}: halving", 0))
+        found.append((report, blame))
+        if not json:
+            console().print(*_text(report, blame), sep="\n", soft_wrap=True)
+    right = all(report.ok for report, _ in found)
+    if json:
+        print_json({"ok": right, "reports": [_data(*row) for row in found]})
+    if not right:
+        raise typer.Exit(DIFFERENT)
+
+
+def _verified(model: nn.Module, given: Any, tp: int, settings: Options, begin: Begin) -> tuple[Report, Inputs]:
+    """Returns what `verify` returns, and the arguments of the call; `begin` is told of its steps."""
+
+    def run() -> tuple[Report, Inputs]:
+        expect_usable("verify", model, tp, settings)
+        call = find_inputs(model, given)
+        return compare_calls(model, call, tp, settings, begin=begin), call
+
+    return within(f"verify({type(model).__name__}, tp={tp})", run)
+
+
+def _shown_on(bar: Progress, what: str, before: int) -> Begin:
+    """Returns a function that shows each step that begins. before: steps that are done"""
+    done = count(before)
+    return lambda step: bar.update(TaskID(0), description=f"{what}: {step}", completed=next(done))
+
+
+def _text(report: Report, blame: Blame | None) -> Iterator[Text]:
+    """Yields the lines of a report, the verdict in green or red, and what a difference comes from."""
+    first, *lines = str(report).splitlines()
+    yield Text(first, style="green" if report.ok else "bold red")
+    yield from map(Text, lines)
+    if blame is None:
+        return
+    cut = blame.weights[0] if blame.weights else "none: the difference stays when nothing is cut"
+    yield Text(f"  guilty weight   {cut}", style="red")
+    if len(blame.weights) > 1:
+        more = f" and {len(blame.weights) - 4} more" if len(blame.weights) > 4 else ""
+        yield Text(f"  cut with it     {', '.join(blame.weights[1:4])}{more}  ({blame.why})")
+    passes = ", ".join(blame.passes) + " (leave it out with --without)" if blame.passes else "none that can be left out"
+    yield Text(f"  guilty pass     {passes}", style="red")
+    yield Text(f"  guilty rule     {blame.rule or 'none'}", style="red")
+    yield Text(f"  found by        {blame.trials} comparisons")
+
+
+def _data(report: Report, blame: Blame | None) -> dict[str, Any]:
+    return {"tp": report.plan.tp, **report.to_dict(), "guilty": None if blame is None else asdict(blame)}

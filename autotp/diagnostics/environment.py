@@ -1,0 +1,183 @@
+"""environment: what autotp finds where it runs: versions, libraries, launcher, ranks, GPUs, an all-reduce's time."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from autotp.distributed.launch import TORCHRUN, Launch, launch
+from autotp.distributed.mesh import start
+
+TESTED = {
+    "torch": "2.13.0", "numpy": "2.4.6", "transformers": "5.17.0", "peft": "0.21.2", "accelerate": "1.15.0",
+    "safetensors": "0.8.0", "tqdm": "4.70.1", "typer": "0.29.2", "rich": "15.0.0",
+}  # fmt: skip
+"""Package -> the version that the tests run with; those of constraints.txt."""
+OLDEST_TORCH = (2, 11)
+
+LIBRARIES = {
+    "transformers": "models, Trainer, generate, gradient checkpointing; autotp.from_pretrained, save_pretrained",
+    "peft": "LoRA: autotp.parallelize(get_peft_model(model, config)); save_pretrained saves the adapters",
+    "accelerate": "Accelerator sees the ranks of one model as one process; replicas beside them are refused",
+    "lightning": "ModelParallelStrategy, with autotp.parallelize in configure_model; the tests do not run it",
+    "trl": "SFTTrainer and DPOTrainer are refused: transformers.Trainer, with the same rows",
+    "torchao": "not tested; quantize_ of a parallel model is refused",
+    "bitsandbytes": "not tested; autotp.from_pretrained refuses quantized checkpoints",
+    "deepspeed": "not tested: use autotp.distribute(zero=1) in its place",
+    "safetensors": "autotp.from_pretrained and save_pretrained need it",
+    "tqdm": "progress of reading and writing checkpoints",
+    "typer": "the command line needs it",
+    "rich": "the command line needs it",
+}
+"""Library -> what works with it, in a line."""
+
+VARIABLES = (
+    *TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID",
+    "SLURM_LOCALID", "SLURM_NODEID",
+    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
+    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME",
+)  # fmt: skip
+"""The variables of launchers that autotp reads, and those that decide how ranks find and use what they have."""
+
+BYTES = 2**24
+"""The size of the all-reduce that is timed."""
+TIMES = 9
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A package. found: its version, "" if it is not installed; tested: the version that the tests run with, or ""."""
+
+    name: str
+    found: str
+    tested: str
+
+    @property
+    def state(self) -> str:
+        """One of: missing, tested, untested."""
+        if not self.found:
+            return "missing"
+        same = self.found.partition("+")[0] == self.tested
+        return "tested" if same else "untested"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An all-reduce that was timed. seconds: the median; gigabytes: bytes of the tensor a second, in GB"""
+
+    bytes: int
+    seconds: float
+
+    @property
+    def gigabytes(self) -> float:
+        """Bytes of the tensor a second, in GB."""
+        return self.bytes / self.seconds / 1e9
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What was found.
+
+    Attributes:
+        python: the version of Python.
+        packages: autotp's requirements and the libraries it works with.
+        launched: how this process was started; None if it is alone.
+        variables: the variables of launchers that are set.
+        cores: of this machine.
+        gpus: the names of the GPUs that this process sees.
+        backend: that the ranks use, or would use: nccl or gloo.
+        exchange: an all-reduce among the ranks; None for a process that is alone.
+        problems: what will not work, each with what to do.
+    """
+
+    python: str
+    packages: tuple[Installed, ...]
+    launched: Launch | None
+    variables: dict[str, str]
+    cores: int
+    gpus: tuple[str, ...]
+    backend: str
+    exchange: Exchange | None
+    problems: tuple[str, ...]
+
+
+def examine() -> Environment:
+    """Looks at this process and its machine; the ranks of one launch call it together, and time an all-reduce.
+
+    Raises:
+        Error: the ranks cannot find each other.
+    """
+    gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    started, problems = launch(), problems_of(dict(os.environ), len(gpus))
+    exchange = None if started is None or problems else _timed()
+    enough = bool(gpus) and len(gpus) >= (started.local_size if started is not None else 1)
+    return Environment(
+        python=platform.python_version(),
+        packages=tuple(_installed(name) for name in dict.fromkeys(["torch", "numpy", *LIBRARIES])),
+        launched=started,
+        variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        cores=os.cpu_count() or 1,
+        gpus=gpus,
+        backend=dist.get_backend() if dist.is_initialized() else "nccl" if enough else "gloo",
+        exchange=exchange,
+        problems=tuple(problems),
+    )
+
+
+def _installed(name: str) -> Installed:
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        found = ""
+    return Installed(name, found, TESTED.get(name, ""))
+
+
+def problems_of(variables: dict[str, str], gpus: int) -> list[str]:
+    """Returns what will not work with these variables of the environment, and this number of GPUs."""
+    found = []
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if release < OLDEST_TORCH:
+        found.append(f"torch {torch.__version__} is too old: pip install 'torch>={'.'.join(map(str, OLDEST_TORCH))}'")
+    lacking = [name for name in TORCHRUN if name not in variables]
+    if 0 < len(lacking) < len(TORCHRUN) and {"RANK", "WORLD_SIZE"} & variables.keys():
+        found.append(f"some of torchrun's variables are set, but not {', '.join(lacking)}: use torchrun")
+    numbers = [name for name in VARIABLES if name.endswith(("RANK", "SIZE", "PROCID", "LOCALID")) and name in variables]
+    wrong = [f"{name}={variables[name]}" for name in numbers if not variables[name].isdecimal()]
+    if wrong:
+        found.append(f"{', '.join(wrong)} is no number: start the script with torchrun, srun or mpirun")
+    ranks = {"SLURM_PROCID", "RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"}
+    if "SLURM_JOB_ID" in variables and not ranks & variables.keys():
+        found.append("in a SLURM allocation, but not started by srun: this process is alone; srun python train.py")
+    local = variables.get("LOCAL_WORLD_SIZE") or variables.get("OMPI_COMM_WORLD_LOCAL_SIZE") or "1"
+    if gpus and local.isdecimal() and int(local) > gpus:
+        found.append(f"{local} processes here share {gpus} GPUs: start as many processes as GPUs")
+    shared = Path("/dev/shm")
+    if shared.is_dir() and os.statvfs(shared).f_bavail * os.statvfs(shared).f_frsize < 2**26 and gpus:
+        found.append("/dev/shm has less than 64 MB, which NCCL needs: docker run --shm-size 1g")
+    return found
+
+
+def _timed() -> Exchange:
+    """Times an all-reduce of BYTES among all ranks: the median, after one that is not counted."""
+    device = start()
+    tensor = torch.ones(BYTES // 4, device=device)
+    seconds = []
+    for _ in range(TIMES + 1):
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(tensor)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+        tensor.fill_(1)
+    return Exchange(BYTES, statistics.median(seconds[1:]))

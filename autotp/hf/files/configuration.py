@@ -1,0 +1,164 @@
+"""Reads the configuration of a folder of transformers, and finds the class of its model; keeps transformers offline."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autotp.checkpoint.files.checksums import INVALID_CONTENT, open_regular
+from autotp.errors import Error
+
+CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
+LOCAL = {"trust_remote_code": False}  # Without it, transformers asks on the terminal whether to run code.
+
+
+@dataclass(frozen=True)
+class ModelArguments:
+    """The arguments of `from_pretrained` about the model itself."""
+
+    dtype: torch.dtype | None
+    model_class: Any
+    config: Mapping[str, Any]
+    missing: str
+    unexpected: str
+
+
+def read_config(folder: Path, wanted: ModelArguments, name: str = CONFIG) -> Any:
+    """Reads the configuration of a folder. name: its file
+
+    Raises:
+        Error: transformers does not know the configuration, it is of quantized tensors, or it names code.
+    """
+    file = folder / name
+    if not file.is_file():
+        raise Error(f"no checkpoint of transformers: {name} is not there", at=str(folder))
+    if (folder / ADAPTER).is_file():
+        remedy = "load both with peft, and autotp.parallelize what it returns; or merge_and_unload() and save that"
+        raise Error(f"an adapter is beside the model: {ADAPTER}", at=str(folder), fix=remedy)
+    expect_no_code(file, wanted.config)
+    own = getattr(wanted.model_class, "config_class", None)
+    source, local = (own, {}) if own else (transformers_module().AutoConfig, LOCAL)
+    config = read_object(file, source, **wanted.config, **local)
+    if getattr(config, "quantization_config", None) is not None:
+        raise Error("the checkpoint is quantized", at=str(file), fix="a checkpoint of floating tensors")
+    return config
+
+
+def expect_no_code(file: Path, given: Mapping[str, Any]) -> None:
+    """Raises Error if a configuration names code to run: classes in its folder, or kernels on a hub."""
+    try:
+        with open_regular(file) as source:
+            config = json.loads(source.read(), parse_constant=_raise_not_a_number)
+        config |= {key: given[key] for key in given if key == "auto_map"}
+        entries = [(key, value, _texts(value) if "_implementation" in key else []) for key, value in _entries(config)]
+        if any(key == "__float__" and value == "NaN" for key, value, _ in entries):
+            _raise_not_a_number("NaN")
+    except (*INVALID_CONTENT, OSError) as error:
+        raise Error(f"the configuration cannot be read: {first_line(error)}", at=str(file)) from error
+    for key, value, texts in entries:
+        if key == "auto_map" and value:
+            own = 'config={"auto_map": {}} for the class of transformers, if it has one of this model_type'
+            raise Error("the checkpoint has code of its own (auto_map): it is not run", at=str(file), fix=own)
+        hubs = [text for text in texts if "/" in text and key not in given]
+        if hubs:
+            named = f"the checkpoint names code in a hub ({key}: {hubs[0]}): it is not fetched"
+            raise Error(named, at=str(file), fix=f'config={{"{key}": "sdpa"}}')
+
+
+def _raise_not_a_number(text: str) -> None:
+    raise ValueError(f"{text} is no number")
+
+
+def _texts(value: Any) -> list[str]:
+    """Returns all texts in a JSON value."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [value] if isinstance(value, str) else [text for item in inner for text in _texts(item)]
+
+
+def _entries(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields all keys in a JSON value, with their values."""
+    if isinstance(value, dict):
+        yield from value.items()
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _entries(inner)
+
+
+def read_object(file: Path, kind: Any, **given: Any) -> Any:
+    """Returns the object that a class of transformers reads from a file of a checkpoint."""
+    try:
+        with offline_and_silent():
+            where = file.parent if file.name == CONFIG or "generation" in file.name else file
+            return kind.from_pretrained(where, local_files_only=True, **given)
+    except Exception as error:
+        raise Error(f"the configuration cannot be read: {first_line(error)}", at=str(file)) from error
+
+
+def class_of(config: Any, wanted: ModelArguments, folder: Path) -> Any:
+    """Returns the class of the model: `model_class`, resolved if it is an Auto class, or else the saved class."""
+    hf, given = transformers_module(), wanted.model_class
+    if given is None:
+        found = [getattr(hf, name, None) for name in config.architectures or []]
+        if not found or not (isinstance(found[0], type) and issubclass(found[0], hf.PreTrainedModel)):
+            known = "which is no model that transformers has"
+            named = f"names {config.architectures[0]}, {known}" if found else "names no class"
+            remedy = "model_class=transformers.AutoModelForCausalLM, or the class itself"
+            raise Error(f"config.json {named}", at=str(folder / "config.json"), fix=remedy)
+        return found[0]
+    if isinstance(given, type) and issubclass(given, hf.PreTrainedModel):
+        return given
+    try:
+        with offline_and_silent(), torch.device("meta"):
+            return type(given.from_config(config, **LOCAL))
+    except Exception as error:
+        raise Error(f"model_class={given!r} makes no model of {type(config).__name__}: {first_line(error)}") from error
+
+
+# ---- transformers
+
+
+def transformers_module() -> Any:
+    """Returns the module transformers.
+
+    Raises:
+        Error: it is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise Error(f"transformers cannot be imported: {error}", fix="pip install autotp[hf]") from error
+    return transformers
+
+
+@contextmanager
+def offline_and_silent() -> Iterator[list[str]]:
+    """Keeps transformers offline and silent in a `with` block; yields the list of its warnings."""
+    from huggingface_hub import constants
+    from transformers.utils import logging as theirs
+
+    said: list[str] = []
+    offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    library, shown = logging.getLogger("transformers"), theirs.is_progress_bar_enabled()
+    handlers, spread = library.handlers[:], library.propagate
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    theirs.disable_progress_bar()
+    library.handlers[:], library.propagate = [listener], False
+    try:
+        yield said
+    finally:
+        constants.HF_HUB_OFFLINE = offline
+        library.handlers[:], library.propagate = handlers, spread
+        if shown:
+            theirs.enable_progress_bar()
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,55 @@
+"""Two checkpoints: what one has alone, and what has another shape, dtype or value."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from autotp.checkpoint.conversion.content import Content, Held
+from autotp.checkpoint.conversion.differences import Unlike, differences
+
+ONE = torch.tensor([1.0, 2.0, float("nan"), float("inf")])
+
+
+def content(**tensors: Tensor) -> Content:
+    return Content("torch", {name: Held(tensor) for name, tensor in tensors.items()})
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (ONE.clone(), None),
+        (torch.tensor([1.0, 2.5, float("nan"), float("inf")]), ("values", 0.5, 1)),
+        (torch.tensor([1.0, float("nan"), float("nan"), 3.0]), ("values", math.inf, 2)),
+        (ONE.double(), ("dtype", 0.0, 0)),
+        (ONE.double() * 1.5, ("values", 1.0, 2)),
+        (ONE[:3], ("shape", 0.0, 0)),
+        (ONE[:, None], ("shape", 0.0, 0)),
+    ],
+    ids=["same", "value", "nan", "dtype", "both", "shorter", "shape"],
+)
+def test_one_tensor(other: Tensor, expected: tuple[str, float, int] | None) -> None:
+    found = [(it.what, it.largest, it.count) for it in differences(content(x=ONE), content(x=other))]
+    assert found == ([] if expected is None else [expected])
+
+
+def test_tensors_of_one_alone() -> None:
+    one, two = content(x=ONE, y=ONE), content(x=ONE, z=torch.ones(2, dtype=torch.int64))
+    assert list(differences(one, two)) == [
+        Unlike("y", "only in the first", "float32 [4]", ""), Unlike("z", "only in the second", "", "int64 [2]"),
+    ]  # fmt: skip
+
+
+def test_numbers_and_texts_of_bits() -> None:
+    one, two = content(x=torch.tensor([True, False])), content(x=torch.tensor([True, True]))
+    assert [(it.what, it.largest, it.count) for it in differences(one, two)] == [("values", 1.0, 1)]
+
+
+def test_states_are_compared_where_both_have_one() -> None:
+    moment = {"optimizer|x|exp_avg": Held(ONE)}
+    one, two = Content("training", {}, state=moment), Content("training", {}, state={"optimizer|x|exp_avg": Held(-ONE)})
+    assert [it.name for it in differences(one, two)] == ["optimizer|x|exp_avg"]
+    assert list(differences(one, Content("torch", {}))) == []

@@ -1,0 +1,62 @@
+"""Files of torch.save: their tensors, and nothing that runs."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autotp
+from autotp.checkpoint.conversion.torch_files import Unread, read_torch_file, state_dict_in
+
+STATE = {"a.weight": torch.arange(6.0).view(2, 3), "n": torch.tensor(3)}
+
+
+class Own:
+    """A class that no reader knows."""
+
+
+@pytest.mark.parametrize("key", [None, "model", "state_dict"])
+def test_a_state_dict(tmp_path: Path, key: str | None) -> None:
+    torch.save(STATE if key is None else {key: STATE, "epoch": 3}, tmp_path / "m.pt")
+    found = state_dict_in(tmp_path / "m.pt")
+    assert found.keys() == STATE.keys() and all(torch.equal(found[name], STATE[name]) for name in STATE)
+
+
+def test_what_is_no_plain_data(tmp_path: Path) -> None:
+    torch.save({"args": Namespace(n=3, own=Own(), kind=torch.bfloat16)}, tmp_path / "m.pt")
+    args = read_torch_file(tmp_path / "m.pt")["args"]
+    assert (args.n, args.kind, type(args.own)) == (3, torch.bfloat16, Unread)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("exit 1",)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"a": 3}, "`a` is a int, and no tensor"),
+        ([STATE], "has no state dict"),
+        ({1: STATE["n"]}, "has no state dict"),
+        (Evil(), "cannot be read without running code|no file that can be read"),
+    ],
+    ids=["number", "list", "keys", "code"],
+)
+def test_other_files(tmp_path: Path, content: Any, told: str) -> None:
+    torch.save(content, tmp_path / "m.pt")
+    with pytest.raises(autotp.Error, match=told):
+        state_dict_in(tmp_path / "m.pt")
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no zip", b"PK\x03\x04 cut"], ids=["none", "empty", "text", "cut"])
+def test_files_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "m.pt").write_bytes(content)
+    with pytest.raises(autotp.Error, match=r"m\.pt"):
+        read_torch_file(tmp_path / "m.pt")

@@ -1,0 +1,81 @@
+"""What docs/command_line.md and the README show of the command line is so."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+from autotp.cli.app import run
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "command_line.md").read_text()
+TEXT = PAGE + (ROOT / "README.md").read_text()
+BLOCKS = [code for _, code in re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)]
+COMMANDS = sorted({line for block in BLOCKS for line in block.splitlines() if line.startswith("autotp ")})
+MODEL = """
+from torch import nn, ones
+
+
+class MLP(nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(16, width), nn.GELU(), nn.Linear(width, 16)
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(x)))
+
+
+def build(layers=4, width=64):
+    return nn.Sequential(*(MLP(width) for _ in range(layers)))
+
+
+def inputs():
+    return ones(2, 5, 16)
+"""
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_each_option_exists(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, command, *rest = shlex.split(line, comments=True)
+    assert run([command, "--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(option in told for option in rest if option.startswith("--"))
+
+
+def shown(command: str) -> str:
+    """The block behind the one with this command."""
+    (at,) = (i for i, block in enumerate(BLOCKS) if block.strip() == command)
+    return BLOCKS[at + 1]
+
+
+def without_errors(text: str) -> str:
+    """Which round-off there is depends on the machine."""
+    return re.sub(r"\d\.\de[-+]\d\d  \S+.*", "ERROR", text)
+
+
+def test_the_printed_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = "autotp verify model.py:build:inputs --tp 2 3 --layers 2"
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    assert run(command.split()[1:]) == 0
+    assert without_errors(capsys.readouterr().out) == without_errors(shown(command))
+
+
+def test_the_printed_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    command = "autotp plan llama --tp 8 --layers 2"
+    config = transformers.LlamaConfig(
+        vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=8,
+        architectures=["LlamaForCausalLM"], dtype="bfloat16",
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "llama")
+    monkeypatch.chdir(tmp_path)
+    assert run(command.split()[1:]) == 0
+    found, page = capsys.readouterr().out, shown(command)
+    assert re.sub(r"\.py:\d+", ".py", found) == re.sub(r"\.py:\d+", ".py", page)
