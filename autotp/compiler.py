@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -379,6 +380,9 @@ LOWER = (
 
 # ---- all stages
 
+TESTED_TORCH = "2.13."
+"""The beginning of the version of torch with which all tests run."""
+
 
 def analyse(
     skeleton: nn.Module,
@@ -404,6 +408,16 @@ def analyse(
     return program
 
 
+def _warn_of_untested_torch() -> None:
+    """Warns once: what torch's exporter records differs between versions, and not every difference fails."""
+    if not torch.__version__.startswith(TESTED_TORCH):
+        warnings.warn(
+            f"autotp is tested with torch {TESTED_TORCH}x, and this is {torch.__version__}: compare the model's "
+            "gradients first, by autotp.verify; docs/versions.md says what was tried",
+            stacklevel=2,
+        )
+
+
 def captured_program(
     skeleton: nn.Module,
     args: tuple[Any, ...],
@@ -414,6 +428,7 @@ def captured_program(
 ) -> Program:
     """Captures `skeleton` on these arguments; returns the program before the first pass. Arguments as for `analyse`."""
     once = options.optional("repeats")
+    _warn_of_untested_torch()
 
     def captured() -> Captured:
         return capture(skeleton, args, kwargs, call.autocast, once, call.opened, call.wanted)

@@ -108,3 +108,10 @@ def test_facts_stand_in_the_program_behind_the_pass_that_finds_them() -> None:
     assert not unknown
     with pytest.raises(FrozenInstanceError):
         program.tp = 3  # type: ignore[misc]
+
+
+def test_another_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.12.1")
+    with pytest.warns(UserWarning, match=r"tested with torch 2\.13\.x, and this is 2\.12\.1") as told:
+        captured_program(*GIVEN, DEFAULTS)
+    assert len(told) == 1

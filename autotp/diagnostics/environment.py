@@ -21,7 +21,7 @@ TESTED = {
     "safetensors": "0.8.0", "tqdm": "4.70.1", "typer": "0.29.2", "rich": "15.0.0",
 }  # fmt: skip
 """Package -> the version that the tests run with; those of constraints.txt."""
-OLDEST_TORCH = (2, 11)
+OLDEST_TORCH = (2, 13)
 
 LIBRARIES = {
     "transformers": "models, Trainer, generate, gradient checkpointing; autotp.from_pretrained, save_pretrained",

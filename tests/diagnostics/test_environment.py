@@ -54,7 +54,7 @@ def test_problems(variables: dict[str, str], gpus: int, told: list[str]) -> None
 
 def test_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.9.1")
-    assert problems_of({}, 0) == ["torch 2.9.1 is too old: pip install 'torch>=2.11'"]
+    assert problems_of({}, 0) == ["torch 2.9.1 is too old: pip install 'torch>=2.13'"]
 
 
 def test_a_process_alone() -> None:

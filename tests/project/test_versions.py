@@ -26,7 +26,7 @@ def test_each_version_has_a_row() -> None:
     assert {row.python for row in versions.ROWS} == pythons
     assert {row.torch for row in versions.ROWS} == {"2.11", "2.12", "2.13", "newest"}
     assert {row.transformers for row in versions.ROWS} == {"5.0", "5.17", "newest"}
-    assert "torch>=2.11" in config["options"]["install_requires"]
+    assert "torch>=2.13" in config["options"]["install_requires"]
     assert all((ROOT / path).exists() for path in versions.TESTS)
 
 
