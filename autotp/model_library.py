@@ -7,7 +7,6 @@ answers for its own models.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 
@@ -64,12 +63,13 @@ class ModelLibrary:
         """Returns what to write so that a model does not loop over its experts; "" for other models."""
         return ""
 
-    def instead_of_function(self, function: type) -> str:
-        """Returns what to write instead of what calls a torch.autograd.Function; "" for other Functions."""
-        return ""
+    def formula_of(self, function: type) -> Callable[..., Any] | None:
+        """Returns a function that computes what a torch.autograd.Function does, by operators; None if there is none."""
+        return None
 
 
 _MAKERS: list[Callable[[], ModelLibrary]] = []
+_MADE: list[ModelLibrary] = []
 
 
 def register(make: Callable[[], ModelLibrary]) -> None:
@@ -79,12 +79,9 @@ def register(make: Callable[[], ModelLibrary]) -> None:
 
 def libraries() -> list[ModelLibrary]:
     """Returns the registered libraries."""
-    return [_made(make) for make in _MAKERS]
-
-
-@cache
-def _made(make: Callable[[], ModelLibrary]) -> ModelLibrary:
-    return make()
+    while len(_MADE) < len(_MAKERS):
+        _MADE.append(_MAKERS[len(_MADE)]())
+    return _MADE
 
 
 def is_of_models(package: str) -> bool:
@@ -112,9 +109,9 @@ def instead_of_expert_loop(model: Any) -> str:
     return next(filter(None, (it.instead_of_expert_loop(model) for it in libraries())), "")
 
 
-def instead_of_function(function: type) -> str:
-    """Returns what to write instead of what calls a torch.autograd.Function; "" if no library knows."""
-    return next(filter(None, (it.instead_of_function(function) for it in libraries())), "")
+def formula_of(function: type) -> Callable[..., Any] | None:
+    """Returns what computes the same as a torch.autograd.Function by operators, if some library knows it."""
+    return next((found for it in libraries() if (found := it.formula_of(function)) is not None), None)
 
 
 def recomputes(model: Any) -> bool:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic
@@ -18,9 +16,6 @@ from torch.utils import _pytree as pytree
 META = ("val", "stack_trace", "nn_module_stack")
 """The keys of `node.meta` that passes carry over; `val` is the example value."""
 
-
-PRODUCTS = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
-"""Operators that torch 2.12 evaluates at the example's sizes, and not at symbols, without its Python dispatcher."""
 
 RESULTS: WeakKeyDictionary[FakeTensorMode, dict[Any, Any]] = WeakKeyDictionary()
 """Fake mode -> (operator and kinds of its arguments -> result): see `evaluated`."""
@@ -41,7 +36,7 @@ def evaluated(mode: FakeTensorMode, target: Callable[..., Any], *args: Any, **kw
     key = target, _kind(args), _kind(kwargs)
     known = RESULTS.setdefault(mode, {})
     if key not in known or torch.Tag.dynamic_output_shape in getattr(target, "tags", ()):
-        with mode, torch.no_grad(), enable_python_dispatcher() if target in PRODUCTS else nullcontext():
+        with mode, torch.no_grad():
             known[key] = target(*args, **kwargs)
     return known[key]
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
-from autotp.hf import accelerate_calls, caches, one_process, overrides, trainer_calls
-from autotp.hf.after_import import after_import
+from autotp.hf import caches, overrides
+from autotp.hf.loops import accelerate_calls, one_process, trainer_calls, trl_heads
+from autotp.hf.loops.after_import import after_import
 from autotp.model_library import ModelLibrary
 from autotp.rules.products import grouped_mm
+
+WATCHED = ("accelerate.accelerator", "accelerate.scheduler", "transformers.trainer", "trl.trainer.utils")
+"""Modules of other libraries that are changed once they are imported."""
 
 
 class Transformers(ModelLibrary):
@@ -49,7 +53,7 @@ class Transformers(ModelLibrary):
 
     def watch_calls(self) -> None:
         """Has accelerate see one process, and Trainer save the whole, also if they are imported later."""
-        after_import(("accelerate.accelerator", "accelerate.scheduler", "transformers.trainer"), _watch)
+        after_import(WATCHED, _watch)
 
     def keep_activations(self, model: Any) -> None:
         """Switches gradient checkpointing off for the capture: autograd would recompute outside the capturing modes."""
@@ -65,17 +69,16 @@ class Transformers(ModelLibrary):
             return ""
         return 'model.set_experts_implementation("grouped_mm"), which has no loop'
 
-    def instead_of_function(self, function: type) -> str:
-        """Returns the remedy for TRL's trainers, which replace a model's head by a loop over tiles of its weight."""
-        if function.__module__.startswith("trl."):
-            return "transformers.Trainer, with the same rows: TRL's trainers put a head of their own into the model"
-        return ""
+    def formula_of(self, function: type) -> Callable[..., Any] | None:
+        """Returns the formula of the head that TRL's trainers put into a model."""
+        return trl_heads.formula_of(function)
 
 
 def _watch() -> None:
     accelerate_calls.watch_accelerate()
     one_process.show_one_process()
     trainer_calls.watch_trainer()
+    trl_heads.watch_trl()
 
 
 def _modules(model: Any) -> list[nn.Module]:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
-from autotp.model_library import instead_of_function
+from autotp.model_library import formula_of
 from autotp.ops.custom_vjp import RECORDED
 from autotp.source_location import user_line
 
@@ -72,6 +72,9 @@ def run_function(function: Function, args: Sequence[Any]) -> Any:
     Raises:
         Error: the Function cannot be traced; names the Function and the line that calls it.
     """
+    formula = formula_of(function)
+    if formula is not None:
+        return formula(*args)
     ctx = Context(args)
     inside = [arg.detach() if _is_floating(arg) else arg for arg in args]
     with torch.no_grad():
@@ -165,5 +168,5 @@ def _refused(function: Function, error: Exception) -> Error:
         f"the backward of the torch.autograd.Function `{function.__name__}` cannot be in a graph: "
         f"{type(error).__name__}: {first}",
         at=user_line(traceback.extract_stack()),
-        fix=instead_of_function(function) or "torch.library.custom_op with register_autograd, and autotp.rule",
+        fix="torch.library.custom_op with register_autograd, and autotp.rule",
     )

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from autotp.checkpoint.state_dict import full_state_dict
 from autotp.checkpoint.whole_optimizer import whole_state_dicts
-from autotp.hf.one_process import is_one_process
+from autotp.hf.loops.one_process import is_one_process
 from autotp.hf.overrides import already_saved, whole_size
 from autotp.runtime.module import ParallelModule
 

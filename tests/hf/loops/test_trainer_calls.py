@@ -12,7 +12,6 @@ from hugging_face import Rows, expect_close, llama_in_float64
 from ranks import run_ranks
 
 import autotp
-from autotp.model_library import instead_of_function
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -72,11 +71,3 @@ def test_training_and_its_files(tmp_path: Path) -> None:
     alone = trainer_of(llama_in_float64(), tmp_path / "two")
     alone.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-4"))
     expect_close(log_of(alone), expected[0][1])
-
-
-def test_heads_of_trl_are_refused_by_name() -> None:
-    """TRL's SFTTrainer and DPOTrainer put a head with a torch.autograd.Function of theirs into a model."""
-    theirs = type("ChunkedLogProbFunction", (torch.autograd.Function,), {"__module__": "trl.kernels.chunked_logprob"})
-    own = type("Own", (torch.autograd.Function,), {"__module__": "mine"})
-    assert "transformers.Trainer" in instead_of_function(theirs)
-    assert instead_of_function(own) == ""

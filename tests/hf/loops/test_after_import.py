@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autotp.hf.after_import import after_import
+from autotp.hf.loops.after_import import after_import
 
 
 def test_calls_after_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

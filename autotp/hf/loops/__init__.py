@@ -1,0 +1,4 @@
+"""The training loops of accelerate, transformers.Trainer and TRL, which take each process for a replica.
+
+What may not enter: an import of one of these libraries before the user's program imports it.
+"""
