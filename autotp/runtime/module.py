@@ -239,7 +239,10 @@ class ParallelModule(Part):
         Raises:
             Error: accelerate asks, which would save the first rank's parts for all.
         """
-        if is_users(frame := sys._getframe(1)):
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals.get("__name__") == "torch.nn.modules.module":
+            frame = frame.f_back  # The model is a submodule of what the user reads.
+        if is_users(frame):
             _expect_saved_by_all(self, frame)
             warn_of_parts(self.parameters(), "state_dict", frame)
         return super().state_dict(*args, **kwargs)
@@ -273,16 +276,21 @@ def _parts_of(module: nn.Module, given: Mapping[str, Any], rank: int) -> Mapping
         given: name -> the whole tensor, or this rank's part.
 
     Raises:
-        Error: a tensor has neither of these shapes.
+        Error: a tensor has neither of these shapes, or some are whole and others parts.
     """
     found = OrderedDict(given)
     if hasattr(given, "_metadata"):  # The versions of modules, which torch keeps so.
         found._metadata = given._metadata  # type: ignore[attr-defined]
+    parts: list[str] = []
+    wholes: list[str] = []
     for path, one in module.named_modules(remove_duplicate=False):
         for key, layout in held_in(one).items():
             name = f"{path}.{key}" if path else key
             tensor, part = given.get(name), one.get_parameter(key)
-            if layout.dim is None or not isinstance(tensor, Tensor) or tensor.shape == part.shape:
+            if layout.dim is None or not isinstance(tensor, Tensor) or part.shape == layout.shape:
+                continue
+            if tensor.shape == part.shape:
+                parts.append(name)
                 continue
             if tensor.shape != layout.shape:
                 raise Error(
@@ -291,6 +299,12 @@ def _parts_of(module: nn.Module, given: Mapping[str, Any], rank: int) -> Mapping
                     fix="the state dict of the original model, or model.state_dict() of this rank",
                 )
             found[name] = layout.take(tensor, rank)
+            wholes.append(name)
+    if parts and wholes:
+        raise Error(
+            f"`{parts[0]}` has the shape of this rank's part, and `{wholes[0]}` that of the whole",
+            fix="the state dict of the original model, or model.state_dict() of this rank; this is another model's",
+        )
     return found
 
 

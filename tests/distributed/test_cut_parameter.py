@@ -292,6 +292,9 @@ def whole_state_dicts_are_cut(rank: int, n: int) -> None:
                 module.load_state_dict({name: value[:-1] for name, value in whole.state_dict().items()}, assign=assign)
             assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
             module.load_state_dict(module.state_dict(), assign=assign)
+        mixed = {**Net().state_dict(), "up.weight": parallel.up.weight.data.clone()}
+        with pytest.raises(autotp.Error, match=r"`up.weight` has the shape of this rank's part, and `up.bias` that of"):
+            parallel.load_state_dict(mixed, assign=assign)
         other.up.load_state_dict(whole.state_dict())
         torch.testing.assert_close(parallel(x()), other(x()))
 
@@ -576,17 +579,19 @@ def the_users_code_in_a_step_gets_parts(rank: int, n: int) -> None:
 
 @checks.on(2)
 def a_state_of_parts(rank: int, n: int) -> None:
-    """One of them in a file would be half a model."""
-    parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            parallel.state_dict()
-    (one,) = found
-    assert re.fullmatch(
-        r"`state_dict\(\)` has this rank's parts only: `[\w.]+` and \d+ more are cut. .*", str(one.message)
-    )
-    assert one.filename == __file__
+    """One of them in a file would be half a model, also as a submodule."""
+    for around in (lambda model: model, lambda model: nn.ModuleDict({"inner": nn.Sequential(model)})):
+        parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
+        whole = around(parallel)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                whole.state_dict()
+        (one,) = found
+        assert re.fullmatch(
+            r"`state_dict\(\)` has this rank's parts only: `[\w.]+` and \d+ more are cut. .*", str(one.message)
+        )
+        assert one.filename == __file__
     with silence():
         copy.deepcopy(parallel)
         autotp.load_full_state_dict(parallel, autotp.full_state_dict(parallel))

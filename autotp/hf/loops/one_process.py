@@ -14,18 +14,22 @@ This module does not import accelerate before the user's program does.
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from autotp.checkpoint.state_dict import full_state_dict
 from autotp.checkpoint.whole_optimizer import whole_state_dicts
 from autotp.distributed.live_models import models
+from autotp.distributed.mesh import Mesh, gather_ints
 from autotp.errors import Error
 from autotp.runtime.module import ParallelModule
 
@@ -141,10 +145,36 @@ def _gathering(method: Method) -> Method:
 
 def _with_whole_optimizers(method: Method) -> Method:
     def save_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_one_process():
+            mesh = next(model.mesh for model in models() if isinstance(model, ParallelModule))
+            for i, thing in enumerate(self._custom_objects):
+                _expect_same_state(i, thing, mesh)
         with whole_state_dicts([it.optimizer for it in self._optimizers]):
             return method(self, *args, **kwargs)
 
     return save_state
+
+
+def _expect_same_state(number: int, thing: Any, mesh: Mesh) -> None:
+    """Raises Error, on every rank, if an object that the user registered has another state on some rank.
+
+    accelerate writes the first rank's. An average of a parallel model's weights, for example, has parts.
+    """
+    leaves = pytree.tree_leaves(thing.state_dict())
+    said = [(x.dtype, x.shape, _checksum(x)) if isinstance(x, Tensor) else repr(x) for x in leaves]
+    rows = gather_ints([zlib.crc32(repr(said).encode())], mesh)
+    if any(row != rows[0] for row in rows):
+        raise Error(
+            f"save_state: object {number} of register_for_checkpointing, a {type(thing).__name__}, has another state "
+            "on each rank, as parts of weights have, and accelerate writes the first rank's",
+            fix="let each rank save it to a file of its own",
+            alternative="autotp.gather(part) in its state_dict(), called on all ranks",
+        )
+
+
+def _checksum(x: Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return zlib.crc32(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def _with_random_states_of_first(method: Method) -> Method:

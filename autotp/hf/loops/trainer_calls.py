@@ -9,6 +9,7 @@ This module does not import transformers before the user's program does.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -18,11 +19,13 @@ import torch.distributed as dist
 
 from autotp.checkpoint.state_dict import full_state_dict
 from autotp.checkpoint.whole_optimizer import whole_state_dicts
+from autotp.distributed.mesh import expect_alike
 from autotp.hf.loops.one_process import is_one_process
 from autotp.hf.overrides import already_saved, whole_size
 from autotp.runtime.module import ParallelModule
 
 Method = Callable[..., Any]
+STATES = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state.pth")
 _changed: set[type] = set()
 
 
@@ -80,6 +83,18 @@ def _saving_optimizer(method: Method) -> Method:
     return _save_optimizer_and_scheduler
 
 
+def _loading_optimizer(method: Method) -> Method:
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        """A rank that does not see a file would go on with a new optimizer, without a word."""
+        if checkpoint is not None and _is_ours(self):
+            seen = [name for name in STATES if os.path.isfile(os.path.join(checkpoint, name))]
+            remedy = "a folder that all machines share, or the same files"
+            expect_alike(seen, self.model.mesh, f"sees other files in {checkpoint}", remedy)
+        return method(self, checkpoint)
+
+    return _load_optimizer_and_scheduler
+
+
 def _saving_random_states(method: Method) -> Method:
     def _save_rng_state(self: Any, output_dir: str) -> None:
         """The ranks of a model have equal random states, and write to one file."""
@@ -108,6 +123,7 @@ def _is_ours(trainer: Any) -> bool:
 AROUND: dict[str, Callable[[Method], Method]] = {
     "save_model": _saving_model,
     "_save_optimizer_and_scheduler": _saving_optimizer,
+    "_load_optimizer_and_scheduler": _loading_optimizer,
     "_save_rng_state": _saving_random_states,
     "store_flos": _counting_operations,
 }

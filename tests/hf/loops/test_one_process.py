@@ -138,3 +138,36 @@ def test_replicas_are_not_one_process() -> None:
         assert found[0].startswith("DistributedDataParallel over ranks [")
         assert found[1:4] == [f"Accelerator.{name} {joined}" for name in ("gather", "gather_for_metrics", "reduce")]
         assert found[4].startswith("a schedule that accelerate prepared steps once for each process")
+
+
+class Average:
+    """An average of weights, as a user writes it."""
+
+    def __init__(self, model: Any) -> None:
+        self.kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.kept)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = dict(state)
+
+
+def registered(rank: int, n: int, folder: Path) -> str:
+    """What is alike on the ranks is saved; an average of cut weights would be the first rank's parts."""
+    model: Any = autotp.parallelize(llama_in_float64(), n)
+    made = accelerate.Accelerator(cpu=True)
+    made.prepare(model)
+    alike = Average(torch.nn.Linear(2, 2).requires_grad_(False))
+    alike.kept = {"w": torch.ones(2), "n": 3}
+    made.register_for_checkpointing(alike)
+    made.save_state(str(folder / "alike"))
+    made.register_for_checkpointing(Average(model))
+    with pytest.raises(autotp.Error) as raised:
+        made.save_state(str(folder / "parts"))
+    return str(raised.value).splitlines()[0]
+
+
+def test_registered_objects(tmp_path: Path) -> None:
+    for told in run_ranks(registered, 2, tmp_path, timeout=120, fresh=True):
+        assert told.startswith("save_state: object 1 of register_for_checkpointing, a Average, has another state")

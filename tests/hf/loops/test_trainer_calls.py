@@ -47,6 +47,9 @@ def trained(rank: int, n: int, folder: Path) -> tuple[Any, ...]:
         trainer.train(resume_from_checkpoint=resumed)
         logs.append(log_of(trainer))
         states.append(autotp.full_state_dict(model) if n > 1 else model.state_dict())
+    if n > 1:
+        with pytest.raises(autotp.Error, match="tp rank 1 sees other files in"):
+            trainer._load_optimizer_and_scheduler(str(folder / ("checkpoint-6", "elsewhere")[rank]))
     assert trainer.num_examples(trainer.get_train_dataloader()) == 24
     assert model.num_parameters() == whole.num_parameters()
     return logs, states
