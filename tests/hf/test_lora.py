@@ -59,7 +59,7 @@ def what_is_done_before(rank: int, n: int) -> None:
 
 
 def saved_and_read(rank: int, n: int, folder: Path) -> list[float]:
-    """peft reads what a parallel model saved; parallel again, it computes the same."""
+    """peft reads what a parallel model saved."""
     peft = pytest.importorskip("peft")
     whole, inputs = adapted("llama", modules_to_save=["lm_head"])
     parallel: Any = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=inputs)
@@ -70,8 +70,7 @@ def saved_and_read(rank: int, n: int, folder: Path) -> list[float]:
     assert list(found) == list(whole.state_dict())
     for name, value in whole.state_dict().items():
         assert torch.equal(found[name], value), name
-    again: Any = autotp.parallelize(model, n, example_inputs=inputs)
-    return [float(it(**inputs).loss) for it in (whole, parallel, again)]
+    return [float(it(**inputs).loss) for it in (whole, parallel, model)]
 
 
 def test_adapters_are_saved_whole(tmp_path: Path) -> None:
