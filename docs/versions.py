@@ -90,6 +90,7 @@ class Outcome:
 
 
 def requirement(name: str, version: str) -> str:
+    """What pip is asked for: any patch release of a version, or the newest of all."""
     return name if version == NEWEST else f"{name}=={version}.*"
 
 
@@ -169,6 +170,7 @@ def read(page: str) -> dict[Row, Outcome]:
 
 
 def main() -> int:
+    """Runs the rows that the command line names, and writes the page."""
     parser = argparse.ArgumentParser(description="Runs the tests of each row, and writes docs/versions.md.")
     parser.add_argument("--only", nargs="+", choices=list(map(str, ROWS)), help="these rows, as `3.11 2.12 5.17`")
     parser.add_argument("--python", nargs="+", default=[], metavar="3.13=PATH", help="Pythons that are not on PATH")

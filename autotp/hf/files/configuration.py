@@ -161,4 +161,5 @@ def offline_and_silent() -> Iterator[list[str]]:
 
 
 def first_line(error: Exception) -> str:
+    """Returns the first line of an error's text, or the name of its class if it has none."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
