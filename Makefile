@@ -6,6 +6,7 @@
 # make bench          steps beside Megatron-style layers by hand and the plans of others, each pass on and off, what a
 #                     layer keeps, seconds to capture and how they grow, memory
 # make versions       some tests under each version of Python, torch and transformers, into docs/versions.md: an hour
+# make docs           the site of the documentation, into build/site: open build/site/index.html
 # make lint           ruff and mypy
 # make clean          removes all that these made
 #
@@ -17,7 +18,7 @@ INSTALLED := .venv/installed
 # Two workers share the files, in the order that tests/conftest.py gives them: the longest first.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-system test-examples test-all bench versions lint clean
+.PHONY: train test test-system test-examples test-all bench versions docs lint clean
 
 train: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py
@@ -48,6 +49,10 @@ bench: $(INSTALLED)
 versions:
 	$(PYTHON) docs/versions.py
 
+# Fails for a warning, a dead link or anchor, and for anything that a page would fetch from elsewhere.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -57,7 +62,7 @@ lint: $(INSTALLED)
 $(INSTALLED): setup.py setup.cfg pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "autotp needs Python 3.10 or newer, and this is %d.%d: make PYTHON=python3.12" % sys.version_info[:2])'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,docs,examples]'
 	touch $@
 
 clean:

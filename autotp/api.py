@@ -50,7 +50,9 @@ def parallelize(
 
     Args:
         model: an ordinary single-device model.
-        tp: the number of ranks; None means all of them.
+        tp: the number of ranks; None means all of them. Of more processes, `tp` neighbours each hold the model, and are
+            replicas of one another. transformers.Trainer and accelerate divide rows among replicas and average their
+            gradients; in another loop, replicas with other gradients are an Error before the optimizer's step.
         mesh: a DeviceMesh of one dimension, or with a dimension named "tp". Without a mesh, the process groups are made
             from the environment that torchrun sets.
         device: where this rank computes; None means the mesh's device, the GPU of LOCAL_RANK, or the CPU.

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
+from autotp.display.progress import progress
 from autotp.errors import Error
 from autotp.ops.eager_mode import uncollected
 from autotp.options import DEFAULTS, Options
@@ -401,9 +402,10 @@ def analyse(
         call: the state around the call.
         amend: changes the program after a pass, to find out what a difference comes from (`bisect.py`).
     """
-    with uncollected():
+    with uncollected(), progress(f"capture of {type(skeleton).__name__}") as line:
         program = captured_program(skeleton, args, kwargs, tp, options, call)
-        for _, later in programs_after_passes(program, amend):
+        for each, later in programs_after_passes(program, amend):
+            line.begin(each.stage)
             program = later
     return program
 

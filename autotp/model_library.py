@@ -53,6 +53,10 @@ class ModelLibrary:
         """True for a Python module of the library, by its name, that saves what `state_dict()` returns on one rank."""
         return False
 
+    def quantized_weight(self, model: Any) -> str:
+        """Returns which weight of a model is quantized, and by whom, as text; "" if there is none."""
+        return ""
+
     def watch_calls(self) -> None:
         """Has calls of the library that take the ranks of one parallel model for replicas raise Error from here on."""
 
@@ -133,6 +137,11 @@ def watch_calls() -> None:
     """Has calls of libraries that take the ranks of one parallel model for replicas raise Error from here on."""
     for it in libraries():
         it.watch_calls()
+
+
+def quantized_weight(model: Any) -> str:
+    """Returns which weight of a model is quantized, and by whom, as text; "" if no library knows of one."""
+    return next(filter(None, (it.quantized_weight(model) for it in libraries())), "")
 
 
 def keep_activations(model: Any) -> None:

@@ -39,6 +39,29 @@ def is_users(frame: FrameType) -> bool:
     return name.split(".")[0] not in ("torch", "autotp") or name.startswith("autotp.models.")
 
 
+def reads_for_caller(frame: FrameType) -> bool:
+    """True for code of torch that reads the state dict of a model or an optimizer to give it to its caller.
+
+    The model may be a submodule of what the user reads, or the user calls `get_model_state_dict`.
+    """
+    name = f"{frame.f_globals.get('__name__')}."
+    return name.startswith(READ_THROUGH) and not reads_to_fill(frame)
+
+
+def reads_to_fill(frame: FrameType) -> bool:
+    """True for code of a library that reads a state dict only to load tensors into what it belongs to."""
+    return (frame.f_globals.get("__name__"), frame.f_code.co_name) in TO_FILL
+
+
+READ_THROUGH = ("torch.nn.modules.module.", "torch.distributed.checkpoint.", "torch.utils._contextlib.")
+TO_FILL = (
+    ("torch.distributed.checkpoint.state_dict", "_load_model_state_dict"),
+    ("torch.distributed.checkpoint.state_dict", "_load_optim_state_dict"),
+    ("safetensors.torch", "load_model"),
+)
+"""Functions that read a state dict to fill it: module, function."""
+
+
 def line_of(node: fx.Node) -> str:
     """Returns the source line of a node, as `file.py:12  the code`; for torch's layers the line that calls them."""
     found = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")

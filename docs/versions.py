@@ -12,6 +12,7 @@ torch from the index that it is set up with: of PyPI's wheels for Linux each is 
 from __future__ import annotations
 
 import argparse
+import configparser
 import os
 import re
 import shutil
@@ -94,13 +95,25 @@ def requirement(name: str, version: str) -> str:
     return name if version == NEWEST else f"{name}=={version}.*"
 
 
+def beside() -> list[str]:
+    """What autotp and its extra `hf` ask for beside the two libraries whose versions a row has."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    asked = config["options"]["install_requires"].split() + config["options.extras_require"]["hf"].split()
+    return [name for name in asked if re.match(r"[\w-]+", name)[0] not in ("torch", "transformers")]  # type: ignore[index]
+
+
 def install(python: str, row: Row, home: Path) -> Path:
-    """Makes a virtual environment with the versions of a row. Returns its Python."""
+    """Makes a virtual environment with the versions of a row. Returns its Python.
+
+    autotp is installed without what it asks for: it asks for the tested torch, and a row may have an older one.
+    """
     subprocess.run([python, "-m", "venv", home], check=True)
     own = home / "bin" / "python"
-    wanted = [requirement("torch", row.torch), requirement("transformers", row.transformers)]
+    wanted = [requirement("torch", row.torch), requirement("transformers", row.transformers), *beside(), *TOOLS]
     pip = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
-    subprocess.run([*pip, *wanted, *TOOLS, "-e", f"{ROOT}[hf]"], check=True)
+    subprocess.run([*pip, *wanted], check=True)
+    subprocess.run([*pip, "--no-deps", "-e", ROOT], check=True)
     return own
 
 
@@ -123,20 +136,34 @@ def tried(python: Path) -> Outcome:
     print(done.stdout[-20000:], done.stderr[-2000:], flush=True)
     last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
     counts = re.findall(r"\d+ (?:passed|failed|skipped|errors?)", last)
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    return Outcome(installed(python), ", ".join(counts) or f"pytest ended with {done.returncode}", tuple(failed))
+    return Outcome(installed(python), ", ".join(counts) or f"pytest ended with {done.returncode}", failed(done.stdout))
+
+
+def failed(printed: str) -> tuple[str, ...]:
+    """The tests that failed, by what pytest printed; their names may have spaces."""
+    return tuple(re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", printed, re.MULTILINE))
+
+
+def found_python(version: str) -> str | None:
+    """A Python of this version that runs: on PATH, or among those of pyenv. (A shim of pyenv may be there and fail.)"""
+    among = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
+    for python in (shutil.which(f"python{version}"), *map(str, among)):
+        if python and subprocess.run([python, "-V"], capture_output=True).returncode == 0:
+            return python
+    return None
 
 
 def outcome(row: Row, pythons: Mapping[str, str]) -> Outcome:
     """Installs the versions of a row, and runs the tests."""
-    python = pythons.get(row.python) or shutil.which(f"python{row.python}")
+    python = pythons.get(row.python) or found_python(row.python)
     if python is None:
         return Outcome(f"not run: no Python {row.python}")
     with tempfile.TemporaryDirectory(prefix="autotp-versions-") as home:
         try:
             return tried(install(python, row, Path(home)))
-        except subprocess.CalledProcessError:
-            return Outcome("not run: pip did not find these versions together")
+        except subprocess.CalledProcessError as error:
+            what = " ".join(map(str, error.cmd[1:4])).replace(home, "").strip()
+            return Outcome(f"not run: `{what}` ended with status {error.returncode}")
         except subprocess.TimeoutExpired:
             return Outcome("not run to the end", f"stopped after {LIMIT} s")
 

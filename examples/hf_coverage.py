@@ -2,6 +2,7 @@
 
     python examples/hf_coverage.py --jobs 2                          # all, in a quarter of an hour: docs/coverage.md
     python examples/hf_coverage.py --families llama bert --tp 2 4    # some, on the screen
+    python examples/hf_coverage.py --all --jobs 2                    # every class, in hours: docs/coverage_all.md
 
 The models are tiny and random, built from configurations (`support/hf_families.py`): nothing is downloaded.
 """
@@ -21,12 +22,16 @@ from typing import Any
 
 import torch
 from support.hf_families import FAMILIES
+from support.hf_shrink import classes
+from support.hf_walk import CRASHED, RIGHT, WRONG, page, walk
 from torch import nn
+from tqdm import tqdm
 
 import autotp
 from autotp.source_location import block_in
 
 SIZES = (2, 3, 4, 8)
+ALL = Path(__file__).parent.parent / "docs" / "coverage_all.md"
 TABLE = Path(__file__).parent.parent / "docs" / "coverage.md"
 TEXT = """# Hugging Face families
 
@@ -172,7 +177,12 @@ def main() -> None:
     parser.add_argument("--tp", type=int, nargs="*", default=list(SIZES))
     parser.add_argument("--jobs", type=int, default=1, help="number of processes; each verifies one family at a time")
     parser.add_argument("--write", action="store_true", help="with --families: write their rows into docs/coverage.md")
+    parser.add_argument("--all", nargs="*", metavar="CLASS", help="these classes of transformers, or every one of them")
+    parser.add_argument("--results", type=Path, default=Path("hf_coverage.jsonl"), help="--all goes on from this file")
+    parser.add_argument("--limit", type=int, default=240, help="seconds for each class of --all")
     args = parser.parse_args()
+    if args.all is not None:
+        return every_class(args.all or list(classes()), args)
     if args.write and args.tp != list(SIZES):
         parser.error("the table has rows for all sizes: leave out --tp")
     print(HEADER)
@@ -186,6 +196,20 @@ def main() -> None:
     assert not bad, bad
     if args.write or args.families == list(FAMILIES):
         write({row.name: str(row) for row in rows}, args.tp)
+
+
+def every_class(names: Sequence[str], args: argparse.Namespace) -> None:
+    """Verifies classes of transformers; the status is 1 if one is wrong or ended in an error that is not autotp's."""
+    sizes = args.tp if args.tp != list(SIZES) else [2, 3]
+    found = []
+    for one in tqdm(walk(names, sizes, args.results, jobs=args.jobs, limit=args.limit), total=len(names)):
+        found.append(one)
+        if one.outcome != RIGHT:
+            tqdm.write(f"{one.name}: {one.outcome}: {one.message}")
+    if len(names) == len(classes()):
+        ALL.write_text(page(found, sizes, args.limit))
+    bad = [one.name for one in found if one.outcome in (WRONG, CRASHED)]
+    assert not bad, bad
 
 
 def write(rows: dict[str, str], sizes: Sequence[int]) -> None:

@@ -29,6 +29,7 @@ from autotp.checkpoint.keys import (
     sizes,
 )
 from autotp.checkpoint.manifest import MANIFEST, Manifest
+from autotp.display.progress import progress
 from autotp.distributed.consistency import agree, gather_texts
 from autotp.distributed.mesh import Mesh, gather_ints
 from autotp.errors import Error
@@ -151,13 +152,18 @@ def read_state(
             random[kind] = random_state(manifest, entry_key("random", trainer.everyone.rank, kind), kind)
     names = {name: parameter for parameter, name in names_of(optimizer, parts).items()}
     holds = {name: keys for _, held in manifest.about["groups"] for name, keys in held.items()}
-    return ReadState(
-        {name: _part(manifest, entry_key("model", name), parts, name) for name in names_held(parts)},
-        {p: {key: _moment(manifest, parts, name, key) for key in holds[name]} for name, p in names.items()},
-        _options(manifest, parts, optimizer, of_groups),
-        {name: manifest.value(manifest.about["more"][name]) for name in more},
-        random,
-    )
+    wanted = [(p, name, key) for name, p in names.items() for key in holds[name]]
+    model, moments = dict[str, Tensor](), {p: dict[str, Any]() for p in names.values()}
+    with progress(f"reading {manifest.folder}", len(names_held(parts)) + len(wanted)) as line:
+        for name in names_held(parts):
+            model[name] = _part(manifest, entry_key("model", name), parts, name)
+            line.count()
+        for parameter, name, key in wanted:
+            moments[parameter][key] = _moment(manifest, parts, name, key)
+            line.count()
+    options = _options(manifest, parts, optimizer, of_groups)
+    others = {name: manifest.value(manifest.about["more"][name]) for name in more}
+    return ReadState(model, moments, options, others, random)
 
 
 def random_state(manifest: Manifest, key: str, kind: str) -> Tensor:

@@ -16,6 +16,7 @@ from autotp.distributed.mesh import broadcast_from_first, expect_alike, group_of
 from autotp.errors import Error, within
 from autotp.ops.collectives import naming_lost
 from autotp.runtime.holdings import Holdings, expect_nothing_beside, holdings_of
+from autotp.runtime.torch_hooks.loading import own_loading
 from autotp.sharding.boxes import Box
 
 OWN_NAMES = "a state_dict() of the modules' own tensors, under their own names"
@@ -47,10 +48,10 @@ def full_state_dict(model: nn.Module, wanted: Callable[[str], bool] = lambda nam
 
 def _gather_state(model: nn.Module, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     parts = holdings_of(model, "full_state_dict")
-    expect_nothing_beside(parts, OWN_NAMES)
     whole: dict[str, Tensor | None] = {}
 
     def names_wanted() -> set[str]:
+        expect_nothing_beside(parts, OWN_NAMES)
         expect_arguments(full_state_dict, wanted=wanted)
         return {saved for saved in parts.saved if wanted(saved)}
 
@@ -86,6 +87,11 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 def _fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     parts = holdings_of(model, "load_full_state_dict")
     expect_nothing_beside(parts, OWN_NAMES)
+    if code := own_loading(model):
+        raise Error(
+            f"`{code}` changes what the model loads, and load_full_state_dict writes tensors as they are",
+            fix="model.load_state_dict(state), on all ranks, each with the whole",
+        )
     first = parts.everyone.rank == 0
 
     def expect_match() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from autotp.checkpoint.files.safetensors_files import (
     shards_of,
 )
 from autotp.checkpoint.files.tensor_sources import Source, blocks_of_box, read_part, sliceable, whole_box
+from autotp.display.progress import progress
 from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import Mesh, expect_alike
 from autotp.errors import Error
@@ -36,7 +37,7 @@ WEIGHTS = re.compile(rf"{NAMED}|model-\d{{5}}-of-\d{{5}}\.safetensors")
 
 
 def read_parts(sources: Mapping[str, Source], layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, Tensor]:
-    """Reads this rank's part of each tensor onto its device; a progress bar on the first rank counts the bytes.
+    """Reads this rank's part of each tensor onto its device.
 
     At any time memory has the parts, and one block of a tensor; or one whole tensor, if it cannot be read in parts.
 
@@ -49,10 +50,10 @@ def read_parts(sources: Mapping[str, Source], layouts: Mapping[str, Layout], mes
         name: torch.empty(held[name].local_shape(mesh.rank), dtype=source.dtype, device=mesh.device)
         for name, source in sources.items()
     }
-    with bar("reading", sum(map(nbytes, parts.values())), mesh) as count:
+    with progress("reading", sum(map(nbytes, parts.values())), "B") as line:
         for name, source in sources.items():
             read_part(parts[name], source, held[name], mesh.rank)
-            count(nbytes(parts[name]))
+            line.count(nbytes(parts[name]))
     return parts
 
 
@@ -85,8 +86,8 @@ def write_checkpoint(
     with ExitStack() as stack:
         new = on_first(lambda: stack.enter_context(replaced(folder, lambda name: bool(WEIGHTS.fullmatch(name)))))
         on_first(lambda: beside(new))  # First: an error comes before the weights are written.
-        with bar("writing", sum(map(nbytes, tensors.values())), mesh) as count:
-            files = [_write_shard(new, shard, tensors, mesh, count) for shard in shards]
+        with progress("writing", sum(map(nbytes, tensors.values())), "B") as line:
+            files = [_write_shard(new, shard, tensors, mesh, line.count) for shard in shards]
         on_first(lambda: _write_rest(new, shards, tensors, files, settings))
         on_first(stack.pop_all().close)
 
@@ -156,15 +157,6 @@ def _or_error(at: Path | None, run: Callable[[], Any]) -> Any:
 
 def _failed(error: Exception, at: Path) -> Error:
     return Error(f"the checkpoint cannot be written: {error}", at=str(at))
-
-
-@contextmanager
-def bar(what: str, size: int, mesh: Mesh) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar of `size` bytes on the first rank; yields the function that counts bytes."""
-    from tqdm import tqdm
-
-    with tqdm(total=size, desc=what, unit="B", unit_scale=True, disable=mesh.rank != 0) as shown:
-        yield shown.update
 
 
 def parse_size(text: int | str) -> int:

@@ -84,6 +84,8 @@ def _cut_states(optimizer: Optimizer, parts: Holdings, kept: dict[str, State]) -
         value = kept[name][key]
         if parts.layout(name).dim is None or not isinstance(value, Tensor) or not value.dim():
             continue
+        if value.shape == parts.layout(name).shape:  # Loaded whole, and not cut before the next step.
+            continue
         if value.shape != parts.held[name].shape:
             raise Error(
                 f"`{key}` of `{name}` is {list(value.shape)} in {type(optimizer).__name__}, and the parameter "

@@ -33,6 +33,7 @@ from autotp.checkpoint.keys import (
     sizes,
 )
 from autotp.checkpoint.manifest import MANIFEST, OF_FORMAT_1, Item, manifest_content
+from autotp.display.progress import progress
 from autotp.distributed.background_exchange import BackgroundExchange
 from autotp.distributed.mesh import gather_ints
 from autotp.errors import Error
@@ -316,7 +317,8 @@ def _chosen(holders: Holders, ranks: int, rank: int) -> list[int]:
 def _write_items(new: Path, rank: int, items: Sequence[Item]) -> list[Any]:
     """Writes this rank's file; returns its bytes, and for each item its row and its piece's row."""
     new.mkdir(parents=True, exist_ok=True)
-    pieces = write_pieces(new, rank, ((item.at, item.tensor) for item in items))
+    with progress(f"writing {new.parent}", len(items)) as line:
+        pieces = write_pieces(new, rank, ((item.at, item.tensor) for item in items), line.count)
     rows = [[item.row(), piece.row()] for item, piece in zip(items, pieces, strict=True)]
     return [(new / file_of(rank)).stat().st_size, rows]
 

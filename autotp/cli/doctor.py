@@ -11,9 +11,10 @@ from rich.text import Text
 
 import autotp
 from autotp.cli.flags import Debug, Json
-from autotp.cli.output import DIFFERENT, columns, console, print_json
+from autotp.cli.output import DIFFERENT, console, print_json
 from autotp.diagnostics.environment import LIBRARIES, Environment, examine
-from autotp.diagnostics.text_table import WIDTH
+from autotp.display.sheet import Table, coloured_table
+from autotp.display.text_table import WIDTH
 from autotp.errors import within
 
 
@@ -40,8 +41,8 @@ def doctor(json: Json = False, debug: Debug = False) -> None:
 def _text(found: Environment, width: int) -> Iterator[Text]:
     yield Text(f"autotp {autotp.__version__}, Python {found.python}", style="bold")
     head = ("library", "here", "tests", "what works")
-    rows = [(p.name, p.found or "missing", p.tested or "none", LIBRARIES.get(p.name, "")) for p in found.packages]
-    for line in columns(head, rows, ("", "green", "", "dim"), width):
+    rows = tuple((p.name, p.found or "missing", p.tested or "none", LIBRARIES.get(p.name, "")) for p in found.packages)
+    for line in coloured_table(Table(head, rows, ("", "good", "", "note")), width):
         yield Text("  ").append(line)
     untested = [p.name for p in found.packages if p.state == "untested" and p.tested]
     if untested:

@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.text import Text
-
-from autotp.diagnostics.text_table import table_cells
 
 RIGHT, DIFFERENT, WRONG_USE = 0, 1, 2
 """The exit statuses."""
@@ -46,26 +42,3 @@ def warnings_on_stderr() -> Iterator[None]:
         warnings.filterwarnings("default", category=UserWarning, message=".*example_inputs")
         warnings.showwarning = lambda message, *_, **__: complain(f"warning: {message}")
         yield
-
-
-def columns(
-    head: tuple[str, ...], rows: Sequence[tuple[str, ...]], styles: Sequence[str], width: int
-) -> Iterator[Text]:
-    """Yields the lines of a table of at most `width` characters. styles: rich's style of each column"""
-    titles = len(list(table_cells(head, [], width)))
-    for i, cells in enumerate(table_cells(head, rows, width)):
-        line = Text()
-        for cell, style in zip(cells, styles, strict=True):
-            line.append(cell, "bold" if i < titles else style).append("  ")
-        line.rstrip()
-        yield line
-
-
-@contextmanager
-def progress(total: int | None) -> Iterator[Progress]:
-    """A progress bar of `total` steps (None: unknown) on stderr, if that is a terminal; its only task is number 0."""
-    parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    to = Console(stderr=True)
-    with Progress(*parts, console=to, transient=True, redirect_stdout=False, disable=not to.is_terminal) as shown:
-        shown.add_task("", total=total)
-        yield shown

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from textwrap import wrap
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from autotp.api import explain
 from autotp.cli.flags import (
@@ -23,8 +20,7 @@ from autotp.cli.flags import (
     with_options_of,
 )
 from autotp.cli.model_argument import ModelArgument, dtype_named, on_meta, settings_of
-from autotp.cli.output import columns, console, print_json
-from autotp.diagnostics.plan import CUT_HEAD, WHOLE_HEAD, Plan, cut_rows, totals, whole_rows
+from autotp.cli.output import console, print_json
 
 
 @with_options_of(explain)
@@ -51,21 +47,6 @@ def plan(
     if json:
         print_json(found.to_dict())
     elif (to := console()).is_terminal:
-        to.print(*coloured(found, to.width), sep="\n", soft_wrap=True)
+        to.print(found)
     else:
         print(found)
-
-
-def coloured(found: Plan, width: int) -> Iterator[Text]:
-    """Yields the lines of a plan as a terminal shows them: green is cut, yellow is whole, cyan is sent."""
-    yield Text(f"{found.model} on tp={found.tp}\n", style="bold")
-    if found.cuts:
-        yield from columns(CUT_HEAD, cut_rows(found), ("green", "", "cyan", "cyan", "dim"), width)
-        yield Text()
-    if found.whole:
-        yield from columns(WHOLE_HEAD, whole_rows(found), ("yellow", "", "dim", "dim"), width)
-        yield Text()
-    for line in totals(found):
-        label, _, rest = line.partition("  ")
-        lines = wrap(rest.strip(), max(width, 40), initial_indent=f"{label:<12}", subsequent_indent=" " * 12)
-        yield from map(Text, lines)

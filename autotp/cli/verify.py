@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import count
 from typing import Annotated, Any
 
 import typer
-from rich.progress import Progress, TaskID
 from rich.text import Text
 from torch import nn
 
@@ -25,9 +23,10 @@ from autotp.cli.flags import (
     with_options_of,
 )
 from autotp.cli.model_argument import ModelArgument, settings_of, with_values
-from autotp.cli.output import DIFFERENT, console, print_json, progress
+from autotp.cli.output import DIFFERENT, console, print_json
 from autotp.diagnostics.bisect import Blame, bisect
-from autotp.diagnostics.verify import STEPS, Begin, Report, compare_calls, verify
+from autotp.diagnostics.verify import Report, compare_calls, verify
+from autotp.display.sheet import coloured
 from autotp.errors import within
 from autotp.options import Options
 from autotp.passes.capture.example_inputs import Inputs
@@ -60,13 +59,9 @@ def verify_command(
     argument = ModelArgument(model, settings_of(kwargs), layers, None, attention, model_class, inputs, evaluation)
     settings, given, built = Options(**chosen), argument.example_inputs(), with_values(argument)
     found: list[Result] = []
-    for i, size in enumerate(tp):
-        with progress(len(STEPS) * len(tp)) as bar:
-            report, call = _verified(built, given, size, settings, _shown_on(bar, f"tp={size}", i * len(STEPS)))
-        blame = None
-        if bisects and not report.ok:
-            with progress(None) as bar:
-                blame = bisect(built, call, size, settings, _shown_on(bar, f"tp={size}: halving", 0))
+    for size in tp:
+        report, call = _verified(built, given, size, settings)
+        blame = bisect(built, call, size, settings) if bisects and not report.ok else None
         found.append((report, blame))
         if not json:
             console().print(*_text(report, blame), sep="\n", soft_wrap=True)
@@ -77,28 +72,20 @@ def verify_command(
         raise typer.Exit(DIFFERENT)
 
 
-def _verified(model: nn.Module, given: Any, tp: int, settings: Options, begin: Begin) -> tuple[Report, Inputs]:
-    """Returns what `verify` returns, and the arguments of the call; `begin` is told of its steps."""
+def _verified(model: nn.Module, given: Any, tp: int, settings: Options) -> tuple[Report, Inputs]:
+    """Returns what `verify` returns, and the arguments of the call."""
 
     def run() -> tuple[Report, Inputs]:
         expect_usable("verify", model, tp, settings)
         call = find_inputs(model, given)
-        return compare_calls(model, call, tp, settings, begin=begin), call
+        return compare_calls(model, call, tp, settings), call
 
     return within(f"verify({type(model).__name__}, tp={tp})", run)
 
 
-def _shown_on(bar: Progress, what: str, before: int) -> Begin:
-    """Returns a function that shows each step that begins. before: steps that are done"""
-    done = count(before)
-    return lambda step: bar.update(TaskID(0), description=f"{what}: {step}", completed=next(done))
-
-
 def _text(report: Report, blame: Blame | None) -> Iterator[Text]:
     """Yields the lines of a report, the verdict in green or red, and what a difference comes from."""
-    first, *lines = str(report).splitlines()
-    yield Text(first, style="green" if report.ok else "bold red")
-    yield from map(Text, lines)
+    yield from coloured(report.sheet())
     if blame is None:
         return
     cut = blame.weights[0] if blame.weights else "none: the difference stays when nothing is cut"

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from autotp.compiler import Program
-from autotp.diagnostics.verify import Begin, Report, compare_calls
+from autotp.diagnostics.verify import Report, compare_calls
+from autotp.display.progress import Line, progress
 from autotp.errors import Error
 from autotp.options import OPTIONAL, Options
 from autotp.passes.capture.example_inputs import Inputs
@@ -73,9 +74,9 @@ def _halve(suspects: list[T], differs: Callable[[Sequence[T]], bool], beside: li
 class _Trials:
     """The comparisons of one model, with some suspects switched off; counts them."""
 
-    def __init__(self, model: nn.Module, inputs: Inputs, tp: int, settings: Options, begin: Begin) -> None:
+    def __init__(self, model: nn.Module, inputs: Inputs, tp: int, settings: Options, line: Line) -> None:
         self.run = partial(compare_calls, model, inputs, tp)
-        self.settings, self.begin, self.count = settings, begin, 0
+        self.settings, self.line, self.count = settings, line, 0
         self.program: Program | None = None  # That of the first trial.
 
     def report(
@@ -96,7 +97,7 @@ class _Trials:
             return replace(program, decision=_reduced(program, only, stored))
 
         self.count += 1
-        self.begin(f"trial {self.count}")
+        self.line.begin(f"trial {self.count}")
         return self.run(settings, amend)
 
     def differs(
@@ -122,16 +123,17 @@ def _reduced(program: Program, only: Sequence[int] | None, stored: Collection[st
     return replace(decision, held=held)
 
 
-def bisect(
-    model: nn.Module, inputs: Inputs, tp: int, settings: Options, begin: Begin = lambda step: None
-) -> Blame | None:
+def bisect(model: nn.Module, inputs: Inputs, tp: int, settings: Options) -> Blame | None:
     """Returns what a difference of `tp` ranks from `model` comes from; None if there is no difference.
 
     Args:
         inputs: positional and keyword arguments of the call.
-        begin: is told of each trial that begins.
     """
-    trials = _Trials(model, inputs, tp, settings, begin)
+    with progress(f"halving of {type(model).__name__}, tp={tp}") as line:
+        return _blame(_Trials(model, inputs, tp, settings, line), settings)
+
+
+def _blame(trials: _Trials, settings: Options) -> Blame | None:
     if trials.report(settings).ok:
         return None
     program: Any = trials.program

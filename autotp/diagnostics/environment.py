@@ -18,7 +18,8 @@ from autotp.distributed.mesh import start
 
 TESTED = {
     "torch": "2.13.0", "numpy": "2.4.6", "transformers": "5.17.0", "peft": "0.21.2", "accelerate": "1.15.0",
-    "trl": "1.16.0",    "safetensors": "0.8.0", "tqdm": "4.70.1", "typer": "0.29.2", "rich": "15.0.0",
+    "lightning": "2.6.6", "trl": "1.16.0", "safetensors": "0.8.0", "tqdm": "4.70.1", "typer": "0.29.2",
+    "rich": "15.0.0",
 }  # fmt: skip
 """Package -> the version that the tests run with; those of constraints.txt."""
 OLDEST_TORCH = (2, 13)
@@ -27,13 +28,13 @@ LIBRARIES = {
     "transformers": "models, Trainer, generate, gradient checkpointing; autotp.from_pretrained, save_pretrained",
     "peft": "LoRA: autotp.parallelize(get_peft_model(model, config)); save_pretrained saves the adapters",
     "accelerate": "Accelerator sees the ranks of one model as one process; replicas beside them are refused",
-    "lightning": "ModelParallelStrategy, with autotp.parallelize in configure_model; the tests do not run it",
+    "lightning": "Trainer: every strategy but those that divide a model; checkpoints are one device's",
     "trl": "SFTTrainer, DPOTrainer",
-    "torchao": "not tested; quantize_ of a parallel model is refused",
-    "bitsandbytes": "not tested; autotp.from_pretrained refuses quantized checkpoints",
+    "torchao": "quantized weights are refused, before parallelize and after it",
+    "bitsandbytes": "quantized weights are refused; autotp.from_pretrained refuses quantized checkpoints",
     "deepspeed": "not tested: use autotp.distribute(zero=1) in its place",
     "safetensors": "autotp.from_pretrained and save_pretrained need it",
-    "tqdm": "progress of reading and writing checkpoints",
+    "tqdm": "a line about a call that takes longer than five seconds",
     "typer": "the command line needs it",
     "rich": "the command line needs it",
 }

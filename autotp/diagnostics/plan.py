@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from autotp.diagnostics.text_table import bytes_text, folded, table
+from autotp.display.sheet import Sheet, Shown, Table
+from autotp.display.text_table import bytes_text, folded
 from autotp.sharding.layout import Layout
 
 
@@ -31,13 +32,14 @@ class CutRow:
 
 @dataclass(frozen=True)
 class WholeRow:
-    """A replicated parameter, or an operator without a rule."""
+    """A parameter that every rank holds whole, or (`operator`) an operator without a rule."""
 
     name: str
     shape: tuple[int, ...]
     at: str
     reason: str
     in_block: bool = False
+    operator: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,11 @@ class Traffic:
         return sum(sent.bytes for sent in self.sends if sent.backward)
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Shown):
     """The plan for a model on `tp` ranks, returned by `explain`; `str(plan)` is a table of at most 100 columns.
+
+    `rich.print(plan)` prints it in colour, and a notebook shows it as HTML.
 
     Attributes:
         model: the name of the model's class.
@@ -105,6 +109,8 @@ class Plan:
         >>> plan = autotp.explain(model, 2, example_inputs=torch.ones(2, 4))
         >>> plan.bytes_total, plan.bytes_rank, plan.traffic.forward, plan.traffic.backward
         (592, 304, {'all-reduce': 1}, {})
+        >>> plan
+        Plan(Sequential on tp=2: 3 of 4 parameters are cut, the fullest rank holds 51.4%)
         >>> [(whole.name, whole.reason) for whole in plan.whole]
         [('2.bias', 'read after the reduction, by every rank')]
     """
@@ -119,8 +125,26 @@ class Plan:
     along_sequence: int | None = None
     outputs: tuple[Layout, ...] = ()
 
-    def __str__(self) -> str:
-        return "\n".join(_lines(self))
+    def summary(self) -> str:
+        """Returns how much is cut."""
+        operators = [row for row in self.whole if row.operator]
+        cut, every = len(self.cuts), len(self.cuts) + len(self.whole) - len(operators)
+        without = f", {len(operators)} operators have no rule" if operators else ""
+        held = f"the fullest rank holds {self.share:.1%}"
+        return f"{self.model} on tp={self.tp}: {cut} of {every} parameters are cut, {held}{without}"
+
+    @property
+    def share(self) -> float:
+        """The part of all bytes that the rank with the most holds."""
+        return self.bytes_rank / self.bytes_total if self.bytes_total else 1.0
+
+    def sheet(self) -> Sheet:
+        """Returns the tables of what is cut and what stays whole, and the totals."""
+        head = ("cut", "shape", "forward", "backward", "why")
+        cut = Table(head, _cut_rows(self), ("cut", "", "sent", "sent", "note"))
+        whole = Table(("whole on every rank", "shape", "why", "at"), _whole_rows(self), ("whole", "", "note", "note"))
+        tables = [table for table in (cut, whole) if table.rows]
+        return Sheet(f"{self.model} on tp={self.tp}", (*tables, tuple(_totals(self))))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as plain data, for JSON: numbers, texts, and lists and dicts of these."""
@@ -154,35 +178,21 @@ def _cut_data(row: CutRow) -> dict[str, Any]:
 # ---- text
 
 
-CUT_HEAD = ("cut", "shape", "forward", "backward", "why")
-WHOLE_HEAD = ("whole on every rank", "shape", "why", "at")
-
-
-def cut_rows(plan: Plan) -> list[tuple[str, ...]]:
+def _cut_rows(plan: Plan) -> tuple[tuple[str, ...], ...]:
     """Returns the rows of the table of cut parameters; layers that are alike are one row."""
-    return folded([(c.name, (str(c.layout), c.forward, c.backward, c.why)) for c in plan.cuts])
+    return tuple(folded([(c.name, (str(c.layout), c.forward, c.backward, c.why)) for c in plan.cuts]))
 
 
-def whole_rows(plan: Plan) -> list[tuple[str, ...]]:
+def _whole_rows(plan: Plan) -> tuple[tuple[str, ...], ...]:
     """Returns the rows of the table of what stays whole."""
-    return folded([(w.name, (str(list(w.shape)).replace("'", ""), w.reason, w.at.split("  ")[0])) for w in plan.whole])
+    rows = [(w.name, (str(list(w.shape)).replace("'", ""), w.reason, w.at.split("  ")[0])) for w in plan.whole]
+    return tuple(folded(rows))
 
 
-def _lines(plan: Plan) -> Iterator[str]:
-    yield f"{plan.model} on tp={plan.tp}"
-    yield ""
-    for head, rows in ((CUT_HEAD, cut_rows(plan)), (WHOLE_HEAD, whole_rows(plan))):
-        if rows:
-            yield from table(head, rows)
-            yield ""
-    yield from totals(plan)
-
-
-def totals(plan: Plan) -> Iterator[str]:
+def _totals(plan: Plan) -> Iterator[str]:
     """Yields the lines below the tables: bytes, and what a step sends."""
-    share = plan.bytes_rank / plan.bytes_total if plan.bytes_total else 1.0
     total, fullest = bytes_text(plan.bytes_total), bytes_text(plan.bytes_rank)
-    yield f"parameters  {total}, the fullest rank holds {fullest} ({share:.1%})"
+    yield f"parameters  {total}, the fullest rank holds {fullest} ({plan.share:.1%})"
     if plan.along_sequence is not None:
         none = "nothing: no sum over ranks has an axis along which an attention sums"
         yield f"sequence    {f'{plan.along_sequence} operators are cut along it' if plan.along_sequence else none}"

@@ -190,4 +190,5 @@ def _unknown(analysis: Program) -> Iterator[WholeRow]:
             sizes = value.shape if isinstance(value, torch.Tensor) else ()
             shape = tuple(str(n) if isinstance(n, int) else "?" for n in sizes)
             why = "its size depends on values" if any(map(free_unbacked_symbols, sizes)) else "no rule"
-            yield WholeRow(f"{layer_of(node)} {node.target}".strip(), shape, line_of(node), f"{why}: replicated")  # type: ignore[arg-type]
+            name = f"{layer_of(node)} {node.target}".strip()
+            yield WholeRow(name, shape, line_of(node), f"{why}: replicated", operator=True)  # type: ignore[arg-type]

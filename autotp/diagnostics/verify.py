@@ -19,6 +19,8 @@ from autotp.compiler import Amend, CallState, Program, analyse, emitted, flat_gr
 from autotp.diagnostics.lockstep import run_lockstep
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
+from autotp.display.progress import Line, progress
+from autotp.display.sheet import Sheet, Shown
 from autotp.errors import within
 from autotp.model_library import keep_activations, recomputes
 from autotp.ops.grouped_mm import grouped_mm
@@ -55,9 +57,11 @@ class Difference:
         return f"{self.error:.1e}  {self.name}"
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(Shown):
     """The differences of a parallel model from the original, returned by `verify`; `str(report)` is a text to read.
+
+    `rich.print(report)` prints it in colour, and a notebook shows it as HTML.
 
     Attributes:
         plan: the plan that was verified; its sizes in bytes are those of float64.
@@ -91,8 +95,23 @@ class Report:
         """The largest difference of a gradient: name and error."""
         return self.gradients[0] if self.gradients else Difference("nothing compared", 0.0)
 
-    def __str__(self) -> str:
-        return "\n".join(_lines(self))
+    @property
+    def verdict(self) -> str:
+        """Whether the ranks are equal to one device, in words."""
+        if not self.gradients:
+            return "the model is on meta: proved and counted, nothing computed"
+        return "equal to one device" if self.ok else "DIFFERENT from one device"
+
+    def summary(self) -> str:
+        """Returns the verdict, with the largest difference of a gradient."""
+        worst = f", worst gradient {self.worst}" if self.gradients else ""
+        return f"{self.plan.model} on tp={self.plan.tp}: {self.verdict}{worst}"
+
+    def sheet(self) -> Sheet:
+        """Returns the verdict, the largest differences, and the collectives of a step."""
+        how = f" (float64, tolerance {self.tolerance:.0e})" if self.gradients else ""
+        title = f"{self.plan.model} on tp={self.plan.tp}: {self.verdict}{how}"
+        return Sheet(title, (tuple(_lines(self)),), "good" if self.ok else "bad", apart=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain data, for JSON; a difference that is no number is the text `inf` or `nan`."""
@@ -124,13 +143,6 @@ class Trial:
     settings: Options
 
 
-STEPS = ("capture", "lower", "run")
-"""The steps of a comparison."""
-
-Begin = Callable[[str], None]
-"""Is told of a step that begins."""
-
-
 def make_trial(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -138,21 +150,17 @@ def make_trial(
     tp: int,
     settings: Options = DEFAULTS,
     amend: Amend | None = None,
-    begin: Begin = lambda step: None,
 ) -> Trial:
     """Returns a copy of `model` with the graphs of its `tp` ranks.
 
     Args:
         amend: as for `analyse`.
-        begin: is told of each step of STEPS that begins.
     """
-    begin("capture")
     name = type(model).__name__
     if settings.recompute == "none" and recomputes(model):
         settings = replace(settings, recompute="full")
     if _on_meta(model):
         analysis = analyse(skeleton_of(model), args, kwargs, tp, settings, amend=amend)
-        begin("lower")
         return Trial(model, args, kwargs, analysis, (), report(analysis, name), settings)
     with all_double():
         whole = _moved(_copied(model).cpu().double())
@@ -161,7 +169,6 @@ def make_trial(
         tensors = [x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         wanted = GradientsWanted(inputs=tuple(tensors), parameters=tuple(p.requires_grad for p in whole.parameters()))
         analysis = analyse(skeleton_of(whole), args, kwargs, tp, settings, CallState(wanted=wanted), amend)
-        begin("lower")
         graphs = flat_graphs(analysis, "exact")
         plan = report(analysis, name, graphs[0])
         return Trial(whole, args, kwargs, analysis, tuple(map(fuse, graphs)), plan, settings)
@@ -506,19 +513,14 @@ def all_double() -> Iterator[None]:
 
 
 def _lines(report: Report) -> Iterator[str]:
-    plan = report.plan
-    verdict = "equal to one device" if report.ok else "DIFFERENT from one device"
-    if not report.gradients:
-        yield f"{plan.model} on tp={plan.tp}: the model is on meta: proved and counted, nothing computed"
-    else:
-        yield f"{plan.model} on tp={plan.tp}: {verdict} (float64, tolerance {report.tolerance:.0e})"
+    if report.gradients:
         found = {"outputs": report.outputs, "gradients": report.gradients, "after a step": report.steps}
         for label, rows in found.items():
             worst = rows[0] if rows else "none"
             yield f"  {label:<13}{len(rows):>4} compared, worst {worst}"
             for bad in [row for row in rows[1:8] if not row.error <= report.tolerance]:
                 yield f"  {'':<13}     and {bad}"
-    sides = (plan.traffic.forward, plan.traffic.backward)
+    sides = (report.plan.traffic.forward, report.plan.traffic.backward)
     kinds = [", ".join(f"{n} {kind}" for kind, n in sorted(c.items())) or "none" for c in sides]
     yield f"  forward         {kinds[0]}"
     yield f"  backward        {kinds[1]}"
@@ -565,23 +567,35 @@ def verify(
     return within(f"verify({type(model).__name__}, tp={tp})", run)
 
 
+CAPTURED_AND_RUN = 2
+"""The steps of a comparison."""
+
+
 def compare_calls(
     model: nn.Module,
     inputs: Inputs,
     tp: int,
     settings: Options,
     amend: Amend | None = None,
-    begin: Begin = lambda step: None,
 ) -> Report:
     """Returns the report of `verify`: of a call, and of a second call if the first sets attributes.
 
     Args:
         inputs: positional and keyword arguments.
-        amend, begin: as for `make_trial`.
+        amend: as for `make_trial`.
     """
-    trial = make_trial(model, *inputs, tp, settings, amend, begin)
-    begin("run")
+    with progress(f"verify({type(model).__name__}, tp={tp})", total=CAPTURED_AND_RUN) as line:
+        return _compared_calls(model, inputs, tp, settings, amend, line)
+
+
+def _compared_calls(
+    model: nn.Module, inputs: Inputs, tp: int, settings: Options, amend: Amend | None, line: Line
+) -> Report:
+    trial = make_trial(model, *inputs, tp, settings, amend)
+    line.count()
+    line.begin("run")
     found = compare(trial)
+    line.count()
     if not trial.analysis.captured.changes or not trial.graphs:
         return found
     with all_double():  # The second call reads the attributes that the first has set.

@@ -119,6 +119,19 @@ def agree(mesh: Mesh, make: Callable[[], T]) -> T:
     return result_of_all(mesh, made, problem, gather_texts(problem_as_text(problem), mesh))
 
 
+def on_first_replica(mesh: Mesh, run: Callable[[], None]) -> None:
+    """Runs something on all ranks of the first replica, for which the other replicas wait: a model is written once.
+
+    Raises:
+        Error: on every rank, if `run` failed.
+    """
+    replicas = mesh.replicas
+    if replicas is None:
+        run()
+    else:
+        agree(replicas, lambda: run() if replicas.rank == 0 else None)
+
+
 def agreed(problem: Exception | None, mesh: Mesh) -> None:
     """Raises on every rank if some rank has a problem: its own one, else an Error with that of the first such rank."""
     result_of_all(mesh, [None], problem, gather_texts(problem_as_text(problem), mesh))

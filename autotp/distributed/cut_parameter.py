@@ -448,6 +448,12 @@ def _marked(found: Any, func: Any, source: CutTensor, asked: FrameType) -> Any:
     return _become_cut(found, source, type(source) if _in_parameter(asked) else CutTensor)
 
 
+def part_like(tensor: Tensor, parameter: CutTensor) -> Tensor:
+    """Returns the tensor itself, marked as a part that is cut as the parameter is."""
+    found: Tensor = _become_cut(tensor, parameter)
+    return found
+
+
 def _become_cut(tensor: Any, source: CutTensor, kind: type[CutTensor] = CutTensor) -> Any:
     _become(tensor, kind)
     tensor.autotp_cut = source.autotp_cut

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.distributed.heartbeat import begin
 from autotp.distributed.launch import Launch, launch, store_of
+from autotp.error_file import report_errors
 from autotp.errors import Error, call_in_progress
 from autotp.ops.collectives import communicate, gather, naming_lost
 
@@ -39,6 +40,8 @@ class Mesh:
         runs: number of ranks -> name of the group of so many neighbours that this process is in.
         names: the names of the ranks in errors, if there are several axes.
         number: a unique number, drawn by the first process.
+        replicas: the axis of the ranks that hold the same part in other replicas, if autotp arranged all processes as
+            replicas (`tp` is smaller than their number, and there is no mesh of the user's).
     """
 
     axis: str = "tp"
@@ -49,6 +52,7 @@ class Mesh:
     runs: tuple[tuple[int, str], ...] = ()
     number: int = field(default=0, compare=False)
     names: tuple[str, ...] = ()
+    replicas: Mesh | None = field(default=None, compare=False)
 
     @property
     def groups(self) -> dict[str, str | None]:
@@ -74,7 +78,8 @@ def make_mesh(
     """Returns the tensor-parallel axis: that of `mesh`, else all processes, as torchrun, srun or mpirun started them.
 
     Without `mesh` it initialises torch.distributed if necessary (NCCL if each process has its own GPU, else gloo) and
-    makes a group with `timeout`. With a mesh it makes a new group only if `timeout` is given.
+    makes groups with `timeout`: of all processes, or of `tp` neighbours each, which are replicas of one another. With a
+    mesh it makes a new group only if `timeout` is given.
 
     Args:
         tp: the size; None means all processes, or the size of the mesh.
@@ -83,9 +88,10 @@ def make_mesh(
         timeout: None means the timeout of the mesh, else of the default group, else ten minutes.
 
     Raises:
-        Error: the number of processes is not `tp`, a mesh has no "tp" or another size, the process has no GPU, or
-            `timeout` is not a positive timedelta.
+        Error: the number of processes is no multiple of `tp`, a mesh has no "tp" or another size, the process has no
+            GPU, or `timeout` is not a positive timedelta.
     """
+    report_errors()
     expect_timeout(timeout)
     if tp is not None:
         expect_size(tp)
@@ -101,7 +107,7 @@ def make_mesh(
         return Mesh(device=_own_device(device))
     if timeout is None:
         timeout = timeout_of(dist.group.WORLD) if dist.is_initialized() else TIMEOUT
-    return _over_the_world(_own_device(device), timeout)
+    return _over_the_world(tp or world_size(), _own_device(device), timeout)
 
 
 def group_of(mesh: Mesh) -> Any:
@@ -268,6 +274,7 @@ def _from_device_mesh(
 
 def start(timeout: timedelta = TIMEOUT, device: torch.device | None = None) -> torch.device:
     """Initialises torch.distributed, as the launcher says or for a single process; returns this process's device."""
+    report_errors()
     device = device or _own_device(None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -280,11 +287,19 @@ def start(timeout: timedelta = TIMEOUT, device: torch.device | None = None) -> t
     return device
 
 
-def _over_the_world(device: torch.device, timeout: timedelta) -> Mesh:
+def _over_the_world(tp: int, device: torch.device, timeout: timedelta) -> Mesh:
     start(timeout, device)
-    # A new group, so that it has this timeout and this name, whatever the default group has.
-    group = new_group(None, timeout, group_desc="tp")
-    return _with_runs(Mesh("tp", dist.get_world_size(), dist.get_rank(), group.group_name, device), group)
+    if tp == dist.get_world_size():
+        # A new group, so that it has this timeout and this name, whatever the default group has.
+        group = new_group(None, timeout, group_desc="tp")
+        return _with_runs(Mesh("tp", tp, dist.get_rank(), group.group_name, device), group)
+    world: Any = dist.group.WORLD
+    number = with_number(Mesh("world", dist.get_world_size(), dist.get_rank(), world.group_name, device)).number
+    replica, rank = divmod(dist.get_rank(), tp)
+    group = _group_of_members(range(replica * tp, replica * tp + tp), timeout, "tp", number)
+    alike = _group_of_members(range(rank, dist.get_world_size(), tp), timeout, "dp", number)
+    replicas = with_number(Mesh("replica", alike.size(), replica, alike.group_name, device))
+    return replace(_with_runs(Mesh("tp", tp, rank, group.group_name, device), group), replicas=replicas)
 
 
 def _with_runs(mesh: Mesh, group: Any) -> Mesh:
@@ -325,21 +340,33 @@ def _check_world(tp: int | None, world: int) -> None:
     if tp is None or tp == world:
         return
     if not dist.is_initialized() and launch() is None:
-        raise Error(f"tp={tp} needs {tp} processes, and this is one", fix=_command(tp))
+        raise _too_few(tp, f"tp={tp} needs {tp} processes, and this is one")
     if world < tp:
         raise Error(f"tp={tp} needs {tp} processes, and the world has {world}", fix=_command(tp))
     if world % tp:
         raise Error(f"{world} processes are not a multiple of tp={tp}", fix=_command(tp))
-    raise Error(
-        f"{world} processes are more than tp={tp}: without a mesh the replicas would silently drift apart",
-        fix=_mesh_line(tp, world // tp),
-        then="parallelize(model, mesh=mesh), and DDP over mesh['dp']",
-    )
+    if tp == 1:
+        raise Error(
+            f"{world} processes are more than tp=1: without a mesh the replicas would silently drift apart",
+            fix=_mesh_line(tp, world // tp),
+            then="parallelize(model, mesh=mesh), and DDP over mesh['dp']",
+        )
 
 
 def _mesh_line(tp: int, dp: int) -> str:
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     return f'mesh = init_device_mesh("{kind}", ({dp}, {tp}), mesh_dim_names=("dp", "tp"))'
+
+
+def _too_few(tp: int, problem: str) -> Error:
+    if "ipykernel" in sys.modules:
+        started = f"accelerate.notebook_launcher(train, (), num_processes={tp})"
+        return Error(
+            problem,
+            fix=f"a function that builds, parallelizes and trains, and {started}",
+            alternative=f"autotp.verify(model, tp={tp}), which needs one process",
+        )
+    return Error(problem, fix=_command(tp))
 
 
 def _command(tp: int) -> str:
@@ -355,8 +382,16 @@ def world_size() -> int:
 
 
 def _local_rank() -> int:
+    """Returns this process's number on its machine: as the launcher says, or as torch.distributed knows it.
+
+    torch.multiprocessing.spawn says nothing: there the user's own `torch.cuda.set_device` counts, or else the rank.
+    """
     started = launch()
-    return started.local_rank if started is not None else int(os.environ.get("LOCAL_RANK", "0"))
+    if started is not None or "LOCAL_RANK" in os.environ:
+        return started.local_rank if started is not None else int(os.environ["LOCAL_RANK"])
+    if not dist.is_initialized():
+        return 0
+    return torch.cuda.current_device() or dist.get_rank() % max(torch.cuda.device_count(), 1)
 
 
 def _own_gpus() -> bool:

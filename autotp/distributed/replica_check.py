@@ -50,7 +50,11 @@ def expect_apart(what: str, theirs: Iterable[int], mesh: Mesh) -> None:
 
 def common_ranks(theirs: Iterable[int], mesh: Mesh) -> list[int]:
     """Returns the global ranks that belong both to the mesh of a model and to a group."""
+    return sorted(set(ranks_of(mesh)).intersection(theirs))
+
+
+def ranks_of(mesh: Mesh) -> list[int]:
+    """Returns the global ranks of the mesh of a model, in ascending order; none for one process without a group."""
     if mesh.group is None:
         return []
-    ours = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(mesh.group))  # type: ignore[arg-type]
-    return sorted(set(ours).intersection(theirs))
+    return sorted(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(mesh.group)))  # type: ignore[arg-type]

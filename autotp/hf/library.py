@@ -7,13 +7,24 @@ from typing import Any
 
 from torch import nn
 
-from autotp.hf import caches, overrides
-from autotp.hf.loops import accelerate_calls, one_process, trainer_calls, trl_heads
+from autotp.hf import caches, overrides, quantized
+from autotp.hf.loops import (
+    accelerate_calls,
+    accelerate_state,
+    accelerator_methods,
+    lightning_calls,
+    torchmetrics_calls,
+    trainer_calls,
+    trl_heads,
+)
 from autotp.hf.loops.after_import import after_import
 from autotp.model_library import ModelLibrary
 from autotp.rules.products import grouped_mm
 
-WATCHED = ("accelerate.accelerator", "accelerate.scheduler", "transformers.trainer", "trl.trainer.utils")
+WATCHED = (
+    "accelerate.accelerator", "accelerate.scheduler", "transformers.training_args", "transformers.trainer",
+    "trl.trainer.utils", *lightning_calls.WATCHED, torchmetrics_calls.WATCHED,
+)  # fmt: skip
 """Modules of other libraries that are changed once they are imported."""
 
 
@@ -48,11 +59,15 @@ class Transformers(ModelLibrary):
         return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
     def saves_first_rank_only(self, module: str) -> bool:
-        """True for accelerate's `save_state` and `get_state_dict`."""
-        return module.startswith("accelerate.")
+        """True for accelerate's `save_state` and `get_state_dict`, and for what Lightning's callbacks save."""
+        return module.startswith(("accelerate.", "lightning.", "pytorch_lightning.", "lightning_fabric."))
+
+    def quantized_weight(self, model: nn.Module) -> str:
+        """Returns which weight of a model a library keeps quantized."""
+        return quantized.quantized_weight(model)
 
     def watch_calls(self) -> None:
-        """Has accelerate see one process, and Trainer save the whole, also if they are imported later."""
+        """Has accelerate see replicas as its processes, and Trainer save the whole, also if they are imported later."""
         after_import(WATCHED, _watch)
 
     def keep_activations(self, model: Any) -> None:
@@ -76,9 +91,12 @@ class Transformers(ModelLibrary):
 
 def _watch() -> None:
     accelerate_calls.watch_accelerate()
-    one_process.show_one_process()
+    accelerate_state.show_replicas()
+    accelerator_methods.watch_accelerator()
     trainer_calls.watch_trainer()
     trl_heads.watch_trl()
+    lightning_calls.watch_lightning()
+    torchmetrics_calls.watch_torchmetrics()
 
 
 def _modules(model: Any) -> list[nn.Module]:

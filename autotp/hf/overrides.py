@@ -16,7 +16,7 @@ from typing import Any, NoReturn, cast
 from torch import Tensor, nn
 
 from autotp.checkpoint.state_dict import full_state_dict
-from autotp.distributed.consistency import agree
+from autotp.distributed.consistency import agree, on_first_replica
 from autotp.errors import Error
 from autotp.hf.generation import Generates
 
@@ -149,7 +149,7 @@ class Adapts:
                 theirs: Any = super(Adapts, model)
                 theirs.save_pretrained(save_directory, state_dict=state, **others)
 
-        agree(model.mesh, write)
+        on_first_replica(model.mesh, lambda: agree(model.mesh, write))
 
     def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
         """Raises Error."""
@@ -181,7 +181,7 @@ def _save_whole(saves: Saves, model: Any, folder: str | os.PathLike[str], state:
                 )
             theirs.save_pretrained(folder, state_dict=state, **given)
 
-    agree(model.mesh, write)
+    on_first_replica(model.mesh, lambda: agree(model.mesh, write))
 
 
 def _names_of_adapters(model: Any) -> set[str]:

@@ -38,7 +38,7 @@ from autotp.checkpoint.files.safetensors_files import Stored, stored_tensors
 from autotp.checkpoint.files.tensor_sources import Source, read_whole
 from autotp.checkpoint.weights import parse_size, read_parts, write_checkpoint
 from autotp.checkpoint.whole_tensors import GatheredTensor
-from autotp.distributed.consistency import agree
+from autotp.distributed.consistency import agree, on_first_replica
 from autotp.distributed.mesh import Mesh, expect_alike, gather_ints, make_mesh
 from autotp.errors import Error, within
 from autotp.hf.files.configuration import (
@@ -151,8 +151,8 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], *, max_shard
 
     config.json and generation_config.json are the model's; a tokenizer's files are copied from the folder that the
     model was read from. The first rank writes, block by block: no rank holds more than its shards and 64 MB. A save
-    that fails leaves the folder as it was. Files that do not belong to a checkpoint stay. Call it on every rank of one
-    replica.
+    that fails leaves the folder as it was. Files that do not belong to a checkpoint stay. Call it on every rank; with
+    replicas of a mesh of your own, on every rank of one replica.
 
     Args:
         model: what `from_pretrained` or `parallelize` returned.
@@ -184,7 +184,7 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], *, max_shard
         tensors = {name: lazy.source for name, lazy in _as_saved(parallel).items()}
         write_checkpoint(folder, tensors, parallel.mesh, largest, lambda new: _write_beside(new, parallel), SETTINGS)
 
-    within(f"save_pretrained({type(parallel).__name__}, {path})", run)
+    within(f"save_pretrained({type(parallel).__name__}, {path})", lambda: on_first_replica(parallel.mesh, run))
 
 
 # ---- loading

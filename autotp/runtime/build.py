@@ -14,9 +14,9 @@ from autotp.diagnostics.report import report
 from autotp.distributed.consistency import agree_on_graph
 from autotp.distributed.cut_parameter import CutTensor
 from autotp.distributed.live_models import models
-from autotp.distributed.mesh import Mesh, expect_size
+from autotp.distributed.mesh import Mesh, broadcast_from_first, expect_size
 from autotp.errors import Error
-from autotp.model_library import recomputes, watch_calls
+from autotp.model_library import quantized_weight, recomputes, watch_calls
 from autotp.options import Options, expect_choices
 from autotp.passes.capture.autocast_regions import ambient
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
@@ -58,14 +58,25 @@ def build(
             _expect_cut(report(analysis, _name(model)))
         return prepare(analysis, place, settings), classes_of(model)
 
+    def agreed_on() -> tuple[GraphEntry, Mapping[nn.Module, type[Part]]]:
+        return agree_on_graph(place, make, text)
+
+    def text(made: tuple[GraphEntry, Any]) -> str:
+        return f"{digest(made[0].analysis)} {settings} {_flags(model)}"
+
     # Everything that can fail comes before the first change of a parameter, on every rank.
-    first, classes = agree_on_graph(place, make, lambda made: f"{digest(made[0].analysis)} {settings} {_flags(model)}")
+    replicas = place.replicas
+    first, classes = agreed_on() if replicas is None else agree_on_graph(replicas, agreed_on, text)
     layouts = first.analysis.layouts
     taken = shard_parameters(model, layouts, place.rank, place, read(layouts) if read else {})
     adopt(model, classes, taken, Tree(place, settings), layouts)
     executable_of(model).first(first)
-    watch_calls()
-    return watched(cast(ParallelModule, model))
+    if replicas is not None:
+        for tensor in (*model.parameters(), *model.buffers()):
+            broadcast_from_first(tensor.data, replicas)
+    parallel = watched(cast(ParallelModule, model))
+    watch_calls()  # Last: libraries are asked about this model, too.
+    return parallel
 
 
 def _flags(model: nn.Module) -> str:
@@ -103,6 +114,12 @@ def expect_ordinary(model: Any, remedy: str = "parallelize the original model on
         raise Error(
             "the model was made parallel before, and its parameters are in that parallel model",
             fix="use the model that autotp.parallelize or autotp.distribute returned then",
+        )
+    if found := quantized_weight(model):
+        raise Error(
+            f"{found}, and weights that are quantized cannot be cut",
+            fix="the model in its own dtype, without quantize_ or quantization_config: each rank holds 1/tp of it",
+            alternative="dtype=torch.bfloat16, and LoRA: autotp.parallelize(get_peft_model(model, config))",
         )
     expect_unwrapped(model)
     expect_no_node_hooks(model)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
@@ -100,7 +101,9 @@ def holdings_of(model: Any, call: str) -> Holdings:
     )  # First: reading its state makes `fully_shard` free gathered parameters.
     held, shapes = it.tensors(), {name: layout.shape for name, layout in it.layouts.items()}
     check = it.tree.settings.check_inputs
-    alike = ((it.mesh, uncut(held, it.layouts)),)
+    alike: tuple[tuple[Mesh, frozenset[str]], ...] = ((it.mesh, uncut(held, it.layouts)),)
+    if it.mesh.replicas is not None:
+        alike += ((it.mesh.replicas, frozenset(held)),)
     return Holdings(
         held, frozenset(held), saved, here | shapes, it.layouts, it.mesh, it.mesh,
         check=check, alike=alike, beside=beside, left_out=left_out,
@@ -139,11 +142,23 @@ def saved_names(
         parameters that the state dict does not contain.
     """
     first = places(model)[0]
-    tensors, names = [*model.named_parameters(), *model.named_buffers()], list(model.state_dict())
+    tensors, state = [*model.named_parameters(), *model.named_buffers()], model.state_dict()
+    names, own = list(state), dict(tensors)
     saved = {name: first[name] for name in names if name in first}
     left_out = [name for name, x in model.named_parameters() if x.requires_grad and name not in saved.values()]
-    beside = tuple(name for name in names if name not in first)
+    beside = tuple(name for name in names if name not in first or not _is_of(state[name], own[first[name]]))
     return saved, {name: tuple(x.shape) for name, x in tensors}, beside, tuple(left_out)
+
+
+def _is_of(value: Any, tensor: Tensor) -> bool:
+    """True if an entry of a state dict is a tensor of the model, or a copy: a hook may have computed another value."""
+    if not isinstance(value, Tensor) or isinstance(value, DTensor) or isinstance(tensor, DTensor):
+        return True
+    if tensor.is_meta or value.is_meta or not tensor.layout == value.layout == torch.strided:
+        return True
+    with torch._C.DisableTorchFunctionSubclass():
+        alias = value.shape == tensor.shape and value.data_ptr() == tensor.data_ptr()
+        return alias or bool(torch.equal(value.to(tensor), tensor))
 
 
 def expect_nothing_beside(parts: Holdings, remedy: str) -> None:

@@ -21,19 +21,21 @@ from torch.nn.utils import parametrize
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
 from autotp.distributed.consistency import agree
-from autotp.distributed.cut_parameter import Cut, as_cut, is_ordinary, warn_of_parts
+from autotp.distributed.cut_parameter import Cut, CutTensor, as_cut, is_ordinary, warn_of_parts
 from autotp.distributed.heartbeat import expect_all_to_call, take_note_back
 from autotp.distributed.live_models import watch
 from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints
+from autotp.distributed.replica_check import common_ranks, ranks_of
 from autotp.errors import Error, within
 from autotp.model_library import classes_before, saves_first_rank_only
 from autotp.options import Recompute
 from autotp.passes.capture.guards.attribute_paths import is_internal
 from autotp.passes.emit.attach_parameters import BlockCall
 from autotp.runtime.executable import Executable, refuse_capture
+from autotp.runtime.torch_hooks.loading import cutting, parts_to_load
 from autotp.runtime.tree import ORIGINAL, ModuleState, Tree, copied, give_state, held_in, original_class, state_of
 from autotp.sharding.layout import Layout
-from autotp.source_location import is_users
+from autotp.source_location import is_users, reads_for_caller, reads_to_fill
 
 FORWARD_HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -42,8 +44,8 @@ FORWARD_HOOKS = (
 
 
 SETTERS = (
-    "register_parameter", "register_buffer", "add_module", "append", "extend", "insert", "pop", "popitem", "clear",
-    "update", "setdefault", "__setitem__", "__delitem__",
+    "register_buffer", "add_module", "append", "extend", "insert", "pop", "popitem", "clear", "update", "setdefault",
+    "__setitem__", "__delitem__",
 )  # fmt: skip
 """Methods of modules and containers of modules that change their contents without setting an attribute."""
 
@@ -93,6 +95,20 @@ class Part(nn.Module):
         own = kind.__setattr__ is not nn.Module.__setattr__ or hasattr(getattr(kind, name, None), "__set__")
         return held or own or name == "forward" or name in tree.read
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Registers a parameter; raises Error for one that this module has under another name: pruning begins so."""
+        state = state_of(self)
+        if state is not None:
+            state.tree.version += 1
+        if state is not None and param is not None:
+            before = next((key for key, p in self._parameters.items() if key != name and p is param), None)
+            if before is not None:
+                raise Error(
+                    f"`{before}` of a {type(self).__name__} becomes `{name}` in a parallel model, as pruning does it",
+                    fix="prune the original model, before autotp.parallelize",
+                )
+        super().register_parameter(name, param)
+
     def __delattr__(self, name: str) -> None:
         state = state_of(self)
         if state is not None:
@@ -121,13 +137,23 @@ class Part(nn.Module):
         def load() -> Any:
             gather_ints([], state.tree.mesh)  # All ranks are here.
             take_note_back()
-            parts = agree(state.tree.mesh, lambda: _parts_of(self, state_dict, state.tree.mesh.rank))
+            parts = agree(state.tree.mesh, lambda: parts_to_load(self, state_dict, state.tree.mesh.rank))
             state.tree.loaded += 1
             return agree(state.tree.mesh, lambda: inherited(parts, *args, **kwargs))
 
         _expect_no_swap(self, "load_state_dict")
         expect_all_to_call("load_state_dict")
         return within(f"{type(self).__name__}.load_state_dict", load)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        state = state_of(self)
+        if state is None:
+            return super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        last = self._register_load_state_dict_pre_hook(cutting(self, state.tree.mesh.rank))
+        try:
+            return super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        finally:
+            last.remove()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         _expect_no_swap(self, "conversion")
@@ -240,12 +266,31 @@ class ParallelModule(Part):
             Error: accelerate asks, which would save the first rank's parts for all.
         """
         frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_globals.get("__name__") == "torch.nn.modules.module":
-            frame = frame.f_back  # The model is a submodule of what the user reads.
-        if is_users(frame):
+        while frame.f_back is not None and reads_for_caller(frame):
+            frame = frame.f_back
+        if is_users(frame) and not reads_to_fill(frame):
             _expect_saved_by_all(self, frame)
             warn_of_parts(self.parameters(), "state_dict", frame)
         return super().state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Takes this rank's parts of what a module around the model is loaded with, such as torch's `AveragedModel`."""
+        state = state_of(self)
+        if state is not None and prefix:  # Without a prefix it is our own `load_state_dict`, which has done this.
+            _expect_no_swap(self, "load_state_dict")
+            mesh, start = state.tree.mesh, len(prefix)
+            mine = {key[start:]: value for key, value in state_dict.items() if key.startswith(prefix)}
+
+            def load() -> Mapping[str, Any]:
+                gather_ints([], mesh)  # All ranks are here.
+                take_note_back()
+                return agree(mesh, lambda: parts_to_load(self, mine, mesh.rank))
+
+            expect_all_to_call("load_state_dict")
+            parts = within(f"{type(self).__name__}.load_state_dict", load)
+            state.tree.loaded += 1
+            state_dict.update({f"{prefix}{key}": value for key, value in parts.items()})
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
         """Returns the original module's text, and this rank's place on the mesh."""
@@ -267,45 +312,6 @@ OURS: dict[str, Callable[[Executable], Any]] = {
     "outputs_stay_cut": lambda it: it.tree.outputs_stay_cut,
 }
 """Attributes such as `model.plan`, unless the model itself has an attribute of this name."""
-
-
-def _parts_of(module: nn.Module, given: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
-    """Returns a state dict with this rank's part of each tensor.
-
-    Args:
-        given: name -> the whole tensor, or this rank's part.
-
-    Raises:
-        Error: a tensor has neither of these shapes, or some are whole and others parts.
-    """
-    found = OrderedDict(given)
-    if hasattr(given, "_metadata"):  # The versions of modules, which torch keeps so.
-        found._metadata = given._metadata  # type: ignore[attr-defined]
-    parts: list[str] = []
-    wholes: list[str] = []
-    for path, one in module.named_modules(remove_duplicate=False):
-        for key, layout in held_in(one).items():
-            name = f"{path}.{key}" if path else key
-            tensor, part = given.get(name), one.get_parameter(key)
-            if layout.dim is None or not isinstance(tensor, Tensor) or part.shape == layout.shape:
-                continue
-            if tensor.shape == part.shape:
-                parts.append(name)
-                continue
-            if tensor.shape != layout.shape:
-                raise Error(
-                    f"`{name}` is {list(tensor.shape)}: neither the whole, {list(layout.shape)}, nor the part that "
-                    f"this rank holds, {list(part.shape)}",
-                    fix="the state dict of the original model, or model.state_dict() of this rank",
-                )
-            found[name] = layout.take(tensor, rank)
-            wholes.append(name)
-    if parts and wholes:
-        raise Error(
-            f"`{parts[0]}` has the shape of this rank's part, and `{wholes[0]}` that of the whole",
-            fix="the state dict of the original model, or model.state_dict() of this rank; this is another model's",
-        )
-    return found
 
 
 def _expect_no_swap(module: nn.Module, what: str) -> None:
@@ -527,8 +533,10 @@ def _layout_now(name: str, tensor: Tensor, before: Layout | None, mesh: Mesh) ->
     if not is_ordinary(tensor):
         raise Error(
             f"`{name}` was replaced by a {type(tensor).__name__} when its model was parallel already",
-            fix="quantize the original model, or do without",
+            fix="the parameter as it was: quantized weights cannot be cut, before autotp.parallelize or after",
         )
+    if isinstance(tensor, CutTensor):  # A part of another parameter: tied, or copied.
+        return _layout_of_part(name, tensor.autotp_cut, mesh)
     shape = tuple(tensor.shape)
     if before is None or before.dim is None or shape == before.shape:
         return Layout(shape)
@@ -538,4 +546,14 @@ def _layout_now(name: str, tensor: Tensor, before: Layout | None, mesh: Mesh) ->
         f"`{name}` was replaced by a parameter {list(shape)}, which is neither {list(before.shape)}, the whole, nor "
         f"{list(before.local_shape(mesh.rank))}, this rank's part",
         fix="another module, or do so before autotp.parallelize",
+    )
+
+
+def _layout_of_part(name: str, cut: Cut, mesh: Mesh) -> Layout:
+    """Returns the layout of a part that was put in the place of another parameter, whatever that one's layout was."""
+    if (cut.mesh.size, common_ranks(ranks_of(mesh), cut.mesh)) == (mesh.size, ranks_of(mesh)):
+        return cut.layout
+    raise Error(
+        f"`{name}` was replaced by `{cut.name}` of a model that is cut over other ranks",
+        fix="autotp.full_state_dict of one model, autotp.load_full_state_dict of the other one",
     )

@@ -33,7 +33,7 @@ TOKENWISE = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGenerat
 # added. Their shape is not written anywhere: [batch seq] for a language model, [batch] for a classifier. So the model
 # runs on meta with labels of one shape, then of the other; the labels that give a scalar are taken. If the model cannot
 # run on meta (it reads a value), the names of Hugging Face's classes tell the shape; for other models only the labels
-# that `forward` requires are added.
+# that `forward` requires are added. A wrapper that takes anything (peft's) is asked for the labels of the model within.
 
 
 def example_inputs(model: nn.Module, given: Any = None) -> Inputs:
@@ -81,6 +81,11 @@ def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
     """Returns the parameters of `forward`, without *args and **kwargs."""
     found = inspect.signature(model.forward).parameters
     return {name: p for name, p in found.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+
+
+def _parameters_within(model: nn.Module) -> dict[str, inspect.Parameter]:
+    """Returns the parameters of the first module that names some, for a wrapper that passes on what it gets."""
+    return next((found for module in model.modules() if (found := _parameters(module))), {})
 
 
 def _inferred(model: nn.Module) -> Inputs:
@@ -152,7 +157,7 @@ def _is_label(name: str) -> bool:
 
 def _with_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     """Adds labels to the arguments if `model` then returns a loss. NOTE [Which labels]"""
-    parameters = _parameters(model)
+    parameters = _parameters(model) or _parameters_within(model)
     free = {n: parameters[n].default for n in list(parameters)[len(args) :] if _is_label(n) and n not in kwargs}
     names = [n for n, default in free.items() if default is None or default is inspect.Parameter.empty]
     shapes = [x.shape[:2] for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim() > 1]

@@ -9,6 +9,7 @@ other way, a function of torch or Python is replaced. This happens in the region
 - `torch.autograd.Function.apply`: puts the Function's own backward into the graph (`lost_gradients.py`).
 - `torch.is_grad_enabled`, `torch.is_inference_mode_enabled`: answer for the call that is captured, not for the exporter
         (`python_state.py`).
+- `torch.default_generator`, as torch's own functions read it: forward may not seed it (`python_state.py`).
 - `nn.TransformerEncoder.forward`, and torch's test whether a mask is causal (`transformer_layers.py`).
 - `torch.SymInt`'s text and hash: a size that is used as text or as a key becomes a number (`sizes_as_keys.py`).
 - logging and stderr: the exporter prints a page about each error.
@@ -42,7 +43,7 @@ from torch.fx.experimental import proxy_tensor
 from autotp.ops.eager_mode import alone
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.guards.guard import Reads
-from autotp.passes.capture.guards.python_state import GradientQueries, without_python_random
+from autotp.passes.capture.guards.python_state import GradientQueries, without_python_random, without_seeds
 from autotp.passes.capture.repeats.repeats import Repeats
 from autotp.passes.capture.transformer_layers import slow_path
 from autotp.passes.capture.unsupported.lost_gradients import nothing_lost
@@ -84,7 +85,10 @@ def around_export(model: nn.Module, repeats: Repeats | None) -> Iterator[Reads]:
 @contextmanager
 def around_forward(model: nn.Module, asked: GradientQueries) -> Iterator[None]:
     """A region for one run of the model: behaviour that a graph would lose is noted or refused."""
-    with nothing_lost(model), CertainComparisons(), asked, asked.answering(), without_python_random(model):
+    with (
+        nothing_lost(model), CertainComparisons(), asked, asked.answering(), without_python_random(model),
+        without_seeds(),
+    ):  # fmt: skip
         yield
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
+from torch.autograd.profiler import record_function
 
 from autotp.source_location import block_in, block_of
 
@@ -26,17 +28,24 @@ class BlockCall(nn.Module):
 
     Attributes:
         work: the graph, shared by all blocks that compute alike.
+        name: the name of the block in the model, such as `h.0`; torch.profiler shows it.
     """
 
     def __init__(
-        self, work: nn.Module, owner: nn.Module, operands: list[int | ParameterPlace], read: ReadParameter
+        self, work: nn.Module, owner: nn.Module, operands: list[int | ParameterPlace], read: ReadParameter, name: str
     ) -> None:
         super().__init__()
-        self.work, self.read, self.operands = work, read, operands
+        self.work, self.read, self.operands, self.name = work, read, operands, name
         self.owner = (owner,)  # In a tuple, so that it is no submodule of this module.
 
     def forward(self, *given: Any) -> Any:
         """Calls the block's module, which calls `run`; an nn.ModuleList cannot be called, so then `run` is called."""
+        if torch.autograd.profiler._is_profiler_enabled and not torch.compiler.is_compiling():
+            with record_function(self.name):
+                return self._called(given)
+        return self._called(given)
+
+    def _called(self, given: tuple[Any, ...]) -> Any:
         owner = self.owner[0]
         return self.run(given) if type(owner).forward is CONTAINER else owner(self, *given)
 
@@ -149,7 +158,8 @@ def attach_parameters(
             given.index(n) if n in env else places[names[n.name]] for n in node.args
         ]
         name = f"{block_of(node).replace('.', '_')}_{len(root._modules)}"
-        root.add_module(name, BlockCall(outlined.get_submodule(str(node.target)), owner, operands, read))
+        work = outlined.get_submodule(str(node.target))
+        root.add_module(name, BlockCall(work, owner, operands, read, block_of(node)))
         env[node] = new.call_module(name, tuple(env[n] for n in given))
         env[node].meta = dict(node.meta)
     return fx.GraphModule(root, new)

@@ -17,10 +17,12 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
+from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import Error
 from autotp.passes.pipeline.cost import Cost
 from autotp.rules.call import returned
@@ -47,8 +49,8 @@ class Stage:
     blocks: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Division:
+@dataclass(frozen=True, repr=False)
+class Division(Shown):
     """The division of a model's blocks among the stages of a pipeline.
 
     Attributes:
@@ -63,15 +65,27 @@ class Division:
     memory: tuple[float, ...]
     ranks: tuple[int, ...]
 
-    def __str__(self) -> str:
+    def summary(self) -> str:
+        """Returns the number of stages and of pipeline ranks."""
+        blocks = sum(map(len, self.blocks))
+        return f"{blocks} blocks in {len(self.blocks)} stages on {len(set(self.ranks))} pipeline ranks"
+
+    def sheet(self) -> Sheet:
+        """Returns a row for each stage; costs and memory are shares of all stages'."""
         names = [f"{some[0]} to {some[-1]}" if len(some) > 1 else "".join(some) for some in self.blocks]
-        width = max(map(len, [*names, "blocks"]))
-        shares = zip(
-            *([f"{part / (sum(parts) or 1):.1%}" for part in parts] for parts in (self.costs, self.memory)), strict=True
-        )
-        rows = zip(self.ranks, names, shares, strict=True)
-        lines = [f"{i:<5}  {at:<7}  {name:<{width}}  {a:<15}  {b}" for i, (at, name, (a, b)) in enumerate(rows)]
-        return "\n".join([f"stage  pp rank  {'blocks':<{width}}  multiplications  memory", *lines])
+        rows = zip(self.ranks, names, _shares(self.costs), _shares(self.memory), strict=True)
+        texts = tuple((str(i), str(at), *others) for i, (at, *others) in enumerate(rows))
+        head = ("stage", "pp rank", "blocks", "multiplications", "memory")
+        return Sheet(self.summary(), (Table(head, texts, ("", "note", "cut", "", "")),))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the division as plain data, for JSON."""
+        rows = zip(self.ranks, self.blocks, self.costs, self.memory, strict=True)
+        return {"stages": [{"rank": at, "blocks": list(x), "multiplications": c, "memory": m} for at, x, c, m in rows]}
+
+
+def _shares(parts: Sequence[float]) -> list[str]:
+    return [f"{part / (sum(parts) or 1):.1%}" for part in parts]
 
 
 def divided(blocks: Sequence[str], costs: Sequence[Cost], homes: Sequence[int], flights: Sequence[int]) -> Division:

@@ -59,13 +59,13 @@ def spoilt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_guilty_weight_and_pass(spoilt: None) -> None:
-    model, begun = gpt(block_size=8, vocab_size=61, n_layer=2, n_head=4, n_embd=16), list[str]()
-    blame = bisect(model, ((), model.dummy_inputs), 2, DEFAULTS, begun.append)
+    model = gpt(block_size=8, vocab_size=61, n_layer=2, n_head=4, n_embd=16)
+    blame = bisect(model, ((), model.dummy_inputs), 2, DEFAULTS)
     assert blame is not None
     assert set(blame.weights) == {WEIGHT, "h.1.mlp.c_fc.bias", "h.1.mlp.c_proj.weight"} and blame.weights[0] == WEIGHT
     assert (blame.passes, blame.rule) == (("in_place",), "")
     assert blame.why == "linear -> activation -> linear"
-    assert len([step for step in begun if step.startswith("trial")]) == blame.trials < 30
+    assert 1 < blame.trials < 30
 
 
 def test_nothing_is_guilty_of_no_difference() -> None:

@@ -11,7 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Checks, silence
+from ranks import Checks, shared, silence
+from safetensors.torch import load_model, save_file
 from small_models import Mlp, x
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
@@ -592,9 +593,17 @@ def a_state_of_parts(rank: int, n: int) -> None:
             r"`state_dict\(\)` has this rank's parts only: `[\w.]+` and \d+ more are cut. .*", str(one.message)
         )
         assert one.filename == __file__
+    file = str(shared(rank) / "whole.safetensors")
     with silence():
         copy.deepcopy(parallel)
-        autotp.load_full_state_dict(parallel, autotp.full_state_dict(parallel))
+        autotp.load_full_state_dict(parallel, state := autotp.full_state_dict(parallel))
+    if rank == 0:
+        save_file({name: tensor + 1 for name, tensor in state.items()}, file)
+    dist.barrier()
+    with silence():  # It reads the state to fill it, and is given wholes.
+        assert load_model(parallel, file) == (set(), [])
+        loaded = autotp.full_state_dict(parallel)
+    torch.testing.assert_close(loaded, {name: tensor + 1 for name, tensor in state.items()})
 
 
 @pytest.mark.timeout(300)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import HERE, ROOT, run_ranks
 
 import autotp
 from autotp.distributed.launch import TORCHRUN, Launch, launch, store_of
@@ -177,3 +177,24 @@ def test_a_script(tmp_path: Path) -> None:
     for rank, process in enumerate(started):
         assert process.communicate(timeout=60)[0] == f"tp=2, rank {rank} on cpu (4, 4)\n"
     assert not list(tmp_path.rglob("77*")), "the file is gone"
+
+
+@pytest.mark.parametrize(
+    "how", ["spawn", pytest.param("notebook", marks=pytest.mark.rare), pytest.param("launch", marks=pytest.mark.rare)]
+)
+def test_started_by_others(how: str, tmp_path: Path) -> None:
+    """torch.multiprocessing.spawn, accelerate.notebook_launcher, accelerate launch."""
+    script, port = str(HERE / "scripts" / "launched.py"), str(free_port())
+    if how != "spawn":
+        pytest.importorskip("accelerate")
+    given = ["--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+    command = {
+        "spawn": [script, how, str(tmp_path / "meet")],
+        "notebook": [script, how, port],
+        "launch": ["-m", "accelerate.commands.launch", *given, f"--main_process_port={port}", script, how],
+    }[how]
+    variables = {name: value for name, value in os.environ.items() if not NAMES.match(name)}
+    variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *command], env=variables, stdout=subprocess.PIPE, text=True, timeout=100)
+    told = sorted(line for line in done.stdout.splitlines() if line.startswith("tp="))
+    assert told == [f"tp=2, rank {rank} on cpu [8@tp, 4] 0.135520" for rank in range(2)]

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import types
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
@@ -15,7 +16,7 @@ from torch._C._distributed_c10d import TCPStore, _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autotp
-from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints, make_mesh, timeout_of
+from autotp.distributed.mesh import Mesh, _own_device, broadcast_from_first, gather_ints, make_mesh, timeout_of
 
 SCRIPT = "train.py"
 
@@ -103,6 +104,29 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.usefixtures("no_torchrun")
+def test_devices_of_spawned_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.multiprocessing.spawn sets no variables: the rank counts, or the device that the user has set."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 5)
+    for chosen, expected in ((0, "cuda:1"), (3, "cuda:3")):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda chosen=chosen: chosen)
+        assert _own_device("cuda") == torch.device(expected)
+
+
+@pytest.mark.usefixtures("no_torchrun")
+def test_a_notebook_is_told_what_starts_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    assert message(lambda: make_mesh(2)) == (
+        "tp=2 needs 2 processes, and this is one\n"
+        "  try      a function that builds, parallelizes and trains, and accelerate.notebook_launcher(train, (), "
+        "num_processes=2)\n"
+        "  or       autotp.verify(model, tp=2), which needs one process"
+    )
+
+
 # --- torchrun's environment, nothing initialised
 
 
@@ -145,7 +169,7 @@ def run_world(rank: int, n: int) -> dict[str, Any]:
         "grid": make_mesh(None, grid),
         "grid-tp2": make_mesh(2, grid),
         "line": make_mesh(mesh=line),
-        "tp2": message(lambda: make_mesh(2)),
+        "tp2": make_mesh(2),
         "tp1": message(lambda: make_mesh(1)),
         "tp3": message(lambda: make_mesh(3)),
         "unnamed": message(lambda: make_mesh(mesh=unnamed)),
@@ -153,6 +177,10 @@ def run_world(rank: int, n: int) -> dict[str, Any]:
         "disagree": message(lambda: make_mesh(4, grid)),
         "outside": message(lambda: make_mesh(mesh=pair)) if rank > 1 else make_mesh(mesh=pair),
     }
+    found["tp2-ranks"] = tuple(
+        dist.get_process_group_ranks(_resolve_process_group(axis.group))
+        for axis in (found["tp2"], found["tp2"].replicas)
+    )
     for name in ("world", "grid"):
         found[f"{name}-ints"] = gather_ints([rank, rank * rank], found[name])
     first, mine = values(rank // 2 * 2), values(rank)
@@ -189,6 +217,11 @@ def test_world_of_four() -> None:
         for name, size, place in (("world", 4, rank), ("grid", 2, rank % 2), ("line", 4, rank)):
             mesh = found[name]
             assert (mesh.axis, mesh.size, mesh.rank, mesh.device) == ("tp", size, place, torch.device("cpu"))
+        mesh = found["tp2"]
+        assert (mesh.axis, mesh.size, mesh.rank) == ("tp", 2, rank % 2)
+        assert (mesh.replicas.axis, mesh.replicas.size, mesh.replicas.rank) == ("replica", 2, rank // 2)
+        assert found["tp2-ranks"] == ([rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2])
+        assert all(found[name].replicas is None for name in ("world", "grid", "line"))
         assert (found["world-tp4"].size, found["grid-tp2"]) == (4, found["grid"])
         assert found["world-ints"] == [[0, 0], [1, 1], [2, 4], [3, 9]]
         assert found["grid-ints"] == found["world-ints"][rank // 2 * 2 :][:2]
@@ -198,12 +231,11 @@ def test_world_of_four() -> None:
 
 def test_errors_in_a_world_of_four() -> None:
     for rank, found in enumerate(world_of_four()):
-        for tp, dp in ((2, 2), (1, 4)):
-            assert found[f"tp{tp}"] == (
-                f"4 processes are more than tp={tp}: without a mesh the replicas would silently drift apart\n"
-                f'  try      mesh = init_device_mesh("cpu", ({dp}, {tp}), mesh_dim_names=("dp", "tp"))\n'
-                "  then     parallelize(model, mesh=mesh), and DDP over mesh['dp']"
-            )
+        assert found["tp1"] == (
+            "4 processes are more than tp=1: without a mesh the replicas would silently drift apart\n"
+            '  try      mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))\n'
+            "  then     parallelize(model, mesh=mesh), and DDP over mesh['dp']"
+        )
         assert found["tp3"] == (
             "4 processes are not a multiple of tp=3\n  try      torchrun --nproc-per-node 3 train.py"
         )

@@ -1,4 +1,4 @@
-"""What docs/command_line.md and the README show of the command line is so."""
+"""What docs/command_line.md, the other pages and the README show of the command line is so."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "command_line.md").read_text()
 TEXT = PAGE + (ROOT / "README.md").read_text()
 BLOCKS = [code for _, code in re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)]
-COMMANDS = sorted({line for block in BLOCKS for line in block.splitlines() if line.startswith("autotp ")})
+PAGES = "\n".join(page.read_text() for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+LINES = {line for block in re.findall(r"(?ms)^```[^\n]*\n(.*?)^```$", PAGES) for line in block.splitlines()}
+COMMANDS = sorted(line for line in LINES if line.startswith("autotp "))
 MODEL = """
 from torch import nn, ones
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import autotp
 
 ORDER = (
-    "errors", "arguments", "source_location", "model_library", "sharding", "ops", "rules", "options", "distributed",
+    "display", "errors", "error_file", "arguments", "source_location", "model_library", "sharding", "ops", "rules",
+    "options", "distributed",
     "passes.builder", "passes.capture", "passes.canonicalize", "passes.plan", "passes.lower", "passes.check",
     "passes.emit", "passes.pipeline",
-    "compiler", "deferred_init", "diagnostics.text_table", "diagnostics.plan", "diagnostics.report", "runtime",
+    "compiler", "deferred_init", "diagnostics.plan", "diagnostics.report", "runtime",
     "diagnostics", "training", "checkpoint", "hf", "api", "cli", "__main__",
 )  # fmt: skip
 ROOT = Path(autotp.__file__).parent.parent
@@ -74,7 +75,7 @@ def test_folders_are_small_and_say_what_they_are_for() -> None:
 
 
 TESTS = ROOT / "tests"
-BESIDE = {"models", "examples", "benchmarks", "system", "project"}
+BESIDE = {"models", "examples", "benchmarks", "system", "project", "site"}
 """Folders of tests beside those of autotp: of the folders beside it, of whole systems, of the project's own files."""
 
 

@@ -47,9 +47,44 @@ def test_a_python_that_is_not_there() -> None:
     assert versions.outcome(row, {}) == versions.Outcome("not run: no Python 9.9")
 
 
+def test_a_python_that_does_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A shim of pyenv is on PATH for each version of all; the real ones are beside."""
+    shim, real = tmp_path / "python9.9", tmp_path / ".pyenv" / "versions" / "9.9.1" / "bin" / "python"
+    real.parent.mkdir(parents=True)
+    for path, status in ((shim, 127), (real, 0)):
+        path.write_text(f"#!/bin/sh\nexit {status}\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert versions.found_python("9.9") == str(real)
+    real.unlink()
+    assert versions.found_python("9.9") is None
+
+
+def test_what_did_not_install() -> None:
+    """A failed command is named: it need not be pip, nor versions that do not go together."""
+    found = versions.outcome(versions.Row("3.11", "2.13", "5.17"), {"3.11": "/bin/false"})
+    assert found == versions.Outcome("not run: `-m venv` ended with status 1")
+
+
+def test_names_of_failed_tests() -> None:
+    printed = "FAILED tests/a.py::b[(1, 2)-x y] - Error: no - more\nERROR tests/c.py\n1 failed, 1 error\n"
+    assert versions.failed(printed) == ("tests/a.py::b[(1, 2)-x y]", "tests/c.py")
+
+
 def test_what_pip_is_asked_for() -> None:
     assert versions.requirement("torch", "2.12") == "torch==2.12.*"
     assert versions.requirement("torch", versions.NEWEST) == "torch"
+
+
+def test_a_row_may_have_an_older_torch_than_autotp_asks_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(versions.subprocess, "run", lambda command, check: ran.append([str(x) for x in command]))
+    versions.install("python3", versions.Row("3.11", "2.11", "5.0"), tmp_path)
+    _, first, second = ran
+    assert {"torch==2.11.*", "transformers==5.0.*", "numpy", "peft", "pytest"} <= set(first)
+    assert not [x for x in first if x.startswith("torch") and x != "torch==2.11.*"]
+    assert "--no-deps" in second and str(ROOT) in second
 
 
 def test_what_a_run_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,9 @@ import torch
 from ranks import Checks
 from small_models import VOCAB, both, expect_gradients, gpt, signatures_met, tokens
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel
 
 import autotp
 from autotp.passes.capture.repeats.blocks import patched
@@ -117,6 +120,64 @@ def the_plan_is_of_now(rank: int, n: int) -> None:
     assert (str(parallel.plan), parallel.code) == (first, code)
 
 
+class Tokens(nn.Module):
+    """An embedding that is cut by its rows, and a head of the same shape, which stays whole beside full logits."""
+
+    def __init__(self, rows: int = 24) -> None:
+        super().__init__()
+        self.emb, self.head = nn.Embedding(rows, 12), nn.Linear(12, 24, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.head(self.emb(x)))
+
+
+def pair_of_tokens(n: int) -> tuple[Tokens, Any]:
+    torch.manual_seed(0)
+    whole, other = Tokens().double(), Tokens().double()
+    other.load_state_dict(whole.state_dict())
+    parallel = autotp.parallelize(other, n, outputs="full")
+    layouts = parallel.layouts["emb.weight"], parallel.layouts["head.weight"]
+    assert (layouts[0].dim, layouts[1].dim) == (0, None) and layouts[0].shape == layouts[1].shape
+    return whole, parallel
+
+
+@checks.on(2)
+def a_part_in_the_place_of_a_whole_parameter(rank: int, n: int) -> None:
+    """Weights are tied, or copied, when the model is parallel already: a part stays a part wherever it is put."""
+    x = torch.arange(24).view(4, 6)
+    for put in (
+        lambda m: setattr(m.head, "weight", m.emb.weight),
+        lambda m: setattr(m.head, "weight", copy.deepcopy(m.emb.weight)),
+        lambda m: setattr(m.head, "weight", nn.Parameter(m.emb.weight.detach().clone())),
+    ):
+        whole, parallel = pair_of_tokens(n)
+        parallel(x)
+        for model in (whole, parallel):
+            put(model)
+        result = [model(x).log_softmax(-1)[..., 3].sum() for model in (whole, parallel)]
+        torch.testing.assert_close(result[1], result[0])
+        for loss in result:
+            loss.backward()
+        gradient = autotp.gather(parallel.head.weight.grad)
+        torch.testing.assert_close(gradient, whole.head.weight.grad)
+
+
+@checks.on(2)
+def a_part_over_other_ranks(rank: int, n: int) -> None:
+    """A model that each rank has for itself is given a part that two ranks hold."""
+    _, parallel = pair_of_tokens(n)
+    alone = autotp.parallelize(
+        Tokens().double(), mesh=init_device_mesh("cpu", (n, 1), mesh_dim_names=("dp", "tp"))["tp"]
+    )
+    alone.emb.weight = parallel.emb.weight
+    with pytest.raises(autotp.Error) as error:
+        alone(torch.zeros(2, 3, dtype=torch.long))
+    assert str(error.value) == (
+        "`emb.weight` was replaced by `emb.weight` of a model that is cut over other ranks\n"
+        "  try      autotp.full_state_dict of one model, autotp.load_full_state_dict of the other one"
+    )
+
+
 @checks.on(2)
 def local_state(rank: int, n: int) -> None:
     """The state dict of one rank's shards into another parallel model, and back."""
@@ -153,6 +214,34 @@ def the_state_of_another_rank(rank: int, n: int) -> None:
     assert torch.equal(parallel(x), expected)
     parallel.up.load_state_dict({name: torch.ones_like(value) for name, value in parallel.up.state_dict().items()})
     parallel(x)  # Initial values may be the same on all ranks.
+
+
+@checks.on(3)
+def the_state_of_a_module_around(rank: int, n: int) -> None:
+    """Each rank takes its parts of the whole; the parts of one rank are refused on all ranks."""
+    torch.manual_seed(5)
+    whole = AveragedModel(Headed().double())
+    parallel = autotp.parallelize(Headed().double(), n, example_inputs=torch.randn(3, 8, dtype=torch.float64))
+    around = AveragedModel(parallel)
+    x = torch.ones(3, 8, dtype=torch.float64)
+    for _ in range(3):
+        around(x)
+    around.load_state_dict(whole.state_dict())
+    torch.testing.assert_close(around(x), whole(x), rtol=1e-12, atol=0)
+    own = {name: tensor.clone() for name, tensor in around.state_dict().items()}
+    around.load_state_dict(own)
+    torch.testing.assert_close(around(x), whole(x), rtol=1e-12, atol=0)
+    of_first = [own if rank == 0 else None]
+    torch.distributed.broadcast_object_list(of_first)
+    with pytest.raises(autotp.Error, match=r"neither the whole, .*, nor the part"):
+        around.load_state_dict(of_first[0])
+    alike = nn.ModuleDict({"a": autotp.parallelize(nn.Linear(8, 9).double(), n, example_inputs=x)})
+    of_first = [alike.state_dict() if rank == 0 else None]
+    torch.distributed.broadcast_object_list(of_first)
+    alike["a"](x)
+    alike.load_state_dict(of_first[0])
+    with pytest.raises(autotp.Error, match="ranks 0, 1, 2 loaded the same state_dict, which is of one rank's parts"):
+        alike["a"](x)
 
 
 @checks.on(2)
@@ -300,6 +389,15 @@ def test_what_is_refused_leaves_torchs_classes_alone() -> None:
         model(torch.zeros(2, 4))
     assert dict(vars(nn.Linear)) == before
     nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+
+
+def test_pruning_is_refused() -> None:
+    """torch puts the whole parameter aside, and a hook computes the weight: the error leaves the model as it was."""
+    model: Any = autotp.parallelize(nn.Sequential(nn.Linear(4, 4)), 1, example_inputs=(torch.zeros(2, 4),))
+    for name in ("weight", "bias"):
+        with pytest.raises(autotp.Error, match=f"`{name}` of a Linear becomes `{name}_orig`"):
+            prune.l1_unstructured(model[0], name, 0.5)
+    model(torch.zeros(2, 4))
 
 
 def test_classes_are_equal_to_their_originals() -> None:

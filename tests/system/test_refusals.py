@@ -86,7 +86,8 @@ def models(rank: int, n: int) -> None:
         f"\n  at       {line('return self.down(shapeless')}\n  try      torch.library.register_fake, on the operator",
     }
     for kind, text in expected.items():
-        assert refusal(kind(), n, example_inputs=torch.randn(4, 16)) == f"parallelize({kind.__name__}, tp=2): {text}"
+        found = refusal(kind(), n, example_inputs=torch.randn(4, 16))
+        assert found == f"parallelize({kind.__name__}, tp=2): {text}", found
 
 
 @checks.on(2)

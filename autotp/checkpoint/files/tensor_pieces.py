@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -121,11 +121,14 @@ def file_of(rank: int) -> str:
     return f"rank-{rank:05d}.tensors"
 
 
-def write_pieces(folder: Path, rank: int, tensors: Iterable[tuple[Shape, Tensor]]) -> list[Piece]:
+def write_pieces(
+    folder: Path, rank: int, tensors: Iterable[tuple[Shape, Tensor]], written: Callable[[], None] = lambda: None
+) -> list[Piece]:
     """Writes the file of a rank, and returns its pieces once the file is on the disk.
 
     Args:
         tensors: pairs (the first index in the whole tensor, the part).
+        written: is called after each.
 
     Raises:
         OSError: the file system fails.
@@ -137,6 +140,7 @@ def write_pieces(folder: Path, rank: int, tensors: Iterable[tuple[Shape, Tensor]
             target.write(data)
             pieces.append(Piece(at, tuple(tensor.shape), rank, start, zlib.crc32(data)))
             start += len(data)
+            written()
         sync_file(target)
     return pieces
 

@@ -1,4 +1,6 @@
-"""Raises Error where accelerate would take the ranks of one model for replicas.
+"""Raises Error where accelerate would take the ranks of one model for replicas, in layouts that it cannot be shown.
+
+These are meshes of the user's. In other layouts accelerate sees the replicas (`replicas.py`).
 
 NOTE [What accelerate counts]
 accelerate takes each process for a replica with rows of its own: a prepared schedule goes on by one step for each
@@ -17,6 +19,7 @@ from typing import Any
 
 from autotp.distributed.live_models import models, sorted_by_model
 from autotp.errors import Error
+from autotp.hf.loops.replicas import replicas
 from autotp.runtime.module import ParallelModule
 
 JOINS = ("gather", "gather_for_metrics", "reduce")
@@ -48,11 +51,11 @@ def _checked(method: Callable[..., Any], check: Callable[[Any, str, str], None])
 
 def _expect_no_join(accelerator: Any, name: str, caller: str) -> None:
     """Raises Error, unless accelerate itself calls the method: its flags of processes are right."""
-    if _of_several_ranks(models()) and accelerator.num_processes > 1 and not caller.startswith("accelerate."):
+    if _is_unknown(models()) and accelerator.num_processes > 1 and not caller.startswith("accelerate."):
         raise Error(
             f"Accelerator.{name} joins tensors of all processes, and the ranks of a parallel model have the same rows",
-            fix="the tensor itself: it is the same on all of these ranks",
-            alternative="autotp.gather(tensor), for parts; torch.distributed over the ranks of other replicas",
+            fix="autotp.parallelize(model, tp=...), without mesh: then accelerate sees the replicas",
+            alternative="the tensor itself, which is the same on these ranks; autotp.gather(tensor), for parts",
         )
 
 
@@ -61,18 +64,18 @@ def _expect_single_steps(schedule: Any, name: str, caller: str) -> None:
     parameters = [p for optimizer in schedule.optimizers for group in optimizer.param_groups for p in group["params"]]
     several = schedule.step_with_optimizer and not schedule.split_batches and _processes() > 1
     held, _ = sorted_by_model(parameters) if several else ({}, [])
-    if _of_several_ranks(held):
+    if _is_unknown(held):
         raise Error(
             "a schedule that accelerate prepared steps once for each process, and the ranks of a parallel model are "
             "processes of one model",
-            fix="the schedule itself, without accelerator.prepare; step it where the optimizer steps",
-            alternative="Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))",
+            fix="autotp.parallelize(model, tp=...), without mesh: then accelerate sees the replicas",
+            alternative="the schedule itself, without accelerator.prepare, stepped where the optimizer steps",
         )
 
 
-def _of_several_ranks(live: Iterable[Any]) -> bool:
-    """True if one of these models is spread over several ranks."""
-    return any(model.mesh.size > 1 for model in live if isinstance(model, ParallelModule))
+def _is_unknown(live: Iterable[Any]) -> bool:
+    """True if one of these models is spread over several ranks, and accelerate does not see its replicas."""
+    return replicas() is None and any(model.mesh.size > 1 for model in live if isinstance(model, ParallelModule))
 
 
 def _processes() -> int:

@@ -1,8 +1,9 @@
-"""Lets transformers.Trainer, and what stands on it, save a parallel model whole.
+"""Lets transformers.Trainer, and what stands on it, train replicas and save a parallel model whole.
 
-Trainer writes on its first process alone. What that writes of a parallel model, its weights and the optimizer's state,
-is gathered from all ranks before: so a checkpoint is one device's, and any number of ranks goes on from it. (To read
-one needs nothing of ours: `load_state_dict` of a parallel model, and of its optimizer, take the whole.)
+Trainer counts processes, and writes on the first alone. It sees replicas (NOTE [Replicas as processes] in
+`replicas.py`), and the first of all ranks writes. What that writes of a parallel model, its weights and the optimizer's
+state, is gathered from all ranks of a replica before: so a checkpoint is one device's, and any number of ranks goes on
+from it. (To read one needs nothing of ours: `load_state_dict` of a parallel model and of its optimizer take the whole.)
 
 This module does not import transformers before the user's program does.
 """
@@ -20,18 +21,27 @@ import torch.distributed as dist
 from autotp.checkpoint.state_dict import full_state_dict
 from autotp.checkpoint.whole_optimizer import whole_state_dicts
 from autotp.distributed.mesh import expect_alike
-from autotp.hf.loops.one_process import is_one_process
+from autotp.errors import Error
+from autotp.hf.loops.accelerate_state import showing
+from autotp.hf.loops.replica_collectives import ReplicaCollectives
+from autotp.hf.loops.replicas import of_all, replicas
 from autotp.hf.overrides import already_saved, whole_size
 from autotp.runtime.module import ParallelModule
 
 Method = Callable[..., Any]
 STATES = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state.pth")
+SHARED = "a folder that all machines share, or the same files"
 _changed: set[type] = set()
 
 
 def watch_trainer() -> None:
-    """Changes the methods of `Trainer` that save, once it is imported."""
+    """Changes methods of `Trainer` and `TrainingArguments`, once they are imported."""
     trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    arguments = getattr(sys.modules.get("transformers.training_args"), "TrainingArguments", None)
+    if arguments is not None and arguments not in _changed:
+        _changed.add(arguments)
+        for name, node in (("should_save", "save_on_each_node"), ("should_log", "log_on_each_node")):
+            setattr(arguments, name, _of_first_rank(getattr(arguments, name), node))
     if trainer is None or trainer in _changed:
         return
     _changed.add(trainer)
@@ -40,6 +50,40 @@ def watch_trainer() -> None:
         setattr(trainer, name, wraps(theirs)(around(theirs)))
     module: Any = sys.modules["transformers.trainer"]
     module.get_model_param_count = _counting(module.get_model_param_count)
+    functions: Any = sys.modules["transformers.trainer_pt_utils"]
+    functions.dist = ReplicaCollectives()  # It gathers logged losses and counts of operations.
+
+
+def _of_first_rank(theirs: property, on_each_node: str) -> property:
+    """Returns a property that is True on the first rank of all, where Trainer asks for the first process."""
+    read = theirs.fget
+    assert read is not None
+
+    def first(self: Any) -> bool:
+        if replicas() is None or getattr(self, on_each_node):
+            return bool(read(self))
+        return dist.get_rank() == 0
+
+    return property(first)
+
+
+def _first_of_all(method: Method) -> Method:
+    def is_world_process_zero(self: Any) -> bool:
+        return bool(method(self)) if replicas() is None else dist.get_rank() == 0
+
+    return is_world_process_zero
+
+
+def _refusing(method: Method) -> Method:
+    def hyperparameter_search(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if replicas() is not None:
+            raise Error(
+                "hyperparameter_search sends the trials of one process to the others, which ranks of one model are not",
+                fix="a job of its own for each trial, all ranks with the same TrainingArguments",
+            )
+        return method(self, *args, **kwargs)
+
+    return hyperparameter_search
 
 
 def _counting(function: Method) -> Method:
@@ -86,38 +130,31 @@ def _saving_optimizer(method: Method) -> Method:
 def _loading_optimizer(method: Method) -> Method:
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         """A rank that does not see a file would go on with a new optimizer, without a word."""
-        if checkpoint is not None and _is_ours(self):
-            seen = [name for name in STATES if os.path.isfile(os.path.join(checkpoint, name))]
-            remedy = "a folder that all machines share, or the same files"
-            expect_alike(seen, self.model.mesh, f"sees other files in {checkpoint}", remedy)
-        return method(self, checkpoint)
+        axis = replicas()
+        if checkpoint is None or axis is None or not _is_ours(self):
+            return method(self, checkpoint)
+        names = (*STATES, f"rng_state_{axis.rank}.pth")
+        seen = [name for name in names if os.path.isfile(os.path.join(checkpoint, name))]
+        told = f"sees other files in {checkpoint}"
+        of_all(lambda: expect_alike(seen, self.model.mesh, told, SHARED))
+        expect_alike([name for name in seen if name in STATES], axis, told, SHARED)
+        with showing(number=1):  # Of several processes each would read the whole state to its GPU.
+            return method(self, checkpoint)
 
     return _load_optimizer_and_scheduler
 
 
 def _saving_random_states(method: Method) -> Method:
     def _save_rng_state(self: Any, output_dir: str) -> None:
-        """The ranks of a model have equal random states, and write to one file."""
-        if not _is_ours(self) or self.args.should_save:
+        """The ranks of a replica have equal random states, and write to one file."""
+        if not _is_ours(self) or self.model.mesh.rank == 0:
             method(self, output_dir)
 
     return _save_rng_state
 
 
-def _counting_operations(method: Method) -> Method:
-    def store_flos(self: Any) -> None:
-        """Trainer would add up the operations of all processes, each of which counts the whole model's."""
-        if not _is_ours(self):
-            return method(self)
-        self.state.total_flos += self.current_flos
-        self.current_flos = 0
-        return None
-
-    return store_flos
-
-
 def _is_ours(trainer: Any) -> bool:
-    return isinstance(trainer.model, ParallelModule) and trainer.model.mesh.size > 1 and is_one_process()
+    return isinstance(trainer.model, ParallelModule) and trainer.model.mesh.size > 1 and replicas() is not None
 
 
 AROUND: dict[str, Callable[[Method], Method]] = {
@@ -125,6 +162,7 @@ AROUND: dict[str, Callable[[Method], Method]] = {
     "_save_optimizer_and_scheduler": _saving_optimizer,
     "_load_optimizer_and_scheduler": _loading_optimizer,
     "_save_rng_state": _saving_random_states,
-    "store_flos": _counting_operations,
+    "is_world_process_zero": _first_of_all,
+    "hyperparameter_search": _refusing,
 }
 """Methods of `Trainer`, and what makes ours of theirs."""

@@ -1,1 +1,1 @@
-"""Hooks in torch while a parallel model exists: for optimizers, gradient clipping, loss scaling and wrappers."""
+"""Hooks in torch while a parallel model exists: for optimizers, clipping, loss scaling, loading and wrappers."""

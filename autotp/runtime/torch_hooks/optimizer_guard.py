@@ -80,14 +80,23 @@ def install() -> Undo:
     return register_optimizer_step_pre_hook(torch.compiler.disable(_before_step)).remove
 
 
+def _after_load(optimizer: Optimizer) -> None:
+    """Has the next step see a state that was loaded: its `id` may be that of an earlier one."""
+    _watched.setdefault(optimizer, Watched()).state = 0
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    watched = _watched.setdefault(optimizer, Watched())
+    if optimizer not in _watched:
+        _watched[optimizer] = Watched()
+        optimizer.register_load_state_dict_post_hook(_after_load)
+    watched = _watched[optimizer]
     step, size = watched.steps, sum(len(group["params"]) for group in optimizer.param_groups)
     due = watched.always or step < CHECKED_STEPS or step % EVERY == 0
     watched.steps += 1
     known = (watched.size, watched.state) == (size, id(optimizer.state))
     if (not due and known) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return
+    other = watched.state != id(optimizer.state)  # It was loaded, or is new.
     watched.size, watched.state = size, id(optimizer.state)
     held, _ = sorted_by_model(p for group in optimizer.param_groups for p in group["params"])
     for model, parameters in held.items():
@@ -95,6 +104,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if parts.everyone.size > 1:
             watch_state(optimizer)
             watched.always |= parts.check == "always"
+            if other and parts.place.size > 1 and parts.check != "never":
+                own = partial(_expect_own_state, optimizer, parts, parameters, step)
+                within(f"{type(optimizer).__name__}.step", own)
             compared = due and parts.check != "never"
             warning = within(
                 f"{type(optimizer).__name__}.step", partial(_checked, optimizer, parts, parameters, step, compared)
@@ -151,6 +163,48 @@ def _of_another_rank(optimizer: Optimizer, parameter: Tensor, layout: Layout) ->
     return bool(shapes) and others.issuperset(shapes)
 
 
+def _expect_own_state(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Tensor], step: int) -> None:
+    """Raises Error on every rank if several ranks have loaded the same state for different parts: it is one rank's."""
+    found, held = [], []
+    for name, p in parameters.items():
+        layout = parts.layout(name)
+        kept = [x for x in optimizer.state.get(p, {}).values() if isinstance(x, Tensor) and x.shape == p.shape]
+        if layout.dim is not None and not layout.repeated and p.shape != layout.shape:
+            locals_ = [local_of(x.detach()) for x in kept if x.layout is torch.strided]
+            found += [checksum(x) for x in locals_ if x.numel() and bool((x != x.flatten()[0]).any())]
+            held.append(_number(p))
+    every = [json.loads(one) for one in _exchanged(LOADED, json.dumps([found, held]), parts.place, step)]
+    others = [[one[0] for one in every if one[0] == mine[0] and one[1] != mine[1]] for mine in every]
+    if same := [rank for rank, mine in enumerate(every) if mine[0] and others[rank]]:
+        raise Error(
+            f"{parts.place.named(same)} have the same state, which is of one rank's parts",
+            fix="each rank loads the optimizer's state that it saved; or autotp.save_checkpoint, with "
+            "autotp.distribute, saves the whole for any layout",
+        )
+
+
+LOADED, COMPARED = "loaded", "compared"
+"""What an exchange is for: a rank that has loaded a state makes one more."""
+
+
+def _exchanged(kind: str, text: str, place: Mesh, step: int) -> list[str]:
+    """Returns every rank's `text`, by rank; raises Error if a rank does not step, or has loaded a state alone."""
+    try:
+        every = [one.partition(" ") for one in store_gather(f"{kind} {text}", place)]
+    except Error as error:
+        raise Error(
+            f"step {step} is not taken by all ranks: {error.problem}",
+            fix="call step on all ranks: decide by a value that is the same on all whether to step",
+        ) from error
+    if len({one[0] for one in every}) > 1:
+        loaded = [rank for rank, one in enumerate(every) if one[0] == LOADED]
+        raise Error(
+            f"only {place.named(loaded)} loaded a state into the optimizer",
+            fix="optimizer.load_state_dict on all ranks",
+        )
+    return [text for _, _, text in every]
+
+
 def _is(kind: re.Pattern[str], optimizer: Optimizer) -> bool:
     names = (each.__name__.lower().replace("_", "") for each in type(optimizer).__mro__)
     return any(kind.search(name) for name in names)
@@ -189,15 +243,9 @@ def _differing(
         },
     }
     text = json.dumps(mine)
-    try:
-        if len(set(store_gather(str(zlib.crc32(text.encode())), place))) == 1 and not foreign:
-            return ""
-        every = [json.loads(one) for one in store_gather(text, place)]
-    except Error as error:
-        raise Error(
-            f"step {step} is not taken by all ranks: {error.problem}",
-            fix="call step on all ranks: decide by a value that is the same on all whether to step",
-        ) from error
+    if len(set(_exchanged(COMPARED, str(zlib.crc32(text.encode())), place, step))) == 1 and not foreign:
+        return ""
+    every = [json.loads(one) for one in _exchanged(COMPARED, text, place, step)]
     _expect_same_calls(every, place)
     return _expect_close(same, every, place)
 
@@ -270,17 +318,30 @@ def _expect_close(same: Mapping[str, Tensor], every: list[dict[str, Any]], place
             assert tensor is not None
             off, first = _off(local_of(tensor.detach()), place)
             if not off <= torch.finfo(tensor.dtype).eps ** 0.5:
-                raise Error(
-                    f"{what}`{name}` differs between ranks by {off:.1e} of its largest element: they would drift apart",
-                    likely="each rank changed it by another number: the norm of its own gradients, its batch, noise",
-                    fix="autotp.clip_grad_norm_(model, ...); a number that all ranks share, from one all_reduce",
-                )
+                raise _apart(f"{what}`{name}`", off, place)
             if not tensor.is_sparse:
                 local_of(tensor.detach()).copy_(first)
             found.append(f"{what}`{name}` differed between ranks by {off:.1e} of its largest element")
     if not found:
         return ""
     return f"{found[0]}, by round-off (sums over replicas in another order): all ranks took the first rank's numbers"
+
+
+def _apart(what: str, off: float, place: Mesh) -> Error:
+    told = f"{what} differs between ranks by {off:.1e} of its largest element: they would drift apart"
+    if place.axis == "replica":
+        return Error(
+            told,
+            likely="nobody averaged the gradients of the replicas that `tp` below the number of processes makes",
+            fix="transformers.Trainer or Accelerator.prepare, which average them",
+            alternative="in a loop of your own: parallelize(model, mesh=mesh) with the dimensions ('dp', 'tp'), and "
+            "DistributedDataParallel(model, process_group=mesh['dp'].get_group())",
+        )
+    return Error(
+        told,
+        likely="each rank changed it by another number: the norm of its own gradients, its batch, noise",
+        fix="autotp.clip_grad_norm_(model, ...); a number that all ranks share, from one all_reduce",
+    )
 
 
 def _off(tensor: Tensor, place: Mesh) -> tuple[float, Tensor]:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from autotp.distributed.cut_parameter import tell_user
 from autotp.distributed.live_models import sorted_by_model
 from autotp.runtime.holdings import Holdings, holdings_of
-from autotp.source_location import is_users
+from autotp.source_location import is_users, reads_for_caller
 
 Line = tuple[str, int]
 
@@ -68,9 +68,13 @@ def _before_state_dict(optimizer: Optimizer) -> None:
 
 def _reader(frame: FrameType | None) -> FrameType | None:
     """Returns the frame that reads the state dict, if it is the user's: torch and autotp know what parts are."""
-    while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(BETWEEN):
+    while frame is not None and _is_between(frame):
         frame = frame.f_back
     return frame if frame is not None and is_users(frame) else None
+
+
+def _is_between(frame: FrameType) -> bool:
+    return f"{frame.f_globals.get('__name__')}.".startswith(BETWEEN) or reads_for_caller(frame)
 
 
 def _missing(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Tensor]) -> str:

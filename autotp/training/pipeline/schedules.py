@@ -69,8 +69,10 @@ class Engine:
         """Returns the greatest number of microbatches whose activations a stage keeps at a time, in torch's order.
 
         With one stage a rank, these are the microbatches between the stage's forward and its backward (Narayanan et al.
-        2021, section 2.2).
+        2021, section 2.2). A single stage is no pipeline: it runs one microbatch after the other.
         """
+        if stages == 1:
+            return 1
         ranks, behind = stages // self.rounds, stages - stage
         if self.kind == "ScheduleInterleaved1F1B":
             behind = _interleaved(stage % ranks, ranks, self.rounds, microbatches)[stage // ranks]

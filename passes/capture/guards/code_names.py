@@ -23,12 +23,15 @@ import functools
 import sys
 import sysconfig
 import types
-from collections import ChainMap, deque
+from argparse import Namespace
+from array import array
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from autotp.errors import Error
@@ -43,7 +46,11 @@ LIBRARIES = ("torch", "numpy", "autotp")
 """Packages whose code is not followed; libraries of models are a further case (`is_of_models`)."""
 STANDARD = sysconfig.get_path("stdlib")
 """The folder of Python's own modules."""
-SETTINGS = (types.SimpleNamespace, ChainMap, deque)
+SETTINGS = (
+    list, dict, set, tuple, deque, ChainMap, UserDict, UserList, types.SimpleNamespace, Namespace, bytearray, array,
+    np.ndarray, functools.partial, types.MethodType,
+)  # fmt: skip
+"""Types of Python and numpy whose contents may change, and their subclasses."""
 OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 """Attributes of a function that can be assigned."""
 IMPLIED = frozenset(
@@ -170,7 +177,9 @@ def is_library(module: str) -> bool:
 def is_setting(value: Any) -> bool:
     """True for a value whose contents may change."""
     kind = type(value)
-    return kind in (list, dict, set, tuple, *SETTINGS) or isinstance(value, Tensor) or not is_library(kind.__module__)
+    if isinstance(value, types.BuiltinMethodType):
+        return is_setting(value.__self__)  # A method of a dict, such as `OPTIONS.get`.
+    return isinstance(value, (Tensor, *SETTINGS)) or not is_library(kind.__module__)
 
 
 def named(model: nn.Module, read: Collection[str], class_of: Any = type) -> Named:

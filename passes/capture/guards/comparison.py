@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import sys
 import types
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -165,6 +166,8 @@ class Frozen:
         if isinstance(value, types.FunctionType):
             cells = [self(cell.cell_contents) for cell in value.__closure__ or ()]
             return id(value.__code__), cells, self(value.__defaults__), self(value.__kwdefaults__), self(vars(value))
+        if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, (list, dict, set, deque)):
+            return "method", value.__name__, self(value.__self__)
         if isinstance(value, (Tensor, types.BuiltinFunctionType, types.ModuleType)) or self.count > LARGEST:
             return self._itself(value)
         return self._inside(value)

@@ -49,7 +49,10 @@ from autotp.passes.capture.repeats.blocks import patched
 from autotp.source_location import is_users
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-REPEATS_READ = "autotp.passes.capture.repeats.repeats", "get"
+ASK_FOR_OTHERS = (("autotp.passes.capture.repeats.repeats", "get"), ("torch.nn.modules.module", "__dir__"))
+"""Functions that read `__dict__` for their caller: `dir(module)`, too."""
+KEYS = "__dict__"
+"""The name of the slot that stands for the names of a module's attributes: code that reads `__dict__` sees these."""
 MISSING: Any = object()
 """Stands for the value of an attribute that does not exist."""
 
@@ -72,7 +75,7 @@ class Reads:
             if name != "__dict__":
                 note((id(table), name))
             elif is_users(_asking(sys._getframe(1))):
-                for key in table:
+                for key in (KEYS, *table):
                     note((id(table), key))
             return get(module, name)
 
@@ -87,7 +90,8 @@ class Reads:
 
         A `forward` that is set on a module counts as read.
         """
-        found = {(self.paths[at], name) for at, name in self.seen if at in self.paths and not is_internal(name)}
+        seen = {(self.paths[at], name) for at, name in self.seen if at in self.paths}
+        found = {slot for slot in seen if slot[1] == KEYS or not is_internal(slot[1])}
         for first, later in same:
             start, to = self.paths[id(vars(first))], self.paths[id(vars(later))]
             inside = [(path, name) for path, name in found if path == start or path.startswith(f"{start}.")]
@@ -98,7 +102,7 @@ class Reads:
 
 def _asking(frame: types.FrameType) -> types.FrameType:
     """Returns the frame that reads an attribute, behind the `__getattribute__` that also notes reads for repeats."""
-    while frame.f_back is not None and (frame.f_globals.get("__name__"), frame.f_code.co_name) == REPEATS_READ:
+    while frame.f_back is not None and (frame.f_globals.get("__name__"), frame.f_code.co_name) in ASK_FOR_OTHERS:
         frame = frame.f_back
     return frame
 
@@ -108,6 +112,8 @@ Look = Callable[[nn.Module, str], Any]
 
 def looked_up(module: nn.Module, name: str) -> Any:
     """Returns an attribute of a module or its class; MISSING for parameters, buffers, modules and methods."""
+    if name == KEYS:
+        return sorted(key for key in vars(module) if not is_internal(key))
     if name in vars(module):
         return vars(module)[name]
     if any(name in table for table in (module._parameters, module._buffers, module._modules)):
@@ -146,9 +152,14 @@ class _Values(Frozen):
         return super().__call__(value)
 
 
-def version_of(tensor: Tensor) -> int:
-    """Returns how often a tensor was written into; 0 for inference tensors, which do not count."""
-    return 0 if tensor.is_inference() else tensor._version
+def version_of(tensor: Tensor) -> tuple[int, int]:
+    """Returns how often a tensor was written into, and where its values are: `x.data = y` counts as no write.
+
+    0 for inference tensors, which do not count, and for tensors without memory of their own.
+    """
+    real = type(tensor) is Tensor and tensor.layout is torch.strided
+    real = real and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr() if real else 0
 
 
 SettingPlace = Slot | CodeName
@@ -181,7 +192,8 @@ class Guard:
         named: Named,
         version: int,
     ) -> None:
-        self.opened, self.written, self.modules, self.look = opened, written & slots, modules, look
+        self.opened, self.modules, self.look = opened, modules, look
+        self.written = written & slots | {slot for slot in slots if slot[1] == KEYS}
         self.named, self.version = named, version
         self.numbers: dict[Slot, set[Path]] = {}
         for path in numbers:

@@ -1,4 +1,4 @@
-"""Notes during capture whether a model asks for the gradient mode, and refuses random numbers of Python.
+"""Notes during capture whether a model asks for the gradient mode, and refuses random numbers of Python and seeds.
 
 NOTE [Whether gradients are wanted]
 A graph is right with gradients and without, unless the model's own code asks (`torch.is_grad_enabled()`,
@@ -6,7 +6,8 @@ A graph is right with gradients and without, unless the model's own code asks (`
 noted: the graph is then used for calls with the same answers only. torch's own code asks very often; it is always told
 that gradients are wanted.
 
-A number from `random` or `numpy.random` would be the same in every later call: a model that draws one is refused.
+A number from `random` or `numpy.random` would be the same in every later call: a model that draws one is refused. So
+is one that sets torch's random state (`torch.manual_seed`, `torch.random.fork_rng`): later calls would not do so.
 """
 
 from __future__ import annotations
@@ -142,6 +143,8 @@ class GradientQueries(TorchFunctionMode):
 # ---- random numbers of Python and numpy
 
 SOURCES = (random.Random, np.random.RandomState, np.random.Generator)
+SEEDING = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
+"""Methods of `torch.Generator` that set its state."""
 
 
 @contextmanager
@@ -164,6 +167,41 @@ def without_python_random(model: nn.Module) -> Iterator[None]:
             f"forward draws a number from {drawn[0]}, and every later call would use the same number",
             fix="torch.rand(()), and torch.where on it; or draw it outside, as an argument of forward",
         )
+
+
+class _Unseeded:
+    """Stands for torch's generator, and refuses to be seeded."""
+
+    def __init__(self, real: torch.Generator) -> None:
+        self.real = real
+
+    def __getattr__(self, name: str) -> Any:
+        if name in SEEDING and not _asked_by_dynamo():
+            raise Error(
+                "forward sets torch's random state, and later calls of the graph would not do so",
+                at=user_line(traceback.extract_stack()),
+                fix="torch.manual_seed(seed) before the call; or draw the numbers outside, as an argument of forward",
+            )
+        return getattr(self.real, name)
+
+
+def _asked_by_dynamo() -> bool:
+    """True if Dynamo reads the method: to put back the state that it found, or to list torch's functions.
+
+    It traces the branches of `torch.cond`, for one. A model's seed has other callers.
+    """
+    frame = sys._getframe(2)
+    while frame.f_globals.get("__name__") == "torch.random" and frame.f_back:
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") in ("torch._dynamo.convert_frame", "torch._dynamo.trace_rules")
+
+
+@contextmanager
+def without_seeds() -> Iterator[None]:
+    """A region in which a model that sets torch's random state is refused."""
+    generator: Any = _Unseeded(torch.default_generator)
+    with patched(torch, {"default_generator": generator}), patched(torch.random, {"default_generator": generator}):
+        yield
 
 
 def _state(source: Any) -> Any:

@@ -53,7 +53,7 @@ def words() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **ends)
 
 
-def trained(rank: int, n: int, folder: Path, kind: str) -> list[dict[str, float]]:
+def trained(rank: int, n: int, folder: Path, kind: str, tp: int | None = None) -> list[dict[str, float]]:
     from datasets import Dataset
 
     def text(i: int, length: int) -> str:
@@ -63,7 +63,7 @@ def trained(rank: int, n: int, folder: Path, kind: str) -> list[dict[str, float]
         torch.manual_seed(seed)
         config = transformers.LlamaConfig(**LLAMA, bos_token_id=0, eos_token_id=1, pad_token_id=2)
         made = transformers.LlamaForCausalLM(config).double()
-        return autotp.parallelize(made, n) if n > 1 else made
+        return autotp.parallelize(made, tp or n) if (tp or n) > 1 else made
 
     if kind == "sft":
         rows = [{"text": text(i, 6 + i % 5)} for i in range(16)]
@@ -93,4 +93,15 @@ def test_trainers(kind: str, tmp_path: Path) -> None:
     expected = trained(0, 1, tmp_path / "one", kind)
     assert expected[0].keys() >= {"loss", "grad_norm", "mean_token_accuracy"}
     for found in run_ranks(trained, 2, tmp_path / "two", kind, timeout=250, fresh=True):
+        expect_close(found, expected)
+
+
+@pytest.mark.rare
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_trainers_with_replicas(kind: str, tmp_path: Path) -> None:
+    """Two replicas of two ranks beside two processes under DistributedDataParallel."""
+    expected = run_ranks(trained, 2, tmp_path / "two", kind, 1, timeout=120, fresh=True)[0]
+    for found in run_ranks(trained, 4, tmp_path / "four", kind, 2, timeout=250, fresh=True):
         expect_close(found, expected)

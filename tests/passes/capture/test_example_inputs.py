@@ -92,6 +92,24 @@ class Dummy(Tokens):
         return self.logits(idx) * scale
 
 
+class PassesOn(nn.Module):
+    """As peft's wrappers: the model within has the names."""
+
+    dummy_inputs = {"idx": torch.tensor([[1, 6, 5], [4, 2, 0]])}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Tokens()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+class PassesNoLabelsOn(PassesOn):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.logits(kwargs["idx"])
+
+
 class OthersDummy(Dummy):
     """As Hugging Face's vision models: the names are not those of forward."""
 
@@ -152,6 +170,8 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "reads-values-and-labels": (ReadsValuesAndLabels, {"idx": IDS, "labels": LABELS}),
     "reads-values-named": (ReadsValuesForCausalLM, {"idx": IDS, "labels": LABELS}),
     "dummy": (Dummy, {"idx": (torch.int64, (2, 3)), "scale": (torch.float32, (1,))}),
+    "passes-on": (PassesOn, {"idx": (torch.int64, (2, 3)), "targets": (torch.int64, (2, 3))}),
+    "passes-no-labels-on": (PassesNoLabelsOn, {"idx": (torch.int64, (2, 3))}),
     "others-dummy": (OthersDummy, {"x": IDS}),
     "linear": (lambda: nn.Sequential(nn.Linear(3, 4)), {"input": (torch.float32, (2, 5, 3))}),
     "bfloat16": (lambda: nn.Linear(3, 4, dtype=torch.bfloat16), {"input": (torch.bfloat16, (2, 5, 3))}),

@@ -9,6 +9,7 @@ import torch
 from graphs import draft, some
 from torch import Tensor, fx, nn
 from torch.func import functional_call
+from torch.profiler import ProfilerActivity, profile
 
 from autotp.passes.emit.attach_parameters import (
     BlockCall,
@@ -96,6 +97,16 @@ def test_hooks_of_the_module_run() -> None:
         block.register_forward_pre_hook(lambda *_, i=i: seen.append(f"h.{i}"))
     attached(model)(X, model.shared)
     assert seen == ["h.0", "h.1"]
+
+
+def test_a_profiler_shows_the_names_of_blocks() -> None:
+    """Also of blocks that share one graph."""
+    model = Model()
+    graph = attached(model)
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        graph(X, model.shared)
+    names = [event.name for event in trace.events()]
+    assert [name for name in names if name.startswith("h.")] == ["h.0", "h.1"]
 
 
 def test_values_are_those_of_the_call() -> None:

@@ -119,6 +119,8 @@ def test_a_division_prints() -> None:
     costs = [Cost(2, 1), Cost(1, 1, 2), Cost(1), Cost(1, 1), Cost(3, 1, 4)]
     found = divided([f"h.{i}" for i in range(5)], costs, [0, 1, 0], [3, 2, 1])
     assert str(found) == (
+        "5 blocks in 3 stages on 2 pipeline ranks\n"
+        "\n"
         "stage  pp rank  blocks      multiplications  memory\n"
         "0      0        h.0 to h.1  37.5%            53.8%\n"
         "1      1        h.2 to h.3  25.0%            15.4%\n"

@@ -195,6 +195,38 @@ def test_over_a_pipeline() -> None:
 # ---- ranks that drift apart
 
 
+@checks.on(4)
+def replicas_of_nobody(rank: int, n: int) -> None:
+    """tp=2 of four processes, in a loop that averages no gradients: rows of their own are an error on all ranks."""
+    torch.manual_seed(rank)
+    x = X[torch.float32]
+    parallel: Any = autotp.parallelize(Normed(), 2, example_inputs=x)
+    weight = autotp.gather(next(parallel.parameters()))
+    first = weight.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(weight, first), "every replica begins with the first rank's values"
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    stepped(parallel, optimizer)  # The same rows: each replica computes what one would.
+    with pytest.raises(autotp.Error) as raised:
+        stepped(parallel, optimizer, step=rank // 2)
+    told = str(raised.value).splitlines()
+    assert told[0].startswith("SGD.step: the gradient of `") and told[0].endswith(": they would drift apart")
+    assert told[1:] == [
+        "  likely   nobody averaged the gradients of the replicas that `tp` below the number of processes makes",
+        "  try      transformers.Trainer or Accelerator.prepare, which average them",
+        "  or       in a loop of your own: parallelize(model, mesh=mesh) with the dimensions ('dp', 'tp'), and "
+        "DistributedDataParallel(model, process_group=mesh['dp'].get_group())",
+    ]
+
+
+@checks.on(4)
+def replicas_that_differ(rank: int, n: int) -> None:
+    """Another model in a replica is an error in all."""
+    model = Normed() if rank < 2 else nn.Linear(8, 8)
+    with pytest.raises(autotp.Error, match="replica rank 1 would run another graph than rank 0"):
+        autotp.parallelize(model, 2, example_inputs=X[torch.float32])
+
+
 class SAM(Optimizer):
     """Foret et al. 2021: a step up by the norm over all gradients, then one down from there."""
 
@@ -313,6 +345,35 @@ def state_of_another_rank(rank: int, n: int) -> None:
     )
     optimizer.load_state_dict(states[rank])
     stepped(parallel, optimizer)
+
+
+@checks.on(2)
+def state_of_another_rank_in_parts_of_one_size(rank: int, n: int) -> None:
+    """Also in a step that is not compared otherwise; a state that some ranks load is an error, too."""
+    torch.manual_seed(0)
+    parallel = autotp.parallelize(Normed().double(), n, example_inputs=X[FLOAT64])
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    for step in range(6):
+        stepped(parallel, optimizer, step)
+    states: list[Any] = [None] * n
+    with warnings.catch_warnings(action="ignore"):
+        dist.all_gather_object(states, optimizer.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(states[rank]))
+    stepped(parallel, optimizer)
+    optimizer.load_state_dict(copy.deepcopy(states[0]))
+    assert message(lambda: stepped(parallel, optimizer)) == (
+        "AdamW.step: tp ranks 0, 1 have the same state, which is of one rank's parts\n"
+        "  try      each rank loads the optimizer's state that it saved; or autotp.save_checkpoint, with "
+        "autotp.distribute, saves the whole for any layout"
+    )
+    fresh = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    stepped(parallel, fresh)
+    if rank == 0:
+        fresh.load_state_dict(states[0])
+    assert message(lambda: stepped(parallel, fresh)) == (
+        "AdamW.step: only tp rank 0 loaded a state into the optimizer\n"
+        "  try      optimizer.load_state_dict on all ranks"
+    )
 
 
 @checks.on(2)

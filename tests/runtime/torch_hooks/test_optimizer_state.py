@@ -11,7 +11,13 @@ import torch
 from ranks import Checks, shared, silence
 from small_models import ROWS, Plain, WithLoss
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim import SGD, AdamW, Optimizer
 
 import autotp
@@ -79,9 +85,19 @@ def what_has_no_state_of_parts(rank: int, n: int) -> None:
 
 @checks.on(2)
 def torchs_own_code(rank: int, n: int) -> None:
+    """It reads for the user, who gets the parts; to load, it only fills what it reads."""
     model, optimizer = stepped(n)
+    found: list[dict[str, Any]] = []
+    options = StateDictOptions(full_state_dict=True)
+    texts = told(lambda: found.append(get_optimizer_state_dict(model, optimizer, options=options)))
+    assert texts == [
+        f"`AdamW.state_dict()` has this rank's parts only: the state of `up.weight` and 2 more is cut. {REMEDY}"
+    ]
+    (text,) = told(lambda: found.append(get_model_state_dict(model, options=options)))
+    assert text.startswith("`state_dict()` has this rank's parts only: `up.weight`")
     with silence():
-        get_optimizer_state_dict(model, optimizer)
+        set_model_state_dict(model, found[1])
+        set_optimizer_state_dict(model, optimizer, found[0])
 
 
 def trainer_of(**layout: int) -> tuple[autotp.Trainer, Optimizer]:

@@ -26,6 +26,7 @@ def test_microbatches_that_a_stage_waits_for(schedule: str, ranks: int, found: l
     stages = ranks * ENGINES[schedule].rounds
     assert [ENGINES[schedule].flight(i, stages, 9 if ranks == 3 else 8) for i in range(stages)] == found
     assert ENGINES[schedule].flight(0, stages, 1) == 1
+    assert ENGINES[schedule].flight(0, 1, 8) == 1  # no pipeline
 
 
 @pytest.mark.parametrize(("schedule", "found"), [("zero-bubble", False), ("interleaved", True)])

@@ -1,5 +1,6 @@
 """What forward reads of classes and of Python's globals, what it writes there, and state in odd places."""
 
+import argparse
 import collections
 import functools
 import sys
@@ -9,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
@@ -59,9 +61,13 @@ class Told(nn.Module):
         self.base = {"k": 1.0}
         self.proxy, self.own = types.MappingProxyType(self.base), OwnDict()
         self.far, self.k = weakref.ref(self.cfg), 1.0
+        self.held, self.plain = {"k": 1.0}, torch.ones(8, dtype=torch.float64)
+        self.get = self.held.get
 
     def forward(self, x: Tensor, options: list[float] = [1.0]) -> Tensor:  # noqa: B006
         y = self.inner(x) * self.cfg.scale * self.cfg.tau() * self.chain["k"] * self.proxy["k"] * self.own.k
+        y = y * self.get("k") * OF_TABLE("k") * HALVED() * TAU()
+        y = y * float(ARRAY[0]) * ARGS.k * ORDERED["k"] * COUNTED["k"] * self.plain
         return called(y) * SCALE * TABLE["k"] * self.far().note * self.k * options[0]
 
 
@@ -74,6 +80,9 @@ class Config:
     def tau(self) -> float:
         return 1.0
 
+    def noted(self) -> float:
+        return self.note
+
 
 class OwnDict(dict[str, float]):
     def __init__(self) -> None:
@@ -83,6 +92,13 @@ class OwnDict(dict[str, float]):
 
 SCALE = 1.0
 TABLE = {"k": 1.0}
+OTHER = {"k": 1.0}
+OF_TABLE = OTHER.get
+HALVED = functools.partial(lambda options: options["k"] / 2, {"k": 2.0})
+ARRAY, ARGS = np.ones(1), argparse.Namespace(k=1.0)
+ORDERED, COUNTED = collections.OrderedDict(k=1.0), collections.defaultdict(lambda: 1.0)
+CONFIG = Config()
+TAU = CONFIG.noted
 
 
 def called(y: Tensor) -> Tensor:
@@ -114,6 +130,15 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "around __setattr__": lambda m: object.__setattr__(m, "k", 2.0),
     "around it all": lambda m: vars(m).update(k=3.0),
     "a default": lambda m: Told.forward.__defaults__[0].__setitem__(0, 2.0),
+    "a dict whose method the module holds": lambda m: m.held.update(k=2.0),
+    "a dict whose method is a global": lambda m: OTHER.update(k=2.0),
+    "a dict in a partial that is a global": lambda m: HALVED.args[0].update(k=3.0),
+    "an object whose method is a global": lambda m: setattr(CONFIG, "note", 3.0),
+    "an array that is a global": lambda m: ARRAY.fill(2.0),
+    "parsed arguments": lambda m: setattr(ARGS, "k", 3.0),
+    "an ordered dict": lambda m: ORDERED.update(k=2.0),
+    "a dict with defaults": lambda m: COUNTED.update(k=3.0),
+    "the data of a plain tensor": lambda m: setattr(m.plain, "data", torch.full((8,), 2.0, dtype=torch.float64)),
     "torch's default dtype": lambda m: torch.set_default_dtype(torch.float64),
 }
 

@@ -116,7 +116,10 @@ class InTables(Mlp):
         self.tau, self.power = 1.0, 1
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x)) * self.__dict__["tau"] * vars(self)["power"]
+        return self.down(self.up(x)) * self.__dict__["tau"] * vars(self)["power"] * self.scaled()
+
+    def scaled(self) -> float:
+        return vars(self).get("scale", 1.0) * (3 if "mark" in dir(self) else 1)
 
 
 @checks.on(2)
@@ -127,6 +130,13 @@ def an_attribute_read_through_dict(rank: int, n: int) -> None:
             model.tau, model.power = tau, power
         torch.testing.assert_close(parallel(x()), whole(x()))
     assert len(executable_of(parallel).entries) == 3
+    for model in (whole, parallel):
+        vars(model)["scale"] = 2.0  # As a descriptor of the class may do.
+    torch.testing.assert_close(parallel(x()), whole(x()))
+    assert len(executable_of(parallel).entries) == 4
+    for model in (whole, parallel):
+        model.mark = True
+    torch.testing.assert_close(parallel(x()), whole(x()))
 
 
 @checks.on(2)
@@ -331,7 +341,7 @@ def refusals() -> Iterator[tuple[str, Callable[[Any], object]]]:
     )
     yield (
         "`up.weight` was replaced by a Packed when its model was parallel already\n"
-        "  try      quantize the original model, or do without",
+        "  try      the parameter as it was: quantized weights cannot be cut, before autotp.parallelize or after",
         lambda m: setattr(m.up, "weight", Packed(m.up.weight.detach())),
     )
 

@@ -1,4 +1,4 @@
-"""python_state: questions about gradients are answered for the call, and noted; Python's random numbers are refused."""
+"""python_state: questions about gradients are answered and noted; Python's random numbers, and seeds, are refused."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import torch
 from errors import message
 from torch import Tensor, nn
 
+import autotp
 from autotp.passes.capture.guards.python_state import (
     NOT_ASKED,
     GradientQueries,
     GradientsWanted,
     wanted_now,
     without_python_random,
+    without_seeds,
 )
 
 FROZEN = GradientsWanted(enabled=False, inference=False, inputs=(False,), parameters=(True,))
@@ -102,3 +104,55 @@ def test_numbers_of_python(draw: Callable[[Held], float], name: str) -> None:
 def test_no_number() -> None:
     with without_python_random(Held()):
         torch.rand(2)
+
+
+def forked() -> None:
+    with torch.random.fork_rng(devices=()):
+        pass
+
+
+SEEDS: dict[str, Callable[[], object]] = {
+    "manual_seed": lambda: torch.manual_seed(3),
+    "random.manual_seed": lambda: torch.random.manual_seed(3),
+    "seed": lambda: torch.seed(),
+    "set_rng_state": lambda: torch.set_rng_state(torch.get_rng_state()),
+    "generator": lambda: torch.default_generator.manual_seed(3),
+    "fork_rng": forked,
+}
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_seeds_are_refused(name: str) -> None:
+    """Refused, and the random state is what it was."""
+    before = torch.get_rng_state()
+
+    def seeded() -> None:
+        with without_seeds():
+            SEEDS[name]()
+
+    assert message(seeded).startswith("forward sets torch's random state, and later calls of the graph would not do so")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_seed_may_be_read() -> None:
+    with without_seeds():
+        assert torch.initial_seed() == torch.default_generator.initial_seed()
+        torch.get_rng_state(), torch.rand(2)
+
+
+def test_dynamo_may_restore_the_state() -> None:
+    """Dynamo traces functions that operators take, and puts the random state back."""
+    with without_seeds():
+        torch.compile(torch.sin, backend="eager")(torch.ones(2))
+
+
+class Seeded(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return x + torch.rand_like(x)
+
+
+def test_a_model_that_seeds_is_refused() -> None:
+    text = message(lambda: autotp.explain(Seeded(), tp=2, example_inputs=torch.ones(2, 3)))
+    assert "forward sets torch's random state" in text
+    assert "test_python_state.py" in text and "torch.manual_seed(3)" in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotp.diagnostics.text_table import WIDTH, bytes_text, folded, table
+from autotp.display.text_table import WIDTH, bytes_text, folded, table
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def loop(rank: int, n: int, folder: Path, accelerator_first: bool, stream: bool)
     rows = torch.utils.data.DataLoader(Stream() if stream else Rows(24), batch_size=2, shuffle=not stream)
     given = (model, optimizer, rows, schedule)
     prepared, optimizer, rows, schedule = made.prepare(*given)
-    assert prepared is model and made.num_processes == 1 and made.process_index == rank
+    assert prepared is model and made.num_processes == 1 and made.process_index == 0
     assert not isinstance(prepared, torch.nn.parallel.DistributedDataParallel)
     found: dict[str, Any] = {"log": [], "ids": []}
     batches = list(rows)
@@ -168,6 +168,50 @@ def registered(rank: int, n: int, folder: Path) -> str:
     return str(raised.value).splitlines()[0]
 
 
+def tied(rank: int, n: int, folder: Path) -> dict[str, Any]:
+    """A model with tied weights and an optimizer, saved, loaded, and saved again without a step between."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=4, n_positions=64)
+    model: Any = transformers.GPT2LMHeadModel(config).double().eval()
+    model = autotp.parallelize(model, n) if n > 1 else model
+    made = accelerate.Accelerator(cpu=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
+    model, optimizer = made.prepare(model, optimizer)
+    made.backward(model(**{key: value[None] for key, value in Rows(1)[0].items()}).loss)
+    optimizer.step()
+    for name in ("first", "second"):
+        made.save_state(str(folder / name))
+        made.wait_for_everyone()
+        made.load_state(str(folder / name))
+    return torch.load(folder / "second" / "optimizer.bin", weights_only=True)["state"] if rank == 0 else {}
+
+
+def test_saved_twice(tmp_path: Path) -> None:
+    expected = run_ranks(tied, 1, tmp_path / "one", timeout=120)[0]
+    found = run_ranks(tied, 2, tmp_path / "two", timeout=120, fresh=True)[0]
+    expect_close(found, expected)
+    files = [{x.name for x in (tmp_path / name / "second").iterdir()} for name in ("one", "two")]
+    assert "model.safetensors" in files[0] & files[1]
+
+
 def test_registered_objects(tmp_path: Path) -> None:
     for told in run_ranks(registered, 2, tmp_path, timeout=120, fresh=True):
         assert told.startswith("save_state: object 1 of register_for_checkpointing, a Average, has another state")
+
+
+def first_on_a_cpu(rank: int, n: int) -> None:
+    """Nobody says `cpu=True`: accelerate then does not look for other processes, and each would be the first."""
+    for accelerator_first in (True, False):
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        made = accelerate.Accelerator() if accelerator_first else None
+        model: Any = autotp.parallelize(llama_in_float64(), n)
+        made = made or accelerate.Accelerator()
+        assert made.prepare(model) is model
+        assert (made.num_processes, made.process_index, made.is_main_process) == (1, 0, rank == 0)
+        arguments = transformers.TrainingArguments("nowhere", report_to=[])
+        assert (arguments.world_size, arguments.should_save, arguments.should_log) == (1, rank == 0, rank == 0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="accelerate finds the processes")
+def test_the_first_rank_is_known_on_a_cpu() -> None:
+    run_ranks(first_on_a_cpu, 2)

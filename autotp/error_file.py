@@ -1,0 +1,44 @@
+"""Has torchrun's summary show the error of a rank, as torch's decorator `record` around `main()` does.
+
+torchrun prints a summary when a rank fails. It has the rank's error only if the rank wrote it to the file that the
+variable TORCHELASTIC_ERROR_FILE names.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from functools import wraps
+from types import TracebackType
+
+VARIABLE = "TORCHELASTIC_ERROR_FILE"
+OURS = "autotp_reports"
+"""Marks the function that is called for an error that ends the program, as ours."""
+
+
+def _write(error: Exception) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    try:
+        raise error  # torch's handler writes the exception that is being handled.
+    except Exception as raised:
+        get_error_handler().record_exception(raised)
+
+
+def report_errors() -> None:
+    """Writes an error that ends the program, from here on, to torchrun's file; does nothing under other launchers."""
+    theirs = sys.excepthook
+    if VARIABLE not in os.environ or hasattr(theirs, OURS):
+        return
+
+    @wraps(theirs)
+    def reported(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception) and not os.path.exists(os.environ.get(VARIABLE, "")):
+            with suppress(Exception):  # The error itself is more important.
+                _write(error)
+            error.__traceback__ = trace
+        theirs(kind, error, trace)
+
+    setattr(reported, OURS, True)
+    sys.excepthook = reported

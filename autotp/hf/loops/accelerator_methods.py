@@ -1,0 +1,214 @@
+"""Has accelerate's `Accelerator` wrap, save and load parallel models, whose replicas it takes for processes.
+
+See NOTE [Replicas as processes] in `replicas.py`. Gradients are averaged over replicas by DistributedDataParallel,
+which accelerate puts around a model by itself: here over the ranks that hold the same part. What the first rank writes
+is gathered before.
+
+This module does not import accelerate before the user's program does.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autotp.checkpoint.state_dict import full_state_dict
+from autotp.checkpoint.whole_optimizer import whole_state_dicts
+from autotp.distributed.mesh import Mesh, gather_ints, group_of
+from autotp.errors import Error
+from autotp.hf.loops.accelerate_state import showing
+from autotp.hf.loops.replicas import is_one_replica, of_all, own_ranks, replicas
+from autotp.runtime.module import ParallelModule
+
+Method = Callable[..., Any]
+WRAPPERS = ("NO", "MULTI_CPU", "MULTI_GPU")
+"""Kinds of accelerate's processes that put DistributedDataParallel around a model, or nothing."""
+_changed: set[type] = set()
+
+
+def watch_accelerator() -> None:
+    """Changes methods of `Accelerator`, once it is imported."""
+    accelerator = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
+    if accelerator is None or accelerator in _changed:
+        return
+    _changed.add(accelerator)
+    read = accelerator.dispatch_batches.fget
+    accelerator.dispatch_batches = property(lambda self: False if is_one_replica() else read(self))
+    for name, around in AROUND.items():
+        setattr(accelerator, name, wraps(getattr(accelerator, name))(around(getattr(accelerator, name))))
+
+
+def _initialized(method: Method) -> Method:
+    def __init__(self: Any, *args: Any, parallelism_config: Any = None, **kwargs: Any) -> None:
+        axis = replicas()
+        if axis is not None and parallelism_config is not None:
+            _expect_layout(parallelism_config, axis)
+            parallelism_config = None  # What it would arrange is arranged.
+        method(self, *args, parallelism_config=parallelism_config, **kwargs)
+
+    return __init__
+
+
+def _expect_layout(config: Any, axis: Mesh) -> None:
+    sizes, tp = {name: size for name, size in config._sizes.items() if size > 1}, own_ranks().size
+    if sizes not in ({"tp": tp}, {"dp_replicate": axis.size, "tp": tp}):
+        ranks = f"{tp} ranks, all processes," if axis.size == 1 else f"{tp} ranks, in {axis.size} replicas,"
+        raise Error(
+            f"the model is parallel over {ranks} and ParallelismConfig says {sizes}",
+            fix="Accelerator(), without parallelism_config",
+        )
+
+
+def _with_wrappers_of_replicas(method: Method) -> Method:
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = self.distributed_type.name
+        if replicas() is not None and kind not in WRAPPERS and any(isinstance(it, ParallelModule) for it in args):
+            raise Error(
+                f"{kind} divides a model among all processes, and autotp has divided it",
+                fix="accelerate without FSDP, DeepSpeed or Megatron-LM",
+                alternative="autotp.distribute(model, tp=..., dp=..., zero=...), which shards over replicas",
+            )
+        return method(self, *args, **kwargs)
+
+    return prepare
+
+
+def _prepared(method: Method) -> Method:
+    def prepare_model(self: Any, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+        axis = replicas()
+        if not isinstance(model, ParallelModule) or axis is None:
+            return method(self, model, device_placement, evaluation_mode)
+        if self.parallelism_config is not None:
+            raise Error(
+                "this Accelerator has a parallelism_config of its own",
+                fix="Accelerator(), without parallelism_config, or after autotp.parallelize",
+            )
+        if axis.size == 1:  # Only in training would it put DistributedDataParallel around the model.
+            return method(self, model, device_placement, evaluation_mode=True)
+        with _averaging_over(self, group_of(axis)):
+            return method(self, model, device_placement, evaluation_mode)
+
+    return prepare_model
+
+
+class _HandlerOverReplicas:
+    """accelerate's settings of DistributedDataParallel, with a process group."""
+
+    def __init__(self, theirs: Any, group: dist.ProcessGroup) -> None:
+        self.theirs, self.group = theirs, group
+
+    def to_kwargs(self) -> dict[str, Any]:
+        return {**(self.theirs.to_kwargs() if self.theirs is not None else {}), "process_group": self.group}
+
+    def register_comm_hook(self, model: nn.Module) -> None:
+        if self.theirs is not None:
+            self.theirs.register_comm_hook(model)
+
+
+@contextmanager
+def _averaging_over(accelerator: Any, group: dist.ProcessGroup) -> Iterator[None]:
+    """A region in which accelerate's DistributedDataParallel averages over this group."""
+    theirs = accelerator.ddp_handler
+    accelerator.ddp_handler = _HandlerOverReplicas(theirs, group)
+    try:
+        yield
+    finally:
+        accelerator.ddp_handler = theirs
+
+
+def _gathering(method: Method) -> Method:
+    def get_state_dict(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        inner = self.unwrap_model(model)
+        if not isinstance(inner, ParallelModule):
+            return method(self, model, *args, **kwargs)
+        return OrderedDict(full_state_dict(inner))  # In a plain dict accelerate does not look for tied tensors.
+
+    return get_state_dict
+
+
+def _with_whole_optimizers(method: Method) -> Method:
+    def save_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        axis = replicas()
+        if axis is None:
+            return method(self, *args, **kwargs)
+        mesh = own_ranks()
+        for i, thing in enumerate(self._custom_objects):
+            of_all(partial(_expect_same_state, i, thing, mesh))
+        # Each process writes its random state. The files of the first rank of each replica come first: they are read.
+        whole = whole_state_dicts([it.optimizer for it in self._optimizers])
+        with whole, showing(index=axis.rank + mesh.rank * axis.size):
+            return method(self, *args, **kwargs)
+
+    return save_state
+
+
+def _expect_same_state(number: int, thing: Any, mesh: Mesh) -> None:
+    """Raises Error, on every rank, if an object that the user registered has another state on some rank.
+
+    accelerate writes the first rank's. An average of a parallel model's weights, for example, has parts.
+    """
+    leaves = pytree.tree_leaves(thing.state_dict())
+    said = [(x.dtype, x.shape, checksum(x)) if isinstance(x, Tensor) else repr(x) for x in leaves]
+    rows = gather_ints([zlib.crc32(repr(said).encode())], mesh)
+    if any(row != rows[0] for row in rows):
+        raise Error(
+            f"save_state: object {number} of register_for_checkpointing, a {type(thing).__name__}, has another state "
+            "on each rank, as parts of weights have, and accelerate writes the first rank's",
+            fix="let each rank save it to a file of its own",
+            alternative="autotp.gather(part) in its state_dict(), called on all ranks",
+        )
+
+
+def checksum(x: Tensor) -> int:
+    """Returns a checksum of a tensor's bits, or of those of the part that this rank holds."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return zlib.crc32(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _into_unwrapped(method: Method) -> Method:
+    def load_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """A saved state has the names of the model itself, not those of a wrapper around it."""
+        if replicas() is None:
+            return method(self, *args, **kwargs)
+        wrapped = self._models
+        self._models = [self.unwrap_model(model) for model in wrapped]
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._models = wrapped
+
+    return load_state
+
+
+def _seen_by_all(method: Method) -> Method:
+    def check_trigger(self: Any) -> bool:
+        """A flag of one rank is one of its whole replica."""
+        if replicas() is not None:
+            if self.flag_tensor is None:
+                self.flag_tensor = torch.tensor(0, device=self.device)
+            dist.all_reduce(self.flag_tensor, dist.ReduceOp.MAX)
+        return bool(method(self))
+
+    return check_trigger
+
+
+AROUND: dict[str, Callable[[Method], Method]] = {
+    "__init__": _initialized,
+    "prepare": _with_wrappers_of_replicas,
+    "prepare_model": _prepared,
+    "get_state_dict": _gathering,
+    "save_state": _with_whole_optimizers,
+    "load_state": _into_unwrapped,
+    "check_trigger": _seen_by_all,
+}
+"""Methods of `Accelerator`, and what makes ours of theirs."""

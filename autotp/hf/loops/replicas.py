@@ -1,0 +1,70 @@
+"""The replicas that all processes form: the ranks of one parallel model, or of several, are one replica.
+
+NOTE [Replicas as processes]
+accelerate, transformers.Trainer and TRL take each process for a replica with rows of its own: they divide batches among
+processes, average gradients over them, add up what they count, and step a schedule once for each. The ranks of one
+tensor-parallel model have the same rows: they are one replica. So while parallel models live, these libraries see the
+replicas where they count processes. If all processes hold one model together, this is one process, and a loop runs as
+on one device. What must happen once (to print, to write) happens on the first of all ranks. Barriers and broadcasts
+stay those of all ranks.
+
+Lightning and torchmetrics ask here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from autotp.distributed.consistency import agree
+from autotp.distributed.live_models import models
+from autotp.distributed.mesh import Mesh
+from autotp.runtime.module import ParallelModule
+from autotp.runtime.tree import state_of
+
+T = TypeVar("T")
+ALONE = Mesh("replica")
+"""The axis of one replica."""
+
+
+def replicas() -> Mesh | None:
+    """Returns the axis of the replicas that all processes form; None without parallel models, or in another layout.
+
+    The axis has a process group if there are several replicas: of the ranks with the same part.
+    """
+    meshes = _meshes()
+    found = [ALONE if mesh.size == dist.get_world_size() else mesh.replicas for mesh in meshes]
+    newest = found[-1] if found else None  # An older model may be left from a process group that was destroyed.
+    same = all(axis is not None and newest is not None and axis.size == newest.size for axis in found)
+    return newest if same else None
+
+
+def is_one_replica() -> bool:
+    """True while all processes hold one parallel model, or several."""
+    axis = replicas()
+    return axis is not None and axis.size == 1
+
+
+def of_all(run: Callable[[], T]) -> T:
+    """Returns what `run`, an exchange of this replica's ranks, returns; if it fails in a replica, it fails in all."""
+    axis = replicas()
+    return run() if axis is None or axis.size == 1 else agree(axis, run)
+
+
+def own_ranks() -> Mesh:
+    """Returns the tensor-parallel axis of this replica's ranks; there must be a parallel model."""
+    return _meshes()[-1]
+
+
+def first_rank_of(replica: int) -> int:
+    """Returns the global rank that is the first of a replica."""
+    return replica * own_ranks().size
+
+
+def _meshes() -> list[Mesh]:
+    """Returns the mesh of each model of several ranks; a model that was changed since is not looked at."""
+    states = [state_of(model) for model in models() if isinstance(model, ParallelModule)]
+    found = [state.tree.mesh for state in states if state is not None]
+    return [mesh for mesh in found if mesh.size > 1]

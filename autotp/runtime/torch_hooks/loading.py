@@ -1,0 +1,118 @@
+"""Takes this rank's parts of the tensors that `load_state_dict` of a parallel model is given.
+
+NOTE [Code that changes what is loaded]
+The user's model may rename, divide or normalize tensors as they are loaded: in hooks before `load_state_dict`, or in
+methods of its own. This code must see whole tensors. So where there is such code, each module takes its parts after it,
+in a last hook. Otherwise all parts are taken before anything is changed, so that an error leaves the model as it was.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from autotp.distributed.cut_parameter import CutTensor, part_like
+from autotp.errors import Error
+from autotp.runtime.tree import ORIGINAL, held_in
+
+LOADING = ("load_state_dict", "_load_from_state_dict")
+
+
+def parts_to_load(module: nn.Module, given: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
+    """Returns what torch is to load into a module of a parallel model: see NOTE [Code that changes what is loaded].
+
+    Raises:
+        Error: a tensor has neither the shape of the whole nor of the part, or some are whole and others parts.
+    """
+    if not own_loading(module):
+        return _parts_of(module, given, rank)
+    found = _copy(given)
+    for name, _, tensor, part in _cut(module, given):
+        if tensor.shape == part.shape and isinstance(part, CutTensor):
+            found[name] = part_like(tensor.detach(), part)  # It warns of a norm.
+    return found
+
+
+def own_loading(module: nn.Module) -> str:
+    """Returns the name of code of the model that changes what is loaded, other than torch's; "" if there is none."""
+    for one in module.modules():
+        for kind in type(one).__mro__:
+            users = ORIGINAL not in vars(kind) and not _is_ours(kind.__module__)
+            if users and (found := next((name for name in LOADING if name in vars(kind)), "")):
+                return f"{kind.__qualname__}.{found}"
+        for hook in one._load_state_dict_pre_hooks.values():
+            if not _is_ours(str(getattr(hook, "__module__", ""))):
+                return str(getattr(hook, "__qualname__", "a hook"))
+    return ""
+
+
+def _is_ours(module: str) -> bool:
+    return f"{module}.".startswith(("torch.", "autotp.runtime."))
+
+
+def cutting(module: nn.Module, rank: int) -> Callable[..., None]:
+    """Returns a hook that takes this rank's parts of a module's own tensors, where they are whole."""
+
+    def cut(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        for key, layout in held_in(module).items():
+            tensor, part = state_dict.get(f"{prefix}{key}"), module._parameters.get(key)
+            if layout.dim is None or not isinstance(tensor, Tensor) or part is None or part.shape == layout.shape:
+                continue
+            if tensor.shape == layout.shape:
+                state_dict[f"{prefix}{key}"] = layout.take(tensor, rank)
+
+    return cut
+
+
+def _copy(given: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    found = OrderedDict(given)
+    if hasattr(given, "_metadata"):  # The versions of modules, which torch keeps so.
+        found._metadata = given._metadata  # type: ignore[attr-defined]
+    return found
+
+
+def _cut(module: nn.Module, given: Mapping[str, Any]) -> list[tuple[str, Any, Tensor, Tensor]]:
+    """Returns the given tensors of which this rank holds a part: name, layout, tensor, parameter."""
+    found = []
+    for path, one in module.named_modules(remove_duplicate=False):
+        for key, layout in held_in(one).items():
+            name = f"{path}.{key}" if path else key
+            tensor, part = given.get(name), one.get_parameter(key)
+            if layout.dim is not None and isinstance(tensor, Tensor) and part.shape != layout.shape:
+                found.append((name, layout, tensor, part))
+    return found
+
+
+def _parts_of(module: nn.Module, given: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
+    """Returns a state dict with this rank's part of each tensor.
+
+    Args:
+        given: name -> the whole tensor, or this rank's part.
+
+    Raises:
+        Error: a tensor has neither of these shapes, or some are whole and others parts.
+    """
+    found = _copy(given)
+    parts: list[str] = []
+    wholes: list[str] = []
+    for name, layout, tensor, part in _cut(module, given):
+        if tensor.shape == part.shape:
+            parts.append(name)
+        elif tensor.shape == layout.shape:
+            found[name] = layout.take(tensor, rank)
+            wholes.append(name)
+        else:
+            raise Error(
+                f"`{name}` is {list(tensor.shape)}: neither the whole, {list(layout.shape)}, nor the part that "
+                f"this rank holds, {list(part.shape)}",
+                fix="the state dict of the original model, or model.state_dict() of this rank",
+            )
+    if parts and wholes:
+        raise Error(
+            f"`{parts[0]}` has the shape of this rank's part, and `{wholes[0]}` that of the whole",
+            fix="the state dict of the original model, or model.state_dict() of this rank; this is another model's",
+        )
+    return found

@@ -1,0 +1,1 @@
+"""Scripts that need no second process: `python examples/complaints/one_process/heads.py`."""

@@ -1,0 +1,24 @@
+"""The number of heads does not divide by the number of GPUs
+
+vllm-project/vllm#11797 (closed as stale): vLLM refuses a number of heads that the ranks do not divide. So Qwen2-7B,
+with 28 heads and 4 key/value heads, does not run on the 8 GPUs of a node. The thread asks for padding with heads of
+zeros, or for attention that every rank computes whole.
+
+Nothing is padded: of the 28 heads four ranks have four, and four ranks have three. (The four key/value heads are on two
+ranks each.) The ranks with four heads are slower in attention, which so takes as long as with 32 heads.
+"""
+
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import autotp
+
+config = Qwen2Config(
+    hidden_size=56, intermediate_size=96, num_hidden_layers=1, vocab_size=64, num_attention_heads=28,
+    num_key_value_heads=4,
+)  # fmt: skip
+model = Qwen2ForCausalLM(config)
+
+report = autotp.verify(model, tp=8)
+rows = {cut.name: cut.layout.lengths() for cut in report.plan.cuts}
+assert rows["model.layers.0.self_attn.q_proj.weight"] == [2 * heads for heads in (4, 3, 4, 3, 4, 3, 4, 3)]
+assert report.ok, report

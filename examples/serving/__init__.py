@@ -1,0 +1,1 @@
+"""A server that answers requests with a tensor-parallel model."""

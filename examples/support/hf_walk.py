@@ -1,0 +1,212 @@
+"""Verifies each class of transformers in a process of its own with a limit, and keeps what it found in a file.
+
+The file has a line of JSON for each class. A walk that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.hf_shrink import smallest
+
+import autotp
+from autotp.source_location import block_in
+
+RIGHT, REFUSED, WRONG, CRASHED, SLOW, UNBUILT = "right", "refused", "wrong", "crashed", "too slow", "not built"
+OUTCOMES = (RIGHT, REFUSED, WRONG, CRASHED, SLOW, UNBUILT)
+
+
+@dataclass(frozen=True)
+class Walked:
+    """What was found of one class.
+
+    Attributes:
+        name: the class.
+        outcome: one of `OUTCOMES`.
+        message: the first line of the error, or the largest difference; "" if the outcome is right.
+        place: the line of the model that an error names, or the line of autotp that crashed.
+        arguments: the names of the arguments of the call.
+        share: the share of the parameters in numbered blocks that is cut, the smallest over all tp.
+        seconds: the time of everything.
+    """
+
+    name: str
+    outcome: str
+    message: str = ""
+    place: str = ""
+    arguments: tuple[str, ...] = ()
+    share: float = 0.0
+    seconds: float = 0.0
+
+
+def walk(
+    names: Sequence[str], sizes: Sequence[int], file: Path, *, jobs: int = 1, limit: int = 240
+) -> Iterator[Walked]:
+    """Yields what was found of each class, in the order in which they end; those of the file first.
+
+    Args:
+        names: classes of transformers.
+        sizes: the numbers of tensor-parallel ranks.
+        file: has a line for each class; new lines are added.
+        jobs: number of processes.
+        limit: seconds for each class.
+    """
+    known = {found.name: found for found in read(file)}
+    yield from (known[name] for name in names if name in known)
+    with ThreadPoolExecutor(jobs) as pool:
+        for found in pool.map(lambda name: _by_itself(name, sizes, limit), [n for n in names if n not in known]):
+            with file.open("a") as lines:
+                lines.write(json.dumps(asdict(found)) + "\n")
+            yield found
+
+
+def read(file: Path) -> list[Walked]:
+    """Returns what a file has; the last line of a class counts."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    found = {row["name"]: Walked(**row | {"arguments": tuple(row["arguments"])}) for row in map(json.loads, lines)}
+    return list(found.values())
+
+
+def _by_itself(name: str, sizes: Sequence[int], limit: int) -> Walked:
+    """Verifies a class in a process of its own."""
+    start, context = time.perf_counter(), get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(there, name, sizes))
+    process.start()
+    there.close()
+    try:
+        found = Walked(**here.recv()) if here.poll(limit) else Walked(name, SLOW, f"no end after {limit} s")
+    except EOFError:
+        process.join()
+        found = Walked(name, CRASHED, f"the process ended with status {process.exitcode}")
+    process.kill()
+    process.join()
+    return Walked(**asdict(found) | {"seconds": round(time.perf_counter() - start, 1)})
+
+
+def _child(result: Connection, name: str, sizes: Sequence[int]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends it.
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    result.send(asdict(verified(name, sizes)))
+
+
+def verified(name: str, sizes: Sequence[int]) -> Walked:
+    """Verifies a class in this process: each number of ranks, in train and in eval mode."""
+    try:
+        model, call = smallest(name)
+    except LookupError as error:
+        return Walked(name, UNBUILT, str(error)[:200])
+    arguments, shares = tuple(call), []
+    try:
+        for tp in sizes:
+            for train in (True, False):
+                report = autotp.verify(model.train(train), tp, example_inputs=call)
+                if not report.ok:
+                    return Walked(name, WRONG, f"tp={tp}: {report.worst}", arguments=arguments)
+                shares.append(share(report.plan))
+    except autotp.Error as error:
+        lines = str(error).splitlines()
+        place = next((line.split(maxsplit=1)[1] for line in lines if line.split()[:1] == ["at"]), "")
+        return Walked(name, REFUSED, lines[0].partition(": ")[2][:300], place[:160], arguments)
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        return Walked(name, CRASHED, f"{type(error).__name__}: {first}"[:300], _ours(error), arguments)
+    return Walked(name, RIGHT, arguments=arguments, share=round(min(shares), 3))
+
+
+def share(plan: Any) -> float:
+    """Returns the share of the parameters in numbered blocks that is cut; of all parameters, if there are no blocks."""
+    cut = [entry.layout.shape for entry in plan.cuts]
+    rest = [entry.shape for entry in plan.whole if " " not in entry.name]
+    if any(block_in(entry.name) for entry in (*plan.cuts, *plan.whole)):
+        cut = [entry.layout.shape for entry in plan.cuts if block_in(entry.name)]
+        rest = [entry.shape for entry in plan.whole if block_in(entry.name) and " " not in entry.name]
+    sizes = [sum(torch.Size(shape).numel() for shape in shapes) for shapes in (cut, rest)]
+    return sizes[0] / (sum(sizes) or 1)
+
+
+def _ours(error: Exception) -> str:
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if "autotp" in f.filename or "/passes/" in f.filename
+    ]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
+HEADER = "| class | outcome | cut | what, where |\n|---|---|---|---|"
+PAGE = """# All of transformers
+
+`python examples/hf_coverage.py --all` wrote this page, with torch {torch} and transformers {transformers}. It takes
+each class of the `Auto` mappings, and makes its default configuration small by rules that know no model: two layers,
+narrow, a small vocabulary. It compares the outputs and every gradient with those of one device, in train and in eval
+mode, in float64, for tp in {sizes}. Each class runs in a process of its own, with a limit of {limit} seconds.
+
+**{right} of the {run} classes that could be built are right.** {counts}.
+
+- **cut**: the share of the parameters in numbered blocks (or of all, without blocks) that is cut.
+- **refused**: `autotp.Error` says what cannot be made parallel, and what to write instead.
+- **not built**: the small model does not run on one device with arguments that are made by rules.
+
+## Causes
+
+| classes | outcome | cause |
+|---|---|---|
+{causes}
+
+## Classes
+
+{header}
+{rows}
+"""
+
+
+def page(found: Sequence[Walked], sizes: Sequence[int], limit: int) -> str:
+    """Returns the page of the docs that shows what was found."""
+    import transformers
+
+    counted = Counter(one.outcome for one in found)
+    causes = Counter((one.outcome, _cause(one.message)) for one in found if one.outcome not in (RIGHT, SLOW, UNBUILT))
+    return PAGE.format(
+        torch=torch.__version__.partition("+")[0],
+        transformers=transformers.__version__,
+        sizes=", ".join(map(str, sizes)),
+        limit=limit,
+        right=counted[RIGHT],
+        run=len(found) - counted[UNBUILT],
+        counts=", ".join(f"{counted[outcome]} {outcome}" for outcome in OUTCOMES),
+        causes="\n".join(f"| {n} | {outcome} | {cause} |" for (outcome, cause), n in causes.most_common()),
+        header=HEADER,
+        rows="\n".join(map(_row, sorted(found, key=lambda one: one.name))),
+    )
+
+
+def _cause(message: str) -> str:
+    """Returns a message without names and numbers, so that equal causes have equal texts."""
+    return _cell(re.sub(r"\d+", "N", re.sub(r"`[^`]*`|'[^']*'", "...", message))[:140])
+
+
+def _row(one: Walked) -> str:
+    cut = f"{one.share:.0%}" if one.outcome == RIGHT else ""
+    return f"| {one.name} | {one.outcome} | {cut} | {_cell('; '.join(filter(None, (one.message, one.place))))} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "/").replace("<", "&lt;").replace("\n", " ")
