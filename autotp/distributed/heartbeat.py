@@ -33,6 +33,8 @@ from autotp.ops.collectives import ask_of_lost_peers, is_waiting
 T = TypeVar("T")
 INTERVAL = 1.0
 """Seconds between two looks for a call."""
+FIRST_LOOKS = 20
+"""Looks in the first interval: who keeps the store has to be known before the store is gone."""
 SILENCE = 4 * INTERVAL
 """Seconds without an answer after which a process, or the keeper of the store, counts as lost."""
 LEAVING = 10 * INTERVAL
@@ -74,7 +76,9 @@ class Heart:
         self.thread.start()
 
     def _listen(self) -> None:
-        while not self.stopped.wait(INTERVAL):
+        looks = 0
+        while not self.stopped.wait(INTERVAL if looks >= FIRST_LOOKS else INTERVAL / FIRST_LOOKS):
+            looks += 1
             try:
                 self._look()
             except dist.DistNetworkError:  # The process that kept the store has ended.
