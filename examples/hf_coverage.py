@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from support.hf_families import FAMILIES
 from support.hf_shrink import classes
-from support.hf_walk import CRASHED, RIGHT, WRONG, page, walk
+from support.hf_walk import CRASHED, OUTCOMES, RIGHT, WRONG, page, sampled, walk
 from torch import nn
 from tqdm import tqdm
 
@@ -32,6 +32,7 @@ from autotp.source_location import block_in
 
 SIZES = (2, 3, 4, 8)
 ALL = Path(__file__).parent.parent / "docs" / "coverage_all.md"
+RESULTS = Path(__file__).parent / "hf_coverage.jsonl"
 TABLE = Path(__file__).parent.parent / "docs" / "coverage.md"
 TEXT = """# Hugging Face families
 
@@ -178,11 +179,12 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="number of processes; each verifies one family at a time")
     parser.add_argument("--write", action="store_true", help="with --families: write their rows into docs/coverage.md")
     parser.add_argument("--all", nargs="*", metavar="CLASS", help="these classes of transformers, or every one of them")
-    parser.add_argument("--results", type=Path, default=Path("hf_coverage.jsonl"), help="--all goes on from this file")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="--all goes on from this file, and adds to it")
+    parser.add_argument("--again", nargs="+", default=[], choices=OUTCOMES, help="--all: what is verified once more")
     parser.add_argument("--limit", type=int, default=240, help="seconds for each class of --all")
     args = parser.parse_args()
     if args.all is not None:
-        return every_class(args.all or list(classes()), args)
+        return every_class(sampled(args.all or classes()), args)
     if args.write and args.tp != list(SIZES):
         parser.error("the table has rows for all sizes: leave out --tp")
     print(HEADER)
@@ -202,7 +204,9 @@ def every_class(names: Sequence[str], args: argparse.Namespace) -> None:
     """Verifies classes of transformers; the status is 1 if one is wrong or ended in an error that is not autotp's."""
     sizes = args.tp if args.tp != list(SIZES) else [2, 3]
     found = []
-    for one in tqdm(walk(names, sizes, args.results, jobs=args.jobs, limit=args.limit), total=len(names)):
+    for one in tqdm(
+        walk(names, sizes, args.results, jobs=args.jobs, limit=args.limit, again=args.again), total=len(names)
+    ):
         found.append(one)
         if one.outcome != RIGHT:
             tqdm.write(f"{one.name}: {one.outcome}: {one.message}")

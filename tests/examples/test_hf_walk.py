@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from support.hf_shrink import classes, smallest
-from support.hf_walk import RIGHT, UNBUILT, Walked, page, read, verified, walk
+from support.hf_walk import RIGHT, UNBUILT, Walked, page, read, sampled, verified, walk
 
 
 @pytest.mark.parametrize(("name", "arguments"), [
@@ -32,6 +32,14 @@ def test_a_walk_goes_on(tmp_path: Path) -> None:
     known = Walked("BertModel", RIGHT, share=0.5)
     file.write_text(file.read_text() + str(known.__dict__).replace("'", '"').replace("()", "[]") + "\n")
     assert list(walk(["NoSuchModel", "BertModel"], (2,), file)) == [first, known] == read(file)
+    file.write_text(file.read_text().replace("right", "refused"))
+    assert list(walk(["NoSuchModel"], (2,), file, again=["refused"])) == [first]  # Only what is asked for.
+
+
+def test_the_start_of_a_walk_is_a_sample() -> None:
+    names = list(classes())
+    found = sampled(names)
+    assert found == sampled(reversed(names)) and found != names and sorted(found) == names
 
 
 def test_page() -> None:
