@@ -38,6 +38,9 @@ def _is_packed(tensor: Tensor | None) -> bool:
 
 
 def _library_of(kind: type) -> str:
-    """Returns the name of the library that defines a class, or a class that it is derived from."""
-    packages = [f"{base.__module__}." for base in kind.__mro__]
+    """Returns the name of the library that defines a class of modules or tensors, or one that it is derived from.
+
+    A mixin says nothing: each model of transformers has one of `transformers.integrations`, for adapters.
+    """
+    packages = [f"{base.__module__}." for base in kind.__mro__ if issubclass(base, (nn.Module, Tensor))]
     return next((name for start, name in LIBRARIES.items() if any(it.startswith(f"{start}.") for it in packages)), "")

@@ -114,6 +114,14 @@ def writes(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
+def updates_statistics(node: fx.Node) -> bool:
+    """True for a batch norm that updates its running mean and variance, although its schema does not say so."""
+    if node.target is not torch.ops.aten.batch_norm.default:
+        return False
+    given = arguments_of(node)
+    return bool(given["training"]) and given["running_mean"] is not None
+
+
 def written_operand(node: fx.Node) -> Any:
     """Returns the operand that a call writes into: its first one or `out`; None if it is another, or several."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]

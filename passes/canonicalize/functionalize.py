@@ -36,7 +36,7 @@ from autotp.errors import Error
 from autotp.ops.channels import batch_norm_moving
 from autotp.passes.builder import Builder, at_captured_sizes, evaluated, fake_mode_of
 from autotp.passes.canonicalize.gradient_flow import carries_gradient
-from autotp.rules.call import arguments_of, operator_name, writes, written_operand
+from autotp.rules.call import arguments_of, operator_name, updates_statistics, writes, written_operand
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.source_location import line_of
@@ -247,14 +247,6 @@ def _form(op: OpOverload) -> OpOverload | None:
     found = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
     fitting = [one for one in found if not one._schema.is_mutable and _types(one) == wanted]
     return min(fitting, key=lambda one: one._overloadname != op._overloadname, default=None)
-
-
-def updates_statistics(node: fx.Node) -> bool:
-    """True for a batch norm that updates its running mean and variance."""
-    if node.target is not aten.batch_norm.default:
-        return False
-    given = arguments_of(node)
-    return bool(given["training"]) and given["running_mean"] is not None
 
 
 def _types(op: OpOverload) -> list[tuple[str, bool]]:

@@ -35,6 +35,14 @@ def with_module(package: str, name: str, dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), layer)
 
 
+def with_mixin() -> nn.Module:
+    """As models of transformers have one, for adapters; this one has positions of its own, as GPT-1 and XLM do."""
+    mixin = type("AdapterMixin", (), {"__module__": "transformers.integrations.peft"})
+    model = type("Model", (nn.Module, mixin), {})()
+    model.register_buffer("position_ids", torch.arange(4))
+    return model
+
+
 def of_torch() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -53,8 +61,9 @@ def of_torch() -> nn.Module:
         (with_module("bitsandbytes.nn.modules", "StableEmbedding", torch.float32), ""),
         (with_module("hqqq", "Linear", torch.uint8), ""),
         (nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), ""),
+        (with_mixin(), ""),
     ],
-    ids=["torchao", "bitsandbytes", "hqq", "fp8", "torch", "not-packed", "other-package", "plain"],
+    ids=["torchao", "bitsandbytes", "hqq", "fp8", "torch", "not-packed", "other-package", "plain", "mixin"],
 )  # fmt: skip
 def test_who_quantized_it(model: nn.Module, expected: str) -> None:
     assert quantized_weight(model) == expected

@@ -16,9 +16,9 @@ from torch import fx
 from autotp.passes.builder import META, Builder, fake_mode_of
 from autotp.passes.capture.repeats.queries import Entangled
 from autotp.passes.capture.repeats.record import LAST, again, begin, end
-from autotp.rules.call import writes
+from autotp.rules.call import updates_statistics, writes
 from autotp.rules.row import Trait
-from autotp.rules.traits import has
+from autotp.rules.traits import draws, has
 
 
 @dataclass
@@ -165,12 +165,15 @@ class _Unfolding:
 
 
 def _drop_unread(graph: fx.Graph, builder: Builder) -> None:
-    """Erases operators that nothing reads any more: their results were arguments that a block does not use."""
+    """Erases operators that nothing reads any more: their results were arguments that a block does not use.
+
+    Those with effects stay: they write into memory, update running statistics or draw random numbers.
+    """
     for node in reversed(graph.nodes):
         new = builder.env.get(node)
         if node.op != "call_function" or not node.users or not isinstance(new, fx.Node) or new.users:
             continue
-        if not writes(new):
+        if not (writes(new) or updates_statistics(new) or draws(new)):
             builder.graph.erase_node(new)
             builder.env[node] = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,43 @@ def test_a_block_that_counts_its_calls_runs_each_time(does: Any, start: Any) -> 
 
     found = [told(capture(skeleton_of(fresh()), (ZEROS,), {}, once=once).graph) for once in (False, True)]
     assert found[0] == found[1]
+
+
+class LastOnly(nn.Module):
+    """Calls each block on the same input and returns what the last one returns, as UVDoc does."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(make() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            y = block(x)
+        return y
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+
+
+def dropped() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5))
+
+
+@pytest.mark.parametrize("make", [normed, dropped])
+def test_effects_of_a_block_whose_result_is_unused(make: Callable[[], nn.Module]) -> None:
+    """Running statistics are updated, and random numbers are drawn: the next blocks get the next ones."""
+    torch.manual_seed(0)
+    model, x = LastOnly(make).double(), torch.randn(5, 4, dtype=torch.float64)
+    parallel = autotp.parallelize(copy.deepcopy(model), 1, example_inputs=x)
+    for _ in range(3):
+        found = []
+        for one in (model, parallel):
+            torch.manual_seed(1)
+            found.append(one(x))
+        torch.testing.assert_close(*found)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(parallel.state_dict()[name], value, msg=name)
 
 
 def in_place(block: Any, x: Tensor, y: Tensor) -> Tensor:
