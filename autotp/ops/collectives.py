@@ -163,7 +163,8 @@ def _all_gather(x: Tensor, group: str, dim: int, size: int, block: int) -> Tenso
     part, tp = _padded(x, group, dim, size, block), _seat(group)[1]
     sent = part.view(torch.uint8) if x.dtype in _AS_BYTES else part
     parts = communicate("all_gather_into_tensor", sent, tp, group).view(x.dtype).view(tp, *part.shape)
-    return _put_together(parts, dim, size, block)
+    whole = _put_together(parts, dim, size, block)
+    return torch.ops.aten._unsafe_view(whole, whole.shape)  # Writing into a view that a Function returns is an error.
 
 
 def _padded(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:

@@ -188,6 +188,44 @@ def forward_mode(rank: int, n: int) -> None:
     expect_equal(parallel, found[1][1], found[0][1])
 
 
+class Tail(nn.Module):
+    """Its output is gathered, and the whole is nobody's base."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch 8] -> [batch 16]"""
+        return nn.functional.gelu(self.up(x))
+
+
+@checks.on(2, 3)
+def outputs_are_written_into(rank: int, n: int) -> None:
+    """A gathered output is a tensor as any other: a loss may write into it, or detach it in place."""
+    writes: list[Callable[[Tensor], Any]] = [
+        lambda z: z.__setitem__((slice(None), 0), 0),
+        lambda z: z.mul_(2).add_(1),
+        lambda z: z.masked_fill_(z.detach() > 0, -1),
+        lambda z: nn.functional.relu_(z[:, 3:]),
+    ]
+    torch.manual_seed(0)
+    whole = Tail().double()
+    parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=torch.ones(2, 8).double())
+    for write in writes:
+        found = []
+        for model in (whole, parallel):
+            model.zero_grad()
+            z = model(torch.linspace(-1, 1, 24, dtype=torch.float64).view(3, 8))
+            write(z)
+            (z**2).sum().backward()
+            found.append(z.detach())
+        torch.testing.assert_close(found[1], found[0])
+        gradients = {name: p.grad for name, p in parallel.named_parameters() if p.grad is not None}
+        expect_equal(parallel, gradients, {name: p.grad for name, p in whole.named_parameters() if p.grad is not None})
+    assert not parallel(torch.ones(2, 8).double()).detach_().requires_grad
+
+
 # ---- torch.compile
 
 
