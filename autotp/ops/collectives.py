@@ -126,6 +126,8 @@ class LinearConjugate(Conjugate):
 
     @staticmethod
     def jvp(ctx: Any, _: None, tangent: Tensor, *rest: None) -> Tensor:
+        if torch._C._functorch.is_legacy_batchedtensor(tangent):
+            raise Error("torch.autograd.functional's forward mode, vectorized, of a parallel model", fix=FORWARD_FIX)
         return _apply(ctx.name.rstrip("_"), tangent, *ctx.where)  # A tangent must not be overwritten.
 
 
@@ -202,6 +204,7 @@ def _in_rows(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
     return torch.unflatten(_pad(x, dim, part * tp), dim, (tp, part)).movedim(dim, 0).flatten(0, 1).contiguous()
 
 
+FORWARD_FIX = "torch.func.jacfwd, or strategy='reverse-mode'"
 RESIZING = ("scatter", "gather", "all_gather", "reduce_scatter")
 """The conjugates that change the length of a dimension. Their results keep the memory order of their operands."""
 # name: (forward, name of the backward); docs/design.md has the table. No gradient reaches "max".

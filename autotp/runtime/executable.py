@@ -135,6 +135,7 @@ class Executable:
         key = self._key(leaves, spec, called.autocast, held)
         entry = self._find(key, tensors)
         if not torch.compiler.is_compiling():
+            expect_untraced(self.name)
             expect_no_global_hooks()
             expect_own_ranks(self.module, self.mesh, held)
             expect_tied(self.ties, held)
@@ -469,6 +470,15 @@ def _argument(spec: Any, at: int) -> str:
 def _kind(tensor: Tensor) -> Any:
     """Returns the facts of a tensor that select a graph, except sizes."""
     return tensor.dim(), tensor.dtype, tensor.cut if isinstance(tensor, Sharded) else None
+
+
+def expect_untraced(name: str) -> None:
+    """Raises Error if torch traces the call into a graph of its own, in which a parallel model has no place."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        raise Error(
+            f"{name}.forward: torch traces this call (torch.func.linearize, make_fx)",
+            fix="torch.func.jvp or vjp in place of linearize, or torch.compile",
+        )
 
 
 def refuse_capture(name: str) -> None:

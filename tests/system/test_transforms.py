@@ -188,6 +188,16 @@ def forward_mode(rank: int, n: int) -> None:
     expect_equal(parallel, found[1][1], found[0][1])
 
 
+@checks.on(2)
+def what_cannot_be_transformed_is_told(rank: int, n: int) -> None:
+    parallel = autotp.parallelize(Tail().double(), n, example_inputs=torch.ones(2, 8).double())
+    x = torch.ones(3, 8).double()
+    with pytest.raises(autotp.Error, match=r"torch\.func\.jvp or vjp in place of linearize"):
+        torch.func.linearize(parallel, x)
+    with pytest.raises(autotp.Error, match=r"torch\.func\.jacfwd"):
+        torch.autograd.functional.jacobian(parallel, x, strategy="forward-mode", vectorize=True)
+
+
 class Tail(nn.Module):
     """Its output is gathered, and the whole is nobody's base."""
 
