@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+from collections import UserList, deque
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,12 @@ def flatten(tree: Any, known: Sequence[Any] = ()) -> tuple[list[Any], Any]:
         Error: an object holds tensors, and torch does not know how to flatten it.
     """
     leaves, spec = pytree.tree_flatten(_opened(tree, known))
+    for leaf in leaves:
+        if isinstance(leaf, Iterator):
+            raise Error(
+                f"a {type(leaf).__name__} hands out its values once, and a graph runs many times",
+                fix="a list or a tuple of the values",
+            )
     closed = {type(leaf) for leaf in leaves if _holds_tensors(leaf)}
     for kind in closed:
         if not dataclasses.is_dataclass(kind):
@@ -149,10 +156,23 @@ pytree.register_pytree_node(_Open, _attributes, _built)
 
 
 def _holds_tensors(leaf: Any) -> bool:
-    """True for an object that is not a tensor and has a tensor among its attributes."""
+    """True for an object that is not a tensor and has a tensor among its attributes or contents."""
     if isinstance(leaf, Tensor | nn.Module | torch.SymInt | type) or leaf is None:
         return False
-    inside = pytree.tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
+    inside = pytree.tree_leaves([*getattr(leaf, "__dict__", {}).values(), *_contents(leaf)])
     return any(
-        isinstance(value, Tensor) or (dataclasses.is_dataclass(value) and _holds_tensors(value)) for value in inside
+        isinstance(value, Tensor)
+        or ((dataclasses.is_dataclass(value) or isinstance(value, CONTAINERS)) and _holds_tensors(value))
+        for value in inside
     )
+
+
+CONTAINERS = (list, tuple, dict, Set, deque, Mapping, UserList)
+"""Classes whose subclasses hold values that are no attributes, and that torch takes for single values."""
+
+
+def _contents(leaf: Any) -> list[Any]:
+    """Returns the values in a container that torch does not take apart: an object of a subclass, or a set."""
+    if not isinstance(leaf, CONTAINERS):
+        return []
+    return list(leaf.values()) if isinstance(leaf, Mapping) else list(leaf)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import UserList, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,35 @@ def test_an_object_that_torch_cannot_take_apart() -> None:
         "a Closed holds tensors, and torch does not know how to take one apart\n"
         "  try      torch.utils._pytree.register_pytree_node(Closed, ...), or a tuple or dict"
     )
+
+
+class Several(list[Tensor]):
+    pass
+
+
+class Named(dict[str, Any]):
+    pass
+
+
+class Pile(UserList[Tensor]):
+    pass
+
+
+@pytest.mark.parametrize("held", [Several([X]), Named(x=[X]), Pile([X]), {X}, Named(more=Several([X]))])
+def test_a_container_that_torch_cannot_take_apart(held: Any) -> None:
+    """As one leaf it would be a constant of the graph, with the tensors of the capture in it."""
+    assert message(lambda: flatten((3, held))).startswith(
+        f"a {type(held).__name__} holds tensors, and torch does not know how to take one apart"
+    )
+
+
+def test_containers_without_tensors_are_leaves() -> None:
+    assert flatten([{3}, Named(x=3), Several()])[0] == [{3}, {"x": 3}, []]
+
+
+@pytest.mark.parametrize("once", [iter([X]), (x for x in [X]), map(abs, [X]), zip([X], [Y], strict=True)])
+def test_an_iterator(once: Any) -> None:
+    assert "hands out its values once, and a graph runs many times" in message(lambda: flatten({"x": once}))
 
 
 def test_a_state_keeps_its_identity() -> None:
