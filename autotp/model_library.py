@@ -14,11 +14,11 @@ class ModelLibrary:
     """The answers for models without a library.
 
     Attributes:
-        package: its name in Python. In its code only classes of modules are followed (`code_names.py`).
+        packages: its names in Python. In its code only classes of modules are followed (`code_names.py`).
         rules: name of an operator, such as `library::name` -> rule function, for operators that the library registers.
     """
 
-    package: str = ""
+    packages: tuple[str, ...] = ()
     rules: Mapping[str, Callable[..., Any]] = {}
 
     def classes_before(self, original: type) -> tuple[type, ...]:
@@ -89,8 +89,8 @@ def libraries() -> list[ModelLibrary]:
 
 
 def is_of_models(package: str) -> bool:
-    """True for the package of a registered library."""
-    return any(package == it.package for it in libraries())
+    """True for a package of a registered library."""
+    return any(package in it.packages for it in libraries())
 
 
 def rule_function_of(operator: str) -> Callable[..., Any] | None:

@@ -31,7 +31,7 @@ WATCHED = (
 class Transformers(ModelLibrary):
     """The models, caches and operators of transformers."""
 
-    package = "transformers"
+    packages = ("transformers", "peft")
     rules = {"transformers::grouped_mm_fallback": grouped_mm}  # noqa: RUF012  It is never changed.
 
     def classes_before(self, original: type) -> tuple[type, ...]:

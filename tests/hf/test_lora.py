@@ -16,6 +16,7 @@ from torch import nn
 
 import autotp
 from autotp.diagnostics.verify import Trial, all_double, make_trial
+from autotp.passes.capture.guards.code_names import named
 
 checks = Checks()
 on_both = pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.rare)])
@@ -29,6 +30,13 @@ def test_equal_to_one_device(family: str, tp: int, dropout: float) -> None:
     model, inputs = adapted(family, dropout)
     report = autotp.verify(model, tp, example_inputs=inputs)
     assert report.ok, report
+
+
+def test_names_that_a_call_compares() -> None:
+    """A call compares what the model's code names; the code of peft, outside of its modules, is not the user's."""
+    model, _ = adapted("gpt2")
+    before, after = (len(list(named(it, {"weight", "config"}))) for it in (tiny("gpt2")[0], model))
+    assert before < after < 4 * before
 
 
 def test_adapters_of_transformers_are_not_saved_as_a_model(tmp_path: Path) -> None:

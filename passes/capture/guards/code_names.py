@@ -12,8 +12,8 @@ Python does not report assignments to classes and globals, so they are compared 
 found in the code: it starts with the attributes that forward reads, and follows the names in methods to further
 methods. A user's function is a scope, too: its code, defaults and attributes, and the variables of enclosing functions,
 which `nonlocal` and decorators set. Not seen are names that are composed at run time (`getattr(type(self),
-f"act_{kind}")`) and names in torch's own code (but `torch.relu` in the user's code is). For transformers, only names in
-the methods of its modules are compared.
+f"act_{kind}")`) and names in torch's own code (but `torch.relu` in the user's code is). For transformers and
+peft, only names in the methods of their modules are compared.
 """
 
 from __future__ import annotations
