@@ -15,6 +15,7 @@ from autotp.distributed.mesh import Mesh, gather_ints
 from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error
 from autotp.passes.capture.guards.argument_keys import argument_key
+from autotp.passes.capture.pytree import is_dense
 from autotp.sharding.layout import Layout
 
 
@@ -80,6 +81,8 @@ def _printed(leaves: Sequence[Any]) -> int:
 
 def shown(leaf: Any) -> Any:
     """Returns the compared part of an argument, without a tensor's values: shape and dtype, plain value, or class."""
+    if isinstance(leaf, Tensor) and not is_dense(leaf):
+        return str(leaf.layout), str(leaf.dtype)
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), str(leaf.dtype)
     if isinstance(leaf, numpy.ndarray):
@@ -89,4 +92,5 @@ def shown(leaf: Any) -> Any:
 
 def _print(leaf: Any) -> Any:
     """Returns the same with a tensor's values, except for `Sharded` tensors, whose parts differ between ranks."""
-    return (*shown(leaf), checksum(leaf)) if isinstance(leaf, Tensor) and not isinstance(leaf, Sharded) else shown(leaf)
+    valued = isinstance(leaf, Tensor) and is_dense(leaf) and not isinstance(leaf, Sharded)
+    return (*shown(leaf), checksum(leaf)) if valued else shown(leaf)

@@ -469,7 +469,8 @@ def _argument(spec: Any, at: int) -> str:
 
 def _kind(tensor: Tensor) -> Any:
     """Returns the facts of a tensor that select a graph, except sizes."""
-    return tensor.dim(), tensor.dtype, tensor.cut if isinstance(tensor, Sharded) else None
+    cut = tensor.cut if isinstance(tensor, Sharded) else None
+    return tensor.dim(), tensor.dtype, cut, tensor.layout, tensor.is_nested
 
 
 def expect_untraced(name: str) -> None:

@@ -24,7 +24,7 @@ from autotp.passes.capture.flatten import Flat
 from autotp.passes.capture.guards.attribute_paths import spelled, values_at
 from autotp.passes.capture.guards.python_state import GradientQueries, GradientsWanted
 from autotp.passes.capture.patches import CAPTURING, around_capture, around_export
-from autotp.passes.capture.pytree import flatten
+from autotp.passes.capture.pytree import flatten, is_dense
 from autotp.passes.capture.repeats.queries import Entangled
 from autotp.passes.capture.repeats.repeats import Repeats
 from autotp.passes.capture.skeleton import copy_on
@@ -61,6 +61,7 @@ def capture(
         Error: the model branches on values, or fails on these inputs; names the source line.
     """
     leaves, spec = flatten((args, kwargs))
+    _expect_dense(leaves)
     leaves = [leaf.copy() if isinstance(leaf, numpy.ndarray) else leaf for leaf in leaves]  # Constants of the graph.
     with CAPTURING:
         while True:
@@ -71,6 +72,17 @@ def capture(
                 names = ", ".join(f"`{spelled(slot)}`" for slot in sorted(result.slots))
                 raise Error(f"forward writes into {names} in a way that a graph cannot", fix="a buffer")
             opened |= result
+
+
+def _expect_dense(leaves: list[Any]) -> None:
+    """Raises Error for a sparse or nested tensor, whose sizes do not say which numbers it has."""
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and not is_dense(leaf):
+            kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+            raise Error(
+                f"an argument is a {kind} tensor, and a graph takes dense tensors",
+                fix="x.to_dense(); for sequences of several lengths a padded tensor and a mask",
+            )
 
 
 def _captured_once(

@@ -4,23 +4,31 @@ Before: wrap_with_set_grad_enabled(False, submod, x)      After: y = submod's op
 Before: the same, where submod writes into memory         After: y = submod's operators on detach(x); detach(y)
 Before: wrap_with_autocast("cpu", ..., submod, x)         After: enter_autocast(...); operators; exit_autocast(...)
 Before: _assert_tensor_metadata(x)                        After: nothing
+Before: _vmap_increment_nesting(); operators on x[i];     After: operators on x, as vmap's rules for each say
+        _vmap_decrement_nesting()
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import fx
+from torch._C._functorch import get_interpreter_stack
+from torch._functorch import predispatch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from autotp.errors import Error
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
 from autotp.rules.call import writes, written_operand
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
+from autotp.source_location import line_of
 
 aten = torch.ops.aten
 
@@ -28,9 +36,104 @@ aten = torch.ops.aten
 def inline(graph: fx.Graph) -> fx.Graph:
     """Returns the graph with nested graphs inlined and without assertions about metadata."""
     builder = Builder(fake_mode_of(graph))
-    for node in graph.nodes:
-        _inline_node(builder, node)
+    _inline_nodes(builder, list(graph.nodes))
     return builder.graph
+
+
+def _inline_nodes(builder: Builder, nodes: Sequence[fx.Node]) -> None:
+    region, depth = list[fx.Node](), 0
+    for node in nodes:
+        depth += node.target is predispatch._vmap_increment_nesting
+        if not depth:
+            _inline_node(builder, node)
+            continue
+        region.append(node)
+        depth -= node.target is predispatch._vmap_decrement_nesting
+        if not depth:
+            _batched(builder, region)
+            region = []
+
+
+def _batched(builder: Builder, region: Sequence[fx.Node]) -> None:
+    """Replaces the operators of a `torch.vmap`, on one row each, by those on all rows.
+
+    The exporter records a vmap from above, and its operators have a meaning only while functorch's level is open. torch
+    runs them here once more, and what is below vmap is recorded.
+
+    Raises:
+        Error: the vmap has a region that no operators on all rows can replace.
+    """
+    within = set(region)
+    read = dict.fromkeys(n for node in region for n in node.all_input_nodes)
+    outside = [node for node in read if node not in within and _nested(node) is None]
+    results = [node for node in region if any(user not in within for user in node.users)]
+
+    def run(*values: Any) -> Any:
+        env = dict(zip(outside, values, strict=True))
+        with _levels_closed():
+            _run(region, env)
+        return [env[node] for node in results]
+
+    given = [builder.map(node) for node in outside]
+    graph = make_fx(run)(*(x.meta["val"] if isinstance(x, fx.Node) else x for x in given)).graph
+    for node in graph.nodes:
+        node.meta = {name: region[0].meta[name] for name in PLACE if name in region[0].meta} | node.meta
+    builder.env.update(zip(results, _inlined(builder, graph, given), strict=True))
+
+
+@contextmanager
+def _levels_closed() -> Iterator[None]:
+    """A region that closes the levels of vmap that an exception left open; torch's later operators would see them."""
+    before = len(get_interpreter_stack() or ())
+    try:
+        yield
+    finally:
+        while len(get_interpreter_stack() or ()) > before:
+            predispatch._vmap_decrement_nesting()
+
+
+PLACE = ("nn_module_stack", "stack_trace")
+"""What a node's `meta` says of its place in the model."""
+
+
+def _run(nodes: Sequence[fx.Node], env: dict[fx.Node, Any]) -> None:
+    """Runs nodes on the values in `env`, and adds theirs. A region without gradients detaches what it gives."""
+
+    def value(x: Any) -> Any:
+        return env.get(x, x)
+
+    for node in nodes:
+        args = fx.node.map_aggregate(node.args, value)
+        kwargs = fx.node.map_aggregate(node.kwargs, value)
+        if str(node.target) == "wrap_with_set_grad_enabled":
+            enabled, _, *given = cast("Sequence[Any]", args)
+            inner = _graph_of(node.args[1])
+            _expect_pure(node, inner)
+            env.update(zip(inner.find_nodes(op="placeholder"), given, strict=True))
+            _run([n for n in inner.nodes if n.op not in ("placeholder", "output")], env)
+            found = fx.node.map_aggregate(inner.output_node().args[0], value)
+            env[node] = found if enabled else pytree.tree_map(_without_gradient, found)
+        elif node.op == "call_function" and str(node.target) != "wrap_with_autocast":
+            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        elif _nested(node) is None:
+            raise _no_operator(node)
+
+
+def _expect_pure(node: fx.Node, inner: fx.Graph) -> None:
+    if any(writes(each) for each in inner.nodes):
+        raise _no_operator(node)
+
+
+def _no_operator(node: fx.Node) -> Error:
+    return Error(
+        "torch.vmap of a function that switches autocast, or writes under torch.no_grad, cannot be in a graph",
+        at=line_of(node),
+        fix="the switch around the vmap, or operators on the whole batch",
+    )
+
+
+def _without_gradient(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _inline_node(builder: Builder, node: fx.Node) -> None:
@@ -96,9 +199,7 @@ def _inlined(builder: Builder, inner: fx.Graph, given: Sequence[Any]) -> tuple[A
     """Copies a nested graph, called with values of the new graph; returns its outputs."""
     places = [node for node in inner.nodes if node.op == "placeholder"]
     builder.env.update(zip(places, given, strict=True))
-    for node in inner.nodes:
-        if node.op not in ("placeholder", "output"):
-            _inline_node(builder, node)
+    _inline_nodes(builder, [node for node in inner.nodes if node.op not in ("placeholder", "output")])
     found = builder.map(inner.output_node().args[0])
     return tuple(found) if isinstance(found, tuple | list) else (found,)
 

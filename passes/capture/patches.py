@@ -7,6 +7,8 @@ other way, a function of torch or Python is replaced. This happens in the region
 - `nn.Module.__getattribute__`, `__setattr__` and `__delattr__`, `forward` of blocks' classes, all methods of the
         classes of objects that blocks are given: blocks that are alike are captured once (`repeats.py`, `queries.py`).
 - `torch.autograd.Function.apply`: puts the Function's own backward into the graph (`lost_gradients.py`).
+- `torch.compiler.is_exporting`, as torch's `allow_in_pre_dispatch_graph` asks it: its Functions stay in the graph
+        operator by operator (`lost_gradients.py`).
 - `torch.is_grad_enabled`, `torch.is_inference_mode_enabled`: answer for the call that is captured, not for the exporter
         (`python_state.py`).
 - `torch.default_generator`, as torch's own functions read it: forward may not seed it (`python_state.py`).

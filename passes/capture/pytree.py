@@ -90,9 +90,21 @@ def _opened(tree: Any, known: Sequence[Any] = ()) -> Any:
 
     def opened(x: Any) -> Any:
         places = [i for i, one in enumerate(known) if one is x]
+        if isinstance(x, torch.Size):
+            return _Sizes(tuple(x))
         return StateAt(places[0]) if places else _Open(x) if is_state(x) else x
 
-    return pytree.tree_map(opened, tree, is_leaf=is_state)
+    return pytree.tree_map(opened, tree, is_leaf=_is_node)
+
+
+def _is_node(x: Any) -> bool:
+    """True for a value that torch rebuilds as another type (a `torch.Size` as a tuple) or does not take apart."""
+    return is_state(x) or isinstance(x, torch.Size)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """False for a sparse or a nested tensor."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def within_states(tree: Any, known: Sequence[Any] = ()) -> list[bool]:
@@ -122,7 +134,7 @@ def unflatten_outcome(leaves: Sequence[Any], spec: Any, mine: Sequence[Any]) -> 
         vars(state).clear()
         vars(state).update(vars(now))
     result = pytree.tree_unflatten(leaves[: of_result.num_leaves], of_result)
-    return pytree.tree_map_only(StateAt, lambda known: mine[known.at], result, is_leaf=is_state)
+    return pytree.tree_map_only(StateAt, lambda known: mine[known.at], result, is_leaf=_is_node)
 
 
 @dataclass(frozen=True)
@@ -137,6 +149,16 @@ class _Open:
     """A state as a node of a structure: its attributes are the children."""
 
     state: Any
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """A `torch.Size` as a node of a structure: its numbers are the children."""
+
+    numbers: tuple[Any, ...]
+
+
+pytree.register_pytree_node(_Sizes, lambda node: (list(node.numbers), None), lambda below, _: torch.Size(below))
 
 
 def _attributes(node: _Open) -> tuple[list[Any], Any]:

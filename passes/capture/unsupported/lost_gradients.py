@@ -7,13 +7,16 @@ without them the gradients would be silently wrong.
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._export import wrappers
 from torch.nn.modules import module
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
@@ -44,9 +47,15 @@ def nothing_lost(model: nn.Module) -> Iterator[None]:
             return real(*args, **kwargs)
         return functions.run_function(function, args)
 
+    exporting = torch.compiler.is_exporting
+
+    def asked() -> bool:
+        """Says no to torch's `allow_in_pre_dispatch_graph`, which would make one opaque node of the Function."""
+        return exporting() and sys._getframe(1).f_globals is not vars(wrappers)
+
     torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment,method-assign]
     try:
-        with _Watch():
+        with _Watch(), mock.patch.object(torch.compiler, "is_exporting", asked):
             yield
     finally:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]

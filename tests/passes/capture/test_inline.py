@@ -6,6 +6,8 @@ import pytest
 import torch
 from graphs import Function, lines, ops, run, some
 from torch import Tensor
+from torch._C._functorch import get_interpreter_stack
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from autotp.errors import Error
 from autotp.passes.canonicalize.functionalize import functionalize
@@ -152,3 +154,65 @@ def test_what_has_a_gradient_is_not_written_without(function: Callable[..., Tens
     graph = capture(Function(function), (X,), {}).graph
     with pytest.raises(Error, match=r"autograd does not see what is written under torch.no_grad or through detach\(\)"):
         functionalize(graph, [])
+
+
+def mapped(x: Tensor) -> Tensor:
+    """Of each row, what a function of one row gives."""
+    return torch.vmap(lambda row: (row * row.sum()).exp())(x)
+
+
+def mapped_twice(x: Tensor) -> Tensor:
+    """Two levels, whose indices read a tensor from outside, as the masks of transformers are made."""
+    inner = torch.vmap(lambda i, j: (i > j) & (j % 2 == 0), in_dims=(None, 0))
+    outer = torch.vmap(inner, in_dims=(0, None))
+    allowed = outer(torch.arange(x.shape[0]), torch.arange(x.shape[1]))
+    return torch.where(allowed, x.exp(), x)
+
+
+def mapped_with_tensors_as_indices(x: Tensor) -> Tensor:
+    """A tensor is indexed by elements of another one, which vmap cannot do without torch's own help."""
+    padding = torch.arange(x.shape[1]) != 1
+
+    def allowed(i: Tensor, j: Tensor) -> Tensor:
+        return (j <= i) & padding[j]
+
+    with TransformGetItemToIndex():
+        rows = torch.vmap(torch.vmap(allowed, in_dims=(None, 0)), in_dims=(0, None))
+        mask = rows(torch.arange(x.shape[0]), torch.arange(x.shape[1]))
+    return torch.where(mask, x.exp(), x)
+
+
+def mapped_without_gradient(x: Tensor) -> Tensor:
+    def scaled(row: Tensor) -> Tensor:
+        with torch.no_grad():
+            total = row.sum()
+        return row * total
+
+    return torch.vmap(scaled)(x)
+
+
+@pytest.mark.parametrize("function", [mapped, mapped_twice, mapped_with_tensors_as_indices, mapped_without_gradient])
+def test_mapped(function: Callable[[Tensor], Tensor]) -> None:
+    graph = capture(Function(function), (X,), {}).graph
+    assert not [node for node in graph.nodes if "vmap" in str(node.target)]
+    outputs, gradients = [], []
+    for call in (function, lambda x: run(graph, [x])[0]):
+        x = some(5, 6, dtype=torch.float32).requires_grad_()
+        outputs.append(call(x))
+        gradients.append(torch.autograd.grad(outputs[-1].sum(), x)[0])
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(*gradients)
+
+
+def mapped_autocast(x: Tensor) -> Tensor:
+    def product(row: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return row @ row
+
+    return torch.vmap(product)(x)
+
+
+def test_a_map_that_switches_autocast() -> None:
+    with pytest.raises(Error, match=r"torch\.vmap of a function that switches autocast"):
+        capture(Function(mapped_autocast), (X,), {})
+    assert not get_interpreter_stack()  # An open level would change what torch computes later.

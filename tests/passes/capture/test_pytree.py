@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from errors import message
+from graphs import Function, run
 from torch import Tensor, nn
 
 from autotp.model_library import libraries
+from autotp.passes.capture.capture import capture
 from autotp.passes.capture.pytree import flatten, outcome, signature_of, unflatten_outcome
 
 X, Y = torch.ones(2), torch.zeros(3)
@@ -66,6 +68,32 @@ def test_leaves() -> None:
     again = torch.utils._pytree.tree_unflatten(leaves, spec)
     assert type(again["a"]) is Output and type(again["b"][1]) is Pair
     assert flatten(again)[1] == spec
+
+
+def test_sizes_stay_sizes() -> None:
+    """A `torch.Size` is a leaf to torch, and a tuple to its exporter."""
+
+    def sizes(x: Tensor) -> Any:
+        return x * 2, x.shape, {"of": x[:, 1:].size()}
+
+    captured = capture(Function(sizes), (torch.ones(3, 4),), {})
+    _, shape, more = captured.outputs(run(captured.graph, [torch.ones(5, 6)]), ())
+    assert type(shape) is torch.Size and shape == (5, 6)
+    assert type(more["of"]) is torch.Size and more["of"] == (5, 5)
+
+
+@pytest.mark.parametrize(
+    ("x", "kind"),
+    [
+        (torch.eye(3).to_sparse(), "sparse_coo"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
+    ],
+)
+def test_tensors_that_are_not_dense(x: Tensor, kind: str) -> None:
+    assert message(lambda: capture(Function(lambda x: x * 2), (x,), {})) == (
+        f"an argument is a {kind} tensor, and a graph takes dense tensors\n"
+        "  try      x.to_dense(); for sequences of several lengths a padded tensor and a mask"
+    )
 
 
 class Closed:
