@@ -137,6 +137,13 @@ def parameter_of_groups(optimizer: Optimizer, parts: Holdings, everyone: Mesh) -
     return [next(filter(None, (name, *others)), "") for name, *others in zip(mine, *every, strict=True)]
 
 
+def unread_state(manifest: Manifest, optimizer: Optimizer, parts: Holdings) -> list[str]:
+    """Returns the parameters of this rank that this optimizer does not have, and whose state is in the checkpoint."""
+    names = set(names_of(optimizer, parts).values())
+    holds = {name: keys for _, held in manifest.about["groups"] for name, keys in held.items()}
+    return [name for name in names_held(parts) if holds.get(name) and name not in names]
+
+
 def read_state(
     manifest: Manifest,
     trainer: Trainer,

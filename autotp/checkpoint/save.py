@@ -34,6 +34,7 @@ from autotp.checkpoint.read import (
     load_state,
     parameter_of_groups,
     read_state,
+    unread_state,
 )
 from autotp.checkpoint.write import UNFINISHED, same_on_all, state_to_write, write_state
 from autotp.distributed.background_exchange import BackgroundExchange
@@ -162,6 +163,9 @@ def load_checkpoint(
         if optimizer is not None and (unread := sorted(set(manifest.about["more"]) - set(more))):
             told = f"{path} also has {', '.join(unread)}, which is not loaded"
             warnings.warn(f"{told}: load_checkpoint(..., {unread[0]}=...)", stacklevel=4)
+        if optimizer is not None and (left_out := unread_state(manifest, optimizer, parts)):
+            told = f"{path} also has the optimizer's state of {names_as_text(left_out)}, which is not loaded"
+            warnings.warn(f"{told}: these parameters are not in the optimizer", stacklevel=4)
         load_more(more, saved.more, trainer)
         load_state(saved, trainer, parts, learning)
         trainer.steps = manifest.about["step"]

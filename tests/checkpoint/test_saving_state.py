@@ -226,6 +226,28 @@ def test_replicas_that_differ(tmp_path: Path) -> None:
     assert run_ranks(drifted, 2, str(tmp_path), timeout=100) == [text] * 2
 
 
+# ---- an optimizer of fewer parameters than the saved one
+
+
+def loaded_in_part(rank: int, n: int, folder: str) -> None:
+    """The state that is left behind is named; what an optimizer never had is not."""
+    trainer, optimizer = started((2, 1, 1))
+    trained(trainer, optimizer, range(1))
+    autotp.save_checkpoint(folder, trainer, optimizer, 1)
+    trainer, _ = started((2, 1, 1))
+    some = torch.optim.AdamW([p for name, p in trainer.named_parameters() if "ln_f" not in name], lr=0.01)
+    told = "also has the optimizer's state of ln_f.weight, ln_f.bias, which is not loaded: these parameters are not in"
+    with pytest.warns(UserWarning, match=re.escape(told)):
+        autotp.load_checkpoint(folder, trainer, some)
+    trained(trainer, some, range(1, 2))
+    autotp.save_checkpoint(folder, trainer, some, 2)
+    assert autotp.load_checkpoint(folder, trainer, some) == 2  # Nothing is said.
+
+
+def test_an_optimizer_of_fewer_parameters(tmp_path: Path) -> None:
+    run_ranks(loaded_in_part, 2, str(tmp_path), timeout=100)
+
+
 # ---- groups of which a stage of the pipeline has no parameter
 
 
