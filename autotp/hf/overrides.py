@@ -106,6 +106,11 @@ class Saves:
         """Whether backward computes the activations of blocks again."""
         return bool(self.recompute == "full")
 
+    @property
+    def is_activation_checkpointing(self) -> bool:
+        """The same, by its name from transformers 5.24 on."""
+        return bool(self.recompute == "full")
+
     def resize_token_embeddings(self, *_: Any, **__: Any) -> NoReturn:
         """Raises Error."""
         raise Error(

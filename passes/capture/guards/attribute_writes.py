@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -56,6 +57,34 @@ class At:
     """Stands for the value at a path before the call."""
 
     path: Path
+
+
+@dataclass(frozen=True)
+class MethodAt:
+    """Stands for a method of the object at a path.
+
+    Attributes:
+        path: the object's path.
+        name: the method's name, if the object's class has it under this name.
+        function: the method's function, if the class does not have it.
+    """
+
+    path: Path
+    name: str
+    function: Any = None
+
+    @classmethod
+    def of(cls, method: Any, path: Path) -> MethodAt:
+        """Returns what stands for a bound method, whose object is at a path."""
+        function = getattr(method, "__func__", None)
+        known = function is None or getattr(type(method.__self__), method.__name__, None) is function
+        return cls(path, method.__name__, None if known else function)
+
+    def bound_to(self, owner: Any) -> Any:
+        """Returns the method of another object. What an attribute of this object hides is not seen."""
+        if isinstance(owner, nn.Module):
+            return types.MethodType(self.function or getattr(type(owner), self.name), owner)
+        return getattr(owner, self.name) if self.function is None else types.MethodType(self.function, owner)
 
 
 @dataclass(frozen=True)
@@ -124,7 +153,8 @@ class Before:
         for path, value, content in self.was:
             now = content_of(value)
             if not same_content(now, content):
-                found.append((path, _difference(content, now)))
+                new = {k: x for k, x in _difference(content, now).items() if not _is_own_method(value, k, x)}
+                found += [(path, new)] if new else []
         for path, module in self.modules.items():
             new = {key: now for key, now in module._buffers.items() if is_new(now, self.tables[path][1].get(key))}
             found += [((path, TABLES), new)] if new else []
@@ -232,6 +262,12 @@ def _difference(then: Any, now: Any) -> dict[Any, Any]:
     }
 
 
+def _is_own_method(holder: Any, key: Any, value: Any) -> bool:
+    """True for a module's own method, put into its attributes: reading the attribute gave the same before."""
+    own = isinstance(value, types.MethodType) and value.__self__ is holder and isinstance(holder, nn.Module)
+    return own and getattr(type(holder), key, None) is value.__func__
+
+
 def fill(value: Any, content: Any) -> None:
     """Restores the contents of a container or module."""
     if isinstance(value, nn.Module):
@@ -322,21 +358,53 @@ def _held(value: Any, where: str, seen: set[int]) -> Iterator[tuple[str, Any, An
 
 
 def flatten_new_value(value: Any, places: Mapping[int, Path]) -> tuple[list[Any], Any]:
-    """Returns leaves and structure of a new value; an object that existed before is a leaf `At` its path.
+    """Returns leaves and structure of a new value.
+
+    An object that existed before is a leaf `At` its path, a method of such an object a leaf `MethodAt`.
 
     Raises:
-        Error: an object holds tensors, and torch cannot flatten it.
+        Error: an object holds tensors, and torch cannot flatten it; or a function or object leads to the model that is
+            captured, which is a copy, or to a tensor of the call.
     """
 
     if isinstance(value, set) and any(isinstance(item, Tensor) for item in value):
         raise Error("a set holds tensors", fix="a list or a dict")
 
     def closed(one: Any) -> Any:
-        return At(places[key_of(one)]) if key_of(one) in places and type(one) not in PLAIN else one
+        if key_of(one) in places and type(one) not in PLAIN:
+            return At(places[key_of(one)])
+        owner = places.get(key_of(one.__self__)) if isinstance(one, METHODS) else None
+        return one if owner is None else MethodAt.of(one, owner)
 
     known = pytree.tree_map(closed, value, is_leaf=lambda one: key_of(one) in places)
     leaves, spec = flatten(known)
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, At, MethodAt)) and (part := _part_of_call(leaf, places)):
+            raise Error(
+                f"a {type(leaf).__name__} holds {part}, which is there only while the model is captured",
+                fix="a method of the module (`self.name = self.method`), or make the function where it is called",
+            )
     return leaves, spec
+
+
+METHODS = (types.MethodType, types.BuiltinMethodType)
+
+
+def _part_of_call(value: Any, places: Mapping[int, Path]) -> str:
+    """Returns what a function or object leads to: a part of the model, or a tensor of the call; else an empty text."""
+    seen, queue = set[int](), [value]
+    while queue and len(seen) < LARGEST:
+        one = queue.pop()
+        if id(one) in seen or type(one) in PLAIN:
+            continue
+        seen.add(id(one))
+        if isinstance(one, FakeTensor):
+            return "a tensor of this call" if key_of(one) not in places else f"`{spelled(places[key_of(one)])}`"
+        if isinstance(one, nn.Module) and key_of(one) in places:
+            return f"`{spelled(places[key_of(one)])}`" if any(places[key_of(one)]) else "the model"
+        if not isinstance(one, (nn.Module, Tensor)):
+            queue += [item for _, item in children(one)] + hidden(one, globals_too=False)
+    return ""
 
 
 def apply_changes(changes: Sequence[Change], modules: Mapping[str, nn.Module], leaf: Callable[[Any], Any]) -> None:
@@ -367,9 +435,9 @@ def write_into(tensor: Tensor, value: Tensor) -> None:
 
 
 def _then(x: Any, modules: Mapping[str, nn.Module], leaf: Callable[[Any], Any]) -> Any:
-    if not isinstance(x, At):
-        return leaf(x)
-    return found_at(modules, x.path)
+    if isinstance(x, MethodAt):
+        return x.bound_to(found_at(modules, x.path))
+    return found_at(modules, x.path) if isinstance(x, At) else leaf(x)
 
 
 def _write(holder: Any, key: Any, new: Any) -> None:

@@ -181,7 +181,7 @@ def as_hugging_face_says_it(rank: int, n: int) -> None:
     model.gradient_checkpointing_enable()
     x = torch.arange(12).view(2, 6)
     cut = autotp.parallelize(model, n, example_inputs={"input_ids": x, "labels": x})
-    assert cut.recompute == "full" and cut.is_gradient_checkpointing
+    assert cut.recompute == "full" and cut.is_gradient_checkpointing and cut.is_activation_checkpointing
     cut.gradient_checkpointing_disable()
     assert cut.recompute == "none" and not cut.is_gradient_checkpointing
     loss = cut(input_ids=x, labels=x).loss

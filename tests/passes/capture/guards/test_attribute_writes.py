@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import types
+import weakref
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -442,6 +444,106 @@ def test_what_cannot_be_put_back_is_refused() -> None:
     for model in (Lazily(), Opaque()):
         with pytest.raises(autotp.Error):
             autotp.verify(model, 2, example_inputs=(x().float(),))
+
+
+class Kept(Mlp):
+    """Keeps a function or an object, and calls it where it can."""
+
+    keeps: Callable[[Any, Tensor], Any]
+    kept: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def own(self, x: Tensor) -> Tensor:
+        return self.mlp(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.own(x)
+        self.kept = self.keeps(y)
+        return y
+
+
+def twice(model: Kept, x: Tensor) -> Tensor:
+    return 2 * model.own(x)
+
+
+METHODS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "own": lambda self, y: self.own,
+    "of a submodule": lambda self, y: self.up.forward,
+    "a function": lambda self, y: types.MethodType(twice, self),
+    "of a list": lambda self, y: self.seen.count,
+}
+
+
+@pytest.mark.parametrize("how", METHODS)
+def test_a_method_that_forward_keeps_is_of_the_users_own_model(how: str) -> None:
+    """The model that is captured is a copy, with tensors that have no values."""
+    kind = type("Kept", (Kept,), {"keeps": METHODS[how]})
+    whole, model = kind().float(), kind().float()
+    model.load_state_dict(whole.state_dict())
+    parallel = autotp.parallelize(model, 1, example_inputs=(x().float(),))
+    for _ in range(3):
+        whole(x().float()), parallel(x().float())
+        kept = parallel.kept
+        assert kept.__self__ in (parallel, parallel.up) or kept.__self__ is parallel.seen
+        found, expected = (one.kept(1 if how == "of a list" else x().float()) for one in (parallel, whole))
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_module_whose_own_forward_is_put_back() -> None:
+    """transformers 5.0 collects hidden states so: another forward for the call, then the module's own as attribute."""
+
+    class Wrapped(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            own, seen = self.up.forward, []
+            self.up.forward = lambda x: seen.append(own(x)) or seen[0]
+            y = self.mlp(x)
+            self.up.forward = own
+            return y + seen[0].sum()
+
+    whole = Wrapped()
+    parallel = autotp.parallelize(copy.deepcopy(whole), 1, example_inputs=(x().float(),))
+    for rows in (x().float(), x().float()[:2]):
+        torch.testing.assert_close(parallel(rows), whole(rows))
+    assert "forward" not in vars(parallel.up)
+    assert autotp.verify(Wrapped().double(), 2, example_inputs=(x(),)).ok
+
+
+HOLDING: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a function holds the model": lambda self, y: lambda: self.up,
+    "a function holds a tensor of this call": lambda self, y: lambda: y,
+    "a partial holds the model": lambda self, y: functools.partial(self.own),
+    "a ReferenceType holds `up`": lambda self, y: weakref.ref(self.up),
+    "a builtin_function_or_method holds a tensor of this call": lambda self, y: y.sum,
+    "a SimpleNamespace holds `up`": lambda self, y: SimpleNamespace(of=[self.up]),
+}
+
+
+@pytest.mark.parametrize("what", HOLDING)
+def test_what_would_keep_the_captured_copy_is_refused(what: str) -> None:
+    model = type("Kept", (Kept,), {"keeps": HOLDING[what]})()
+    with pytest.raises(autotp.Error) as raised:
+        autotp.parallelize(model, 1, example_inputs=(x().float(),))
+    assert str(raised.value) == (
+        f"parallelize(Kept, tp=1): forward sets `kept`, and a later call could not: {what}, which is there only while "
+        "the model is captured\n"
+        "  try      a method of the module (`self.name = self.method`), or make the function where it is called"
+    )
+    assert model.kept is None
+
+
+def test_an_object_that_forward_keeps_may_share_plain_values_with_the_model() -> None:
+    class Configured(Kept):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(names=["a"])
+
+    model = type("Kept", (Configured,), {"keeps": lambda self, y: SimpleNamespace(config=self.config)})()
+    parallel = autotp.parallelize(model, 1, example_inputs=(x().float(),))
+    parallel(x().float())
+    assert parallel.kept.config.names == ["a"]
 
 
 def refused(rank: int, n: int) -> None:
