@@ -7,7 +7,7 @@ graph, and rebuilds the model's result from the outputs.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +49,12 @@ from autotp.sharding.layout import Layout
 CHECKED_CALLS = 2
 """The number of calls of each graph that `check_inputs="first"` compares."""
 
+CAPTURES = (
+    "autotp captures a graph in the first call of each kind (arguments, mode, dtypes, settings), outside of "
+    "torch.compile. With fullgraph=True: make one such call of the parallel model before the compiled one"
+)
+"""What Dynamo says where a compiled call is the first one of its kind."""
+
 FEW, MOST = 8, 64
 """The number of captures for one kind of call that causes a warning, and of graphs that are kept."""
 Key = tuple[Any, ...]
@@ -70,6 +76,7 @@ class Executable:
         module: the module.
         tree: the state that all modules of the model share.
         entries: each graph with the key of its calls.
+        uncompiled: calls a function that Dynamo does not trace: `uncompiled(function, *args)`.
         seen_loaded: how often parts had been loaded when the ranks last compared them.
         opened: the attributes that are known to change from call to call; graphs have them as inputs.
         seen: the tree's version when the following attributes were computed.
@@ -87,6 +94,8 @@ class Executable:
         self.entries: list[tuple[Key, GraphEntry]] = []
         self.opened = NOTHING_OPENED
         self.seen_loaded = 0
+        # Here, as a model is captured before it has an `Executable`: Dynamo, which takes a second, is imported already.
+        self.uncompiled = torch._dynamo.disable(_call, reason=CAPTURES)
         self.look_again()
 
     def look_again(self) -> None:
@@ -135,16 +144,9 @@ class Executable:
         key = self._key(leaves, spec, called.autocast, held)
         entry = self._find(key, tensors)
         if not torch.compiler.is_compiling():
-            expect_untraced(self.name)
-            expect_no_global_hooks()
-            expect_own_ranks(self.module, self.mesh, held)
-            expect_tied(self.ties, held)
-            expect_parts(held, self.layouts, self.mesh.rank)
-            warn_of_func_gradients(self.tree, held, self.layouts)
-            entry = self._agreed(entry, called, key[3:])
+            entry = self._agreed(entry, called, key[3:], held)
         elif entry is None:
-            refuse_capture(self.name)
-        assert entry is not None  # Refused above otherwise.
+            entry = self.uncompiled(self._agreed, entry, called, key[3:], held)
         tensors, shapes = self._given(entry.analysis.captured, tensors)
         mine = self._written_into(entry.analysis.captured, tensors)
         with called.autocast.off(), torch._C.DisableTorchFunctionSubclass():  # No warnings about parts inside.
@@ -256,15 +258,22 @@ class Executable:
                     return entry
         return None
 
-    def _agreed(self, entry: GraphEntry | None, called: FlatCall, mode: Key) -> GraphEntry:
+    def _agreed(self, entry: GraphEntry | None, called: FlatCall, mode: Key, held: Mapping[str, Tensor]) -> GraphEntry:
         """Returns the graph for a call, after the ranks agree on it; captures it if there is none.
 
         Args:
             mode: the part of the call's key that is not about arguments.
+            held: the present parameters and buffers.
 
         Raises:
             Error: the ranks were called differently, or the model cannot be captured; on every rank.
         """
+        expect_untraced(self.name)
+        expect_no_global_hooks()
+        expect_own_ranks(self.module, self.mesh, held)
+        expect_tied(self.ties, held)
+        expect_parts(held, self.layouts, self.mesh.rank)
+        warn_of_func_gradients(self.tree, held, self.layouts)
         check = self.tree.settings.check_inputs
         if self.seen_loaded != self.tree.loaded:  # What was loaded is compared in the next calls.
             self.seen_loaded = self.tree.loaded
@@ -482,13 +491,5 @@ def expect_untraced(name: str) -> None:
         )
 
 
-def refuse_capture(name: str) -> None:
-    """Raises Error: a call without a graph is inside torch.compile."""
-    raise Error(
-        f"{name}.forward: the first call of its kind is inside torch.compile, where autotp cannot capture a graph",
-        fix="make one such call (same arguments, mode, dtypes and settings) before the compiled one",
-    )
-
-
-# Dynamo runs it while it traces, so that the user sees this error and not an error of Dynamo.
-refuse_capture._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)

@@ -31,7 +31,7 @@ from autotp.model_library import classes_before, saves_first_rank_only
 from autotp.options import Recompute
 from autotp.passes.capture.guards.attribute_paths import is_internal
 from autotp.passes.emit.attach_parameters import BlockCall
-from autotp.runtime.executable import Executable, refuse_capture
+from autotp.runtime.executable import Executable
 from autotp.runtime.torch_hooks.loading import cutting, parts_to_load
 from autotp.runtime.tree import ORIGINAL, ModuleState, Tree, copied, give_state, held_in, original_class, state_of
 from autotp.sharding.layout import Layout
@@ -360,10 +360,8 @@ def executable_of(module: nn.Module) -> Executable:
         state.executable = Executable(module, state.tree)
     found: Executable = state.executable
     if found.seen != state.tree.version:
-        if torch.compiler.is_compiling():
-            refuse_capture(found.name)
-        renew(module, state.tree)
-        found.look_again()
+        found.uncompiled(renew, module, state.tree)
+        found.uncompiled(found.look_again)
     if found.seen_modes != state.tree.modes:
         found.look_at_modes()
     return found

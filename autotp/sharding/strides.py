@@ -8,9 +8,12 @@ from torch import Tensor
 
 
 def memory_order(x: Tensor) -> list[int]:
-    """Returns the dimensions in their order in memory, outermost first."""
+    """Returns the dimensions in their order in memory, outermost first; equal strides keep their order."""
     strides = x.stride()
-    return sorted(range(x.dim()), key=lambda d: (-strides[d], d))
+    order: list[int] = []
+    for d in range(x.dim()):  # Not `sorted`: torch.compile cannot trace its key of symbolic strides.
+        order.insert(len([other for other in order if strides[other] >= strides[d]]), d)
+    return order
 
 
 def inverse(order: Sequence[int]) -> list[int]:

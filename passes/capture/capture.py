@@ -143,11 +143,11 @@ def _symbolic(x: Any) -> Any:
 
 
 def _exported(flat: Flat, given: tuple[Any, ...]) -> ExportedProgram | Exception:
-    dynamic = tuple(_symbolic(x) for x in given)
+    dynamic = (tuple(_symbolic(x) for x in given),) if given else ()
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # the exporter asks
-            return export(flat, given, dynamic_shapes=(dynamic,), strict=False)
+            return export(flat, given, dynamic_shapes=dynamic, strict=False)
     except (Entangled, Error):
         raise
     except Exception as error:

@@ -262,3 +262,22 @@ def test_a_buffer_that_is_not_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transform, "functionalize", forgetful)
     report = autotp.verify(Counting(), 2, example_inputs=x)
     assert not report.ok and report.outputs[0].name == "calls"
+
+
+class OfNumbers(nn.Module):
+    """A model that makes its tensors of plain numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(31, 12), nn.Linear(12, 20), nn.Linear(20, 12)
+
+    def forward(self, *rows: list[int]) -> Tensor:
+        x = self.table(torch.tensor(rows[0])[None]) if rows else self.table.weight
+        return self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize("rows", [([1, 2, 3],), ()])
+def test_a_model_without_tensors_among_its_arguments(rows: tuple[Any, ...]) -> None:
+    report = autotp.verify(OfNumbers(), 3, example_inputs=rows)
+    assert report.ok, report
+    assert "20 width" in str(autotp.explain(OfNumbers(), 3, example_inputs=rows))

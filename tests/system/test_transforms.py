@@ -244,6 +244,8 @@ def compiled(rank: int, n: int) -> None:
     """One graph, forward and backward equal to eager, and no compilation after the first step."""
     from torch._dynamo.utils import counters
 
+    torch._dynamo.reset()  # The functions of this file run in one process.
+    counters.clear()
     _, parallel = both(n, dropout=0.1, randomness="exact")
     fast = torch.compile(parallel, fullgraph=True, backend="aot_eager")
     for step in range(3):
@@ -255,8 +257,30 @@ def compiled(rank: int, n: int) -> None:
     assert logits.shape == (4, 6, 49 - rank)
     torch.manual_seed(9)
     torch.testing.assert_close(autotp.gather(logits), autotp.gather(parallel(*tokens())[1]))
-    with pytest.raises(Exception, match=r"first call of its kind is inside torch\.compile"):
+    with pytest.raises(Exception, match="make one such call of the parallel model before the compiled one"):
         fast.eval()(*tokens())
+
+
+@checks.on(2)
+def compiled_from_the_first_call(rank: int, n: int) -> None:
+    """Each kind of call is captured where it is first made, and so is a model with another layer."""
+    whole, parallel = both(n, dropout=0.1, randomness="exact")
+    fast = torch.compile(parallel, backend="eager")
+    for step in ("train", "longer", "eval", "another layer"):
+        for model in (whole, parallel):
+            model.train(step != "eval").zero_grad()
+            if step == "another layer":
+                model.gpt.h[0].ln_2 = nn.Identity()  # type: ignore[union-attr,index]
+        given, results = tokens(seq=9 if step == "longer" else 6), []
+        for model in (whole, fast):
+            torch.manual_seed(9)
+            results.append(model(*given))
+        expected, found = results
+        torch.testing.assert_close(autotp.gather(found[1]), expected[1])
+        expected[0].backward()
+        found[0].backward()
+        gradients, known = ({k: p.grad for k, p in m.named_parameters()} for m in (parallel, whole))
+        expect_equal(parallel, gradients, known)  # type: ignore[arg-type]
 
 
 def _step(model: Any, seed: int) -> list[Tensor]:

@@ -74,3 +74,21 @@ def test_training_and_its_files(tmp_path: Path) -> None:
     alone = trainer_of(llama_in_float64(), tmp_path / "two")
     alone.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-4"))
     expect_close(log_of(alone), expected[0][1])
+
+
+def compiled(rank: int, n: int, folder: Path) -> list[dict[str, float]]:
+    model: Any = llama_in_float64()
+    model = autotp.parallelize(model, n) if n > 1 else model
+    more = {"torch_compile": True, "torch_compile_backend": "eager"} if n > 1 else {}
+    trainer = trainer_of(model, folder, save_strategy="no", max_steps=2, **more)
+    trainer.train()
+    return log_of(trainer)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_compiled(tmp_path: Path) -> None:
+    """Trainer compiles the model before its first call: each kind of call is captured outside of Dynamo."""
+    expected = compiled(0, 1, tmp_path / "one")
+    for found in run_ranks(compiled, 2, tmp_path / "two"):
+        expect_close(found, expected)
