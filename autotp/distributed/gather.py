@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 from typing import Any, cast
@@ -66,12 +67,17 @@ def gather(output: Any) -> Any:
         >>> autotp.gather(model[0].weight).shape  # with tp=2 each rank holds [8, 4] of it
         torch.Size([16, 4])
     """
-    return pytree.tree_map_only(Tensor, _gathered, output)
+    return _mapped(lambda x: _gathered(x) if isinstance(x, Tensor) else x, output)
 
 
 def gather_all(output: Any) -> Any:
     """Returns a structure with its cut tensors gathered, and other values unchanged."""
-    return pytree.tree_map(lambda x: _gathered(x) if isinstance(x, Sharded) else x, pytree.tree_map(marked, output))
+    return _mapped(lambda x: _gathered(x) if isinstance(x, Sharded) else x, _mapped(marked, output))
+
+
+def _mapped(function: Callable[[Any], Any], output: Any) -> Any:
+    """Returns the structure with `function` of each value. A `torch.Size` stays; torch would make a tuple of it."""
+    return pytree.tree_map(function, output, is_leaf=lambda x: isinstance(x, torch.Size))
 
 
 def _gathered(output: Tensor) -> Tensor:

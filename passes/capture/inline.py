@@ -75,7 +75,17 @@ def _batched(builder: Builder, region: Sequence[fx.Node]) -> None:
         return [env[node] for node in results]
 
     given = [builder.map(node) for node in outside]
-    graph = make_fx(run)(*(x.meta["val"] if isinstance(x, fx.Node) else x for x in given)).graph
+    try:
+        with builder.mode:  # For the tensors that the function makes.
+            graph = make_fx(run)(*(x.meta["val"] if isinstance(x, fx.Node) else x for x in given)).graph
+    except Error:
+        raise
+    except Exception as error:
+        raise Error(
+            f"torch.vmap of a function that cannot be in a graph: {str(error).partition(chr(10))[0]}",
+            at=line_of(region[0]),
+            fix="operators on the whole batch",
+        ) from error
     for node in graph.nodes:
         node.meta = {name: region[0].meta[name] for name in PLACE if name in region[0].meta} | node.meta
     builder.env.update(zip(results, _inlined(builder, graph, given), strict=True))

@@ -94,10 +94,10 @@ def _opened(tree: Any, known: Sequence[Any] = ()) -> Any:
             return _Sizes(tuple(x))
         return StateAt(places[0]) if places else _Open(x) if is_state(x) else x
 
-    return pytree.tree_map(opened, tree, is_leaf=_is_node)
+    return pytree.tree_map(opened, tree, is_leaf=is_node)
 
 
-def _is_node(x: Any) -> bool:
+def is_node(x: Any) -> bool:
     """True for a value that torch rebuilds as another type (a `torch.Size` as a tuple) or does not take apart."""
     return is_state(x) or isinstance(x, torch.Size)
 
@@ -134,7 +134,7 @@ def unflatten_outcome(leaves: Sequence[Any], spec: Any, mine: Sequence[Any]) -> 
         vars(state).clear()
         vars(state).update(vars(now))
     result = pytree.tree_unflatten(leaves[: of_result.num_leaves], of_result)
-    return pytree.tree_map_only(StateAt, lambda known: mine[known.at], result, is_leaf=_is_node)
+    return pytree.tree_map_only(StateAt, lambda known: mine[known.at], result, is_leaf=is_node)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,10 @@ class Hidden(Plain):
         return {"hidden": hidden, "out": self.down(hidden.relu())}
 
 
+def test_sizes_stay_sizes() -> None:
+    assert [type(x) for x in gather_all((torch.Size([2]), 3, torch.ones(2)))] == [torch.Size, int, torch.Tensor]
+
+
 def test_marks() -> None:
     part, whole, plain = torch.ones(2, 3), torch.ones(4, 3), torch.ones(1)
     mark(part, OutputLayout(HALVES, Mesh(size=2, rank=1)))

@@ -46,7 +46,7 @@ from autotp.passes.capture.guards.attribute_paths import (
     state_of_opaque,
 )
 from autotp.passes.capture.guards.comparison import PLAIN
-from autotp.passes.capture.pytree import flatten
+from autotp.passes.capture.pytree import flatten, is_node
 
 GONE: Any = object()
 """Stands for the value of a key that is deleted."""
@@ -376,7 +376,7 @@ def flatten_new_value(value: Any, places: Mapping[int, Path]) -> tuple[list[Any]
         owner = places.get(key_of(one.__self__)) if isinstance(one, METHODS) else None
         return one if owner is None else MethodAt.of(one, owner)
 
-    known = pytree.tree_map(closed, value, is_leaf=lambda one: key_of(one) in places)
+    known = pytree.tree_map(closed, value, is_leaf=lambda one: key_of(one) in places or is_node(one))
     leaves, spec = flatten(known)
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, At, MethodAt)) and (part := _part_of_call(leaf, places)):

@@ -52,9 +52,14 @@ def explain_failure(error: Exception, plain: Exception | None, model: nn.Module)
             fix=f"torch's operators, or {CUSTOM_OPERATOR}",
         )
     kind, text = type(shown).__name__, str(shown).strip()
+    said = f"{kind}: {text.splitlines()[0] if text else ''}".rstrip(": ")
     at = user_line(traceback.extract_tb(shown.__traceback__))
+    facts = {"at": at} if at != "?" else {}
+    if plain is None:
+        instead = f"other operators at this line, or {CUSTOM_OPERATOR}"
+        return Error(f"torch.export cannot trace the model: {said}", **facts, fix=instead)
     return Error(
-        f"the model does not run on these inputs: {kind}: {text.splitlines()[0] if text else ''}".rstrip(": "),
-        **({"at": at} if at != "?" else {}),
+        f"the model does not run on these inputs: {said}",
+        **facts,
         fix="arguments that the original model accepts; example_inputs={...}, if you gave none",
     )

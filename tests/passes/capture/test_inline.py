@@ -11,6 +11,7 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from autotp.errors import Error
 from autotp.passes.canonicalize.functionalize import functionalize
+from autotp.passes.capture import inline
 from autotp.passes.capture.capture import capture
 
 X = some(3, 4, dtype=torch.float32)
@@ -216,3 +217,26 @@ def test_a_map_that_switches_autocast() -> None:
     with pytest.raises(Error, match=r"torch\.vmap of a function that switches autocast"):
         capture(Function(mapped_autocast), (X,), {})
     assert not get_interpreter_stack()  # An open level would change what torch computes later.
+
+
+def test_a_map_that_torch_cannot_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(function: object) -> None:
+        raise NotImplementedError("no rule for an operator\nand more")
+
+    monkeypatch.setattr(inline, "make_fx", fail)
+    with pytest.raises(Error, match=r"torch\.vmap of a function that cannot be in a graph: no rule for an operator\n"):
+        capture(Function(mapped), (X,), {})
+
+
+def test_a_map_that_draws() -> None:
+    """The rows' numbers are drawn together, as torch's vmap draws them."""
+
+    def noisy(x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: row * torch.rand(row.shape[0]), randomness="different")(x)
+
+    graph = capture(Function(noisy), (X,), {}).graph
+    found = []
+    for call in (noisy, lambda x: run(graph, [x])[0]):
+        torch.manual_seed(0)
+        found.append(call(some(5, 6, dtype=torch.float32)))
+    torch.testing.assert_close(*found, rtol=0, atol=0)

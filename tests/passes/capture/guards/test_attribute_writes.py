@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import autotp
+from autotp.passes.capture.guards.attribute_writes import flatten_new_value
 from autotp.runtime.module import executable_of
 
 checks = Checks()
@@ -555,6 +556,13 @@ def refused(rank: int, n: int) -> None:
         "  try      return it as a part of the loss, or compute it in the training loop (trainer.steps counts)\n"
         "  or       autotp.parallelize(model, tp), which keeps attributes"
     )
+
+
+def test_a_size_stays_a_size() -> None:
+    """`pytree.tree_map` would make a tuple of it."""
+    leaves, spec = flatten_new_value({"of": torch.Size([2, 3])}, {})
+    again = pytree.tree_unflatten(leaves, spec)["of"]
+    assert type(again) is torch.Size and again == (2, 3)
 
 
 def test_a_trainer_refuses_what_forward_sets() -> None:
