@@ -11,10 +11,15 @@ from typing import Any
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of others by the other finders, and calls back when one has run."""
+    """Finds the modules of others by the other finders, and calls back when one has run.
+
+    Attributes:
+        running: the number of these modules that run at present. One may import another; what it imports must not be
+            called back about, as its own names are not there yet.
+    """
 
     def __init__(self, names: Sequence[str], then: Callable[[], None]) -> None:
-        self.names, self.then = frozenset(names), then
+        self.names, self.then, self.running = frozenset(names), then, 0
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         """Returns the module's spec, whose loader calls back; None for other modules."""
@@ -26,15 +31,20 @@ class _Finder(MetaPathFinder):
             run = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                run(module)
-                self.then()
+                self.running += 1
+                try:
+                    run(module)
+                finally:
+                    self.running -= 1
+                if not self.running:
+                    self.then()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 def after_import(names: Sequence[str], then: Callable[[], None]) -> None:
-    """Calls `then` now, and again after each import of one of these modules."""
+    """Calls `then` now, and again after each import of one of these modules, with all that it imports."""
     if not any(isinstance(finder, _Finder) and finder.names == frozenset(names) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder(names, then))
     then()

@@ -28,3 +28,23 @@ def test_calls_after_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     __import__("watched_two")
     __import__("watched_one")
     assert seen[2:] == [[3], [3, 3]]
+
+
+def test_a_module_that_imports_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call back while the first one still runs would see a module without its names."""
+    (tmp_path / "outer_one.py").write_text("import inner_one\nvalue = 3\n")
+    (tmp_path / "inner_one.py").write_text("value = 4\n")
+    (tmp_path / "failing_one.py").write_text("import inner_two\nraise ImportError\n")
+    (tmp_path / "inner_two.py").write_text("value = 5\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    seen: list[list[int]] = []
+    names = ["outer_one", "inner_one", "failing_one", "inner_two"]
+    after_import(names, lambda: seen.append([sys.modules[name].value for name in names if name in sys.modules]))
+    __import__("outer_one")
+    assert seen == [[], [3, 4]]
+    with pytest.raises(ImportError):
+        __import__("failing_one")
+    del sys.modules["inner_two"]
+    __import__("inner_two")
+    assert seen[2:] == [[3, 4, 5]]
