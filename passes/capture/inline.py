@@ -41,6 +41,7 @@ def inline(graph: fx.Graph) -> fx.Graph:
 
 
 def _inline_nodes(builder: Builder, nodes: Sequence[fx.Node]) -> None:
+    """Copies nodes into the new graph; those between the first and the last level of a `torch.vmap` all together."""
     region, depth = list[fx.Node](), 0
     for node in nodes:
         depth += node.target is predispatch._vmap_increment_nesting
@@ -61,7 +62,7 @@ def _batched(builder: Builder, region: Sequence[fx.Node]) -> None:
     runs them here once more, and what is below vmap is recorded.
 
     Raises:
-        Error: the vmap has a region that no operators on all rows can replace.
+        Error: the vmap has a region that no operators on all rows can replace, or torch has no rule for an operator.
     """
     within = set(region)
     read = dict.fromkeys(n for node in region for n in node.all_input_nodes)
@@ -130,11 +131,13 @@ def _run(nodes: Sequence[fx.Node], env: dict[fx.Node, Any]) -> None:
 
 
 def _expect_pure(node: fx.Node, inner: fx.Graph) -> None:
+    """Raises Error if the graph in a region without gradients writes into memory: `detach` would not be the same."""
     if any(writes(each) for each in inner.nodes):
         raise _no_operator(node)
 
 
 def _no_operator(node: fx.Node) -> Error:
+    """Returns the Error for a node of a `torch.vmap` that is a region and no operator."""
     return Error(
         "torch.vmap of a function that switches autocast, or writes under torch.no_grad, cannot be in a graph",
         at=line_of(node),

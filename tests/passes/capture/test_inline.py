@@ -192,7 +192,14 @@ def mapped_without_gradient(x: Tensor) -> Tensor:
     return torch.vmap(scaled)(x)
 
 
-@pytest.mark.parametrize("function", [mapped, mapped_twice, mapped_with_tensors_as_indices, mapped_without_gradient])
+def mapped_with_new_tensors(x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: row * torch.arange(row.shape[0]) + torch.ones(row.shape[0]))(x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [mapped, mapped_twice, mapped_with_tensors_as_indices, mapped_without_gradient, mapped_with_new_tensors],
+)
 def test_mapped(function: Callable[[Tensor], Tensor]) -> None:
     graph = capture(Function(function), (X,), {}).graph
     assert not [node for node in graph.nodes if "vmap" in str(node.target)]
