@@ -24,12 +24,14 @@ from autotp.passes.canonicalize.constant_index import constant_index
 from autotp.passes.canonicalize.cse import cse
 from autotp.passes.canonicalize.custom_vjp import fuse, mark
 from autotp.passes.canonicalize.functionalize import functionalize
+from autotp.passes.canonicalize.value_reads import value_reads
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.capture import ALWAYS, OFF, capture
 from autotp.passes.capture.captured import NOTHING_OPENED, Captured, Opened
 from autotp.passes.capture.guards.attribute_paths import Path
 from autotp.passes.capture.guards.attribute_writes import Change, add_hooks, apply_changes
 from autotp.passes.capture.guards.python_state import GradientsWanted
+from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, shown
 from autotp.passes.check.check import check
 from autotp.passes.check.types import Typed
 from autotp.passes.emit.bind import bind
@@ -87,6 +89,7 @@ class CallState:
         opened: the attributes that change from call to call.
         wanted: the answers to the model's questions about gradients.
         rows: places, among the arguments' tensors, of those with the rows of a batch; None: those as long as the first.
+        values: what is known of the values that Python reads of tensors.
     """
 
     autocast: Autocast = OFF
@@ -95,6 +98,7 @@ class CallState:
     opened: Opened = NOTHING_OPENED
     wanted: GradientsWanted = ALWAYS
     rows: frozenset[int] | None = None
+    values: KnownValues = NO_VALUES
 
 
 FIRST_CALL = CallState()
@@ -190,6 +194,13 @@ def _functionalize(p: Program) -> Program:
     return replace(p, graph=graph, updated=[*p.captured.assigned, *updated])
 
 
+def _value_reads(p: Program) -> Program:
+    if not p.captured.asked:
+        return p
+    graph, captured = value_reads(p.graph, p.captured, len(p.updated), _cut_inputs(p))
+    return replace(p, graph=graph, captured=captured)
+
+
 def _constant_index(p: Program) -> Program:
     return replace(p, graph=constant_index(p.graph, p.captured.constants))
 
@@ -213,6 +224,13 @@ def _loss_totals(p: Program) -> Program:
 def _expect_one_batch(p: Program, loss: fx.Node | None) -> None:
     """Raises Error for a model with side effects, without a loss, or without a batch."""
     captured = p.captured
+    if captured.asked:
+        raise Error(
+            "Python reads values of tensors in forward, which may be others in each part of a batch",
+            at=shown(captured.asked[0].outcome.place),
+            fix="torch.where, or a mask",
+            alternative="autotp.parallelize(model, tp), which takes the whole batch at once",
+        )
     if captured.into:
         raise Error("the model writes into its inputs, and each part of a batch has other inputs")
     if written := [*captured.changes, *(name for name, _ in captured.sets)]:
@@ -234,6 +252,7 @@ def _expect_one_batch(p: Program, loss: fx.Node | None) -> None:
 CANONICALIZE = (
     Pass("canonicalize", "autocast", _autocast),
     Pass("canonicalize", "functionalize", _functionalize),
+    Pass("canonicalize", "value_reads", _value_reads),
     Pass("canonicalize", "constant_index", _constant_index),
     Pass("canonicalize", "canonicalize", lambda p: replace(p, graph=canonicalize(p.graph))),
     Pass("canonicalize", "custom_vjp", lambda p: replace(p, graph=mark(p.graph))),
@@ -354,12 +373,17 @@ def _sources(p: Program) -> frozenset[fx.Node]:
     return frozenset(n for n in p.graph.nodes if n.op == "placeholder" and n.name in names)
 
 
+def _cut_inputs(p: Program) -> dict[str, Layout]:
+    """Placeholder name -> layout of a cut input, with the sizes of the call that was cut."""
+    known: dict[int | Path, str] = dict(enumerate(p.captured.inputs))
+    known.update(p.captured.input_at)
+    return {known[i]: layout for i, layout in p.call.given.items() if i in known}
+
+
 def _local_inputs(p: Program) -> dict[str, Layout]:
     """Placeholder name -> layout of a cut input, with its sizes in this graph."""
     places = {node.name: node for node in p.graph.nodes if node.op == "placeholder"}
-    known: dict[int | Path, str] = dict(enumerate(p.captured.inputs))
-    known.update(p.captured.input_at)
-    names = {known[i]: layout for i, layout in p.call.given.items() if i in known}
+    names = _cut_inputs(p)
     return {n: replace(how, shape=tuple(places[n].meta["val"].shape)) for n, how in names.items() if n in places}
 
 
@@ -433,7 +457,7 @@ def captured_program(
     _warn_of_untested_torch()
 
     def captured() -> Captured:
-        return capture(skeleton, args, kwargs, call.autocast, once, call.opened, call.wanted)
+        return capture(skeleton, args, kwargs, call.autocast, once, call.opened, call.wanted, call.values)
 
     found = captured()
     if options.summed and (found.changes or found.sets) and not found.computes_changes:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.deferred_init.events import Event, TensorPlace, Tied, empty_like, how_to_fill, made_again, tensors_of
 from autotp.errors import Error
+from autotp.ops.random_state import random_state_of, set_random_state
 
 LOOKS = {"shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "data", "detach"}
 LOOKS |= {"size", "dim", "ndimension", "numel", "is_floating_point", "is_complex", "is_contiguous", "stride"}
@@ -50,15 +51,15 @@ class Replay(TorchFunctionMode):
 
     def run(self) -> None:
         """Runs all events in order."""
-        self.states = _random_state(self.device).repeat(len(self.events), 1)
+        self.states = random_state_of(self.device).repeat(len(self.events), 1)
         for i, event in enumerate(self.events):
-            self.states[i] = _random_state(self.device) if event.copy_of is None else self.states[event.copy_of]
+            self.states[i] = random_state_of(self.device) if event.copy_of is None else self.states[event.copy_of]
             self.call(i)  # The random state after the last copy is that after the first layer.
 
     def call(self, i: int) -> None:
         """Runs an event from its random state; afterwards no stand-in is alive."""
         self.at, event = i, self.events[i]
-        _set_random_state(self.device, self.states[i])
+        set_random_state(self.device, self.states[i])
         with torch.no_grad(), self.device:
             if event.call == "__init__":
                 self._adopt(event.module)
@@ -122,7 +123,7 @@ class Replay(TorchFunctionMode):
 
     def _recall(self, key: int, tensor: Tensor) -> None:
         """Fills `tensor` with its present value, by running the events that wrote it again; with nan without events."""
-        past, now = self.history.get(key, []), _random_state(self.device)
+        past, now = self.history.get(key, []), random_state_of(self.device)
         if self.at in past:
             raise Error(
                 f"{self.events[self.at]} returns to `{self.places[key].name}` after another module's tensors",
@@ -134,7 +135,7 @@ class Replay(TorchFunctionMode):
             again = Replay(self.tied, self.events, self.device, lambda i, place, it: None)
             again.states, again.pinned, again.live = self.states, key, {key: StandIn(tensor, "written")}
             again.call(i)
-        _set_random_state(self.device, now)
+        set_random_state(self.device, now)
 
     def _release(self, key: int) -> None:
         it, place = self.live.pop(key), self.places[key]
@@ -145,21 +146,6 @@ class Replay(TorchFunctionMode):
             raise Error(f"{self.events[self.at]} leaves `{place.name}` or a part of it empty", **how_to_fill(place))
         self.history[key] = [*(self.history.get(key, []) if it.state == "recalled" else []), self.at]
         self.sink(self.at, place, it)
-
-
-def _random_state(device: torch.device) -> Tensor:
-    """Returns the random state of the CPU, and of `device` if it has its own: uint8 [bytes]"""
-    states = [torch.get_rng_state()]
-    if device.type not in ("cpu", "meta"):
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return torch.cat(states)
-
-
-def _set_random_state(device: torch.device, state: Tensor) -> None:
-    size = torch.get_rng_state().numel()
-    torch.set_rng_state(state[:size].clone())
-    if state.numel() > size:
-        torch.get_device_module(device).set_rng_state(state[size:].clone(), device)
 
 
 def _function_name(func: Any) -> str:

@@ -26,12 +26,13 @@ from autotp.model_library import keep_activations, recomputes
 from autotp.ops.grouped_mm import grouped_mm
 from autotp.options import DEFAULTS, Experts, Options, Outputs, Recompute
 from autotp.passes.canonicalize.custom_vjp import fuse
-from autotp.passes.capture.captured import Captured, InputSize, OutputAt
+from autotp.passes.capture.captured import Captured, InputSize, OutputAt, contradicted
 from autotp.passes.capture.example_inputs import Inputs
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.guards.attribute_paths import everything, found_at, put_at, spelled
 from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, flatten_new_value, keyed
 from autotp.passes.capture.guards.python_state import GradientsWanted
+from autotp.passes.capture.guards.values import NO_VALUES, KnownValues
 from autotp.passes.capture.pytree import flatten, outcome, states
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.attach_parameters import ParameterPlace, attach_parameters, places
@@ -150,11 +151,13 @@ def make_trial(
     tp: int,
     settings: Options = DEFAULTS,
     amend: Amend | None = None,
+    values: KnownValues = NO_VALUES,
 ) -> Trial:
     """Returns a copy of `model` with the graphs of its `tp` ranks.
 
     Args:
         amend: as for `analyse`.
+        values: what is known of the values that Python reads of tensors.
     """
     name = type(model).__name__
     if settings.recompute == "none" and recomputes(model):
@@ -168,7 +171,8 @@ def make_trial(
         args, kwargs = pytree.tree_map_only(Tensor, _doubled, (args, kwargs))
         tensors = [x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         wanted = GradientsWanted(inputs=tuple(tensors), parameters=tuple(p.requires_grad for p in whole.parameters()))
-        analysis = analyse(skeleton_of(whole), args, kwargs, tp, settings, CallState(wanted=wanted), amend)
+        call = CallState(wanted=wanted, values=values)
+        analysis = analyse(skeleton_of(whole), args, kwargs, tp, settings, call, amend)
         graphs = flat_graphs(analysis, "exact")
         plan = report(analysis, name, graphs[0])
         return Trial(whole, args, kwargs, analysis, tuple(map(fuse, graphs)), plan, settings)
@@ -195,12 +199,24 @@ def _moved(model: nn.Module) -> nn.Module:
     return model
 
 
+class OtherValues(Exception):
+    """Python reads other values of activations than a graph assumes."""
+
+    def __init__(self, values: KnownValues) -> None:
+        super().__init__(values)
+        self.values = values
+
+
 Edit = Callable[[fx.Graph, int], fx.Graph]
 """(graph, rank) -> graph: a test's change of a rank's graph before it runs."""
 
 
 def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
-    """Runs a model, and its ranks in lockstep, with the same random numbers; returns the differences."""
+    """Runs a model, and its ranks in lockstep, with the same random numbers; returns the differences.
+
+    Raises:
+        OtherValues: Python reads other values of activations than the trial assumes.
+    """
     if not trial.graphs:
         return Report(trial.plan, (), (), ())
     analysis = trial.analysis
@@ -211,6 +227,8 @@ def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
         placed = [_placed(module.graph, rank, trial) for module, rank in zip(modules, ranks, strict=True)]
         torch.manual_seed(0)
         ran = run_lockstep(modules, placed)
+        if (outcomes := contradicted(analysis.captured, ran[0])) is not None:
+            raise OtherValues(KnownValues(analysis.captured.places, outcomes))
         found = [[_as_tensor(x) for x in row] for row in ran]
         torch.manual_seed(0)
         expected, others = _returned(model, trial, inputs)
@@ -591,10 +609,7 @@ def compare_calls(
 def _compared_calls(
     model: nn.Module, inputs: Inputs, tp: int, settings: Options, amend: Amend | None, line: Line
 ) -> Report:
-    trial = make_trial(model, *inputs, tp, settings, amend)
-    line.count()
-    line.begin("run")
-    found = compare(trial)
+    trial, found = _compared(model, inputs, tp, settings, amend, line)
     line.count()
     if not trial.analysis.captured.changes or not trial.graphs:
         return found
@@ -602,4 +617,20 @@ def _compared_calls(
         called, changed = _copied(trial.model), copy.deepcopy((trial.args, trial.kwargs))
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             called(*changed[0], **changed[1])
-    return _joined(found, compare(make_trial(called, trial.args, trial.kwargs, tp, settings, amend)))
+    return _joined(found, _compared(called, (trial.args, trial.kwargs), tp, settings, amend)[1])
+
+
+def _compared(
+    model: nn.Module, inputs: Inputs, tp: int, settings: Options, amend: Amend | None, line: Line | None = None
+) -> tuple[Trial, Report]:
+    """Makes a trial and runs it; again where Python reads other values of activations than the graph assumes."""
+    values = NO_VALUES
+    while True:
+        trial = make_trial(model, *inputs, tp, settings, amend, values)
+        if line is not None and values is NO_VALUES:
+            line.count()
+            line.begin("run")
+        try:
+            return trial, compare(trial)
+        except OtherValues as other:
+            values = other.values

@@ -48,6 +48,23 @@ def agree_on_call(mesh: Mesh, leaves: Sequence[Any], mode: Any, random: bool, pa
     _expect_own_parts(mesh, [row[3] for row in rows])
 
 
+def agree_on_values(mesh: Mesh, graph: int) -> None:
+    """Raises Error on every rank if what Python reads of values selects another graph on some rank.
+
+    Args:
+        graph: the number of this rank's graph, or -1 if it has none yet.
+    """
+    if mesh.size == 1 or torch._C._functorch.peek_interpreter_stack() is not None:
+        return
+    expect_as_first(
+        gather_ints([graph], mesh),
+        0,
+        mesh,
+        "reads other values of tensors than rank 0",
+        "the same batch for all ranks of one model: no DistributedSampler, one seed for shuffling",
+    )
+
+
 def checksum_of_parts(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> int:
     """Returns a number that two ranks share if they hold the same parts; 0 if parts may well be the same.
 

@@ -24,9 +24,10 @@ from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error, within
 from autotp.model_library import watch_calls
 from autotp.ops.eager_mode import alone, is_plain
+from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import CheckInputs
 from autotp.passes.capture.autocast_regions import Autocast, ambient
-from autotp.passes.capture.captured import NOTHING_OPENED, Captured, InputSize, Opened, OutputAt
+from autotp.passes.capture.captured import NOTHING_OPENED, Captured, InputSize, Opened, OutputAt, contradicted
 from autotp.passes.capture.guards.argument_keys import argument_key
 from autotp.passes.capture.guards.attribute_paths import TABLES, Path, everything, found_at, put_at
 from autotp.passes.capture.guards.attribute_writes import Change, Write, add_hooks, apply_changes, write_into
@@ -34,11 +35,12 @@ from autotp.passes.capture.guards.code_names import CodeName, named
 from autotp.passes.capture.guards.guard import Guard, spelled_places
 from autotp.passes.capture.guards.python_state import NOT_ASKED, GradientsWanted, wanted_now
 from autotp.passes.capture.guards.sizes import Shapes
+from autotp.passes.capture.guards.values import KnownValues, Outcome, Place, ValueRead, shown
 from autotp.passes.capture.pytree import flatten, signature_of, states
 from autotp.passes.capture.unsupported.lost_gradients import expect_no_global_hooks
 from autotp.passes.emit.attach_parameters import BlockCall, places, ties, value_at, works
 from autotp.passes.emit.recompute import Recomputed
-from autotp.runtime.call_consistency import agree_on_call, checksum_of_parts
+from autotp.runtime.call_consistency import agree_on_call, agree_on_values, checksum_of_parts
 from autotp.runtime.fsdp import dtypes, expect_whole
 from autotp.runtime.func_gradients import expect_parts, expect_tied, warn_of_func_gradients
 from autotp.runtime.graph_digest import digest
@@ -69,6 +71,22 @@ class FlatCall(NamedTuple):
     autocast: Autocast
 
 
+class _Ran(NamedTuple):
+    """What a graph computed, before any of it reaches the model or the caller.
+
+    Attributes:
+        found: its outputs.
+        mine: the caller's tensors that the model writes into, by the position of the output with their values.
+        shapes: shapes of its inputs.
+        random_state: the random state before the run, if the call may have to run again.
+    """
+
+    found: Sequence[Any]
+    mine: Mapping[int, Tensor]
+    shapes: Shapes
+    random_state: Tensor | None
+
+
 class Executable:
     """The graphs of one module of a parallel model, and its calls.
 
@@ -79,6 +97,8 @@ class Executable:
         uncompiled: calls a function that Dynamo does not trace: `uncompiled(function, *args)`.
         seen_loaded: how often parts had been loaded when the ranks last compared them.
         opened: the attributes that are known to change from call to call; graphs have them as inputs.
+        read_places: the places at which Python needs values of tensors.
+        count: number of calls whose graph assumed outcomes of reads.
         seen: the tree's version when the following attributes were computed.
         signature: the signature of the module's forward.
         first_names, places: first names and places of its parameters and buffers.
@@ -93,7 +113,8 @@ class Executable:
         self.module, self.tree = module, tree
         self.entries: list[tuple[Key, GraphEntry]] = []
         self.opened = NOTHING_OPENED
-        self.seen_loaded = 0
+        self.read_places = frozenset[Place]()
+        self.seen_loaded = self.count = 0
         # Here, as a model is captured before it has an `Executable`: Dynamo, which takes a second, is imported already.
         self.uncompiled = torch._dynamo.disable(_call, reason=CAPTURES)
         self.look_again()
@@ -142,19 +163,52 @@ class Executable:
         called = FlatCall(leaves, spec, tensors, ambient(self.mesh.device))
         held = self.tensors()
         key = self._key(leaves, spec, called.autocast, held)
-        entry = self._find(key, tensors)
+        entry = self._entry(key, called, held)
+        ran = self._run(entry, called, held)
+        while (outcomes := self._contradicted(entry, ran)) is not None:
+            entry = self._entry(key, called, held, outcomes)
+            ran = self._run(entry, called, held)
+        return self._returned(entry, ran.found, states((args, kwargs)), ran.mine, ran.shapes)
+
+    def _entry(
+        self, key: Key, called: FlatCall, held: Mapping[str, Tensor], outcomes: tuple[Outcome, ...] = ()
+    ) -> GraphEntry:
+        """Returns the graph for a call in which the first reads of values have these outcomes."""
         if not torch.compiler.is_compiling():
-            entry = self._agreed(entry, called, key[3:], held)
-        elif entry is None:
-            entry = self.uncompiled(self._agreed, entry, called, key[3:], held)
-        tensors, shapes = self._given(entry.analysis.captured, tensors)
+            return self._agreed(self._find(key, called.tensors, outcomes), called, key, held, outcomes)
+        if self.read_places:  # Dynamo has no values, either.
+            entry = self.uncompiled(self._find, key, called.tensors, outcomes)
+        else:
+            entry = self._find(key, called.tensors)
+        return entry or self.uncompiled(self._agreed, entry, called, key, held, outcomes)
+
+    def _run(self, entry: GraphEntry, called: FlatCall, held: Mapping[str, Tensor]) -> _Ran:
+        """Runs a graph on a call's tensors and the model's."""
+        state = random_state_of(self.mesh.device) if entry.assumes and entry.random else None
+        tensors, shapes = self._given(entry.analysis.captured, called.tensors)
         mine = self._written_into(entry.analysis.captured, tensors)
         with called.autocast.off(), torch._C.DisableTorchFunctionSubclass():  # No warnings about parts inside.
             found = entry.module(
                 *(expect_whole(x, held[x]) if isinstance(x, str) else x for x in entry.operands),
                 *(t.part if isinstance(t, Sharded) else t for t in tensors),
             )
-        return self._returned(entry, found, states((args, kwargs)), mine, shapes)
+        return _Ran(found, mine, shapes, state)
+
+    def _contradicted(self, entry: GraphEntry, ran: _Ran) -> tuple[Outcome, ...] | None:
+        """Returns the outcomes of a call's reads if the graph assumed others; None if it is right.
+
+        If it is not, the random state is what it was before the call.
+        """
+        if not entry.assumes:
+            return None
+        read = self.uncompiled if torch.compiler.is_compiling() else _call
+        outcomes = read(contradicted, entry.analysis.captured, ran.found)
+        if outcomes is None:
+            self.count += 1
+            entry.last = self.count
+        elif ran.random_state is not None:
+            set_random_state(self.mesh.device, ran.random_state)
+        return outcomes
 
     def _given(self, captured: Captured, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Sequence[int]]]:
         """Returns a graph's input tensors (those of arguments, then those of attributes), and all shapes."""
@@ -249,21 +303,36 @@ class Executable:
         asked = autocast.dtype, torch.get_default_dtype(), settings.outputs, settings.recompute
         return spec, kinds, self.structure, self.modes, used, *asked
 
-    def _find(self, key: Key, tensors: Sequence[Tensor]) -> GraphEntry | None:
+    def _find(self, key: Key, tensors: Sequence[Tensor], outcomes: tuple[Outcome, ...] = ()) -> GraphEntry | None:
+        """Returns the graph for a call; of those that assume outcomes of activations the one that was right last."""
+        found: GraphEntry | None = None
         for known, entry in self.entries:
             if known == key and entry.guard is not None and entry.guard.holds(self.tree.version):
                 captured = entry.analysis.captured
                 asked = captured.wanted != NOT_ASKED and not captured.wanted.covers(self._wanted(tensors))
-                if not asked and captured.fits(self._given(captured, tensors)[1]):
+                given, shapes = self._given(captured, tensors)
+                if asked or not captured.fits(shapes) or not _begins_with(captured, outcomes):
+                    continue
+                if not captured.asked:
                     return entry
-        return None
+                if entry.reads_as(given) and (found is None or entry.last > found.last):
+                    found = entry
+        return found
 
-    def _agreed(self, entry: GraphEntry | None, called: FlatCall, mode: Key, held: Mapping[str, Tensor]) -> GraphEntry:
+    def _agreed(
+        self,
+        entry: GraphEntry | None,
+        called: FlatCall,
+        key: Key,
+        held: Mapping[str, Tensor],
+        outcomes: tuple[Outcome, ...],
+    ) -> GraphEntry:
         """Returns the graph for a call, after the ranks agree on it; captures it if there is none.
 
         Args:
-            mode: the part of the call's key that is not about arguments.
+            key: the call's key.
             held: the present parameters and buffers.
+            outcomes: what the first reads of values in this call gave.
 
         Raises:
             Error: the ranks were called differently, or the model cannot be captured; on every rank.
@@ -279,22 +348,32 @@ class Executable:
             self.seen_loaded = self.tree.loaded
             for _, known in self.entries:
                 known.calls = 0
+        if self.read_places:
+            at = next((i for i, (_, known) in enumerate(self.entries) if known is entry), -1)
+            within(f"{self.name}.forward", lambda: agree_on_values(self.mesh, at))
         if entry is not None and (check == "never" or (check == "first" and entry.calls >= CHECKED_CALLS)):
             return entry
-        return within(f"{self.name}.forward", lambda: self._checked(entry, called, mode, check))
+        return within(f"{self.name}.forward", lambda: self._checked(entry, called, key[3:], check, outcomes))
 
-    def _checked(self, entry: GraphEntry | None, called: FlatCall, mode: Key, check: CheckInputs) -> GraphEntry:
+    def _checked(
+        self,
+        entry: GraphEntry | None,
+        called: FlatCall,
+        mode: Key,
+        check: CheckInputs,
+        outcomes: tuple[Outcome, ...],
+    ) -> GraphEntry:
         parts = checksum_of_parts(self.tensors(), self.layouts) if self.tree.loaded and check != "never" else 0
         if entry is None:
             if check != "never":
                 agree_on_call(self.mesh, called.leaves, mode, False)
-            entry = self._capture(called)
+            entry = self._capture(called, outcomes)
         if check != "never":
             agree_on_call(self.mesh, called.leaves, mode, entry.random, parts)
         entry.calls += 1
         return entry
 
-    def _capture(self, called: FlatCall) -> GraphEntry:
+    def _capture(self, called: FlatCall, outcomes: tuple[Outcome, ...]) -> GraphEntry:
         """Captures a further graph for a new kind of call, with the present layouts of parameters."""
         watch_calls()  # Here, as libraries may be imported after the model was made parallel.
         self._open_what_changes(called)
@@ -307,6 +386,7 @@ class Executable:
             given=given,
             opened=self.opened,
             wanted=self._wanted(called.tensors),
+            values=KnownValues(self.read_places, outcomes),
         )
 
         def make() -> GraphEntry:
@@ -336,6 +416,16 @@ class Executable:
         if is_many(len(others)):
             names = ", ".join(f"`{_argument(called.spec, i)}`" for i in others[-1])
             self._warn(len(others), names, "without dimensions, as `torch.tensor(3)`")
+        reads = [asked for known, entry in self.entries if known == key and (asked := entry.analysis.captured.asked)]
+        if is_many(len(reads)):
+            self._warn_of_values(len(reads), shown(_other_read(reads[-2], reads[-1]).place))
+
+    def _warn_of_values(self, count: int, line: str) -> None:
+        warnings.warn(
+            f"{self.name}.forward is captured for the {count + 1}th time, since what Python reads of tensors had "
+            f"another value each time, as at {line}. torch.where or a mask there needs no new capture",
+            stacklevel=2,
+        )
 
     def _warn(self, count: int, names: str, tensor: str) -> None:
         warnings.warn(
@@ -374,6 +464,7 @@ class Executable:
         captured, known = entry.analysis.captured, entry.analysis.captured.known
         self.tree.read |= {name for _, name in captured.reads}
         self.opened |= known
+        self.read_places |= captured.places
         entry.guard = Guard(
             captured.reads,
             known.slots,
@@ -460,6 +551,18 @@ def _as(tensor: Tensor, dtype: torch.dtype, requires_grad: bool) -> Tensor:
 def is_many(count: int) -> bool:
     """True for the numbers of captures that cause a warning: 8, 16, 32, ..."""
     return count >= FEW and count.bit_count() == 1
+
+
+def _begins_with(captured: Captured, outcomes: Sequence[Outcome]) -> bool:
+    """True if a graph is right for calls whose first reads of values have these outcomes."""
+    reads = [read.outcome for read in captured.asked[: len(outcomes)]]
+    return len(reads) == len(outcomes) and all(map(Outcome.is_same, reads, outcomes))
+
+
+def _other_read(first: Sequence[ValueRead], second: Sequence[ValueRead]) -> Outcome:
+    """Returns the first read in which two graphs differ; the last read if none does."""
+    pairs = ((one.outcome, two.outcome) for one, two in zip(first, second, strict=False))
+    return next((two for one, two in pairs if not one.is_same(two)), second[-1].outcome)
 
 
 def _other_numbers(known: Key, key: Key) -> list[int]:

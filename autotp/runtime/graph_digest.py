@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 from autotp.compiler import Program
 from autotp.distributed.consistency import SOURCE, checksum
 from autotp.passes.capture.captured import Captured
+from autotp.passes.capture.guards.values import shown, value_key
 from autotp.rules.call import outputs_of
 from autotp.source_location import line_of
 
@@ -20,7 +21,8 @@ def digest(analysis: Program) -> str:
     number = {node: f"%{i}" for i, node in enumerate(analysis.graph.nodes)}
     nodes = [_line(node, number, analysis.captured) for node in analysis.graph.nodes]
     text = re.sub(r"cuda:\d+", "cuda", "\n".join(nodes))  # Each rank names its own device.
-    return "\n".join([text, *(f"{name} {layout}" for name, layout in analysis.layouts.items())])
+    reads = (f"{value_key(read.outcome.value)}{SOURCE}{shown(read.outcome.place)}" for read in analysis.captured.asked)
+    return "\n".join([text, *reads, *(f"{name} {layout}" for name, layout in analysis.layouts.items())])
 
 
 def _line(node: fx.Node, number: dict[fx.Node, str], captured: Captured) -> str:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import warnings
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
 from torch import Tensor, nn
+from torch._export.utils import _compiling_state_context
 from torch._subclasses import FakeTensorMode
 from torch.export import Dim, ExportedProgram, export
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autotp.errors import Error
 from autotp.passes.capture.autocast_regions import Autocast
@@ -22,13 +24,16 @@ from autotp.passes.capture.captured import NOTHING_OPENED, Captured, Opened
 from autotp.passes.capture.exported_program import convert_program, like
 from autotp.passes.capture.flatten import Flat
 from autotp.passes.capture.guards.attribute_paths import spelled, values_at
+from autotp.passes.capture.guards.input_values import InputValues, NeedsNumber
 from autotp.passes.capture.guards.python_state import GradientQueries, GradientsWanted
+from autotp.passes.capture.guards.values import NO_READS, NO_VALUES, Answers, ExpectedReads, KnownValues, Place, Reading
 from autotp.passes.capture.patches import CAPTURING, around_capture, around_export
 from autotp.passes.capture.pytree import flatten, is_dense
 from autotp.passes.capture.repeats.queries import Entangled
 from autotp.passes.capture.repeats.repeats import Repeats
 from autotp.passes.capture.skeleton import copy_on
 from autotp.passes.capture.unsupported.explain_failure import explain_failure, raised_plainly
+from autotp.passes.capture.unsupported.tensor_values import reads_values
 
 DEVICE = "cpu"
 """The device on which models are captured, with tensors without memory; under autocast the device of autocast. Not
@@ -46,28 +51,38 @@ def capture(
     once: bool = True,
     opened: Opened = NOTHING_OPENED,
     wanted: GradientsWanted = ALWAYS,
+    values: KnownValues = NO_VALUES,
 ) -> Captured:
     """Returns the graph of `skeleton(*args, **kwargs)`, with every input dimension symbolic where the model allows.
 
     Args:
         skeleton: the model, on `meta` (see `skeleton_of`); its train/eval flags count.
-        args, kwargs: example arguments; of tensors only shapes and dtypes are read.
+        args, kwargs: example arguments; of tensors shapes and dtypes are read, and values where the model reads them.
         autocast: the settings of autocast around the call.
         once: whether blocks that are alike are captured once (`repeats/repeats.py`): the same graph, faster.
         opened: attributes that change from call to call, in addition to those that the model itself writes.
         wanted: the answers to the model's questions about gradients: see `GradientsWanted`.
+        values: what is known of the values that Python reads of tensors.
 
     Raises:
-        Error: the model branches on values, or fails on these inputs; names the source line.
+        Error: the model needs values that are not known, or fails on these inputs; names the source line.
     """
     leaves, spec = flatten((args, kwargs))
     _expect_dense(leaves)
     leaves = [leaf.copy() if isinstance(leaf, numpy.ndarray) else leaf for leaf in leaves]  # Constants of the graph.
     with CAPTURING:
+        call = _Call(skeleton, leaves, spec, autocast, wanted)
+        expected = (_reads(call, opened, values) if values.places else None) or NO_READS
         while True:
-            result = _captured_once(skeleton, leaves, spec, autocast, once, opened, wanted)
+            result = _captured_once(call, once, opened, expected)
             if isinstance(result, Captured):
-                return result
+                return replace(result, places=expected.places)
+            if isinstance(result, _NeedsValues):
+                found = _reads(call, opened, KnownValues(expected.places | result.places, values.outcomes))
+                if found is None or found.places == expected.places:
+                    return replace(result.without(), places=expected.places)
+                expected = found
+                continue
             if opened | result == opened:
                 names = ", ".join(f"`{spelled(slot)}`" for slot in sorted(result.slots))
                 raise Error(f"forward writes into {names} in a way that a graph cannot", fix="a buffer")
@@ -85,48 +100,114 @@ def _expect_dense(leaves: list[Any]) -> None:
             )
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A call that is captured: the model on meta, its flattened arguments, and the modes around it."""
+
+    skeleton: nn.Module
+    leaves: list[Any]
+    spec: Any
+    autocast: Autocast
+    wanted: GradientsWanted
+
+
+@dataclass(frozen=True)
+class _NeedsValues:
+    """The exporter needed values of tensors.
+
+    Attributes:
+        instead: the Error for a model of which they cannot be known; or the graph in which they are symbols.
+        places: the places at which they are needed, if the exporter knows.
+    """
+
+    instead: Error | Captured
+    places: frozenset[Place] = frozenset()
+
+    def without(self) -> Captured:
+        """Returns the graph without the values. Raises Error if there is none."""
+        if isinstance(self.instead, Error):
+            raise self.instead
+        return self.instead
+
+
 def _captured_once(
-    skeleton: nn.Module,
-    leaves: list[Any],
-    spec: Any,
-    autocast: Autocast,
-    once: bool,
-    opened: Opened,
-    wanted: GradientsWanted,
-) -> Captured | Opened:
-    """Returns the graph; or the further attributes that have to be inputs of it."""
+    call: _Call, once: bool, opened: Opened, expected: ExpectedReads
+) -> Captured | Opened | _NeedsValues:
+    """Returns the graph; or the further attributes that have to be inputs of it; or that values are needed."""
     for with_objects in (True, False) if once else ():
         repeats = Repeats(with_objects)
         with suppress(Entangled, Error):  # Capturing again below, without repeats, decides whether the model fails.
-            return _capture(skeleton, leaves, spec, autocast, repeats, opened, wanted)
+            return _capture(call, repeats, opened, expected)
         if not repeats.met_objects:
             break
-    return _capture(skeleton, leaves, spec, autocast, None, opened, wanted)
+    return _capture(call, None, opened, expected)
 
 
 def _capture(
-    skeleton: nn.Module, leaves: list[Any], spec: Any, autocast: Autocast, repeats: Repeats | None,
-    opened: Opened, wanted: GradientsWanted,
-) -> Captured | Opened:  # fmt: skip
+    call: _Call, repeats: Repeats | None, opened: Opened, expected: ExpectedReads
+) -> Captured | Opened | _NeedsValues:
     """Captures once, as `capture` says; calls of the model's blocks go through `repeats`."""
-    with around_capture(autocast):
+    with around_capture(call.autocast):
+        reading = Answers(expected, repeats.expect_outside) if repeats else Answers(expected)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            model = copy_on(skeleton, autocast.device)
-            held = values_at(model, opened.slots, opened.numbers - opened.fixed)
-            asked = GradientQueries(wanted)
-            flat = Flat(model, spec, leaves, list(held), asked)
-            given = _example([*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *held.values()], autocast, wanted)
+            flat, given, asked = _flat(call, opened, reading)
         with around_export(flat.model, repeats) as reads:
             program = _exported(flat, given)
         if opened | flat.returned.before != opened:
             return flat.returned.before
         if isinstance(program, Exception):
             plain = raised_plainly(flat, given, mode)
-            raise explain_failure(program, plain, flat.model) from (
-                plain or program
-            )  # The exporter's trace is a page long.
-    result = convert_program(program, flat, given, autocast, reads.slots(repeats.same if repeats else ()), opened)
-    return replace(result, wanted=asked.relevant()) if isinstance(result, Captured) else result
+            explained = explain_failure(program, plain, flat.model)
+            explained.__cause__ = plain or program  # The exporter's trace is a page long.
+            if reads_values(program):
+                return _NeedsValues(explained)
+            raise explained
+    slots = reads.slots(repeats.same if repeats else ())
+    result = convert_program(program, flat, given, call.autocast, slots, opened)
+    if not isinstance(result, Captured):
+        return result
+    result = replace(result, wanted=asked.relevant())
+    places = reading.places_in(result.graph)
+    return _NeedsValues(result, places) if places else result
+
+
+def _flat(call: _Call, opened: Opened, reading: Reading) -> tuple[Flat, tuple[Any, ...], GradientQueries]:
+    """Returns the model as a function of tensors, and these, in the fake mode that is active."""
+    model = copy_on(call.skeleton, call.autocast.device)
+    held = values_at(model, opened.slots, opened.numbers - opened.fixed)
+    asked = GradientQueries(call.wanted)
+    flat = Flat(model, call.spec, call.leaves, list(held), asked, reading)
+    tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
+    return flat, _example([*tensors, *held.values()], call.autocast, call.wanted), asked
+
+
+def _reads(call: _Call, opened: Opened, known: KnownValues) -> ExpectedReads | None:
+    """Runs the model without an exporter; returns all that Python reads at the places where values are needed.
+
+    None if the values are not known.
+    """
+    places, turned, blocked = set(known.places), dict[int, bool](), set[Place]()
+    while True:
+        its = replace(known, places=frozenset(places - blocked))
+        reading = InputValues(its, call.autocast.device, turned, blocked)
+        try:
+            fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+            with around_capture(call.autocast), _compiling_state_context(), fake:
+                flat, given, _ = _flat(call, opened, reading)
+                flat(*given)
+        except NeedsNumber as error:
+            blocked.add(error.place)
+        except Exception as error:
+            more = reading.places_of(error)
+            last = next((i for i in reversed(reading.assumed) if i not in turned), None)
+            if more:
+                places |= more
+            elif last is not None and not reads_values(error):  # Perhaps it was assumed wrongly.
+                turned[last] = not reading.outcomes[last].value
+            else:
+                return None
+        else:
+            return ExpectedReads(frozenset(reading.places), tuple(reading.outcomes))
 
 
 def _example(values: list[Any], autocast: Autocast, wanted: GradientsWanted) -> tuple[Any, ...]:

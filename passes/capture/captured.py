@@ -15,6 +15,7 @@ from autotp.passes.capture.guards.attribute_writes import GONE, Change, Write
 from autotp.passes.capture.guards.code_names import CodeName
 from autotp.passes.capture.guards.python_state import NOT_ASKED, GradientsWanted
 from autotp.passes.capture.guards.sizes import Shapes
+from autotp.passes.capture.guards.values import Outcome, Place, ValueRead
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,10 @@ class Captured:
         sets: the plain values that a call sets attributes of classes and globals to.
         wanted: the answers to the model's questions about gradients: the graph is right only for calls with the same.
         hooks: forward hooks that the call registers: path of the module and hook; only those of a library of models.
+        asked: what Python read of tensors, in order; the tensors are outputs after all that `changes` and `into` name.
+        places: the places at which values are needed.
+        input_values: graph of what Python reads of the inputs' values (canonicalize); None before that pass, or if it
+            reads nothing.
     """
 
     graph: fx.Graph
@@ -115,6 +120,14 @@ class Captured:
     sets: tuple[tuple[CodeName, Any], ...] = ()
     wanted: GradientsWanted = NOT_ASKED
     hooks: tuple[tuple[str, Any], ...] = ()
+    asked: tuple[ValueRead, ...] = ()
+    places: frozenset[Place] = frozenset()
+    input_values: fx.Graph | None = None
+
+    @property
+    def read_at(self) -> list[int]:
+        """Positions of the outputs that Python reads values of, and that nothing else is made of."""
+        return [x.at for read in self.asked if not read.of_inputs for x in read.given if isinstance(x, OutputAt)]
 
     @property
     def input_at(self) -> dict[Path, str]:
@@ -135,3 +148,19 @@ class Captured:
         own = [change for change in self.changes if isinstance(change, Change) and len(change.path) == 1]
         named = {(change.path[0], key) for change in own for key in change.values}
         return frozenset(named | {slot_of(change.path) for change in self.changes if len(change.path) > 1})
+
+
+def contradicted(captured: Captured, outputs: Sequence[Any]) -> tuple[Outcome, ...] | None:
+    """Returns the outcomes of a call's reads up to the first that is not the assumed one; None if there is none.
+
+    Args:
+        outputs: of the graph in this call.
+    """
+
+    def tensor(x: Any) -> Any:
+        return outputs[x.at] if isinstance(x, OutputAt) else x
+
+    for i, read in enumerate(captured.asked):
+        if not read.of_inputs and not (found := read.made(tensor)).is_same(read.outcome):
+            return (*(one.outcome for one in captured.asked[:i]), found)
+    return None

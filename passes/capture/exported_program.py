@@ -105,6 +105,7 @@ def _facts_of_run(flat: Flat, placeholders: _Placeholders, sizes: SizeAssumption
         "into": tuple(returned.into),
         "sets": tuple(returned.sets),
         "hooks": tuple(returned.hooks),
+        "asked": tuple(returned.asked),
     }
 
 

@@ -28,6 +28,7 @@ from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, 
 from autotp.passes.capture.guards.code_names import CodeName, NamedBefore
 from autotp.passes.capture.guards.comparison import position
 from autotp.passes.capture.guards.python_state import GradientQueries
+from autotp.passes.capture.guards.values import Reading, ValueRead
 from autotp.passes.capture.patches import around_forward
 from autotp.passes.capture.pytree import outcome, states, within_states
 
@@ -56,6 +57,7 @@ class Returned:
     moved: frozenset[Path] = frozenset()
     sets: Sequence[tuple[CodeName, Any]] = ()
     hooks: Sequence[tuple[str, Any]] = ()
+    asked: Sequence[ValueRead] = ()
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,21 @@ class Flat(nn.Module):
         leaves, spec: the flattened arguments and their structure.
         opened: paths of the attributes' values that are inputs; they follow the arguments' tensors.
         asked: notes the model's questions about gradients.
+        reading: gives the values that Python reads of tensors.
     """
 
     def __init__(
-        self, model: nn.Module, spec: Any, leaves: Sequence[Any], opened: Sequence[Path], asked: GradientQueries
+        self,
+        model: nn.Module,
+        spec: Any,
+        leaves: Sequence[Any],
+        opened: Sequence[Path],
+        asked: GradientQueries,
+        reading: Reading,
     ) -> None:
         super().__init__()
-        self.model, self.spec, self.leaves, self.opened, self.asked = model, spec, leaves, opened, asked
+        self.model, self.spec, self.leaves, self.opened = model, spec, leaves, opened
+        self.asked, self.reading = asked, reading
         self.returned = Returned()  # The exporter undoes assignments to the module itself, but not to this object.
 
     def forward(self, *tensors: Any) -> tuple[Any, ...]:
@@ -108,6 +118,7 @@ class Flat(nn.Module):
         # Copies: the exporter may run forward twice, and the second run must find the same values.
         given_at = {path: x.clone() if isinstance(x := next(queue), Tensor) else x for path in self.opened}
         self.asked.inputs = [x for x in leaves if isinstance(x, Tensor)]
+        self.reading.begin(leaves, self.leaves)
         versions = Versions({path: x for path, x in given_at.items() if isinstance(x, Tensor)})
         arguments = Versions(_of_the_caller(leaves, args, kwargs))
         with self._holding(given_at):
@@ -136,10 +147,11 @@ class Flat(nn.Module):
         before, buffers = Before(self.model), dict(self.model.named_buffers())
         of_names = NamedBefore(self.model)
         try:
-            with around_forward(self.model, self.asked):
+            with around_forward(self.model, self.asked), self.reading:
                 changed = states((args, kwargs))
                 result = self.model(*args, **kwargs)
                 found, self.returned.spec = outcome(result, changed)
+            self.reading.end()
             written = [
                 (path, {k: _opened(path, k, v, before) for k, v in new.items()}) for path, new in before.changes()
             ]
@@ -170,7 +182,22 @@ class Flat(nn.Module):
         it.changes += [_placed(path, new, places) for path, new in ran.written]
         it.into = [(i, places[id(x)].at) for i, x in ran.into.items()]
         it.assigned = list(ran.assigned)
-        return (*computed, *ran.assigned.values())
+        it.asked, read = self._reads(len(computed))
+        return (*computed, *read, *ran.assigned.values())
+
+    def _reads(self, first: int) -> tuple[list[ValueRead], list[Tensor]]:
+        """Returns what Python read of tensors, and these tensors, which are the outputs from position `first` on."""
+        reads, tensors = list[ValueRead](), list[Tensor]()
+
+        def placed(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            tensors.append(leaf)
+            return OutputAt(first + len(tensors) - 1)
+
+        for read, (func, leaves, spec) in zip(self.reading.outcomes, self.reading.noted, strict=True):
+            reads.append(ValueRead(read, func, tuple(map(placed, leaves)), spec))
+        return reads, tensors
 
 
 def _is_of_a_tensor(x: Any) -> bool:

@@ -49,7 +49,7 @@ def positions_that_stay(
     for i, node in list(enumerate(found))[captured.results :]:
         if isinstance(node, fx.Node) and not any(n.name in given for n in (node, *_ancestors([node]))):
             kept.add(i)
-    kept -= {at for _, at in captured.into}
+    kept -= {*(at for _, at in captured.into), *captured.read_at}
     return [i for i in sorted(kept) if isinstance(found[i], fx.Node)]
 
 

@@ -100,6 +100,12 @@ class Repeats:
         if self.failed:  # The model may have caught the exception.
             raise Entangled
 
+    def expect_outside(self) -> None:
+        """Raises Entangled in a block: what it reads of tensors' values is another value in the next one."""
+        if self.open is not None:
+            self.failed = True
+            raise Entangled
+
     def call(self, block: nn.Module, kind: int, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Returns the result of `run(*args, **kwargs)`, the block's forward, or repeats an earlier call."""
         if self.open is not None or not all(map(self._is_seen, (*args, *kwargs.values()))):

@@ -1,0 +1,84 @@
+"""value_reads: what Python reads of the inputs' values leaves the graph; what it reads of activations stays.
+
+Before: graph(weights, x, lengths) -> y, max(lengths), isnan(x @ weights); both of the latter were read
+After:  graph(weights, x, lengths) -> y, isnan(x @ weights)
+        values(lengths) -> max(lengths), which runs before a call
+
+NOTE [What Python reads of tensors] in `passes/capture/guards/values.py` says what is done with both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from autotp.passes.capture.captured import Captured, OutputAt
+from autotp.passes.capture.guards.values import ValueRead
+from autotp.rules.call import returned
+from autotp.rules.traits import draws
+
+
+def value_reads(graph: fx.Graph, captured: Captured, updated: int, cut: Collection[str]) -> tuple[fx.Graph, Captured]:
+    """Returns the graph without the outputs that follow from the inputs alone, and the captured facts that say so.
+
+    Args:
+        updated: number of the last outputs, which are new values of buffers.
+        cut: placeholder names of inputs of which each rank has a part: their values are activations.
+    """
+    results = returned(graph)
+    known = {*captured.inputs, *captured.constants} - {*cut}
+    of_inputs = {at: _follows(results[at], known) for at in captured.read_at}
+    before = [at for read in captured.asked if _is_known(read, of_inputs) for at in _positions(read)]
+    after = [at for read in captured.asked if not _is_known(read, of_inputs) for at in _positions(read)]
+    first = len(results) - updated - len(of_inputs)
+    where = {at: i for i, at in enumerate(before)} | {at: first + i for i, at in enumerate(after)}
+
+    def moved(read: ValueRead) -> ValueRead:
+        given = tuple(OutputAt(where[x.at]) if isinstance(x, OutputAt) else x for x in read.given)
+        return replace(read, given=given, of_inputs=_is_known(read, of_inputs))
+
+    kept = [*results[:first], *(results[at] for at in after), *results[len(results) - updated :]]
+    facts = replace(
+        captured,
+        asked=tuple(map(moved, captured.asked)),
+        input_values=_with_results(graph, [results[at] for at in before]),
+        owned=frozenset() if after else captured.owned,  # A call whose outcomes are others runs again.
+    )
+    return _with_results(graph, kept, graph.find_nodes(op="placeholder")), facts
+
+
+def _positions(read: ValueRead) -> list[int]:
+    return [x.at for x in read.given if isinstance(x, OutputAt)]
+
+
+def _is_known(read: ValueRead, of_inputs: dict[int, bool]) -> bool:
+    return all(of_inputs[at] for at in _positions(read))
+
+
+def _follows(node: Any, known: Collection[str]) -> bool:
+    """True if a value is the same in each call with these placeholders' values."""
+    nodes = _ancestors([node])
+    return all(n.name in known if n.op == "placeholder" else not draws(n) for n in nodes)
+
+
+def _ancestors(nodes: Iterable[Any]) -> set[fx.Node]:
+    found, queue = set[fx.Node](), [n for n in nodes if isinstance(n, fx.Node)]
+    while queue:
+        node = queue.pop()
+        if node not in found:
+            found.add(node)
+            queue += node.all_input_nodes
+    return found
+
+
+def _with_results(graph: fx.Graph, results: Sequence[Any], placeholders: Iterable[fx.Node] = ()) -> fx.Graph:
+    """Returns the part of a graph that makes these results, and these placeholders."""
+    needed, new, env = _ancestors([*results, *placeholders]), fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        if node in needed:
+            env[node] = new.node_copy(node, env.__getitem__)
+    new.output(fx.map_arg(tuple(results), env.__getitem__))
+    return new

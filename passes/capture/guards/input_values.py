@@ -1,0 +1,189 @@
+"""input_values: runs a model without an exporter, to list what Python reads of tensors.
+
+Before: the model, its arguments, and the places at which values are needed, as far as they are known
+After:  all reads of the call, in order, with their outcomes
+
+Each tensor without values that follows from the arguments' values has a real tensor beside it, its shadow. Functions
+run on both.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autotp.distributed.sharded_tensor import Sharded
+from autotp.passes.capture.guards.values import (
+    AS_NUMPY,
+    PREDICATES,
+    READS,
+    KnownValues,
+    Outcome,
+    Place,
+    Reading,
+    place_of,
+)
+from autotp.passes.capture.unsupported.tensor_values import reads_values
+
+TRUE_WHERE_ALL_IS_WELL = ("all", "__eq__", "eq", "isfinite", "equal", "allclose", "logical_not", "__invert__")
+"""Functions whose truth value is assumed to be True; that of others, such as `any` of `isnan`, to be False."""
+
+
+class NeedsNumber(Exception):
+    """The model makes a Python number of an activation at this place."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self.place = place
+
+
+class _Unknown(Exception):
+    """A value does not follow from the arguments."""
+
+
+class InputValues(Reading):
+    """A mode that lists reads: of values that follow from the arguments, and of truth values of activations.
+
+    Args:
+        known: what earlier runs found.
+        device: the device of tensors without values.
+        turned: reads, by number, whose assumed truth value led to an exception, and the other value.
+        blocked: places with numbers of activations, which cannot be known.
+
+    Attributes:
+        shadows: `id` of a tensor without values -> the tensor, its shadow, and by how much their versions differ.
+        made_by: `id` of a tensor without dimensions -> the tensor, and the function that made it.
+        assumed: the reads whose values were assumed, by number.
+    """
+
+    def __init__(self, known: KnownValues, device: str, turned: Mapping[int, bool], blocked: Collection[Place]) -> None:
+        super().__init__(known.places)
+        self.known, self.device, self.turned, self.blocked = known.outcomes, device, turned, blocked
+        self.shadows: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self.made_by: dict[int, tuple[Tensor, str]] = {}
+        self.assumed: list[int] = []
+
+    def begin(self, leaves: Sequence[Any], real: Sequence[Any]) -> None:
+        super().begin(leaves, real)
+        for fake, value in zip(leaves, real, strict=True):
+            if isinstance(fake, FakeTensor) and not isinstance(value, Sharded) and not value.is_meta:
+                with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+                    copy = value.detach().to(self.device).clone(memory_format=torch.contiguous_format)
+                self._pair(fake, copy)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            found = self._run(func, args, kwargs)
+        except Exception as error:
+            place = place_of(func)
+            needed = reads_values(error) or func in AS_NUMPY
+            if not needed or place in self.places or place in self.blocked:
+                raise
+            self.places.add(place)
+            found = self._run(func, args, kwargs)
+        if func in READS or self.symbols:
+            self._note_symbols(func, args, kwargs, found)
+        return found
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs a function; its results get shadows where its arguments have them."""
+        shadows = self._shadows(args, kwargs)  # Before the function writes into any of them.
+        found = self._given(func, args, kwargs) if self.places else func(*args, **kwargs)
+        fakes = [x for x in pytree.tree_leaves(found) if isinstance(x, FakeTensor)]
+        for x in fakes:
+            if x.dim() == 0:
+                self.made_by[id(x)] = x, getattr(func, "__name__", "")
+        if not fakes or shadows is None:
+            return found
+        try:
+            real = _run_really(func, shadows)
+        except Exception:  # Whatever it is: the results are not known.
+            return found
+        given = [x for x in pytree.tree_leaves(real) if isinstance(x, Tensor)]
+        if len(given) == len(fakes):
+            for fake, shadow in zip(fakes, given, strict=True):
+                self._pair(fake, shadow)
+        return found
+
+    def _pair(self, fake: Tensor, shadow: Tensor) -> None:
+        self.shadows[id(fake)] = fake, shadow, fake._version - shadow._version
+
+    def _shadows(self, args: Any, kwargs: Any) -> Any:
+        """Returns arguments and keyword arguments with shadows for tensors; None if one has no shadow."""
+
+        def real(x: Any) -> Any:
+            if isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool):
+                raise _Unknown
+            if isinstance(x, slice):
+                return slice(*map(real, (x.start, x.stop, x.step)))
+            return self._shadow(x) if isinstance(x, Tensor) else x
+
+        try:
+            return pytree.tree_map(real, (args, kwargs), is_leaf=lambda x: isinstance(x, slice))
+        except _Unknown:
+            return None
+
+    def _shadow(self, x: Tensor) -> Tensor:
+        if not isinstance(x, FakeTensor) and x.device.type == self.device:
+            return x  # A constant of the model.
+        fake, shadow, ahead = self.shadows.get(id(x), (None, x, 0))
+        if fake is not x or x._version - shadow._version != ahead:  # Something without values was written into it.
+            raise _Unknown
+        return shadow
+
+    def _read(self, func: Any, args: Any, kwargs: Any, place: Place) -> Any:
+        at = len(self.outcomes)
+        shadows = self._shadows(args, kwargs)
+        if shadows is None:
+            value = self._assumed(at, func, args, place)
+            self.assumed.append(at)
+        else:
+            value = _run_really(func, shadows)
+        self.outcomes.append(Outcome(place, value))
+        self.noted.append((func, [], None))
+        return value
+
+    def _assumed(self, at: int, func: Any, args: Any, place: Place) -> Any:
+        """Returns the value of an activation that an earlier run gave, or a truth value that is likely."""
+        known = zip(self.known, [*self.outcomes, Outcome(place, None)], strict=False)
+        if at < len(self.known) and all(one.place == other.place for one, other in known):
+            return self.known[at].value
+        if func not in PREDICATES:
+            raise NeedsNumber(place)
+        if at in self.turned:
+            return self.turned[at]
+        if linecache.getline(place.file, place.line).strip().startswith("assert "):
+            return True
+        maker = self.made_by.get(id(args[0]), (None, getattr(func, "__name__", "")))[1]
+        return maker in TRUE_WHERE_ALL_IS_WELL
+
+    def places_of(self, error: Exception) -> set[Place]:
+        """Returns the places whose values the model needed when it raised this exception."""
+        if not isinstance(error, GuardOnDataDependentSymNode):
+            return set()
+        found = {place for s in error.cond.free_symbols for place in self.symbols.get(str(s), ())}
+        return found - self.places - {*self.blocked}
+
+
+def _run_really(func: Any, given: Any) -> Any:
+    """Runs a function on real tensors. Raises _Unknown if it would give other numbers each time."""
+    with unset_fake_temporarily(), torch._C.DisableTorchFunction(), torch.no_grad(), _Repeatable():
+        return func(*given[0], **given[1])
+
+
+class _Repeatable(TorchDispatchMode):
+    """A mode in which an operator that would give other numbers each time is refused."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.name():
+            raise _Unknown
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,287 @@
+"""values: what Python reads of tensors in forward becomes a guard of the graph.
+
+Before: if x.isnan().any(): ...; n = lengths.max().item(); for i in range(n): ...
+After:  a graph for the outcomes [False, 4], which are compared with those of each later call
+
+NOTE [What Python reads of tensors]
+An exporter's tensors have no values. So `capture` runs the model once with the values of the call's arguments beside
+(`input_values.py`) and lists, in order, what Python reads (`.item()`, `.tolist()`, `bool()`): the outcomes. Then the
+exporter runs the model, each read gives the listed outcome, and the tensors that are read become further outputs.
+- What follows from the arguments alone is known before a call: the graph is used for calls with the same outcomes.
+- Of an activation, a truth value is assumed. The graph computes it, and the call compares it afterwards. Where it comes
+  out otherwise, the results are dropped, and the call runs again by the graph for the other outcome. Such a graph
+  writes into nothing that its caller holds.
+- A number of an activation would be another one in each call: it is refused.
+A number that is used in tensors only needs no outcome: the exporter has a symbol for it. So only places are listed
+at which the exporter could not go on without the value.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from autotp.errors import Error
+from autotp.passes.capture.guards.argument_keys import argument_key
+from autotp.source_location import is_library
+
+PREDICATES = (
+    Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose,
+    Tensor.__contains__,
+)  # fmt: skip
+"""Functions that give a truth value of tensors' values."""
+AS_NUMPY = (Tensor.numpy, Tensor.__array__)
+NUMBERS = (Tensor.item, Tensor.tolist, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__)
+READS = frozenset({*PREDICATES, *AS_NUMPY, *NUMBERS})
+"""Functions that give Python values of tensors' values."""
+
+
+class Place(NamedTuple):
+    """A place at which Python reads values: a line, and the function that reads."""
+
+    file: str
+    line: int
+    function: str
+
+
+class Outcome(NamedTuple):
+    """What a read gave."""
+
+    place: Place
+    value: Any
+
+    def is_same(self, other: Outcome) -> bool:
+        """True if both are the same value of one place."""
+        return self.place == other.place and value_key(self.value) == value_key(other.value)
+
+
+@dataclass(frozen=True)
+class KnownValues:
+    """What earlier captures and runs of a model found.
+
+    Attributes:
+        places: the places at which values are needed.
+        outcomes: what the first reads of the call gave, in order.
+    """
+
+    places: frozenset[Place] = frozenset()
+    outcomes: tuple[Outcome, ...] = ()
+
+
+NO_VALUES = KnownValues()
+
+
+@dataclass(frozen=True)
+class ExpectedReads:
+    """All reads of a call, in order.
+
+    Attributes:
+        places: as in `KnownValues`.
+        outcomes: what the reads give.
+    """
+
+    places: frozenset[Place] = frozenset()
+    outcomes: tuple[Outcome, ...] = ()
+
+
+NO_READS = ExpectedReads()
+
+
+@dataclass(frozen=True)
+class ValueRead:
+    """A read of a graph.
+
+    Attributes:
+        outcome: the value that the graph is right for.
+        function: gives the value.
+        given: its flattened arguments; `OutputAt` for tensors, which are outputs of a graph.
+        spec: their structure.
+        of_inputs: whether the value follows from the inputs alone.
+    """
+
+    outcome: Outcome
+    function: Callable[..., Any]
+    given: tuple[Any, ...]
+    spec: Any
+    of_inputs: bool = False
+
+    def made(self, tensors: Callable[[Any], Any]) -> Outcome:
+        """Returns the outcome for other tensors: `tensors` returns the one for each of `given`."""
+        args, kwargs = pytree.tree_unflatten(list(map(tensors, self.given)), self.spec)
+        return Outcome(self.outcome.place, self.function(*args, **kwargs))
+
+
+def value_key(value: Any) -> Any:
+    """Returns a value that Python read in a form that can be compared with ==."""
+    return tuple(map(value_key, value)) if isinstance(value, list | tuple) else argument_key(value)
+
+
+class Reading(TorchFunctionMode):
+    """A mode in which reads at listed places give Python values, and all others run as they are.
+
+    Attributes:
+        places: the listed places.
+        outcomes: what the reads have given so far.
+        noted: function and flattened arguments of each read, and their structure.
+        symbols: the exporter's symbol of a number, or of a size that depends on it -> the places that read the number.
+    """
+
+    def __init__(self, places: frozenset[Place]) -> None:
+        super().__init__()
+        self.places = set(places)
+        self.outcomes: list[Outcome] = []
+        self.noted: list[tuple[Any, list[Any], Any]] = []
+        self.symbols: dict[str, frozenset[Place]] = {}
+
+    def begin(self, leaves: Sequence[Any], real: Sequence[Any]) -> None:
+        """Starts a run of the model with these arguments; `real` are the call's."""
+        self.outcomes, self.noted = [], []
+
+    def end(self) -> None:
+        """Ends a run."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = self._given(func, args, kwargs) if self.places else func(*args, **kwargs)
+        if func in READS or self.symbols:
+            self._note_symbols(func, args, kwargs, found)
+        return found
+
+    def _note_symbols(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
+        """Notes which reads the symbols in a result come from: the function itself, or those of its arguments."""
+        new = _symbols_in(found) - self.symbols.keys()
+        if not new:
+            return
+        given = _symbols_in([x for x in _with_bounds((args, kwargs)) if not isinstance(x, Tensor)])
+        places = {place for symbol in given for place in self.symbols.get(symbol, ())}
+        if func in READS:
+            places.add(place_of(func))
+        for symbol in new if places else ():
+            self.symbols[symbol] = frozenset(places)
+
+    def places_in(self, graph: fx.Graph) -> frozenset[Place]:
+        """Returns the places of the numbers that sizes in a graph are made of."""
+        sizes = _symbols_in([x for node in graph.nodes if isinstance(x := node.meta.get("val"), Tensor)])
+        return frozenset(place for symbol in sizes for place in self.symbols.get(symbol, ())) - self.places
+
+    def _given(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Returns what a function gives: for a read at a listed place the outcome."""
+        place = place_of(func)
+        if place not in self.places:
+            return func(*args, **kwargs)
+        if func in READS:
+            return self._read(func, args, kwargs, place)
+        args, kwargs = self._with_numbers(args, kwargs, place)
+        return func(*args, **kwargs)
+
+    def _with_numbers(self, args: Any, kwargs: Any, place: Place) -> Any:
+        """Replaces the tensors that stand for sizes and bounds, `x[:n]` and `x.view(n, -1)`, by their values."""
+
+        def number(x: Any) -> Any:
+            return self._read(Tensor.__index__, (x,), {}, place) if _is_count(x) else x
+
+        def inside(x: Any) -> Any:
+            if isinstance(x, slice):
+                return slice(*map(number, (x.start, x.stop, x.step)))
+            return type(x)(map(deep, x)) if type(x) in (tuple, list) else x
+
+        def deep(x: Any) -> Any:
+            return number(inside(x))
+
+        own = isinstance(next(iter(args), None), Tensor)  # The tensor that the function is about.
+        first = args[:1] if own else ()
+        later = tuple(inside(x) if own and _indexes(place) else deep(x) for x in args[len(first) :])
+        return (*first, *later), {name: deep(x) for name, x in kwargs.items()}
+
+    def _read(self, func: Any, args: Any, kwargs: Any, place: Place) -> Any:
+        raise NotImplementedError
+
+
+def _with_bounds(value: Any) -> Iterator[Any]:
+    """Yields all leaves, and the bounds of slices."""
+    for x in pytree.tree_leaves(value):
+        yield from (x.start, x.stop, x.step) if isinstance(x, slice) else (x,)
+
+
+def _symbols_in(value: Any) -> set[str]:
+    """Returns the exporter's symbols of numbers that are not known, in numbers and in sizes of tensors."""
+    leaves = pytree.tree_leaves(value)
+    found = (x for x in leaves if isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool | FakeTensor))
+    return {str(symbol) for x in found for symbol in free_unbacked_symbols(x)}
+
+
+def _indexes(place: Place) -> bool:
+    """True for indexing, where a tensor without dimensions is an index itself."""
+    return place.function in ("__getitem__", "__setitem__")
+
+
+def _is_count(x: Any) -> bool:
+    whole = isinstance(x, Tensor) and x.dim() == 0 and not x.is_floating_point() and not x.is_complex()
+    return whole and x.dtype != torch.bool
+
+
+class Answers(Reading):
+    """A mode for the exporter's run: the reads give the listed outcomes.
+
+    Args:
+        expected: the reads of the call.
+        expect_outside: raises an exception in a block that is being recorded, so that later blocks can repeat it.
+    """
+
+    def __init__(self, expected: ExpectedReads, expect_outside: Callable[[], None] = lambda: None) -> None:
+        super().__init__(expected.places)
+        self.expected, self.expect_outside = expected, expect_outside
+
+    def end(self) -> None:
+        if len(self.outcomes) != len(self.expected.outcomes):
+            raise _other_reads(self.expected.outcomes[len(self.outcomes)].place)
+
+    def _read(self, func: Any, args: Any, kwargs: Any, place: Place) -> Any:
+        at = len(self.outcomes)
+        if at == len(self.expected.outcomes) or self.expected.outcomes[at].place != place:
+            raise _other_reads(place)
+        self.expect_outside()
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]  # It may be written into later.
+        self.noted.append((func, copies, spec))
+        self.outcomes.append(self.expected.outcomes[at])
+        value = self.expected.outcomes[at].value
+        return value.copy() if isinstance(value, list | numpy.ndarray) else value
+
+
+def _other_reads(place: Place) -> Error:
+    return Error(
+        "the model reads other values while it is captured than it reads when it runs",
+        at=shown(place),
+        fix="the same code in both: no torch.compiler.is_compiling() around it",
+    )
+
+
+def shown(place: Place) -> str:
+    """Returns a place as `file.py:12  the code`."""
+    code = linecache.getline(place.file, place.line).strip()
+    return f"{os.path.basename(place.file)}:{place.line}  {code}".rstrip()
+
+
+def place_of(func: Any) -> Place:
+    """Returns the place of a call: the innermost line outside of torch and autotp."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_within(frame.f_code.co_filename):
+        frame = frame.f_back
+    return Place(frame.f_code.co_filename, frame.f_lineno, getattr(func, "__name__", ""))
+
+
+def _is_within(file: str) -> bool:
+    return is_library(file) or file.startswith("<")
