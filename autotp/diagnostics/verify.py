@@ -21,7 +21,7 @@ from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
 from autotp.display.progress import Line, progress
 from autotp.display.sheet import Sheet, Shown
-from autotp.errors import within
+from autotp.errors import Error, within
 from autotp.model_library import keep_activations, recomputes
 from autotp.ops.grouped_mm import grouped_mm
 from autotp.options import DEFAULTS, Experts, Options, Outputs, Recompute
@@ -133,7 +133,11 @@ def _number(error: float) -> float | str:
 
 @dataclass(frozen=True)
 class Trial:
-    """A model and a call's arguments, in float64 on the CPU (a model on meta stays there), and the ranks' graphs."""
+    """A model and a call's arguments, in float64 on the CPU (a model on meta stays there), and the ranks' graphs.
+
+    Attributes:
+        of_inputs: whether gradients of floating inputs are compared, too.
+    """
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -142,6 +146,7 @@ class Trial:
     graphs: tuple[fx.Graph, ...]
     plan: Plan
     settings: Options
+    of_inputs: bool = True
 
 
 def make_trial(
@@ -152,12 +157,14 @@ def make_trial(
     settings: Options = DEFAULTS,
     amend: Amend | None = None,
     values: KnownValues = NO_VALUES,
+    of_inputs: bool = True,
 ) -> Trial:
     """Returns a copy of `model` with the graphs of its `tp` ranks.
 
     Args:
         amend: as for `analyse`.
         values: what is known of the values that Python reads of tensors.
+        of_inputs: whether floating inputs require a gradient.
     """
     name = type(model).__name__
     if settings.recompute == "none" and recomputes(model):
@@ -169,13 +176,15 @@ def make_trial(
         whole = _moved(_copied(model).cpu().double())
         keep_activations(whole)
         args, kwargs = pytree.tree_map_only(Tensor, _doubled, (args, kwargs))
-        tensors = [x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = [
+            of_inputs and x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+        ]
         wanted = GradientsWanted(inputs=tuple(tensors), parameters=tuple(p.requires_grad for p in whole.parameters()))
         call = CallState(wanted=wanted, values=values)
         analysis = analyse(skeleton_of(whole), args, kwargs, tp, settings, call, amend)
         graphs = flat_graphs(analysis, "exact")
         plan = report(analysis, name, graphs[0])
-        return Trial(whole, args, kwargs, analysis, tuple(map(fuse, graphs)), plan, settings)
+        return Trial(whole, args, kwargs, analysis, tuple(map(fuse, graphs)), plan, settings, of_inputs)
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -264,13 +273,13 @@ RankTensors = dict[str, Tensor]
 def _inputs(trial: Trial) -> RankTensors:
     """Returns copies of the tensors among the arguments, then of those in attributes.
 
-    Floating tensors require a gradient.
+    Floating tensors require a gradient, unless the model cannot run with such arguments.
     """
     given = [leaf for leaf in flatten((trial.args, trial.kwargs))[0] if isinstance(leaf, Tensor)]
     modules = dict(trial.model.named_modules())
     given += [found_at(modules, path) for path in trial.analysis.captured.input_at]
     found = {f"input {i}": t.detach().clone() for i, t in enumerate(given)}
-    return {name: t.requires_grad_() if t.is_floating_point() else t for name, t in found.items()}
+    return {name: t.requires_grad_() if trial.of_inputs and t.is_floating_point() else t for name, t in found.items()}
 
 
 def _rank(trial: Trial, rank: int) -> RankTensors:
@@ -585,6 +594,8 @@ def verify(
     return within(f"verify({type(model).__name__}, tp={tp})", run)
 
 
+SETS_FLAGS = "you can only change requires_grad flags of leaf variables"
+"""What torch says where a model sets `requires_grad` of its input (Wav2Vec2), and the input has a gradient already."""
 CAPTURED_AND_RUN = 2
 """The steps of a comparison."""
 
@@ -624,9 +635,15 @@ def _compared(
     model: nn.Module, inputs: Inputs, tp: int, settings: Options, amend: Amend | None, line: Line | None = None
 ) -> tuple[Trial, Report]:
     """Makes a trial and runs it; again where Python reads other values of activations than the graph assumes."""
-    values = NO_VALUES
+    values, of_inputs = NO_VALUES, True
     while True:
-        trial = make_trial(model, *inputs, tp, settings, amend, values)
+        try:
+            trial = make_trial(model, *inputs, tp, settings, amend, values, of_inputs)
+        except Error as error:
+            if not (of_inputs and SETS_FLAGS in str(error)):
+                raise
+            of_inputs = False
+            continue
         if line is not None and values is NO_VALUES:
             line.count()
             line.begin("run")

@@ -416,16 +416,26 @@ class Executable:
         if is_many(len(others)):
             names = ", ".join(f"`{_argument(called.spec, i)}`" for i in others[-1])
             self._warn(len(others), names, "without dimensions, as `torch.tensor(3)`")
-        reads = [asked for known, entry in self.entries if known == key and (asked := entry.analysis.captured.asked)]
-        if is_many(len(reads)):
-            self._warn_of_values(len(reads), shown(_other_read(reads[-2], reads[-1]).place))
+        self._count_values(key)
 
-    def _warn_of_values(self, count: int, line: str) -> None:
-        warnings.warn(
-            f"{self.name}.forward is captured for the {count + 1}th time, since what Python reads of tensors had "
-            f"another value each time, as at {line}. torch.where or a mask there needs no new capture",
-            stacklevel=2,
-        )
+    def _count_values(self, key: Key) -> None:
+        """Warns of captures for other values of tensors. Raises Error if activations have selected too many graphs."""
+        entries = [entry for known, entry in self.entries if known == key and entry.analysis.captured.asked]
+        if len(entries) < FEW:
+            return
+        at = shown(_other_read(*(entry.analysis.captured.asked for entry in entries[-2:])).place)
+        if sum(entry.assumes for entry in entries) >= MOST - 1:
+            raise Error(
+                f"Python reads other values of activations in almost every call, and {MOST} graphs are captured",
+                at=at,
+                fix="torch.where, or a mask, in place of the branch; of a random branch its probability 0",
+            )
+        if is_many(len(entries)):
+            warnings.warn(
+                f"{self.name}.forward is captured for the {len(entries) + 1}th time, since what Python reads of "
+                f"tensors had another value each time, as at {at}. torch.where or a mask needs no new capture",
+                stacklevel=2,
+            )
 
     def _warn(self, count: int, names: str, tensor: str) -> None:
         warnings.warn(

@@ -24,9 +24,18 @@ from autotp.passes.capture.captured import NOTHING_OPENED, Captured, Opened
 from autotp.passes.capture.exported_program import convert_program, like
 from autotp.passes.capture.flatten import Flat
 from autotp.passes.capture.guards.attribute_paths import spelled, values_at
-from autotp.passes.capture.guards.input_values import InputValues, NeedsNumber
+from autotp.passes.capture.guards.input_values import InputValues
 from autotp.passes.capture.guards.python_state import GradientQueries, GradientsWanted
-from autotp.passes.capture.guards.values import NO_READS, NO_VALUES, Answers, ExpectedReads, KnownValues, Place, Reading
+from autotp.passes.capture.guards.values import (
+    NO_READS,
+    NO_VALUES,
+    Answers,
+    ExpectedReads,
+    KnownValues,
+    NeedsNumber,
+    Place,
+    Reading,
+)
 from autotp.passes.capture.patches import CAPTURING, around_capture, around_export
 from autotp.passes.capture.pytree import flatten, is_dense
 from autotp.passes.capture.repeats.queries import Entangled
@@ -185,6 +194,9 @@ def _reads(call: _Call, opened: Opened, known: KnownValues) -> ExpectedReads | N
     """Runs the model without an exporter; returns all that Python reads at the places where values are needed.
 
     None if the values are not known.
+
+    Raises:
+        Error: the model fails on these values.
     """
     places, turned, blocked = set(known.places), dict[int, bool](), set[Place]()
     while True:
@@ -202,10 +214,12 @@ def _reads(call: _Call, opened: Opened, known: KnownValues) -> ExpectedReads | N
             last = next((i for i in reversed(reading.assumed) if i not in turned), None)
             if more:
                 places |= more
-            elif last is not None and not reads_values(error):  # Perhaps it was assumed wrongly.
+            elif reads_values(error):
+                return None
+            elif last is not None:  # Perhaps it was assumed wrongly.
                 turned[last] = not reading.outcomes[last].value
             else:
-                return None
+                raise explain_failure(error, error, call.skeleton) from error
         else:
             return ExpectedReads(frozenset(reading.places), tuple(reading.outcomes))
 

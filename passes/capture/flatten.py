@@ -147,7 +147,7 @@ class Flat(nn.Module):
         before, buffers = Before(self.model), dict(self.model.named_buffers())
         of_names = NamedBefore(self.model)
         try:
-            with around_forward(self.model, self.asked), self.reading:
+            with self.reading, around_forward(self.model, self.asked):
                 changed = states((args, kwargs))
                 result = self.model(*args, **kwargs)
                 found, self.returned.spec = outcome(result, changed)

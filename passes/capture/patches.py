@@ -14,6 +14,7 @@ other way, a function of torch or Python is replaced. This happens in the region
 - `torch.default_generator`, as torch's own functions read it: forward may not seed it (`python_state.py`).
 - `nn.TransformerEncoder.forward`, and torch's test whether a mask is causal (`transformer_layers.py`).
 - `torch.SymInt`'s text and hash: a size that is used as text or as a key becomes a number (`sizes_as_keys.py`).
+- the exporter's exceptions that say that a value is not known: the model may not catch them (`tensor_values.py`).
 - logging and stderr: the exporter prints a page about each error.
 - torch's cache of operators' results on fake tensors: with symbolic sizes it computes each operator twice to fill an
         entry, and each export begins with an empty cache. Without the cache a capture takes half the time.
@@ -51,6 +52,7 @@ from autotp.passes.capture.transformer_layers import slow_path
 from autotp.passes.capture.unsupported.lost_gradients import nothing_lost
 from autotp.passes.capture.unsupported.random_branches import CertainComparisons
 from autotp.passes.capture.unsupported.sizes_as_keys import known_sizes
+from autotp.passes.capture.unsupported.tensor_values import none_caught
 from autotp.source_location import is_library
 
 CAPTURING = threading.RLock()
@@ -88,8 +90,8 @@ def around_export(model: nn.Module, repeats: Repeats | None) -> Iterator[Reads]:
 def around_forward(model: nn.Module, asked: GradientQueries) -> Iterator[None]:
     """A region for one run of the model: behaviour that a graph would lose is noted or refused."""
     with (
-        nothing_lost(model), CertainComparisons(), asked, asked.answering(), without_python_random(model),
-        without_seeds(),
+        none_caught(), nothing_lost(model), CertainComparisons(), asked, asked.answering(),
+        without_python_random(model), without_seeds(),
     ):  # fmt: skip
         yield
 

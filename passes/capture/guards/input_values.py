@@ -24,8 +24,8 @@ from autotp.distributed.sharded_tensor import Sharded
 from autotp.passes.capture.guards.values import (
     AS_NUMPY,
     PREDICATES,
-    READS,
     KnownValues,
+    NeedsNumber,
     Outcome,
     Place,
     Reading,
@@ -37,12 +37,8 @@ TRUE_WHERE_ALL_IS_WELL = ("all", "__eq__", "eq", "isfinite", "equal", "allclose"
 """Functions whose truth value is assumed to be True; that of others, such as `any` of `isnan`, to be False."""
 
 
-class NeedsNumber(Exception):
-    """The model makes a Python number of an activation at this place."""
-
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
-        self.place = place
+MOST_ROUNDS = 512
+"""The largest number of truth values of activations at one place: beyond it is a loop that they end."""
 
 
 class _Unknown(Exception):
@@ -90,19 +86,21 @@ class InputValues(Reading):
                 raise
             self.places.add(place)
             found = self._run(func, args, kwargs)
-        if func in READS or self.symbols:
-            self._note_symbols(func, args, kwargs, found)
+        self._note(func, args, kwargs, found)
         return found
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs a function; its results get shadows where its arguments have them."""
+        return self._plain(func, *args, **kwargs) if not self.places else self._given(func, args, kwargs)
+
+    def _plain(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         shadows = self._shadows(args, kwargs)  # Before the function writes into any of them.
-        found = self._given(func, args, kwargs) if self.places else func(*args, **kwargs)
+        found = func(*args, **kwargs)
         fakes = [x for x in pytree.tree_leaves(found) if isinstance(x, FakeTensor)]
         for x in fakes:
             if x.dim() == 0:
                 self.made_by[id(x)] = x, getattr(func, "__name__", "")
-        if not fakes or shadows is None:
+        if shadows is None or not (fakes or found is None):  # None: it may have written into its arguments.
             return found
         try:
             real = _run_really(func, shadows)
@@ -157,11 +155,13 @@ class InputValues(Reading):
         known = zip(self.known, [*self.outcomes, Outcome(place, None)], strict=False)
         if at < len(self.known) and all(one.place == other.place for one, other in known):
             return self.known[at].value
-        if func not in PREDICATES:
+        code = linecache.getline(place.file, place.line).strip()
+        again = sum(outcome.place == place for outcome in self.outcomes)
+        if func not in PREDICATES or code.startswith("while ") or again == MOST_ROUNDS:
             raise NeedsNumber(place)
         if at in self.turned:
             return self.turned[at]
-        if linecache.getline(place.file, place.line).strip().startswith("assert "):
+        if code.startswith("assert "):
             return True
         maker = self.made_by.get(id(args[0]), (None, getattr(func, "__name__", "")))[1]
         return maker in TRUE_WHERE_ALL_IS_WELL
@@ -170,7 +170,9 @@ class InputValues(Reading):
         """Returns the places whose values the model needed when it raised this exception."""
         if not isinstance(error, GuardOnDataDependentSymNode):
             return set()
-        found = {place for s in error.cond.free_symbols for place in self.symbols.get(str(s), ())}
+        symbols = [str(s) for s in error.cond.free_symbols]
+        found = {place for s in symbols for place in self.symbols.get(s, ())}
+        found |= {self.sized[s] for s in symbols if s in self.sized}
         return found - self.places - {*self.blocked}
 
 

@@ -44,6 +44,13 @@ PREDICATES = (
 """Functions that give a truth value of tensors' values."""
 AS_NUMPY = (Tensor.numpy, Tensor.__array__)
 NUMBERS = (Tensor.item, Tensor.tolist, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__)
+REPEATS = (Tensor.repeat_interleave, torch.repeat_interleave)
+SIZED = frozenset({
+    Tensor.nonzero, torch.nonzero, Tensor.argwhere, torch.argwhere, Tensor.where, torch.where, Tensor.__getitem__,
+    *REPEATS,
+})  # fmt: skip
+"""Functions whose result may have as many rows as some elements are not 0, or as a sum says."""
+FACTORIES = ("arange", "linspace", "zeros", "ones", "empty", "full", "eye", "rand", "randn", "randint")
 READS = frozenset({*PREDICATES, *AS_NUMPY, *NUMBERS})
 """Functions that give Python values of tensors' values."""
 
@@ -54,6 +61,14 @@ class Place(NamedTuple):
     file: str
     line: int
     function: str
+
+
+class NeedsNumber(Exception):
+    """The model makes a Python number of an activation at this place, or a loop ends when an activation says so."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self.place = place
 
 
 class Outcome(NamedTuple):
@@ -136,6 +151,7 @@ class Reading(TorchFunctionMode):
         outcomes: what the reads have given so far.
         noted: function and flattened arguments of each read, and their structure.
         symbols: the exporter's symbol of a number, or of a size that depends on it -> the places that read the number.
+        sized: the exporter's symbol of a number of elements that are not 0 -> the place that counts them.
     """
 
     def __init__(self, places: frozenset[Place]) -> None:
@@ -144,6 +160,7 @@ class Reading(TorchFunctionMode):
         self.outcomes: list[Outcome] = []
         self.noted: list[tuple[Any, list[Any], Any]] = []
         self.symbols: dict[str, frozenset[Place]] = {}
+        self.sized: dict[str, Place] = {}
 
     def begin(self, leaves: Sequence[Any], real: Sequence[Any]) -> None:
         """Starts a run of the model with these arguments; `real` are the call's."""
@@ -155,21 +172,26 @@ class Reading(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = self._given(func, args, kwargs) if self.places else func(*args, **kwargs)
-        if func in READS or self.symbols:
-            self._note_symbols(func, args, kwargs, found)
+        self._note(func, args, kwargs, found)
         return found
+
+    def _note(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
+        if func in READS or func in SIZED or self.symbols or any(map(_is_scalar, args)):
+            self._note_symbols(func, args, kwargs, found)
 
     def _note_symbols(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
         """Notes which reads the symbols in a result come from: the function itself, or those of its arguments."""
-        new = _symbols_in(found) - self.symbols.keys()
+        new = _symbols_in(found) - self.symbols.keys() - self.sized.keys()
         if not new:
             return
         given = _symbols_in([x for x in _with_bounds((args, kwargs)) if not isinstance(x, Tensor)])
         places = {place for symbol in given for place in self.symbols.get(symbol, ())}
-        if func in READS:
+        if func in READS or any(map(_is_scalar, _with_bounds((args, kwargs)))):
             places.add(place_of(func))
         for symbol in new if places else ():
             self.symbols[symbol] = frozenset(places)
+        for symbol in new if func in SIZED else ():
+            self.sized[symbol] = place_of(func)
 
     def places_in(self, graph: fx.Graph) -> frozenset[Place]:
         """Returns the places of the numbers that sizes in a graph are made of."""
@@ -180,17 +202,46 @@ class Reading(TorchFunctionMode):
         """Returns what a function gives: for a read at a listed place the outcome."""
         place = place_of(func)
         if place not in self.places:
-            return func(*args, **kwargs)
+            return self._plain(func, *args, **kwargs)
         if func in READS:
             return self._read(func, args, kwargs, place)
         args, kwargs = self._with_numbers(args, kwargs, place)
+        if func in SIZED and not (func in (torch.where, Tensor.where) and len(args) > 1):
+            return self._counted(func, args, kwargs, place)
+        return self._plain(func, *args, **kwargs)
+
+    def _counted(self, func: Any, args: Any, kwargs: dict[str, Any], place: Place) -> Any:
+        """Returns what a function gives whose result has as many rows as elements are not 0, with a known number."""
+        if func in REPEATS and len(args) > 1 and isinstance(args[1], Tensor):
+            total = self._read(Tensor.item, (self._plain(Tensor.sum, args[1]),), {}, place)
+            return self._plain(func, *args, **{**kwargs, "output_size": total})
+        if func is Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            found = [self._indices(x, place) if _is_mask(x) else (x,) for x in index]
+            return self._plain(Tensor.__getitem__, args[0], tuple(x for each in found for x in each))
+        indices = self._indices(args[0], place)
+        as_tuple = kwargs.get("as_tuple", False) or func in (torch.where, Tensor.where)
+        return indices if as_tuple else self._plain(torch.stack, indices, 1)
+
+    def _indices(self, mask: Tensor, place: Place) -> tuple[Tensor, ...]:
+        """Returns the indices of the elements that are not 0, for each dimension."""
+        count = self._read(Tensor.item, (self._plain(Tensor.count_nonzero, mask),), {}, place)
+        rows = self._plain(torch.nonzero_static, mask, size=count)
+        return tuple(self._plain(Tensor.unbind, rows, 1))
+
+    def _plain(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs a function of torch as the model would."""
         return func(*args, **kwargs)
 
     def _with_numbers(self, args: Any, kwargs: Any, place: Place) -> Any:
         """Replaces the tensors that stand for sizes and bounds, `x[:n]` and `x.view(n, -1)`, by their values."""
 
+        makes = place.function in FACTORIES
+
         def number(x: Any) -> Any:
-            return self._read(Tensor.__index__, (x,), {}, place) if _is_count(x) else x
+            if not _is_scalar(x) or not (makes or _is_whole(x)):
+                return x
+            return self._read(Tensor.item, (x,), {}, place)
 
         def inside(x: Any) -> Any:
             if isinstance(x, slice):
@@ -200,10 +251,10 @@ class Reading(TorchFunctionMode):
         def deep(x: Any) -> Any:
             return number(inside(x))
 
-        own = isinstance(next(iter(args), None), Tensor)  # The tensor that the function is about.
-        first = args[:1] if own else ()
-        later = tuple(inside(x) if own and _indexes(place) else deep(x) for x in args[len(first) :])
-        return (*first, *later), {name: deep(x) for name, x in kwargs.items()}
+        own = 0 if makes else 1  # The tensor that the function is about.
+        indexes = place.function in ("__getitem__", "__setitem__")  # There a tensor is an index itself.
+        later = tuple(map(_in_slices(number) if indexes else deep, args[own:]))
+        return (*args[:own], *later), {name: deep(x) for name, x in kwargs.items()}
 
     def _read(self, func: Any, args: Any, kwargs: Any, place: Place) -> Any:
         raise NotImplementedError
@@ -222,14 +273,27 @@ def _symbols_in(value: Any) -> set[str]:
     return {str(symbol) for x in found for symbol in free_unbacked_symbols(x)}
 
 
-def _indexes(place: Place) -> bool:
-    """True for indexing, where a tensor without dimensions is an index itself."""
-    return place.function in ("__getitem__", "__setitem__")
+def _in_slices(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a function that changes the bounds of slices in an index."""
+
+    def changed(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(changed, x))
+        return slice(*map(change, (x.start, x.stop, x.step))) if isinstance(x, slice) else x
+
+    return changed
 
 
-def _is_count(x: Any) -> bool:
-    whole = isinstance(x, Tensor) and x.dim() == 0 and not x.is_floating_point() and not x.is_complex()
-    return whole and x.dtype != torch.bool
+def _is_scalar(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() == 0 and not x.is_complex() and x.dtype != torch.bool
+
+
+def _is_whole(x: Tensor) -> bool:
+    return not x.is_floating_point()
+
+
+def _is_mask(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)
 
 
 class Answers(Reading):

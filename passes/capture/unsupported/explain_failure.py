@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from autotp.errors import Error
-from autotp.passes.capture.unsupported.tensor_values import CUSTOM_OPERATOR, reads_values, refused
+from autotp.passes.capture.unsupported.tensor_values import CUSTOM_OPERATOR, NO_NUMPY, reads_values, refused
 from autotp.source_location import user_line
 
 
@@ -20,7 +20,7 @@ def raised_plainly(flat: nn.Module, given: Sequence[Any], mode: FakeTensorMode) 
         with mode:
             flat(*given)
     except Exception as error:
-        return error
+        return None if reads_values(error) else error
     return None
 
 
@@ -30,9 +30,15 @@ def explain_failure(error: Exception, plain: Exception | None, model: nn.Module)
     Args:
         plain: the exception that the model raises without symbolic sizes, if any.
     """
+    shown = plain or error
+    if NO_NUMPY in str(shown):
+        return Error(
+            "the model computes with numpy, which a graph does not see",
+            at=user_line(traceback.extract_tb(shown.__traceback__)),
+            fix=f"torch's operators, or {CUSTOM_OPERATOR}",
+        )
     if reads_values(error):
         return refused(error, model)
-    shown = plain or error
     if "fake impl" in str(shown) or "UnsupportedOperator" in type(shown).__name__:
         return Error(
             "the model calls an operator that does not say what shape it returns",
@@ -44,12 +50,6 @@ def explain_failure(error: Exception, plain: Exception | None, model: nn.Module)
             "the model calls an operator that takes functions (cond, while_loop, scan)",
             at=user_line(traceback.extract_tb(shown.__traceback__)),
             fix="compute both branches and choose with torch.where; loop in Python, as often as shapes say",
-        )
-    if ".numpy() is not supported" in str(shown):
-        return Error(
-            "the model computes with numpy, which a graph does not see",
-            at=user_line(traceback.extract_tb(shown.__traceback__)),
-            fix=f"torch's operators, or {CUSTOM_OPERATOR}",
         )
     kind, text = type(shown).__name__, str(shown).strip()
     said = f"{kind}: {text.splitlines()[0] if text else ''}".rstrip(": ")

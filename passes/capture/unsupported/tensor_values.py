@@ -4,22 +4,55 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _NormBase
 
 from autotp.errors import Error
 from autotp.model_library import instead_of_expert_loop
-from autotp.source_location import user_line
+from autotp.passes.capture.guards.values import NeedsNumber
+from autotp.passes.capture.repeats.blocks import patched
+from autotp.source_location import is_users, user_line
 
 CUSTOM_OPERATOR = "torch.library.custom_op with register_fake and register_autograd, and autotp.rule"
+NO_NUMPY = ".numpy() is not supported"
 LOOP = r"for .* in |while "
 NUMBER = r"\.item\(|\.tolist\(|\bint\(|\bfloat\(|\blen\(|\brange\("
 
 
 def reads_values(error: Exception) -> bool:
     """True for the exporter's exception that says that a value is not known."""
-    return "DataDependent" in type(error).__name__ or "data-dependent" in str(error)
+    return "DataDependent" in type(error).__name__ or "data-dependent" in str(error) or NO_NUMPY in str(error)
+
+
+@contextmanager
+def none_caught() -> Iterator[None]:
+    """A region in which the model must not catch exceptions that only a capture raises: that a value is not known.
+
+    It would go on by another branch than it does with values. The exception is raised again at the end of the region.
+    """
+    raised: list[Exception] = []
+
+    def noting(make: Any) -> Any:
+        def init(self: Exception, *args: Any, **kwargs: Any) -> None:
+            make(self, *args, **kwargs)
+            raised.append(self)
+
+        return init
+
+    with ExitStack() as stack:
+        for kind in (GuardOnDataDependentSymNode, DataDependentOutputException, NeedsNumber, Error):
+            stack.enter_context(patched(kind, {"__init__": noting(kind.__init__)}))
+        yield
+    for error in raised:
+        caught_by = error.__traceback__.tb_frame if error.__traceback__ is not None else None
+        if caught_by is not None and is_users(caught_by):  # torch catches some itself.
+            raise error
 
 
 def refused(error: Exception, model: nn.Module) -> Error:
