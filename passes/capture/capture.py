@@ -35,6 +35,7 @@ from autotp.passes.capture.guards.values import (
     NeedsNumber,
     Place,
     Reading,
+    reads_values,
 )
 from autotp.passes.capture.patches import CAPTURING, around_capture, around_export
 from autotp.passes.capture.pytree import flatten, is_dense
@@ -42,7 +43,6 @@ from autotp.passes.capture.repeats.queries import Entangled
 from autotp.passes.capture.repeats.repeats import Repeats
 from autotp.passes.capture.skeleton import copy_on
 from autotp.passes.capture.unsupported.explain_failure import explain_failure, raised_plainly
-from autotp.passes.capture.unsupported.tensor_values import reads_values
 
 DEVICE = "cpu"
 """The device on which models are captured, with tensors without memory; under autocast the device of autocast. Not
@@ -81,15 +81,16 @@ def capture(
     leaves = [leaf.copy() if isinstance(leaf, numpy.ndarray) else leaf for leaf in leaves]  # Constants of the graph.
     with CAPTURING:
         call = _Call(skeleton, leaves, spec, autocast, wanted)
-        expected = (_reads(call, opened, values) if values.places else None) or NO_READS
+        found = _reads(call, opened, values) if values.places else NO_READS
+        expected = found if isinstance(found, ExpectedReads) else NO_READS
         while True:
             result = _captured_once(call, once, opened, expected)
             if isinstance(result, Captured):
                 return replace(result, places=expected.places)
             if isinstance(result, _NeedsValues):
                 found = _reads(call, opened, KnownValues(expected.places | result.places, values.outcomes))
-                if found is None or found.places == expected.places:
-                    return replace(result.without(), places=expected.places)
+                if isinstance(found, Error) or found.places == expected.places:
+                    return replace(result.without(found), places=expected.places)
                 expected = found
                 continue
             if opened | result == opened:
@@ -132,10 +133,10 @@ class _NeedsValues:
     instead: Error | Captured
     places: frozenset[Place] = frozenset()
 
-    def without(self) -> Captured:
-        """Returns the graph without the values. Raises Error if there is none."""
+    def without(self, found: Error | ExpectedReads) -> Captured:
+        """Returns the graph without the values. Raises Error if there is none: the one that was found, if any."""
         if isinstance(self.instead, Error):
-            raise self.instead
+            raise found if isinstance(found, Error) else self.instead
         return self.instead
 
 
@@ -169,7 +170,7 @@ def _capture(
             explained = explain_failure(program, plain, flat.model)
             explained.__cause__ = plain or program  # The exporter's trace is a page long.
             if reads_values(program):
-                return _NeedsValues(explained)
+                return _NeedsValues(explained, reading.places_of(program))
             raise explained
     slots = reads.slots(repeats.same if repeats else ())
     result = convert_program(program, flat, given, call.autocast, slots, opened)
@@ -190,10 +191,10 @@ def _flat(call: _Call, opened: Opened, reading: Reading) -> tuple[Flat, tuple[An
     return flat, _example([*tensors, *held.values()], call.autocast, call.wanted), asked
 
 
-def _reads(call: _Call, opened: Opened, known: KnownValues) -> ExpectedReads | None:
+def _reads(call: _Call, opened: Opened, known: KnownValues) -> ExpectedReads | Error:
     """Runs the model without an exporter; returns all that Python reads at the places where values are needed.
 
-    None if the values are not known.
+    An Error, if the values are not known.
 
     Raises:
         Error: the model fails on these values.
@@ -208,14 +209,17 @@ def _reads(call: _Call, opened: Opened, known: KnownValues) -> ExpectedReads | N
                 flat, given, _ = _flat(call, opened, reading)
                 flat(*given)
         except NeedsNumber as error:
-            blocked.add(error.place)
-        except Exception as error:
-            more = reading.places_of(error)
-            last = next((i for i in reversed(reading.assumed) if i not in turned), None)
-            if more:
+            if more := reading.symbolic():  # Perhaps the number follows from one of these.
                 places |= more
+            else:
+                blocked.add(error.place)
+        except Exception as error:
+            needed = reading.places_of(error) - blocked
+            last = next((i for i in reversed(reading.assumed) if i not in turned), None)
+            if needed:
+                places |= needed
             elif reads_values(error):
-                return None
+                return explain_failure(error, error, call.skeleton)
             elif last is not None:  # Perhaps it was assumed wrongly.
                 turned[last] = not reading.outcomes[last].value
             else:

@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotp.distributed.sharded_tensor import Sharded
 from autotp.passes.capture.guards.values import (
-    AS_NUMPY,
     PREDICATES,
     KnownValues,
     NeedsNumber,
@@ -30,8 +28,8 @@ from autotp.passes.capture.guards.values import (
     Place,
     Reading,
     place_of,
+    reads_values,
 )
-from autotp.passes.capture.unsupported.tensor_values import reads_values
 
 TRUE_WHERE_ALL_IS_WELL = ("all", "__eq__", "eq", "isfinite", "equal", "allclose", "logical_not", "__invert__")
 """Functions whose truth value is assumed to be True; that of others, such as `any` of `isnan`, to be False."""
@@ -75,23 +73,16 @@ class InputValues(Reading):
                     copy = value.detach().to(self.device).clone(memory_format=torch.contiguous_format)
                 self._pair(fake, copy)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs a function. Where it needs a value, its place is listed, and it runs again."""
         try:
-            found = self._run(func, args, kwargs)
+            return super()._run(func, args, kwargs)
         except Exception as error:
             place = place_of(func)
-            needed = reads_values(error) or func in AS_NUMPY
-            if not needed or place in self.places or place in self.blocked:
+            if not reads_values(error) or place in self.places or place in self.blocked:
                 raise
             self.places.add(place)
-            found = self._run(func, args, kwargs)
-        self._note(func, args, kwargs, found)
-        return found
-
-    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs a function; its results get shadows where its arguments have them."""
-        return self._plain(func, *args, **kwargs) if not self.places else self._given(func, args, kwargs)
+            return super()._run(func, args, kwargs)
 
     def _plain(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         shadows = self._shadows(args, kwargs)  # Before the function writes into any of them.
@@ -166,14 +157,10 @@ class InputValues(Reading):
         maker = self.made_by.get(id(args[0]), (None, getattr(func, "__name__", "")))[1]
         return maker in TRUE_WHERE_ALL_IS_WELL
 
-    def places_of(self, error: Exception) -> set[Place]:
-        """Returns the places whose values the model needed when it raised this exception."""
-        if not isinstance(error, GuardOnDataDependentSymNode):
-            return set()
-        symbols = [str(s) for s in error.cond.free_symbols]
-        found = {place for s in symbols for place in self.symbols.get(s, ())}
-        found |= {self.sized[s] for s in symbols if s in self.sized}
-        return found - self.places - {*self.blocked}
+    def symbolic(self) -> set[Place]:
+        """Returns the places at which the model read what the exporter has symbols for."""
+        found = {place for places in self.symbols.values() for place in places}
+        return found.union(self.sized.values()) - self.places - {*self.blocked}
 
 
 def _run_really(func: Any, given: Any) -> Any:

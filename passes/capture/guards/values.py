@@ -29,7 +29,7 @@ import numpy
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -53,6 +53,15 @@ SIZED = frozenset({
 FACTORIES = ("arange", "linspace", "zeros", "ones", "empty", "full", "eye", "rand", "randn", "randint")
 READS = frozenset({*PREDICATES, *AS_NUMPY, *NUMBERS})
 """Functions that give Python values of tensors' values."""
+
+
+NO_NUMPY = ".numpy() is not supported"
+"""What torch says of a tensor without values."""
+
+
+def reads_values(error: Exception) -> bool:
+    """True for the exporter's exception that says that a value is not known."""
+    return "DataDependent" in type(error).__name__ or "data-dependent" in str(error) or NO_NUMPY in str(error)
 
 
 class Place(NamedTuple):
@@ -152,6 +161,7 @@ class Reading(TorchFunctionMode):
         noted: function and flattened arguments of each read, and their structure.
         symbols: the exporter's symbol of a number, or of a size that depends on it -> the places that read the number.
         sized: the exporter's symbol of a number of elements that are not 0 -> the place that counts them.
+        failed_at: the last call that failed since a value is not known.
     """
 
     def __init__(self, places: frozenset[Place]) -> None:
@@ -161,6 +171,7 @@ class Reading(TorchFunctionMode):
         self.noted: list[tuple[Any, list[Any], Any]] = []
         self.symbols: dict[str, frozenset[Place]] = {}
         self.sized: dict[str, Place] = {}
+        self.failed_at: Place | None = None
 
     def begin(self, leaves: Sequence[Any], real: Sequence[Any]) -> None:
         """Starts a run of the model with these arguments; `real` are the call's."""
@@ -171,9 +182,17 @@ class Reading(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = self._given(func, args, kwargs) if self.places else func(*args, **kwargs)
+        try:
+            found = self._run(func, args, kwargs)
+        except Exception as error:
+            if reads_values(error):
+                self.failed_at = place_of(func)
+            raise
         self._note(func, args, kwargs, found)
         return found
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return self._given(func, args, kwargs) if self.places else self._plain(func, *args, **kwargs)
 
     def _note(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
         if func in READS or func in SIZED or self.symbols or any(map(_is_scalar, args)):
@@ -192,6 +211,17 @@ class Reading(TorchFunctionMode):
             self.symbols[symbol] = frozenset(places)
         for symbol in new if func in SIZED else ():
             self.sized[symbol] = place_of(func)
+
+    def places_of(self, error: Exception) -> frozenset[Place]:
+        """Returns the places whose values the model needed when it raised this exception."""
+        symbols = map(str, error.cond.free_symbols) if isinstance(error, GuardOnDataDependentSymNode) else ()
+        found = set[Place]()
+        for symbol in symbols:
+            found |= self.symbols.get(symbol, frozenset())
+            found |= {self.sized[symbol]} if symbol in self.sized else set()
+        if not found and self.failed_at is not None:
+            found = {self.failed_at}
+        return frozenset(found) - self.places
 
     def places_in(self, graph: fx.Graph) -> frozenset[Place]:
         """Returns the places of the numbers that sizes in a graph are made of."""

@@ -10,7 +10,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from autotp.errors import Error
-from autotp.passes.capture.unsupported.tensor_values import CUSTOM_OPERATOR, NO_NUMPY, reads_values, refused
+from autotp.passes.capture.guards.values import NO_NUMPY, reads_values
+from autotp.passes.capture.unsupported.tensor_values import CUSTOM_OPERATOR, refused
 from autotp.source_location import user_line
 
 

@@ -20,14 +20,8 @@ from autotp.passes.capture.repeats.blocks import patched
 from autotp.source_location import is_users, user_line
 
 CUSTOM_OPERATOR = "torch.library.custom_op with register_fake and register_autograd, and autotp.rule"
-NO_NUMPY = ".numpy() is not supported"
 LOOP = r"for .* in |while "
 NUMBER = r"\.item\(|\.tolist\(|\bint\(|\bfloat\(|\blen\(|\brange\("
-
-
-def reads_values(error: Exception) -> bool:
-    """True for the exporter's exception that says that a value is not known."""
-    return "DataDependent" in type(error).__name__ or "data-dependent" in str(error) or NO_NUMPY in str(error)
 
 
 @contextmanager
