@@ -195,7 +195,8 @@ class Reading(TorchFunctionMode):
         return self._given(func, args, kwargs) if self.places else self._plain(func, *args, **kwargs)
 
     def _note(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
-        if func in READS or func in SIZED or self.symbols or any(map(_is_scalar, args)):
+        inner = (x for each in (*args, *kwargs.values()) for x in (each if type(each) in (tuple, list) else (each,)))
+        if func in READS or func in SIZED or self.symbols or any(map(_is_scalar, inner)):
             self._note_symbols(func, args, kwargs, found)
 
     def _note_symbols(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
@@ -224,9 +225,13 @@ class Reading(TorchFunctionMode):
         return frozenset(found) - self.places
 
     def places_in(self, graph: fx.Graph) -> frozenset[Place]:
-        """Returns the places of the numbers that sizes in a graph are made of."""
-        sizes = _symbols_in([x for node in graph.nodes if isinstance(x := node.meta.get("val"), Tensor)])
-        return frozenset(place for symbol in sizes for place in self.symbols.get(symbol, ())) - self.places
+        """Returns the places of the numbers that sizes in a graph are made of, or that the exporter took for known."""
+        values = [node.meta.get("val") for node in graph.nodes]
+        symbols = _symbols_in([x for x in values if isinstance(x, Tensor)])
+        environment = next((x.node.shape_env for x in values if isinstance(x, torch.SymInt)), None)
+        if environment is not None:
+            symbols |= {str(symbol) for symbol, value in environment.replacements.items() if value.is_number}
+        return frozenset(place for symbol in symbols for place in self.symbols.get(symbol, ())) - self.places
 
     def _given(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Returns what a function gives: for a read at a listed place the outcome."""
