@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from autotp.ops import channels, cross_entropy, custom_vjp, dropout, lookup, placement_moves
+from autotp.ops import channels, cross_entropy, ctc_loss, custom_vjp, dropout, lookup, placement_moves
 from autotp.ops import experts as routing
 from autotp.ops.grouped_mm import OPERATOR
 from autotp.rules import common as f
@@ -153,7 +153,7 @@ TORCH_ROWS: list[tuple[str, Row]] = [
     ("scalar_tensor", Row(f.new_tensor)),
     ("zeros_like ones_like full_like", Row(f.pointwise())),
     ("empty_like", Row(f.pointwise(), T.UNINITIALIZED)),
-    ("arange linspace logspace eye tril_indices triu_indices histc", Row(f.whole)),
+    ("arange linspace logspace eye tril_indices triu_indices histc nonzero nonzero_static", Row(f.whole)),
     ("rand randn randint rand_like randn_like randint_like bernoulli poisson normal", Row(f.whole, T.RANDOM_EACH)),
     ("cauchy exponential geometric log_normal multinomial normal_functional random randperm uniform", Row(f.whole)),
     # Lookups, updates and losses.
@@ -239,6 +239,8 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     channels.batch_norm_moving: Row(f.batch_norm, T.NORM),
     channels.group_norm: Row(f.group_norm, T.NORM),
     OPERATOR: Row(p.grouped_mm),
+    ctc_loss.OPERATOR: Row(f.whole),
+    ctc_loss.BACKWARD: Row(f.whole),
     routing.dispatch: Row(f.dispatched),
     routing.counts: Row(f.fixed("s^ -> e!")),
     routing.spread: Row(f.fixed("e *, e, (e n) -> (e n) *", ((0,),)), T.ROWS),

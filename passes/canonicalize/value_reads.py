@@ -44,10 +44,10 @@ def value_reads(graph: fx.Graph, captured: Captured, updated: int, cut: Collecti
     facts = replace(
         captured,
         asked=tuple(map(moved, captured.asked)),
-        input_values=_with_results(graph, [results[at] for at in before]),
+        input_values=_copy(graph, [results[at] for at in before], _ancestors(results[at] for at in before)),
         owned=frozenset() if after else captured.owned,  # A call whose outcomes are others runs again.
     )
-    return _with_results(graph, kept, graph.find_nodes(op="placeholder")), facts
+    return _copy(graph, kept, set(graph.nodes)), facts  # Draws stay, read or not: they move the random stream.
 
 
 def _positions(read: ValueRead) -> list[int]:
@@ -74,11 +74,11 @@ def _ancestors(nodes: Iterable[Any]) -> set[fx.Node]:
     return found
 
 
-def _with_results(graph: fx.Graph, results: Sequence[Any], placeholders: Iterable[fx.Node] = ()) -> fx.Graph:
-    """Returns the part of a graph that makes these results, and these placeholders."""
-    needed, new, env = _ancestors([*results, *placeholders]), fx.Graph(), dict[fx.Node, fx.Node]()
+def _copy(graph: fx.Graph, results: Sequence[Any], nodes: Collection[fx.Node]) -> fx.Graph:
+    """Returns these nodes of a graph as a graph with these results."""
+    new, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
-        if node in needed:
+        if node in nodes and node.op != "output":
             env[node] = new.node_copy(node, env.__getitem__)
     new.output(fx.map_arg(tuple(results), env.__getitem__))
     return new

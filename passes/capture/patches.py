@@ -48,6 +48,7 @@ from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.guards.guard import Reads
 from autotp.passes.capture.guards.python_state import GradientQueries, without_python_random, without_seeds
 from autotp.passes.capture.repeats.repeats import Repeats
+from autotp.passes.capture.replaced_functions import ReplacedFunctions
 from autotp.passes.capture.transformer_layers import slow_path
 from autotp.passes.capture.unsupported.lost_gradients import nothing_lost
 from autotp.passes.capture.unsupported.random_branches import CertainComparisons
@@ -90,7 +91,7 @@ def around_export(model: nn.Module, repeats: Repeats | None) -> Iterator[Reads]:
 def around_forward(model: nn.Module, asked: GradientQueries) -> Iterator[None]:
     """A region for one run of the model: behaviour that a graph would lose is noted or refused."""
     with (
-        none_caught(), nothing_lost(model), CertainComparisons(), asked, asked.answering(),
+        none_caught(), ReplacedFunctions(), nothing_lost(model), CertainComparisons(), asked, asked.answering(),
         without_python_random(model), without_seeds(),
     ):  # fmt: skip
         yield

@@ -31,7 +31,6 @@ from autotp.passes.capture.guards.attribute_paths import reached, spelled
 from autotp.passes.capture.repeats.blocks import patched
 from autotp.source_location import is_users, user_line
 
-DATA = getattr(Tensor, "data").__get__  # noqa: B009  mypy sees a tensor.
 ASKING = tuple(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
 IN_PLACE_NAMES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 IN_PLACE = tuple(f"__i{name}__" for name in IN_PLACE_NAMES)
@@ -95,8 +94,6 @@ class GradientQueries(TorchFunctionMode):
                 at=user_line(traceback.extract_stack()),
                 fix="the default one: no `generator=`",
             )
-        if func == DATA:  # The exporter loses what `x.data` comes from.
-            func = Tensor.detach
         found = func(*args, **(kwargs or {}))
         if args and isinstance(args[0], Tensor):
             self._follow(func, args[0], found)
