@@ -492,7 +492,7 @@ class Executable:
         if self.tree.compiles is not None:
             _compile_blocks(entry.module, self.tree.compiles)
         self.entries.append((key, entry))
-        del self.entries[1 : len(self.entries) - MOST]
+        del self.entries[1 : max(1, len(self.entries) - MOST)]
         return entry
 
     # ---- attributes for users

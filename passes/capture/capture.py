@@ -169,8 +169,9 @@ def _capture(
             plain = raised_plainly(flat, given, mode)
             explained = explain_failure(program, plain, flat.model)
             explained.__cause__ = plain or program  # The exporter's trace is a page long.
-            if reads_values(program):
-                return _NeedsValues(explained, reading.places_of(program))
+            needed = reading.places_of(program) if reads_values(program) else reading.symbolic()
+            if needed or reads_values(program):
+                return _NeedsValues(explained, needed)
             raise explained
     slots = reads.slots(repeats.same if repeats else ())
     result = convert_program(program, flat, given, call.autocast, slots, opened)
@@ -209,7 +210,7 @@ def _reads(call: _Call, opened: Opened, known: KnownValues) -> ExpectedReads | E
                 flat, given, _ = _flat(call, opened, reading)
                 flat(*given)
         except NeedsNumber as error:
-            if more := reading.symbolic():  # Perhaps the number follows from one of these.
+            if more := reading.symbolic() - blocked:  # Perhaps the number follows from one of these.
                 places |= more
             else:
                 blocked.add(error.place)

@@ -2,17 +2,19 @@
 
 import copy
 import dataclasses
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from ranks import Checks
-from small_models import VOCAB, both, expect_gradients, gpt, signatures_met, tokens
+from small_models import VOCAB, Plain, both, expect_gradients, gpt, signatures_met, tokens
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autotp
 from autotp.distributed.sharded_tensor import Sharded
+from autotp.runtime.module import executable_of
 
 checks = Checks()
 
@@ -314,6 +316,166 @@ def buffers(rank: int, n: int) -> None:
             torch.testing.assert_close(b, a, msg=lambda m, name=name: f"{name}: {m}")
     assert parallel.calls == 3
     assert "last" not in parallel.state_dict()
+
+
+# ---- what Python reads of values
+
+
+class Predicates(nn.Module):
+    """Branches on parts, activations, a buffer and an input; draws; sets a buffer and an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.head, self.norm = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False), nn.BatchNorm1d(8)
+        self.blocks = nn.ModuleList([Plain() for _ in range(1)])
+        self.calls, self.last = nn.Buffer(torch.zeros(())), None
+
+    def forward(self, ids: Tensor, boost: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        x = self.e(ids[:, : int(ids.max()) % 3 + 2])
+        x = self.norm((x if boost is None else x * boost).transpose(1, 2)).transpose(1, 2)
+        for block in self.blocks:
+            h = block.up(x)
+            h = h.clamp(max=1.0) if (h > 1.0).any() else h
+            x = x + nn.functional.dropout(block.down(h.relu()), 0.3, self.training)
+        self.last = x.detach().mean()
+        if not torch.isfinite(x).all():
+            x = torch.zeros_like(x)
+        x = x * 1.5 if self.calls > 4 else x
+        logits = self.head(x)
+        return logits.tanh() if logits.max() > 2 else logits
+
+
+def values_in_steps(n: int, steps: int) -> None:
+    """Calls in which predicates come out otherwise: results, gradients, buffers and random state."""
+    torch.manual_seed(0)
+    whole, parallel = both(n, Predicates().double())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.3) for model in (whole, parallel)]
+    for step in range(steps):
+        for model in (whole, parallel):
+            model.train(step % 4 != 3)
+        torch.manual_seed(100 + step)
+        ids = torch.randint(0, 11, (2 + step % 3, 5))
+        boost = None if step < 2 else torch.tensor([1.0, 40.0, float("inf") if step == 5 else 0.1][step % 3]).double()
+        found = []
+        for model in (whole, parallel):
+            torch.manual_seed(step)
+            found.append((model(ids, boost), torch.get_rng_state()))
+        (expected, state), (mine, its) = found
+        assert torch.equal(state, its), step
+        torch.testing.assert_close(mine, expected, msg=lambda m, s=step: f"step {s}: {m}")
+        torch.testing.assert_close([parallel.calls, parallel.last], [whole.calls, whole.last], equal_nan=True)
+        torch.testing.assert_close(parallel.norm.running_mean, whole.norm.running_mean, equal_nan=True)
+        if whole.training and step != 5:
+            expected.square().mean().backward()
+            mine.square().mean().backward()
+            expect_gradients(whole, parallel, 1e-10)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        if step == 5:
+            whole.norm.reset_running_stats()
+            parallel.norm.reset_running_stats()
+
+
+@checks.on(2)
+def values_that_python_reads(rank: int, n: int) -> None:
+    values_in_steps(n, 7)
+
+
+@checks.on(2, 3, rare=True)
+def values_in_many_steps(rank: int, n: int) -> None:
+    values_in_steps(n, 14)
+
+
+class Cached(nn.Module):
+    """Writes into its argument, and asserts something of the result: a second run must find the first values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Plain()
+
+    def forward(self, x: Tensor, seen: Tensor) -> Tensor:
+        seen.add_(x)
+        y: Tensor = self.body(seen)
+        return y * 2 if y.sum() > 0 else -y
+
+
+@checks.on(2)
+def a_call_that_runs_again_writes_once(rank: int, n: int) -> None:
+    given = {"x": torch.ones(3, 8).double(), "seen": torch.zeros(3, 8).double()}
+    whole, parallel = both(n, Cached().double(), example_inputs=given)
+    seen = [torch.zeros(3, 8).double() for _ in range(2)]
+    for sign in (1, -1, 3, -5):
+        x = torch.full((3, 8), float(sign)).double()
+        torch.testing.assert_close(parallel(x, seen[1]), whole(x, seen[0]))
+        torch.testing.assert_close(seen[1], seen[0])
+    assert {read.outcome.value for _, e in executable_of(parallel).entries for read in e.analysis.captured.asked} == {
+        True, False,
+    }  # fmt: skip
+
+
+class Lengths(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Plain()
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        y: Tensor = self.body(x[:, : n.item()])
+        return y
+
+
+@checks.on(2)
+def other_values_on_one_rank(rank: int, n: int) -> None:
+    """One error on all ranks, also where inputs are not compared any more."""
+    given = {"x": torch.ones(2, 5, 8).double(), "n": torch.tensor(3)}
+    _, parallel = both(n, Lengths().double(), check_inputs="never", example_inputs=given)
+    x = torch.ones(2, 5, 8).double()
+    for length in (3, 2, 3):
+        parallel(x, torch.tensor(length))
+    with pytest.raises(autotp.Error, match="rank 1 reads other values of tensors than rank 0"):
+        parallel(x, torch.tensor(3 - rank))
+    assert parallel(x, torch.tensor(2)).shape == (2, 2, 8)
+
+
+@checks.on(2)
+def many_values(rank: int, n: int) -> None:
+    """The ninth graph is warned of; one that is known is found again."""
+    x = torch.ones(2, 12, 8).double()
+    _, parallel = both(n, Lengths().double(), example_inputs={"x": x, "n": torch.tensor(1)})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in (*range(1, 11), 4):
+            parallel(x, torch.tensor(length))
+    told = [str(w.message) for w in caught if "is captured for the" in str(w.message)]
+    assert len(told) == 1 and "for the 9th time" in told[0] and "n.item()" in told[0], told
+    assert signatures_met(parallel) <= 11
+
+
+class Coin(nn.Module):
+    """Any combination of eight draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(8):
+            if torch.rand(()) < 0.5:
+                x = x + 1
+        y: Tensor = self.body(x)
+        return y
+
+
+@checks.on(2, rare=True)
+def too_many_values(rank: int, n: int) -> None:
+    _, parallel = both(n, Coin().double())
+    x = torch.ones(2, 4).double()
+    with warnings.catch_warnings(), pytest.raises(autotp.Error, match="Python reads other values of activations"):
+        warnings.simplefilter("ignore")
+        for step in range(200):
+            torch.manual_seed(step)
+            parallel(x)
 
 
 @pytest.mark.timeout(300)

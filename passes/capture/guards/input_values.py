@@ -157,11 +157,6 @@ class InputValues(Reading):
         maker = self.made_by.get(id(args[0]), (None, getattr(func, "__name__", "")))[1]
         return maker in TRUE_WHERE_ALL_IS_WELL
 
-    def symbolic(self) -> set[Place]:
-        """Returns the places at which the model read what the exporter has symbols for."""
-        found = {place for places in self.symbols.values() for place in places}
-        return found.union(self.sized.values()) - self.places - {*self.blocked}
-
 
 def _run_really(func: Any, given: Any) -> Any:
     """Runs a function on real tensors. Raises _Unknown if it would give other numbers each time."""

@@ -213,6 +213,11 @@ class Reading(TorchFunctionMode):
         for symbol in new if func in SIZED else ():
             self.sized[symbol] = place_of(func)
 
+    def symbolic(self) -> frozenset[Place]:
+        """Returns the places at which the model read what the exporter has symbols for."""
+        found = {place for places in self.symbols.values() for place in places}
+        return frozenset(found.union(self.sized.values())) - self.places
+
     def places_of(self, error: Exception) -> frozenset[Place]:
         """Returns the places whose values the model needed when it raised this exception."""
         symbols = map(str, error.cond.free_symbols) if isinstance(error, GuardOnDataDependentSymNode) else ()

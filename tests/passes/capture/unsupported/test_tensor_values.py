@@ -39,26 +39,29 @@ class Experts(Plain):
 
 class While(Plain):
     def forward(self, x: Tensor) -> Tensor:
+        x = self.mlp(x)
         while x.sum() > 0:
             x = x - 1
-        return self.mlp(x)
+        return x
 
 
 class Longest(Plain):
     def forward(self, x: Tensor) -> Tensor:
-        longest = int(x.abs().max().item())
-        return self.mlp(x[:, :longest])
+        longest = int(self.mlp(x).abs().max().item())
+        return self.mlp(x)[:, :longest]
 
 
 class Branch(Plain):
     def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(x) if x.sum() > 0 else x
+        hit = self.mlp(x).argmax(-1).unique()
+        return self.mlp(x) if hit.numel() > 1 else x
 
 
 class Asserts(Plain):
     def forward(self, x: Tensor) -> Tensor:
-        assert x.abs().max() < 500
-        return self.mlp(x)
+        y = self.mlp(x)
+        assert y.argmax().item() < x.numel(), "beyond the end"
+        return y
 
 
 class Averaged(Plain):
@@ -77,9 +80,9 @@ class Averaged(Plain):
     [
         (Experts, LOOPS, "for e in hit.nonzero():", ROUNDS),
         (While, LOOPS, "while x.sum() > 0:", ROUNDS),
-        (Longest, NUMBERS, "longest = int(x", MASKS),
-        (Branch, BRANCHES, "return self.mlp(x) if", CHOICES),
-        (Asserts, ASSERTS, "assert x.abs()", "the assert before the call of the model"),
+        (Longest, NUMBERS, "longest = int(self", MASKS),
+        (Branch, BRANCHES, "return self.mlp(x) if hit", CHOICES),
+        (Asserts, ASSERTS, "assert y.argmax()", "the assert before the call of the model"),
         (Averaged, AVERAGES, "return self.norm(", "momentum=0.1"),
     ],
 )

@@ -1,0 +1,304 @@
+"""values: what Python reads of tensors' values is a guard, in the models that can have one; the others are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from errors import line_of, message
+from torch import Tensor, nn
+
+import autotp
+from autotp.compiler import analyse
+from autotp.options import Options
+from autotp.passes.capture.capture import capture
+from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Outcome, Place, shown, value_key
+from autotp.passes.capture.skeleton import skeleton_of
+
+line = partial(line_of, __file__)
+IDS = torch.tensor([[0, 7, 3, 4], [1, 9, 2, 5]])
+
+
+class Reading(nn.Module):
+    """Calls `own(self, ids)`, which reads values."""
+
+    def __init__(self, own: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.e, self.up, self.down = nn.Embedding(10, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.own = own
+
+    def mlp(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.gelu(self.up(x)))
+        return out
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.own(self, ids)
+
+
+# ---- of inputs
+
+
+def an_item(self: Any, ids: Tensor) -> Any:
+    return self.mlp(self.e(ids[:, : ids.max().item() % 4 + 1]))
+
+
+def a_list(self: Any, ids: Tensor) -> Any:
+    return self.mlp(self.e(ids)) * len([x for row in ids.tolist() for x in row if x > 3])
+
+
+def a_branch(self: Any, ids: Tensor) -> Any:
+    return self.mlp(self.e(ids)) if (ids > 8).any() else self.e(ids)
+
+
+def an_int(self: Any, ids: Tensor) -> Any:
+    return self.mlp(self.e(ids)) * int(ids.max()) + float(ids.float().mean())
+
+
+def numpys(self: Any, ids: Tensor) -> Any:
+    return self.mlp(self.e(ids)) * int(ids.numpy().max()) + ids.numpy()[0, 1]
+
+
+def contained(self: Any, ids: Tensor) -> Any:
+    return self.mlp(self.e(ids)) if 7 in ids and not torch.equal(ids, ids + 1) else self.e(ids)
+
+
+def sizes(self: Any, ids: Tensor) -> Any:
+    return self.mlp(self.e(ids).view(ids.max() - 5, -1, 8)) + torch.zeros((ids.max() - 5, 1, 8))
+
+
+def bounds(self: Any, ids: Tensor) -> Any:
+    x = self.e(ids).clone()
+    x[:, : ids[0, 2]] = 0
+    return self.mlp(x)[:, : ids[1, 2]]
+
+
+def of_a_size(self: Any, ids: Tensor) -> Any:
+    """A range whose ends are elements of a range of floating numbers: transformers' Funnel."""
+    places = torch.arange(0, ids.shape[1], dtype=torch.float32)
+    return self.mlp(self.e(ids)) * torch.arange(places[-1], places[0] - 1, -1)[:, None]
+
+
+def masked(self: Any, ids: Tensor) -> Any:
+    kept = self.e(ids)[ids > 3]
+    return self.mlp(kept * 2 if len(kept) > 2 else kept).sum()
+
+
+def nonzero(self: Any, ids: Tensor) -> Any:
+    i, j = (ids > 3).nonzero(as_tuple=True)
+    found = torch.zeros(len(i), 8)
+    return self.mlp(found + self.e(ids)[i, j] if found.numel() else found)
+
+
+def repeated(self: Any, ids: Tensor) -> Any:
+    x = torch.repeat_interleave(self.e(ids)[0], ids[0] % 3, dim=0)
+    return self.mlp(x + 1 if len(x) > 3 else x)
+
+
+def written(self: Any, ids: Tensor) -> Any:
+    ends = torch.zeros(len(ids), dtype=torch.long)
+    for i in range(len(ids)):
+        ends[i] = ids[i].max() % 4
+    ends += 1
+    return self.mlp(self.e(ids))[:, : int(ends.max())]
+
+
+def one_after_the_other(self: Any, ids: Tensor) -> Any:
+    first = int(ids.max()) % 3 + 1
+    return self.mlp(self.e(ids))[:, : ids[:, :first].max().item() % 4 + 1]
+
+
+OF_INPUTS = (
+    an_item, a_list, a_branch, an_int, numpys, contained, sizes, bounds, of_a_size, masked, nonzero, repeated, written,
+    one_after_the_other,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("own", OF_INPUTS, ids=lambda own: own.__name__)
+@pytest.mark.parametrize("tp", [2, 3])
+def test_of_inputs(own: Callable[..., Any], tp: int) -> None:
+    report = autotp.verify(Reading(own), tp, example_inputs=IDS)
+    assert report.ok, report
+
+
+# ---- of activations
+
+
+def all_is_well(self: Any, ids: Tensor) -> Any:
+    x = self.e(ids)
+    if not torch.isfinite(x).all():
+        x = x.clamp(-1, 1)
+    assert x.isnan().sum() == 0
+    return self.mlp(x).nan_to_num() if self.up(x).isnan().any() else self.mlp(x)
+
+
+def of_parts(self: Any, ids: Tensor) -> Any:
+    h = self.up(self.e(ids))
+    return self.down(h.clamp(max=0.1) if (h > 0.1).any() else h)
+
+
+def of_a_parameter(self: Any, ids: Tensor) -> Any:
+    return self.mlp(self.e(ids)) if self.up.weight.norm() > 1e-6 else ids * 1.0
+
+
+def a_draw(self: Any, ids: Tensor) -> Any:
+    x = F.dropout(self.mlp(self.e(ids)))
+    return x * 2 if torch.rand(()) < 0.5 else F.dropout(x)
+
+
+def one_of_two(self: Any, ids: Tensor) -> Any:
+    """What is assumed first raises an exception."""
+    x = self.mlp(self.e(ids))
+    if not (x.abs().sum() > 0):
+        raise ValueError("nothing")
+    return x
+
+
+@pytest.mark.parametrize("own", [all_is_well, of_parts, of_a_parameter, a_draw, one_of_two], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("seed", range(3))
+def test_of_activations(own: Callable[..., Any], seed: int) -> None:
+    torch.manual_seed(seed)
+    report = autotp.verify(Reading(own), 2, example_inputs=IDS)
+    assert report.ok, report
+
+
+def test_draws_that_nothing_reads_stay() -> None:
+    """A layer that is not skipped has drawn a number; the masks of dropout after it must be the same."""
+
+    def skipping(self: Any, ids: Tensor) -> Any:
+        if ids.max() > 50:
+            raise ValueError("too large")
+        x = self.e(ids) if torch.rand(()) < 0 else self.mlp(self.e(ids))
+        return F.dropout(x)
+
+    report = autotp.verify(Reading(skipping), 2, example_inputs=IDS)
+    assert report.ok, report
+
+
+def test_data_is_a_detached_tensor() -> None:
+    report = autotp.verify(
+        Reading(lambda self, ids: (h := self.mlp(self.e(ids))) - h.data.mean() + self.up.weight.data.sum()),
+        2,
+        example_inputs=IDS,
+    )
+    assert report.ok, report
+
+
+# ---- what is listed
+
+
+def asked(own: Callable[..., Any], values: KnownValues = NO_VALUES, ids: Tensor = IDS) -> list[tuple[str, Any]]:
+    """Functions and values of what is read."""
+    found = capture(skeleton_of(Reading(own)), (ids,), {}, values=values)
+    return [(read.outcome.place.function, read.outcome.value) for read in found.asked]
+
+
+def test_values_of_the_call() -> None:
+    assert asked(an_item) == [("item", 9)]
+    assert asked(an_item, ids=IDS % 3) == [("item", 2)]
+    assert asked(a_branch) == [("__bool__", True)]
+    assert [value for _, value in asked(masked)] == [4]
+
+
+def test_likely_values_of_activations() -> None:
+    assert asked(all_is_well) == [("__bool__", True), ("__bool__", True), ("__bool__", False)]
+
+
+def test_outcomes_of_a_run_come_first() -> None:
+    """Outcomes of other places are of another run."""
+    found = capture(skeleton_of(Reading(all_is_well)), (IDS,), {})
+    first = found.asked[0].outcome
+    known = KnownValues(found.places, (first._replace(value=False),))
+    assert [value for _, value in asked(all_is_well, known)] == [False, True, False]
+    other = KnownValues(found.places, (Outcome(Place("other.py", 1, "item"), False),))
+    assert [value for _, value in asked(all_is_well, other)] == [True, True, False]
+
+
+def test_a_number_that_decides_nothing_stays_a_symbol() -> None:
+    def scaled(self: Any, ids: Tensor) -> Any:
+        return self.mlp(self.e(ids)) * ids.sum().item()
+
+    assert asked(scaled) == []
+    assert autotp.verify(Reading(scaled), 2, example_inputs=IDS).ok
+
+
+def test_keys_of_values() -> None:
+    assert value_key([1, [2.0, float("nan")]]) == value_key([1, [2.0, float("nan")]])
+    assert value_key(1) != value_key(True)
+    assert value_key([1, 2]) != value_key([1, 3])
+
+
+def test_shown() -> None:
+    place = Place(__file__, 1, "item")
+    assert shown(place).startswith("test_values.py:1  ")
+
+
+# ---- refused
+
+
+def a_number_of_an_activation(self: Any, ids: Tensor) -> Any:
+    return self.mlp(self.e(ids))[:, : int(self.e(ids).abs().max()) + 1]
+
+
+def a_caught_exception(self: Any, ids: Tensor) -> Any:
+    """With values there is no exception."""
+    x = self.e(ids)
+    try:
+        x = x[:, : int(x.abs().sum().item()) + 1]
+    except Exception:  # As models catch what does not work in a tracer.
+        x = x * 0
+    return self.mlp(x)
+
+
+def a_loop(self: Any, ids: Tensor) -> Any:
+    x = self.mlp(self.e(ids))
+    while x.abs().max() > 1:
+        x = x / 2
+    return x
+
+
+def an_endless_loop(self: Any, ids: Tensor) -> Any:
+    x = self.mlp(self.e(ids))
+    for _ in range(1000):
+        if (x.abs() > 1).any():
+            break
+        x = x * 2
+    return x
+
+
+@pytest.mark.parametrize(
+    ("own", "what", "at"),
+    [
+        (a_number_of_an_activation, "makes a Python number of a tensor's values", "int(self.e(ids).abs().max()) + 1]"),
+        (a_caught_exception, "makes a Python number of a tensor's values", "x = x[:, : int(x.abs()"),
+        (a_loop, "has a loop whose length depends on the values", "while x.abs()"),
+        (an_endless_loop, "branches on the values of a tensor", "if (x.abs() > 1).any()"),
+    ],
+)  # fmt: skip
+def test_refused(own: Callable[..., Any], what: str, at: str) -> None:
+    found = message(lambda: autotp.explain(Reading(own), 2, example_inputs=IDS))
+    assert what in found
+    assert line(at) in found
+
+
+def test_a_model_that_fails_on_these_values() -> None:
+    def short(self: Any, ids: Tensor) -> Any:
+        return self.mlp(self.e(ids)[..., : ids.max().item() % 8])
+
+    found = message(lambda: autotp.explain(Reading(short), 2, example_inputs=IDS))
+    assert "the model does not run on these inputs" in found
+
+
+def test_parts_of_a_batch_are_refused() -> None:
+    """One microbatch may branch otherwise than another."""
+
+    def loss(self: Any, ids: Tensor) -> Any:
+        x = self.mlp(self.e(ids))
+        return x.mean() if x.isfinite().all() else x.sum()
+
+    found = message(lambda: analyse(skeleton_of(Reading(loss)), (IDS,), {}, 2, Options(summed=True)))
+    assert "Python reads values of tensors in forward" in found
+    assert line("return x.mean() if") in found

@@ -1,0 +1,40 @@
+"""replaced_functions: what stands for a function gives the same, and only inside the mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autotp.passes.capture.replaced_functions import ReplacedFunctions
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_data() -> None:
+    x = torch.ones(2, requires_grad=True) * 2
+    with ReplacedFunctions():
+        found = x.data
+    assert not found.requires_grad
+    assert found.data_ptr() == x.data_ptr()
+    assert found._version == x._version  # Of `x.data` itself the version is one of its own.
+
+
+def test_the_ctc_loss() -> None:
+    given = torch.randn(4, 1, 3).log_softmax(-1), torch.tensor([[1, 2]]), torch.tensor([4]), torch.tensor([2])
+    with Operators() as inside, ReplacedFunctions():
+        mine = F.ctc_loss(*given)
+    with Operators() as outside:
+        torch.testing.assert_close(mine, F.ctc_loss(*given))
+    assert "autotp::ctc_loss" in inside.names
+    assert "autotp::ctc_loss" not in outside.names
