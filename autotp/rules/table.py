@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from autotp.ops import channels, cross_entropy, ctc_loss, custom_vjp, dropout, lookup, placement_moves
+from autotp.ops import channels, custom_vjp, dropout, lookup, placement_moves
 from autotp.ops import experts as routing
 from autotp.ops.grouped_mm import OPERATOR
+from autotp.ops.losses import cross_entropy, ctc_loss
 from autotp.rules import common as f
 from autotp.rules import indexing as i
 from autotp.rules import products as p

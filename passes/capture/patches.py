@@ -48,8 +48,8 @@ from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.guards.guard import Reads
 from autotp.passes.capture.guards.python_state import GradientQueries, without_python_random, without_seeds
 from autotp.passes.capture.repeats.repeats import Repeats
-from autotp.passes.capture.replaced_functions import ReplacedFunctions
-from autotp.passes.capture.transformer_layers import slow_path
+from autotp.passes.capture.replacements.functions import ReplacedFunctions
+from autotp.passes.capture.replacements.transformer_layers import slow_path
 from autotp.passes.capture.unsupported.lost_gradients import nothing_lost
 from autotp.passes.capture.unsupported.random_branches import CertainComparisons
 from autotp.passes.capture.unsupported.sizes_as_keys import known_sizes

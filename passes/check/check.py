@@ -28,8 +28,9 @@ import torch
 from torch import fx
 
 from autotp.errors import Error
-from autotp.ops import collectives, cross_entropy, custom_vjp
+from autotp.ops import collectives, custom_vjp
 from autotp.ops.coalesced import together
+from autotp.ops.losses import cross_entropy
 from autotp.passes.check.erase import (
     BIASED,
     SPLIT,

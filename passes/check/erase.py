@@ -16,8 +16,9 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autotp.ops import cross_entropy, dropout, lookup
+from autotp.ops import dropout, lookup
 from autotp.ops import experts as routing
+from autotp.ops.losses import cross_entropy
 from autotp.passes.check.types import CONJUGATES
 from autotp.rules.call import is_tensor, operand_nodes, outputs_of
 from autotp.rules.traits import draws

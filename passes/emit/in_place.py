@@ -17,8 +17,9 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from autotp.ops import collectives, cross_entropy
+from autotp.ops import collectives
 from autotp.ops.async_linear import async_linear
+from autotp.ops.losses import cross_entropy
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.source_location import block_of

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.ops.cross_entropy import peak
+from autotp.ops.losses.cross_entropy import peak
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.lower.vocab_parallel_loss import cross_entropy, nll
 from autotp.passes.plan.choose import Decision

@@ -14,8 +14,9 @@ import torch
 from torch import fx
 
 from autotp.errors import Error
-from autotp.ops import cross_entropy, dropout, lookup
+from autotp.ops import dropout, lookup
 from autotp.ops import experts as routing
+from autotp.ops.losses import cross_entropy
 from autotp.passes.lower.local_sizes import Local
 from autotp.passes.plan.infer_axes import Axes, Factor
 from autotp.rules.call import arguments_of

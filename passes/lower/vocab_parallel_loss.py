@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.ops.cross_entropy import class_terms, peak
+from autotp.ops.losses.cross_entropy import class_terms, peak
 from autotp.passes.builder import Builder
 
 aten = torch.ops.aten

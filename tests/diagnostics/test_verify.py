@@ -20,7 +20,8 @@ from autotp import compiler as transform
 from autotp.diagnostics.verify import Difference, Report, Trial, compare, make_trial
 from autotp.models.bert import BERT, BERTConfig
 from autotp.models.gpt import GPT, GPTConfig
-from autotp.ops import collectives, cross_entropy, dropout, lookup
+from autotp.ops import collectives, dropout, lookup
+from autotp.ops.losses import cross_entropy
 from autotp.options import Options
 from autotp.passes.canonicalize.functionalize import functionalize
 from autotp.passes.plan.propagate import needs_grad

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 
 import autotp
 from autotp.compiler import analyse, rank_graph
-from autotp.ops import collectives, cross_entropy
+from autotp.ops import collectives
 from autotp.ops.async_linear import async_linear
 from autotp.ops.coalesced import together
+from autotp.ops.losses import cross_entropy
 from autotp.options import OPTIONAL, Options
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.bind import bind

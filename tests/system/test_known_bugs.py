@@ -22,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 import autotp
 from autotp.diagnostics.verify import Trial, compare, make_trial
-from autotp.ops import collectives, cross_entropy
+from autotp.ops import collectives
 from autotp.ops.coalesced import together
+from autotp.ops.losses import cross_entropy
 
 checks = Checks()
 SPREAD = 53  # of token numbers over the vocabulary

@@ -1,7 +1,7 @@
 """Decides comparisons of a random number whose result is certain, such as `torch.rand([]) < 0`.
 
-During capture tensors have no values, so a branch on a tensor becomes a guard (`passes/capture/guards/values.py`). But a
-number from [0, 1) is certainly below 1, and not below 0. Then there is nothing to compare in a call. The draw itself
+During capture tensors have no values, so a branch on a tensor becomes a guard (`passes/capture/guards/values.py`). But
+a number from [0, 1) is certainly below 1, and not below 0. Then there is nothing to compare in a call. The draw itself
 stays in the graph, so that the stream of random numbers is the same.
 """
 

@@ -14,9 +14,10 @@ from autotp import compiler as transform
 from autotp.compiler import Program, rank_graph
 from autotp.diagnostics.lockstep import run_lockstep
 from autotp.errors import Error
-from autotp.ops import collectives, cross_entropy, dropout, lookup, placement_moves
+from autotp.ops import collectives, dropout, lookup, placement_moves
 from autotp.ops import experts as routing
 from autotp.ops.coalesced import together
+from autotp.ops.losses import cross_entropy
 from autotp.passes.check.check import check
 from autotp.passes.check.types import Typed
 from autotp.passes.emit.bind import bind

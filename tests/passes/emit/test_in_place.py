@@ -7,7 +7,8 @@ import pytest
 import torch
 from graphs import draft, some
 
-from autotp.ops import collectives, cross_entropy, lookup
+from autotp.ops import collectives, lookup
+from autotp.ops.losses import cross_entropy
 from autotp.passes.emit.bind import bind
 from autotp.passes.emit.in_place import fresh, written
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from graphs import call_named, draft, some
 
-from autotp.ops.cross_entropy import peak
+from autotp.ops.losses.cross_entropy import peak
 from autotp.passes.plan.infer_axes import infer_axes
 from autotp.passes.plan.propagate import needs, needs_grad, propagate
 from autotp.sharding.axis import leaves

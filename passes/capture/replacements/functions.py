@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from autotp.ops import ctc_loss
+from autotp.ops.losses import ctc_loss
 
 DATA = getattr(Tensor, "data").__get__  # noqa: B009  mypy sees a tensor.
 

@@ -11,7 +11,7 @@ from small_models import Plain
 from torch import Tensor, nn
 
 import autotp
-from autotp.ops.ctc_loss import ctc_loss
+from autotp.ops.losses.ctc_loss import ctc_loss
 
 STEPS, LENGTHS = torch.tensor([9, 8, 3]), torch.tensor([4, 0, 3])
 TARGETS = torch.tensor([[1, 1, 3, 4], [5, 6, 1, 1], [2, 2, 2, 1]])

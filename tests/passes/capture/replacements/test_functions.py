@@ -1,4 +1,4 @@
-"""replaced_functions: what stands for a function gives the same, and only inside the mode."""
+"""functions: what stands for a function gives the same, and only inside the mode."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotp.passes.capture.replaced_functions import ReplacedFunctions
+from autotp.passes.capture.replacements.functions import ReplacedFunctions
 
 
 class Operators(TorchDispatchMode):

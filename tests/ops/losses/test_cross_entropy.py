@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from autotp.ops.cross_entropy import class_terms, peak
+from autotp.ops.losses.cross_entropy import class_terms, peak
 from autotp.sharding.partition import chunk_bounds
 
 ROWS, CLASSES, TP = 6, 7, (1, 2, 3, 8)  # on 8 ranks the last one has no class

@@ -1,0 +1,1 @@
+"""Losses that are operators of their own in a graph."""
