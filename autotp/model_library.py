@@ -6,7 +6,8 @@ answers for its own models.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 
@@ -67,6 +68,10 @@ class ModelLibrary:
         """Returns what to write so that a model does not loop over its experts; "" for other models."""
         return ""
 
+    def during_capture(self) -> AbstractContextManager[None]:
+        """Returns a region in which models of the library compute in a capture what they compute on one device."""
+        return nullcontext()
+
     def formula_of(self, function: type) -> Callable[..., Any] | None:
         """Returns a function that computes what a torch.autograd.Function does, by operators; None if there is none."""
         return None
@@ -111,6 +116,15 @@ def is_state(x: Any) -> bool:
 def instead_of_expert_loop(model: Any) -> str:
     """Returns what to write so that a model does not loop over its experts; "" if no library knows."""
     return next(filter(None, (it.instead_of_expert_loop(model) for it in libraries())), "")
+
+
+@contextmanager
+def during_capture() -> Iterator[None]:
+    """A region in which models of all libraries compute in a capture what they compute on one device."""
+    with ExitStack() as stack:
+        for it in libraries():
+            stack.enter_context(it.during_capture())
+        yield
 
 
 def formula_of(function: type) -> Callable[..., Any] | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 
-from autotp.hf import caches, overrides, quantized
+from autotp.hf import caches, masks, overrides, quantized
 from autotp.hf.loops import (
     accelerate_calls,
     accelerate_state,
@@ -83,6 +84,10 @@ class Transformers(ModelLibrary):
         if not loops or not hasattr(model, "set_experts_implementation"):
             return ""
         return 'model.set_experts_implementation("grouped_mm"), which has no loop'
+
+    def during_capture(self) -> AbstractContextManager[None]:
+        """Attention leaves out the masks that it leaves out on one device, where this makes a difference."""
+        return masks.as_on_one_device()
 
     def formula_of(self, function: type) -> Callable[..., Any] | None:
         """Returns the formula of the head that TRL's trainers put into a model."""

@@ -154,7 +154,7 @@ TORCH_ROWS: list[tuple[str, Row]] = [
     ("scalar_tensor", Row(f.new_tensor)),
     ("zeros_like ones_like full_like", Row(f.pointwise())),
     ("empty_like", Row(f.pointwise(), T.UNINITIALIZED)),
-    ("arange linspace logspace eye tril_indices triu_indices histc nonzero nonzero_static", Row(f.whole)),
+    ("arange linspace logspace eye tril_indices triu_indices histc nonzero_static", Row(f.whole)),
     ("rand randn randint rand_like randn_like randint_like bernoulli poisson normal", Row(f.whole, T.RANDOM_EACH)),
     ("cauchy exponential geometric log_normal multinomial normal_functional random randperm uniform", Row(f.whole)),
     # Lookups, updates and losses.

@@ -15,6 +15,7 @@ other way, a function of torch or Python is replaced. This happens in the region
 - `nn.TransformerEncoder.forward`, and torch's test whether a mask is causal (`transformer_layers.py`).
 - `torch.SymInt`'s text and hash: a size that is used as text or as a key becomes a number (`sizes_as_keys.py`).
 - the exporter's exceptions that say that a value is not known: the model may not catch them (`tensor_values.py`).
+- what a library of models asks for (`model_library.py`): transformers' masks.
 - logging and stderr: the exporter prints a page about each error.
 - torch's cache of operators' results on fake tensors: with symbolic sizes it computes each operator twice to fill an
         entry, and each export begins with an empty cache. Without the cache a capture takes half the time.
@@ -43,6 +44,7 @@ from torch.fx import proxy
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 
+from autotp.model_library import during_capture
 from autotp.ops.eager_mode import alone
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.guards.guard import Reads
@@ -91,8 +93,8 @@ def around_export(model: nn.Module, repeats: Repeats | None) -> Iterator[Reads]:
 def around_forward(model: nn.Module, asked: GradientQueries) -> Iterator[None]:
     """A region for one run of the model: behaviour that a graph would lose is noted or refused."""
     with (
-        none_caught(), ReplacedFunctions(), nothing_lost(model), CertainComparisons(), asked, asked.answering(),
-        without_python_random(model), without_seeds(),
+        none_caught(), during_capture(), ReplacedFunctions(), nothing_lost(model), CertainComparisons(), asked,
+        asked.answering(), without_python_random(model), without_seeds(),
     ):  # fmt: skip
         yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -22,10 +23,15 @@ from autotp.source_location import line_of
 aten = torch.ops.aten
 SIZE_OPERATORS: dict[Any, Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod, "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv, "Mod": operator.mod,
-    "PythonMod": operator.mod, "Max": torch.sym_max, "Min": torch.sym_min,
+    ast.Mod: operator.mod, ast.Pow: operator.pow, ast.Div: operator.truediv,
+    "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod,
+    "Max": torch.sym_max, "Min": torch.sym_min, "PowByNatural": operator.pow, "IntTrueDiv": operator.truediv,
+    "ToFloat": torch.sym_float, "TruncToInt": math.trunc, "CeilToInt": math.ceil, "FloorToInt": math.floor,
+    "RoundToInt": round, "ceiling": math.ceil, "floor": math.floor, "Abs": operator.abs,
 }  # fmt: skip
 """The operators in printed expressions of sizes."""
+PRINTED = 15
+"""The digits to which a number with a point is printed. One with fewer digits is exact."""
 PARTS = (chunk_start, chunk_stop, chunk_size)
 """The functions by which a graph computes a rank's part of a symbolic length."""
 
@@ -111,17 +117,28 @@ class Local:
         match term:
             case ast.Constant(value=int() as number):
                 return number
+            case ast.Constant(value=float() as number) if len(f"{number:.17g}".replace(".", "").strip("0")) < PRINTED:
+                return number
             case ast.Name(id=symbol):
                 return self.size(Size(1, (symbol,)))
             case ast.BinOp(left=left, op=op, right=right):
                 parts = SIZE_OPERATORS[type(op)], self._computed(left), self._computed(right)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 parts = operator.mul, -1, self._computed(operand)
-            case ast.Call(func=ast.Name(id=name), args=[left, right]):
-                parts = SIZE_OPERATORS[name], self._computed(left), self._computed(right)
+            case ast.Call(func=ast.Name(id="Max" | "Min" as name), args=[first, *others]) if others:
+                found = self._computed(first)
+                for other in others:
+                    found = self._of(SIZE_OPERATORS[name], found, self._computed(other))
+                return found
+            case ast.Call(func=ast.Name(id=name), args=given):
+                parts = SIZE_OPERATORS[name], *map(self._computed, given)
             case _:
                 raise KeyError(ast.dump(term))
-        return self.call(*parts) if any(isinstance(n, fx.Node) for n in parts) else parts[0](*parts[1:])
+        return self._of(*parts)
+
+    def _of(self, target: Callable[..., Any], *given: Any) -> Any:
+        """Returns a function of sizes: a number if all of them are numbers."""
+        return self.call(target, *given) if any(isinstance(n, fx.Node) for n in given) else target(*given)
 
     def local_size(self, size: Any, axis: Axis, leaf: Axis | None) -> Any:
         """Returns the local size of a dimension with this axis and global size."""

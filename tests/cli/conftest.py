@@ -86,7 +86,7 @@ def reads_a_value():
 
 class Branches(nn.Module):
     def forward(self, x):
-        return x if x.sum() > 0 else -x
+        return x if (x * 2).unique().numel() > 1 else -x
 
 
 made, number = mlp(), 3

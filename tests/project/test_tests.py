@@ -62,7 +62,6 @@ BY_WHAT_IS_CAPTURED = {
     "passes/capture/skeleton": "passes/capture/guards/test_guard",
     "passes/capture/unsupported/explain_failure": "system/test_refusals",
     "passes/capture/unsupported/sizes_as_keys": "passes/capture/guards/test_guard",
-    "passes/lower/local_sizes": "passes/check/test_local_calls",
     "passes/lower/localize": "passes/lower/test_lower",
 }
 """Parts of a stage that have no input of their own: tested on models, by the graph that the stage makes."""

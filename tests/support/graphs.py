@@ -34,6 +34,7 @@ from autotp.diagnostics.lockstep import COLLECTIVES
 from autotp.model_library import libraries
 from autotp.ops import channels
 from autotp.ops.grouped_mm import OPERATOR
+from autotp.ops.losses import ctc_loss
 from autotp.options import OPTIONAL
 from autotp.passes.builder import Builder
 from autotp.passes.canonicalize.canonicalize import canonicalize
@@ -258,6 +259,14 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "copy-cast": (aten.copy.default, ints(9, 4, 5), r(5)),
     "fill": (aten.fill.Tensor, r(4, 5), torch.tensor(2.0, dtype=torch.float64)),
     "alias": (aten.alias.default, r(4)),
+    "ctc": (
+        ctc_loss.OPERATOR, r(6, 2, 5).log_softmax(-1), ints(4, 2, 3) + 1, torch.tensor([6, 5]), torch.tensor([3, 2]), 0,
+        False,
+    ),
+    "ctc-backward": (
+        ctc_loss.BACKWARD, r(2), r(6, 2, 5).log_softmax(-1), ints(4, 2, 3) + 1, torch.tensor([6, 5]),
+        torch.tensor([3, 2]), 0, False,
+    ),
     "grouped-mm-own": (OPERATOR, r(7, 5), r(3, 5, 4), GROUPS),
     "grouped-mm": (aten._grouped_mm.default, r(6, 48).float(), r(3, 48, 48).float(), GROUPS),
     "detach": (aten.detach.default, r(4)),

@@ -130,6 +130,15 @@ def _like(t: Tensor) -> Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
 
+def outside_of(x: Any) -> Any:
+    """Returns what the code around the open block has in the place of a tensor of the block; others as they are."""
+    for call in CALLS[-1] if CALLS else ():
+        at = position(x, call.inside)
+        if at is not None:
+            return call.outside[at]
+    return x
+
+
 def with_tensors(
     leaves: Sequence[Any], tensors: Sequence[Tensor], objects: Sequence[Any], block: nn.Module
 ) -> list[Any]:
