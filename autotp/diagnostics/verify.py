@@ -419,9 +419,12 @@ def _gradients(whole: RankTensors, ranks: Sequence[RankTensors], analysis: Progr
     wanted = {name: tensor for name, tensor in whole.items() if tensor.is_floating_point()}
     scale = _largest([t.grad for t in wanted.values() if t.grad is not None])
     layouts = {name: analysis.layouts.get(name, Layout(tuple(t.shape))) for name, t in wanted.items()}
-    return [
-        Difference(n, _difference(t.grad, [r[n].grad for r in ranks], layouts[n], scale)) for n, t in wanted.items()
-    ]
+    found = []
+    for n, t in wanted.items():
+        parts = [r[n].grad for r in ranks]
+        missing = t.grad is not None and any(part is None for part in parts)
+        found.append(Difference(n, float("inf") if missing else _difference(t.grad, parts, layouts[n], scale)))
+    return found
 
 
 def _steps(whole: RankTensors, ranks: Sequence[RankTensors], analysis: Program) -> list[Difference]:

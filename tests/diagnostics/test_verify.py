@@ -23,6 +23,7 @@ from autotp.models.gpt import GPT, GPTConfig
 from autotp.ops import collectives, cross_entropy, dropout, lookup
 from autotp.options import Options
 from autotp.passes.canonicalize.functionalize import functionalize
+from autotp.passes.emit import bind
 from autotp.passes.plan.propagate import needs_grad
 
 CONJUGATES = (
@@ -281,3 +282,24 @@ def test_a_model_without_tensors_among_its_arguments(rows: tuple[Any, ...]) -> N
     report = autotp.verify(OfNumbers(), 3, example_inputs=rows)
     assert report.ok, report
     assert "20 width" in str(autotp.explain(OfNumbers(), 3, example_inputs=rows))
+
+
+class Biased(nn.Module):
+    """Attention of two heads, with a bias for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.bias = nn.Linear(8, 24), nn.Parameter(torch.randn(2, 6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v, self.bias)
+
+
+def test_a_gradient_that_one_rank_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a difference, even if this rank's part has no elements: ranks would not call the same collectives."""
+    x = torch.randn(2, 6, 8)
+    assert autotp.verify(Biased(), 3, example_inputs=x).ok
+    monkeypatch.setattr(bind, "_is_empty_attention", lambda node: False)
+    report = autotp.verify(Biased(), 3, example_inputs=x)
+    assert [row.name for row in report.gradients if not row.error <= report.tolerance] == ["bias"]
