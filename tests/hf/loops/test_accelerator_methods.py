@@ -203,6 +203,30 @@ def test_registered_objects(tmp_path: Path) -> None:
         assert told.startswith("save_state: object 1 of register_for_checkpointing, a Average, has another state")
 
 
+def random_states(rank: int, n: int, folder: Path) -> tuple[list[str], list[float], list[float]]:
+    """The names of the files with random states; what this rank draws after saving, and again after loading."""
+    model: Any = autotp.parallelize(llama_in_float64(), 2)
+    made = accelerate.Accelerator(cpu=True)
+    made.prepare(model)
+    torch.manual_seed(rank)  # Each rank has another one, as nobody should.
+    made.save_state(str(folder))
+    drawn = torch.rand(2).tolist()
+    made.load_state(str(folder))
+    return sorted(path.name for path in folder.glob("random_states*")), drawn, torch.rand(2).tolist()
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_random_states(tmp_path: Path, n: int) -> None:
+    """A file for each process; each rank goes on with the state of its replica's first rank."""
+    found = run_ranks(random_states, n, tmp_path, timeout=120, fresh=True)
+    for rank, (names, _, again) in enumerate(found):
+        assert names == [f"random_states_{i}.pkl" for i in range(n)]
+        assert again == found[rank - rank % 2][1]
+    for replica, rank in enumerate(range(0, n, 2)):
+        state = torch.load(tmp_path / f"random_states_{replica}.pkl", weights_only=False)["torch_manual_seed"]
+        assert torch.equal(state, torch.Generator().manual_seed(rank).get_state())
+
+
 def left_before(rank: int, store: Any, save: Callable[[], Any], what: Any, name: str) -> bool:
     """Whether another rank leaves `save` before the first rank has written by `what.name`, which waits for that."""
     theirs, left, key = getattr(what, name), list[bool](), f"{name} {uuid4()}"
