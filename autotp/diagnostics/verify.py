@@ -33,7 +33,7 @@ from autotp.passes.capture.guards.attribute_paths import everything, found_at, p
 from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, flatten_new_value, keyed
 from autotp.passes.capture.guards.python_state import GradientsWanted
 from autotp.passes.capture.guards.values import NO_VALUES, KnownValues
-from autotp.passes.capture.pytree import flatten, outcome, states
+from autotp.passes.capture.pytree import flatten, map_leaves, outcome, states
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.attach_parameters import ParameterPlace, attach_parameters, places
 from autotp.runtime.build import expect_usable
@@ -175,7 +175,7 @@ def make_trial(
     with all_double():
         whole = _moved(_copied(model).cpu().double())
         keep_activations(whole)
-        args, kwargs = pytree.tree_map_only(Tensor, _doubled, (args, kwargs))
+        args, kwargs = map_leaves(lambda x: _doubled(x) if isinstance(x, Tensor) else x, (args, kwargs))
         tensors = [
             of_inputs and x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)
         ]

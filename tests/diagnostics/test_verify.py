@@ -303,3 +303,35 @@ def test_a_gradient_that_one_rank_lacks(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(bind, "_is_empty_attention", lambda node: False)
     report = autotp.verify(Biased(), 3, example_inputs=x)
     assert [row.name for row in report.gradients if not row.error <= report.tolerance] == ["bias"]
+
+
+class Shaped(torch.autograd.Function):
+    """The square, whose backward keeps the size of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.size = x.shape
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad * (ctx.size.numel() / x.numel())
+
+
+class Sized(nn.Module):
+    """A model that asks a size for its number of elements, which a tuple does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor, size: torch.Size) -> Tensor:
+        return self.down(Shaped.apply(self.up(x))) / size.numel()
+
+
+def test_a_size_among_the_arguments() -> None:
+    x = torch.randn(3, 8)
+    report = autotp.verify(Sized(), 2, example_inputs=(x, x.shape))
+    assert report.ok, report
