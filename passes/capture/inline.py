@@ -76,6 +76,7 @@ def _batched(builder: Builder, region: Sequence[fx.Node]) -> None:
         return [env[node] for node in results]
 
     given = [builder.map(node) for node in outside]
+    RULES()
     try:
         with builder.mode:  # For the tensors that the function makes.
             graph = make_fx(run)(*(x.meta["val"] if isinstance(x, fx.Node) else x for x in given)).graph
@@ -112,6 +113,8 @@ def _levels_closed() -> Iterator[None]:
             predispatch._vmap_decrement_nesting()
 
 
+RULES = predispatch.lazy_load_decompositions
+"""What loads vmap's rules, before the levels."""
 SIZES = (aten.size.default, operator.getitem)
 """Operators that return sizes as numbers, and an element of these."""
 PLACE = ("nn_module_stack", "stack_trace")
@@ -182,7 +185,7 @@ def _inline_node(builder: Builder, node: fx.Node) -> None:
             entered = builder.raw(enter_autocast, (device, dtype, enabled, cache))
             builder.env[node] = _region(builder, region, args)
             builder.raw(exit_autocast, (entered,))
-        case _ if has(node.target, Trait.ASSERTION) or _nested(node) is not None:
+        case _ if has(node.target, Trait.ASSERTION) or _nested(node) is not None or node.target is RULES:
             builder.env[node] = None
         case _ if node.target is operator.getitem and isinstance(builder.map(node.args[0]), tuple):
             builder.env[node] = builder.map(node.args[0])[node.args[1]]

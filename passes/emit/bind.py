@@ -3,6 +3,7 @@
 Attention of a rank that has no heads becomes `empty_attention`.
 
 Before: reduce(x, "tp"); arange(n, device="cpu")       After: reduce(x, "5"); arange(n, device="cuda:1")
+Before: sym_size(x, 0)                                 After: x.size(0), which works under vmap, too
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def bind(
             new.target = node.target.on(bind(node.target.graph, device, groups, reuse=False))
         if node.target in COMMUNICATING and node.args[1] in groups:
             new.args = (new.args[0], groups[str(node.args[1])], *new.args[2:])
+        if node.target is torch.ops.aten.sym_size.int:
+            new.target = torch.Tensor.size  # vmap has no rule for the operator.
         if _is_empty_attention(node):
             new.target = empty_attention
         if node in into_input:
