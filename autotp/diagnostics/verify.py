@@ -324,7 +324,7 @@ def _returned(model: nn.Module, trial: Trial, inputs: RankTensors) -> tuple[dict
 
     Returns:
         position among a rank's outputs -> tensor of the result, of a state, or of an attribute; and the differences of
-        other attributes.
+        other attributes, and of the number of results.
     """
     queue, (leaves, spec) = iter(inputs.values()), flatten((trial.args, trial.kwargs))
     given = [next(queue) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -339,10 +339,14 @@ def _returned(model: nn.Module, trial: Trial, inputs: RankTensors) -> tuple[dict
     shapes += [x.shape if isinstance(x, Tensor) else (x,) for x in (found_at(modules, p) for p in captured.opened)]
     before, changed = Before(model), states((args, kwargs))
     found, _ = outcome(model(*args, **kwargs), changed)
-    tensors = dict(enumerate(leaf for leaf in found if isinstance(leaf, Tensor)))
+    mine = [leaf for leaf in found if isinstance(leaf, Tensor)]
+    tensors = dict(enumerate(mine[: captured.results]))
     written = {change.at: found_at(modules, change.path) for change in captured.changes if isinstance(change, Write)}
     written |= {at: given[tensors_at[i]] for i, at in captured.into}
     set_to, others = _set_to(before, captured, shapes)
+    if len(mine) != captured.results:
+        counts = f"the number of outputs: {captured.results} of a rank, {len(mine)} of one device"
+        others.append(Difference(counts, float("inf")))
     return {**set_to, **written, **tensors}, others
 
 

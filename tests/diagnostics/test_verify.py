@@ -335,3 +335,23 @@ def test_a_size_among_the_arguments() -> None:
     x = torch.randn(3, 8)
     report = autotp.verify(Sized(), 2, example_inputs=(x, x.shape))
     assert report.ok, report
+
+
+class Varying(nn.Module):
+    """A model that returns another number of tensors while it is captured."""
+
+    def __init__(self, fewer: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.fewer = nn.Linear(8, 12), nn.Linear(12, 8), fewer
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.down(self.up(x))
+        return (y, y * 2) if torch.compiler.is_exporting() == self.fewer else (y,)
+
+
+@pytest.mark.parametrize(("fewer", "counts"), [(False, (1, 2)), (True, (2, 1))])
+def test_another_number_of_outputs(fewer: bool, counts: tuple[int, int]) -> None:
+    """The model looks at the exporter, as libraries may: verify says what differs."""
+    report = autotp.verify(Varying(fewer), 2, example_inputs=torch.randn(3, 8))
+    told = "the number of outputs: {} of a rank, {} of one device".format(*counts)
+    assert not report.ok and report.outputs[0].name == told
