@@ -62,8 +62,9 @@ versions, under which all tests of the project run."""
 CAUSES = """What is known of the failures of 2026-11-24. transformers 5.24 gives gradient checkpointing another name and
 warns of the old one, which peft 0.21 reads (in the tests a warning is an error); for adapters of its own it asks for
 peft 0.22. transformers 5.0 has no `Interleave`, which tests/hf/test_pretrained.py imports, and `verify` of a BERT that
-returns attentions ends with an IndexError there. The rows of 2026-11-23 ran on older code, and their failures were not
-looked into. A row of torch 2.11 did not come to its end on that day."""
+returns attentions ended with an IndexError there: blocks that were captured once gave one attention for all. They are
+captured each since then. The rows of 2026-11-23 ran on older code, and their failures were not looked into. A row of
+torch 2.11 did not come to its end on that day."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from autotp.passes.capture.guards.attribute_paths import everything, found_at, p
 from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, flatten_new_value, keyed
 from autotp.passes.capture.guards.python_state import GradientsWanted
 from autotp.passes.capture.guards.values import NO_VALUES, KnownValues
-from autotp.passes.capture.pytree import flatten, outcome, states
+from autotp.passes.capture.pytree import flatten, map_leaves, outcome, states
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.attach_parameters import ParameterPlace, attach_parameters, places
 from autotp.runtime.build import expect_usable
@@ -175,7 +175,7 @@ def make_trial(
     with all_double():
         whole = _moved(_copied(model).cpu().double())
         keep_activations(whole)
-        args, kwargs = pytree.tree_map_only(Tensor, _doubled, (args, kwargs))
+        args, kwargs = map_leaves(lambda x: _doubled(x) if isinstance(x, Tensor) else x, (args, kwargs))
         tensors = [
             of_inputs and x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)
         ]
@@ -324,7 +324,7 @@ def _returned(model: nn.Module, trial: Trial, inputs: RankTensors) -> tuple[dict
 
     Returns:
         position among a rank's outputs -> tensor of the result, of a state, or of an attribute; and the differences of
-        other attributes.
+        other attributes, and of the number of results.
     """
     queue, (leaves, spec) = iter(inputs.values()), flatten((trial.args, trial.kwargs))
     given = [next(queue) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -339,10 +339,14 @@ def _returned(model: nn.Module, trial: Trial, inputs: RankTensors) -> tuple[dict
     shapes += [x.shape if isinstance(x, Tensor) else (x,) for x in (found_at(modules, p) for p in captured.opened)]
     before, changed = Before(model), states((args, kwargs))
     found, _ = outcome(model(*args, **kwargs), changed)
-    tensors = dict(enumerate(leaf for leaf in found if isinstance(leaf, Tensor)))
+    mine = [leaf for leaf in found if isinstance(leaf, Tensor)]
+    tensors = dict(enumerate(mine[: captured.results]))
     written = {change.at: found_at(modules, change.path) for change in captured.changes if isinstance(change, Write)}
     written |= {at: given[tensors_at[i]] for i, at in captured.into}
     set_to, others = _set_to(before, captured, shapes)
+    if len(mine) != captured.results:
+        counts = f"the number of outputs: {captured.results} of a rank, {len(mine)} of one device"
+        others.append(Difference(counts, float("inf")))
     return {**set_to, **written, **tensors}, others
 
 
@@ -419,9 +423,12 @@ def _gradients(whole: RankTensors, ranks: Sequence[RankTensors], analysis: Progr
     wanted = {name: tensor for name, tensor in whole.items() if tensor.is_floating_point()}
     scale = _largest([t.grad for t in wanted.values() if t.grad is not None])
     layouts = {name: analysis.layouts.get(name, Layout(tuple(t.shape))) for name, t in wanted.items()}
-    return [
-        Difference(n, _difference(t.grad, [r[n].grad for r in ranks], layouts[n], scale)) for n, t in wanted.items()
-    ]
+    found = []
+    for n, t in wanted.items():
+        parts = [r[n].grad for r in ranks]
+        missing = t.grad is not None and any(part is None for part in parts)
+        found.append(Difference(n, float("inf") if missing else _difference(t.grad, parts, layouts[n], scale)))
+    return found
 
 
 def _steps(whole: RankTensors, ranks: Sequence[RankTensors], analysis: Program) -> list[Difference]:

@@ -23,8 +23,8 @@ from autotp.model_library import ModelLibrary
 from autotp.rules.products import grouped_mm
 
 WATCHED = (
-    "accelerate.accelerator", "accelerate.scheduler", "transformers.training_args", "transformers.trainer",
-    "trl.trainer.utils", *lightning_calls.WATCHED, torchmetrics_calls.WATCHED,
+    "accelerate.accelerator", "accelerate.scheduler", "accelerate.local_sgd", "transformers.training_args",
+    "transformers.trainer", "trl.trainer.utils", *lightning_calls.WATCHED, torchmetrics_calls.WATCHED,
 )  # fmt: skip
 """Modules of other libraries that are changed once they are imported."""
 

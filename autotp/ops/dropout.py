@@ -1,9 +1,13 @@
-"""Dropout on a rank's part of a value, and in attention on its heads: with the mask of one device, or one per rank."""
+"""Dropout on a rank's part of a value, and in attention on its heads: with the mask of one device, or one per rank.
+
+`empty_attention` is attention on a rank that has no heads.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +87,17 @@ def fast_attention(
     """Attention on this rank's heads, with a separate dropout mask on each rank."""
     weights, value = _weights(query, key, value, mask, causal, scale, grouped)
     return fast_dropout(weights, p, rank) @ value
+
+
+def empty_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Attention of a rank without elements, in which a mask of numbers gets a gradient.
+
+    torch's own attention returns no gradient for the mask then. A parameter in the mask (a bias of positions) would
+    have a gradient on the other ranks only, and this rank would run other collectives: in backward, where gradients of
+    several parameters are summed at once, and in loops over gradients.
+    """
+    found = F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
+    return found if attn_mask.dtype == torch.bool else found + attn_mask.flatten()[:0].sum()
 
 
 def _weights(

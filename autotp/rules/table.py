@@ -233,6 +233,7 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     dropout.fast_dropout: Row(traits=T.RANDOM),
     dropout.exact_attention: Row(traits=T.RANDOM | T.ATTENTION),
     dropout.fast_attention: Row(traits=T.RANDOM | T.ATTENTION),
+    dropout.empty_attention: Row(traits=T.ATTENTION),
     channels.convolution: Row(p.convolution_rule),
     channels.conv_transpose: Row(p.conv_transpose_rule),
     channels.by_channel: Row(f.by_channel),

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from autotp.compiler import Program
 from autotp.errors import Error
+from autotp.passes.capture.pytree import map_leaves
 from autotp.passes.emit.attach_parameters import ParameterPlace, ReadParameter, value_at
 from autotp.passes.plan.candidate import contracts
 from autotp.rules.row import Trait
@@ -23,7 +23,7 @@ def cast_arguments(arguments: Any, dtype: torch.dtype | None) -> Any:
     def one(leaf: Any) -> Any:
         return leaf.to(dtype) if dtype and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    return pytree.tree_map(one, arguments)
+    return map_leaves(one, arguments)
 
 
 def parameter_reader(dtype: torch.dtype | None) -> ReadParameter:

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from autotp.compiler import Program
 from autotp.errors import Error
 from autotp.passes.capture.guards.argument_keys import argument_key
-from autotp.passes.capture.pytree import flatten
+from autotp.passes.capture.pytree import flatten, map_leaves
 from autotp.passes.emit.attach_parameters import place_of, value_at
 from autotp.passes.emit.bind import bind
 from autotp.passes.pipeline.loss_totals import TOTAL
@@ -116,7 +115,7 @@ def map_rows(arguments: Any, places: Collection[int], made: Callable[[Tensor], T
     def mapped(leaf: Any) -> Any:
         return made(leaf) if isinstance(leaf, Tensor) and next(numbers) in places else leaf
 
-    return pytree.tree_map(mapped, arguments)
+    return map_leaves(mapped, arguments)
 
 
 def totals_of(analysis: Program, given: Mapping[str, Tensor], holder: nn.Module, replicas: Any) -> dict[str, Tensor]:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
 from autotp.model_library import formula_of
 from autotp.ops.custom_vjp import RECORDED
+from autotp.passes.capture.pytree import map_leaves
 from autotp.source_location import user_line
 
 Function = Any
@@ -62,7 +62,7 @@ class Context:
         """Returns a copy for backward, with `read` applied to each tensor in any attribute."""
         new = copy.copy(self)
         for name, value in vars(self).items():
-            setattr(new, name, pytree.tree_map_only(Tensor, read, value))
+            setattr(new, name, map_leaves(lambda x: read(x) if isinstance(x, Tensor) else x, value))
         return new
 
 

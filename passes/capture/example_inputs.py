@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
+from autotp.passes.capture.pytree import map_leaves
 from autotp.passes.capture.skeleton import skeleton_of
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -183,7 +184,7 @@ def _with_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _returns_loss(skeleton: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
     """True if a floating scalar is among the outputs; None if the model fails on meta."""
-    args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
+    args, kwargs = map_leaves(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -76,6 +76,7 @@ def _batched(builder: Builder, region: Sequence[fx.Node]) -> None:
         return [env[node] for node in results]
 
     given = [builder.map(node) for node in outside]
+    RULES()
     try:
         with builder.mode:  # For the tensors that the function makes.
             graph = make_fx(run)(*(x.meta["val"] if isinstance(x, fx.Node) else x for x in given)).graph
@@ -84,12 +85,21 @@ def _batched(builder: Builder, region: Sequence[fx.Node]) -> None:
     except Exception as error:
         raise Error(
             f"torch.vmap of a function that cannot be in a graph: {str(error).partition(chr(10))[0]}",
-            at=line_of(region[0]),
+            at=line_of(_with_line(region)),
             fix="operators on the whole batch",
         ) from error
+    graph.eliminate_dead_code(lambda node: node.target not in SIZES)  # Those that only vmap's rules ask for.
+    near = _with_line(region).meta
+    place = {name: near[name] for name in PLACE if name in near}
     for node in graph.nodes:
-        node.meta = {name: region[0].meta[name] for name in PLACE if name in region[0].meta} | node.meta
+        node.meta = place | node.meta
     builder.env.update(zip(results, _inlined(builder, graph, given), strict=True))
+
+
+def rows_first(x: Any, level: int, rows: int, out_dim: int) -> Any:
+    """Does what torch's `_remove_batch_dim` does, in two steps that the exporter records."""
+    found = predispatch._remove_batch_dim(x, level, rows, 0)
+    return found if out_dim == 0 else found.movedim(0, out_dim)
 
 
 @contextmanager
@@ -103,6 +113,10 @@ def _levels_closed() -> Iterator[None]:
             predispatch._vmap_decrement_nesting()
 
 
+RULES = predispatch.lazy_load_decompositions
+"""What loads vmap's rules, before the levels."""
+SIZES = (aten.size.default, operator.getitem)
+"""Operators that return sizes as numbers, and an element of these."""
 PLACE = ("nn_module_stack", "stack_trace")
 """What a node's `meta` says of its place in the model."""
 
@@ -140,9 +154,20 @@ def _no_operator(node: fx.Node) -> Error:
     """Returns the Error for a node of a `torch.vmap` that is a region and no operator."""
     return Error(
         "torch.vmap of a function that switches autocast, or writes under torch.no_grad, cannot be in a graph",
-        at=line_of(node),
+        at=line_of(_with_line([node])),
         fix="the switch around the vmap, or operators on the whole batch",
     )
+
+
+def _with_line(nodes: Sequence[fx.Node]) -> fx.Node:
+    """Returns the first of these nodes whose source line is known, or of the nodes in their regions."""
+    inner = [each for node in nodes for arg in node.all_input_nodes for each in _nodes_of(arg)]
+    return next((node for node in (*nodes, *inner) if line_of(node) != "?"), nodes[0])
+
+
+def _nodes_of(region: fx.Node) -> list[fx.Node]:
+    graph = _nested(region)
+    return [] if graph is None else list(graph.graph.nodes)
 
 
 def _without_gradient(value: Any) -> Any:
@@ -160,7 +185,7 @@ def _inline_node(builder: Builder, node: fx.Node) -> None:
             entered = builder.raw(enter_autocast, (device, dtype, enabled, cache))
             builder.env[node] = _region(builder, region, args)
             builder.raw(exit_autocast, (entered,))
-        case _ if has(node.target, Trait.ASSERTION) or _nested(node) is not None:
+        case _ if has(node.target, Trait.ASSERTION) or _nested(node) is not None or node.target is RULES:
             builder.env[node] = None
         case _ if node.target is operator.getitem and isinstance(builder.map(node.args[0]), tuple):
             builder.env[node] = builder.map(node.args[0])[node.args[1]]

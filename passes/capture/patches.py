@@ -21,6 +21,8 @@ other way, a function of torch or Python is replaced. This happens in the region
         entry, and each export begins with an empty cache. Without the cache a capture takes half the time.
 - the exporter's stack of each operator: it would look up the source of a hundred frames, most of them its own.
 - the Python code of the exporter's intermediate graphs is written only where they run.
+- the last step of `torch.vmap`, where `out_dims` is not 0: the exporter does not record what moves the dimension
+        (`inline.py`).
 - `tensor_meta` of each node, a second description of its value that nothing reads: it is left empty.
 Only one thread captures at a time (`CAPTURING`).
 """
@@ -40,6 +42,7 @@ from types import FrameType
 from unittest import mock
 
 from torch import nn
+from torch._functorch import vmap
 from torch.fx import proxy
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
@@ -49,6 +52,7 @@ from autotp.ops.eager_mode import alone
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.guards.guard import Reads
 from autotp.passes.capture.guards.python_state import GradientQueries, without_python_random, without_seeds
+from autotp.passes.capture.inline import rows_first
 from autotp.passes.capture.repeats.repeats import Repeats
 from autotp.passes.capture.replacements.functions import ReplacedFunctions
 from autotp.passes.capture.replacements.transformer_layers import slow_path
@@ -71,6 +75,7 @@ def around_capture(autocast: Autocast) -> Iterator[None]:
         alone(), autocast.on(), slow_path(), known_sizes(), _quiet(), _no_cache(), _use_lazy_graph_module(True),
         mock.patch.object(proxy, "CapturedTraceback", UserStack),
         mock.patch.object(proxy_tensor, "_extract_tensor_metadata", lambda value: None),
+        mock.patch.object(vmap, "_remove_batch_dim", rows_first),
     ):  # fmt: skip
         yield
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import UserList, deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +100,11 @@ def _opened(tree: Any, known: Sequence[Any] = ()) -> Any:
 def is_node(x: Any) -> bool:
     """True for a value that torch rebuilds as another type (a `torch.Size` as a tuple) or does not take apart."""
     return is_state(x) or isinstance(x, torch.Size)
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Returns the structure with `function` of each leaf. A `torch.Size` is a leaf; torch would make a tuple of it."""
+    return pytree.tree_map(function, tree, is_leaf=lambda x: isinstance(x, torch.Size))
 
 
 def is_dense(tensor: Tensor) -> bool:

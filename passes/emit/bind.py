@@ -1,6 +1,9 @@
 """bind: puts process groups and the device into a lowered graph, in place of the mesh axis and `meta`.
 
+Attention of a rank that has no heads becomes `empty_attention`.
+
 Before: reduce(x, "tp"); arange(n, device="cpu")       After: reduce(x, "5"); arange(n, device="cuda:1")
+Before: sym_size(x, 0)                                 After: x.size(0), which works under vmap, too
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from autotp.ops import collectives
 from autotp.ops.async_linear import async_linear
 from autotp.ops.coalesced import together
 from autotp.ops.custom_vjp import Vjp
+from autotp.ops.dropout import empty_attention
 from autotp.passes.capture.capture import DEVICE
 from autotp.passes.emit.in_place import fresh, written
+from autotp.rules.call import arguments_of
 from autotp.rules.traits import in_place_of
 
 CAPTURED = torch.device(DEVICE)
@@ -52,8 +57,20 @@ def bind(
             new.target = node.target.on(bind(node.target.graph, device, groups, reuse=False))
         if node.target in COMMUNICATING and node.args[1] in groups:
             new.args = (new.args[0], groups[str(node.args[1])], *new.args[2:])
+        if node.target is torch.ops.aten.sym_size.int:
+            new.target = torch.Tensor.size  # vmap has no rule for the operator.
+        if _is_empty_attention(node):
+            new.target = empty_attention
         if node in into_input:
             new.target = in_place_of(node.target)  # type: ignore[assignment]
         if node in in_place:
             new.kwargs = {"fresh": True}
     return bound
+
+
+def _is_empty_attention(node: fx.Node) -> bool:
+    """True for attention with a mask whose result has no elements on this rank."""
+    if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
+        return False
+    masked = arguments_of(node)["attn_mask"] is not None
+    return masked and any(isinstance(n, int) and n == 0 for n in node.meta["val"].shape)

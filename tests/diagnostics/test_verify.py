@@ -24,6 +24,7 @@ from autotp.ops import collectives, dropout, lookup
 from autotp.ops.losses import cross_entropy
 from autotp.options import Options
 from autotp.passes.canonicalize.functionalize import functionalize
+from autotp.passes.emit import bind
 from autotp.passes.plan.propagate import needs_grad
 
 CONJUGATES = (
@@ -282,3 +283,76 @@ def test_a_model_without_tensors_among_its_arguments(rows: tuple[Any, ...]) -> N
     report = autotp.verify(OfNumbers(), 3, example_inputs=rows)
     assert report.ok, report
     assert "20 width" in str(autotp.explain(OfNumbers(), 3, example_inputs=rows))
+
+
+class Biased(nn.Module):
+    """Attention of two heads, with a bias for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.bias = nn.Linear(8, 24), nn.Parameter(torch.randn(2, 6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v, self.bias)
+
+
+def test_a_gradient_that_one_rank_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a difference, even if this rank's part has no elements: ranks would not call the same collectives."""
+    x = torch.randn(2, 6, 8)
+    assert autotp.verify(Biased(), 3, example_inputs=x).ok
+    monkeypatch.setattr(bind, "_is_empty_attention", lambda node: False)
+    report = autotp.verify(Biased(), 3, example_inputs=x)
+    assert [row.name for row in report.gradients if not row.error <= report.tolerance] == ["bias"]
+
+
+class Shaped(torch.autograd.Function):
+    """The square, whose backward keeps the size of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.size = x.shape
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad * (ctx.size.numel() / x.numel())
+
+
+class Sized(nn.Module):
+    """A model that asks a size for its number of elements, which a tuple does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor, size: torch.Size) -> Tensor:
+        return self.down(Shaped.apply(self.up(x))) / size.numel()
+
+
+def test_a_size_among_the_arguments() -> None:
+    x = torch.randn(3, 8)
+    report = autotp.verify(Sized(), 2, example_inputs=(x, x.shape))
+    assert report.ok, report
+
+
+class Varying(nn.Module):
+    """A model that returns another number of tensors while it is captured."""
+
+    def __init__(self, fewer: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.fewer = nn.Linear(8, 12), nn.Linear(12, 8), fewer
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.down(self.up(x))
+        return (y, y * 2) if torch.compiler.is_exporting() == self.fewer else (y,)
+
+
+@pytest.mark.parametrize(("fewer", "counts"), [(False, (1, 2)), (True, (2, 1))])
+def test_another_number_of_outputs(fewer: bool, counts: tuple[int, int]) -> None:
+    """The model looks at the exporter, as libraries may: verify says what differs."""
+    report = autotp.verify(Varying(fewer), 2, example_inputs=torch.randn(3, 8))
+    told = "the number of outputs: {} of a rank, {} of one device".format(*counts)
+    assert not report.ok and report.outputs[0].name == told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,8 +15,14 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from autotp.passes.lower.prove_rules import prove
+from autotp.passes.builder import Builder
+from autotp.passes.emit.bind import bind
+from autotp.passes.lower.local_sizes import Local, Target
+from autotp.passes.lower.localize import localize
+from autotp.passes.lower.prove_rules import _call_node, _Trial, prove
+from autotp.passes.plan.infer_axes import infer_axes
 from autotp.rules.registry import RULES
+from autotp.sharding.layout import layout_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -96,6 +103,76 @@ def test_rule(name: str, sizes: tuple[int, ...], recorded: Recorded) -> None:
     for op, args, kwargs in recorded.get(name, []):
         for tp in sizes:
             assert prove(op, args, kwargs, tp) == []
+
+
+@pytest.mark.parametrize("name", PACKETS)
+def test_gradients_of_empty_parts(name: str, recorded: Recorded) -> None:
+    """A rank without elements has a gradient for each operand that has one on one device: else loops over gradients,
+
+    and sums of several gradients at once, would run other collectives on this rank.
+    """
+    by_hand = [(op, args) for op, *args in CALLS.values() if getattr(op, "_schema", None) is not None]
+    calls = list(recorded.get(name, []))
+    for op, args in by_hand:
+        if op._schema.name.split("::")[1] == name:
+            kwargs = args.pop() if args and isinstance(args[-1], dict) else {}
+            calls.append((op, tuple(args), kwargs))
+    for op, args, kwargs in calls:
+        assert without_gradient(op, args, kwargs) == []
+
+
+MANY = 64
+"""A number of ranks, of which the last one has no elements."""
+
+
+def without_gradient(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """The operands that have a gradient on one device and none on a rank without elements, with the factor cut."""
+    with torch.no_grad():
+        node = _call_node(op, args, kwargs)
+        axes = infer_axes(node.graph)
+        bound = axes.bound.get(node)
+    try:
+        whole = learned(node.graph, [n.meta["val"] for n in node.graph.nodes if n.op == "placeholder"])
+    except (NotImplementedError, RuntimeError):  # It has no derivative for such operands.
+        return []
+    if bound is None or not bound.known:
+        return []
+    trial, found = _Trial(node, axes, bound, MANY), []
+    for leaf in trial._leaves():
+        factor = bound.cuttable(leaf)
+        if factor is None or (factor.mark and not trial._one_call(factor, leaf)):
+            continue
+        local, mine = Local(Builder(nullcontext()), Target("tp", MANY, MANY - 1)), []  # type: ignore[arg-type]
+        for x in node.all_input_nodes:
+            layout = layout_of(tuple(x.meta["val"].shape), axes.of(x), leaf, MANY, "")
+            mine.append(layout.take(x.meta["val"], MANY - 1))
+            local.builder.copy(x)
+        with torch.no_grad():
+            local.builder.graph.output((localize(local, node, axes, factor, leaf),))
+        bound_graph = bind(local.builder.graph, torch.device("cpu"), {}, reuse=False)
+        found += [f"operand {i}, {factor.name} cut" for i in sorted(whole - learned(bound_graph, mine))]
+    return found
+
+
+def learned(graph: fx.Graph, values: list[Tensor]) -> set[int]:
+    """The positions of the inputs of a graph of one call that get a gradient."""
+    inputs = [x.detach().clone() for x in values]
+    for x in inputs:
+        x.requires_grad_(x.is_floating_point() or x.is_complex())
+    given = iter(inputs)
+    env: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(given)
+        elif node.op == "call_function":
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+            made = node.target(*args, **kwargs)
+    outputs = [y for y in pytree.tree_leaves(made) if isinstance(y, Tensor) and y.requires_grad]
+    if not outputs:
+        return set()
+    wanted = [i for i, x in enumerate(inputs) if x.requires_grad]
+    grads = torch.autograd.grad(sum(y.sum().abs() for y in outputs), [inputs[i] for i in wanted], allow_unused=True)
+    return {i for i, grad in zip(wanted, grads, strict=True) if grad is not None}
 
 
 def test_coverage(recorded: Recorded) -> None:

@@ -155,6 +155,46 @@ def without_gradients(rank: int, n: int) -> None:
     expect_gradients(whole, parallel)
 
 
+class Biased(nn.Module):
+    """Attention with a bias for each head, one for all heads, and one that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.qkv, self.out, self.unread = nn.Linear(8, 24), nn.Linear(8, 8), nn.Parameter(torch.ones(3))
+        self.own, self.all = nn.Parameter(torch.randn(2, 6, 6)), nn.Parameter(torch.randn(6, 6))
+        self.tied = self.own
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, self.own + self.all + 0.5 * self.tied)
+        return self.out(mixed.transpose(1, 2).flatten(2)).square().mean()
+
+
+@checks.on(3)
+def gradients_of_a_rank_without_heads(rank: int, n: int) -> None:
+    """Two heads on three ranks: the third has the gradients that the others have, some without elements."""
+    x = torch.linspace(-2, 3, 96, dtype=torch.float64).view(2, 6, 8).sin()
+    for frozen in ((), ("own",), ("all",), ("qkv.weight", "qkv.bias")):
+        whole = Biased()
+        for name in frozen:
+            whole.get_parameter(name).requires_grad_(False)
+        whole, parallel = both(n, whole, example_inputs=x)
+        for _ in range(2):  # The second time in a graph that is kept.
+            for model in (whole, parallel):
+                model(x).backward(retain_graph=True)
+        for name, p in parallel.named_parameters():
+            expected = whole.get_parameter(name).grad
+            assert (p.grad is None) == (expected is None) == (name in (*frozen, "unread")), name
+            if p.grad is not None:
+                torch.testing.assert_close(autotp.gather(p.grad), expected)
+        read = [name for name, p in whole.named_parameters() if name not in (*frozen, "unread")]
+        found = [torch.autograd.grad(m(x), [m.get_parameter(name) for name in read]) for m in (whole, parallel)]
+        for name, want, part in zip(read, *found, strict=True):
+            torch.testing.assert_close(part, parallel.layouts[name].take(want, rank))
+
+
 # ---- gradients
 
 

@@ -117,6 +117,34 @@ def gradients_of_parts_are_told(rank: int, n: int) -> None:
     assert autotp.gather(parallel.get_parameter(first).grad).shape == parallel.layouts[first].shape
 
 
+class Mapped(nn.Module):
+    """A model whose forward maps a function over rows; torch's rules for that ask for sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return vmap(lambda row: self.down(self.up(row).relu()), out_dims=1)(x)
+
+
+@checks.on(2)
+def a_map_over_a_model_that_maps(rank: int, n: int) -> None:
+    """Outputs, and the gradients of each sample; the first call of a kind may be within the outer map."""
+    whole = Mapped()
+    x = torch.linspace(-1, 2, 3 * 4 * 5 * 8, dtype=torch.float64).sin().view(3, 4, 5, 8)
+    for seen in (True, False):
+        parallel: Any = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=x[0] if seen else x[0, :, 0])
+        torch.testing.assert_close(vmap(parallel)(x), vmap(whole)(x))
+        found, expected = (
+            vmap(grad(lambda p, x, m=m: functional_call(m, p, (x,)).square().sum()), (None, 0))(parameters(m), x)
+            for m in (parallel, whole)
+        )
+        expect_equal(parallel, found, expected, batched=True)
+
+
 @checks.on(2)
 def per_sample_gradients(rank: int, n: int) -> None:
     """`vmap(grad)` with a batch of one in each sample, which is a signature not met before."""

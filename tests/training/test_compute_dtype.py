@@ -20,6 +20,7 @@ def test_arguments() -> None:
     assert [t.dtype for t in found[0]] == [HALF, torch.int64]
     assert (found[1]["mask"].dtype, found[1]["n"], found[1]["inside"][0].dtype) == (torch.bool, 2, HALF)
     assert cast_arguments((x, index), None) == (x, index)
+    assert type(cast_arguments((x.shape, [x.shape]), HALF)[1][0]) is torch.Size
 
 
 def test_parameters() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autotp
+from autotp.training.microbatches import map_rows
 
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
 
@@ -97,6 +98,11 @@ def called(rank: int, n: int) -> None:
     for kind in ("by rows", "centred"):
         with pytest.raises(autotp.Error, match="rows"):
             trained(kind, microbatches=8, rows=1, labels=1)
+
+
+def test_a_size_among_the_arguments() -> None:
+    found = map_rows((X, {"size": X.shape}), {0}, lambda x: x[:2])
+    assert len(found[0]) == 2 and type(found[1]["size"]) is torch.Size
 
 
 def test_calls() -> None:

@@ -27,7 +27,7 @@ from autotp.checkpoint.whole_optimizer import whole_state_dicts
 from autotp.distributed.mesh import Mesh, gather_ints, group_of
 from autotp.errors import Error
 from autotp.hf.loops.accelerate_state import showing
-from autotp.hf.loops.replicas import is_one_replica, of_all, own_ranks, replicas
+from autotp.hf.loops.replicas import done_by_all, is_one_replica, of_all, own_ranks, replicas
 from autotp.runtime.module import ParallelModule
 
 Method = Callable[..., Any]
@@ -147,9 +147,19 @@ def _with_whole_optimizers(method: Method) -> Method:
         # Each process writes its random state. The files of the first rank of each replica come first: they are read.
         whole = whole_state_dicts([it.optimizer for it in self._optimizers])
         with whole, showing(index=axis.rank + mesh.rank * axis.size):
-            return method(self, *args, **kwargs)
+            return done_by_all(partial(method, self, *args, **kwargs))
 
     return save_state
+
+
+def _there_for_all(method: Method) -> Method:
+    def save_model(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The first rank writes; when the others go on, they find the files."""
+        if replicas() is None or not isinstance(self.unwrap_model(model), ParallelModule):
+            return method(self, model, *args, **kwargs)
+        return done_by_all(partial(method, self, model, *args, **kwargs))
+
+    return save_model
 
 
 def _expect_same_state(number: int, thing: Any, mesh: Mesh) -> None:
@@ -208,6 +218,7 @@ AROUND: dict[str, Callable[[Method], Method]] = {
     "prepare_model": _prepared,
     "get_state_dict": _gathering,
     "save_state": _with_whole_optimizers,
+    "save_model": _there_for_all,
     "load_state": _into_unwrapped,
     "check_trigger": _seen_by_all,
 }

@@ -53,6 +53,15 @@ def of_all(run: Callable[[], T]) -> T:
     return run() if axis is None or axis.size == 1 else agree(axis, run)
 
 
+def done_by_all(run: Callable[[], T]) -> T:
+    """Returns what `run` returns, once it has returned on every rank: so what the first rank writes is there.
+
+    Raises:
+        Error: on every rank, if `run` failed on some rank: its own exception, or that of the first failed rank.
+    """
+    return of_all(lambda: agree(own_ranks(), run))
+
+
 def own_ranks() -> Mesh:
     """Returns the tensor-parallel axis of this replica's ranks; there must be a parallel model."""
     return _meshes()[-1]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from autotp.distributed.mesh import expect_alike
 from autotp.errors import Error
 from autotp.hf.loops.accelerate_state import showing
 from autotp.hf.loops.replica_collectives import ReplicaCollectives
-from autotp.hf.loops.replicas import of_all, replicas
+from autotp.hf.loops.replicas import done_by_all, of_all, replicas
 from autotp.hf.overrides import already_saved, whole_size
 from autotp.runtime.module import ParallelModule
 
@@ -104,12 +104,10 @@ def _saving_model(method: Method) -> Method:
         if hasattr(self.model, "save_pretrained"):
             self.model.save_pretrained(folder)
             with already_saved(self.model):
-                method(self, output_dir, _internal_call)
+                done_by_all(partial(method, self, output_dir, _internal_call))
         else:
             state = full_state_dict(self.model)
-            if self.args.should_save:
-                self._save(folder, state_dict=state)
-        dist.barrier()
+            done_by_all(lambda: self._save(folder, state_dict=state) if self.args.should_save else None)
         return None
 
     return save_model
@@ -120,9 +118,7 @@ def _saving_optimizer(method: Method) -> Method:
         if not _is_ours(self):
             return method(self, output_dir)
         with whole_state_dicts([getattr(self.optimizer, "optimizer", self.optimizer)]):
-            method(self, output_dir)
-        dist.barrier()
-        return None
+            return done_by_all(partial(method, self, output_dir))
 
     return _save_optimizer_and_scheduler
 
@@ -153,6 +149,16 @@ def _saving_random_states(method: Method) -> Method:
     return _save_rng_state
 
 
+def _there_for_all(method: Method) -> Method:
+    def _save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
+        """The first rank writes the trainer's state, and removes older checkpoints, after all else is saved."""
+        if not _is_ours(self):
+            return method(self, *args, **kwargs)
+        return done_by_all(partial(method, self, *args, **kwargs))
+
+    return _save_checkpoint
+
+
 def _is_ours(trainer: Any) -> bool:
     return isinstance(trainer.model, ParallelModule) and trainer.model.mesh.size > 1 and replicas() is not None
 
@@ -162,6 +168,7 @@ AROUND: dict[str, Callable[[Method], Method]] = {
     "_save_optimizer_and_scheduler": _saving_optimizer,
     "_load_optimizer_and_scheduler": _loading_optimizer,
     "_save_rng_state": _saving_random_states,
+    "_save_checkpoint": _there_for_all,
     "is_world_process_zero": _first_of_all,
     "hyperparameter_search": _refusing,
 }

@@ -78,12 +78,12 @@ def _alike(model: nn.Module) -> Iterator[nn.Module]:
         beside = [child for name, child in parent.named_children() if name.isdigit()]
         structures = [structure(child) for child in beside] if len(beside) > 1 else []
         for child, its in zip(beside, structures, strict=False):
-            if structures.count(its) > 1 and next(child.parameters(), None) is not None and _is_ordinary(child):
+            if structures.count(its) > 1 and next(child.parameters(), None) is not None and is_ordinary(child):
                 inside.update(child.modules())
                 yield child
 
 
-def _is_ordinary(block: nn.Module) -> bool:
+def is_ordinary(block: nn.Module) -> bool:
     """True for modules whose forward is that of their class, written in Python."""
     odd = (torch.jit.ScriptModule, fx.GraphModule)
     own = any(type(module).__getattribute__ is not nn.Module.__getattribute__ for module in block.modules())

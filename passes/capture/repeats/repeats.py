@@ -12,9 +12,9 @@ Both blocks have the same structure: classes, flags, shapes. The arguments have 
 dtypes, and plain arguments have the same values. All attributes that the first call read, at any depth, and the modes
 around it are the same. The number of a layer may differ if no code reads it, or only requests to objects use it.
 Objects give a later block the same kinds of answers as the first. A block is captured each time if it sets attributes,
-reads attributes of modules around it, or is given an object that it might change unseen: a list, a dict. Not seen are
-globals of Python that change between two calls, reads that bypass `__getattribute__`, and state of an object that
-`pickle` does not see.
+reads attributes of modules around it, has a module whose forward the model has replaced, or is given an object that it
+might change unseen: a list, a dict. Not seen are globals of Python that change between two calls, reads that bypass
+`__getattribute__`, and state of an object that `pickle` does not see.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from autotp.passes.capture.guards.comparison import (
 )
 from autotp.passes.capture.repeats import queries as asked
 from autotp.passes.capture.repeats import record as recorded
-from autotp.passes.capture.repeats.blocks import Blocks, blocks_of, definer, differing, parts_of, patched
+from autotp.passes.capture.repeats.blocks import Blocks, blocks_of, definer, differing, is_ordinary, parts_of, patched
 from autotp.passes.capture.repeats.queries import Entangled, Number, ObjectAt, Request, TensorAt, is_queryable
 from autotp.passes.capture.repeats.record import CALLS, LAST, RecordedCall, again, tensors_in, unbacked, with_tensors
 
@@ -111,6 +111,8 @@ class Repeats:
         if self.open is not None or not all(map(self._is_seen, (*args, *kwargs.values()))):
             return run(*args, **kwargs)
         if parts_of(block) != self.parts[id(block.__dict__)]:  # Its submodules were replaced.
+            return run(*args, **kwargs)
+        if not is_ordinary(block):  # The model has given a part of it a forward of its own, which may note results.
             return run(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_queryable)
         given, objects = tensors_in(leaves), list({id(x): x for x in leaves if is_queryable(x)}.values())

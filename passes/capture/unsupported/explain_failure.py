@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch._functorch import vmap
 from torch._subclasses import FakeTensorMode
 
 from autotp.errors import Error
 from autotp.passes.capture.guards.values import NO_NUMPY, reads_values
 from autotp.passes.capture.unsupported.tensor_values import CUSTOM_OPERATOR, refused
 from autotp.source_location import user_line
+
+VMAP: str = vmap.__file__
+"""The file of torch's vmap."""
 
 
 def raised_plainly(flat: nn.Module, given: Sequence[Any], mode: FakeTensorMode) -> Exception | None:
@@ -56,6 +60,12 @@ def explain_failure(error: Exception, plain: Exception | None, model: nn.Module)
     said = f"{kind}: {text.splitlines()[0] if text else ''}".rstrip(": ")
     at = user_line(traceback.extract_tb(shown.__traceback__))
     facts = {"at": at} if at != "?" else {}
+    if plain is None and any(frame.filename == VMAP for frame in traceback.extract_tb(shown.__traceback__)):
+        return Error(
+            f"torch.vmap of a function that torch.export cannot trace: {said}",
+            **facts,
+            fix="operators on the whole batch, or dropout before the vmap or behind it",
+        )
     if plain is None:
         instead = f"other operators at this line, or {CUSTOM_OPERATOR}"
         return Error(f"torch.export cannot trace the model: {said}", **facts, fix=instead)

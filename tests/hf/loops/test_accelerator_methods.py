@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -197,6 +201,124 @@ def test_saved_twice(tmp_path: Path) -> None:
 def test_registered_objects(tmp_path: Path) -> None:
     for told in run_ranks(registered, 2, tmp_path, timeout=120, fresh=True):
         assert told.startswith("save_state: object 1 of register_for_checkpointing, a Average, has another state")
+
+
+def random_states(rank: int, n: int, folder: Path) -> tuple[list[str], list[float], list[float]]:
+    """The names of the files with random states; what this rank draws after saving, and again after loading."""
+    model: Any = autotp.parallelize(llama_in_float64(), 2)
+    made = accelerate.Accelerator(cpu=True)
+    made.prepare(model)
+    torch.manual_seed(rank)  # Each rank has another one, as nobody should.
+    made.save_state(str(folder))
+    drawn = torch.rand(2).tolist()
+    made.load_state(str(folder))
+    return sorted(path.name for path in folder.glob("random_states*")), drawn, torch.rand(2).tolist()
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_random_states(tmp_path: Path, n: int) -> None:
+    """A file for each process; each rank goes on with the state of its replica's first rank."""
+    found = run_ranks(random_states, n, tmp_path, timeout=120, fresh=True)
+    for rank, (names, _, again) in enumerate(found):
+        assert names == [f"random_states_{i}.pkl" for i in range(n)]
+        assert again == found[rank - rank % 2][1]
+    for replica, rank in enumerate(range(0, n, 2)):
+        state = torch.load(tmp_path / f"random_states_{replica}.pkl", weights_only=False)["torch_manual_seed"]
+        assert torch.equal(state, torch.Generator().manual_seed(rank).get_state())
+
+
+def left_before(rank: int, store: Any, save: Callable[[], Any], what: Any, name: str) -> bool:
+    """Whether another rank leaves `save` before the first rank has written by `what.name`, which waits for that."""
+    theirs, left, key = getattr(what, name), list[bool](), f"{name} {uuid4()}"
+    held = [key]
+    dist.broadcast_object_list(held, 0)
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        try:
+            store.wait(held, timedelta(seconds=1))
+            left.append(True)
+        except RuntimeError:
+            pass  # Nobody has left.
+        return theirs(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(what, name, late)
+        save()
+    if rank:
+        store.set(held[0], "left")
+    return bool(left)
+
+
+def there_for_all(rank: int, n: int, folder: Path) -> tuple[Any, ...]:
+    """The files are there when a rank leaves; where the first rank cannot write, all are told."""
+    model: Any = autotp.parallelize(llama_in_float64(), n)
+    made, store = accelerate.Accelerator(cpu=True), dist.distributed_c10d._get_default_store()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = made.prepare(model, optimizer)
+    found: list[Any] = []
+    for call in (made.save_state, lambda path: made.save_model(model, path)):
+        path = str(folder / str(len(found)))
+        found.append(left_before(rank, store, partial(call, path), accelerate.utils.other, "safe_save_file"))
+        assert (Path(path) / "model.safetensors").exists()
+    made.load_state(str(folder / "0"))
+    trainer = transformers.Trainer(
+        model=model,
+        args=transformers.TrainingArguments(str(folder / "trainer"), report_to=[], use_cpu=True, save_strategy="no"),
+    )
+    trainer.create_optimizer_and_scheduler(1)
+    by_trainer = partial(trainer._save_checkpoint, model, None)
+    found.append(left_before(rank, store, by_trainer, transformers.trainer.TrainerState, "save_to_json"))
+    assert (folder / "trainer" / "checkpoint-0" / "trainer_state.json").exists()
+    for call in (made.save_state, lambda path: made.save_model(model, path), trainer.save_model):
+        with pytest.MonkeyPatch.context() as patch:
+            for what, name in ((accelerate.utils.other, "safe_save_file"), (trainer, "_save")):
+                patch.setattr(what, name, full) if rank == 0 else None
+            with pytest.raises(autotp.Error if rank else OSError) as raised:
+                call(str(folder / "full"))
+        found.append(str(raised.value).splitlines()[0])
+    return tuple(found)
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError("no space left")
+
+
+@pytest.mark.timeout(200)
+def test_files_are_there_for_all(tmp_path: Path) -> None:
+    told = [("no space left",) * 3, ("OSError: no space left",) * 3]
+    expected = [(False, False, False, *texts) for texts in told]
+    assert run_ranks(there_for_all, 2, tmp_path, timeout=150, fresh=True) == expected
+
+
+def local_sgd(rank: int, n: int) -> list[Any]:
+    """Over all processes it does nothing, as on one device; with replicas it is an error."""
+    from accelerate.local_sgd import LocalSGD
+
+    found: list[Any] = []
+    for tp in (n, n // 2):
+        model: Any = autotp.parallelize(llama_in_float64(), tp)
+        made = accelerate.Accelerator(cpu=True)
+        model = made.prepare_model(model)
+        if tp == n:
+            before = model.lm_head.weight.detach().clone()
+            with LocalSGD(made, model, local_sgd_steps=1) as steps:
+                steps.step()
+            found.append(torch.equal(before, model.lm_head.weight))
+        else:
+            assert not LocalSGD(made, model, local_sgd_steps=1, enabled=False).enabled
+            with pytest.raises(autotp.Error) as raised:
+                LocalSGD(made, model, local_sgd_steps=1)
+            found.append(str(raised.value).splitlines()[0])
+        made.free_memory()
+        del model
+        gc.collect()
+    return found
+
+
+def test_local_sgd() -> None:
+    told = "LocalSGD lets replicas differ between its steps, and replicas of a parallel model stay equal"
+    assert run_ranks(local_sgd, 4, timeout=120, fresh=True) == [[True, told]] * 4
 
 
 def first_on_a_cpu(rank: int, n: int) -> None:

@@ -196,13 +196,37 @@ def mapped_with_new_tensors(x: Tensor) -> Tensor:
     return torch.vmap(lambda row: row * torch.arange(row.shape[0]) + torch.ones(row.shape[0]))(x)
 
 
+def mapped_to_columns(x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: row.outer(row).exp(), out_dims=1)(x)
+
+
+def mapped_to_the_last(x: Tensor) -> Tensor:
+    """Of two results each has its own dimension; a level within a level has one, too."""
+
+    def both(row: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.vmap(lambda a: a * row, out_dims=1)(row), row.sin()
+
+    first, second = torch.vmap(both, out_dims=(-1, 1))(x)
+    return first.sum(1).t() * second.t()
+
+
+def mapped_over_weights(x: Tensor) -> Tensor:
+    """A product whose weights differ: vmap's rule for it asks for sizes that nothing reads."""
+    weights = torch.stack([x.t() @ x, x.t() @ x.cos()])
+    return torch.vmap(lambda w: torch.nn.functional.linear(x[None], w, w[0])[0])(weights)
+
+
 @pytest.mark.parametrize(
     "function",
-    [mapped, mapped_twice, mapped_with_tensors_as_indices, mapped_without_gradient, mapped_with_new_tensors],
-)
+    [
+        mapped, mapped_twice, mapped_with_tensors_as_indices, mapped_without_gradient, mapped_with_new_tensors,
+        mapped_to_columns, mapped_to_the_last,
+    ],
+)  # fmt: skip
 def test_mapped(function: Callable[[Tensor], Tensor]) -> None:
     graph = capture(Function(function), (X,), {}).graph
-    assert not [node for node in graph.nodes if "vmap" in str(node.target)]
+    targets = [str(node.target) for node in graph.nodes]
+    assert not [target for target in targets if "vmap" in target or target == "aten.size.default"]
     outputs, gradients = [], []
     for call in (function, lambda x: run(graph, [x])[0]):
         x = some(5, 6, dtype=torch.float32).requires_grad_()
@@ -210,6 +234,14 @@ def test_mapped(function: Callable[[Tensor], Tensor]) -> None:
         gradients.append(torch.autograd.grad(outputs[-1].sum(), x)[0])
     torch.testing.assert_close(*outputs)
     torch.testing.assert_close(*gradients)
+
+
+def test_mapped_over_weights() -> None:
+    """torch's rule makes numbers of these sizes: the graph has no sizes that nothing reads, and fits these only."""
+    captured = capture(Function(mapped_over_weights), (X,), {})
+    assert not [node for node in captured.graph.nodes if str(node.target) == "aten.size.default"]
+    torch.testing.assert_close(run(captured.graph, [X])[0], mapped_over_weights(X))
+    assert captured.fits([(3, 4)]) and not captured.fits([(5, 4)]) and not captured.fits([(3, 6)])
 
 
 def mapped_autocast(x: Tensor) -> Tensor:
@@ -221,7 +253,8 @@ def mapped_autocast(x: Tensor) -> Tensor:
 
 
 def test_a_map_that_switches_autocast() -> None:
-    with pytest.raises(Error, match=r"torch\.vmap of a function that switches autocast"):
+    told = r"torch\.vmap of a function that switches autocast[^\n]*\n  at       graphs\.py:\d+  "
+    with pytest.raises(Error, match=told):
         capture(Function(mapped_autocast), (X,), {})
     assert not get_interpreter_stack()  # An open level would change what torch computes later.
 
@@ -233,6 +266,17 @@ def test_a_map_that_torch_cannot_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inline, "make_fx", fail)
     with pytest.raises(Error, match=r"torch\.vmap of a function that cannot be in a graph: no rule for an operator\n"):
         capture(Function(mapped), (X,), {})
+
+
+def test_a_map_that_torch_cannot_export() -> None:
+    def dropped(x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: torch.nn.functional.dropout(row, 0.5), randomness="different")(x)
+
+    told = (
+        r"torch\.vmap of a function that torch\.export cannot trace: RuntimeError: .*\n  at       test_inline\.py:\d+  "
+    )
+    with pytest.raises(Error, match=told):
+        capture(Function(dropped), (X,), {})
 
 
 def test_a_map_that_draws() -> None:

@@ -12,6 +12,7 @@ from torch import fx
 from autotp.diagnostics.lockstep import COLLECTIVES
 from autotp.ops import collectives
 from autotp.ops.custom_vjp import Places, Vjp
+from autotp.ops.dropout import empty_attention
 from autotp.passes.capture.capture import DEVICE
 from autotp.passes.emit.bind import COMMUNICATING, bind
 from autotp.rules.call import placeholders
@@ -68,6 +69,19 @@ def test_backward_of_a_function() -> None:
     bound: Any = call_named(bind(graph, GPU, GROUPS), "vjp").target
     assert lines(bound.graph)[0] == "copy(grad, '5')"
     assert lines(backward)[0] == "copy(grad, 'tp')"
+
+
+def test_attention_of_no_heads() -> None:
+    """Its mask must get a gradient, of which torch knows nothing; with heads, or without a mask, it stays."""
+
+    def names(heads: int, masked: bool) -> list[str]:
+        def make(call: Any, q: Any, m: Any) -> Any:
+            return call(aten.scaled_dot_product_attention.default, q, q, q, *([m] if masked else []))
+
+        graph = draft(make, q=some(2, heads, 5, 3), m=some(5, 5))
+        return [str(node.args) for node in bind(graph, GPU, GROUPS).nodes if node.target is empty_attention]
+
+    assert [names(0, True), names(0, False), names(2, True)] == [["(q, q, q, m)"], [], []]
 
 
 def test_inputs_that_may_be_written() -> None:

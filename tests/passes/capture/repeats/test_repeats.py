@@ -203,6 +203,39 @@ def test_a_hook_runs_every_time() -> None:
     assert runs(model, ZEROS) == 1
 
 
+class Noting(Stack):
+    """Notes what a part of each block gives, while it runs: as transformers 5.0 collects attentions, or by hooks."""
+
+    def __init__(self, hooks: bool) -> None:
+        super().__init__(*(Block() for _ in range(3)))
+        self.hooks = hooks
+
+    def forward(self, x: Tensor) -> Any:
+        noted, before = list[Tensor](), []
+        for block in self.blocks:
+            part: Any = block.up
+            if self.hooks:
+                before.append(part.register_forward_hook(lambda m, args, y: noted.append(y)).remove)
+                continue
+
+            def noting(x: Tensor, own: Any = part.forward) -> Tensor:
+                noted.append(own(x))
+                return noted[-1]
+
+            part.forward = noting
+            before.append(lambda part=part: vars(part).pop("forward"))
+        y = super().forward(x)
+        for undo in before:
+            undo()
+        return y, noted
+
+
+@pytest.mark.parametrize("hooks", [False, True], ids=["forward", "hooks"])
+def test_what_the_model_notes_of_each_block(hooks: bool) -> None:
+    graph = capture(skeleton_of(Noting(hooks)), (ZEROS,), {}).graph
+    assert len(graph.output_node().args[0]) == 1 + 3  # type: ignore[arg-type]
+
+
 def test_what_a_block_changes_among_its_arguments() -> None:
     """A list, a dict, an object: each call is captured, on the caller's own."""
 
