@@ -426,12 +426,30 @@ def analyse(
         call: the state around the call.
         amend: changes the program after a pass, to find out what a difference comes from (`bisect.py`).
     """
-    with uncollected(), progress(f"capture of {type(skeleton).__name__}") as line:
+
+    def planned(call: CallState) -> Program:
         program = captured_program(skeleton, args, kwargs, tp, options, call)
+        if program.captured.symbolic and not _is_lowered(program, amend):
+            values = replace(call.values, places=call.values.places | program.captured.symbolic)
+            program = captured_program(skeleton, args, kwargs, tp, options, replace(call, values=values))
         for each, later in programs_after_passes(program, amend):
             line.begin(each.stage)
             program = later
-    return program
+        return program
+
+    with uncollected(), progress(f"capture of {type(skeleton).__name__}") as line:
+        return planned(call)
+
+
+def _is_lowered(program: Program, amend: Amend | None) -> bool:
+    """True if a rank can have a graph in which sizes are made of values that it does not know."""
+    try:
+        for _, later in programs_after_passes(program, amend):
+            program = later
+        flat_graph(program, 0, "fast")
+    except Exception:  # Whatever a pass raises: the graph for these values may be another.
+        return False
+    return True
 
 
 def _warn_of_untested_torch() -> None:

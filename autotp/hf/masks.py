@@ -3,9 +3,10 @@
 NOTE [Masks that transformers leaves out]
 On one device transformers looks at the padding. Without any it makes no mask, and attention with sdpa then asks its
 module whether it is causal. While a graph is captured it always makes the mask. Both are the same for a causal mask and
-a causal module, and for a bidirectional mask and a module that is not causal. Some models mix them: UMT5 and PaliGemma
-(transformers 5.17) give a bidirectional mask to causal modules, so that without padding they compute something else.
-There the look at the padding stays, as a guard (`passes/capture/guards/values.py`).
+a causal module, and for a bidirectional mask and a module that is not causal. Some models mix them. In transformers
+5.17 UMT5 gives bidirectional masks to modules that count as causal, and PaliGemma causal masks to modules that are not.
+So without padding they compute something else. There the look at the padding stays, as a guard
+(`passes/capture/guards/values.py`).
 """
 
 from __future__ import annotations

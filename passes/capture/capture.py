@@ -177,9 +177,9 @@ def _capture(
     result = convert_program(program, flat, given, call.autocast, slots, opened)
     if not isinstance(result, Captured):
         return result
-    result = replace(result, wanted=asked.relevant())
-    places = reading.places_in(result.graph)
-    return _NeedsValues(result, places) if places else result
+    result = replace(result, wanted=asked.relevant(), symbolic=reading.in_sizes(result.graph))
+    taken = reading.taken(result.graph)
+    return _NeedsValues(result, taken) if taken else result
 
 
 def _flat(call: _Call, opened: Opened, reading: Reading) -> tuple[Flat, tuple[Any, ...], GradientQueries]:
@@ -210,6 +210,8 @@ def _reads(call: _Call, opened: Opened, known: KnownValues) -> ExpectedReads | E
                 flat, given, _ = _flat(call, opened, reading)
                 flat(*given)
         except NeedsNumber as error:
+            if error.place in blocked:
+                return explain_failure(error, error, call.skeleton)
             if more := reading.symbolic() - blocked:  # Perhaps the number follows from one of these.
                 places |= more
             else:

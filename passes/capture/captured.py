@@ -92,6 +92,7 @@ class Captured:
         hooks: forward hooks that the call registers: path of the module and hook; only those of a library of models.
         asked: what Python read of tensors, in order; the tensors are outputs after all that `changes` and `into` name.
         places: the places at which values are needed.
+        symbolic: the places of numbers that sizes in the graph are made of, of which it has no values.
         input_values: graph of what Python reads of the inputs' values (canonicalize); None before that pass, or if it
             reads nothing.
     """
@@ -122,6 +123,7 @@ class Captured:
     hooks: tuple[tuple[str, Any], ...] = ()
     asked: tuple[ValueRead, ...] = ()
     places: frozenset[Place] = frozenset()
+    symbolic: frozenset[Place] = frozenset()
     input_values: fx.Graph | None = None
 
     @property

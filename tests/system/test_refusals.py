@@ -20,7 +20,7 @@ line = partial(line_of, __file__)
 
 class Looping(Branching):
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(int(x.argmax())):  # a loop on data
+        for _ in range(int(self.mlp(x).argmax())):  # a loop on data
             x = self.down(self.up(x))
         return x
 

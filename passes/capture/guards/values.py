@@ -21,7 +21,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -61,7 +61,8 @@ NO_NUMPY = ".numpy() is not supported"
 
 def reads_values(error: Exception) -> bool:
     """True for the exporter's exception that says that a value is not known."""
-    return "DataDependent" in type(error).__name__ or "data-dependent" in str(error) or NO_NUMPY in str(error)
+    named = "DataDependent" in type(error).__name__ or "data-dependent" in str(error)
+    return named or NO_NUMPY in str(error) or isinstance(error, NeedsNumber)
 
 
 class Place(NamedTuple):
@@ -212,6 +213,8 @@ class Reading(TorchFunctionMode):
             self.symbols[symbol] = frozenset(places)
         for symbol in new if func in SIZED else ():
             self.sized[symbol] = place_of(func)
+        if places and any(s.startswith("zuf") for s in _symbols_in(_tensors(found))):
+            raise NeedsNumber(place_of(func))  # No graph computes a size of numbers with a point.
 
     def symbolic(self) -> frozenset[Place]:
         """Returns the places at which the model read what the exporter has symbols for."""
@@ -221,7 +224,7 @@ class Reading(TorchFunctionMode):
     def places_of(self, error: Exception) -> frozenset[Place]:
         """Returns the places whose values the model needed when it raised this exception."""
         symbols = map(str, error.cond.free_symbols) if isinstance(error, GuardOnDataDependentSymNode) else ()
-        found = set[Place]()
+        found = {error.place} if isinstance(error, NeedsNumber) else set[Place]()
         for symbol in symbols:
             found |= self.symbols.get(symbol, frozenset())
             found |= {self.sized[symbol]} if symbol in self.sized else set()
@@ -229,13 +232,18 @@ class Reading(TorchFunctionMode):
             found = {self.failed_at}
         return frozenset(found) - self.places
 
-    def places_in(self, graph: fx.Graph) -> frozenset[Place]:
-        """Returns the places of the numbers that sizes in a graph are made of, or that the exporter took for known."""
-        values = [node.meta.get("val") for node in graph.nodes]
-        symbols = _symbols_in([x for x in values if isinstance(x, Tensor)])
+    def taken(self, graph: fx.Graph) -> frozenset[Place]:
+        """Returns the places of the numbers that the exporter took for known, such as that of another size."""
+        values = (node.meta.get("val") for node in graph.nodes)
         environment = next((x.node.shape_env for x in values if isinstance(x, torch.SymInt)), None)
-        if environment is not None:
-            symbols |= {str(symbol) for symbol, value in environment.replacements.items() if value.is_number}
+        known = environment.replacements.items() if environment is not None else ()
+        return self._read_at(str(symbol) for symbol, value in known if value.is_number)
+
+    def in_sizes(self, graph: fx.Graph) -> frozenset[Place]:
+        """Returns the places of the numbers that sizes in a graph are made of."""
+        return self._read_at(_symbols_in(_tensors([node.meta.get("val") for node in graph.nodes])))
+
+    def _read_at(self, symbols: Iterable[str]) -> frozenset[Place]:
         return frozenset(place for symbol in symbols for place in self.symbols.get(symbol, ())) - self.places
 
     def _given(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -311,6 +319,10 @@ def _symbols_in(value: Any) -> set[str]:
     leaves = pytree.tree_leaves(value)
     found = (x for x in leaves if isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool | FakeTensor))
     return {str(symbol) for x in found for symbol in free_unbacked_symbols(x)}
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def _in_slices(change: Callable[[Any], Any]) -> Callable[[Any], Any]:

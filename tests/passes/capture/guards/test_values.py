@@ -197,9 +197,9 @@ def asked(own: Callable[..., Any], values: KnownValues = NO_VALUES, ids: Tensor 
 
 
 def test_values_of_the_call() -> None:
-    assert asked(an_item) == [("item", 9)]
-    assert asked(an_item, ids=IDS % 3) == [("item", 2)]
     assert asked(a_branch) == [("__bool__", True)]
+    assert asked(a_branch, ids=IDS % 3) == [("__bool__", False)]
+    assert ("__int__", 9) in asked(an_int)
     assert [value for _, value in asked(masked)] == [4]
 
 
@@ -215,6 +215,19 @@ def test_outcomes_of_a_run_come_first() -> None:
     assert [value for _, value in asked(all_is_well, known)] == [False, True, False]
     other = KnownValues(found.places, (Outcome(Place("other.py", 1, "item"), False),))
     assert [value for _, value in asked(all_is_well, other)] == [True, True, False]
+
+
+def test_a_size_is_a_symbol_where_a_rank_can_compute_it() -> None:
+    """Then the graph is right for all values."""
+
+    def parts(self: Any, ids: Tensor) -> Any:
+        return torch.cat([part * 2 for part in self.mlp(self.e(ids)).split((ids[0] % 2 + 1).tolist()[:2])])
+
+    found = analyse(skeleton_of(Reading(parts)), (torch.tensor([[0, 1, 3, 4], [1, 9, 2, 5], [1, 1, 1, 1]]),), {}, 2)
+    assert found.captured.asked == ()
+    assert len(found.captured.symbolic) == 1
+    found = analyse(skeleton_of(Reading(an_item)), (IDS,), {}, 2)
+    assert [read.outcome.value for read in found.captured.asked] in ([], [9])
 
 
 def test_a_number_that_decides_nothing_stays_a_symbol() -> None:
