@@ -68,6 +68,10 @@ class ModelLibrary:
         """Returns what to write so that a model does not loop over its experts; "" for other models."""
         return ""
 
+    def instead_of_python_random(self, model: Any) -> str:
+        """Returns what to write so that a model does not draw from `random` or `numpy.random`; "" for other models."""
+        return ""
+
     def during_capture(self) -> AbstractContextManager[None]:
         """Returns a region in which models of the library compute in a capture what they compute on one device."""
         return nullcontext()
@@ -116,6 +120,11 @@ def is_state(x: Any) -> bool:
 def instead_of_expert_loop(model: Any) -> str:
     """Returns what to write so that a model does not loop over its experts; "" if no library knows."""
     return next(filter(None, (it.instead_of_expert_loop(model) for it in libraries())), "")
+
+
+def instead_of_python_random(model: Any) -> str:
+    """Returns what to write so that a model does not draw Python's random numbers; "" if no library knows."""
+    return next(filter(None, (it.instead_of_python_random(model) for it in libraries())), "")
 
 
 @contextmanager

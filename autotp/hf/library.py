@@ -85,6 +85,11 @@ class Transformers(ModelLibrary):
             return ""
         return 'model.set_experts_implementation("grouped_mm"), which has no loop'
 
+    def instead_of_python_random(self, model: Any) -> str:
+        """Returns the setting for a model of sound that masks steps at random (SpecAugment), else an empty text."""
+        masks_steps = any(getattr(getattr(m, "config", None), "apply_spec_augment", False) for m in _modules(model))
+        return "model.config.apply_spec_augment = False" if masks_steps else ""
+
     def during_capture(self) -> AbstractContextManager[None]:
         """Attention leaves out the masks that it leaves out on one device, where this makes a difference."""
         return masks.as_on_one_device()

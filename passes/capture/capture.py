@@ -42,7 +42,7 @@ from autotp.passes.capture.pytree import flatten, is_dense
 from autotp.passes.capture.repeats.queries import Entangled
 from autotp.passes.capture.repeats.repeats import Repeats
 from autotp.passes.capture.skeleton import copy_on
-from autotp.passes.capture.unsupported.explain_failure import explain_failure, raised_plainly
+from autotp.passes.capture.unsupported.explain_failure import explain_failure
 
 DEVICE = "cpu"
 """The device on which models are captured, with tensors without memory; under autocast the device of autocast. Not
@@ -159,14 +159,14 @@ def _capture(
     """Captures once, as `capture` says; calls of the model's blocks go through `repeats`."""
     with around_capture(call.autocast):
         reading = Answers(expected, repeats.expect_outside) if repeats else Answers(expected)
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with FakeTensorMode(allow_non_fake_inputs=True):
             flat, given, asked = _flat(call, opened, reading)
         with around_export(flat.model, repeats) as reads:
             program = _exported(flat, given)
         if opened | flat.returned.before != opened:
             return flat.returned.before
         if isinstance(program, Exception):
-            plain = raised_plainly(flat, given, mode)
+            plain = _raised_plainly(call, opened, expected)
             explained = explain_failure(program, plain, flat.model)
             explained.__cause__ = plain or program  # The exporter's trace is a page long.
             needed = reading.places_of(program) if reads_values(program) else reading.symbolic()
@@ -192,6 +192,24 @@ def _flat(call: _Call, opened: Opened, reading: Reading) -> tuple[Flat, tuple[An
     return flat, _example([*tensors, *held.values()], call.autocast, call.wanted), asked
 
 
+def _raised_plainly(call: _Call, opened: Opened, expected: ExpectedReads) -> Exception | None:
+    """Runs the model with the call's sizes and values; returns the exception that it raises, if none of values."""
+    reading = InputValues(KnownValues(expected.places, expected.outcomes), call.autocast.device, {}, ())
+    try:
+        _run_plainly(call, opened, reading)
+    except Exception as error:
+        return None if reads_values(error) else error
+    return None
+
+
+def _run_plainly(call: _Call, opened: Opened, reading: InputValues) -> None:
+    """Runs the model without an exporter."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    with around_capture(call.autocast), _compiling_state_context(), fake:
+        flat, given, _ = _flat(call, opened, reading)
+        flat(*given)
+
+
 def _reads(call: _Call, opened: Opened, known: KnownValues) -> ExpectedReads | Error:
     """Runs the model without an exporter; returns all that Python reads at the places where values are needed.
 
@@ -205,10 +223,7 @@ def _reads(call: _Call, opened: Opened, known: KnownValues) -> ExpectedReads | E
         its = replace(known, places=frozenset(places - blocked))
         reading = InputValues(its, call.autocast.device, turned, blocked)
         try:
-            fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-            with around_capture(call.autocast), _compiling_state_context(), fake:
-                flat, given, _ = _flat(call, opened, reading)
-                flat(*given)
+            _run_plainly(call, opened, reading)
         except NeedsNumber as error:
             if error.place in blocked:
                 return explain_failure(error, error, call.skeleton)

@@ -27,6 +27,7 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from autotp.errors import Error
+from autotp.model_library import instead_of_python_random
 from autotp.passes.capture.guards.attribute_paths import reached, spelled
 from autotp.passes.capture.repeats.blocks import patched
 from autotp.source_location import is_users, user_line
@@ -165,7 +166,8 @@ def without_python_random(model: nn.Module) -> Iterator[None]:
     if drawn:
         raise Error(
             f"forward draws a number from {drawn[0]}, and every later call would use the same number",
-            fix="torch.rand(()), and torch.where on it; or draw it outside, as an argument of forward",
+            fix=instead_of_python_random(model)
+            or "torch.rand(()), and torch.where on it; or draw it outside, as an argument of forward",
         )
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 from torch._functorch import vmap
-from torch._subclasses import FakeTensorMode
 
 from autotp.errors import Error
 from autotp.passes.capture.guards.values import NO_NUMPY, reads_values
@@ -19,16 +16,6 @@ VMAP: str = vmap.__file__
 """The file of torch's vmap."""
 
 
-def raised_plainly(flat: nn.Module, given: Sequence[Any], mode: FakeTensorMode) -> Exception | None:
-    """Runs the model with these sizes as plain numbers; returns the exception that it raises, or None."""
-    try:
-        with mode:
-            flat(*given)
-    except Exception as error:
-        return None if reads_values(error) else error
-    return None
-
-
 def explain_failure(error: Exception, plain: Exception | None, model: nn.Module) -> Error:
     """Returns an Error for the exporter's exception, with the user's line and a fix.
 
@@ -36,6 +23,8 @@ def explain_failure(error: Exception, plain: Exception | None, model: nn.Module)
         plain: the exception that the model raises without symbolic sizes, if any.
     """
     shown = plain or error
+    if isinstance(shown, Error):
+        return shown
     if NO_NUMPY in str(shown):
         return Error(
             "the model computes with numpy, which a graph does not see",
