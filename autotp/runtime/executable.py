@@ -35,7 +35,7 @@ from autotp.passes.capture.guards.code_names import CodeName, named
 from autotp.passes.capture.guards.guard import Guard, spelled_places
 from autotp.passes.capture.guards.python_state import NOT_ASKED, GradientsWanted, wanted_now
 from autotp.passes.capture.guards.sizes import Shapes
-from autotp.passes.capture.guards.values import KnownValues, Outcome, Place, ValueRead, shown
+from autotp.passes.capture.guards.values import KnownValues, Outcome, Place, ValueRead, other_reads, shown
 from autotp.passes.capture.pytree import flatten, signature_of, states
 from autotp.passes.capture.unsupported.lost_gradients import expect_no_global_hooks
 from autotp.passes.emit.attach_parameters import BlockCall, places, ties, value_at, works
@@ -163,11 +163,15 @@ class Executable:
         called = FlatCall(leaves, spec, tensors, ambient(self.mesh.device))
         held = self.tensors()
         key = self._key(leaves, spec, called.autocast, held)
-        entry = self._entry(key, called, held)
-        ran = self._run(entry, called, held)
-        while (outcomes := self._contradicted(entry, ran)) is not None:
-            entry = self._entry(key, called, held, outcomes)
-            ran = self._run(entry, called, held)
+        known: tuple[Outcome, ...] = ()
+        while True:
+            entry = self._entry(key, called, held, known)
+            ran = self._run_or_read(entry, called, held, known)
+            outcomes = self._contradicted(entry, ran, known) if isinstance(ran, _Ran) else ran
+            if outcomes is None:
+                break
+            known = outcomes
+        assert isinstance(ran, _Ran)
         return self._returned(entry, ran.found, states((args, kwargs)), ran.mine, ran.shapes)
 
     def _entry(
@@ -182,6 +186,27 @@ class Executable:
             entry = self._find(key, called.tensors)
         return entry or self.uncompiled(self._agreed, entry, called, key, held, outcomes)
 
+    def _run_or_read(
+        self, entry: GraphEntry, called: FlatCall, held: Mapping[str, Tensor], known: tuple[Outcome, ...]
+    ) -> _Ran | tuple[Outcome, ...]:
+        """Runs a graph. Returns the outcomes of the call's reads if it fails since it assumes others."""
+        if entry.assumed_reads is None or torch.compiler.is_compiling():
+            return self._run(entry, called, held)
+        state = random_state_of(self.mesh.device)
+        try:
+            return self._run(entry, called, held)
+        except (IndexError, RuntimeError, ValueError):  # NOTE [A graph that fails] in graph_entry.py
+            set_random_state(self.mesh.device, state)
+            captured = entry.analysis.captured
+            tensors, _ = self._given(captured, called.tensors)
+            values = {name: held[x] if isinstance(x, str) else x for name, x in entry.sources.items()}
+            values |= zip(captured.inputs, tensors, strict=True)
+            with called.autocast.off():
+                outcomes = entry.assumed_reads.other(values, len(known))
+            if outcomes is None:
+                raise
+            return outcomes
+
     def _run(self, entry: GraphEntry, called: FlatCall, held: Mapping[str, Tensor]) -> _Ran:
         """Runs a graph on a call's tensors and the model's."""
         state = random_state_of(self.mesh.device) if entry.assumes and entry.random else None
@@ -194,15 +219,18 @@ class Executable:
             )
         return _Ran(found, mine, shapes, state)
 
-    def _contradicted(self, entry: GraphEntry, ran: _Ran) -> tuple[Outcome, ...] | None:
+    def _contradicted(self, entry: GraphEntry, ran: _Ran, known: tuple[Outcome, ...]) -> tuple[Outcome, ...] | None:
         """Returns the outcomes of a call's reads if the graph assumed others; None if it is right.
 
         If it is not, the random state is what it was before the call.
+
+        Args:
+            known: outcomes of the first reads, from an earlier run of this call.
         """
         if not entry.assumes:
             return None
         read = self.uncompiled if torch.compiler.is_compiling() else _call
-        outcomes = read(contradicted, entry.analysis.captured, ran.found)
+        outcomes = read(contradicted, entry.analysis.captured, ran.found, len(known))
         if outcomes is None:
             self.count += 1
             entry.last = self.count
@@ -367,11 +395,23 @@ class Executable:
         if entry is None:
             if check != "never":
                 agree_on_call(self.mesh, called.leaves, mode, False)
-            entry = self._capture(called, outcomes)
+            entry = self._captured(called, outcomes)
         if check != "never":
             agree_on_call(self.mesh, called.leaves, mode, entry.random, parts)
         entry.calls += 1
         return entry
+
+    def _captured(self, called: FlatCall, outcomes: tuple[Outcome, ...]) -> GraphEntry:
+        """Captures a graph. Captures again where the values of inputs, which the graph says, were not known before."""
+        while True:
+            entry = self._capture(called, outcomes)
+            given, _ = self._given(entry.analysis.captured, called.tensors)
+            found = entry.other_reads(given)
+            if found is None:
+                return entry
+            if len(found) <= len(outcomes):
+                raise other_reads(found[-1].place)
+            outcomes = found
 
     def _capture(self, called: FlatCall, outcomes: tuple[Outcome, ...]) -> GraphEntry:
         """Captures a further graph for a new kind of call, with the present layouts of parameters."""

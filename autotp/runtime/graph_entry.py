@@ -12,9 +12,12 @@ from torch import Tensor, fx, nn
 from autotp.compiler import Program, emitted, rank_graph
 from autotp.distributed.gather import OutputLayout
 from autotp.distributed.mesh import Mesh
+from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import Options
+from autotp.passes.canonicalize.value_reads import ancestors, part_of
 from autotp.passes.capture.captured import Captured, OutputAt
 from autotp.passes.capture.guards.guard import Guard
+from autotp.passes.capture.guards.values import Outcome, ValueRead
 from autotp.passes.emit.attach_parameters import ParameterPlace, attach_parameters
 from autotp.passes.emit.bind import bind
 from autotp.rules.call import returned
@@ -38,6 +41,7 @@ class GraphEntry:
         guard: checks the attributes of the model that the graph depends on.
         input_values: makes the tensors that Python reads before a call, if it reads any.
         last: the number of the module's call that this graph was right for last.
+        assumed_reads: makes what Python reads of activations, each by itself.
     """
 
     analysis: Program
@@ -52,6 +56,7 @@ class GraphEntry:
     guard: Guard | None = None
     input_values: InputValuesGraph | None = None
     last: int = 0
+    assumed_reads: AssumedReads | None = None
 
     @property
     def assumes(self) -> bool:
@@ -60,14 +65,20 @@ class GraphEntry:
 
     def reads_as(self, tensors: Sequence[Tensor]) -> bool:
         """True if Python reads of a call's inputs what the graph is right for."""
-        if self.input_values is None:
-            return True
-        found = self.input_values(tensors)
-        reads = (read for read in self.analysis.captured.asked if read.of_inputs)
         try:
-            return all(read.made(found).is_same(read.outcome) for read in reads)
-        except (RuntimeError, IndexError, ValueError):  # After another outcome, later reads may be of nothing.
+            return self.other_reads(tensors) is None
+        except Exception:  # After another outcome, later reads may be of nothing, as int() of infinity.
             return False
+
+    def other_reads(self, tensors: Sequence[Tensor]) -> tuple[Outcome, ...] | None:
+        """Returns the outcomes up to the first read of a call's inputs that differs; None if all are the graph's."""
+        if self.input_values is None:
+            return None
+        found, asked = self.input_values(tensors), self.analysis.captured.asked
+        for i, read in enumerate(asked):
+            if read.of_inputs and not (other := read.made(found)).is_same(read.outcome):
+                return (*(one.outcome for one in asked[:i]), other)
+        return None
 
     def on(self, places: Mapping[str, ParameterPlace], owner_of: Callable[[str], nn.Module | None]) -> GraphEntry:
         """Returns the graph for a model with parameters at these places, whose blocks read their own parameters."""
@@ -101,6 +112,53 @@ class InputValuesGraph:
         return tensor
 
 
+@dataclass(frozen=True)
+class AssumedReads:
+    """What Python reads of activations, each read as a graph of its own.
+
+    NOTE [A graph that fails] A graph for an assumed outcome may raise an exception where the model does not: the model
+    clamps an index if it is too large, and the graph assumes that it is not. Then the reads are made one after the
+    other, without what follows them.
+
+    Attributes:
+        graph: the rank's lowered graph.
+        captured: the facts of the graph.
+        mesh: the device and process groups.
+    """
+
+    graph: fx.Graph
+    captured: Captured
+    mesh: Mesh
+
+    def other(self, operands: Mapping[str, Tensor], first: int) -> tuple[Outcome, ...] | None:
+        """Returns the outcomes up to the first read from number `first` on that differs; None if there is none.
+
+        Args:
+            operands: placeholder name -> tensor.
+        """
+        asked, state = self.captured.asked, random_state_of(self.mesh.device)
+        for i, read in enumerate(asked):
+            if i >= first and not read.of_inputs:
+                other = self._made(read, operands)
+                set_random_state(self.mesh.device, state)
+                if not other.is_same(read.outcome):
+                    return (*(one.outcome for one in asked[:i]), other)
+        return None
+
+    def _made(self, read: ValueRead, operands: Mapping[str, Tensor]) -> Outcome:
+        results = returned(self.graph)
+        at = [x.at for x in read.given if isinstance(x, OutputAt)]
+        wanted = ancestors(results[i] for i in at)
+        order = list(self.graph.nodes)
+        drawn = filter(draws, order[: max(map(order.index, wanted))])  # They move the random stream.
+        part = part_of(self.graph, [results[i] for i in at], wanted | ancestors(drawn))
+        module = fx.GraphModule(nn.Module(), bind(part, self.mesh.device, self.mesh.groups, reuse=False))
+        given = [operands[node.name] for node in part.find_nodes(op="placeholder")]
+        with torch.no_grad():
+            outputs = dict(zip(at, module(*given), strict=True))
+        return read.made(lambda x: outputs[x.at] if isinstance(x, OutputAt) else x)
+
+
 def _input_values(captured: Captured, device: torch.device) -> InputValuesGraph | None:
     if captured.input_values is None or not any(read.of_inputs for read in captured.asked):
         return None
@@ -132,4 +190,5 @@ def prepare(analysis: Program, mesh: Mesh, settings: Options) -> GraphEntry:
     held = [OutputLayout(analysis.local_outputs.get(i), mesh) for i in range(count)]
     random = any(draws(node) for node in lowered.nodes)
     values = _input_values(captured, mesh.device)
-    return GraphEntry(analysis, module, sources, updated, held, random, input_values=values)
+    entry = GraphEntry(analysis, module, sources, updated, held, random, input_values=values)
+    return replace(entry, assumed_reads=AssumedReads(lowered, captured, mesh)) if entry.assumes else entry

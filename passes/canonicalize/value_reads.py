@@ -44,10 +44,10 @@ def value_reads(graph: fx.Graph, captured: Captured, updated: int, cut: Collecti
     facts = replace(
         captured,
         asked=tuple(map(moved, captured.asked)),
-        input_values=_copy(graph, [results[at] for at in before], _ancestors(results[at] for at in before)),
+        input_values=part_of(graph, [results[at] for at in before], ancestors(results[at] for at in before)),
         owned=frozenset() if after else captured.owned,  # A call whose outcomes are others runs again.
     )
-    return _copy(graph, kept, set(graph.nodes)), facts  # Draws stay, read or not: they move the random stream.
+    return part_of(graph, kept, set(graph.nodes)), facts  # Draws stay, read or not: they move the random stream.
 
 
 def _positions(read: ValueRead) -> list[int]:
@@ -55,16 +55,17 @@ def _positions(read: ValueRead) -> list[int]:
 
 
 def _is_known(read: ValueRead, of_inputs: dict[int, bool]) -> bool:
-    return all(of_inputs[at] for at in _positions(read))
+    return not read.outcome.assumed and all(of_inputs[at] for at in _positions(read))
 
 
 def _follows(node: Any, known: Collection[str]) -> bool:
     """True if a value is the same in each call with these placeholders' values."""
-    nodes = _ancestors([node])
+    nodes = ancestors([node])
     return all(n.name in known if n.op == "placeholder" else not draws(n) for n in nodes)
 
 
-def _ancestors(nodes: Iterable[Any]) -> set[fx.Node]:
+def ancestors(nodes: Iterable[Any]) -> set[fx.Node]:
+    """Returns these nodes and all that they are computed from."""
     found, queue = set[fx.Node](), [n for n in nodes if isinstance(n, fx.Node)]
     while queue:
         node = queue.pop()
@@ -74,7 +75,7 @@ def _ancestors(nodes: Iterable[Any]) -> set[fx.Node]:
     return found
 
 
-def _copy(graph: fx.Graph, results: Sequence[Any], nodes: Collection[fx.Node]) -> fx.Graph:
+def part_of(graph: fx.Graph, results: Sequence[Any], nodes: Collection[fx.Node]) -> fx.Graph:
     """Returns these nodes of a graph as a graph with these results."""
     new, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy
 from torch import Tensor, nn
+from torch._export.non_strict_utils import _override_builtin_ops
 from torch._export.utils import _compiling_state_context
 from torch._subclasses import FakeTensorMode
 from torch.export import Dim, ExportedProgram, export
@@ -205,7 +206,7 @@ def _raised_plainly(call: _Call, opened: Opened, expected: ExpectedReads) -> Exc
 def _run_plainly(call: _Call, opened: Opened, reading: InputValues) -> None:
     """Runs the model without an exporter."""
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    with around_capture(call.autocast), _compiling_state_context(), fake:
+    with around_capture(call.autocast), _compiling_state_context(), _override_builtin_ops(), fake:
         flat, given, _ = _flat(call, opened, reading)
         flat(*given)
 
@@ -240,6 +241,8 @@ def _reads(call: _Call, opened: Opened, known: KnownValues) -> ExpectedReads | E
                 return explain_failure(error, error, call.skeleton)
             elif last is not None:  # Perhaps it was assumed wrongly.
                 turned[last] = not reading.outcomes[last].value
+            elif isinstance(error, Error):
+                raise
             else:
                 raise explain_failure(error, error, call.skeleton) from error
         else:

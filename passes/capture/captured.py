@@ -152,17 +152,19 @@ class Captured:
         return frozenset(named | {slot_of(change.path) for change in self.changes if len(change.path) > 1})
 
 
-def contradicted(captured: Captured, outputs: Sequence[Any]) -> tuple[Outcome, ...] | None:
+def contradicted(captured: Captured, outputs: Sequence[Any], first: int = 0) -> tuple[Outcome, ...] | None:
     """Returns the outcomes of a call's reads up to the first that is not the assumed one; None if there is none.
 
     Args:
         outputs: of the graph in this call.
+        first: the number of reads that an earlier graph made in this call. They are not compared: rounding may differ
+            between two graphs, and each would name the other for ever.
     """
 
     def tensor(x: Any) -> Any:
         return outputs[x.at] if isinstance(x, OutputAt) else x
 
     for i, read in enumerate(captured.asked):
-        if not read.of_inputs and not (found := read.made(tensor)).is_same(read.outcome):
+        if i >= first and not read.of_inputs and not (found := read.made(tensor)).is_same(read.outcome):
             return (*(one.outcome for one in captured.asked[:i]), found)
     return None

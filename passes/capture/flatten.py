@@ -118,7 +118,9 @@ class Flat(nn.Module):
         # Copies: the exporter may run forward twice, and the second run must find the same values.
         given_at = {path: x.clone() if isinstance(x := next(queue), Tensor) else x for path in self.opened}
         self.asked.inputs = [x for x in leaves if isinstance(x, Tensor)]
-        self.reading.begin(leaves, self.leaves)
+        modules = dict(self.model.named_modules())
+        held = [found_at(modules, path) for path in given_at]
+        self.reading.begin([*leaves, *given_at.values()], [*self.leaves, *held])
         versions = Versions({path: x for path, x in given_at.items() if isinstance(x, Tensor)})
         arguments = Versions(_of_the_caller(leaves, args, kwargs))
         with self._holding(given_at):

@@ -455,6 +455,104 @@ def a_call_that_runs_again_writes_once(rank: int, n: int) -> None:
     }  # fmt: skip
 
 
+class Recalling(nn.Module):
+    """Reads tensors in attributes, which it sets, or which the caller sets; and of a view by torch.vmap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.last, self.rounds = Plain(), torch.tensor(0.0).double(), torch.tensor(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        y = y * 2 if self.last > 1 else y
+        for _ in range(self.rounds.item()):
+            y = y + 1
+        self.last = x.max()
+        return y * 3 if (torch.vmap(torch.max)(x) > 2).any() else y
+
+
+@checks.on(2)
+def values_of_attributes(rank: int, n: int) -> None:
+    whole, parallel = both(n, Recalling().double(), example_inputs=torch.zeros(3, 8).double())
+    for step in range(8):
+        x = torch.full((3, 8), [0.5, 1.5, 3.0][step % 3]).double()
+        for model in (whole, parallel):
+            model.rounds = torch.tensor(step % 2)
+        torch.testing.assert_close(parallel(x), whole(x), msg=f"step {step}")
+
+
+class Clamping(nn.Module):
+    """A graph that assumes that no index is too large fails where one is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.shift, self.table = Plain(), nn.Buffer(torch.tensor(0)), nn.Embedding(4, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        drawn = torch.rand((), dtype=torch.float64)
+        ids = ids + self.shift
+        ids = ids.clamp(max=3) if (ids > 3).any() else ids
+        x = self.table(ids) * drawn
+        y: Tensor = self.body(x)
+        return y * torch.rand((), dtype=torch.float64) if y.sum() > 0 else y
+
+
+@checks.on(2, 3)
+def a_graph_that_fails(rank: int, n: int) -> None:
+    whole, parallel = both(n, Clamping().double(), example_inputs=torch.arange(4).view(2, 2))
+    for step in range(8):
+        found = []
+        for model in (whole, parallel):
+            torch.manual_seed(step)
+            model.shift.fill_(step % 3)
+            found.append((model(torch.arange(4).view(2, 2)), torch.get_rng_state()))
+        torch.testing.assert_close(found[1][0], found[0][0], msg=f"step {step}")
+        assert torch.equal(found[0][1], found[1][1]), step
+
+
+class Wrong(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Plain()
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        return y[ids] * 2 if y.sum() > 0 else y[ids]
+
+
+@checks.on(2)
+def a_call_that_fails_by_itself(rank: int, n: int) -> None:
+    given = {"x": torch.ones(3, 8).double(), "ids": torch.tensor([0, 2])}
+    _, parallel = both(n, Wrong().double(), example_inputs=given)
+    for sign in (1.0, -1.0):
+        with pytest.raises(IndexError):
+            parallel(given["x"] * sign, torch.tensor([0, 5]))
+    parallel(**given)
+
+
+class Guarded(nn.Module):
+    """int() of infinity raises an exception where the call does not make it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.on = Plain(), nn.Buffer(torch.tensor(True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x.nan_to_num(1, 1, 1))
+        return y * len(range(int(x.max()))) if self.on else y
+
+
+@checks.on(2)
+def a_read_that_a_call_does_not_make(rank: int, n: int) -> None:
+    x = torch.full((3, 8), 2.0).double()
+    whole, parallel = both(n, Guarded().double(), example_inputs=x)
+    for step in range(6):
+        for model in (whole, parallel):
+            model.on.fill_(step % 3 != 2)
+        given = x * float("inf") if step % 3 == 2 else x
+        torch.testing.assert_close(parallel(given), whole(given))
+
+
 class Rounds(nn.Module):
     """Runs as often as its argument says."""
 

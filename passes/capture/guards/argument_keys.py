@@ -12,7 +12,7 @@ import numpy
 
 
 def argument_key(leaf: Any) -> Any:
-    """Returns a plain argument as part of a key: all NaNs are equal, and 1, 1.0 and True differ."""
+    """Returns a plain argument as part of a key: all NaNs are equal; 1, 1.0 and True differ, and so do 0.0 and -0.0."""
     return type(leaf), _content(leaf)
 
 
@@ -23,8 +23,10 @@ def _content(leaf: Any) -> Any:
         case numpy.ndarray() | numpy.generic():
             return leaf.dtype.str, leaf.shape, leaf.tobytes()
         case float():
-            return leaf if leaf == leaf else "nan"
-        case int() | str() | bytes() | complex() | None:
+            return leaf if leaf == leaf and leaf else repr(leaf)
+        case complex():
+            return _content(leaf.real), _content(leaf.imag)
+        case int() | str() | bytes() | None:
             return leaf
         case bytearray():
             return bytes(leaf)

@@ -9,10 +9,12 @@ run on both.
 
 from __future__ import annotations
 
+import copy
 import linecache
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -20,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotp.distributed.sharded_tensor import Sharded
+from autotp.errors import Error
 from autotp.passes.capture.guards.values import (
     PREDICATES,
     KnownValues,
@@ -29,6 +32,8 @@ from autotp.passes.capture.guards.values import (
     Reading,
     place_of,
     reads_values,
+    shown,
+    value_key,
 )
 
 TRUE_WHERE_ALL_IS_WELL = ("all", "__eq__", "eq", "isfinite", "equal", "allclose", "logical_not", "__invert__")
@@ -56,6 +61,7 @@ class InputValues(Reading):
         shadows: `id` of a tensor without values -> the tensor, its shadow, and by how much their versions differ.
         made_by: `id` of a tensor without dimensions -> the tensor, and the function that made it.
         assumed: the reads whose values were assumed, by number.
+        arrays: the arrays that reads gave, with their outcomes.
     """
 
     def __init__(self, known: KnownValues, device: str, turned: Mapping[int, bool], blocked: Collection[Place]) -> None:
@@ -64,14 +70,17 @@ class InputValues(Reading):
         self.shadows: dict[int, tuple[Tensor, Tensor, int]] = {}
         self.made_by: dict[int, tuple[Tensor, str]] = {}
         self.assumed: list[int] = []
+        self.arrays: list[tuple[numpy.ndarray, Outcome]] = []
 
     def begin(self, leaves: Sequence[Any], real: Sequence[Any]) -> None:
         super().begin(leaves, real)
+        self.arrays = []
         for fake, value in zip(leaves, real, strict=True):
-            if isinstance(fake, FakeTensor) and not isinstance(value, Sharded) and not value.is_meta:
+            known = isinstance(value, Tensor) and not isinstance(value, Sharded | FakeTensor) and not value.is_meta
+            if isinstance(fake, FakeTensor) and known:
                 with unset_fake_temporarily(), torch._C.DisableTorchFunction():
-                    copy = value.detach().to(self.device).clone(memory_format=torch.contiguous_format)
-                self._pair(fake, copy)
+                    own = value.detach().to(self.device).clone(memory_format=torch.contiguous_format)
+                self._pair(fake, own)
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs a function. Where it needs a value, its place is listed, and it runs again."""
@@ -132,20 +141,37 @@ class InputValues(Reading):
     def _read(self, func: Any, args: Any, kwargs: Any, place: Place) -> Any:
         at = len(self.outcomes)
         shadows = self._shadows(args, kwargs)
-        if shadows is None:
+        if self._is_known(at, place):  # Another device's value may differ in the last digit.
+            value = copy.deepcopy(self.known[at].value)
+        elif shadows is None:
             value = self._assumed(at, func, args, place)
             self.assumed.append(at)
         else:
             value = _run_really(func, shadows)
-        self.outcomes.append(Outcome(place, value))
+        # A copy: the model may write into its list or array.
+        self.outcomes.append(Outcome(place, copy.deepcopy(value), assumed=shadows is None))
         self.noted.append((func, [], None))
+        if isinstance(value, numpy.ndarray):
+            self.arrays.append((value, self.outcomes[-1]))
         return value
 
-    def _assumed(self, at: int, func: Any, args: Any, place: Place) -> Any:
-        """Returns the value of an activation that an earlier run gave, or a truth value that is likely."""
+    def end(self) -> None:
+        for array, outcome in self.arrays:  # The tensor has the memory of the array.
+            if value_key(array) != value_key(outcome.value):
+                raise Error(
+                    "forward writes into the array that .numpy() gives, or into its tensor afterwards; the one shares "
+                    "memory with the other, which a graph cannot do",
+                    at=shown(outcome.place),
+                    fix="x.numpy().copy()",
+                )
+
+    def _is_known(self, at: int, place: Place) -> bool:
+        """True if an earlier run of this call gave the value."""
         known = zip(self.known, [*self.outcomes, Outcome(place, None)], strict=False)
-        if at < len(self.known) and all(one.place == other.place for one, other in known):
-            return self.known[at].value
+        return at < len(self.known) and all(one.place == other.place for one, other in known)
+
+    def _assumed(self, at: int, func: Any, args: Any, place: Place) -> Any:
+        """Returns a truth value of an activation that is likely."""
         code = linecache.getline(place.file, place.line).strip()
         again = sum(outcome.place == place for outcome in self.outcomes)
         if func not in PREDICATES or code.startswith("while ") or again == MOST_ROUNDS:

@@ -18,6 +18,7 @@ at which the exporter could not go on without the value.
 
 from __future__ import annotations
 
+import copy
 import linecache
 import os
 import sys
@@ -25,7 +26,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
@@ -82,10 +82,17 @@ class NeedsNumber(Exception):
 
 
 class Outcome(NamedTuple):
-    """What a read gave."""
+    """What a read gave.
+
+    Attributes:
+        place: where it is.
+        value: the value.
+        assumed: whether the arguments' values do not say it, as far as is known before the call.
+    """
 
     place: Place
     value: Any
+    assumed: bool = False
 
     def is_same(self, other: Outcome) -> bool:
         """True if both are the same value of one place."""
@@ -362,22 +369,23 @@ class Answers(Reading):
 
     def end(self) -> None:
         if len(self.outcomes) != len(self.expected.outcomes):
-            raise _other_reads(self.expected.outcomes[len(self.outcomes)].place)
+            raise other_reads(self.expected.outcomes[len(self.outcomes)].place)
 
     def _read(self, func: Any, args: Any, kwargs: Any, place: Place) -> Any:
         at = len(self.outcomes)
         if at == len(self.expected.outcomes) or self.expected.outcomes[at].place != place:
-            raise _other_reads(place)
+            raise other_reads(place)
         self.expect_outside()
         leaves, spec = pytree.tree_flatten((args, kwargs))
         copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]  # It may be written into later.
         self.noted.append((func, copies, spec))
         self.outcomes.append(self.expected.outcomes[at])
         value = self.expected.outcomes[at].value
-        return value.copy() if isinstance(value, list | numpy.ndarray) else value
+        return copy.deepcopy(value)
 
 
-def _other_reads(place: Place) -> Error:
+def other_reads(place: Place) -> Error:
+    """Returns the Error for a model that reads other values at this place while it is captured."""
     return Error(
         "the model reads other values while it is captured than it reads when it runs",
         at=shown(place),

@@ -21,6 +21,8 @@ ALIKE: list[tuple[Any, Any]] = [
 OTHERS: list[tuple[Any, Any]] = [
     (1, 1.0),
     (1, True),
+    (0.0, -0.0),
+    (complex(1, 0.0), complex(1, -0.0)),
     (numpy.arange(3), numpy.arange(4)),
     (numpy.arange(3), numpy.arange(1, 4)),
     (numpy.arange(3), numpy.arange(3.0)),

@@ -106,6 +106,32 @@ def written(self: Any, ids: Tensor) -> Any:
     return self.mlp(self.e(ids))[:, : int(ends.max())]
 
 
+def a_changed_list(self: Any, ids: Tensor) -> Any:
+    """The list is the model's own."""
+    rows = (ids * 1).unsqueeze(0).tolist()[0]
+    rows[0].append(7)
+    rows[1].sort()
+    return self.mlp(self.e(ids)) * len(rows[0]) if rows[1][0] < 9 else self.e(ids)
+
+
+def an_array(self: Any, ids: Tensor) -> Any:
+    own = ids.numpy().copy()
+    own += 1
+    return self.mlp(self.e(ids)) * int(own.sum())
+
+
+def the_greatest(self: Any, ids: Tensor) -> Any:
+    """The exporter has no comparison for max() of tensors."""
+    greatest, ordered = max(ids[0, 0], ids[1, 1]), sorted([ids[0, 0], ids[0, 1], ids[0, 2]])
+    return self.mlp(self.e(ids)) * greatest + ordered[1]
+
+
+def by_rows(self: Any, ids: Tensor) -> Any:
+    """torch.vmap hides where its result comes from."""
+    found = torch.vmap(lambda row: row.max() * 2)(ids)
+    return self.mlp(self.e(ids)) if (found > 17).any() else self.e(ids)
+
+
 def one_after_the_other(self: Any, ids: Tensor) -> Any:
     first = int(ids.max()) % 3 + 1
     return self.mlp(self.e(ids))[:, : ids[:, :first].max().item() % 4 + 1]
@@ -113,7 +139,7 @@ def one_after_the_other(self: Any, ids: Tensor) -> Any:
 
 OF_INPUTS = (
     an_item, a_list, a_branch, an_int, numpys, contained, sizes, bounds, of_a_size, masked, nonzero, repeated, written,
-    one_after_the_other,
+    a_changed_list, an_array, the_greatest, by_rows, one_after_the_other,
 )  # fmt: skip
 
 
@@ -241,12 +267,20 @@ def test_a_number_that_decides_nothing_stays_a_symbol() -> None:
 def test_keys_of_values() -> None:
     assert value_key([1, [2.0, float("nan")]]) == value_key([1, [2.0, float("nan")]])
     assert value_key(1) != value_key(True)
+    assert value_key(0.0) != value_key(-0.0)
     assert value_key([1, 2]) != value_key([1, 3])
 
 
 def test_shown() -> None:
     place = Place(__file__, 1, "item")
     assert shown(place).startswith("test_values.py:1  ")
+
+
+def test_known_outcomes_come_before_other_values() -> None:
+    """Another device's values may differ in the last digit."""
+    found = capture(skeleton_of(Reading(an_item)), (IDS,), {})
+    known = KnownValues(found.places, (found.asked[0].outcome._replace(value=8),))
+    assert asked(an_item, known) == [("item", 8)]
 
 
 # ---- refused
@@ -264,6 +298,19 @@ def a_caught_exception(self: Any, ids: Tensor) -> Any:
     except Exception:  # As models catch what does not work in a tracer.
         x = x * 0
     return self.mlp(x)
+
+
+def a_written_array(self: Any, ids: Tensor) -> Any:
+    own = ids.clone()
+    own.numpy()[0] = 1
+    return self.mlp(self.e(own))
+
+
+def an_array_of_a_written_tensor(self: Any, ids: Tensor) -> Any:
+    own = ids.clone()
+    array = own.numpy()  # It sees the write.
+    own[0] = 1
+    return self.mlp(self.e(own)) * int(array.sum())
 
 
 def a_loop(self: Any, ids: Tensor) -> Any:
@@ -287,6 +334,8 @@ def an_endless_loop(self: Any, ids: Tensor) -> Any:
     [
         (a_number_of_an_activation, "makes a Python number of a tensor's values", "int(self.e(ids).abs().max()) + 1]"),
         (a_caught_exception, "makes a Python number of a tensor's values", "x = x[:, : int(x.abs()"),
+        (a_written_array, "forward writes into the array that .numpy() gives", "own.numpy()[0] = 1"),
+        (an_array_of_a_written_tensor, "or into its tensor afterwards", "array = own.numpy()"),
         (a_loop, "has a loop whose length depends on the values", "while x.abs()"),
         (an_endless_loop, "branches on the values of a tensor", "if (x.abs() > 1).any()"),
     ],
