@@ -12,7 +12,8 @@ import socket
 import stat
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -111,6 +112,21 @@ def store_of(started: Launch, timeout: timedelta) -> dist.Store:
         store = _on_one_machine(started, timeout)
     store.set_timeout(timeout)
     return dist.PrefixStore(f"autotp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+@contextmanager
+def meeting(started: Launch) -> Iterator[None]:
+    """A region in which the started processes meet; torch's errors become one Error that says who waited, and where."""
+    try:
+        yield
+    except dist.DistError as error:
+        where = f"{os.environ.get('MASTER_ADDR', 'this machine')}:{os.environ.get('MASTER_PORT', 'any port')}"
+        seen = (str(error) or type(error).__name__).splitlines()[0]
+        raise Error(
+            f"global rank {started.rank} of {started.size} could not meet the others at {where}: {seen}",
+            fix="start all processes, and read the log of each; MASTER_PORT=<a free port> if this one is taken",
+            alternative="timeout= of autotp.parallelize, if they start at other times",
+        ) from error
 
 
 def _on_one_machine(started: Launch, timeout: timedelta) -> dist.Store:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.distributed.heartbeat import begin
-from autotp.distributed.launch import Launch, launch, store_of
+from autotp.distributed.launch import Launch, launch, meeting, store_of
 from autotp.error_file import report_errors
 from autotp.errors import Error, call_in_progress
 from autotp.ops.collectives import communicate, gather, naming_lost
@@ -281,8 +281,9 @@ def start(timeout: timedelta = TIMEOUT, device: torch.device | None = None) -> t
     if not dist.is_initialized():
         kind = "nccl" if device.type == "cuda" and _own_gpus() else "gloo"
         started = launch() or Launch("", 0, 1, 0, 1)
-        store = store_of(started, timeout) if started.by else dist.HashStore()
-        dist.init_process_group(kind, store=store, rank=started.rank, world_size=started.size, timeout=timeout)
+        with meeting(started):
+            store = store_of(started, timeout) if started.by else dist.HashStore()
+            dist.init_process_group(kind, store=store, rank=started.rank, world_size=started.size, timeout=timeout)
     begin()
     return device
 

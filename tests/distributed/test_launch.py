@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -155,6 +156,28 @@ def test_at_an_address(kind: str, tmp_path: Path) -> None:
     for rank, found in enumerate(run_ranks(meet, 2, kind, str(tmp_path), free_port())):
         assert found == (rank, 2, [[0], [7]])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("rank", "taken", "why"),
+    [(0, False, "waiting for clients"), (1, False, "timed out"), (0, True, "EADDRINUSE")],
+    ids=["first", "second", "port-taken"],
+)
+def test_the_others_are_missing(rank: int, taken: bool, why: str) -> None:
+    """One process of two, which waits for nobody."""
+    dist.destroy_process_group() if dist.is_initialized() else None
+    with socket.create_server(("", 0)) as held:
+        port = held.getsockname()[1] if taken else free_port()
+        put(dict(zip(TORCHRUN, (str(rank), "2", "127.0.0.1", str(port)), strict=True)))
+        with pytest.raises(autotp.Error) as raised:
+            make_mesh(2, timeout=timedelta(seconds=1))
+    first, *others = str(raised.value).splitlines()
+    assert first.startswith(f"global rank {rank} of 2 could not meet the others at 127.0.0.1:{port}: ") and why in first
+    assert others == [
+        "  try      start all processes, and read the log of each; MASTER_PORT=<a free port> if this one is taken",
+        "  or       timeout= of autotp.parallelize, if they start at other times",
+    ]
+    assert not dist.is_initialized()
 
 
 SCRIPT = """
