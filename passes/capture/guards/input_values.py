@@ -159,8 +159,7 @@ class InputValues(Reading):
         for array, outcome in self.arrays:  # The tensor has the memory of the array.
             if value_key(array) != value_key(outcome.value):
                 raise Error(
-                    "forward writes into the array that .numpy() gives, or into its tensor afterwards; the one shares "
-                    "memory with the other, which a graph cannot do",
+                    "forward writes into what .numpy() gives, or into its tensor: in a graph they share no memory",
                     at=shown(outcome.place),
                     fix="x.numpy().copy()",
                 )
