@@ -334,8 +334,8 @@ def an_endless_loop(self: Any, ids: Tensor) -> Any:
     [
         (a_number_of_an_activation, "makes a Python number of a tensor's values", "int(self.e(ids).abs().max()) + 1]"),
         (a_caught_exception, "makes a Python number of a tensor's values", "x = x[:, : int(x.abs()"),
-        (a_written_array, "forward writes into the array that .numpy() gives", "own.numpy()[0] = 1"),
-        (an_array_of_a_written_tensor, "or into its tensor afterwards", "array = own.numpy()"),
+        (a_written_array, "share memory, and forward writes into it", "own.numpy()[0] = 1"),
+        (an_array_of_a_written_tensor, "share memory, and forward writes into it", "array = own.numpy()"),
         (a_loop, "has a loop whose length depends on the values", "while x.abs()"),
         (an_endless_loop, "branches on the values of a tensor", "if (x.abs() > 1).any()"),
     ],
