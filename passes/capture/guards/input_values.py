@@ -159,7 +159,8 @@ class InputValues(Reading):
         for array, outcome in self.arrays:  # The tensor has the memory of the array.
             if value_key(array) != value_key(outcome.value):
                 raise Error(
-                    "forward writes into what .numpy() gives, or into its tensor: in a graph they share no memory",
+                    "an array of .numpy() and its tensor share memory, and forward writes into it, "
+                    "which a graph cannot do",
                     at=shown(outcome.place),
                     fix="x.numpy().copy()",
                 )

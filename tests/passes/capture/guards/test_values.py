@@ -108,7 +108,7 @@ def written(self: Any, ids: Tensor) -> Any:
 
 def a_changed_list(self: Any, ids: Tensor) -> Any:
     """The list is the model's own."""
-    rows = (ids * 1).unsqueeze(0).tolist()[0]
+    rows = ids.tolist()
     rows[0].append(7)
     rows[1].sort()
     return self.mlp(self.e(ids)) * len(rows[0]) if rows[1][0] < 9 else self.e(ids)
@@ -122,8 +122,8 @@ def an_array(self: Any, ids: Tensor) -> Any:
 
 def the_greatest(self: Any, ids: Tensor) -> Any:
     """The exporter has no comparison for max() of tensors."""
-    greatest, ordered = max(ids[0, 0], ids[1, 1]), sorted([ids[0, 0], ids[0, 1], ids[0, 2]])
-    return self.mlp(self.e(ids)) * greatest + ordered[1]
+    greatest, ordered = max(ids[0, 1], ids[1, 0]), sorted([ids[0, 1], ids[0, 0], ids[0, 2]])
+    return self.mlp(self.e(ids)) * greatest + ordered[0] * 10 + ordered[2]
 
 
 def by_rows(self: Any, ids: Tensor) -> Any:
@@ -338,8 +338,8 @@ def an_endless_loop(self: Any, ids: Tensor) -> Any:
     [
         (a_number_of_an_activation, "makes a Python number of a tensor's values", "int(self.e(ids).abs().max()) + 1]"),
         (a_caught_exception, "makes a Python number of a tensor's values", "x = x[:, : int(x.abs()"),
-        (a_written_array, "forward writes into the array that .numpy() gives", "own.numpy()[0] = 1"),
-        (an_array_of_a_written_tensor, "or into its tensor afterwards", "array = own.numpy()"),
+        (a_written_array, "share memory, and forward writes into it", "own.numpy()[0] = 1"),
+        (an_array_of_a_written_tensor, "share memory, and forward writes into it", "array = own.numpy()"),
         (a_loop, "has a loop whose length depends on the values", "while x.abs()"),
         (an_endless_loop, "branches on the values of a tensor", "if (x.abs() > 1).any()"),
     ],
