@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # For editors and mypy. A test compares these lines with the 
     from autotp.diagnostics.verify import verify as verify
     from autotp.distributed.gather import gather as gather
     from autotp.errors import Error as Error
+    from autotp.estimation.estimate import estimate as estimate
+    from autotp.estimation.result import Estimate as Estimate
     from autotp.hf.pretrained import from_pretrained as from_pretrained
     from autotp.hf.pretrained import save_pretrained as save_pretrained
     from autotp.rules.registry import rule as rule
@@ -40,6 +42,7 @@ __version__ = "0.1.0"  # setup.cfg reads it from here.
 
 _HOMES = {
     "Error": "errors",
+    "Estimate": "estimation.result",
     "ParallelModule": "runtime.module",
     "Plan": "diagnostics.plan",
     "Report": "diagnostics.verify",
@@ -48,6 +51,7 @@ _HOMES = {
     "Trainer": "training.trainer",
     "clip_grad_norm_": "runtime.grad_norm",
     "distribute": "training.distribute",
+    "estimate": "estimation.estimate",
     "explain": "api",
     "from_pretrained": "hf.pretrained",
     "full_state_dict": "checkpoint.state_dict",
