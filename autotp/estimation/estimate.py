@@ -94,8 +94,14 @@ def estimate(
     return within(f"estimate({type(model).__name__}, tp={tp}, pp={pp}, dp={dp})", run)
 
 
-def captured(model: nn.Module, layout: Layout, sequence: int | None, given: Any = None) -> Lowered:
+def captured(
+    model: nn.Module, layout: Layout, sequence: int | None, given: Any = None, without: tuple[str, ...] = ()
+) -> Lowered:
     """Returns the model, captured for a layout's tensor-parallel ranks.
+
+    Args:
+        sequence, given: `sequence` and `example_inputs` of `estimate`.
+        without: passes to leave out, as for `parallelize`.
 
     Raises:
         Error: as `estimate`.
@@ -104,7 +110,7 @@ def captured(model: nn.Module, layout: Layout, sequence: int | None, given: Any 
     schedule: Any = layout.schedule
     training = Training(
         outputs="local", sequence_parallel=layout.sequence_parallel, recompute=layout.recompute, summed=True,
-        schedule=schedule, compute_dtype=layout.dtype,
+        schedule=schedule, compute_dtype=layout.dtype, without=without,
     )  # fmt: skip
     expect_choices(training)
     arguments = find_inputs(model, given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -82,6 +82,13 @@ class Practice:
         state: bytes of the optimizer's state for each parameter; None: two numbers of the parameter's dtype.
         scattered: whether ranks of one stage send a part each of what they all hold, and gather it behind the link
             (Narayanan et al. 2021, section 4.1).
+        gradient: bytes of an element of a gradient, as it is kept and summed over replicas; None: the parameter's own.
+        overlapped: whether replicas sum gradients beside the backward of the last microbatch.
+        gathers: how often ZeRO 3 gathers a parameter for a microbatch.
+        units: what ZeRO 3 gathers at a time: a block, beside the computation of the block before; or a parameter, when
+            it is needed.
+        early_stop: whether what is computed again ends where backward needs no more.
+        without: passes of autotp that the library has nothing like.
     """
 
     fused: bool = False
@@ -90,6 +97,12 @@ class Practice:
     optimizer: float = 28.0
     state: float | None = None
     scattered: bool = False
+    gradient: int | None = None
+    overlapped: bool = False
+    gathers: int = 2
+    units: Literal["block", "parameter"] = "block"
+    early_stop: bool = True
+    without: tuple[str, ...] = ()
 
 
 AUTOTP = Practice()

@@ -36,7 +36,7 @@ class Prices:
     def pieces(self, rows: int) -> Recorded:
         """Returns the records of the pieces for a microbatch of `rows` rows."""
         if rows not in self._recorded:
-            found = recorded(self.model, rows, self.device.units > 1)
+            found = recorded(self.model, rows, self.device.units > 1, self.practice.early_stop)
             if self.practice.fused:
                 found = Recorded(pieces=found.pieces, records=tuple(map(fused, found.records)))
             self._recorded[rows] = found
@@ -61,7 +61,9 @@ class Prices:
         flights = tuple(kind.flight(i, total, microbatches) for i in range(total))
         if (kind, ranks, flights) not in self._stages:
             names = list(model.program.captured.parameters)
-            costs = block_costs(model.program.graph, model.program.axes, model.blocks, names)
+            each = block_costs(model.program.graph, model.program.axes, model.captured_blocks, names)
+            cost = dict(zip(model.captured_blocks, each, strict=False))
+            costs = [cost[captured] for _, captured in model.order] or each
             homes = {i: rank for rank in range(ranks) for i in (kind.stages(rank, ranks) if ranks > 1 else [0])}
             kept = model.training.recompute != "full"
             plan = divided(model.blocks, costs, [homes[i] for i in range(total)], [kept * n for n in flights])
@@ -110,11 +112,12 @@ def price(prices: Prices, layout: Layout) -> Estimate:
     slowest = max(range(layout.pp), key=played.busy.__getitem__)
     spent = added(*(stages[action.stage].times.spent for action in order[slowest] if action.half == "F"))
     spent["pipeline"] = played.seconds - played.busy[slowest]
-    exchanges = [_exchanges(model, layout, names, device) for names in held]
+    exchanges = [_exchanges(prices, layout, names) for names in held]
     updates = [_update(model, layout, names, device, practice) for names in held]
     exchange = max(exchanges)
-    if layout.zero == 3:  # Parameters are gathered and gradients summed beside the computation.
-        exchange = max(exchange - played.busy[slowest], 0.0)
+    if practice.overlapped or (layout.zero == 3 and practice.units == "block"):
+        beside = played.busy[slowest] if layout.zero == 3 else max(stage.times.backward for stage in stages)
+        exchange = max(exchange - beside, 0.0)
     spent["gradients dp"], spent["optimizer"] = exchange, max(updates)
     spent["tied weights pp"] = 0.0
     if tied := _tied(model, held):
@@ -162,18 +165,21 @@ def _itemsize(layout: Layout, own: int) -> int:
     return own if layout.dtype is None else layout.dtype.itemsize
 
 
-def _exchanges(model: Lowered, layout: Layout, names: frozenset[str], device: Hardware) -> float:
+def _exchanges(prices: Prices, layout: Layout, names: frozenset[str]) -> float:
     """Returns the seconds in which replicas sum the gradients of a rank, and gather its parameters under ZeRO."""
+    model, device, practice = prices.model, prices.device, prices.practice
     group = Group(size=layout.dp, stride=layout.tp)
     learnt = [model.parameters[name] for name in names if model.parameters[name].learns]
-    gradients = sum(p.elements * p.itemsize for p in learnt)
     if not layout.zero:
+        gradients = sum(p.elements * (practice.gradient or p.itemsize) for p in learnt)
         return collective_seconds("all-reduce", gradients, group, device)
     narrow = sum(p.elements * _itemsize(layout, p.itemsize) for p in learnt)
-    gathers = 1 if layout.zero < 3 else 2 * layout.microbatches  # In forward, and again in backward.
+    per_block = max(1, len(names) // max(1, len(model.blocks)))
+    units = len(names) if practice.units == "parameter" else max(1, len(names) // per_block)
+    gathers = 1 if layout.zero < 3 else practice.gathers * layout.microbatches
     sums = 1 if layout.zero < 2 or layout.pp > 1 else layout.microbatches
-    gathered = collective_seconds("all-gather", narrow, group, device)
-    return gathers * gathered + sums * collective_seconds("reduce-scatter", narrow, group, device)
+    gathered = collective_seconds("all-gather", narrow / units, group, device)
+    return units * (gathers * gathered + sums * collective_seconds("reduce-scatter", narrow / units, group, device))
 
 
 def _update(model: Lowered, layout: Layout, names: frozenset[str], device: Hardware, practice: Practice) -> float:
@@ -199,7 +205,7 @@ def _rank_memory(
     weights = sum(p.elements * p.itemsize for p in own)
     copy = {i: sum(_copy(model, layout, name) for name in stage.parameters) for i, stage in enumerate(stages)}
     learnt = [p for p in own if p.learns]
-    gradients = sum(p.elements * p.itemsize for p in learnt)
+    gradients = sum(p.elements * (practice.gradient or p.itemsize) for p in learnt)
     state = sum(p.elements * (2 * p.itemsize if practice.state is None else practice.state) for p in learnt)
     share = layout.dp if layout.zero else 1
     here = sorted({action.stage for action in row})

@@ -45,7 +45,8 @@ def stage_memory(pieces: Sequence[Piece], found: Recorded) -> StageMemory:
         logits += sum(record.kept[m] for m in record.head if m not in names)
         peaks = transients(record)
         forward, backward = max(forward, peaks["forward"]), max(backward, peaks["backward"])
-    sent = sum(value.bytes for value in found.records[pieces[-1].kind].sent)
+    last = found.records[pieces[-1].kind]
+    sent = sum(value.bytes for value in last.sent[: pieces[-1].boundary])
     return StageMemory(kept=kept + sum(named.values()), logits=logits, sent=sent, forward=forward, backward=backward)
 
 

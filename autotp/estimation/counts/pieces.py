@@ -6,7 +6,7 @@ After:  3 records: the first block with the embedding, a block, the last block w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from autotp.compiler import Program, emitted, rank_graph
 from autotp.errors import Error
+from autotp.estimation.counts.depth import renamed, shorten, whole_order
 from autotp.estimation.counts.record import META, Reads, Record, Value, record
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
@@ -22,6 +23,7 @@ from autotp.passes.pipeline.loss_totals import TOTAL
 from autotp.passes.pipeline.stages import Stage, blocks_in_order, staged
 from autotp.passes.plan.propagate import needs_grad
 from autotp.rules.call import returned
+from autotp.rules.traits import draws
 from autotp.sharding.layout import Layout
 from autotp.training.compute_dtype import cast_arguments
 from autotp.training.microbatches import batch_tensors, places_of_rows
@@ -39,13 +41,11 @@ class Parameter:
         elements: the elements that the fullest rank holds.
         itemsize: bytes of an element, in the model's own dtype.
         learns: whether it has a gradient.
-        whole: whether every tensor-parallel rank holds all of it.
     """
 
     elements: int
     itemsize: int
     learns: bool
-    whole: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,7 @@ class Piece:
         parameters: the names of the parameters that it reads.
         reads: the names of what its placeholders read, in order.
         sends: the names of what it returns.
+        boundary: the number of them that the next piece reads; the others are values that it computes again.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Piece:
     parameters: tuple[str, ...]
     reads: tuple[str, ...]
     sends: tuple[str, ...]
+    boundary: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,18 +76,25 @@ class Lowered:
     Attributes:
         program: the plan of the model.
         graph: the lowered graph of the first rank, which holds the largest shards.
-        blocks: the names of the blocks, in order.
-        parameters: name -> what the fullest rank holds of it.
+        captured_blocks: the names of the blocks of the graph, in order.
+        order: name of a block of the whole model, and of the captured block that it is like; in order.
+        parameters: name -> what the fullest rank holds of it, of the whole model.
         arguments: tensors like those of the captured call, by placeholder.
         training: the options of the training step.
     """
 
     program: Program
     graph: fx.Graph
-    blocks: tuple[str, ...]
+    captured_blocks: tuple[str, ...]
+    order: tuple[tuple[str, str], ...]
     parameters: Mapping[str, Parameter]
     arguments: Mapping[str, Tensor]
     training: Training
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The names of the blocks of the whole model, in order."""
+        return tuple(name for name, _ in self.order)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +106,7 @@ class Recorded:
 
 
 def lowered(model: nn.Module, arguments: Any, tp: int, training: Training) -> Lowered:
-    """Captures a model and lowers it for the first of `tp` ranks.
+    """Captures a model and lowers it for the first of `tp` ranks. Of blocks that are alike it captures a few.
 
     Args:
         model: an ordinary model; may be on `meta`.
@@ -107,7 +116,20 @@ def lowered(model: nn.Module, arguments: Any, tp: int, training: Training) -> Lo
         Error: as `distribute`.
     """
     skeleton = skeleton_of(model)
-    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    if lengths := shorten(skeleton):
+        try:
+            found = _lowered(model, skeleton, lengths, arguments, tp, training)
+        except Exception:  # A model that counts on its number of blocks: captured whole, it says what is wrong.
+            found = None
+        if found is not None and _middles_are_alike(found, lengths):
+            return found
+    return _lowered(model, skeleton_of(model), {}, arguments, tp, training)
+
+
+def _lowered(
+    model: nn.Module, skeleton: nn.Module, lengths: Mapping[str, int], arguments: Any, tp: int, training: Training
+) -> Lowered:
+    whole = dict(model.named_parameters())
     for tensor in skeleton.parameters() if training.compute_dtype else ():
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(training.compute_dtype)
@@ -115,19 +137,41 @@ def lowered(model: nn.Module, arguments: Any, tp: int, training: Training) -> Lo
     tensors = batch_tensors(args, kwargs)
     program = analyse_microbatch(skeleton, args, kwargs, tp, training, None, places_of_rows(tensors, []))
     graph = rank_graph(program, 0, training.randomness)
-    learning = {name for name, p in model.named_parameters() if p.requires_grad}
-    names = list(program.captured.parameters)
+    blocks = blocks_in_order(graph, list(program.captured.parameters))
+    order = whole_order(blocks, lengths)
+    names = {renamed(name, captured, block): name for name in program.layouts for block, captured in order}
+    names |= {name: name for name in program.layouts if name in whole} if not order else {}
     parameters = {
         name: Parameter(
-            elements=_elements(program.layouts[name].local_shape(0)),
-            itemsize=dtypes[name].itemsize, learns=name in learning, whole=program.layouts[name].dim is None,
+            elements=_elements(program.layouts[captured].local_shape(0)), itemsize=whole[name].element_size(),
+            learns=whole[name].requires_grad,
         )
-        for name in program.captured.parameters.values()
+        for name, captured in names.items() if name in whole
     }  # fmt: skip
     return Lowered(
-        program=program, graph=graph, blocks=tuple(blocks_in_order(graph, names)), parameters=parameters,
+        program=program, graph=graph, captured_blocks=tuple(blocks), order=order, parameters=parameters,
         arguments=dict(zip(program.captured.inputs, tensors, strict=False)), training=training,
     )  # fmt: skip
+
+
+def _middles_are_alike(model: Lowered, lengths: Mapping[str, int]) -> bool:
+    """True if in each shortened list the second block computes what the third does."""
+    parameters = model.program.captured.parameters
+    cut = staged(model.graph, [[name] for name in model.captured_blocks] or [[]], list(parameters))
+    texts = {next(iter(stage.blocks), ""): _text(stage) for stage in cut}
+    return all(texts.get(f"{path}.1") == texts.get(f"{path}.2") is not None for path in lengths)
+
+
+def _text(stage: Stage) -> tuple[str, ...]:
+    """Returns the operators of a piece as text, without names of nodes, and the shapes that it reads."""
+    number = {node: f"%{i}" for i, node in enumerate(stage.graph.nodes)}
+    lines = []
+    for node in stage.graph.nodes:
+        args = fx.map_arg((node.args, node.kwargs), lambda n: number[n])
+        shape = getattr(node.meta.get("val"), "shape", "") if node.op == "placeholder" else args
+        called = "" if node.op == "placeholder" else f"{getattr(node.target, '__name__', '')} {node.target} "
+        lines.append(f"{called}{shape}")
+    return tuple(lines)
 
 
 def _elements(shape: Sequence[int]) -> int:
@@ -137,12 +181,12 @@ def _elements(shape: Sequence[int]) -> int:
     return total
 
 
-def recorded(model: Lowered, rows: int, on_gpu: bool = True) -> Recorded:
+def recorded(model: Lowered, rows: int, on_gpu: bool = True, early_stop: bool = True) -> Recorded:
     """Returns the records of the pieces of a rank for a microbatch of `rows` rows.
 
-    A piece that is like an earlier one is not run again.
+    A piece that is like an earlier one is not run again. The last two arguments are those of `record`.
     """
-    return _recorded(model, model.graph, rows, on_gpu)
+    return _recorded(model, model.graph, rows, on_gpu, early_stop)
 
 
 def whole_flops(model: Lowered, rows: int) -> float:
@@ -157,11 +201,11 @@ def _uncut(program: Program) -> dict[str, Layout]:
     return {name: Layout(layout.shape) for name, layout in program.layouts.items()}
 
 
-def _recorded(model: Lowered, graph: fx.Graph, rows: int, on_gpu: bool) -> Recorded:
+def _recorded(model: Lowered, graph: fx.Graph, rows: int, on_gpu: bool, early_stop: bool = True) -> Recorded:
     names = model.program.captured.parameters
     learners = {place for place, name in names.items() if model.parameters[name].learns}
     learns = needs_grad(graph, frozenset(n for n in graph.nodes if n.name in learners))
-    cut = staged(graph, [[name] for name in model.blocks] or [[]], list(names))
+    cut = staged(graph, [[name] for name in model.captured_blocks] or [[]], list(names))
     known: dict[Any, int] = {}
     records: list[Record] = []
     pieces: list[Piece] = []
@@ -169,18 +213,43 @@ def _recorded(model: Lowered, graph: fx.Graph, rows: int, on_gpu: bool) -> Recor
     given = _inputs(model, rows)
     for stage in cut:
         read = [(n, *_value(n, model, {n.name for n in learns}, values, given)) for n in _placeholders(stage.graph)]
-        key = _digest(stage, read, names)
+        key = _digest(stage, read)
         if key not in known:
             known[key] = len(records)
-            records.append(_run(stage, model, read, on_gpu))
+            records.append(_run(stage, model, given, read, on_gpu, early_stop))
         kind = known[key]
-        sent = [node.name for node in returned(stage.graph) if isinstance(node, fx.Node)]
+        sent = [node.name for node in (*returned(stage.graph), *_shared(stage.graph, given))]
         values.update(zip(sent, records[kind].sent, strict=False))
         places = tuple(n.name for n in _placeholders(stage.graph))
         own = tuple(names[place] for place in places if place in names)
         block = next(iter(stage.blocks), "")
-        pieces.append(Piece(name=block, kind=kind, parameters=own, reads=places, sends=tuple(sent)))
-    return Recorded(pieces=tuple(pieces), records=tuple(records))
+        piece = Piece(
+            name=block, kind=kind, parameters=own, reads=places, sends=tuple(sent),
+            boundary=len(returned(stage.graph)),
+        )  # fmt: skip
+        pieces.append(piece)
+    return Recorded(pieces=_whole(pieces, model.order), records=tuple(records))
+
+
+def _whole(pieces: Sequence[Piece], order: Sequence[tuple[str, str]]) -> tuple[Piece, ...]:
+    """Returns the pieces of the whole model: those of captured blocks, as often as they stand for blocks."""
+    if not order:
+        return tuple(pieces)
+    places = {piece.name: i for i, piece in enumerate(pieces)}
+    found: list[Piece] = []
+    for block, captured in order:
+        like = pieces[places[captured]]
+        before = pieces[places[captured] - 1] if found else None
+        received = dict(zip(before.sends[: before.boundary], found[-1].sends, strict=False)) if before else {}
+        names = {name: f"{name} of {block}" for name in like.sends[: like.boundary]} | received
+        found.append(
+            replace(
+                like, name=block, parameters=tuple(renamed(name, captured, block) for name in like.parameters),
+                reads=tuple(names.get(name, name) for name in like.reads),
+                sends=tuple(names.get(name, name) for name in like.sends),
+            )
+        )  # fmt: skip
+    return tuple(found)
 
 
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:
@@ -218,23 +287,44 @@ def _value(
     return Value(shape=tuple(int(n) for n in example.shape), dtype=example.dtype, learns=False), kind
 
 
-def _digest(stage: Stage, read: Sequence[tuple[fx.Node, Value, Reads]], parameters: Mapping[str, str]) -> Any:
+def _digest(stage: Stage, read: Sequence[tuple[fx.Node, Value, Reads]]) -> Any:
     """Returns a key that pieces of one kind share: the operators, and what they read."""
-    number = {node: f"%{i}" for i, node in enumerate(stage.graph.nodes)}
-    places = tuple((value, reads) for _, value, reads in read)
-    lines = []
-    for node in stage.graph.nodes:
-        if node.op != "placeholder":
-            args = fx.map_arg((node.args, node.kwargs), lambda n: number[n])
-            lines.append(f"{getattr(node.target, '__name__', '')} {node.target} {args}")
-    return places, tuple(lines)
+    return tuple((value, reads) for _, value, reads in read), _text(stage)
 
 
-def _run(stage: Stage, model: Lowered, read: Sequence[tuple[fx.Node, Value, Reads]], on_gpu: bool) -> Record:
+def _shared(graph: fx.Graph, given: Collection[str]) -> list[fx.Node]:
+    """Returns the values that depend on inputs only, such as masks, and that other operators read.
+
+    Pieces compute them each for itself, and keep them once: by their names it is seen that they are one.
+    """
+    made: set[fx.Node] = set()
+    for node in graph.nodes:
+        computed = node.op == "call_function" and all(operand in made for operand in node.all_input_nodes)
+        if (node.op == "placeholder" and node.name in given) or (computed and not draws(node)):
+            made.add(node)
+    tensors = (n for n in graph.nodes if n in made and n.op != "placeholder" and isinstance(n.meta.get("val"), Tensor))
+    return [node for node in tensors if any(user not in made and user.op != "output" for user in node.users)]
+
+
+def _returning_too(graph: fx.Graph, names: Collection[str]) -> fx.Graph:
+    """Returns a copy of a graph that also returns the values of these names."""
+    copy, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        if node.op != "output":
+            env[node] = copy.node_copy(node, lambda old: env[old])
+    copy.output(tuple(env[n] for n in (*returned(graph), *(n for n in graph.nodes if n.name in names))))
+    return copy
+
+
+def _run(
+    stage: Stage, model: Lowered, given: Collection[str], read: Sequence[tuple[fx.Node, Value, Reads]], on_gpu: bool,
+    early_stop: bool,
+) -> Record:  # fmt: skip
     groups = _groups(stage.graph, model.program.tp)
-    module = emitted(stage.graph, model.program, model.training, META, {axis: axis for axis in groups})
+    graph = _returning_too(stage.graph, [n.name for n in _shared(stage.graph, given)])
+    module = emitted(graph, model.program, model.training, META, {axis: axis for axis in groups})
     try:
-        return record(module, [(value, reads) for _, value, reads in read], groups, on_gpu)
+        return record(module, [(value, reads) for _, value, reads in read], groups, on_gpu, early_stop)
     except NotImplementedError as error:
         raise Error(
             f"an operator of `{'`, `'.join(stage.blocks)}` cannot run on meta: {str(error).splitlines()[0]}",

@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from autotp.estimation.counts.operators import FREE, Op, Phase, Touch, kind_of, share_of, work_of
 
@@ -82,6 +83,7 @@ def record(
     values: Sequence[tuple[Value, Reads]],
     groups: Mapping[str, int],
     on_gpu: bool = True,
+    early_stop: bool = True,
 ) -> Record:
     """Returns what a module did, forward and backward.
 
@@ -90,10 +92,12 @@ def record(
         values: what each placeholder reads, in order.
         groups: name of a process group -> its size.
         on_gpu: whether dropout and attention are the operators of GPUs.
+        early_stop: whether what is computed again ends where backward needs no more, as torch does it.
     """
     with ExitStack() as stack:
         for name, size in groups.items():
             stack.enter_context(_process_group(name, size))
+        stack.enter_context(set_checkpoint_early_stop(early_stop))
         return _recorded(module, values, on_gpu)
 
 

@@ -3,9 +3,11 @@
 At most 15 numbers a kind, each with a physical meaning. Bandwidths are of one direction.
 
 NOTE [Where the sustained parts come from]
-`matrix_sustained`, `memory_sustained`, `fill`, `launch` and `link_sustained` are not in data sheets. Those of the A100
-are fitted to one table, the times of one layer of a model of 22B parameters (Korthikanti et al. 2022, table 4), by
-`benchmarks/estimates.py --fit`; nothing else is fitted. Other GPUs have the same parts until somebody measures them.
+`matrix_sustained` and `memory_sustained` are not in data sheets. Those of the A100 are fitted to one table, the times
+of one layer of a model of 22B parameters (Korthikanti et al. 2022, table 4), by `benchmarks/estimates.py --fit`.
+Nothing else is fitted, and other GPUs have the same parts until somebody measures them. `fill` is for cuBLAS's kernels
+of tiles of 256 x 128, whose loads run three stages of 32 ahead (`256x128_32x3`), and as much for the time in which they
+write a tile. `link_sustained` is what NCCL's tests reach in a DGX A100 (about 235 of 300 GB/s).
 """
 
 from __future__ import annotations
@@ -50,14 +52,14 @@ class Hardware:
     memory: float
     units: int
     cache_bandwidth: float
-    matrix_sustained: float = 0.80
-    memory_sustained: float = 0.80
-    fill: float = 64.0
-    launch: float = 4 * MICRO
+    matrix_sustained: float = 0.758
+    memory_sustained: float = 0.811
+    fill: float = 192.0
+    launch: float = 2 * MICRO
     node: int = 8
     node_bandwidth: float
     net_bandwidth: float
-    link_sustained: float = 0.80
+    link_sustained: float = 0.78
     latency: float = 5 * MICRO
     measured: bool = False
 

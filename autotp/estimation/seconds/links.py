@@ -55,9 +55,9 @@ def collective_seconds(name: str, size: float, group: Group, device: Hardware) -
         bandwidth = min(bandwidth, device.net_bandwidth * here) if here > 1 else device.net_bandwidth
     bandwidth *= device.link_sustained
     steps = group.size - 1
-    ring = rounds * (
-        steps / group.size * size / bandwidth + min(steps, here - 1 + group.size / here - 1) * device.latency
-    )
+    ring = rounds * (steps / group.size * size / bandwidth + steps * device.latency)
+    if name != "all-reduce":
+        return ring  # NCCL has trees for sums only.
     tree = rounds * (math.ceil(math.log2(group.size)) * device.latency + size / bandwidth)
     return min(ring, tree)
 

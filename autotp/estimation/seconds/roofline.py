@@ -17,8 +17,9 @@ import torch
 from autotp.estimation.counts.operators import Op
 from autotp.estimation.seconds.hardware import Hardware
 
-TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
-"""Rows and columns of the tiles among which the library of products takes the fastest (cuBLAS)."""
+SIDES = (64, 96, 128, 160, 192, 224, 256)
+TILES = ((64, 64), (256, 64), (64, 256), *((side, 128) for side in SIDES), *((128, side) for side in SIDES))
+"""Rows and columns of the tiles among which the library of products takes the fastest: those of cuBLAS's kernels."""
 
 
 def op_seconds(op: Op, device: Hardware) -> float:

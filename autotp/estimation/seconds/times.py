@@ -19,6 +19,10 @@ WORK = {"product": PRODUCTS, "attention": PRODUCTS}
 """Kind of an operator -> the row of the table that it counts for."""
 
 
+CHANNELS = 24
+"""The units that NCCL takes for a collective: its channels in a DGX A100, as it logs them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Times:
     """The time of one microbatch in a piece or a stage.
@@ -55,6 +59,13 @@ def added(*parts: Mapping[str, float]) -> dict[str, float]:
     return dict(total)
 
 
+def beside(seconds: float, collective: float, device: Hardware) -> float:
+    """Returns the seconds of a kernel beside a collective that runs for `collective` seconds more, with fewer units."""
+    speed = 1 - min(0.5, CHANNELS / device.units)
+    shared = min(max(collective, 0.0), seconds / speed)
+    return seconds + shared * (1 - speed)
+
+
 def piece_times(record: Record, device: Hardware, tp: int) -> Times:
     """Returns the times of a piece. tp: the number of tensor-parallel ranks"""
     last = {touch.memory: i for i, op in enumerate(record.ops) for touch in op.reads}
@@ -71,7 +82,7 @@ def piece_times(record: Record, device: Hardware, tp: int) -> Times:
             now = max(now, ends.get(op.waits, now))
             spent[f"{record.ops[op.waits].name} tp"] += now - before
         else:
-            now += op_seconds(op, device)
+            now += beside(op_seconds(op, device), free - now, device)
             spent[WORK.get(op.kind, ELEMENTWISE)] += now - before
             leaves = op.phase == "backward" and all(last.get(t.memory, -1) <= i for t in op.writes)
             weights += (now - before) * (leaves and op.kind == "product")

@@ -23,13 +23,13 @@ def test_a_large_product_takes_its_flops() -> None:
 
 def test_a_row_more_than_fills_the_tiles_takes_a_wave_more() -> None:
     full, more = seconds(1, 128 * 108, 256, 8192), seconds(1, 128 * 108 + 1, 256, 8192)
-    assert more > 1.2 * full
+    assert more > 1.08 * full
     assert seconds(1, 128 * 108 - 100, 256, 8192) == pytest.approx(full)  # A tile that is not full takes as long.
 
 
 def test_a_short_sum_is_less_efficient() -> None:
     long, short = seconds(64, 2048, 2048, 1024), seconds(64, 2048, 2048, 64)
-    assert short > 1.4 * long / 16
+    assert short > 1.2 * long / 16
 
 
 def test_other_operators_move_memory() -> None:
