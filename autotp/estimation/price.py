@@ -12,6 +12,7 @@ from typing import Any
 from autotp.estimation.counts.activations import StageMemory, stage_memory
 from autotp.estimation.counts.kernels import fused
 from autotp.estimation.counts.pieces import Lowered, Recorded, recorded, whole_flops
+from autotp.estimation.counts.scale import scaled
 from autotp.estimation.layout import Layout, Practice
 from autotp.estimation.result import Estimate, RankMemory
 from autotp.estimation.seconds.hardware import Hardware
@@ -24,23 +25,41 @@ from autotp.training.pipeline.schedules import Engine
 
 
 class Prices:
-    """The prices of layouts of one captured model: what two layouts share is computed once."""
+    """The prices of layouts of one captured model: what two layouts share is computed once.
 
-    def __init__(self, model: Lowered, device: Hardware, practice: Practice) -> None:
+    Args:
+        scaled: whether records of more than three rows are made of those of two and of three.
+        flops: FLOPs of a row on one device, if they are known.
+    """
+
+    def __init__(
+        self, model: Lowered, device: Hardware, practice: Practice, scaled: bool = False, flops: float | None = None
+    ) -> None:
         self.model, self.device, self.practice = model, device, practice
+        self._scaled, self._row_flops = scaled, flops
         self._recorded: dict[int, Recorded] = {}
         self._times: dict[int, list[Times]] = {}
-        self._flops: dict[int, float] = {}
         self._stages: dict[Any, list[list[int]]] = {}
 
     def pieces(self, rows: int) -> Recorded:
         """Returns the records of the pieces for a microbatch of `rows` rows."""
         if rows not in self._recorded:
-            found = recorded(self.model, rows, self.device.units > 1, self.practice.early_stop)
-            if self.practice.fused:
-                found = Recorded(pieces=found.pieces, records=tuple(map(fused, found.records)))
+            found = self._from_two_and_three(rows) if self._scaled and rows > 3 else None
+            if found is None:
+                found = recorded(self.model, rows, self.device.units > 1, self.practice.early_stop)
+                if self.practice.fused:
+                    found = Recorded(pieces=found.pieces, records=tuple(map(fused, found.records)))
             self._recorded[rows] = found
         return self._recorded[rows]
+
+    def _from_two_and_three(self, rows: int) -> Recorded | None:
+        """Returns the records of `rows` rows, made of those of two rows and of three; None if these are not alike."""
+        one, two = self.pieces(2), self.pieces(3)
+        if [piece.kind for piece in one.pieces] != [piece.kind for piece in two.pieces]:
+            return None
+        found = [scaled(a, b, rows) for a, b in zip(one.records, two.records, strict=True)]
+        known = tuple(record for record in found if record is not None)
+        return Recorded(pieces=one.pieces, records=known) if len(known) == len(found) else None
 
     def times(self, rows: int) -> list[Times]:
         """Returns the times of each kind of piece."""
@@ -51,9 +70,9 @@ class Prices:
 
     def flops(self, rows: int) -> float:
         """Returns the FLOPs of a microbatch on one device that would hold the whole model, without recomputation."""
-        if rows not in self._flops:
-            self._flops[rows] = whole_flops(self.model, rows)
-        return self._flops[rows]
+        if self._row_flops is None:
+            self._row_flops = whole_flops(self.model, 1)
+        return self._row_flops * rows
 
     def stages(self, kind: Engine, ranks: int, microbatches: int) -> list[list[int]]:
         """Returns the numbers of the pieces of each stage, divided as `distribute` divides them."""
@@ -112,8 +131,8 @@ def price(prices: Prices, layout: Layout) -> Estimate:
     slowest = max(range(layout.pp), key=played.busy.__getitem__)
     spent = added(*(stages[action.stage].times.spent for action in order[slowest] if action.half == "F"))
     spent["pipeline"] = played.seconds - played.busy[slowest]
-    exchanges = [_exchanges(prices, layout, names) for names in held]
-    updates = [_update(model, layout, names, device, practice) for names in held]
+    exchanges = [exchange_seconds(prices, layout, names) for names in held]
+    updates = [update_seconds(prices, layout, names) for names in held]
     exchange = max(exchanges)
     if practice.overlapped or (layout.zero == 3 and practice.units == "block"):
         beside = played.busy[slowest] if layout.zero == 3 else max(stage.times.backward for stage in stages)
@@ -141,17 +160,17 @@ def _stage(prices: Prices, layout: Layout, run: Sequence[int]) -> Stage:
     found, times = prices.pieces(layout.micro_batch), prices.times(layout.micro_batch)
     pieces = [found.pieces[i] for i in run]
     names = frozenset(name for piece in pieces for name in piece.parameters)
-    total = sum((times[piece.kind] for piece in pieces), _beside(prices, layout, names))
+    total = sum((times[piece.kind] for piece in pieces), beside_times(prices, layout, names))
     return Stage(times=total, memory=stage_memory(pieces, found), parameters=names)
 
 
-def _beside(prices: Prices, layout: Layout, names: frozenset[str]) -> Times:
+def beside_times(prices: Prices, layout: Layout, names: frozenset[str]) -> Times:
     """Returns the time to cast a stage's parameters and to add up their gradients, for one microbatch."""
     device, practice, model = prices.device, prices.practice, prices.model
     bandwidth = device.memory_bandwidth * device.memory_sustained
     cast = added = 0.0
     for parameter in (model.parameters[name] for name in names):
-        wide, narrow = parameter.itemsize, _itemsize(layout, parameter.itemsize)
+        wide, narrow = parameter.itemsize, itemsize_of(layout, parameter.itemsize)
         cast += parameter.elements * (wide + narrow) * (narrow != wide and practice.casts)
         if parameter.learns:
             own = (narrow + wide if narrow != wide else 0) + 3 * wide * (layout.microbatches > 1)
@@ -160,12 +179,12 @@ def _beside(prices: Prices, layout: Layout, names: frozenset[str]) -> Times:
     return Times(forward=seconds[0], backward=seconds[1], weights=seconds[1], spent={ELEMENTWISE: sum(seconds)})
 
 
-def _itemsize(layout: Layout, own: int) -> int:
+def itemsize_of(layout: Layout, own: int) -> int:
     """Returns the bytes of an element of a parameter in computation."""
     return own if layout.dtype is None else layout.dtype.itemsize
 
 
-def _exchanges(prices: Prices, layout: Layout, names: frozenset[str]) -> float:
+def exchange_seconds(prices: Prices, layout: Layout, names: frozenset[str]) -> float:
     """Returns the seconds in which replicas sum the gradients of a rank, and gather its parameters under ZeRO."""
     model, device, practice = prices.model, prices.device, prices.practice
     group = Group(size=layout.dp, stride=layout.tp)
@@ -173,7 +192,7 @@ def _exchanges(prices: Prices, layout: Layout, names: frozenset[str]) -> float:
     if not layout.zero:
         gradients = sum(p.elements * (practice.gradient or p.itemsize) for p in learnt)
         return collective_seconds("all-reduce", gradients, group, device)
-    narrow = sum(p.elements * _itemsize(layout, p.itemsize) for p in learnt)
+    narrow = sum(p.elements * itemsize_of(layout, p.itemsize) for p in learnt)
     per_block = max(1, len(names) // max(1, len(model.blocks)))
     units = len(names) if practice.units == "parameter" else max(1, len(names) // per_block)
     gathers = 1 if layout.zero < 3 else practice.gathers * layout.microbatches
@@ -182,8 +201,9 @@ def _exchanges(prices: Prices, layout: Layout, names: frozenset[str]) -> float:
     return units * (gathers * gathered + sums * collective_seconds("reduce-scatter", narrow / units, group, device))
 
 
-def _update(model: Lowered, layout: Layout, names: frozenset[str], device: Hardware, practice: Practice) -> float:
+def update_seconds(prices: Prices, layout: Layout, names: frozenset[str]) -> float:
     """Returns the seconds of the optimizer's step of a rank: it moves memory."""
+    model, device, practice = prices.model, prices.device, prices.practice
     elements = sum(model.parameters[name].elements for name in names if model.parameters[name].learns)
     moved = elements * practice.optimizer / (layout.dp if layout.zero else 1)
     return moved / (device.memory_bandwidth * device.memory_sustained) + device.launch
@@ -209,7 +229,7 @@ def _rank_memory(
     state = sum(p.elements * (2 * p.itemsize if practice.state is None else practice.state) for p in learnt)
     share = layout.dp if layout.zero else 1
     here = sorted({action.stage for action in row})
-    each = practice.casts and not layout.zero  # Each microbatch in flight has a copy of its own.
+    each = practice.casts and not (layout.zero and layout.dp > 1)  # Each microbatch in flight has a copy of its own.
     copies = 0.0 if each else float(sum(copy[i] for i in here))
     if layout.zero == 3:
         copies = max((copy[i] / max(1, len(stages[i].parameters)) for i in here), default=0.0)
@@ -238,5 +258,5 @@ def _rank_memory(
 def _copy(model: Lowered, layout: Layout, name: str) -> int:
     """Returns the bytes of a parameter's copy in the dtype of computation; 0 where that is its own."""
     parameter = model.parameters[name]
-    narrow = _itemsize(layout, parameter.itemsize)
+    narrow = itemsize_of(layout, parameter.itemsize)
     return parameter.elements * narrow if narrow != parameter.itemsize else 0
