@@ -26,6 +26,10 @@ if TYPE_CHECKING:  # For editors and mypy. A test compares these lines with the 
     from autotp.diagnostics.verify import verify as verify
     from autotp.distributed.gather import gather as gather
     from autotp.errors import Error as Error
+    from autotp.estimation.estimate import estimate as estimate
+    from autotp.estimation.result import Estimate as Estimate
+    from autotp.estimation.search import Search as Search
+    from autotp.estimation.search import search as search
     from autotp.hf.pretrained import from_pretrained as from_pretrained
     from autotp.hf.pretrained import save_pretrained as save_pretrained
     from autotp.rules.registry import rule as rule
@@ -40,14 +44,17 @@ __version__ = "0.1.0"  # setup.cfg reads it from here.
 
 _HOMES = {
     "Error": "errors",
+    "Estimate": "estimation.result",
     "ParallelModule": "runtime.module",
     "Plan": "diagnostics.plan",
     "Report": "diagnostics.verify",
     "Sampler": "training.sampler",
+    "Search": "estimation.search",
     "Stages": "diagnostics.stages",
     "Trainer": "training.trainer",
     "clip_grad_norm_": "runtime.grad_norm",
     "distribute": "training.distribute",
+    "estimate": "estimation.estimate",
     "explain": "api",
     "from_pretrained": "hf.pretrained",
     "full_state_dict": "checkpoint.state_dict",
@@ -58,6 +65,7 @@ _HOMES = {
     "rule": "rules.registry",
     "save_checkpoint": "checkpoint.save",
     "save_pretrained": "hf.pretrained",
+    "search": "estimation.search",
     "stages": "diagnostics.stages",
     "verify": "diagnostics.verify",
     "weight_decay_groups": "training.weight_decay_groups",

@@ -14,6 +14,7 @@ import typer
 import autotp
 from autotp.cli.convert import convert
 from autotp.cli.doctor import doctor
+from autotp.cli.estimate import estimate_command, search_command
 from autotp.cli.flags import Command
 from autotp.cli.output import DIFFERENT, RIGHT, WRONG_USE, WrongUse, complain, warnings_on_stderr
 from autotp.cli.plan import plan
@@ -25,6 +26,8 @@ app = typer.Typer(
 )
 app.command("plan", cls=Command)(plan)
 app.command("verify", cls=Command)(verify_command)
+app.command("estimate")(estimate_command)
+app.command("search")(search_command)
 app.command("doctor")(doctor)
 app.command("convert")(convert)
 

@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 from autotp import compiler
 from autotp.diagnostics.lockstep import COLLECTIVES
+from autotp.estimation.counts.record import Reads, Record, Value, record
 from autotp.model_library import libraries
 from autotp.ops import channels
 from autotp.ops.grouped_mm import OPERATOR
@@ -565,3 +566,23 @@ class _Kinds(pickle.Pickler):
         if isinstance(value, Tensor) and value.is_meta:
             return tuple, (_kind(value),), vars(value) or None
         return NotImplemented
+
+
+class _Calls(nn.Module):
+    """A module that calls a function which cannot be traced."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.forward = function  # type: ignore[method-assign]
+
+
+def recorded_run(
+    function: Callable[..., Tensor], *shapes: tuple[int, ...], groups: dict[str, int] | None = None
+) -> Record:
+    """What a function does on meta, forward and backward: tensors of these shapes, all but the first parameters."""
+    places: list[Reads] = ["input", *("parameter" for _ in shapes[1:])]
+    values = [
+        (Value(shape=shape, dtype=torch.float32, learns=True), reads)
+        for shape, reads in zip(shapes, places, strict=True)
+    ]
+    return record(_Calls(function) if groups else fx.symbolic_trace(function), values, groups or {})

@@ -1,6 +1,6 @@
 """Measures what a call costs outside its graph: above all, the comparison of the model with its state at capture.
 
-    OMP_NUM_THREADS=1 python benchmarks/guard.py
+    OMP_NUM_THREADS=1 python benchmarks/calls/guard.py
 
 The model is a GPT of width 48 with 12 or 96 layers, in one process. "outside" is everything that Python does before the
 graph runs; "guard" is the part of this that compares attributes, classes and globals. Times are in microseconds, the

@@ -1,0 +1,109 @@
+"""estimate: the commands that print `autotp.estimate` and `autotp.search` of a model."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated, Any, cast
+
+import typer
+
+from autotp.cli.flags import Attention, Debug, InputsOf, Json, Kwargs, Layers, Model, ModelClass
+from autotp.cli.model_argument import ModelArgument, dtype_named, on_meta, settings_of
+from autotp.cli.output import DIFFERENT, console, print_json
+from autotp.estimation.estimate import estimate
+from autotp.estimation.result import Estimate
+from autotp.estimation.search import Search, search
+from autotp.estimation.seconds.hardware import KINDS, LINE
+from autotp.options import Recompute
+from autotp.training.pipeline.schedules import ENGINES
+
+ScheduleName = Enum("ScheduleName", {name: name for name in ENGINES})  # type: ignore[misc]
+RecomputeName = Enum("RecomputeName", {name: name for name in ("none", "selective", "full")})  # type: ignore[misc]
+PLAIN, NONE = ScheduleName("1F1B"), RecomputeName("none")
+Gpu = Annotated[str, typer.Option("--gpu", metavar="KIND|LINE", help=f"{', '.join(KINDS)}, or a line such as '{LINE}'")]
+Batch = Annotated[int, typer.Option("--batch", help="The rows of a step, over all replicas")]
+Dtype = Annotated[str, typer.Option("--dtype", help="The dtype of computation")]
+Compiled = Annotated[bool, typer.Option("--compiled", help="Blocks are compiled: pointwise operators are one kernel")]
+Sequence = Annotated[int | None, typer.Option("--sequence", help="The length of a sequence; else the longest")]
+
+
+def estimate_command(
+    model: Model,
+    gpu: Gpu,
+    batch: Batch,
+    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks")] = 1,
+    pp: Annotated[int, typer.Option("--pp", help="Pipeline ranks")] = 1,
+    dp: Annotated[int, typer.Option("--dp", help="Replicas")] = 1,
+    micro_batch: Annotated[int, typer.Option("--micro-batch", help="The rows of a microbatch")] = 1,
+    schedule: Annotated[ScheduleName, typer.Option("--schedule", help="The order of microbatches")] = PLAIN,
+    interleave: Annotated[int | None, typer.Option("--interleave", help="Stages of a rank, if interleaved")] = None,
+    sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Cut along the sequence, too")] = False,
+    recompute: Annotated[RecomputeName, typer.Option("--recompute", help="What backward recomputes")] = NONE,
+    zero: Annotated[int, typer.Option("--zero", help="The stage of ZeRO")] = 0,
+    dtype: Dtype = "bfloat16",
+    compiled: Compiled = False,
+    sequence: Sequence = None,
+    layers: Layers = None,
+    attention: Attention = None,
+    model_class: ModelClass = None,
+    kwargs: Kwargs = None,
+    inputs: InputsOf = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Prints the predicted seconds, TFLOP/s and memory of a training step. Needs no GPU, weights or ranks.
+
+    Example: autotp estimate autotp.models.gpt:GPT --gpu a100-80gb --batch 32 --tp 2 --pp 2
+
+    The exit status is 1 if it does not fit.
+    """
+    argument = ModelArgument(model, settings_of(kwargs), layers, None, attention, model_class, inputs)
+    found = estimate(
+        on_meta(argument), gpu=gpu, batch=batch, tp=tp, pp=pp, dp=dp, micro_batch=micro_batch,
+        schedule=cast(Any, schedule.value), interleave=interleave, sequence_parallel=sequence_parallel,
+        recompute=cast(Recompute, recompute.value), zero=zero, dtype=dtype_named(dtype), compiled=compiled,
+        sequence=sequence, example_inputs=argument.example_inputs(),
+    )  # fmt: skip
+    _show(found, json)
+    if not found.fits:
+        raise typer.Exit(DIFFERENT)
+
+
+def search_command(
+    model: Model,
+    gpus: Annotated[int, typer.Option("--gpus", help="The number of devices")],
+    gpu: Gpu,
+    batch: Batch,
+    memory: Annotated[float, typer.Option("--memory", help="The part of a device's memory for tensors")] = 0.9,
+    dtype: Dtype = "bfloat16",
+    compiled: Compiled = False,
+    sequence: Sequence = None,
+    layers: Layers = None,
+    attention: Attention = None,
+    model_class: ModelClass = None,
+    kwargs: Kwargs = None,
+    inputs: InputsOf = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Prints the fastest layouts on a number of devices that fit, and why the obvious ones lost.
+
+    Example: autotp search autotp.models.gpt:GPT --gpus 8 --gpu a100-80gb --batch 32
+
+    The exit status is 1 if no layout fits.
+    """
+    argument = ModelArgument(model, settings_of(kwargs), layers, None, attention, model_class, inputs)
+    found = search(
+        on_meta(argument), gpus=gpus, gpu=gpu, batch=batch, memory=memory, dtype=dtype_named(dtype), compiled=compiled,
+        sequence=sequence, example_inputs=argument.example_inputs(),
+    )  # fmt: skip
+    _show(found, json)
+
+
+def _show(found: Estimate | Search, json: bool) -> None:
+    if json:
+        print_json(found.to_dict())
+    elif (to := console()).is_terminal:
+        to.print(found)
+    else:
+        print(found)

@@ -1,0 +1,338 @@
+"""pieces: divides a rank's lowered graph at its blocks, and records each kind of piece once.
+
+Before: the graph of 80 layers on tp=8, for a microbatch
+After:  3 records: the first block with the embedding, a block, the last block with head and loss; and how often each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from autotp.compiler import Program, emitted, rank_graph
+from autotp.errors import Error
+from autotp.estimation.counts.depth import renamed, shorten, whole_order
+from autotp.estimation.counts.record import META, Reads, Record, Value, record
+from autotp.passes.capture.pytree import signature_of
+from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.emit.bind import COMMUNICATING
+from autotp.passes.pipeline.loss_totals import TOTAL
+from autotp.passes.pipeline.stages import Stage, blocks_in_order, staged
+from autotp.passes.plan.propagate import needs_grad
+from autotp.rules.call import returned
+from autotp.rules.traits import draws
+from autotp.sharding.layout import Layout
+from autotp.training.compute_dtype import cast_arguments
+from autotp.training.microbatches import batch_tensors, places_of_rows
+from autotp.training.pipeline.schedules import Training, analyse_microbatch
+
+CAPTURED_ROWS = 2
+"""The rows of the batch that is captured: with one row torch would take their number for a constant."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """A parameter of one tensor-parallel rank.
+
+    Attributes:
+        elements: the elements that the fullest rank holds.
+        itemsize: bytes of an element, in the model's own dtype.
+        learns: whether it has a gradient.
+    """
+
+    elements: int
+    itemsize: int
+    learns: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A block of the model, with the operators before the first block or behind the last one.
+
+    Attributes:
+        name: the block's name; "" for a model without numbered blocks.
+        kind: pieces of one kind are alike.
+        parameters: the names of the parameters that it reads.
+        reads: the names of what its placeholders read, in order.
+        sends: the names of what it returns.
+        boundary: the number of them that the next piece reads; the others are values that it computes again.
+    """
+
+    name: str
+    kind: int
+    parameters: tuple[str, ...]
+    reads: tuple[str, ...]
+    sends: tuple[str, ...]
+    boundary: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lowered:
+    """A model on `tp` ranks, captured once; it can be recorded for any microbatch.
+
+    Attributes:
+        program: the plan of the model.
+        graph: the lowered graph of the first rank, which holds the largest shards.
+        captured_blocks: the names of the blocks of the graph, in order.
+        order: name of a block of the whole model, and of the captured block that it is like; in order.
+        parameters: name -> what the fullest rank holds of it, of the whole model.
+        arguments: tensors like those of the captured call, by placeholder.
+        training: the options of the training step.
+    """
+
+    program: Program
+    graph: fx.Graph
+    captured_blocks: tuple[str, ...]
+    order: tuple[tuple[str, str], ...]
+    parameters: Mapping[str, Parameter]
+    arguments: Mapping[str, Tensor]
+    training: Training
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The names of the blocks of the whole model, in order."""
+        return tuple(name for name, _ in self.order)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """The pieces of a model for one microbatch, in order, and the record of each kind."""
+
+    pieces: tuple[Piece, ...]
+    records: tuple[Record, ...]
+
+
+def lowered(model: nn.Module, arguments: Any, tp: int, training: Training) -> Lowered:
+    """Captures a model and lowers it for the first of `tp` ranks. Of blocks that are alike it captures a few.
+
+    Args:
+        model: an ordinary model; may be on `meta`.
+        arguments: args and kwargs of a call, of any batch.
+
+    Raises:
+        Error: as `distribute`.
+    """
+    skeleton = skeleton_of(model)
+    if lengths := shorten(skeleton):
+        try:
+            found = _lowered(model, skeleton, lengths, arguments, tp, training)
+        except Exception:  # A model that counts on its number of blocks: captured whole, it says what is wrong.
+            found = None
+        if found is not None and _middles_are_alike(found, lengths):
+            return found
+    return _lowered(model, skeleton_of(model), {}, arguments, tp, training)
+
+
+def _lowered(
+    model: nn.Module, skeleton: nn.Module, lengths: Mapping[str, int], arguments: Any, tp: int, training: Training
+) -> Lowered:
+    whole = dict(model.named_parameters())
+    for tensor in skeleton.parameters() if training.compute_dtype else ():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(training.compute_dtype)
+    args, kwargs = cast_arguments(signature_of(model).by_name(*arguments), training.compute_dtype)
+    tensors = batch_tensors(args, kwargs)
+    program = analyse_microbatch(skeleton, args, kwargs, tp, training, None, places_of_rows(tensors, []))
+    graph = rank_graph(program, 0, training.randomness)
+    blocks = blocks_in_order(graph, list(program.captured.parameters))
+    order = whole_order(blocks, lengths)
+    names = {renamed(name, captured, block): name for name in program.layouts for block, captured in order}
+    names |= {name: name for name in program.layouts if name in whole} if not order else {}
+    parameters = {
+        name: Parameter(
+            elements=_elements(program.layouts[captured].local_shape(0)), itemsize=whole[name].element_size(),
+            learns=whole[name].requires_grad,
+        )
+        for name, captured in names.items() if name in whole
+    }  # fmt: skip
+    return Lowered(
+        program=program, graph=graph, captured_blocks=tuple(blocks), order=order, parameters=parameters,
+        arguments=dict(zip(program.captured.inputs, tensors, strict=False)), training=training,
+    )  # fmt: skip
+
+
+def _middles_are_alike(model: Lowered, lengths: Mapping[str, int]) -> bool:
+    """True if in each shortened list the second block computes what the third does."""
+    parameters = model.program.captured.parameters
+    cut = staged(model.graph, [[name] for name in model.captured_blocks] or [[]], list(parameters))
+    texts = {next(iter(stage.blocks), ""): _text(stage) for stage in cut}
+    return all(texts.get(f"{path}.1") == texts.get(f"{path}.2") is not None for path in lengths)
+
+
+def _text(stage: Stage) -> tuple[str, ...]:
+    """Returns the operators of a piece as text, without names of nodes, and the shapes that it reads."""
+    number = {node: f"%{i}" for i, node in enumerate(stage.graph.nodes)}
+    lines = []
+    for node in stage.graph.nodes:
+        args = fx.map_arg((node.args, node.kwargs), lambda n: number[n])
+        shape = getattr(node.meta.get("val"), "shape", "") if node.op == "placeholder" else args
+        called = "" if node.op == "placeholder" else f"{getattr(node.target, '__name__', '')} {node.target} "
+        lines.append(f"{called}{shape}")
+    return tuple(lines)
+
+
+def _elements(shape: Sequence[int]) -> int:
+    total = 1
+    for n in shape:
+        total *= int(n)
+    return total
+
+
+def recorded(model: Lowered, rows: int, on_gpu: bool = True, early_stop: bool = True) -> Recorded:
+    """Returns the records of the pieces of a rank for a microbatch of `rows` rows.
+
+    A piece that is like an earlier one is not run again. The last two arguments are those of `record`.
+    """
+    return _recorded(model, model.graph, rows, on_gpu, early_stop)
+
+
+def whole_flops(model: Lowered, rows: int) -> float:
+    """Returns the FLOPs of products of a microbatch on one device with the whole model, without what is recomputed."""
+    one = replace(model, program=replace(model.program, layouts=_uncut(model.program)))
+    found = _recorded(one, model.program.graph, rows, True)
+    counts = [sum(op.flops for op in each.ops if op.phase != "again") for each in found.records]
+    return sum(counts[piece.kind] for piece in found.pieces)
+
+
+def _uncut(program: Program) -> dict[str, Layout]:
+    return {name: Layout(layout.shape) for name, layout in program.layouts.items()}
+
+
+def _recorded(model: Lowered, graph: fx.Graph, rows: int, on_gpu: bool, early_stop: bool = True) -> Recorded:
+    names = model.program.captured.parameters
+    learners = {place for place, name in names.items() if model.parameters[name].learns}
+    learns = needs_grad(graph, frozenset(n for n in graph.nodes if n.name in learners))
+    cut = staged(graph, [[name] for name in model.captured_blocks] or [[]], list(names))
+    known: dict[Any, int] = {}
+    records: list[Record] = []
+    pieces: list[Piece] = []
+    values: dict[str, Value] = {}
+    given = _inputs(model, rows)
+    for stage in cut:
+        read = [(n, *_value(n, model, {n.name for n in learns}, values, given)) for n in _placeholders(stage.graph)]
+        key = _digest(stage, read)
+        if key not in known:
+            known[key] = len(records)
+            records.append(_run(stage, model, given, read, on_gpu, early_stop))
+        kind = known[key]
+        sent = [node.name for node in (*returned(stage.graph), *_shared(stage.graph, given))]
+        values.update(zip(sent, records[kind].sent, strict=False))
+        places = tuple(n.name for n in _placeholders(stage.graph))
+        own = tuple(names[place] for place in places if place in names)
+        block = next(iter(stage.blocks), "")
+        piece = Piece(
+            name=block, kind=kind, parameters=own, reads=places, sends=tuple(sent),
+            boundary=len(returned(stage.graph)),
+        )  # fmt: skip
+        pieces.append(piece)
+    return Recorded(pieces=_whole(pieces, model.order), records=tuple(records))
+
+
+def _whole(pieces: Sequence[Piece], order: Sequence[tuple[str, str]]) -> tuple[Piece, ...]:
+    """Returns the pieces of the whole model: those of captured blocks, as often as they stand for blocks."""
+    if not order:
+        return tuple(pieces)
+    places = {piece.name: i for i, piece in enumerate(pieces)}
+    found: list[Piece] = []
+    for block, captured in order:
+        like = pieces[places[captured]]
+        before = pieces[places[captured] - 1] if found else None
+        received = dict(zip(before.sends[: before.boundary], found[-1].sends, strict=False)) if before else {}
+        names = {name: f"{name} of {block}" for name in like.sends[: like.boundary]} | received
+        found.append(
+            replace(
+                like, name=block, parameters=tuple(renamed(name, captured, block) for name in like.parameters),
+                reads=tuple(names.get(name, name) for name in like.reads),
+                sends=tuple(names.get(name, name) for name in like.sends),
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def _inputs(model: Lowered, rows: int) -> dict[str, Value]:
+    """Returns the inputs of a microbatch by placeholder: as they were captured, with another number of rows."""
+    batch, found = set(model.program.rows), {}
+    for name, tensor in model.arguments.items():
+        shape = (rows, *tensor.shape[1:]) if name in batch else tuple(tensor.shape)
+        found[name] = Value(shape=shape, dtype=tensor.dtype, learns=False)
+    return found
+
+
+def _value(
+    node: fx.Node, model: Lowered, learns: set[str], values: Mapping[str, Value], given: Mapping[str, Value]
+) -> tuple[Value, Reads]:
+    """Returns what a placeholder of a piece reads."""
+    captured, example = model.program.captured, node.meta.get("val")
+    if node.name in values:
+        return values[node.name], "input"
+    if node.name in given:
+        return given[node.name], "input"
+    if node.name in captured.parameters:
+        name = captured.parameters[node.name]
+        shape = tuple(model.program.layouts[name].local_shape(0))
+        assert isinstance(example, Tensor)
+        return Value(shape=shape, dtype=example.dtype, learns=node.name in learns), "parameter"
+    if node.name in captured.constants:
+        constant = captured.constants[node.name]
+        return Value(shape=tuple(constant.shape), dtype=constant.dtype, learns=False), "held"
+    assert isinstance(example, Tensor), node.name
+    kind: Reads = "input" if node.name.startswith(TOTAL) else "held"
+    return Value(shape=tuple(int(n) for n in example.shape), dtype=example.dtype, learns=False), kind
+
+
+def _digest(stage: Stage, read: Sequence[tuple[fx.Node, Value, Reads]]) -> Any:
+    """Returns a key that pieces of one kind share: the operators, and what they read."""
+    return tuple((value, reads) for _, value, reads in read), _text(stage)
+
+
+def _shared(graph: fx.Graph, given: Collection[str]) -> list[fx.Node]:
+    """Returns the values that depend on inputs only, such as masks, and that other operators read.
+
+    Pieces compute them each for itself, and keep them once: by their names it is seen that they are one.
+    """
+    made: set[fx.Node] = set()
+    for node in graph.nodes:
+        computed = node.op == "call_function" and all(operand in made for operand in node.all_input_nodes)
+        if (node.op == "placeholder" and node.name in given) or (computed and not draws(node)):
+            made.add(node)
+    tensors = (n for n in graph.nodes if n in made and n.op != "placeholder" and isinstance(n.meta.get("val"), Tensor))
+    return [node for node in tensors if any(user not in made and user.op != "output" for user in node.users)]
+
+
+def _returning_too(graph: fx.Graph, names: Collection[str]) -> fx.Graph:
+    """Returns a copy of a graph that also returns the values of these names."""
+    copy, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        if node.op != "output":
+            env[node] = copy.node_copy(node, lambda old: env[old])
+    copy.output(tuple(env[n] for n in (*returned(graph), *(n for n in graph.nodes if n.name in names))))
+    return copy
+
+
+def _run(
+    stage: Stage, model: Lowered, given: Collection[str], read: Sequence[tuple[fx.Node, Value, Reads]], on_gpu: bool,
+    early_stop: bool,
+) -> Record:  # fmt: skip
+    groups = _groups(stage.graph, model.program.tp)
+    graph = _returning_too(stage.graph, [n.name for n in _shared(stage.graph, given)])
+    module = emitted(graph, model.program, model.training, META, {axis: axis for axis in groups})
+    try:
+        return record(module, [(value, reads) for _, value, reads in read], groups, on_gpu, early_stop)
+    except NotImplementedError as error:
+        raise Error(
+            f"an operator of `{'`, `'.join(stage.blocks)}` cannot run on meta: {str(error).splitlines()[0]}",
+            fix="register_fake of a custom operator, with autograd",
+        ) from error
+
+
+def _groups(graph: fx.Graph, tp: int) -> dict[str, int]:
+    """Returns the mesh axes over which a graph communicates, with their sizes: `tp`, or `tp/4` for 4 neighbours."""
+    axes = {str(node.args[1]) for node in graph.nodes if node.target in COMMUNICATING}
+    return {axis: int(axis.partition("/")[2] or tp) for axis in sorted(axes)}

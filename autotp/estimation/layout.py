@@ -1,0 +1,110 @@
+"""layout: how a model is divided for a step, and what a training library does beside the graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from autotp.errors import Error
+from autotp.options import Recompute
+
+DTYPES = (None, torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A layout of a training step; the arguments of `estimate` explain the fields.
+
+    Raises:
+        Error: a size is no whole number of 1 or more, or the batch is not divided evenly.
+    """
+
+    batch: int
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    micro_batch: int = 1
+    schedule: str = "1F1B"
+    interleave: int | None = None
+    sequence_parallel: bool = False
+    recompute: Recompute = "none"
+    zero: int = 0
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "tp", "pp", "dp", "micro_batch"):
+            size: Any = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise Error(f"{name}={size!r} is not a whole number of 1 or more", fix=f"{name}=2")
+        if self.batch % (self.dp * self.micro_batch):
+            raise Error(
+                f"a batch of {self.batch} rows on dp={self.dp} replicas, in microbatches of {self.micro_batch}: "
+                f"{self.dp} x {self.micro_batch} does not divide {self.batch}",
+                fix=f"batch={-(-self.batch // (self.dp * self.micro_batch)) * self.dp * self.micro_batch}",
+            )
+        if self.dtype not in DTYPES:
+            raise Error(f"dtype={self.dtype}", expected=", ".join(map(str, DTYPES)))
+        if self.zero not in (0, 1, 2, 3):
+            raise Error(f"zero={self.zero!r}", expected="0, 1, 2, 3")
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def microbatches(self) -> int:
+        """The number of microbatches of a replica in a step."""
+        return self.batch // (self.dp * self.micro_batch)
+
+    def __str__(self) -> str:
+        rounds = f" x{self.interleave}" if self.interleave else ""
+        parts = [f"tp={self.tp}", f"pp={self.pp}", f"dp={self.dp}", f"micro_batch={self.micro_batch}"]
+        parts += [f"{self.schedule}{rounds}"] * (self.pp > 1)
+        parts += ["sequence_parallel"] * self.sequence_parallel
+        parts += [f"recompute {self.recompute}"] * (self.recompute != "none") + [f"zero {self.zero}"] * bool(self.zero)
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Practice:
+    """What a training library does beside the graph.
+
+    Attributes:
+        fused: whether pointwise operators that follow one another are one kernel.
+        casts: whether each use of a parameter casts it, so that each microbatch in flight has its own copy; else the
+            optimizer writes one copy in the dtype of computation.
+        accumulation: bytes that are moved for each parameter and microbatch to add up gradients, beside the products;
+            None: a gradient is read in the dtype of computation, and added in the parameter's own.
+        optimizer: bytes that an optimizer's step moves for each parameter.
+        state: bytes of the optimizer's state for each parameter; None: two numbers of the parameter's dtype.
+        scattered: whether ranks of one stage send a part each of what they all hold, and gather it behind the link
+            (Narayanan et al. 2021, section 4.1).
+        gradient: bytes of an element of a gradient, as it is kept and summed over replicas; None: the parameter's own.
+        overlapped: whether replicas sum gradients beside the backward of the last microbatch.
+        gathers: how often ZeRO 3 gathers a parameter for a microbatch.
+        units: what ZeRO 3 gathers at a time: a block, beside the computation of the block before; or a parameter, when
+            it is needed.
+        early_stop: whether what is computed again ends where backward needs no more.
+        without: passes of autotp that the library has nothing like.
+    """
+
+    fused: bool = False
+    casts: bool = True
+    accumulation: float | None = None
+    optimizer: float = 28.0
+    state: float | None = None
+    scattered: bool = False
+    gradient: int | None = None
+    overlapped: bool = False
+    gathers: int = 2
+    units: Literal["block", "parameter"] = "block"
+    early_stop: bool = True
+    without: tuple[str, ...] = ()
+
+
+AUTOTP = Practice()
+COMPILED = Practice(fused=True)
+"""autotp with `compile_blocks()`."""

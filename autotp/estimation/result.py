@@ -1,0 +1,206 @@
+"""result: an estimate, as numbers and as a table, each with its error bar.
+
+NOTE [Where the error bars come from]
+`benchmarks/estimates.py` compares estimates with published tables. A bar is about twice the mean error of the tables
+that test a number, for kinds of devices that have such tables. For others the peak and the bandwidths are known, and
+what is sustained of them is not: their bars are wider. The rows of where the time goes have wider bars than their sum,
+because only two tables say more than the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autotp.display.sheet import Sheet, Shown, Table
+from autotp.estimation.layout import Layout
+from autotp.estimation.seconds.hardware import GIB, Hardware
+
+STEP, ROW, UNMEASURED, MEMORY = 0.08, 0.15, 0.25, 0.03
+"""The relative errors of a step's seconds, of a row of them, of either on other devices, and of the memory."""
+ALLOCATOR = (1.0 * GIB, 0.08)
+"""What a device holds beside tensors: bytes of libraries and NCCL's buffers, and the allocator's part of the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """The memory of one pipeline rank at its fullest moment, in bytes.
+
+    Attributes:
+        weights: parameters in their own dtype.
+        copies: parameters in the dtype of computation.
+        gradients: gradients, in the parameters' dtype.
+        optimizer: the state of Adam.
+        activations: what backward reads, of all microbatches in flight.
+        logits: the part of it behind the last block.
+        transients: what the running block needs beside.
+    """
+
+    weights: float = 0.0
+    copies: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    transients: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The bytes of all tensors."""
+        return sum(vars(self).values())
+
+    @property
+    def reserved(self) -> float:
+        """The bytes of the device that are taken at most: with the allocator's part, libraries, and NCCL's buffers."""
+        return self.total * (1 + MEMORY + ALLOCATOR[1]) + ALLOCATOR[0]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Estimate(Shown):
+    """A predicted training step, returned by `estimate`.
+
+    Attributes:
+        layout: the layout.
+        device: the kind of device.
+        seconds: of a step: forward, backward, the sums over replicas and the optimizer's step.
+        flops: floating-point operations of the model in a step, without those computed again.
+        flops_again: those computed again.
+        spent: what the seconds of the busiest pipeline rank are spent on; they add up to `seconds`. Collectives count
+            as far as they are not hidden behind computation; "pipeline" is the bubble, and the time of sends.
+        memory: of each pipeline rank, at its fullest moment.
+        stages: the blocks of each stage.
+        homes: the pipeline rank of each stage.
+
+    Example:
+        >>> from autotp.models.gpt import GPT, GPTConfig
+        >>> with torch.device("meta"):
+        ...     model = GPT(GPTConfig(vocab_size=51200, n_layer=4, n_head=8, n_embd=1024))
+        >>> est = autotp.estimate(model, gpu="a100-80gb", tp=2, pp=2, batch=8, dtype=torch.bfloat16)
+        >>> len(est.memory), est.fits, 0 < est.mfu < 1
+        (2, True, True)
+    """
+
+    layout: Layout
+    device: Hardware
+    seconds: float
+    flops: float
+    flops_again: float
+    spent: Mapping[str, float]
+    memory: tuple[RankMemory, ...]
+    stages: tuple[tuple[str, ...], ...]
+    homes: tuple[int, ...]
+
+    @property
+    def tflops(self) -> float:
+        """The model's TFLOP/s of one device: without what is computed again."""
+        return self.flops / self.seconds / self.layout.devices / 1e12
+
+    @property
+    def hardware_tflops(self) -> float:
+        """The TFLOP/s that one device computes: with what is computed again."""
+        return (self.flops + self.flops_again) / self.seconds / self.layout.devices / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """The model's part of the device's peak (model FLOPs utilization)."""
+        return self.tflops * 1e12 / self._peak
+
+    @property
+    def _peak(self) -> float:
+        wide = self.layout.dtype is None or self.layout.dtype.itemsize > 2
+        return self.device.vector_flops if wide else self.device.matrix_flops
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank's memory is within the device's, with the allocator's part."""
+        return max(rank.reserved for rank in self.memory) <= self.device.memory
+
+    @property
+    def error(self) -> float:
+        """The relative error bar of `seconds`, and of all that is computed from it."""
+        return STEP if self.device.measured else UNMEASURED
+
+    def summary(self) -> str:
+        """Returns layout, seconds and memory in a line."""
+        fullest = max(rank.total for rank in self.memory)
+        fit = "fits" if self.fits else "does not fit"
+        return (
+            f"{self.layout} on {self.layout.devices} x {self.device.name}: {self.seconds:.3g} s "
+            f"±{self.error:.0%}, {self.tflops:.0f} TFLOP/s, {fullest / GIB:.1f} GiB, {fit}"
+        )
+
+    def sheet(self) -> Sheet:
+        """Returns the tables of the time and of the memory."""
+        row = max(self.error, ROW)
+        times = tuple(
+            (name, f"{s:.4g} s", f"±{s * row:.2g} s", f"{s / self.seconds:.1%}")
+            for name, s in sorted(self.spent.items(), key=lambda item: -item[1])
+        )
+        total = ("a step", f"{self.seconds:.4g} s", f"±{self.seconds * self.error:.2g} s", "100%")
+        lines = (
+            f"model        {self.tflops:.1f} ±{self.tflops * self.error:.1f} TFLOP/s a device, "
+            f"{self.mfu:.1%} ±{self.mfu * self.error:.1%} of the peak",
+            f"hardware     {self.hardware_tflops:.1f} ±{self.hardware_tflops * self.error:.1f} TFLOP/s, with what is "
+            "computed again",
+        )
+        memory = tuple(self._memory_row(i, rank) for i, rank in self._ranks())
+        fit = "fits" if self.fits else "does not fit"
+        fullest = max(self.memory, key=lambda rank: rank.total)
+        beside = (
+            f"memory       {fit}: at most {fullest.reserved / GIB:.1f} of {self.device.memory / GIB:.1f} GiB, with "
+            f"{ALLOCATOR[0] / GIB:.0f} GiB for libraries and NCCL and {ALLOCATOR[1]:.0%} for the allocator",
+        )
+        head = (
+            "pp rank",
+            *(name for name in vars(RankMemory()) if any(vars(r)[name] for r in self.memory)),
+            "GiB in all",
+        )
+        return Sheet(
+            f"{self.layout} on {self.layout.devices} x {self.device.name}",
+            (
+                Table(("where the time goes", "", "", ""), (*times, total), ("", "cut", "note", "note")),
+                lines,
+                Table(head, memory, ("", *("note",) * (len(head) - 2), "cut")),  # type: ignore[arg-type]
+                beside,
+            ),
+        )  # fmt: skip
+
+    def _ranks(self) -> list[tuple[str, RankMemory]]:
+        """Returns the pipeline ranks; neighbours with equal memory are one row."""
+        found: list[tuple[str, RankMemory]] = []
+        for i, rank in enumerate(self.memory):
+            if len(self.memory) > 8 and 1 < i < len(self.memory) - 2:
+                if i == 2:
+                    found.append(("...", rank))
+                continue
+            found.append((str(i), rank))
+        return found
+
+    def _memory_row(self, name: str, rank: RankMemory) -> tuple[str, ...]:
+        kinds = [kind for kind in vars(rank) if any(vars(r)[kind] for r in self.memory)]
+        if name == "...":
+            return ("...", *("" for _ in kinds), "")
+        cells = [f"{vars(rank)[kind] / GIB:.2f}" for kind in kinds]
+        return (name, *cells, f"{rank.total / GIB:.2f} ±{rank.total * MEMORY / GIB:.1g}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the estimate as plain data, for JSON; bytes, seconds and FLOPs."""
+        layout = {key: str(v).removeprefix("torch.") if key == "dtype" else v for key, v in vars(self.layout).items()}
+        return {
+            "version": 1,
+            "layout": layout,
+            "device": self.device.name,
+            "seconds": self.seconds,
+            "error": self.error,
+            "tflops": self.tflops,
+            "hardware_tflops": self.hardware_tflops,
+            "mfu": self.mfu,
+            "spent": dict(self.spent),
+            "memory": [{**vars(rank), "total": rank.total, "at_most": rank.reserved} for rank in self.memory],
+            "memory_error": MEMORY,
+            "fits": self.fits,
+            "stages": [
+                {"rank": rank, "blocks": list(blocks)} for rank, blocks in zip(self.homes, self.stages, strict=True)
+            ],
+        }

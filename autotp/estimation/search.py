@@ -1,0 +1,301 @@
+"""`search`: the fastest layouts of a model on a number of devices, and why the obvious ones are not among them.
+
+Each number of tensor-parallel ranks is captured once, and each micro-batch recorded once. All layouts get a rough price
+from these records; the best of them are priced as `estimate` does, until five are found that fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotp.display.sheet import Sheet, Shown, Table
+from autotp.errors import Error, within
+from autotp.estimation.estimate import captured
+from autotp.estimation.layout import AUTOTP, COMPILED, Layout, Practice
+from autotp.estimation.price import Prices, price
+from autotp.estimation.result import Estimate
+from autotp.estimation.rough import Rough, RoughPrices
+from autotp.estimation.seconds.hardware import GIB, Hardware, hardware_of
+from autotp.options import Recompute
+
+MICRO_BATCHES = (1, 2, 4, 8)
+INTERLEAVES = (2, 3, 4, 6, 8)
+SHOWN = 5
+"""The layouts that a search returns."""
+PRICED = 60
+"""The layouts that are priced in full, at most."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """An obvious layout that is not the best, and why."""
+
+    layout: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Search(Shown):
+    """The result of `search`.
+
+    Attributes:
+        best: the fastest layouts that fit, the fastest first; five at most.
+        lost: obvious layouts that are slower or do not fit, and why.
+        tried: the number of legal layouts.
+
+    Example:
+        >>> from autotp.models.gpt import GPT, GPTConfig
+        >>> with torch.device("meta"):
+        ...     model = GPT(GPTConfig(vocab_size=51200, n_layer=8, n_head=8, n_embd=1024))
+        >>> found = autotp.search(model, gpus=8, gpu="a100-80gb", batch=64, dtype=torch.bfloat16)
+        >>> found.best[0].fits, found.best[0].layout.devices
+        (True, 8)
+    """
+
+    best: tuple[Estimate, ...]
+    lost: tuple[Lost, ...]
+    tried: int
+
+    def summary(self) -> str:
+        """Returns the best layout in a line."""
+        return self.best[0].summary()
+
+    def sheet(self) -> Sheet:
+        """Returns the tables of the best layouts and of those that lost."""
+        first = self.best[0]
+        head = ("layout", "a step", "TFLOP/s", "of peak", "GiB")
+        rows = tuple(
+            (
+                str(est.layout),
+                f"{est.seconds:.3g} ±{est.seconds * est.error:.1g} s",
+                f"{est.tflops:.0f}",
+                f"{est.mfu:.1%}",
+                f"{max(rank.total for rank in est.memory) / GIB:.1f}",
+            )
+            for est in self.best
+        )
+        lost = tuple((other.layout, other.why) for other in self.lost)
+        title = f"the best of {self.tried} layouts on {first.layout.devices} x {first.device.name}"
+        tables = [Table(head, rows, ("cut", "", "note", "note", "note"))]
+        tables += [Table(("obvious, and", "why it lost"), lost, ("", "note"))] * bool(lost)
+        return Sheet(title, tuple(tables))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the result as plain data, for JSON."""
+        lost = [{"layout": other.layout, "why": other.why} for other in self.lost]
+        return {"version": 1, "tried": self.tried, "best": [est.to_dict() for est in self.best], "lost": lost}
+
+
+def search(
+    model: nn.Module,
+    *,
+    gpus: int,
+    gpu: str | Hardware,
+    batch: int,
+    memory: float = 0.9,
+    dtype: torch.dtype | None = None,
+    compiled: bool = False,
+    sequence: int | None = None,
+    example_inputs: Any = None,
+) -> Search:
+    """Returns the fastest layouts of a training step of `model` on `gpus` devices, by `estimate`.
+
+    It tries all numbers of tensor-parallel ranks that divide `gpus`, up to two nodes; all numbers of stages and
+    replicas; micro-batches of 1 to 8 rows; the schedules 1F1B and interleaved; recomputation; and ZeRO 0, 1 and 3.
+    Sequence parallelism is on wherever there are tensor-parallel ranks: over NCCL it sends as many bytes, and saves
+    memory.
+
+    Args:
+        model, gpu, batch, dtype, compiled, sequence, example_inputs: as for `estimate`.
+        gpus: the number of devices.
+        memory: the part of a device's memory that tensors may take.
+
+    Raises:
+        Error: as `estimate`; or no layout fits.
+
+    Example:
+        >>> from autotp.models.gpt import GPT, GPTConfig
+        >>> with torch.device("meta"):
+        ...     model = GPT(GPTConfig(vocab_size=51200, n_layer=8, n_head=8, n_embd=1024))
+        >>> print(autotp.search(model, gpus=8, gpu="h100-80gb", batch=64, dtype=torch.bfloat16).best[0].layout.tp)
+        1
+    """
+
+    def run() -> Search:
+        device = hardware_of(gpu)
+        Layout(batch=batch, dtype=dtype)
+        if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
+            raise Error(f"gpus={gpus!r} is not a whole number of 1 or more", fix="gpus=8")
+        if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 < memory <= 1:
+            raise Error(f"memory={memory!r} is not a part of a device's memory", fix="memory=0.9")
+        layouts = Layouts(model, device, COMPILED if compiled else AUTOTP, dtype, sequence, example_inputs)
+        return _searched(layouts, gpus, batch, memory)
+
+    return within(f"search({type(model).__name__}, gpus={gpus})", run)
+
+
+class Layouts:
+    """A model, captured for each number of tensor-parallel ranks when it is first needed."""
+
+    def __init__(
+        self, model: nn.Module, device: Hardware, practice: Practice, dtype: torch.dtype | None, sequence: int | None,
+        given: Any,
+    ) -> None:  # fmt: skip
+        self.device, self.dtype = device, dtype
+        self._call = model, practice, sequence, given
+        self._prices: dict[tuple[int, Recompute], Prices] = {}
+        self._rough: dict[tuple[int, Recompute], RoughPrices] = {}
+        self.pipelines = True
+
+    def prices(self, tp: int, recompute: Recompute) -> Prices:
+        """Returns the prices of a number of tensor-parallel ranks, with a way of recomputation."""
+        model, practice, sequence, given = self._call
+        if (tp, "none") not in self._prices:
+            layout = Layout(batch=1, tp=tp, pp=1 + self.pipelines, sequence_parallel=tp > 1, dtype=self.dtype)
+            try:
+                found = captured(model, layout, sequence, given)
+            except Error:
+                self.pipelines = False  # As `distribute`; without a pipeline it may be that `parallelize` can.
+                found = captured(model, replace(layout, pp=1), sequence, given)
+            known = next(iter(self._prices.values()), None)  # The FLOPs of a row are those of any number of ranks.
+            flops = None if known is None else known.flops(1)
+            self._prices[tp, "none"] = Prices(found, self.device, practice, scaled=True, flops=flops)
+        if (tp, recompute) not in self._prices:
+            plain = self._prices[tp, "none"]
+            again = replace(plain.model, training=replace(plain.model.training, recompute=recompute))
+            self._prices[tp, recompute] = Prices(again, self.device, practice, scaled=True, flops=plain.flops(1))
+        return self._prices[tp, recompute]
+
+    def price(self, layout: Layout) -> Estimate:
+        """Returns the estimate of a layout."""
+        return price(self.prices(layout.tp, layout.recompute), layout)
+
+    def ranks(self, gpus: int) -> list[int]:
+        """Returns the numbers of tensor-parallel ranks: up to two nodes."""
+        return [n for n in range(1, 2 * self.device.node + 1) if gpus % n == 0]
+
+    def recomputes(self, tp: int) -> tuple[Recompute, ...]:
+        """Returns the ways of recomputation: fused attention keeps no scores that could be recomputed selectively."""
+        found = self.prices(tp, "none").pieces(1)
+        blocks = {piece.kind for piece in found.pieces[:-1]}  # Behind the last block, the loss has a softmax.
+        scores = any("softmax" in op.name for kind in blocks for op in found.records[kind].ops)
+        return ("none", "selective", "full") if scores else ("none", "full")
+
+    def rough_prices(self, tp: int, recompute: Recompute) -> RoughPrices:
+        """Returns the rough prices of a number of tensor-parallel ranks, with a way of recomputation."""
+        which: Recompute = "selective" if recompute == "selective" else "none"
+        if (tp, which) not in self._rough:
+            self._rough[tp, which] = RoughPrices(self.prices(tp, which))
+        return self._rough[tp, which]
+
+    def legal(self, gpus: int, batch: int) -> Iterator[Layout]:
+        """Yields the layouts of a number of devices whose sizes multiply out."""
+        for tp in self.ranks(gpus):
+            model = self.prices(tp, "none").model
+            blocks = max(1, len(model.order)) if self.pipelines else 1
+            for pp in (n for n in range(1, blocks + 1) if gpus // tp % n == 0):
+                dp = gpus // tp // pp
+                for micro in (n for n in MICRO_BATCHES if batch % (dp * n) == 0):
+                    for schedule, interleave in _schedules(pp, blocks, batch // dp // micro):
+                        for zero in (0, 1, 3) if dp > 1 and pp == 1 else (0, 1) if dp > 1 else (0,):
+                            for recompute in self.recomputes(tp):
+                                yield Layout(
+                                    batch=batch, tp=tp, pp=pp, dp=dp, micro_batch=micro, schedule=schedule,
+                                    interleave=interleave, zero=zero, recompute=recompute,
+                                    sequence_parallel=tp > 1, dtype=self.dtype,
+                                )  # fmt: skip
+
+
+def _schedules(pp: int, blocks: int, microbatches: int) -> Iterator[tuple[str, int | None]]:
+    """Yields the schedules that torch can run with these numbers."""
+    if pp == 1 or microbatches >= pp:
+        yield "1F1B", None
+    for interleave in INTERLEAVES if pp > 1 else ():
+        if pp * interleave <= blocks and microbatches % max(1, microbatches // pp) == 0:
+            yield "interleaved", interleave
+
+
+def _searched(layouts: Layouts, gpus: int, batch: int, memory: float) -> Search:
+    limit = memory * layouts.device.memory
+    found = [(x, layouts.rough_prices(x.tp, x.recompute).rough(x)) for x in layouts.legal(gpus, batch)]
+    if not found:
+        raise Error(f"a batch of {batch} rows is not divided evenly by any layout of {gpus} devices", fix="batch=gpus")
+    best = _fastest(layouts, found, limit)
+    if not best:
+        _raise_nothing_fits(layouts, found, limit)
+    lost = _slower(layouts, found, best, limit)
+    return Search(best=tuple(best), lost=tuple(lost), tried=len(found))
+
+
+def _fastest(layouts: Layouts, found: Sequence[tuple[Layout, Rough]], limit: float) -> list[Estimate]:
+    """Returns the fastest layouts that fit. A rough price is not exact, so more are priced than are wanted."""
+    likely = sorted((r.seconds, i) for i, (_, r) in enumerate(found) if r.memory <= 1.1 * limit)
+    priced: list[Estimate] = []
+    for seconds, i in likely[:PRICED]:
+        enough = sorted(est.seconds for est in priced)[SHOWN - 1 : SHOWN]
+        if enough and seconds > 1.1 * enough[0]:
+            break
+        est = layouts.price(found[i][0])
+        if _most(est) <= limit:
+            priced.append(est)
+    return sorted(priced, key=lambda est: est.seconds)[:SHOWN]
+
+
+def _most(est: Estimate) -> float:
+    return max(rank.total for rank in est.memory)
+
+
+def _raise_nothing_fits(layouts: Layouts, found: Sequence[tuple[Layout, Rough]], limit: float) -> None:
+    least = layouts.price(min(found, key=lambda pair: pair[1].memory)[0])
+    raise Error(
+        f"no layout fits: {least.layout} takes {_most(least) / GIB:.0f} GiB of {limit / GIB:.0f} on its fullest device",
+        fix="more gpus, or a smaller sequence",
+    )
+
+
+# ---- why the obvious layouts lost
+
+
+def _slower(
+    layouts: Layouts, found: Sequence[tuple[Layout, Rough]], best: Sequence[Estimate], limit: float
+) -> Iterator[Lost]:
+    """Yields the obvious layouts that are not among the best, each in its fastest variant that fits."""
+    won = best[0]
+    for name, which in _obvious(won.layout, layouts.device.node).items():
+        mine = [(layout, r) for layout, r in found if which(layout)]
+        if not mine or any(which(est.layout) for est in best):
+            continue
+        fitting = [pair for pair in mine if pair[1].memory <= limit]
+        layout, _ = min(fitting or mine, key=lambda pair: pair[1].seconds if fitting else pair[1].memory)
+        yield Lost(f"{name}: {layout}", _why(layouts.price(layout), won, layouts.device, limit))
+
+
+def _obvious(won: Layout, node: int) -> Mapping[str, Any]:
+    """Returns name -> whether a layout is of this kind."""
+    return {
+        "replicas only": lambda x: x.tp == x.pp == 1 and x.zero < 3,
+        "ZeRO 3 only": lambda x: x.tp == x.pp == 1 and x.zero == 3,
+        "tp in a node, and replicas": lambda x: x.tp == node and x.pp == 1,
+        "a pipeline without tp": lambda x: x.tp == 1 < x.pp,
+        "tp in a node, and a pipeline": lambda x: x.tp == node and x.pp > 1,
+        "tp across nodes": lambda x: x.tp > node,
+        "half the tp": lambda x: 2 * x.tp == won.tp,
+        "twice the tp": lambda x: x.tp == 2 * won.tp <= node,
+    }
+
+
+def _why(est: Estimate, won: Estimate, device: Hardware, limit: float) -> str:
+    """Returns in a line why a layout lost against the best."""
+    fullest = max(range(len(est.memory)), key=lambda i: est.memory[i].total)
+    if _most(est) > limit:
+        return f"does not fit: {_most(est) / GIB:.0f} of {limit / GIB:.0f} GiB on pipeline rank {fullest}"
+    more = {name: s - won.spent.get(name, 0.0) for name, s in est.spent.items()}
+    row = max(more, key=more.__getitem__)
+    crossing = f", tp={est.layout.tp} crosses nodes" if est.layout.tp > device.node and row.endswith("tp") else ""
+    slower = est.seconds - won.seconds
+    return f"{slower * 1e3:+.0f} ms ({slower / won.seconds:+.0%}): {row} {more[row] * 1e3:+.0f} ms{crossing}"

@@ -1,0 +1,171 @@
+"""hardware: the numbers of each kind of device, with their sources, and the line that describes a device of one's own.
+
+At most 15 numbers a kind, each with a physical meaning. Bandwidths are of one direction.
+
+NOTE [Where the sustained parts come from]
+`matrix_sustained` and `memory_sustained` are not in data sheets. Those of the A100 are fitted to one table, the times
+of one layer of a model of 22B parameters (Korthikanti et al. 2022, table 4), by `benchmarks/estimates.py --fit`.
+Nothing else is fitted, and other GPUs have the same parts until somebody measures them. `fill` is for cuBLAS's kernels
+of tiles of 256 x 128, whose loads run three stages of 32 ahead (`256x128_32x3`), and as much for the time in which they
+write a tile. `link_sustained` is what NCCL's tests reach in a DGX A100 (about 235 of 300 GB/s).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autotp.errors import Error
+
+TERA, GIGA, MICRO, GIB = 1e12, 1e9, 1e-6, 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A kind of device, and how devices are connected.
+
+    Attributes:
+        name: the name of the kind.
+        matrix_flops: peak of products in 16 bits, without sparsity: FLOP/s.
+        vector_flops: peak of products in float32: FLOP/s.
+        memory_bandwidth: bytes/s.
+        memory: bytes.
+        units: the parts that compute a tile of a product each (streaming multiprocessors).
+        cache_bandwidth: bytes/s between the last cache and all units, which read the operands of tiles.
+        matrix_sustained: the part of the peak that a large product sustains: clocks fall under load.
+        memory_sustained: the part of the memory's bandwidth that a long copy sustains.
+        fill: the summed length that a tile's time is longer by, while its pipeline of loads fills and empties.
+        launch: seconds from the end of a kernel to the work of the next.
+        node: the number of devices in a node.
+        node_bandwidth: bytes/s of a device to the others of its node.
+        net_bandwidth: bytes/s of a device to other nodes: of the node's adapters, divided by its devices.
+        link_sustained: the part of these that collectives sustain.
+        latency: seconds for a message of no length.
+        measured: whether estimates for this kind were compared with published or own measurements.
+    """
+
+    name: str
+    matrix_flops: float
+    vector_flops: float
+    memory_bandwidth: float
+    memory: float
+    units: int
+    cache_bandwidth: float
+    matrix_sustained: float = 0.758
+    memory_sustained: float = 0.811
+    fill: float = 192.0
+    launch: float = 2 * MICRO
+    node: int = 8
+    node_bandwidth: float
+    net_bandwidth: float
+    link_sustained: float = 0.78
+    latency: float = 5 * MICRO
+    measured: bool = False
+
+
+# Sources: NVIDIA A100 white paper (2020), table 4 and page 39 (level-2 cache: 5,120 bytes a clock, 1,410 MHz); DGX A100
+# data sheet: NVSwitch 600 GB/s both ways, 8 adapters of 200 Gbit/s for 8 GPUs (Narayanan et al. 2021, section 5).
+A100_80GB = Hardware(
+    name="a100-80gb", matrix_flops=312 * TERA, vector_flops=19.5 * TERA, memory_bandwidth=2039 * GIGA, memory=80 * GIB,
+    units=108, cache_bandwidth=5120 * 1.41e9, node_bandwidth=300 * GIGA, net_bandwidth=25 * GIGA, measured=True,
+)  # fmt: skip
+# The same white paper: 1,555 GB/s.
+A100_40GB = replace(A100_80GB, name="a100-40gb", memory_bandwidth=1555 * GIGA, memory=40 * GIB)
+# NVIDIA V100 white paper (2017): 80 multiprocessors, 900 GB/s. DGX-2H: 2.1 PFLOP/s on 16 GPUs of 450 W. Cache: Jia et
+# al. 2018 (1804.06826), table 3.4. Shoeybi et al. 2019, section 5: 300 GB/s both ways in a server, 100 GB/s between.
+V100_32GB = Hardware(
+    name="v100-32gb", matrix_flops=130 * TERA, vector_flops=16.4 * TERA, memory_bandwidth=900 * GIGA, memory=32 * GIB,
+    units=80, cache_bandwidth=2155 * GIGA, node=16, node_bandwidth=150 * GIGA, net_bandwidth=100 * GIGA / 16,
+    measured=True,
+)  # fmt: skip
+# NVIDIA H100 data sheet (SXM): 989.4 TFLOP/s, 66.9 TFLOP/s, 3.35 TB/s. Cache: as the A100's, at 1.755 GHz. DGX H100
+# data sheet: NVLink 900 GB/s both ways, 8 adapters of 400 Gbit/s.
+H100_80GB = Hardware(
+    name="h100-80gb", matrix_flops=989.4 * TERA, vector_flops=66.9 * TERA, memory_bandwidth=3352 * GIGA,
+    memory=80 * GIB, units=132, cache_bandwidth=5120 * 1.755e9, node_bandwidth=450 * GIGA, net_bandwidth=50 * GIGA,
+)  # fmt: skip
+# NVIDIA H200 data sheet: an H100 with 141 GB at 4.8 TB/s.
+H200_141GB = replace(H100_80GB, name="h200-141gb", memory_bandwidth=4800 * GIGA, memory=141 * GIGA)
+# DGX B200 data sheet: 8 GPUs, 72 PFLOP/s in 8 bits with sparsity, 1,440 GB, 64 TB/s, NVLink 14.4 TB/s both ways,
+# adapters of 400 Gbit/s. 148 multiprocessors at 1.965 GHz; the cache's bytes a clock are taken to be the H100's.
+B200_180GB = Hardware(
+    name="b200-180gb", matrix_flops=2250 * TERA, vector_flops=75 * TERA, memory_bandwidth=8000 * GIGA,
+    memory=180 * GIGA, units=148, cache_bandwidth=5120 * 1.965e9, node_bandwidth=900 * GIGA, net_bandwidth=50 * GIGA,
+)  # fmt: skip
+KINDS = {kind.name: kind for kind in (V100_32GB, A100_40GB, A100_80GB, H100_80GB, H200_141GB, B200_180GB)}
+
+LINE = "989TF 3.35TB/s 80GB node=8x450GB/s net=50GB/s"
+"""An example of a line that describes a device."""
+_UNITS = {
+    "TF": TERA,
+    "GF": GIGA,
+    "PF": 1e15,
+    "TB/s": TERA,
+    "GB/s": GIGA,
+    "MB/s": 1e6,
+    "GB": GIGA,
+    "GiB": GIB,
+    "TB": TERA,
+}
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([A-Za-z/]+)")
+
+
+def hardware_of(gpu: str | Hardware) -> Hardware:
+    """Returns a kind of device by its name, or from a line such as LINE.
+
+    A line has, in any order: peak of products in 16 bits (TF), memory bandwidth (TB/s or GB/s), memory (GB or GiB),
+    `node=` number of devices x bandwidth of each inside a node, and `net=` bandwidth of each between nodes. All else
+    is as for an H100.
+
+    Raises:
+        Error: there is no such kind, or the line lacks a part.
+    """
+    if isinstance(gpu, Hardware):
+        return gpu
+    if not isinstance(gpu, str):
+        raise Error(f"gpu is of type {type(gpu).__name__}", expected="a name, or a line", fix=f"gpu={LINE!r}")
+    name = gpu.strip().lower().replace("_", "-")
+    if name in KINDS:
+        return KINDS[name]
+    if " " not in gpu.strip():
+        raise Error(f"gpu={gpu!r} is not known", expected=", ".join(KINDS), fix=f"a line, such as gpu={LINE!r}")
+    return _parsed(gpu)
+
+
+def _parsed(line: str) -> Hardware:
+    found: dict[str, float] = {}
+    for word in line.split():
+        key, text = word.split("=", 1) if "=" in word else ("", word)
+        if key == "node":
+            count, _, text = text.partition("x")
+            if not count.isdigit() or not int(count):
+                raise _unreadable(line, word)
+            found["node"] = int(count)
+        match = _NUMBER.fullmatch(text)
+        field = _FIELDS.get((key, match[2][-1] if match else ""))
+        if match is None or match[2] not in _UNITS or field is None or field in found or not float(match[1]):
+            raise _unreadable(line, word)
+        found[field] = float(match[1]) * _UNITS[match[2]]
+    lacking = ", ".join(name for name in (*_FIELDS.values(), "node") if name not in found)
+    if lacking:
+        raise Error(f"gpu={line!r} does not say {lacking}", fix=f"gpu={LINE!r}")
+    node = int(found.pop("node"))
+    peak = H100_80GB.matrix_flops
+    more = {
+        "vector_flops": H100_80GB.vector_flops * found["matrix_flops"] / peak,
+        "cache_bandwidth": H100_80GB.cache_bandwidth * found["matrix_flops"] / peak,
+    }
+    sizes: dict[str, Any] = {**found, **more, "node": node}
+    return replace(H100_80GB, name=line, measured=False, **sizes)
+
+
+_FIELDS = {
+    ("", "F"): "matrix_flops", ("", "s"): "memory_bandwidth", ("", "B"): "memory", ("node", "s"): "node_bandwidth",
+    ("net", "s"): "net_bandwidth",
+}  # fmt: skip
+"""(key of a word, last letter of its unit) -> what the word says."""
+
+
+def _unreadable(line: str, word: str) -> Error:
+    return Error(f"gpu={line!r}: `{word}` cannot be read", fix=f"gpu={LINE!r}")

@@ -1,0 +1,78 @@
+"""roofline: the seconds of one operator on a device.
+
+A product is computed in tiles, one on each unit at a time. Its time is the number of waves of tiles, times the time of
+a tile; or the time to move its operands, if that is longer. All other operators move memory. Every kernel has a launch.
+
+Source: Williams et al. 2009, "Roofline"; NVIDIA, "Matrix Multiplication Background User's Guide" (tile and wave
+quantization).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+
+from autotp.estimation.counts.operators import Op
+from autotp.estimation.seconds.hardware import Hardware
+
+SIDES = (64, 96, 128, 160, 192, 224, 256)
+TILES = ((64, 64), (256, 64), (64, 256), *((side, 128) for side in SIDES), *((128, side) for side in SIDES))
+"""Rows and columns of the tiles among which the library of products takes the fastest: those of cuBLAS's kernels."""
+
+
+def op_seconds(op: Op, device: Hardware) -> float:
+    """Returns the seconds of an operator that computes or moves memory."""
+    moved = sum(touch.bytes for touch in (*op.reads, *op.writes))
+    moving = moved / (device.memory_bandwidth * device.memory_sustained)
+    if op.kind == "product":
+        return max(product_seconds(op.shape, op.dtype.itemsize, _peak(op, device), device), moving) + device.launch
+    if op.kind == "attention":
+        return max(_attention_seconds(op, device), moving) + device.launch
+    return moving + device.launch
+
+
+def _peak(op: Op, device: Hardware) -> float:
+    wide = op.dtype in (torch.float32, torch.float64)
+    return device.vector_flops if wide else device.matrix_flops
+
+
+@cache
+def product_seconds(shape: tuple[int, int, int, int], itemsize: int, peak: float, device: Hardware) -> float:
+    """Returns the seconds of a product without its launch, with the fastest tile.
+
+    Args:
+        shape: batch, rows, columns, summed length.
+        itemsize: bytes of an element.
+        peak: FLOP/s of the device for this dtype.
+    """
+    batch, rows, columns, summed = shape
+    return min(_tiled(batch, rows, columns, summed, tile, itemsize, peak, device) for tile in TILES)
+
+
+def _tiled(
+    batch: int,
+    rows: int,
+    columns: int,
+    summed: int,
+    tile: tuple[int, int],
+    itemsize: int,
+    peak: float,
+    device: Hardware,
+) -> float:
+    high, wide = tile
+    tiles = batch * math.ceil(rows / high) * math.ceil(columns / wide)
+    waves = math.ceil(tiles / device.units)
+    computing = 2 * high * wide / (peak * device.matrix_sustained / device.units)
+    loading = (high + wide) * itemsize / (device.cache_bandwidth / device.units)
+    return waves * (summed + device.fill) * max(computing, loading)
+
+
+def _attention_seconds(op: Op, device: Hardware) -> float:
+    """Returns the seconds of a fused attention: tiles of 128 queries, whose summed length is the width of a head."""
+    batch, rows, _, width = op.shape
+    tiles = batch * math.ceil(rows / 128)
+    full = tiles / (math.ceil(tiles / device.units) * device.units)
+    filled = width / (width + device.fill)
+    return op.flops * op.share / (_peak(op, device) * device.matrix_sustained * full * filled)

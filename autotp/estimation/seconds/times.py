@@ -1,0 +1,93 @@
+"""times: the seconds of a piece, forward and backward, and what they are spent on.
+
+A device computes one kernel after the other; collectives run beside kernels between their start and their wait.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autotp.estimation.counts.record import Record
+from autotp.estimation.seconds.hardware import Hardware
+from autotp.estimation.seconds.links import Group, collective_seconds
+from autotp.estimation.seconds.roofline import op_seconds
+
+PRODUCTS, ELEMENTWISE = "products", "elementwise"
+WORK = {"product": PRODUCTS, "attention": PRODUCTS}
+"""Kind of an operator -> the row of the table that it counts for."""
+
+
+CHANNELS = 24
+"""The units that NCCL takes for a collective: its channels in a DGX A100, as it logs them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """The time of one microbatch in a piece or a stage.
+
+    Attributes:
+        forward: seconds.
+        backward: seconds, with what is computed again.
+        weights: the part of `backward` that computes gradients of parameters, which zero-bubble schedules defer.
+        spent: row of the table -> seconds of both, without what is hidden behind computation.
+        flops: FLOPs of products, without those computed again.
+        again: FLOPs of products that are computed again.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weights: float = 0.0
+    spent: Mapping[str, float] = field(default_factory=dict)
+    flops: float = 0.0
+    again: float = 0.0
+
+    def __add__(self, other: Times) -> Times:
+        return Times(
+            forward=self.forward + other.forward, backward=self.backward + other.backward,
+            weights=self.weights + other.weights, spent=added(self.spent, other.spent),
+            flops=self.flops + other.flops, again=self.again + other.again,
+        )  # fmt: skip
+
+
+def added(*parts: Mapping[str, float]) -> dict[str, float]:
+    """Returns the sums of the seconds of each row."""
+    total = defaultdict[str, float](float)
+    for name, seconds in (item for part in parts for item in part.items()):
+        total[name] += seconds
+    return dict(total)
+
+
+def beside(seconds: float, collective: float, device: Hardware) -> float:
+    """Returns the seconds of a kernel beside a collective that runs for `collective` seconds more, with fewer units."""
+    speed = 1 - min(0.5, CHANNELS / device.units)
+    shared = min(max(collective, 0.0), seconds / speed)
+    return seconds + shared * (1 - speed)
+
+
+def piece_times(record: Record, device: Hardware, tp: int) -> Times:
+    """Returns the times of a piece. tp: the number of tensor-parallel ranks"""
+    last = {touch.memory: i for i, op in enumerate(record.ops) for touch in op.reads}
+    now, free, weights = 0.0, 0.0, 0.0
+    ends = dict[int, float]()
+    spent, phases = defaultdict[str, float](float), defaultdict[bool, float](float)
+    for i, op in enumerate(record.ops):
+        before = now
+        if op.kind == "collective":
+            group = Group(size=int(op.axis.partition("/")[2] or tp), stride=1)
+            free = max(free, now) + collective_seconds(op.name, op.size, group, device)
+            ends[i] = free
+        elif op.kind == "wait":
+            now = max(now, ends.get(op.waits, now))
+            spent[f"{record.ops[op.waits].name} tp"] += now - before
+        else:
+            now += beside(op_seconds(op, device), free - now, device)
+            spent[WORK.get(op.kind, ELEMENTWISE)] += now - before
+            leaves = op.phase == "backward" and all(last.get(t.memory, -1) <= i for t in op.writes)
+            weights += (now - before) * (leaves and op.kind == "product")
+        phases[op.phase == "forward"] += now - before
+    flops, again = (
+        sum(op.flops for op in record.ops if (op.phase == "again") == is_again) for is_again in (False, True)
+    )
+    return Times(forward=phases[True], backward=phases[False], weights=weights, spent=spent, flops=flops, again=again)

@@ -1,0 +1,1 @@
+"""What a call of a parallel model costs beside its graph."""

@@ -1,0 +1,363 @@
+"""Compares `autotp.estimate` with the tables of the papers; prints each row with its error.
+
+    python benchmarks/estimates.py            # all tables: minutes
+    python benchmarks/estimates.py table5     # some of them
+    python benchmarks/estimates.py --fit      # fits the A100's sustained parts to table 4, and prints them
+
+The model is `peers/megatron_gpt.py`; autotp cuts it. Only two sustained parts of the A100 are fitted, to the times
+of one layer (Korthikanti et al. 2022, table 4). All other rows are predictions with the same constants. `Practice` says
+what the software of a paper did beside the graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from peers.megatron_gpt import MegatronGPT, Size
+
+import autotp
+from autotp.estimation.counts.activations import stage_memory
+from autotp.estimation.counts.pieces import Lowered
+from autotp.estimation.estimate import captured
+from autotp.estimation.layout import Layout, Practice
+from autotp.estimation.price import Prices, price
+from autotp.estimation.result import Estimate
+from autotp.estimation.seconds.hardware import GIB, KINDS, Hardware
+from autotp.estimation.seconds.times import piece_times
+from autotp.options import Recompute
+
+F16 = torch.float16
+# Megatron-LM with mixed precision. Bytes for each parameter in a step: Adam reads four numbers in 32 bits and writes
+# three (28); gradients are divided by the loss's scale (8), their norm is taken (4), they are clipped (8); the weights
+# are copied to 16 bits (6), the gradients set to zero (4). Gradients in 16 bits are copied to 32 before (6).
+# Checkpoints run again all of what they recompute.
+MEGATRON = {"casts": False, "early_stop": False}
+WIDE, NARROW = 28.0 + 8 + 4 + 8 + 6 + 4, 28.0 + 8 + 4 + 8 + 6 + 2 + 6
+# Products add their result to a gradient in 32 bits themselves, while they compute.
+KORTHIKANTI = Practice(**MEGATRON, optimizer=WIDE, fused=True, accumulation=0.0, gradient=4)
+# Gradients in 16 bits are added by a kernel of its own; no sums beside products yet.
+NARAYANAN = Practice(
+    **MEGATRON, optimizer=NARROW, fused=True, accumulation=6.0, gradient=2, scattered=True, without=("overlap",)
+)
+SHOEYBI = Practice(**MEGATRON, optimizer=NARROW, accumulation=6.0, gradient=2, overlapped=True, without=("overlap",))
+# Hooks around modules gather one parameter after the other, in forward, in recomputation, and in backward.
+DEEPSPEED = Practice(
+    **MEGATRON, optimizer=NARROW, fused=True, accumulation=0.0, gradient=2, units="parameter", gathers=3,
+    without=("overlap",),
+)  # fmt: skip
+A100, V100 = KINDS["a100-80gb"], KINDS["v100-32gb"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table: what it is about, the published number, and ours."""
+
+    name: str
+    published: float
+    ours: float
+    note: str = ""
+    points: bool = False  # The error is a difference of percentages.
+
+    @property
+    def error(self) -> float:
+        """The difference in percentage points, or in percent of the published number."""
+        return self.ours - self.published if self.points else 100 * (self.ours / self.published - 1)
+
+
+def show(title: str, rows: Sequence[Row], goal: str) -> None:
+    """Prints a table, and the mean and the largest error."""
+    print(f"\n{title}")
+    for row in rows:
+        unit = "points" if row.points else "%"
+        print(f"  {row.name:<44}{row.published:>9.4g}{row.ours:>10.4g}{row.error:>+8.1f} {unit:<7}{row.note}")
+    errors = [abs(row.error) for row in rows]
+    print(f"  mean {statistics.mean(errors):.1f}, worst {max(errors):.1f}; {goal}", flush=True)
+
+
+_captured: dict[object, Prices] = {}
+
+
+def prices_of(
+    size: Size, tp: int, practice: Practice, recompute: Recompute, sequence_parallel: bool = False,
+    device: Hardware = A100, pp: int = 2,
+) -> Prices:  # fmt: skip
+    """Returns the prices of a model on `tp` ranks, captured once."""
+    key = size, tp, practice, recompute, sequence_parallel, device
+    if key not in _captured:
+        layout = Layout(batch=1, tp=tp, pp=pp, recompute=recompute, sequence_parallel=sequence_parallel, dtype=F16)
+        _captured[key] = Prices(model_of(size, layout, practice), device, practice)
+    return _captured[key]
+
+
+def model_of(size: Size, layout: Layout, practice: Practice) -> Lowered:
+    """Returns a model of this size, captured."""
+    with torch.device("meta"):
+        model = MegatronGPT(size)
+    tokens = torch.zeros(2, size.seq, dtype=torch.int64)
+    return captured(model, layout, None, (tokens, tokens), practice.without)
+
+
+# ---- Korthikanti et al. 2022 (2205.05198)
+
+ONE_LAYER: dict[tuple[Recompute, bool], tuple[float, float]] = {
+    ("none", False): (7.7, 11.9), ("none", True): (7.2, 11.8), ("full", False): (7.7, 19.5),
+    ("selective", False): (7.7, 13.2), ("selective", True): (7.2, 13.1),
+}  # fmt: skip
+"""Table 4: (recompute, sequence parallel) -> milliseconds forward, and backward, of a layer of 22B."""
+SIZES = {
+    "22B": Size(48, 6144, 64),
+    "175B": Size(96, 12288, 96),
+    "530B": Size(105, 20480, 128),
+    "1T": Size(128, 25600, 160),
+}
+STEPS = {  # Table 5: pp, interleave, batch, micro-batch; seconds with full recomputation, and with both techniques.
+    "22B": (1, None, 4, 4, 1.42, 1.10), "175B": (8, 3, 64, 1, 18.13, 13.75),
+    "530B": (35, 3, 280, 1, 49.05, 37.83), "1T": (64, None, 512, 1, 94.42, 71.49),
+}  # fmt: skip
+KEPT = {  # Figure 7: percent of tensor parallelism alone: sequence parallel, selective, both, full.
+    "22B": (66.84, 49.42, 16.18, 7.64), "175B": (62.04, 56.53, 18.49, 8.71),
+    "530B": (58.31, 62.04, 20.27, 9.42), "1T": (58.31, 62.04, 20.27, 9.42),
+}  # fmt: skip
+WAYS: tuple[tuple[str, Recompute, bool], ...] = (
+    ("sequence parallel", "none", True), ("selective", "selective", False), ("both", "selective", True),
+    ("full", "full", False),
+)  # fmt: skip
+GIBIBYTES = {  # Figure 1: parameters and optimizer; activations without and with both techniques.
+    "22B": (45.56, 59.25, 9.56), "175B": (45.56, 66.84, 12.35),
+    "530B": (31.64, 114.02, 23.08), "1T": (32.96, 131.25, 26.56),
+}  # fmt: skip
+FITTED = {"matrix_sustained": (0.6, 1.0), "memory_sustained": (0.6, 0.95)}
+"""The constants that are fitted, with the bounds of their meaning."""
+
+
+def layer(recompute: Recompute, sequence_parallel: bool, device: Hardware) -> Callable[[Hardware], tuple[float, float]]:
+    """Returns device -> milliseconds forward and backward of one layer of 22B."""
+    small = replace(SIZES["22B"], layers=3)
+    found = prices_of(small, 8, KORTHIKANTI, recompute, sequence_parallel, device).pieces(4).records[1]
+
+    def milliseconds(device: Hardware) -> tuple[float, float]:
+        times = piece_times(found, device, 8)
+        return times.forward * 1e3, times.backward * 1e3
+
+    return milliseconds
+
+
+def table4() -> None:
+    """One layer of 22B: what the constants are fitted to."""
+    rows = []
+    for (recompute, parallel), published in ONE_LAYER.items():
+        ours = layer(recompute, parallel, A100)(A100)
+        for name, theirs, own in zip(("forward", "backward"), published, ours, strict=True):
+            rows.append(Row(f"{recompute}{' + sequence parallel' * parallel}, {name}, ms", theirs, own))
+    show("Korthikanti 2022, table 4: one layer of 22B (fitted)", rows, "two constants are fitted to these ten numbers")
+
+
+Layers = Mapping[tuple[Recompute, bool], Callable[[Hardware], tuple[float, float]]]
+
+
+def loss(layers: Layers, device: Hardware) -> float:
+    """Returns the sum of the squared relative errors of table 4."""
+    pairs = [(layers[key](device), ONE_LAYER[key]) for key in layers]
+    return sum((x / y - 1) ** 2 for ours, theirs in pairs for x, y in zip(ours, theirs, strict=True))
+
+
+def fit() -> None:
+    """Prints the constants that fit table 4 best, by a random search."""
+    layers = {key: layer(*key, A100) for key in ONE_LAYER}
+
+    draws, best, step = random.Random(0), A100, 0.2
+    for i in range(2000):
+        chosen = [name for name in FITTED if draws.random() < 0.5]
+        values = {name: getattr(best, name) * (1 + draws.gauss(0, step)) for name in chosen}
+        new = replace(best, **{k: min(max(v, FITTED[k][0]), FITTED[k][1]) for k, v in values.items()})
+        best = min(best, new, key=lambda device: loss(layers, device))
+        step *= 0.6 if i % 250 == 249 else 1
+    print({name: float(f"{getattr(best, name):.3g}") for name in FITTED}, f"loss {loss(layers, best):.2g}")
+
+
+def fig7() -> None:
+    """What a layer keeps, as a part of what it keeps with tensor parallelism alone."""
+    rows = []
+    for name, published in KEPT.items():
+        size = replace(SIZES[name], layers=4)
+        rows_of = STEPS[name][3]
+
+        def kept(recompute: Recompute, parallel: bool, size: Size = size, rows_of: int = rows_of) -> int:
+            found = prices_of(size, 8, KORTHIKANTI, recompute, parallel).pieces(rows_of)
+            return stage_memory(found.pieces[1:3], found).kept - stage_memory(found.pieces[1:2], found).kept
+
+        whole = kept("none", False)
+        for (way, recompute, parallel), theirs in zip(WAYS, published, strict=True):
+            rows.append(Row(f"{name}, {way}", theirs, 100 * kept(recompute, parallel) / whole, points=True))
+    show(
+        "Korthikanti 2022, figure 7: activations of a layer, % of tensor parallelism alone",
+        rows,
+        "goal 0.5 points each",
+    )
+
+
+def step5(name: str, recompute: Recompute, parallel: bool, dp: int = 1) -> Estimate:
+    """Returns the estimate of a row of table 5."""
+    pp, interleave, batch, micro, *_ = STEPS[name]
+    layout = Layout(
+        batch=batch * dp, tp=8, pp=pp, dp=dp, micro_batch=micro, schedule="interleaved" if interleave else "1F1B",
+        interleave=interleave, recompute=recompute, sequence_parallel=parallel, dtype=F16,
+    )  # fmt: skip
+    return price(prices_of(SIZES[name], 8, KORTHIKANTI, recompute, parallel), layout)
+
+
+def table5() -> None:
+    """Seconds of a step."""
+    rows = []
+    for name, (*_, full, both) in STEPS.items():
+        for way, recompute, parallel, theirs in (("full", "full", False, full), ("both", "selective", True, both)):
+            est = step5(name, recompute, parallel)
+            rows.append(Row(f"{name}, {way}, s", theirs, est.seconds, f"pipeline {est.spent.get('pipeline', 0):.2f} s"))
+    show("Korthikanti 2022, table 5: seconds of a step", rows, "goal mean 3, worst 6; Calculon mean 3.7, worst 8.9")
+
+
+def fig1() -> None:
+    """Memory of the first pipeline rank; the paper's bars of parameters are those of layers, without embeddings."""
+    rows = []
+    for name, (state, none, both) in GIBIBYTES.items():
+        ests = [step5(name, "none", False), step5(name, "selective", True)]
+        first, model = ests[0].memory[0], prices_of(SIZES[name], 8, KORTHIKANTI, "none").model
+        embeddings = sum(p.elements for name, p in model.parameters.items() if "embeddings" in name)
+        kept = first.weights + first.copies + first.gradients + first.optimizer - 18 * embeddings
+        rows.append(Row(f"{name}, parameters and optimizer, GiB", state, kept / GIB))
+        for way, theirs, est in (("none", none, ests[0]), ("both", both, ests[1])):
+            memory = est.memory[0]
+            rows.append(Row(f"{name}, activations, {way}, GiB", theirs, (memory.activations + memory.logits) / GIB))
+    show("Korthikanti 2022, figure 1: memory of the first rank", rows, "Calculon's activations: mean 2.1, worst 8.7")
+
+
+# ---- Narayanan et al. 2021 (2104.04473)
+
+SCALING = (  # Table 1: billions, heads, hidden, layers, tp, pp, GPUs, batch, TFLOP/s
+    (1.7, 24, 2304, 24, 1, 1, 32, 512, 137), (3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
+    (7.5, 32, 4096, 36, 4, 1, 128, 512, 142), (18.4, 48, 6144, 40, 8, 1, 256, 1024, 135),
+    (39.1, 64, 8192, 48, 8, 2, 512, 1536, 138), (76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140),
+    (145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148), (310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155),
+    (529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163), (1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163),
+)  # fmt: skip
+AGAINST_ZERO = (  # Table 2: billions, way, pp, batch, GPUs, micro-batch, TFLOP/s
+    (174.6, "ZeRO-3", 1, 1536, 384, 4, 144), (174.6, "ZeRO-3", 1, 1536, 768, 2, 88),
+    (174.6, "ZeRO-3", 1, 1536, 1536, 1, 44), (529.6, "ZeRO-3", 1, 2560, 640, 4, 138),
+    (529.6, "ZeRO-3", 1, 2240, 1120, 2, 98), (529.6, "ZeRO-3", 1, 2240, 2240, 1, 48),
+    (174.6, "PTD-P", 12, 1536, 384, 1, 153), (174.6, "PTD-P", 12, 1536, 768, 1, 149),
+    (174.6, "PTD-P", 12, 1536, 1536, 1, 141), (529.6, "PTD-P", 35, 2240, 560, 1, 171),
+    (529.6, "PTD-P", 35, 2240, 1120, 1, 167), (529.6, "PTD-P", 35, 2240, 2240, 1, 159),
+)  # fmt: skip
+GPT3, GPT530 = Size(96, 12288, 96), Size(105, 20480, 128)
+
+
+def layouts(size: Size, tp: int, pp: int, gpus: int, batch: int) -> Iterator[Layout]:
+    """Yields a row's layouts: micro-batch and interleaving are not given."""
+    dp = gpus // tp // pp
+    for micro in (1, 2, 4, 8, 16):
+        for interleave in (1, 2, 3, 4, 5) if pp > 1 else (1,):
+            count, rest = divmod(batch, dp * micro)
+            if (
+                rest
+                or size.layers % (pp * interleave)
+                or (pp > 1 and count % pp)
+                or (interleave == 1 < pp and count < pp)
+            ):
+                continue
+            yield Layout(
+                batch=batch, tp=tp, pp=pp, dp=dp, micro_batch=micro, recompute="full", dtype=F16,
+                schedule="interleaved" if interleave > 1 else "1F1B", interleave=interleave if interleave > 1 else None,
+            )  # fmt: skip
+
+
+def fastest(size: Size, tp: int, pp: int, gpus: int, batch: int) -> Estimate:
+    """Returns the fastest layout that fits, with micro-batch and interleaving chosen."""
+    prices = prices_of(size, tp, NARAYANAN, "full")
+    found = [price(prices, layout) for layout in layouts(size, tp, pp, gpus, batch)]
+    return min((est for est in found if est.fits), key=lambda est: est.seconds, default=found[0])
+
+
+def chosen(est: Estimate) -> str:
+    """Returns what the estimator chose."""
+    return f"micro-batch {est.layout.micro_batch}, {est.layout.interleave or 1} stages a rank"
+
+
+def table1() -> None:
+    """TFLOP/s of a GPU."""
+    rows = []
+    for billions, heads, hidden, layers_, tp, pp, gpus, batch, theirs in SCALING:
+        est = fastest(Size(layers_, hidden, heads), tp, pp, gpus, batch)
+        rows.append(
+            Row(f"{billions}B, tp {tp}, pp {pp}, {gpus} GPUs, TFLOP/s", theirs, est.hardware_tflops, chosen(est))
+        )
+    show("Narayanan 2021, table 1: weak scaling", rows, "goal mean 5, worst 10; Calculon mean 7.9, worst 13.5")
+
+
+def table2() -> None:
+    """TFLOP/s of a GPU: ZeRO-3 and a pipeline."""
+    found: dict[str, list[Row]] = {"ZeRO-3": [], "PTD-P": []}
+    for billions, way, pp, batch, gpus, micro, theirs in AGAINST_ZERO:
+        size = GPT3 if billions < 500 else GPT530
+        if way == "ZeRO-3":
+            layout = Layout(batch=batch, dp=gpus, micro_batch=micro, zero=3, recompute="full", dtype=F16)
+            est, note = price(prices_of(size, 1, DEEPSPEED, "full", pp=1), layout), ""
+        else:
+            prices = prices_of(size, 8, NARAYANAN, "full")
+            ways = [x for x in layouts(size, 8, pp, gpus, batch) if x.micro_batch == micro]
+            est = min((price(prices, layout) for layout in ways), key=lambda est: est.seconds)
+            note = chosen(est)
+        found[way].append(Row(f"{billions}B, {way}, {gpus} GPUs, TFLOP/s", theirs, est.hardware_tflops, note))
+    show("Narayanan 2021, table 2: PTD-P", found["PTD-P"], "goal mean 6; Calculon mean 11.5, worst 14.3")
+    show("Narayanan 2021, table 2: ZeRO-3", found["ZeRO-3"], "goal 15 each, in the right order")
+
+
+# ---- Shoeybi et al. 2019 (1909.08053)
+
+WEAK = (  # Figure 5: billions, hidden, heads, layers, tp, percent with tp, percent with 64 replicas
+    (1.2, 1536, 16, 40, 1, 100, 96), (2.5, 1920, 20, 54, 2, 95, 83), (4.2, 2304, 24, 64, 4, 82, 79),
+    (8.3, 3072, 32, 72, 8, 77, 74),
+)  # fmt: skip
+
+
+def weak() -> None:
+    """Weak scaling on V100s: throughput of a GPU, as a part of that of one GPU."""
+    rows, base = [], 0.0
+    for billions, hidden, heads, layers_, tp, alone, replicas in WEAK:
+        size = Size(layers_, hidden, heads, seq=1024)
+        prices = prices_of(size, tp, SHOEYBI, "full", device=V100, pp=1)
+        for dp, batch, theirs in ((1, 8, alone), (64, 512, replicas)):
+            est = price(prices, Layout(batch=batch, tp=tp, dp=dp, micro_batch=8, recompute="full", dtype=F16))
+            base = base or est.hardware_tflops
+            note = f"{est.hardware_tflops:.1f} TFLOP/s" + " (39 published)" * (tp == dp)
+            rows.append(
+                Row(f"{billions}B on {tp * dp}, %", theirs, 100 * est.hardware_tflops / base, note, points=True)
+            )
+    show("Shoeybi 2019, figure 5: weak scaling on V100", rows, "goal 3 points at 8 and 512 GPUs")
+
+
+TABLES = {f.__name__: f for f in (table4, fig7, table5, fig1, table1, table2, weak)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", choices=[*TABLES, []], help="the tables; by default all")
+    parser.add_argument("--fit", action="store_true", help="fit the A100's sustained parts to table 4")
+    given = parser.parse_args()
+    if given.fit:
+        fit()
+        return
+    start = time.perf_counter()
+    print(f"autotp {autotp.__version__}; published, ours, error")
+    for name in given.tables or TABLES:
+        TABLES[name]()
+    print(f"\n{time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""benchmarks/estimates.py: a part of each table that a few seconds allow; the constants are those that it fits."""
+
+import estimates
+import pytest
+from estimates import Row
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, table: str) -> list[Row]:
+    found: list[Row] = []
+    monkeypatch.setattr(estimates, "show", lambda title, rows, goal: found.extend(rows))
+    estimates.TABLES[table]()
+    return found
+
+
+def test_the_layer_that_the_constants_are_fitted_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = shown(monkeypatch, "table4")
+    assert len(rows) == 10 and max(abs(row.error) for row in rows) < 2.5
+
+
+def test_no_constant_near_the_fitted_ones_is_much_better() -> None:
+    layers = {key: estimates.layer(*key, estimates.A100) for key in estimates.ONE_LAYER}
+    best = estimates.loss(layers, estimates.A100)
+    for name in estimates.FITTED:
+        for factor in (0.9, 1.1):
+            other = estimates.replace(estimates.A100, **{name: factor * getattr(estimates.A100, name)})
+            assert estimates.loss(layers, other) > 0.9 * best
+
+
+def test_activations_of_a_layer_are_those_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimates, "KEPT", {"22B": estimates.KEPT["22B"]})
+    rows = shown(monkeypatch, "fig7")
+    assert len(rows) == 4 and max(abs(row.error) for row in rows) < 0.5
+
+
+def test_a_step_of_22b() -> None:
+    est = estimates.step5("22B", "selective", True)
+    assert est.seconds == pytest.approx(1.10, rel=0.06) and est.fits
+
+
+def test_an_error_is_in_percent_or_in_points() -> None:
+    assert Row("", 10, 11).error == pytest.approx(10) and Row("", 77, 75, points=True).error == -2

@@ -1,0 +1,179 @@
+"""`estimate`: what it predicts for whole models, what it prints, and what it refuses."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from errors import message
+from torch import nn
+
+import autotp
+from autotp.estimation.seconds.hardware import KINDS
+from autotp.models.gpt import GPT, GPTConfig
+
+BF16 = torch.bfloat16
+
+
+def gpt(layers: int = 8, heads: int = 16, hidden: int = 1024, vocab: int = 51200, seq: int = 1024) -> GPT:
+    with torch.device("meta"):
+        return GPT(GPTConfig(block_size=seq, vocab_size=vocab, n_layer=layers, n_head=heads, n_embd=hidden))
+
+
+def estimated(model: nn.Module | None = None, **given: Any) -> autotp.Estimate:
+    options: dict[str, Any] = {"gpu": "a100-80gb", "batch": 16, "dtype": BF16, **given}
+    return autotp.estimate(gpt() if model is None else model, **options)
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> autotp.Estimate:
+    return estimated(tp=2, pp=2, dp=2, micro_batch=2)
+
+
+def test_the_rows_of_the_time_add_up(pipeline: autotp.Estimate) -> None:
+    assert sum(pipeline.spent.values()) == pytest.approx(pipeline.seconds)
+    assert set(pipeline.spent) == {
+        "products", "elementwise", "all-reduce tp", "pipeline", "gradients dp", "optimizer", "tied weights pp",
+    }  # fmt: skip
+
+
+def test_the_flops_are_those_of_the_paper(pipeline: autotp.Estimate) -> None:
+    """Korthikanti et al. 2022, equation 8, for the whole batch."""
+    formula = 72 * 16 * 8 * 1024 * 1024**2 * (1 + 1024 / 6 / 1024 + 51200 / 12 / 1024 / 8)
+    assert pipeline.flops == pytest.approx(formula) and pipeline.flops_again == 0
+    assert pipeline.tflops * 1e12 * pipeline.seconds * 8 == pytest.approx(formula)
+    assert pipeline.mfu == pytest.approx(pipeline.tflops / 312)
+
+
+def test_full_recomputation_computes_forward_again() -> None:
+    again, before = estimated(recompute="full"), estimated()
+    blocks = (1 + 1 / 6) / (1 + 1 / 6 + 51200 / 12 / 1024 / 8)  # The head is not computed again.
+    assert again.flops == before.flops and again.flops_again / again.flops == pytest.approx(blocks / 3)
+    assert again.memory[0].activations < before.memory[0].activations / 8
+    assert again.seconds > before.seconds
+
+
+def test_the_parameters_are_those_of_the_rank() -> None:
+    model = gpt()
+    whole, halves = estimated(model), estimated(model, tp=2, pp=2)
+    count = sum(p.numel() for p in model.parameters())
+    assert whole.memory[0].weights == whole.memory[0].gradients == 4 * count
+    assert whole.memory[0].optimizer == 8 * count
+    tied, norms = model.wte.weight.numel(), 0.01
+    assert sum(rank.weights for rank in halves.memory) == pytest.approx(4 * (count + tied) / 2, rel=norms)
+
+
+def test_the_first_rank_keeps_the_most_microbatches(pipeline: autotp.Estimate) -> None:
+    first, last = pipeline.memory
+    assert first.activations > 1.5 * last.activations and first.logits == 0 < last.logits
+
+
+def test_zero_divides_the_state_and_sends_more() -> None:
+    plain, divided = estimated(dp=8), estimated(dp=8, zero=3)
+    assert divided.memory[0].optimizer == pytest.approx(plain.memory[0].optimizer / 8)
+    assert divided.memory[0].weights + divided.memory[0].gradients < 0.3 * plain.memory[0].weights
+
+
+def test_tensor_parallelism_across_nodes_is_slow() -> None:
+    within, across = estimated(tp=8), estimated(tp=16)
+    assert across.spent["all-reduce tp"] > 1.4 * within.spent["all-reduce tp"]
+
+
+def test_compiled_blocks_move_less() -> None:
+    assert estimated(compiled=True).spent["elementwise"] < 0.95 * estimated().spent["elementwise"]
+
+
+def test_layers_are_counted_once_and_multiplied() -> None:
+    few, many = (estimated(gpt(layers=n, vocab=128)) for n in (4, 16))
+    assert many.spent["products"] == pytest.approx(4 * few.spent["products"], rel=0.02)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "interleaved", "zero-bubble", "zero-bubble-v"])
+def test_every_schedule_is_played(schedule: str) -> None:
+    found = estimated(pp=2, schedule=schedule, micro_batch=2)
+    assert found.spent["pipeline"] < 0.5 * found.seconds and len(found.memory) == 2
+
+
+def test_a_mixture_of_experts_an_encoder_decoder_and_lora_need_no_formula() -> None:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    moe = transformers.MixtralConfig(**small, num_key_value_heads=2, vocab_size=128, num_local_experts=4)
+    t5 = transformers.T5Config(d_model=64, d_ff=96, num_layers=2, num_heads=4, d_kv=16, vocab_size=128)
+    llama = transformers.LlamaConfig(**small, vocab_size=128)
+    with torch.device("meta"):
+        models = [transformers.MixtralForCausalLM(moe), transformers.T5ForConditionalGeneration(t5)]
+    lora = peft.get_peft_model(transformers.LlamaForCausalLM(llama), peft.LoraConfig(target_modules=["q_proj"]))
+    found = [estimated(model, tp=2, sequence=64) for model in (*models, lora)]
+    assert all(est.flops > 0 and est.memory[0].activations > 0 for est in found)
+    learns = sum(p.numel() for p in lora.parameters() if p.requires_grad)
+    assert found[2].memory[0].gradients <= 4 * learns < found[2].memory[0].weights / 4
+
+
+def test_an_uneven_model_is_priced_by_its_fullest_rank() -> None:
+    even, uneven = estimated(gpt(heads=16), tp=4), estimated(gpt(heads=16), tp=5)
+    assert uneven.memory[0].weights > even.memory[0].weights * 4 / 5
+
+
+# ---- what it prints
+
+
+def test_the_table_has_an_error_bar_on_every_number(pipeline: autotp.Estimate) -> None:
+    lines = str(pipeline).splitlines()
+    assert lines[0] == "tp=2, pp=2, dp=2, micro_batch=2, 1F1B on 8 x a100-80gb"
+    rows = [line for line in lines if line.endswith("%") or "TFLOP/s" in line]
+    assert len(rows) == len(pipeline.spent) + 3 and all("±" in row for row in rows)
+    assert any(line.startswith("memory       fits: at most") and "allocator" in line for line in lines)
+
+
+def test_it_is_html_and_plain_data(pipeline: autotp.Estimate) -> None:
+    assert "where the time goes" in pipeline._repr_html_()
+    data = json.loads(json.dumps(pipeline.to_dict()))
+    assert data["version"] == 1 and data["layout"]["dtype"] == "bfloat16" and data["fits"] is True
+    assert [row["rank"] for row in data["stages"]] == [0, 1]
+    assert repr(pipeline).startswith("Estimate(tp=2, pp=2")
+
+
+def test_devices_that_nobody_measured_have_wider_bars() -> None:
+    assert KINDS["a100-80gb"].measured and estimated(gpu="h100-80gb").error > 2 * estimated().error
+
+
+# ---- what it refuses
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"gpu": "a1000"}, "gpu='a1000' is not known\n  expected v100-32gb"),
+        ({"tp": 0}, "tp=0 is not a whole number of 1 or more\n  try      tp=2"),
+        (
+            {"dp": 3},
+            "a batch of 16 rows on dp=3 replicas, in microbatches of 1: 3 x 1 does not divide 16\n  try      batch=18",
+        ),
+        ({"pp": 16}, "16 stages, and the model has 8 blocks\n  try      fewer pipeline ranks"),
+        ({"schedule": "2F2B"}, "schedule='2F2B'\n  expected '1F1B'"),
+        ({"pp": 8, "micro_batch": 8}, "this schedule on 8 ranks cannot run 2 microbatches: "),
+        ({"interleave": 3}, 'interleave=3 and schedule="1F1B"\n  try      schedule="interleaved", interleave=2'),
+        ({"zero": 4}, "zero=4\n  expected 0, 1, 2, 3"),
+        ({"recompute": "some"}, "recompute='some'\n  expected 'none', 'selective', 'full'"),
+        ({"sequence": 1}, "sequence=1 is not a whole number of 2 or more\n  try      sequence=2048"),
+        ({"dtype": torch.int8}, "dtype=torch.int8\n  expected None, torch.bfloat16"),
+    ],
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
+)
+def test_what_cannot_be_is_one_error(given: dict[str, Any], expected: str) -> None:
+    text = message(lambda: estimated(**given))
+    sizes = ", ".join(f"{name}={given.get(name, 1)}" for name in ("tp", "pp", "dp"))
+    assert text.startswith(f"estimate(GPT, {sizes}): {expected}")
+
+
+def test_a_model_without_a_known_length_is_refused() -> None:
+    model = nn.Module()
+    model.embed = nn.Embedding(8, 4)
+    model.forward = lambda tokens: model.embed(tokens).mean()  # type: ignore[method-assign]
+    text = message(lambda: estimated(model))
+    assert "the length of a sequence is not known\n  try      sequence=2048" in text
+
+
+def test_a_parallel_model_is_refused() -> None:
+    model = autotp.parallelize(nn.Sequential(nn.Linear(4, 4)), 1, example_inputs=torch.ones(2, 4))
+    assert "estimate the original model" in message(lambda: estimated(model))

@@ -1,0 +1,31 @@
+"""Rough prices are near those of estimate."""
+
+import pytest
+import torch
+
+from autotp.estimation.estimate import captured
+from autotp.estimation.layout import AUTOTP, Layout
+from autotp.estimation.price import Prices, price
+from autotp.estimation.rough import RoughPrices
+from autotp.estimation.seconds.hardware import KINDS
+from autotp.models.gpt import GPT, GPTConfig
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def prices() -> Prices:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(block_size=1024, vocab_size=8192, n_layer=16, n_head=16, n_embd=2048))
+    return Prices(captured(model, Layout(batch=1, tp=2, pp=2, dtype=BF16), None), KINDS["a100-80gb"], AUTOTP)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"dp": 4}, {"pp": 4}, {"pp": 4, "schedule": "interleaved", "interleave": 2}, {"dp": 4, "zero": 3}],
+    ids=lambda given: "-".join(given) or "one",
+)  # fmt: skip
+def test_a_rough_price_is_near_the_full_one(prices: Prices, given: dict[str, int]) -> None:
+    layout = Layout(batch=64, tp=2, micro_batch=2, dtype=BF16, **given)  # type: ignore[arg-type]
+    found, full = RoughPrices(prices).rough(layout), price(prices, layout)
+    assert found.seconds == pytest.approx(full.seconds, rel=0.12)
+    assert found.memory == pytest.approx(max(rank.total for rank in full.memory), rel=0.2)

@@ -1,0 +1,104 @@
+"""`search`: the fastest layouts that fit, and why the obvious ones lost."""
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+import torch
+from errors import message
+from torch import nn
+
+import autotp
+from autotp.models.gpt import GPT, GPTConfig
+
+SMALL_DEVICE = "312TF 2TB/s 6GiB node=4x300GB/s net=25GB/s"
+
+
+def gpt(dropout: float = 0.0) -> GPT:
+    with torch.device("meta"):
+        config = GPTConfig(block_size=1024, vocab_size=51200, n_layer=16, n_head=16, n_embd=2048, dropout=dropout)
+        return GPT(config)
+
+
+def searched(model: nn.Module | None = None, **given: Any) -> autotp.Search:
+    options: dict[str, Any] = {"gpus": 8, "gpu": SMALL_DEVICE, "batch": 32, "dtype": torch.bfloat16, **given}
+    return autotp.search(gpt() if model is None else model, **options)
+
+
+@pytest.fixture(scope="module")
+def found() -> autotp.Search:
+    return searched()
+
+
+def test_the_best_fit_and_are_sorted(found: autotp.Search) -> None:
+    assert 1 < len(found.best) <= 5 and found.tried > 50
+    assert all(max(rank.total for rank in est.memory) <= 0.9 * 6 * 2**30 for est in found.best)
+    assert [est.seconds for est in found.best] == sorted(est.seconds for est in found.best)
+    assert all(est.layout.devices == 8 for est in found.best)
+
+
+def test_the_price_of_a_layout_is_that_of_estimate(found: autotp.Search) -> None:
+    for est in found.best[:2]:
+        options = vars(est.layout)
+        again = autotp.estimate(gpt(), gpu=SMALL_DEVICE, **options)
+        assert again.seconds == pytest.approx(est.seconds) and again.memory[0].total == pytest.approx(
+            est.memory[0].total
+        )
+
+
+def test_no_layout_of_a_grid_is_faster(found: autotp.Search) -> None:
+    """Against estimates of all layouts of a coarse grid."""
+    seconds = []
+    for tp, pp, micro, zero in itertools.product((1, 2, 4, 8), (1, 2), (1, 2), (0, 1)):
+        if 8 % (tp * pp) == 0:
+            options = {"tp": tp, "pp": pp, "dp": 8 // tp // pp, "micro_batch": micro, "zero": zero}
+            est = autotp.estimate(
+                gpt(), gpu=SMALL_DEVICE, batch=32, dtype=torch.bfloat16, sequence_parallel=tp > 1, **options
+            )  # type: ignore[arg-type]
+            seconds += [est.seconds] * (max(rank.total for rank in est.memory) <= 0.9 * 6 * 2**30)
+    assert found.best[0].seconds <= min(seconds) * 1.001
+
+
+def test_obvious_layouts_say_why_they_lost(found: autotp.Search) -> None:
+    why = {other.layout.partition(":")[0]: other.why for other in found.lost}
+    assert why["replicas only"].startswith("does not fit: ") and "of 5 GiB on pipeline rank 0" in why["replicas only"]
+    assert why["tp across nodes"].endswith("tp=8 crosses nodes")
+    assert not any(other.layout.endswith(str(found.best[0].layout)) for other in found.lost)
+
+
+def test_scores_may_be_recomputed_selectively_where_they_are_kept() -> None:
+    kept = searched(gpt(dropout=0.1))
+    assert kept.tried > searched().tried
+    assert any(est.layout.recompute == "selective" for est in kept.best)
+
+
+def test_it_prints_and_is_plain_data(found: autotp.Search) -> None:
+    text = str(found)
+    assert text.startswith(f"the best of {found.tried} layouts on 8 x {SMALL_DEVICE}") and "why it lost" in text
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["version"] == 1 and len(data["best"]) == len(found.best)
+    assert repr(found).startswith("Search(") and "obvious" in found._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"gpus": 0}, "gpus=0 is not a whole number of 1 or more\n  try      gpus=8"),
+        ({"memory": 90}, "memory=90 is not a part of a device's memory\n  try      memory=0.9"),
+        ({"batch": 0}, "batch=0 is not a whole number of 1 or more"),
+        ({"gpu": "b1000"}, "gpu='b1000' is not known"),
+        ({"gpu": "312TF 2TB/s 0.1GB node=4x300GB/s net=25GB/s"}, "no layout fits: "),
+    ],
+    ids=["gpus", "memory", "batch", "gpu", "fits"],
+)
+def test_what_cannot_be_is_one_error(given: dict[str, Any], expected: str) -> None:
+    text = message(lambda: searched(**given))
+    assert text.startswith(f"search(GPT, gpus={given.get('gpus', 8)}): {expected}")
+
+
+def test_a_batch_that_no_layout_divides_is_refused() -> None:
+    with torch.device("meta"):
+        one = GPT(GPTConfig(block_size=64, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
+    text = message(lambda: searched(one, gpus=34, batch=1, gpu=SMALL_DEVICE))
+    assert "a batch of 1 rows is not divided evenly by any layout of 34 devices" in text
