@@ -16,6 +16,7 @@ import autotp
 from autotp.compiler import analyse
 from autotp.options import Options
 from autotp.passes.capture.capture import capture
+from autotp.passes.capture.captured import contradicted
 from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Outcome, Place, shown, value_key
 from autotp.passes.capture.skeleton import skeleton_of
 
@@ -285,6 +286,14 @@ def test_known_outcomes_come_before_other_values() -> None:
     found = capture(skeleton_of(Reading(rounds)), (IDS,), {})
     known = KnownValues(found.places, (found.asked[0].outcome._replace(value=8),))
     assert asked(rounds, known) == [("item", 8)]
+
+
+def test_what_an_earlier_graph_read_is_not_compared() -> None:
+    """Two graphs that round differently would name each other for ever."""
+    found = capture(skeleton_of(Reading(all_is_well)), (IDS,), {})
+    outputs = [torch.tensor(False)] * 20
+    given = [contradicted(found, outputs, first) for first in (0, 1, 2)]
+    assert [outcomes and [o.value for o in outcomes] for outcomes in given] == [[False], [True, False], None]
 
 
 # ---- refused
