@@ -14,7 +14,7 @@ from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
 from autotp.options import CheckInputs
 from autotp.passes.emit.attach_parameters import places
-from autotp.runtime.module import ParallelModule, executable_of
+from autotp.runtime.module import ParallelModule, executable_of, expect_part
 from autotp.sharding.boxes import Box, boxes, local_of
 from autotp.sharding.layout import Layout
 
@@ -100,6 +100,8 @@ def holdings_of(model: Any, call: str) -> Holdings:
         inner
     )  # First: reading its state makes `fully_shard` free gathered parameters.
     held, shapes = it.tensors(), {name: layout.shape for name, layout in it.layouts.items()}
+    for name in (name for name in held if name in it.layouts):
+        expect_part(name, held[name], it.layouts[name], it.mesh)
     check = it.tree.settings.check_inputs
     alike: tuple[tuple[Mesh, frozenset[str]], ...] = ((it.mesh, uncut(held, it.layouts)),)
     if it.mesh.replicas is not None:

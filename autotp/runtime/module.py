@@ -70,6 +70,8 @@ class Part(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         state = state_of(self)
+        if value is Submodule or value is ParallelModule:  # torch ends a parametrization: it takes the first base.
+            value = original_class(type(self)).__bases__[0]
         if name == "__class__" and state is not None and not issubclass(value, Part):
             state.tree.version += 1
             value = _made(value, ParallelModule if isinstance(self, ParallelModule) else Submodule)
@@ -534,6 +536,7 @@ def _layout_now(name: str, tensor: Tensor, before: Layout | None, mesh: Mesh) ->
             fix="the parameter as it was: quantized weights cannot be cut, before autotp.parallelize or after",
         )
     if isinstance(tensor, CutTensor):  # A part of another parameter: tied, or copied.
+        expect_part(name, tensor, tensor.autotp_cut.layout, tensor.autotp_cut.mesh)
         return _layout_of_part(name, tensor.autotp_cut, mesh)
     shape = tuple(tensor.shape)
     if before is None or before.dim is None or shape == before.shape:
@@ -545,6 +548,17 @@ def _layout_now(name: str, tensor: Tensor, before: Layout | None, mesh: Mesh) ->
         f"{list(before.local_shape(mesh.rank))}, this rank's part",
         fix="another module, or do so before autotp.parallelize",
     )
+
+
+def expect_part(name: str, tensor: Tensor, layout: Layout, mesh: Mesh) -> None:
+    """Raises Error if a parameter is not of its part's shape: the whole is in its place, and autotp was not told."""
+    shape, part = tuple(tensor.shape), layout.local_shape(mesh.rank)
+    if shape != part:
+        raise Error(
+            f"`{name}` is {list(shape)} now, and this rank's part is {list(part)}",
+            fix="autotp.full_state_dict, and remove parametrizations in the original model",
+            alternative="module.name = parameter, which autotp sees; it does not see module._parameters",
+        )
 
 
 def _layout_of_part(name: str, cut: Cut, mesh: Mesh) -> Layout:

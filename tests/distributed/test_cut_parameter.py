@@ -19,6 +19,8 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.distributions import Normal
 from torch.func import functional_call
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 import autotp
@@ -607,6 +609,47 @@ def a_state_of_parts(rank: int, n: int) -> None:
 
 
 @pytest.mark.timeout(300)
+class Scored(nn.Module):
+    """A parametrization of each row."""
+
+    def forward(self, w: Tensor) -> Tensor:
+        return w.softmax(1)
+
+
+@checks.on(2)
+def what_is_in_a_parameters_place(rank: int, n: int) -> None:
+    """The whole where a part belongs is refused, at the latest when the model is saved: its rows would be mixed up."""
+    net = Net()
+    register_parametrization(net.up, "weight", Scored())
+    made = autotp.parallelize(net, n, example_inputs=(x(),))
+    assert isinstance(made.up.parametrizations.weight.original, CutTensor)
+    autotp.full_state_dict(made)
+    remove_parametrizations(made.up, "weight")  # Its `set_` puts the whole into the part's memory, and asks nobody.
+    for call in (lambda: autotp.full_state_dict(made), lambda: made(x())):
+        with pytest.raises(autotp.Error, match=r"`up.weight` is \[30, 8\] now, and this rank's part is \[15, 8\]"):
+            call()
+    made.down._parameters["weight"] = nn.Parameter(torch.ones(8, 30, dtype=torch.double))
+    with pytest.raises(autotp.Error, match=r"` is \[.*\] now, and this rank's part is \["):
+        autotp.full_state_dict(made)
+
+
+@checks.on(2)
+def what_a_removed_parametrization_leaves(rank: int, n: int) -> None:
+    """A weight norm keeps two tensors, and torch puts the whole weight into their place: it is one device's."""
+    one, net = Net(), Net()
+    net.load_state_dict(one.state_dict())
+    for model in (one, net):
+        weight_norm(model.up)
+    made = autotp.parallelize(net, n, example_inputs=(x(),))
+    for model in (one, made):
+        remove_parametrizations(model.up, "weight")
+    assert isinstance(made.up, nn.Linear)
+    torch.testing.assert_close(made(x()), one(x()))
+    state = autotp.full_state_dict(made)
+    if rank == 0:
+        torch.testing.assert_close(state, dict(one.state_dict()))
+
+
 @pytest.mark.parametrize(("n", "name"), checks.cases())
 def test_on_ranks(n: int, name: str) -> None:
     checks.expect(n, name)
