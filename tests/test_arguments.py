@@ -46,6 +46,8 @@ def right(folder: Path) -> dict[str, dict[str, Any]]:
         "Sampler": {"size": 4, "batch_size": 2, "trainer": trainer},
         "rule": {"op": torch.ops.aten.kron, "factors": "a b, c d -> (a c) (b d)"},
         "gather": {"output": X},
+        "estimate": {"model": Regression(), "gpu": "h100-80gb", "batch": 2, "example_inputs": X},
+        "search": {"model": Regression(), "gpus": 1, "gpu": "h100-80gb", "batch": 2, "example_inputs": X},
     }
 
 

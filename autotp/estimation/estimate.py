@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from autotp.arguments import expect_arguments
 from autotp.errors import Error, within
 from autotp.estimation.counts.pieces import CAPTURED_ROWS, Lowered, lowered
 from autotp.estimation.layout import AUTOTP, COMPILED, Layout
@@ -82,6 +83,10 @@ def estimate(
     """
 
     def run() -> Estimate:
+        expect_arguments(
+            estimate, gpu=gpu, interleave=interleave, sequence_parallel=sequence_parallel, dtype=dtype,
+            compiled=compiled, sequence=sequence,
+        )  # fmt: skip
         device = hardware_of(gpu)
         layout = Layout(
             batch=batch, tp=tp, pp=pp, dp=dp, micro_batch=micro_batch, schedule=schedule, interleave=interleave,

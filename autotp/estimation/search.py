@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autotp.arguments import expect_arguments
 from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import Error, within
 from autotp.estimation.estimate import captured
@@ -127,6 +128,7 @@ def search(
     """
 
     def run() -> Search:
+        expect_arguments(search, gpu=gpu, dtype=dtype, compiled=compiled, sequence=sequence)
         device = hardware_of(gpu)
         Layout(batch=batch, dtype=dtype)
         if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
