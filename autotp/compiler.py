@@ -426,8 +426,7 @@ def analyse(
         call: the state around the call.
         amend: changes the program after a pass, to find out what a difference comes from (`bisect.py`).
     """
-
-    def planned(call: CallState) -> Program:
+    with uncollected(), progress(f"capture of {type(skeleton).__name__}") as line:
         program = captured_program(skeleton, args, kwargs, tp, options, call)
         if program.captured.symbolic and not _is_lowered(program, amend):
             values = replace(call.values, places=call.values.places | program.captured.symbolic)
@@ -435,10 +434,7 @@ def analyse(
         for each, later in programs_after_passes(program, amend):
             line.begin(each.stage)
             program = later
-        return program
-
-    with uncollected(), progress(f"capture of {type(skeleton).__name__}") as line:
-        return planned(call)
+    return program
 
 
 def _is_lowered(program: Program, amend: Amend | None) -> bool:

@@ -345,6 +345,7 @@ TABLES = {f.__name__: f for f in (table4, fig7, table5, fig1, table1, table2, we
 
 
 def main() -> None:
+    """Prints the tables, or fits the A100's sustained parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", choices=[*TABLES, []], help="the tables; by default all")
     parser.add_argument("--fit", action="store_true", help="fit the A100's sustained parts to table 4")

@@ -9,10 +9,9 @@ import typer
 
 from autotp.cli.flags import Attention, Debug, InputsOf, Json, Kwargs, Layers, Model, ModelClass
 from autotp.cli.model_argument import ModelArgument, dtype_named, on_meta, settings_of
-from autotp.cli.output import DIFFERENT, console, print_json
+from autotp.cli.output import DIFFERENT, show
 from autotp.estimation.estimate import estimate
-from autotp.estimation.result import Estimate
-from autotp.estimation.search import Search, search
+from autotp.estimation.search import search
 from autotp.estimation.seconds.hardware import KINDS, LINE
 from autotp.options import Recompute
 from autotp.training.pipeline.schedules import ENGINES
@@ -64,7 +63,7 @@ def estimate_command(
         recompute=cast(Recompute, recompute.value), zero=zero, dtype=dtype_named(dtype), compiled=compiled,
         sequence=sequence, example_inputs=argument.example_inputs(),
     )  # fmt: skip
-    _show(found, json)
+    show(found, json)
     if not found.fits:
         raise typer.Exit(DIFFERENT)
 
@@ -97,13 +96,4 @@ def search_command(
         on_meta(argument), gpus=gpus, gpu=gpu, batch=batch, memory=memory, dtype=dtype_named(dtype), compiled=compiled,
         sequence=sequence, example_inputs=argument.example_inputs(),
     )  # fmt: skip
-    _show(found, json)
-
-
-def _show(found: Estimate | Search, json: bool) -> None:
-    if json:
-        print_json(found.to_dict())
-    elif (to := console()).is_terminal:
-        to.print(found)
-    else:
-        print(found)
+    show(found, json)

@@ -29,6 +29,16 @@ def print_json(data: Any) -> None:
     print(json.dumps(data, indent=2, allow_nan=False))
 
 
+def show(found: Any, json: bool) -> None:
+    """Prints a plan, an estimate or the like: as JSON, in colour on a terminal, else as text."""
+    if json:
+        print_json(found.to_dict())
+    elif (to := console()).is_terminal:
+        to.print(found)
+    else:
+        print(found)
+
+
 def complain(text: str) -> None:
     """Prints a text on stderr, behind the name of the program."""
     print(f"autotp: {text}", file=sys.stderr)

@@ -20,7 +20,7 @@ from autotp.cli.flags import (
     with_options_of,
 )
 from autotp.cli.model_argument import ModelArgument, dtype_named, on_meta, settings_of
-from autotp.cli.output import console, print_json
+from autotp.cli.output import show
 
 
 @with_options_of(explain)
@@ -44,9 +44,4 @@ def plan(
         model, settings_of(kwargs), layers, dtype_named(dtype), attention, model_class, inputs, evaluation
     )
     found = explain(on_meta(argument), tp, example_inputs=argument.example_inputs(), **chosen)
-    if json:
-        print_json(found.to_dict())
-    elif (to := console()).is_terminal:
-        to.print(found)
-    else:
-        print(found)
+    show(found, json)

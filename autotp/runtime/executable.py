@@ -37,6 +37,7 @@ from autotp.passes.capture.guards.python_state import NOT_ASKED, GradientsWanted
 from autotp.passes.capture.guards.sizes import Shapes
 from autotp.passes.capture.guards.values import KnownValues, Outcome, Place, ValueRead, other_reads, shown
 from autotp.passes.capture.pytree import flatten, signature_of, states
+from autotp.passes.capture.skeleton import storage_of
 from autotp.passes.capture.unsupported.lost_gradients import expect_no_global_hooks
 from autotp.passes.emit.attach_parameters import BlockCall, places, ties, value_at, works
 from autotp.passes.emit.recompute import Recomputed
@@ -195,6 +196,8 @@ class Executable:
         state = random_state_of(self.mesh.device)
         try:
             return self._run(entry, called, held)
+        except Error:  # Of a lost rank, for example.
+            raise
         except (IndexError, RuntimeError, ValueError):  # NOTE [A graph that fails] in graph_entry.py
             set_random_state(self.mesh.device, state)
             captured = entry.analysis.captured
@@ -255,6 +258,9 @@ class Executable:
                 f"{self.name}.forward writes into an argument that requires a gradient",
                 fix="give it a clone()",
             )
+        if mine:
+            apart = self.uncompiled if torch.compiler.is_compiling() else _call
+            apart(_expect_apart, self.name, [i for i, _ in captured.into], [*tensors, *self.tensors().values()])
         for i, _ in captured.into:
             tensors[i] = tensors[i].clone()
         return mine
@@ -613,6 +619,17 @@ def _other_read(first: Sequence[ValueRead], second: Sequence[ValueRead]) -> Outc
     """Returns the first read in which two graphs differ; the last read if none does."""
     pairs = ((one.outcome, two.outcome) for one, two in zip(first, second, strict=False))
     return next((two for one, two in pairs if not one.is_same(two)), second[-1].outcome)
+
+
+def _expect_apart(name: str, written: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    """Raises Error if a tensor that forward writes into shares memory with another: a graph has a copy of each."""
+    storages = [storage_of(x) for x in tensors]
+    for i in written:
+        if storages[i] is not None and storages.count(storages[i]) > 1:
+            raise Error(
+                f"{name}.forward writes into an argument that shares memory with another tensor",
+                fix="give it a clone()",
+            )
 
 
 def _other_numbers(known: Key, key: Key) -> list[int]:

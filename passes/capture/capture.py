@@ -28,10 +28,8 @@ from autotp.passes.capture.guards.attribute_paths import spelled, values_at
 from autotp.passes.capture.guards.input_values import InputValues
 from autotp.passes.capture.guards.python_state import GradientQueries, GradientsWanted
 from autotp.passes.capture.guards.values import (
-    NO_READS,
     NO_VALUES,
     Answers,
-    ExpectedReads,
     KnownValues,
     NeedsNumber,
     Place,
@@ -82,8 +80,8 @@ def capture(
     leaves = [leaf.copy() if isinstance(leaf, numpy.ndarray) else leaf for leaf in leaves]  # Constants of the graph.
     with CAPTURING:
         call = _Call(skeleton, leaves, spec, autocast, wanted)
-        found = _reads(call, opened, values) if values.places else NO_READS
-        expected = found if isinstance(found, ExpectedReads) else NO_READS
+        found = _reads(call, opened, values) if values.places else NO_VALUES
+        expected = found if isinstance(found, KnownValues) else NO_VALUES
         while True:
             result = _captured_once(call, once, opened, expected)
             if isinstance(result, Captured):
@@ -134,16 +132,14 @@ class _NeedsValues:
     instead: Error | Captured
     places: frozenset[Place] = frozenset()
 
-    def without(self, found: Error | ExpectedReads) -> Captured:
+    def without(self, found: Error | KnownValues) -> Captured:
         """Returns the graph without the values. Raises Error if there is none: the one that was found, if any."""
         if isinstance(self.instead, Error):
             raise found if isinstance(found, Error) else self.instead
         return self.instead
 
 
-def _captured_once(
-    call: _Call, once: bool, opened: Opened, expected: ExpectedReads
-) -> Captured | Opened | _NeedsValues:
+def _captured_once(call: _Call, once: bool, opened: Opened, expected: KnownValues) -> Captured | Opened | _NeedsValues:
     """Returns the graph; or the further attributes that have to be inputs of it; or that values are needed."""
     for with_objects in (True, False) if once else ():
         repeats = Repeats(with_objects)
@@ -155,7 +151,7 @@ def _captured_once(
 
 
 def _capture(
-    call: _Call, repeats: Repeats | None, opened: Opened, expected: ExpectedReads
+    call: _Call, repeats: Repeats | None, opened: Opened, expected: KnownValues
 ) -> Captured | Opened | _NeedsValues:
     """Captures once, as `capture` says; calls of the model's blocks go through `repeats`."""
     with around_capture(call.autocast):
@@ -185,17 +181,19 @@ def _capture(
 
 def _flat(call: _Call, opened: Opened, reading: Reading) -> tuple[Flat, tuple[Any, ...], GradientQueries]:
     """Returns the model as a function of tensors, and these, in the fake mode that is active."""
-    model = copy_on(call.skeleton, call.autocast.device)
+    originals: dict[int, Tensor] = {}
+    model = copy_on(call.skeleton, call.autocast.device, originals)
     held = values_at(model, opened.slots, opened.numbers - opened.fixed)
     asked = GradientQueries(call.wanted)
     flat = Flat(model, call.spec, call.leaves, list(held), asked, reading)
+    flat.originals = originals
     tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
     return flat, _example([*tensors, *held.values()], call.autocast, call.wanted), asked
 
 
-def _raised_plainly(call: _Call, opened: Opened, expected: ExpectedReads) -> Exception | None:
+def _raised_plainly(call: _Call, opened: Opened, expected: KnownValues) -> Exception | None:
     """Runs the model with the call's sizes and values; returns the exception that it raises, if none of values."""
-    reading = InputValues(KnownValues(expected.places, expected.outcomes), call.autocast.device, {}, ())
+    reading = InputValues(expected, call.autocast.device, {}, ())
     try:
         _run_plainly(call, opened, reading)
     except Exception as error:
@@ -206,12 +204,13 @@ def _raised_plainly(call: _Call, opened: Opened, expected: ExpectedReads) -> Exc
 def _run_plainly(call: _Call, opened: Opened, reading: InputValues) -> None:
     """Runs the model without an exporter."""
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    with around_capture(call.autocast), _compiling_state_context(), _override_builtin_ops(), fake:
+    with around_capture(call.autocast), fake:
         flat, given, _ = _flat(call, opened, reading)
-        flat(*given)
+        with _compiling_state_context(), _override_builtin_ops():
+            flat(*given)
 
 
-def _reads(call: _Call, opened: Opened, known: KnownValues) -> ExpectedReads | Error:
+def _reads(call: _Call, opened: Opened, known: KnownValues) -> KnownValues | Error:
     """Runs the model without an exporter; returns all that Python reads at the places where values are needed.
 
     An Error, if the values are not known.
@@ -246,7 +245,7 @@ def _reads(call: _Call, opened: Opened, known: KnownValues) -> ExpectedReads | E
             else:
                 raise explain_failure(error, error, call.skeleton) from error
         else:
-            return ExpectedReads(frozenset(reading.places), tuple(reading.outcomes))
+            return KnownValues(frozenset(reading.places), tuple(reading.outcomes))
 
 
 def _example(values: list[Any], autocast: Autocast, wanted: GradientsWanted) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
 from autotp.passes.capture.pytree import map_leaves
-from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.capture.skeleton import copy_on
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -104,7 +104,7 @@ def _that_runs(model: nn.Module, name: str, candidates: list[Tensor]) -> Tensor 
     """Returns the first candidate that the model runs with on meta; a single candidate is returned untried."""
     if len(candidates) < 2:
         return next(iter(candidates), None)
-    skeleton = skeleton_of(model)
+    skeleton = copy_on(model, "meta", {})
     return next((x for x in candidates if _returns_loss(skeleton, (), {name: x}) is not None), None)
 
 
@@ -164,7 +164,7 @@ def _with_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     shapes = [x.shape[:2] for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim() > 1]
     if not names or not shapes:
         return args, kwargs
-    skeleton = skeleton_of(model)
+    skeleton = copy_on(model, "meta", {})
     for chosen in itertools.product((shapes[0], shapes[0][:1]), repeat=len(names)):
         labelled = {
             **kwargs,

@@ -75,7 +75,7 @@ def convert_program(
         graph=graph,
         parameters=placeholders.parameters,
         buffers=placeholders.buffers,
-        constants=placeholders.constants,
+        constants={name: flat.originals.get(id(x), x) for name, x in placeholders.constants.items()},
         inputs=[name for name, x in inputs.items() if isinstance(x, Tensor)],
         fits=sizes.fits(),
         example=tuple(tuple(_shape(x)) for x in inputs.values()),

@@ -95,6 +95,9 @@ class Flat(nn.Module):
         opened: paths of the attributes' values that are inputs; they follow the arguments' tensors.
         asked: notes the model's questions about gradients.
         reading: gives the values that Python reads of tensors.
+
+    Attributes:
+        originals: `id` of a tensor that the model holds outside of its buffers -> the user's tensor, which it copies.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class Flat(nn.Module):
         super().__init__()
         self.model, self.spec, self.leaves, self.opened = model, spec, leaves, opened
         self.asked, self.reading = asked, reading
+        self.originals: dict[int, Tensor] = {}
         self.returned = Returned()  # The exporter undoes assignments to the module itself, but not to this object.
 
     def forward(self, *tensors: Any) -> tuple[Any, ...]:

@@ -26,14 +26,18 @@ def skeleton_of(model: nn.Module) -> nn.Module:
     return copy_on(model, "meta")
 
 
-def copy_on(model: nn.Module, device: str) -> nn.Module:
+def copy_on(model: nn.Module, device: str, originals: dict[int, Tensor] | None = None) -> nn.Module:
     """Returns a copy of `model` whose parameters and buffers are on a device, without values.
+
+    Args:
+        originals: if given, other tensors of the copy have memory of their own, into which the copy may write; filled
+            with `id` of such a tensor -> the tensor of `model`.
 
     Raises:
         Error: an attribute cannot be copied, or is a view of a parameter or buffer.
     """
     try:
-        memo = stand_ins(model, device)
+        memo = stand_ins(model, device, originals=originals)
         close_over(memo, model)
         return copy.deepcopy(model, memo)
     except Error:
@@ -46,7 +50,12 @@ def copy_on(model: nn.Module, device: str) -> nn.Module:
         ) from error
 
 
-def stand_ins(model: nn.Module, device: str, whole: Mapping[str, Tensor] = MappingProxyType({})) -> dict[Any, Any]:
+def stand_ins(
+    model: nn.Module,
+    device: str,
+    whole: Mapping[str, Tensor] = MappingProxyType({}),
+    originals: dict[int, Tensor] | None = None,
+) -> dict[Any, Any]:
     """Returns the memo for a deep copy of a model: `id` of a tensor -> the tensor of the copy.
 
     Args:
@@ -56,6 +65,7 @@ def stand_ins(model: nn.Module, device: str, whole: Mapping[str, Tensor] = Mappi
     """
     _expect_no_views(model)
     memo: dict[Any, Any] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     shown: list[Any] = []
     for name, tensor in model.named_parameters():
         like: Tensor = whole.get(name, tensor)
@@ -70,10 +80,25 @@ def stand_ins(model: nn.Module, device: str, whole: Mapping[str, Tensor] = Mappi
         elif isinstance(value, Tensor):
             # A detached alias: otherwise autograd would record writes during capture on the user's tensor.
             with unset_fake_temporarily():
-                memo.setdefault(id(value), value.detach().requires_grad_(value.requires_grad))
+                alias = value.detach() if originals is None else _apart(value, storages)
+                memo.setdefault(id(value), alias.requires_grad_(value.requires_grad))
+            if originals is not None:
+                originals[id(memo[id(value)])] = value
     for proxy in shown:  # At the end: its dict may hold any of the values above.
         memo[id(proxy)] = types.MappingProxyType(copy.deepcopy(gc.get_referents(proxy)[0], memo))
     return memo
+
+
+def _apart(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    """Returns a copy of a tensor, with the memory that copies of its views have. `storages`: those copied so far."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or wrapped:
+        return tensor.detach()
+    at = tensor.untyped_storage()._cdata
+    if at not in storages:
+        storages[at] = tensor.untyped_storage().clone()
+    own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return own.set_(storages[at], tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _expect_no_views(model: nn.Module) -> None:

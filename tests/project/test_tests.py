@@ -65,7 +65,6 @@ BY_WHAT_IS_CAPTURED = {
     "passes/capture/patches": "passes/capture/guards/test_guard",
     "passes/capture/repeats/record": "passes/capture/repeats/test_repeats",
     "passes/capture/repeats/unfold": "passes/capture/repeats/test_repeats",
-    "passes/capture/skeleton": "passes/capture/guards/test_guard",
     "passes/capture/unsupported/explain_failure": "system/test_refusals",
     "passes/capture/unsupported/sizes_as_keys": "passes/capture/guards/test_guard",
     "passes/lower/localize": "passes/lower/test_lower",

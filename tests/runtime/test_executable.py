@@ -553,6 +553,34 @@ def a_read_that_a_call_does_not_make(rank: int, n: int) -> None:
         torch.testing.assert_close(parallel(given), whole(given))
 
 
+class Adding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Plain()
+        self.seen = nn.Buffer(torch.zeros(3, 8))
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        x.add_(1)
+        y: Tensor = self.body(other + self.seen)
+        return y
+
+
+@checks.on(2)
+def arguments_that_share_memory(rank: int, n: int) -> None:
+    """What is written into one would have to be seen in the other."""
+    given = {"x": torch.ones(3, 8).double(), "other": torch.ones(3, 8).double()}
+    whole, parallel = both(n, Adding().double(), example_inputs=given)
+    rows = torch.ones(4, 8).double()
+    for x, other in ((rows[:3], rows[1:]), (rows[:3], rows[:3]), (parallel.seen, given["other"])):
+        before = x.clone()
+        with pytest.raises(autotp.Error, match="writes into an argument that shares memory with another tensor"):
+            parallel(x, other)
+        assert torch.equal(x, before)
+    x = torch.zeros(3, 8).double()
+    torch.testing.assert_close(parallel(x, rows[1:]), whole(torch.zeros(3, 8).double(), rows[1:]))
+    assert torch.equal(x, torch.ones(3, 8).double())
+
+
 class Rounds(nn.Module):
     """Runs as often as its argument says."""
 

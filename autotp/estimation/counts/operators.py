@@ -79,6 +79,7 @@ class Op:
 
 
 def kind_of(func: Any, packet: Any) -> Kind:
+    """Returns what an operator does, for its price; `packet` has all overloads of `func`."""
     if packet in PRODUCTS:
         return "product"
     if packet in ATTENTION:

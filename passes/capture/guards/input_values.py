@@ -131,8 +131,9 @@ class InputValues(Reading):
             return None
 
     def _shadow(self, x: Tensor) -> Tensor:
-        if not isinstance(x, FakeTensor) and x.device.type == self.device:
-            return x  # A constant of the model.
+        if id(x) not in self.shadows and not isinstance(x, FakeTensor) and x.device.type == self.device:
+            with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+                self._pair(x, x.detach().clone())  # A constant of the model, which the user has, too.
         fake, shadow, ahead = self.shadows.get(id(x), (None, x, 0))
         if fake is not x or x._version - shadow._version != ahead:  # Something without values was written into it.
             raise _Unknown

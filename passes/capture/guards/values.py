@@ -29,7 +29,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    SymT,
+    free_unbacked_symbols,
+    symbol_is_type,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -101,11 +106,11 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class KnownValues:
-    """What earlier captures and runs of a model found.
+    """What is known of the values that Python reads in a call.
 
     Attributes:
         places: the places at which values are needed.
-        outcomes: what the first reads of the call gave, in order.
+        outcomes: what the reads give, in order: the first ones, as far as earlier runs of the call found them; or all.
     """
 
     places: frozenset[Place] = frozenset()
@@ -113,22 +118,6 @@ class KnownValues:
 
 
 NO_VALUES = KnownValues()
-
-
-@dataclass(frozen=True)
-class ExpectedReads:
-    """All reads of a call, in order.
-
-    Attributes:
-        places: as in `KnownValues`.
-        outcomes: what the reads give.
-    """
-
-    places: frozenset[Place] = frozenset()
-    outcomes: tuple[Outcome, ...] = ()
-
-
-NO_READS = ExpectedReads()
 
 
 @dataclass(frozen=True)
@@ -220,7 +209,8 @@ class Reading(TorchFunctionMode):
             self.symbols[symbol] = frozenset(places)
         for symbol in new if func in SIZED else ():
             self.sized[symbol] = place_of(func)
-        if places and any(s.startswith("zuf") for s in _symbols_in(_tensors(found))):
+        sizes = (symbol for x in _tensors(found) for symbol in free_unbacked_symbols(x))
+        if places and any(symbol_is_type(symbol, SymT.UNBACKED_FLOAT) for symbol in sizes):
             raise NeedsNumber(place_of(func))  # No graph computes a size of numbers with a point.
 
     def symbolic(self) -> frozenset[Place]:
@@ -359,11 +349,11 @@ class Answers(Reading):
     """A mode for the exporter's run: the reads give the listed outcomes.
 
     Args:
-        expected: the reads of the call.
+        expected: all reads of the call.
         expect_outside: raises an exception in a block that is being recorded, so that later blocks can repeat it.
     """
 
-    def __init__(self, expected: ExpectedReads, expect_outside: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, expected: KnownValues, expect_outside: Callable[[], None] = lambda: None) -> None:
         super().__init__(expected.places)
         self.expected, self.expect_outside = expected, expect_outside
 
