@@ -12,7 +12,7 @@ import pytest
 import torch
 from architectures import Architecture, arguments, model
 from faults import apart, argument, behind, bias_before_reduce, calls, conjugate, drop, on, red, repeat, resliced, wrong
-from small_models import gpt
+from small_models import Plain, gpt
 from torch import Tensor, fx, nn
 
 import autotp
@@ -356,3 +356,25 @@ def test_another_number_of_outputs(fewer: bool, counts: tuple[int, int]) -> None
     report = autotp.verify(Varying(fewer), 2, example_inputs=torch.randn(3, 8))
     told = "the number of outputs: {} of a rank, {} of one device".format(*counts)
     assert not report.ok and report.outputs[0].name == told
+
+
+class Clamping(Plain):
+    """Looks rows up, with indices that would be too large without a branch on an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        index = (y.abs() * 1000).long().sum(-1)
+        if (index > 3).any():
+            index = index.clamp(max=3)
+        return y + self.rows(index)
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_a_graph_that_fails_by_what_it_assumes(tp: int) -> None:
+    """What one device reads selects the graph then."""
+    report = autotp.verify(Clamping(), tp, example_inputs=torch.randn(3, 8))
+    assert report.ok, report

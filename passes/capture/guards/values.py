@@ -374,6 +374,15 @@ class Answers(Reading):
         return copy.deepcopy(value)
 
 
+class Listing(Reading):
+    """A mode for the run of a model with real tensors: the reads give what they give, and are listed."""
+
+    def _read(self, func: Any, args: Any, kwargs: Any, place: Place) -> Any:
+        value = func(*args, **kwargs)
+        self.outcomes.append(Outcome(place, copy.deepcopy(value)))
+        return value
+
+
 def other_reads(place: Place) -> Error:
     """Returns the Error for a model that reads other values at this place while it is captured."""
     return Error(
