@@ -52,7 +52,7 @@ def estimate_command(
 ) -> None:
     """Prints the predicted seconds, TFLOP/s and memory of a training step. Needs no GPU, weights or ranks.
 
-    Example: autotp estimate autotp.models.gpt:GPT --gpu a100-80gb --batch 32 --tp 2 --pp 2
+    Example: autotp estimate file.py:factory --gpu a100-80gb --batch 32 --tp 2 --pp 2
 
     The exit status is 1 if it does not fit.
     """
@@ -87,7 +87,7 @@ def search_command(
 ) -> None:
     """Prints the fastest layouts on a number of devices that fit, and why the obvious ones lost.
 
-    Example: autotp search autotp.models.gpt:GPT --gpus 8 --gpu a100-80gb --batch 32
+    Example: autotp search file.py:factory --gpus 8 --gpu a100-80gb --batch 32
 
     The exit status is 1 if no layout fits.
     """

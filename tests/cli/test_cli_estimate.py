@@ -50,7 +50,8 @@ def test_the_example_of_the_help_runs(autotp_command, factory: str, command: str
     text = " ".join(autotp_command(command, "--help").out.split())
     found = re.search(rf"Example: autotp ({command} .*?) The exit", text)
     assert found is not None
-    words = [factory if word.startswith("autotp.models") else word for word in found[1].split()]
+    assert "file.py:factory" in found[1]
+    words = [factory if word == "file.py:factory" else word for word in found[1].split()]
     assert autotp_command(*words).status == 0
 
 
