@@ -127,7 +127,8 @@ class Heart:
     def stop(self) -> None:
         """Ends the thread. A thread that waits for the store while Python exits would abort the process (SIGABRT)."""
         self.stopped.set()
-        self.thread.join(LEAVING)  # The store may be busy; if its keeper is stopped, it never answers.
+        gone = self.keeper in (self.found or ())
+        self.thread.join(INTERVAL if gone else LEAVING)  # The store may be busy; without its keeper it never answers.
 
 
 def keeps(store: dist.Store) -> bool:
@@ -210,7 +211,8 @@ def reason(named: Callable[[int], str], ranks: Sequence[int] = ()) -> str:
             return "the store in which the processes met is gone, and with it torchrun or the process that kept it"
         if not lost and heart.keeper != heart.rank:
             assert heart.keeper is not None
-            lost, about = [heart.keeper], ", and with it the store in which the processes met"
+            heart.found = lost = [heart.keeper]
+            about = ", and with it the store in which the processes met"
     if not lost and heart.note and len(notes) < dist.get_world_size() - 1:
         return f"this rank {heart.note}"
     if not lost:

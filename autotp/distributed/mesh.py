@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.distributed.heartbeat import begin
+from autotp.distributed.heartbeat import SILENCE, answered, begin
 from autotp.distributed.launch import Launch, launch, meeting, store_of
 from autotp.error_file import report_errors
 from autotp.errors import Error, call_in_progress
@@ -122,8 +122,18 @@ def _resolved(name: str) -> Any:
 def new_group(ranks: Sequence[int] | None, timeout: timedelta, **how: Any) -> Any:
     """Returns a new process group, as torch's `new_group`; raises Error if a rank is lost meanwhile."""
     world: Any = dist.group.WORLD
-    with naming_lost("new_group", world.group_name):
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def made() -> Any:
+        if device is not None:  # Each thread has its own current device.
+            torch.cuda.set_device(device)
         return dist.new_group(None if ranks is None else list(ranks), timeout, **how)
+
+    with naming_lost("new_group", world.group_name):
+        try:
+            return answered(made, timeout.total_seconds() + SILENCE)
+        except TimeoutError as error:
+            raise RuntimeError(f"timed out: {error}") from error
 
 
 def timeout_of(group: Any) -> timedelta:

@@ -31,6 +31,7 @@ from trainers import SMALL, batch
 import autotp
 from autotp.distributed.background_exchange import BackgroundExchange
 from autotp.distributed.heartbeat import INTERVAL, Heart
+from autotp.distributed.mesh import new_group
 from autotp.ops import collectives
 from autotp.runtime.torch_hooks import optimizer_guard
 
@@ -131,6 +132,11 @@ def generate(layout: Layout, folder: Path) -> Calls:
     return call, call
 
 
+def group(layout: Layout, folder: Path) -> Calls:
+    trainer(layout)
+    return (lambda: new_group(None, TIMEOUT)), (lambda: new_group(None, TIMEOUT))
+
+
 def parallel() -> Any:
     mesh = DeviceMesh.from_group(dist.new_group(timeout=TIMEOUT, group_desc="tp"), "cpu", mesh_dim_names=("tp",))
     return autotp.parallelize(gpt(seed=0, **SMALL), mesh=mesh)
@@ -138,7 +144,7 @@ def parallel() -> Any:
 
 PHASES = {
     phase.__name__: phase
-    for phase in (begin, forward, backward, step, evaluate, optimize, save, load, gathered, read, written, generate)
+    for phase in (begin, group, forward, backward, step, evaluate, optimize, save, load, gathered, read, written, generate)
 }
 
 
@@ -439,6 +445,7 @@ def test_in_a_random_call(seed: int, tmp_path: Path) -> None:
     ("phase", "layout", "lost", "how"),
     [
         ("forward", (2, 1, 1), 0, KILL),
+        ("group", (2, 1, 1), 0, STOP),
         *(
             pytest.param(phase, layout, lost, how, marks=pytest.mark.rare)
             for phase, layout in (
