@@ -98,6 +98,14 @@ class CutTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return _followed(kind, func, args, kwargs or {}, _asked(sys._getframe(1)))
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes other memory, as torch's does, which passes `__torch_function__` by. Raises Error if it is the whole's."""
+        given = args[0] if args else None
+        whole = isinstance(given, Tensor) and self.shape != given.shape == self.autotp_cut.layout.shape
+        if whole and _asked(sys._getframe(1)):
+            raise _whole_given(self.autotp_cut, Tensor.set_, given.shape)
+        return super().set_(*args, **kwargs)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             with torch._C.DisableTorchFunctionSubclass():

@@ -267,6 +267,7 @@ def wholes_are_not_written_over_parts(rank: int, n: int) -> None:
             "data": lambda: setattr(weight, "data", whole),
             "grad": lambda: setattr(weight, "grad", whole),
             "copy_": lambda: weight.data.copy_(whole),
+            "set_": lambda: weight.set_(whole),
             "add_": lambda: weight.add_(whole),
             "lerp_": lambda: weight.detach().lerp_(whole, 0.5),
             "mul": lambda: weight * whole[:, :1],
