@@ -99,10 +99,10 @@ class CutTensor(Tensor):
             return _followed(kind, func, args, kwargs or {}, _asked(sys._getframe(1)))
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes other memory, as torch's does, which passes `__torch_function__` by. Raises Error if it is the whole's."""
+        """Takes other memory. (torch's does not ask `__torch_function__`.) Raises Error if the user gives the whole."""
         given = args[0] if args else None
-        whole = isinstance(given, Tensor) and self.shape != given.shape == self.autotp_cut.layout.shape
-        if whole and _asked(sys._getframe(1)):
+        users = is_users(sys._getframe(1))  # What torch's own code puts here is looked at in the next call.
+        if users and isinstance(given, Tensor) and self.shape != given.shape == self.autotp_cut.layout.shape:
             raise _whole_given(self.autotp_cut, Tensor.set_, given.shape)
         return super().set_(*args, **kwargs)
 

@@ -144,7 +144,21 @@ def parallel() -> Any:
 
 PHASES = {
     phase.__name__: phase
-    for phase in (begin, group, forward, backward, step, evaluate, optimize, save, load, gathered, read, written, generate)
+    for phase in (
+        begin,
+        group,
+        forward,
+        backward,
+        step,
+        evaluate,
+        optimize,
+        save,
+        load,
+        gathered,
+        read,
+        written,
+        generate,
+    )
 }
 
 
