@@ -512,11 +512,11 @@ def flat_graph(program: Program, rank: int, randomness: Literal["exact", "fast"]
     return _checked_graph(program, Target(axis, program.tp, rank, randomness, frozenset(program.local_outputs)))
 
 
-def flat_graphs(program: Program, randomness: Literal["exact", "fast"]) -> list[fx.Graph]:
-    """Returns `flat_graph` of each rank. The check infers the axes of the model once for all."""
+def flat_graphs(program: Program, randomness: Literal["exact", "fast"]) -> Iterator[fx.Graph]:
+    """Yields `flat_graph` of each rank. The check infers the axes of the model once for all."""
     axes, stay = infer_axes(program.graph), frozenset(program.local_outputs)
-    ranks = range(program.tp)
-    return [_checked_graph(program, Target("tp", program.tp, rank, randomness, stay), axes) for rank in ranks]
+    for rank in range(program.tp):
+        yield _checked_graph(program, Target("tp", program.tp, rank, randomness, stay), axes)
 
 
 def _checked_graph(program: Program, to: Target, axes: Axes | None = None) -> fx.Graph:

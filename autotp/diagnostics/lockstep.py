@@ -6,18 +6,20 @@ tensors of all ranks, with its conjugate as backward. The simulation is determin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from autotp.compiler import Program, emitted
 from autotp.ops import collectives, custom_vjp
 from autotp.ops.async_linear import async_linear, products
 from autotp.ops.coalesced import together
 from autotp.ops.custom_vjp import Vjp
-from autotp.passes.emit.attach_parameters import BlockCall
+from autotp.options import Options
+from autotp.passes.emit.attach_parameters import BlockCall, ParameterPlace, attach_parameters, places
 from autotp.passes.emit.recompute import Recomputed
 from autotp.sharding.partition import chunk_sizes
 from autotp.sharding.strides import inverse, memory_order
@@ -44,6 +46,27 @@ def run_lockstep(ranks: Sequence[Runs], inputs: Sequence[Sequence[Any]]) -> list
         return _recomputed(cast(Sequence[Recomputed], ranks), inputs)
     graphs = [rank if isinstance(rank, fx.Graph) else cast(fx.GraphModule, rank).graph for rank in ranks]
     return _run(graphs, ranks, inputs)
+
+
+def simulated(
+    graph: fx.Graph, held: Mapping[str, Tensor], program: Program, model: nn.Module, settings: Options
+) -> fx.GraphModule:
+    """Returns a rank's graph as a module, as on processes; its blocks read the parameters of the simulated rank.
+
+    Args:
+        held: the rank's parameters and buffers, by name.
+        model: the whole model, whose blocks the graph has.
+    """
+    outlined = emitted(graph, program, settings, torch.device("cpu"), {})
+    where = places(model)[1]
+    names = {(id(module), key): name for name, (module, key) in where.items()}
+    blocks = dict(model.named_modules(remove_duplicate=False))
+    del blocks[""]
+
+    def read(place: ParameterPlace) -> Tensor:
+        return held[names[id(place[0]), place[1]]]
+
+    return attach_parameters(outlined, program.captured.parameters, where, blocks.get, read)
 
 
 def _recomputed(ranks: Sequence[Recomputed], inputs: Sequence[Sequence[Any]]) -> list[Any]:

@@ -5,57 +5,51 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autotp.compiler import Amend, CallState, Program, analyse, emitted, flat_graphs
-from autotp.diagnostics.lockstep import run_lockstep
+from autotp.compiler import Amend, CallState, Program, analyse, flat_graphs
+from autotp.diagnostics.differences import (
+    TOLERANCE,
+    Difference,
+    RankTensors,
+    descending,
+    difference,
+    gradient_differences,
+    largest,
+    rank_tensors,
+    step_differences,
+)
+from autotp.diagnostics.double import all_double, copied, doubled, moved
+from autotp.diagnostics.grid import GridProof, prove
+from autotp.diagnostics.grid_step import compare_step
+from autotp.diagnostics.lockstep import run_lockstep, simulated
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
 from autotp.display.progress import Line, progress
-from autotp.display.sheet import Sheet, Shown
+from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import Error, within
 from autotp.model_library import keep_activations, recomputes
-from autotp.ops.grouped_mm import grouped_mm
 from autotp.options import DEFAULTS, Experts, Options, Outputs, Recompute
 from autotp.passes.canonicalize.custom_vjp import fuse
 from autotp.passes.capture.captured import Captured, InputSize, OutputAt, contradicted
 from autotp.passes.capture.example_inputs import Inputs
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
-from autotp.passes.capture.guards.attribute_paths import everything, found_at, put_at, spelled
+from autotp.passes.capture.guards.attribute_paths import found_at, put_at, spelled
 from autotp.passes.capture.guards.attribute_writes import GONE, Before, Change, Write, flatten_new_value, keyed
 from autotp.passes.capture.guards.python_state import GradientsWanted
 from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Listing
 from autotp.passes.capture.pytree import flatten, map_leaves, outcome, states
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.passes.emit.attach_parameters import ParameterPlace, attach_parameters, places
+from autotp.passes.pipeline.stages import Stage
 from autotp.runtime.build import expect_usable
 from autotp.sharding.layout import Layout
-
-TOLERANCE = 1e-9
-"""The largest difference, relative to the scale of the compared values, that is round-off of float64."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The largest difference of one tensor from one device, relative to its scale.
-
-    The scale of a gradient is the largest element of the whole model's gradient, because some true gradients are
-    zero (a key bias under softmax).
-    """
-
-    name: str
-    error: float
-
-    def __str__(self) -> str:
-        return f"{self.error:.1e}  {self.name}"
+from autotp.training.distribute import expect_training
+from autotp.training.pipeline.schedules import Schedule, Training
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,6 +64,7 @@ class Report(Shown):
         gradients: the difference of the gradient of each parameter and floating input, largest first.
         steps: the difference of each parameter after an optimizer step, largest first.
         tolerance: the largest relative difference that counts as equal.
+        grid: what was proved of pipeline ranks, replicas and microbatches; None if there were none.
 
         All differences are relative to the scale of the compared values. A model on `meta` has none.
 
@@ -85,6 +80,7 @@ class Report(Shown):
     gradients: tuple[Difference, ...]
     steps: tuple[Difference, ...]
     tolerance: float = TOLERANCE
+    grid: GridProof | None = None
 
     @property
     def ok(self) -> bool:
@@ -99,6 +95,9 @@ class Report(Shown):
     @property
     def verdict(self) -> str:
         """Whether the ranks are equal to one device, in words."""
+        if not self.gradients and self.grid is not None:
+            why = "it draws random numbers" if self.grid.draws else "it is on meta"
+            return f"proved on {self.grid.ranks:,} rank{'s' * (self.grid.ranks > 1)}; nothing computed, as {why}"
         if not self.gradients:
             return "the model is on meta: proved and counted, nothing computed"
         return "equal to one device" if self.ok else "DIFFERENT from one device"
@@ -106,13 +105,19 @@ class Report(Shown):
     def summary(self) -> str:
         """Returns the verdict, with the largest difference of a gradient."""
         worst = f", worst gradient {self.worst}" if self.gradients else ""
-        return f"{self.plan.model} on tp={self.plan.tp}: {self.verdict}{worst}"
+        return f"{self._title()}: {self.verdict}{worst}"
 
     def sheet(self) -> Sheet:
         """Returns the verdict, the largest differences, and the collectives of a step."""
         how = f" (float64, tolerance {self.tolerance:.0e})" if self.gradients else ""
-        title = f"{self.plan.model} on tp={self.plan.tp}: {self.verdict}{how}"
-        return Sheet(title, (tuple(_lines(self)),), "good" if self.ok else "bad", apart=False)
+        parts: tuple[Table | tuple[str, ...], ...] = (tuple(_lines(self)),)
+        if self.grid is not None:
+            parts = (*parts, ("",), self.grid.table())
+        return Sheet(f"{self._title()}: {self.verdict}{how}", parts, "good" if self.ok else "bad", apart=False)
+
+    def _title(self) -> str:
+        sizes = "" if self.grid is None else f", pp={self.grid.pp}, dp={self.grid.dp}"
+        return f"{self.plan.model} on tp={self.plan.tp}{sizes}"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain data, for JSON; a difference that is no number is the text `inf` or `nan`."""
@@ -123,6 +128,7 @@ class Report(Shown):
             "tolerance": self.tolerance,
             **{label: [{"name": d.name, "error": _number(d.error)} for d in found] for label, found in rows.items()},
             "plan": self.plan.to_dict(),
+            "grid": None if self.grid is None else self.grid.to_dict(),
         }
 
 
@@ -173,39 +179,18 @@ def make_trial(
         analysis = analyse(skeleton_of(model), args, kwargs, tp, settings, amend=amend)
         return Trial(model, args, kwargs, analysis, (), report(analysis, name), settings)
     with all_double():
-        whole = _moved(_copied(model).cpu().double())
+        whole = moved(copied(model).cpu().double())
         keep_activations(whole)
-        args, kwargs = map_leaves(lambda x: _doubled(x) if isinstance(x, Tensor) else x, (args, kwargs))
+        args, kwargs = map_leaves(lambda x: doubled(x) if isinstance(x, Tensor) else x, (args, kwargs))
         tensors = [
             of_inputs and x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)
         ]
         wanted = GradientsWanted(inputs=tuple(tensors), parameters=tuple(p.requires_grad for p in whole.parameters()))
         call = CallState(wanted=wanted, values=values)
         analysis = analyse(skeleton_of(whole), args, kwargs, tp, settings, call, amend)
-        graphs = flat_graphs(analysis, "exact")
+        graphs = list(flat_graphs(analysis, "exact"))
         plan = report(analysis, name, graphs[0])
         return Trial(whole, args, kwargs, analysis, tuple(map(fuse, graphs)), plan, settings, of_inputs)
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    """Returns a copy of the model. Computed tensors in it (torch's old weight_norm) become leaves, as torch cannot copy
-
-    others; the next call only uses their values.
-    """
-    computed = [x for _, x in everything(model) if isinstance(x, Tensor) and not x.is_leaf]
-    return copy.deepcopy(model, {id(x): x.detach().clone().requires_grad_() for x in computed})
-
-
-def _moved(model: nn.Module) -> nn.Module:
-    """Adds noise to every parameter: biases of 0 and norm weights of 1 would hide a wrong cut."""
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        for module in model.modules():  # `.double()` does not convert tensors in plain attributes.
-            plain = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
-            vars(module).update({name: _doubled(value) for name, value in plain.items()})
-        for parameter in filter(torch.is_floating_point, model.parameters()):
-            parameter.add_(torch.randn_like(parameter), alpha=0.02)
-    return model
 
 
 class OtherValues(Exception):
@@ -230,9 +215,12 @@ def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
         return Report(trial.plan, (), (), ())
     analysis = trial.analysis
     with all_double(), torch.random.fork_rng(devices=[]):
-        model, inputs = _copied(trial.model), _inputs(trial)
+        model, inputs = copied(trial.model), _inputs(trial)
         ranks = [_rank(trial, rank) for rank in range(analysis.tp)]
-        modules = [_module(change(_copy_of(graph), i), ranks[i], trial) for i, graph in enumerate(trial.graphs)]
+        modules = [
+            simulated(change(_copy_of(graph), i), ranks[i], analysis, trial.model, trial.settings)
+            for i, graph in enumerate(trial.graphs)
+        ]
         placed = [_placed(module.graph, rank, trial) for module, rank in zip(modules, ranks, strict=True)]
         torch.manual_seed(0)
         ran = run_lockstep(modules, placed)
@@ -246,8 +234,8 @@ def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
         outputs += _buffers(model, found, ranks, trial)
         _backward(expected, found, analysis)
         whole = dict(model.named_parameters()) | inputs
-        rows = outputs, _gradients(whole, ranks, analysis), _steps(whole, ranks, analysis)
-    return Report(trial.plan, *[tuple(sorted(row, key=_descending)) for row in rows])  # type: ignore[arg-type]
+        rows = outputs, gradient_differences(whole, ranks, analysis), step_differences(whole, ranks, analysis)
+    return Report(trial.plan, *[tuple(sorted(row, key=descending)) for row in rows])  # type: ignore[arg-type]
 
 
 def _copy_of(graph: fx.Graph) -> fx.Graph:
@@ -261,14 +249,10 @@ def _joined(first: Report, second: Report) -> Report:
 
     def both(mine: Sequence[Difference], its: Sequence[Difference]) -> tuple[Difference, ...]:
         later = [Difference(f"{one.name} of a second call", one.error) for one in its]
-        return tuple(sorted((*mine, *later), key=_descending))
+        return tuple(sorted((*mine, *later), key=descending))
 
     gradients = both(first.gradients, second.gradients)
     return Report(first.plan, both(first.outputs, second.outputs), gradients, both(first.steps, second.steps))
-
-
-RankTensors = dict[str, Tensor]
-"""The tensors of a rank, or of one device: parameters and buffers by name, and inputs as `input 0`, ..."""
 
 
 def _inputs(trial: Trial) -> RankTensors:
@@ -284,25 +268,7 @@ def _inputs(trial: Trial) -> RankTensors:
 
 
 def _rank(trial: Trial, rank: int) -> RankTensors:
-    own = {name: trial.model.get_parameter(name) for name in trial.analysis.layouts}
-    parts = {n: layout.take(own[n].detach(), rank) for n, layout in trial.analysis.layouts.items()}
-    buffers = {name: buffer.clone() for name, buffer in trial.model.named_buffers()}
-    return {n: part.requires_grad_(own[n].requires_grad) for n, part in parts.items()} | buffers | _inputs(trial)
-
-
-def _module(graph: fx.Graph, held: RankTensors, trial: Trial) -> fx.GraphModule:
-    """Returns a rank's graph as a module, as on processes; its blocks read the parameters of the simulated rank."""
-    program, model = trial.analysis, trial.model
-    outlined = emitted(graph, program, trial.settings, torch.device("cpu"), {})
-    where = places(model)[1]
-    names = {(id(module), key): name for name, (module, key) in where.items()}
-    blocks = dict(model.named_modules(remove_duplicate=False))
-    del blocks[""]
-
-    def read(place: ParameterPlace) -> Tensor:
-        return held[names[id(place[0]), place[1]]]
-
-    return attach_parameters(outlined, program.captured.parameters, where, blocks.get, read)
+    return rank_tensors(trial.model, trial.analysis.layouts, rank) | _inputs(trial)
 
 
 def _placed(graph: fx.Graph, held: RankTensors, trial: Trial) -> list[Tensor]:
@@ -398,7 +364,7 @@ def _buffers(
     for name, whole in ((name, b) for name, b in model.named_buffers() if name in ranks[0] and name not in made):
         parts = list(returned.get(name, [rank[name] for rank in ranks]))
         if name in returned or any(not _same(x, trial.model.get_buffer(name)) for x in (whole, *parts)):
-            rows.append(Difference(name, _difference(whole, parts, Layout(tuple(whole.shape)), 1.0)))
+            rows.append(Difference(name, difference(whole, parts, Layout(tuple(whole.shape)), 1.0)))
     return rows
 
 
@@ -420,39 +386,6 @@ def _backward(expected: Mapping[int, Tensor], found: Sequence[Sequence[Tensor]],
     torch.autograd.backward(mine)
 
 
-def _gradients(whole: RankTensors, ranks: Sequence[RankTensors], analysis: Program) -> list[Difference]:
-    wanted = {name: tensor for name, tensor in whole.items() if tensor.is_floating_point()}
-    scale = _largest([t.grad for t in wanted.values() if t.grad is not None])
-    layouts = {name: analysis.layouts.get(name, Layout(tuple(t.shape))) for name, t in wanted.items()}
-    found = []
-    for n, t in wanted.items():
-        parts = [r[n].grad for r in ranks]
-        missing = t.grad is not None and any(part is None for part in parts)
-        found.append(Difference(n, float("inf") if missing else _difference(t.grad, parts, layouts[n], scale)))
-    return found
-
-
-def _steps(whole: RankTensors, ranks: Sequence[RankTensors], analysis: Program) -> list[Difference]:
-    """Takes a step of an optimizer, on one device and on the ranks."""
-    for held in (whole, *ranks):
-        trained = [held[name] for name in analysis.layouts if held[name].requires_grad]
-        if trained:
-            torch.optim.SGD(trained, lr=0.1, momentum=0.9, weight_decay=0.1).step()
-    after = [{name: held[name].detach() for name in analysis.layouts} for held in (whole, *ranks)]
-    scale = _largest(list(after[0].values()))
-    found = {n: (after[0][n], [rank[n] for rank in after[1:]], layout) for n, layout in analysis.layouts.items()}
-    return [Difference(name, _difference(*row, scale)) for name, row in found.items()]
-
-
-def _largest(tensors: Sequence[Tensor]) -> float:
-    """Returns the largest absolute element of all tensors; 1 if it is 0."""
-    return max((float(t.abs().max()) for t in tensors if t.numel()), default=0.0) or 1.0
-
-
-def _descending(difference: Difference) -> float:
-    return -float("inf") if difference.error != difference.error else -difference.error
-
-
 def _weights(value: Tensor) -> Tensor:
     """Returns a different weight for each element."""
     return torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype).view(value.shape)
@@ -466,8 +399,8 @@ def _objective(outputs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 def _output(i: int, value: Tensor, parts: list[Tensor], analysis: Program) -> Difference:
     layout = _whole_layout(i, value, analysis)
     kind = "loss" if value.dim() == 0 else f"output {i}"
-    scale = _largest([value.detach()]) if value.dtype != torch.bool else 1.0
-    return Difference(kind, _difference(value.detach(), [part.detach() for part in parts], layout, scale))
+    scale = largest([value.detach()]) if value.dtype != torch.bool else 1.0
+    return Difference(kind, difference(value.detach(), [part.detach() for part in parts], layout, scale))
 
 
 def _whole_layout(i: int, value: Tensor, analysis: Program) -> Layout:
@@ -476,75 +409,8 @@ def _whole_layout(i: int, value: Tensor, analysis: Program) -> Layout:
     return Layout(tuple(value.shape), layout.dim, layout.pieces, layout.axis)
 
 
-def _difference(whole: Tensor | None, parts: Sequence[Tensor | None], layout: Layout, scale: float) -> float:
-    """Returns the largest difference between a tensor and its joined parts, or its copies, divided by `scale`."""
-    if whole is None:
-        return 0.0 if all(part is None or not part.any() for part in parts) else float("inf")
-    zeros = [torch.zeros(layout.local_shape(r), dtype=whole.dtype) for r in range(len(parts))]
-    given = [zero if part is None else part for zero, part in zip(zeros, parts, strict=True)]
-    if layout.dim is None:
-        return max(_distance(part, whole) for part in given) / scale
-    joined = torch.full_like(whole, float("nan")) if whole.is_floating_point() else torch.zeros_like(whole)
-    for rank, part in enumerate(given):
-        layout.put(joined, part, rank)
-    return _distance(joined, whole) / scale
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    if a.shape != b.shape:
-        return float("inf")
-    equal = (a == b) | ((a != a) & (b != b))  # Infinities and undefined values agree with themselves.
-    return float((a.double() - b.double()).abs().masked_fill(equal, 0).max()) if a.numel() else 0.0
-
-
 def _on_meta(model: nn.Module) -> bool:
     return any(p.is_meta for p in model.parameters())
-
-
-def _doubled(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().double() if tensor.is_floating_point() else tensor.detach().cpu()
-
-
-class _Double(TorchFunctionMode):
-    """A mode that turns casts to float32 and below into casts to float64, so that round-off does not hide a bug."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in GROUPED and (found := _grouped(*args, **(kwargs or {}))) is not None:
-            return found
-        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
-            return args[0].double()
-        return func(*(_raised(arg) for arg in args), **{name: _raised(arg) for name, arg in (kwargs or {}).items()})
-
-
-GROUPED = tuple(
-    getattr(space, name) for space in (torch, F) for name in ("_grouped_mm", "grouped_mm") if hasattr(space, name)
-)
-"""Products of groups of rows, which torch does not support in float64."""
-
-
-def _grouped(
-    x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
-) -> Tensor | None:
-    """Returns the product of groups of rows in float64; None for other products."""
-    rows = x.dim() == 2 and weight.dim() == 3 and bias is None
-    return grouped_mm(x, weight, offs) if rows and offs is not None else None
-
-
-def _raised(arg: Any) -> Any:
-    low = arg is torch.float32 or arg is torch.float16 or arg is torch.bfloat16
-    return torch.float64 if low else arg
-
-
-@contextmanager
-def all_double() -> Iterator[None]:
-    """A region in which every floating computation is in float64, also after casts of the model."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with _Double():
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _lines(report: Report) -> Iterator[str]:
@@ -565,6 +431,11 @@ def verify(
     model: nn.Module,
     tp: int,
     *,
+    pp: int = 1,
+    dp: int = 1,
+    microbatches: int = 1,
+    schedule: Schedule = "1F1B",
+    zero: Literal[0, 1, 2, 3] = 0,
     example_inputs: Any = None,
     outputs: Outputs = "auto",
     experts: Experts = "width",
@@ -579,13 +450,18 @@ def verify(
     copies run, with noise added to their parameters. For a model on `meta` the graph is checked and its collectives are
     counted, but nothing is computed.
 
+    With `pp`, `dp` or `microbatches`, it proves and compares what `distribute` would train: the graphs of all ranks and
+    stages, and a step on a whole batch, in training mode. A model that draws random numbers is proved only.
+
     Args:
         model: an ordinary model, in the mode (train or eval) that is to be verified.
         tp: the number of ranks.
+        pp, dp, microbatches, schedule, zero: as for `distribute`. The step that is compared is made of the rows of the
+            example inputs, which are those of a microbatch. What torch's `fully_shard` does is not verified.
         example_inputs, outputs, experts, sequence_parallel, recompute, without: as for `parallelize`.
 
     Raises:
-        Error: as `parallelize`; or the model is parallel already.
+        Error: as `parallelize` or `distribute`; or the model is parallel already.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
@@ -594,12 +470,44 @@ def verify(
     """
 
     settings = Options(outputs, experts, sequence_parallel, without, recompute=recompute)
+    grid = Training(
+        outputs="local", sequence_parallel=sequence_parallel, recompute=recompute, summed=True, without=without,
+        microbatches=microbatches, schedule=schedule, zero=zero,
+    )  # fmt: skip
 
     def run() -> Report:
         expect_usable("verify", model, tp, settings)
-        return compare_calls(model, find_inputs(model, example_inputs), tp, settings)
+        expect_training(grid, pp, dp, tp)
+        if (pp, dp, microbatches) == (1, 1, 1):
+            return compare_calls(model, find_inputs(model, example_inputs), tp, settings)
+        if settings.outputs != "auto" or settings.experts != "width":
+            raise Error("outputs and experts are options of parallelize", fix="verify without pp, dp and microbatches")
+        return compare_grid(model, find_inputs(model, example_inputs), (tp, pp, dp), grid)
 
-    return within(f"verify({type(model).__name__}, tp={tp})", run)
+    sizes = "" if (pp, dp) == (1, 1) else f", pp={pp}, dp={dp}"
+    return within(f"verify({type(model).__name__}, tp={tp}{sizes})", run)
+
+
+def compare_grid(model: nn.Module, inputs: Inputs, sizes: tuple[int, int, int], training: Training) -> Report:
+    """Returns the report of `verify` for a grid of (tp, pp, dp) ranks.
+
+    Args:
+        inputs: positional and keyword arguments of a microbatch.
+    """
+    name, computes, stages = type(model).__name__, not _on_meta(model), list[list[Stage]]()
+    if not computes:
+        program, first, proof = prove(model, inputs, sizes, training)
+        return Report(report(program, name, first), (), (), (), grid=proof)
+    with all_double(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        whole, training = moved(copied(model).cpu().double()).train(), replace(training, randomness="exact")
+        keep_activations(whole)
+        inputs = map_leaves(lambda x: doubled(x) if isinstance(x, Tensor) else x, inputs)
+        program, first, proof = prove(whole, inputs, sizes, training, stages)
+        plan = report(program, name, first)
+        if proof.draws:
+            return Report(plan, (), (), (), grid=proof)
+        return Report(plan, *compare_step(whole, inputs, program, stages, sizes[2], training), grid=proof)
 
 
 SETS_FLAGS = "you can only change requires_grad flags of leaf variables"
@@ -633,7 +541,7 @@ def _compared_calls(
     if not trial.analysis.captured.changes or not trial.graphs:
         return found
     with all_double():  # The second call reads the attributes that the first has set.
-        called, changed = _copied(trial.model), copy.deepcopy((trial.args, trial.kwargs))
+        called, changed = copied(trial.model), copy.deepcopy((trial.args, trial.kwargs))
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             called(*changed[0], **changed[1])
     return _joined(found, _compared(called, (trial.args, trial.kwargs), tp, settings, amend)[1])
@@ -644,7 +552,7 @@ def _read_by_one_device(trial: Trial) -> KnownValues:
     places = trial.analysis.captured.places
     with all_double(), torch.random.fork_rng(devices=[]), Listing(places) as listing:
         torch.manual_seed(0)
-        _returned(_copied(trial.model), trial, _inputs(trial))
+        _returned(copied(trial.model), trial, _inputs(trial))
     return KnownValues(places, tuple(listing.outcomes))
 
 

@@ -92,16 +92,21 @@ def distribute(
 
     def run() -> Trainer:
         expect_ordinary(model, "distribute the original model once")
-        expect_choices(training, {"schedule": tuple(ENGINES), "zero": (0, 1, 2, 3), "compute_dtype": COMPUTE_DTYPES})
+        expect_training(training, pp, dp, tp)
         sizes = {"pp": pp, "dp": dp, "tp": tp}
-        for name, size in {**sizes, "microbatches": microbatches}.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise Error(f"{name}={size!r} is not a whole number of 1 or more", fix=f"{name}=2")
         expect_arguments(distribute, timeout=timeout, loss_scaler=loss_scaler)
         expect_timeout(timeout)
         return watched(Trainer(model, _mesh(sizes, timeout), training, example_inputs, loss_scaler, timeout))
 
     return within(f"distribute({type(model).__name__}, tp={tp}, pp={pp}, dp={dp})", run)
+
+
+def expect_training(training: Training, pp: int, dp: int, tp: int) -> None:
+    """Raises Error if `distribute` does not have an option, or a size is no whole number of 1 or more."""
+    expect_choices(training, {"schedule": tuple(ENGINES), "zero": (0, 1, 2, 3), "compute_dtype": COMPUTE_DTYPES})
+    for name, size in {"pp": pp, "dp": dp, "tp": tp, "microbatches": training.microbatches}.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise Error(f"{name}={size!r} is not a whole number of 1 or more", fix=f"{name}=2")
 
 
 def _mesh(sizes: dict[str, int], timeout: timedelta) -> DeviceMesh:

@@ -126,6 +126,19 @@ def totals_of(analysis: Program, given: Mapping[str, Tensor], holder: nn.Module,
         holder: the module with the parameters and buffers that the counts read.
         replicas: the process group of the replicas.
     """
+    counts = counts_of(analysis, given, holder)
+    if counts is None:
+        return {}
+    dist.all_reduce(counts, group=replicas)
+    return named_totals(analysis, counts)
+
+
+def counts_of(analysis: Program, given: Mapping[str, Tensor], holder: nn.Module) -> Tensor | None:
+    """Returns what a part of a batch adds to each total, in float64; None if the loss has no totals.
+
+    Args:
+        given, holder: as for `totals_of`.
+    """
     graph = analysis.counts
     assert graph is not None
     device = next(iter(given.values())).device
@@ -134,12 +147,13 @@ def totals_of(analysis: Program, given: Mapping[str, Tensor], holder: nn.Module,
     names = {x: name for x, name in (captured.parameters | captured.buffers).items() if x in placeholders(graph)}
     known |= {x: value_at(place_of(holder, name)) for x, name in names.items()}
     counts = fx.GraphModule(nn.Module(), bind(graph, device, {}))(*(known[x] for x in placeholders(graph)))
-    if not counts:
-        return {}
-    summed = torch.stack([count.to(torch.float64) for count in counts])
-    dist.all_reduce(summed, group=replicas)
+    return torch.stack([count.to(torch.float64) for count in counts]) if counts else None
+
+
+def named_totals(analysis: Program, totals: Tensor) -> dict[str, Tensor]:
+    """Returns the totals of a batch by placeholder, each in its own dtype."""
     places = [n for n in analysis.graph.nodes if n.op == "placeholder" and n.name.startswith(TOTAL)]
-    return {n.name: total.to(n.meta["val"].dtype) for n, total in zip(places, summed.unbind(), strict=True)}
+    return {n.name: total.to(n.meta["val"].dtype) for n, total in zip(places, totals.unbind(), strict=True)}
 
 
 def repeat_rows(rows: Tensor) -> Tensor:

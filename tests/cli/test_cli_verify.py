@@ -8,7 +8,8 @@ import pytest
 
 from autotp.cli import verify as command
 from autotp.diagnostics.bisect import Blame
-from autotp.diagnostics.verify import Difference, Report
+from autotp.diagnostics.differences import Difference
+from autotp.diagnostics.verify import Report
 
 
 def test_several_numbers_of_ranks(autotp_command, models: Path) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor, fx, nn
 
 import autotp
 from autotp import compiler as transform
-from autotp.diagnostics.verify import Difference, Report, Trial, compare, make_trial
+from autotp.diagnostics.differences import Difference
+from autotp.diagnostics.verify import Report, Trial, compare, make_trial
 from autotp.models.bert import BERT, BERTConfig
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.ops import collectives, dropout, lookup

@@ -15,7 +15,8 @@ from ranks import Checks, run_ranks
 from torch import nn
 
 import autotp
-from autotp.diagnostics.verify import Trial, all_double, make_trial
+from autotp.diagnostics.double import all_double
+from autotp.diagnostics.verify import Trial, make_trial
 from autotp.passes.capture.guards.code_names import named
 
 checks = Checks()

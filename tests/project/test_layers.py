@@ -11,7 +11,7 @@ ORDER = (
     "passes.builder", "passes.capture", "passes.canonicalize", "passes.plan", "passes.lower", "passes.check",
     "passes.emit", "passes.pipeline",
     "compiler", "deferred_init", "diagnostics.plan", "diagnostics.report", "runtime",
-    "diagnostics", "training", "estimation", "checkpoint", "hf", "api", "cli", "__main__",
+    "training", "estimation", "diagnostics", "checkpoint", "hf", "api", "cli", "__main__",
 )  # fmt: skip
 ROOT = Path(autotp.__file__).parent.parent
 SCRIPTS = ("examples", "benchmarks")

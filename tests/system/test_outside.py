@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autotp
-from autotp.diagnostics.verify import all_double
+from autotp.diagnostics.double import all_double
 
 pytest.importorskip("expecttest")
 from torch.testing._internal.distributed._tensor.common_dtensor import ModelArgs, Transformer

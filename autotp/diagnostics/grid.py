@@ -1,0 +1,220 @@
+"""grid: proves a layout of tensor, pipeline and data ranks, in one process, also for a model on `meta`.
+
+NOTE [What is proved of a grid]
+Each tensor-parallel rank's graph is typed, gradients included (passes/check). The stages of each pipeline compute that
+graph (passes/check/composition.py). A parameter that several pipeline ranks read has its gradient summed over exactly
+these. The schedule runs each microbatch once forward and once backward in each stage, and no rank waits for ever. Rows
+are independent and the loss is a sum over them (passes/pipeline), so microbatches and replicas add up to the whole
+batch. All replicas run the same graphs, so one stands for all.
+
+Trusted are what the check trusts, torch's pipelining and fully_shard, and the collectives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from autotp.compiler import Program, flat_graphs
+from autotp.display.progress import progress
+from autotp.display.sheet import Table
+from autotp.errors import Error
+from autotp.estimation.seconds.schedule import Action, actions_of, play
+from autotp.passes.canonicalize.custom_vjp import fuse
+from autotp.passes.capture.example_inputs import Inputs
+from autotp.passes.capture.pytree import signature_of
+from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.check.composition import Composition, compose
+from autotp.passes.pipeline.stages import Division, Stage, staged
+from autotp.rules.traits import draws
+from autotp.training.compute_dtype import cast_arguments
+from autotp.training.microbatches import batch_tensors, places_of_rows
+from autotp.training.pipeline.schedules import ENGINES, Training, analyse_microbatch, division, stages_of
+from autotp.training.process_groups import holders
+
+
+@dataclass(frozen=True)
+class GridProof:
+    """The facts that were proved about a layout.
+
+    Attributes:
+        tp, pp, dp: the sizes of the mesh.
+        schedule, microbatches, zero: as for `distribute`.
+        operators: the number of operators in the graph of each tensor-parallel rank.
+        division: the blocks of each stage.
+        sent: for each boundary between stages, the number of tensors and of bytes that a microbatch of the example's
+            size sends across it, from one tensor-parallel rank.
+        parameters: the number of parameters.
+        tied: name of a parameter that several pipeline ranks hold -> these ranks.
+        actions: the number of forwards and backwards in a step of one replica.
+        draws: whether the model draws random numbers: microbatches draw others than one device for the whole batch.
+    """
+
+    tp: int
+    pp: int
+    dp: int
+    schedule: str
+    microbatches: int
+    zero: int
+    operators: tuple[int, ...]
+    division: Division
+    sent: tuple[tuple[int, int], ...]
+    parameters: int
+    tied: dict[str, tuple[int, ...]]
+    actions: int
+    draws: bool
+
+    @property
+    def ranks(self) -> int:
+        """The number of all ranks."""
+        return self.tp * self.pp * self.dp
+
+    def table(self) -> Table:
+        """Returns a row for each fact."""
+        return Table(("proved", "of"), tuple(self._rows()), ("good", ""))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the facts as plain data, for JSON."""
+        return {**asdict(self), "division": self.division.to_dict(), "ranks": self.ranks}
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        size = _number(self.operators[0])
+        yield "types", f"{self.tp} of {self.tp} tensor-parallel ranks, {size} operators each, gradients included"
+        stages = len(self.division.blocks)
+        if stages > 1:
+            tensors, most = max(n for n, _ in self.sent), max(size for _, size in self.sent)
+            crossing = (
+                f"at most {tensors} tensor{'s' * (tensors > 1)} and {most / 2**20:.3g} MiB a microbatch cross one"
+            )
+            yield "stages", f"{stages} on {self.pp} pipeline ranks compute these graphs; {crossing}"
+        held = f"{_number(self.parameters)} parameters, each on one pipeline rank"
+        for name, ranks in list(self.tied.items())[:4]:
+            held += f"; `{name}` on {', '.join(map(str, ranks))}, its gradient summed over them"
+        held += f"; and {len(self.tied) - 4} more on several" if len(self.tied) > 4 else ""
+        yield "parameters", held
+        yield "schedule", f"{self.schedule}: {_number(self.actions)} forwards and backwards a replica, none twice"
+        parts = (
+            f"{self.microbatches} microbatch{'es' * (self.microbatches > 1)} x {self.dp} replica{'s' * (self.dp > 1)}"
+        )
+        yield "loss", f"a sum over independent rows, so that {parts} add up to the whole batch"
+        if self.zero and self.dp > 1:
+            yield "ZeRO", f"stage {self.zero}: not proved here, torch's fully_shard divides tensors among the replicas"
+
+
+def _number(count: int) -> str:
+    return f"{count:,}"
+
+
+def prove(
+    model: nn.Module,
+    inputs: Inputs,
+    sizes: tuple[int, int, int],
+    training: Training,
+    kept: list[list[Stage]] | None = None,
+) -> tuple[Program, fx.Graph, GridProof]:
+    """Returns a model's program for a microbatch, the first rank's graph, and what is proved of the layout.
+
+    `distribute` makes program and graphs in the same way.
+
+    Args:
+        inputs: the arguments of a microbatch.
+        sizes: tp, pp and dp.
+        kept: takes the stages of each tensor-parallel rank.
+
+    Raises:
+        Error: as `distribute`; or something cannot be proved.
+    """
+    tp, pp, dp = sizes
+    order = actions_of(ENGINES[training.schedule], pp, training.microbatches)
+    expect_complete(order, [stages_of(training, rank, pp) for rank in range(pp)], training.microbatches)
+    skeleton = skeleton_of(model).train()
+    args, kwargs = cast_arguments(signature_of(model).by_name(*inputs), training.compute_dtype)
+    rows = places_of_rows(batch_tensors(args, kwargs), [])
+    program = analyse_microbatch(skeleton, args, kwargs, tp, training, None, rows)
+    counts, found, first_graph = list[int](), list[tuple[Division, Composition]](), fx.Graph()
+    with progress(f"proof of {tp * pp * dp} ranks") as line:
+        for rank, flat in enumerate(flat_graphs(program, training.randomness)):
+            line.begin(f"tp rank {rank}")
+            graph, first_graph = fuse(flat), flat if rank == 0 else first_graph
+            counts.append(sum(node.op == "call_function" for node in flat.nodes))
+            divided, stages = _divided(program, graph, pp, training)
+            found.append((divided, _composed(program, graph, stages, divided, pp, training)))
+            if kept is not None:
+                kept.append(stages)
+    first, composed = found[0]
+    for rank, (other, its) in enumerate(found[1:], 1):
+        if other != first or list(map(len, its.sent)) != list(map(len, composed.sent)):
+            raise Error(f"tp rank {rank} would divide its graph in another way than tp rank 0")
+    names = program.captured.parameters
+    tied = _homes(composed, names, first.ranks)
+    sent = tuple((len(values), sum(map(_bytes, values))) for values in composed.sent)
+    proof = GridProof(
+        tp, pp, dp, training.schedule, training.microbatches, training.zero, tuple(counts), first, sent,
+        len(names), tied, sum(map(len, order)), any(map(draws, program.graph.nodes)),
+    )  # fmt: skip
+    return program, first_graph, proof
+
+
+def _divided(program: Program, graph: fx.Graph, pp: int, training: Training) -> tuple[Division, list[Stage]]:
+    divided = division(training, pp, program, graph)
+    return divided, staged(graph, divided.blocks, list(program.captured.parameters))
+
+
+def _composed(
+    program: Program, graph: fx.Graph, stages: Sequence[Stage], divided: Division, pp: int, training: Training
+) -> Composition:
+    """Returns what the stages of one rank's graph exchange.
+
+    Raises:
+        Error: they do not compute the graph, or gradients would not be summed over all readers of a parameter.
+    """
+    names = program.captured.parameters
+    composed = compose(graph, [(stage.graph, stage.received) for stage in stages])
+    summed = holders(stages, names, pp, lambda rank: stages_of(training, rank, pp))
+    if summed != (read := _homes(composed, names, divided.ranks)):
+        raise Error("the gradient of a parameter is not summed over its readers", expected=str(read), got=str(summed))
+    return composed
+
+
+def _homes(composed: Composition, names: Mapping[str, str], ranks: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Returns parameter -> the pipeline ranks that read it, where several do."""
+    found: dict[str, set[int]] = {}
+    for place, stages in composed.readers.items():
+        if place in names:
+            found.setdefault(names[place], set()).update(ranks[i] for i in stages)
+    return {name: tuple(sorted(some)) for name, some in found.items() if len(some) > 1}
+
+
+def expect_complete(order: Sequence[Sequence[Action]], stages: Sequence[Sequence[int]], microbatches: int) -> None:
+    """Raises Error unless a schedule runs each microbatch once forward and once backward in each stage, and ends.
+
+    Args:
+        order: the actions of each pipeline rank.
+        stages: the stages of each pipeline rank.
+    """
+    for rank, row in enumerate(order):
+        done = Counter((a.stage, half, a.microbatch) for a in row for half in _halves(a))
+        wanted = Counter((i, half, j) for i in stages[rank] for half in "FIW" for j in range(microbatches))
+        if done != wanted:
+            (stage, half, j), _ = next(iter(((done - wanted) + (wanted - done)).items()))
+            raise Error(f"pp rank {rank} runs {half} of stage {stage} {done[stage, half, j]} times for microbatch {j}")
+    try:
+        play(order, lambda action: 1.0, lambda here, there: 0.0)
+    except AssertionError as error:
+        raise Error(f"the schedule does not end: {error}") from error
+
+
+def _halves(action: Action) -> str:
+    """Returns the halves of an action: a backward has the gradients of inputs, and those of weights."""
+    return "IW" if action.half == "B" else action.half
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    assert isinstance(value, Tensor)
+    return math.prod(n if isinstance(n, int) else n.node.hint or 0 for n in value.shape) * value.element_size()

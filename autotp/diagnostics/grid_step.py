@@ -1,0 +1,120 @@
+"""grid_step: compares a step of `distribute` with one device, in one process and in float64.
+
+The stages of all tensor-parallel ranks run in lockstep, one microbatch of one replica after the other. Gradients add up
+over them, as they do on real ranks. One device computes the whole batch at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autotp.compiler import Program
+from autotp.diagnostics.differences import (
+    Difference,
+    RankTensors,
+    descending,
+    difference,
+    gradient_differences,
+    largest,
+    rank_tensors,
+    step_differences,
+)
+from autotp.diagnostics.lockstep import run_lockstep, simulated
+from autotp.passes.capture.example_inputs import Inputs
+from autotp.passes.capture.pytree import flatten, signature_of
+from autotp.passes.pipeline.stages import Stage
+from autotp.rules.call import placeholders
+from autotp.sharding.layout import Layout
+from autotp.training.microbatches import batch_tensors, counts_of, map_rows, named_totals
+from autotp.training.pipeline.schedules import Training
+
+Rows = tuple[Difference, ...]
+
+
+def compare_step(
+    model: nn.Module, inputs: Inputs, program: Program, stages: Sequence[Sequence[Stage]], dp: int, training: Training
+) -> tuple[Rows, Rows, Rows]:
+    """Returns the differences of the loss, the gradients, and the parameters after a step of an optimizer.
+
+    Args:
+        model: the whole model, in float64; its gradients are set.
+        inputs: the arguments of a microbatch; the batch is made of its rows.
+        program: the program of a microbatch.
+        stages: the stages of each tensor-parallel rank.
+    """
+    args, kwargs = signature_of(model).by_name(*inputs)
+    places, parts = program.call.rows or frozenset(), training.microbatches
+    whole = map_rows((args, kwargs), places, lambda x: _batch(x, parts * dp))
+    loss = _loss(model(*whole[0], **whole[1]))
+    torch.autograd.backward(loss)
+    replicas = [_given(program, _part(whole, places, i, dp)) for i in range(dp)]
+    counts = [counts_of(program, given, model) for given in replicas]
+    known = [count for count in counts if count is not None]
+    totals = named_totals(program, torch.stack(known).sum(0)) if known else {}
+    ranks = [rank_tensors(model, program.layouts, rank) for rank in range(program.tp)]
+    modules = [
+        [simulated(stage.graph, held, program, model, training) for stage in row]
+        for row, held in zip(stages, ranks, strict=True)
+    ]
+    losses = [torch.zeros_like(loss) for _ in ranks]
+    for i in range(dp * parts):
+        given = totals | _given(program, _part(whole, places, i, dp * parts))
+        found = _lockstep(program, stages, modules, ranks, given)
+        torch.autograd.backward(found)
+        losses = [sofar + one.detach() for sofar, one in zip(losses, found, strict=True)]
+    scale = largest([loss.detach()])
+    outputs = [Difference("loss", difference(loss.detach(), losses, Layout(()), scale))]
+    tensors = dict(model.named_parameters())
+    gradients = gradient_differences(tensors, ranks, program)
+    rows = outputs, gradients, step_differences(tensors, ranks, program)
+    first, second, third = (tuple(sorted(row, key=descending)) for row in rows)
+    return first, second, third
+
+
+def _lockstep(
+    program: Program,
+    stages: Sequence[Sequence[Stage]],
+    modules: Sequence[Sequence[Any]],
+    ranks: Sequence[RankTensors],
+    given: Mapping[str, Tensor],
+) -> list[Tensor]:
+    """Runs the stages one after the other; returns each rank's loss of a microbatch."""
+    names, constants = program.captured.parameters | program.captured.buffers, program.captured.constants
+    sent: list[Sequence[Tensor]] = [()] * len(ranks)
+    for i in range(len(stages[0])):
+        rows = []
+        for rank, held in enumerate(ranks):
+            known = {**constants, **given, **dict(zip(stages[rank][i].received, sent[rank], strict=True))}
+            known |= {place: held[name] for place, name in names.items() if name in held}
+            rows.append([known[place] for place in placeholders(modules[rank][i].graph)])
+        sent = run_lockstep([row[i] for row in modules], rows)
+    return [row[0] for row in sent]
+
+
+def _batch(x: Tensor, parts: int) -> Tensor:
+    """Returns a batch of `parts` times as many rows, each row with its elements in another order.
+
+    A part gets few different rows, so that parts differ, for example in how many labels count.
+    """
+    rows = x.repeat_interleave(parts, 0)
+    return torch.stack([row.roll(i, -1) if row.dim() else row for i, row in enumerate(rows)])
+
+
+def _part(whole: Any, places: frozenset[int], i: int, parts: int) -> Any:
+    return map_rows(whole, places, lambda x: x.chunk(parts)[i])
+
+
+def _given(program: Program, arguments: Any) -> dict[str, Tensor]:
+    return dict(zip(program.captured.inputs, batch_tensors(*arguments), strict=True))
+
+
+def _loss(result: Any) -> Tensor:
+    """Returns the first floating tensor without dimensions, as `distribute` does."""
+    found: Tensor = next(
+        x for x in flatten(result)[0] if isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point()
+    )
+    return found
