@@ -10,6 +10,7 @@ import typer
 from rich.text import Text
 from torch import nn
 
+from autotp.cli.estimate import PLAIN, ScheduleName
 from autotp.cli.flags import (
     Attention,
     Debug,
@@ -22,7 +23,7 @@ from autotp.cli.flags import (
     ModelClass,
     with_options_of,
 )
-from autotp.cli.model_argument import ModelArgument, settings_of, with_values
+from autotp.cli.model_argument import ModelArgument, on_meta, settings_of, with_values
 from autotp.cli.output import DIFFERENT, console, print_json
 from autotp.diagnostics.bisect import Blame, bisect
 from autotp.diagnostics.verify import Report, compare_calls, verify
@@ -46,6 +47,12 @@ def verify_command(
     kwargs: Kwargs = None,
     inputs: InputsOf = None,
     evaluation: Evaluation = False,
+    pp: Annotated[int, typer.Option("--pp", min=1, help="Pipeline ranks, as of `autotp.distribute`")] = 1,
+    dp: Annotated[int, typer.Option("--dp", min=1, help="Replicas")] = 1,
+    microbatches: Annotated[int, typer.Option("--microbatches", min=1, help="Parts of a replica's batch")] = 1,
+    schedule: Annotated[ScheduleName, typer.Option("--schedule", help="The order of microbatches")] = PLAIN,
+    zero: Annotated[int, typer.Option("--zero", min=0, max=3, help="The stage of ZeRO")] = 0,
+    meta: Annotated[bool, typer.Option("--meta", help="Prove it on meta, without values")] = False,
     bisects: Annotated[bool, typer.Option("--bisect/--no-bisect", help="Find what a difference comes from")] = True,
     json: Json = False,
     debug: Debug = False,
@@ -54,17 +61,23 @@ def verify_command(
 ) -> None:
     """Compares the outputs, every gradient and a step of TP ranks with one device, in one process and in float64.
 
-    The exit status is 1 if they are DIFFERENT; then the guilty weight, pass and rule are found by halving.
+    The exit status is 1 if they are DIFFERENT; then the guilty weight, pass and rule are found by halving. With --pp,
+    --dp or --microbatches, it proves and compares the step that `autotp.distribute` would train:
+    autotp verify path/to/config.json --tp 8 --pp 16 --dp 64 --microbatches 16 --meta
     """
     argument = ModelArgument(model, settings_of(kwargs), layers, None, attention, model_class, inputs, evaluation)
-    settings, given, built = Options(**chosen), argument.example_inputs(), with_values(argument)
+    settings, given = Options(**chosen), argument.example_inputs()
+    built = on_meta(argument) if meta else with_values(argument)
+    mesh = {"pp": pp, "dp": dp, "microbatches": microbatches, "schedule": schedule.value, "zero": zero}
     found: list[Result] = []
     for size in tp:
-        report, call = _verified(built, given, size, settings)
-        blame = bisect(built, call, size, settings) if bisects and not report.ok else None
-        found.append((report, blame))
+        if (pp, dp, microbatches) != (1, 1, 1):
+            found.append((verify(built, size, example_inputs=given, **mesh, **chosen), None))
+        else:
+            report, call = _verified(built, given, size, settings)
+            found.append((report, bisect(built, call, size, settings) if bisects and not report.ok else None))
         if not json:
-            console().print(*_text(report, blame), sep="\n", soft_wrap=True)
+            console().print(*_text(*found[-1]), sep="\n", soft_wrap=True)
     right = all(report.ok for report, _ in found)
     if json:
         print_json({"ok": right, "reports": [_data(*row) for row in found]})

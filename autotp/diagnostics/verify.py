@@ -25,9 +25,9 @@ from autotp.diagnostics.differences import (
     step_differences,
 )
 from autotp.diagnostics.double import all_double, copied, doubled, moved
-from autotp.diagnostics.grid import GridProof, prove
-from autotp.diagnostics.grid_step import compare_step
 from autotp.diagnostics.lockstep import run_lockstep, simulated
+from autotp.diagnostics.mesh_proof import MeshProof, prove
+from autotp.diagnostics.mesh_step import compare_step
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
 from autotp.display.progress import Line, progress
@@ -46,6 +46,7 @@ from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Listing
 from autotp.passes.capture.pytree import flatten, map_leaves, outcome, states
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.pipeline.stages import Stage
+from autotp.rules.traits import draws
 from autotp.runtime.build import expect_usable
 from autotp.sharding.layout import Layout
 from autotp.training.distribute import expect_training
@@ -64,7 +65,7 @@ class Report(Shown):
         gradients: the difference of the gradient of each parameter and floating input, largest first.
         steps: the difference of each parameter after an optimizer step, largest first.
         tolerance: the largest relative difference that counts as equal.
-        grid: what was proved of pipeline ranks, replicas and microbatches; None if there were none.
+        mesh: what was proved of pipeline ranks, replicas and microbatches; None if there were none.
 
         All differences are relative to the scale of the compared values. A model on `meta` has none.
 
@@ -80,7 +81,7 @@ class Report(Shown):
     gradients: tuple[Difference, ...]
     steps: tuple[Difference, ...]
     tolerance: float = TOLERANCE
-    grid: GridProof | None = None
+    mesh: MeshProof | None = None
 
     @property
     def ok(self) -> bool:
@@ -95,9 +96,9 @@ class Report(Shown):
     @property
     def verdict(self) -> str:
         """Whether the ranks are equal to one device, in words."""
-        if not self.gradients and self.grid is not None:
-            why = "it draws random numbers" if self.grid.draws else "it is on meta"
-            return f"proved on {self.grid.ranks:,} rank{'s' * (self.grid.ranks > 1)}; nothing computed, as {why}"
+        if not self.gradients and self.mesh is not None:
+            ranks = f"{self.mesh.ranks:,} rank{'s' * (self.mesh.ranks > 1)}"
+            return f"proved on {ranks}; nothing computed, as {self.mesh.not_computed}"
         if not self.gradients:
             return "the model is on meta: proved and counted, nothing computed"
         return "equal to one device" if self.ok else "DIFFERENT from one device"
@@ -111,12 +112,12 @@ class Report(Shown):
         """Returns the verdict, the largest differences, and the collectives of a step."""
         how = f" (float64, tolerance {self.tolerance:.0e})" if self.gradients else ""
         parts: tuple[Table | tuple[str, ...], ...] = (tuple(_lines(self)),)
-        if self.grid is not None:
-            parts = (*parts, ("",), self.grid.table())
+        if self.mesh is not None:
+            parts = (*parts, ("",), self.mesh.table())
         return Sheet(f"{self._title()}: {self.verdict}{how}", parts, "good" if self.ok else "bad", apart=False)
 
     def _title(self) -> str:
-        sizes = "" if self.grid is None else f", pp={self.grid.pp}, dp={self.grid.dp}"
+        sizes = "" if self.mesh is None else f", pp={self.mesh.pp}, dp={self.mesh.dp}"
         return f"{self.plan.model} on tp={self.plan.tp}{sizes}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,7 +129,7 @@ class Report(Shown):
             "tolerance": self.tolerance,
             **{label: [{"name": d.name, "error": _number(d.error)} for d in found] for label, found in rows.items()},
             "plan": self.plan.to_dict(),
-            "grid": None if self.grid is None else self.grid.to_dict(),
+            "mesh": None if self.mesh is None else self.mesh.to_dict(),
         }
 
 
@@ -470,26 +471,26 @@ def verify(
     """
 
     settings = Options(outputs, experts, sequence_parallel, without, recompute=recompute)
-    grid = Training(
+    training = Training(
         outputs="local", sequence_parallel=sequence_parallel, recompute=recompute, summed=True, without=without,
         microbatches=microbatches, schedule=schedule, zero=zero,
     )  # fmt: skip
 
     def run() -> Report:
         expect_usable("verify", model, tp, settings)
-        expect_training(grid, pp, dp, tp)
+        expect_training(training, pp, dp, tp)
         if (pp, dp, microbatches) == (1, 1, 1):
             return compare_calls(model, find_inputs(model, example_inputs), tp, settings)
         if settings.outputs != "auto" or settings.experts != "width":
             raise Error("outputs and experts are options of parallelize", fix="verify without pp, dp and microbatches")
-        return compare_grid(model, find_inputs(model, example_inputs), (tp, pp, dp), grid)
+        return compare_mesh(model, find_inputs(model, example_inputs), (tp, pp, dp), training)
 
     sizes = "" if (pp, dp) == (1, 1) else f", pp={pp}, dp={dp}"
     return within(f"verify({type(model).__name__}, tp={tp}{sizes})", run)
 
 
-def compare_grid(model: nn.Module, inputs: Inputs, sizes: tuple[int, int, int], training: Training) -> Report:
-    """Returns the report of `verify` for a grid of (tp, pp, dp) ranks.
+def compare_mesh(model: nn.Module, inputs: Inputs, sizes: tuple[int, int, int], training: Training) -> Report:
+    """Returns the report of `verify` for a mesh of (tp, pp, dp) ranks.
 
     Args:
         inputs: positional and keyword arguments of a microbatch.
@@ -497,7 +498,8 @@ def compare_grid(model: nn.Module, inputs: Inputs, sizes: tuple[int, int, int], 
     name, computes, stages = type(model).__name__, not _on_meta(model), list[list[Stage]]()
     if not computes:
         program, first, proof = prove(model, inputs, sizes, training)
-        return Report(report(program, name, first), (), (), (), grid=proof)
+        proof = replace(proof, not_computed="the model is on meta")
+        return Report(report(program, name, first), (), (), (), mesh=proof)
     with all_double(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         whole, training = moved(copied(model).cpu().double()).train(), replace(training, randomness="exact")
@@ -505,9 +507,10 @@ def compare_grid(model: nn.Module, inputs: Inputs, sizes: tuple[int, int, int], 
         inputs = map_leaves(lambda x: doubled(x) if isinstance(x, Tensor) else x, inputs)
         program, first, proof = prove(whole, inputs, sizes, training, stages)
         plan = report(program, name, first)
-        if proof.draws:
-            return Report(plan, (), (), (), grid=proof)
-        return Report(plan, *compare_step(whole, inputs, program, stages, sizes[2], training), grid=proof)
+        if any(map(draws, program.graph.nodes)):  # In a microbatch it draws others than one device for all rows.
+            proof = replace(proof, not_computed="the model draws random numbers, such as dropout's")
+            return Report(plan, (), (), (), mesh=proof)
+        return Report(plan, *compare_step(whole, inputs, program, stages, sizes[2], training), mesh=proof)
 
 
 SETS_FLAGS = "you can only change requires_grad flags of leaf variables"

@@ -26,6 +26,18 @@ def test_a_configuration(autotp_command, llama: Path) -> None:
     assert report["tp"] == 4 and report["gradients"][0]["error"] < report["tolerance"] == 1e-9
 
 
+def test_a_mesh(autotp_command, llama: Path) -> None:
+    sizes = "--tp", 2, "--pp", 2, "--dp", 3, "--microbatches", 2, "--layers", 2
+    done = autotp_command("verify", llama, *sizes, "--json", "--schedule", "GPipe")
+    (report,) = done.json["reports"]
+    assert done.status == 0 and report["ok"] and report["computed"] and report["guilty"] is None
+    assert report["mesh"]["ranks"] == 12 and report["mesh"]["schedule"] == "GPipe"
+    proved = autotp_command("verify", llama, *sizes, "--meta", "--zero", 1)
+    assert proved.status == 0 and ": proved on 12 ranks; nothing computed, as the model is on meta" in proved.out
+    refused = autotp_command("verify", llama, "--tp", 2, "--pp", 2, "--layers", 2)
+    assert refused.status == 1 and "this schedule on 2 ranks cannot run 1 microbatches" in refused.err
+
+
 @pytest.fixture
 def different(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every report has a gradient that is no number, and halving finds a weight."""

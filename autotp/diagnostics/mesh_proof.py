@@ -1,11 +1,11 @@
-"""grid: proves a layout of tensor, pipeline and data ranks, in one process, also for a model on `meta`.
+"""mesh_proof: proves a layout of tensor, pipeline and data ranks, in one process, also for a model on `meta`.
 
-NOTE [What is proved of a grid]
+NOTE [What is proved of a mesh]
 Each tensor-parallel rank's graph is typed, gradients included (passes/check). The stages of each pipeline compute that
-graph (passes/check/composition.py). A parameter that several pipeline ranks read has its gradient summed over exactly
-these. The schedule runs each microbatch once forward and once backward in each stage, and no rank waits for ever. Rows
-are independent and the loss is a sum over them (passes/pipeline), so microbatches and replicas add up to the whole
-batch. All replicas run the same graphs, so one stands for all.
+graph (passes/check/stage_composition.py). A parameter that several pipeline ranks read has its gradient summed over
+exactly these. The schedule runs each microbatch once forward and once backward in each stage, and no rank waits for
+ever. Rows are independent and the loss is a sum over them (passes/pipeline), so microbatches and replicas add up to the
+whole batch. All replicas run the same graphs, so one stands for all.
 
 Trusted are what the check trusts, torch's pipelining and fully_shard, and the collectives.
 """
@@ -29,9 +29,8 @@ from autotp.passes.canonicalize.custom_vjp import fuse
 from autotp.passes.capture.example_inputs import Inputs
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.passes.check.composition import Composition, compose
+from autotp.passes.check.stage_composition import Composition, compose
 from autotp.passes.pipeline.stages import Division, Stage, staged
-from autotp.rules.traits import draws
 from autotp.training.compute_dtype import cast_arguments
 from autotp.training.microbatches import batch_tensors, places_of_rows
 from autotp.training.pipeline.schedules import ENGINES, Training, analyse_microbatch, division, stages_of
@@ -39,7 +38,7 @@ from autotp.training.process_groups import holders
 
 
 @dataclass(frozen=True)
-class GridProof:
+class MeshProof:
     """The facts that were proved about a layout.
 
     Attributes:
@@ -52,7 +51,7 @@ class GridProof:
         parameters: the number of parameters.
         tied: name of a parameter that several pipeline ranks hold -> these ranks.
         actions: the number of forwards and backwards in a step of one replica.
-        draws: whether the model draws random numbers: microbatches draw others than one device for the whole batch.
+        not_computed: why no step was compared with one device; "" if one was.
     """
 
     tp: int
@@ -67,7 +66,7 @@ class GridProof:
     parameters: int
     tied: dict[str, tuple[int, ...]]
     actions: int
-    draws: bool
+    not_computed: str = ""
 
     @property
     def ranks(self) -> int:
@@ -116,7 +115,7 @@ def prove(
     sizes: tuple[int, int, int],
     training: Training,
     kept: list[list[Stage]] | None = None,
-) -> tuple[Program, fx.Graph, GridProof]:
+) -> tuple[Program, fx.Graph, MeshProof]:
     """Returns a model's program for a microbatch, the first rank's graph, and what is proved of the layout.
 
     `distribute` makes program and graphs in the same way.
@@ -153,9 +152,9 @@ def prove(
     names = program.captured.parameters
     tied = _homes(composed, names, first.ranks)
     sent = tuple((len(values), sum(map(_bytes, values))) for values in composed.sent)
-    proof = GridProof(
+    proof = MeshProof(
         tp, pp, dp, training.schedule, training.microbatches, training.zero, tuple(counts), first, sent,
-        len(names), tied, sum(map(len, order)), any(map(draws, program.graph.nodes)),
+        len(names), tied, sum(map(len, order)),
     )  # fmt: skip
     return program, first_graph, proof
 

@@ -1,4 +1,4 @@
-"""grid_step: compares a step of `distribute` with one device, in one process and in float64.
+"""mesh_step: compares a step of `distribute` with one device, in one process and in float64.
 
 The stages of all tensor-parallel ranks run in lockstep, one microbatch of one replica after the other. Gradients add up
 over them, as they do on real ranks. One device computes the whole batch at once.

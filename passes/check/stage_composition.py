@@ -1,4 +1,4 @@
-"""composition: proves that the stages of a pipeline, one after the other, compute one rank's graph.
+"""stage_composition: proves that the stages of a pipeline, one after the other, compute one rank's graph.
 
     Before: 0: a = embedding(t, e); b = block(a, w0); send b          graph: a = embedding(t, e); b = block(a, w0);
             1: receive b; c = block(b, w1); loss(c, y)                       c = block(b, w1); loss(c, y)
@@ -57,12 +57,12 @@ def compose(graph: fx.Graph, stages: Sequence[tuple[fx.Graph, Sequence[str]]]) -
         sent = known.of_stage(i, part, received, sent)
         crossing.append(sent)
     if list(sent) != list(returned(graph)):
-        raise Error(
+        raise _refused(
             "the last stage does not return what the graph returns", expected=str(returned(graph)), got=str(sent)
         )
     missing = [node for node in graph.nodes if draws(node) and node not in known.homes]
     if missing:
-        raise Error(f"no stage computes `{missing[0]}`, which draws random numbers", at=line_of(missing[0]))
+        raise _refused(f"no stage computes `{missing[0]}`, which draws random numbers", at=line_of(missing[0]))
     return Composition(tuple(crossing[:-1]), {name: frozenset(some) for name, some in known.readers.items()})
 
 
@@ -83,7 +83,7 @@ class _Known:
         """Returns the values of the graph that a stage returns, if it is given those that the stage before sends."""
         first = [node for node in part.nodes if node.op == "placeholder"][: len(received)]
         if [node.name for node in first] != list(received) or len(first) != len(sent):
-            raise Error(
+            raise _refused(
                 f"stage {i} does not receive what stage {i - 1} sends",
                 expected=str(list(sent)),
                 got=str(list(received)),
@@ -97,28 +97,31 @@ class _Known:
                 return tuple(stands[x] for x in returned(part))
             value = self._read(i, node) if node.op == "placeholder" else self._computed(i, node, stands)
             if node.op != "placeholder" and self.order[value] <= last:
-                raise Error(f"stage {i} computes `{node}` later than the graph does", at=line_of(node))
+                raise _refused(f"stage {i} computes `{node}` later than the graph does", at=line_of(node))
             last = last if node.op == "placeholder" else self.order[value]
             stands[node] = value
-        raise Error(f"stage {i} returns nothing")
+        raise _refused(f"stage {i} returns nothing")
 
     def _read(self, i: int, node: fx.Node) -> fx.Node:
         if node.name not in self.places:
-            raise Error(f"stage {i} reads `{node}`, which is no input of the graph")
+            raise _refused(f"stage {i} reads `{node}`, which is no input of the graph")
         _expect_alike(i, node, self.places[node.name])
         self.readers.setdefault(node.name, set()).add(i)
         return self.places[node.name]
 
     def _computed(self, i: int, node: fx.Node, stands: dict[fx.Node, fx.Node]) -> fx.Node:
         """Returns the value that `node` stands for: of several alike, the one with its name."""
+        early = [operand for operand in node.all_input_nodes if operand not in stands]
+        if early:
+            raise _refused(f"stage {i} computes `{node}` before `{early[0]}`, which it reads", at=line_of(node))
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: stands[n])
         found = self.alike.get(_call(node, args, kwargs), [])
         value = next((x for x in found if x.name == node.name), found[0] if found else None)
         if value is None:
-            raise Error(f"stage {i} computes `{node}`, which is not in the graph", at=line_of(node))
+            raise _refused(f"stage {i} computes `{node}`, which is not in the graph", at=line_of(node))
         _expect_alike(i, node, value)
         if draws(value) and value in self.homes:
-            raise Error(f"stages {self.homes[value]} and {i} draw the random numbers of `{value}`", at=line_of(value))
+            raise _refused(f"stages {self.homes[value]} and {i} draw the random numbers of `{value}`", at=line_of(value))
         self.homes[value] = i
         return value
 
@@ -131,10 +134,15 @@ def _call(node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, ...]:
 def _expect_alike(i: int, node: fx.Node, value: fx.Node) -> None:
     mine, its = node.meta.get("val"), value.meta.get("val")
     if isinstance(mine, Tensor) != isinstance(its, Tensor):
-        raise Error(f"stage {i}: `{node}` is not `{value}` of the graph", at=line_of(value))
+        raise _refused(f"stage {i}: `{node}` is not `{value}` of the graph", at=line_of(value))
     if isinstance(mine, Tensor) and isinstance(its, Tensor):
         shapes = [tuple(map(str, x.shape)) for x in (mine, its)]
         if shapes[0] != shapes[1] or mine.dtype != its.dtype:
-            raise Error(
+            raise _refused(
                 f"stage {i}: `{node}` is not as large as in the graph", expected=str(shapes[1]), got=str(shapes[0])
             )
+
+
+def _refused(problem: str, **facts: str) -> Error:
+    where = "the stages of the pipeline do not compute the graph: "
+    return Error(where + problem, **facts)

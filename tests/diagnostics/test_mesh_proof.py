@@ -1,0 +1,171 @@
+"""mesh_proof: a layout is proved for all its ranks, and what would make it wrong is an error."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from small_models import gpt
+
+import autotp
+from autotp.diagnostics import mesh_proof
+from autotp.diagnostics.mesh_proof import expect_complete
+from autotp.errors import Error
+from autotp.estimation.seconds.schedule import Action, actions_of
+from autotp.training.pipeline.schedules import ENGINES
+
+SIZES: dict[str, Any] = {"block_size": 8, "vocab_size": 61, "n_layer": 4, "n_head": 4, "n_embd": 16}
+
+
+def on_meta() -> Any:
+    with torch.device("meta"):
+        return gpt(**SIZES, dropout=0.1)
+
+
+def test_a_mesh_on_meta() -> None:
+    report = autotp.verify(on_meta(), 3, pp=2, dp=5, microbatches=4, schedule="interleaved", zero=1)
+    proof = report.mesh
+    assert report.ok and proof is not None and not report.gradients
+    assert proof.ranks == 30 and len(proof.operators) == 3 and len(set(proof.operators)) == 1
+    assert proof.tied == {"wte.weight": (0, 1)}
+    assert [len(blocks) for blocks in proof.division.blocks] == [1, 1, 1, 1]
+    assert [tensors for tensors, _ in proof.sent] == [1, 1, 1]
+    assert proof.actions == 2 * 4 * 4
+    text = str(report)
+    assert text.startswith("GPT on tp=3, pp=2, dp=5: proved on 30 ranks; nothing computed, as the model is on meta")
+    assert "`wte.weight` on 0, 1, its gradient summed over them" in " ".join(text.split())
+    assert "ZeRO        stage 1: not proved here" in text
+    assert report.to_dict()["mesh"]["ranks"] == 30
+
+
+def test_bytes_across_a_boundary() -> None:
+    model, rows, length = on_meta(), 2, 8
+    x = torch.zeros(rows, length, dtype=torch.long)
+    proof = autotp.verify(model, 2, pp=2, microbatches=2, example_inputs=(x, x)).mesh
+    assert proof is not None and proof.sent == ((1, rows * length * SIZES["n_embd"] * 4),)
+
+
+@pytest.mark.parametrize("schedule", ENGINES)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (3, 3)])
+def test_schedules_are_complete(schedule: str, ranks: int, microbatches: int) -> None:
+    kind = ENGINES[schedule]
+    stages = [kind.stages(rank, ranks) for rank in range(ranks)]
+    expect_complete(actions_of(kind, ranks, microbatches), stages, microbatches)
+
+
+def dropped(order: list[list[Action]]) -> None:
+    order[1].pop()
+
+
+def repeated(order: list[list[Action]]) -> None:
+    order[0].append(order[0][-1])
+
+
+def on_another_rank(order: list[list[Action]]) -> None:
+    order[0].append(order[1].pop())
+
+
+def another_microbatch(order: list[list[Action]]) -> None:
+    order[0][0] = Action(0, "F", 7)
+
+
+def waiting_for_itself(order: list[list[Action]]) -> None:
+    order[0].reverse()
+
+
+SCHEDULES: dict[Callable[[list[list[Action]]], None], str] = {
+    dropped: "pp rank 1 runs . of stage 1 0 times for microbatch 3",
+    repeated: "pp rank 0 runs . of stage 0 2 times for microbatch 3",
+    on_another_rank: "pp rank 0 runs . of stage 1 1 times for microbatch 3",
+    another_microbatch: "pp rank 0 runs F of stage 0 . times for microbatch .",
+    waiting_for_itself: "the schedule does not end",
+}
+
+
+@pytest.mark.parametrize("fault", SCHEDULES, ids=lambda fault: fault.__name__)
+def test_a_schedule_that_is_not(fault: Callable[[list[list[Action]]], None]) -> None:
+    order = [list(row) for row in actions_of(ENGINES["1F1B"], 2, 4)]
+    fault(order)
+    with pytest.raises(Error, match=SCHEDULES[fault]):
+        expect_complete(order, [[0], [1]], 4)
+
+
+def test_a_tied_gradient_that_is_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh_proof, "holders", lambda *given: {})
+    with pytest.raises(Error, match="the gradient of a parameter is not summed over its readers"):
+        autotp.verify(on_meta(), 1, pp=2, microbatches=2)
+
+
+def test_ranks_that_divide_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, division = [0], mesh_proof.division
+
+    def other(training: Any, ranks: int, *given: Any) -> Any:
+        calls[0] += 1
+        return division(training, ranks + calls[0] - 1, *given)
+
+    monkeypatch.setattr(mesh_proof, "division", other)
+    monkeypatch.setattr(mesh_proof, "_composed", lambda program, graph, stages, *_: mesh_proof.compose(
+        graph, [(stage.graph, stage.received) for stage in stages]
+    ))  # fmt: skip
+    with pytest.raises(Error, match="tp rank 1 would divide its graph in another way than tp rank 0"):
+        autotp.verify(on_meta(), 2, pp=2, microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"pp": 0}, "pp=0 is not a whole number"),
+        ({"dp": True}, "dp=True is not a whole number"),
+        ({"microbatches": 1.5}, "microbatches=1.5 is not a whole number"),
+        ({"pp": 2, "schedule": "2F2B"}, "schedule='2F2B'"),
+        ({"pp": 2, "zero": 4}, "zero=4"),
+        ({"pp": 5, "microbatches": 5}, "5 stages, and the model has 4 blocks"),
+        ({"pp": 2}, "this schedule on 2 ranks cannot run 1 microbatches"),
+        ({"pp": 2, "outputs": "full"}, "outputs and experts are options of parallelize"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(Error, match=message):
+        autotp.verify(on_meta(), 1, **sizes)
+
+
+LIMITS = {"seconds": 60.0, "bytes": 2e9}
+
+
+def of_llama(layers: int) -> Any:
+    """Llama 3 with 405 billion parameters (Dubey et al. 2024, table 3), on meta."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=16384, intermediate_size=53248, num_hidden_layers=layers, num_attention_heads=128,
+        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)
+
+
+def proved(layers: int, sizes: Sequence[int]) -> Any:
+    tokens = torch.zeros(1, 8192, dtype=torch.long)
+    tp, pp, dp = sizes
+    given = {"input_ids": tokens, "labels": tokens}
+    return autotp.verify(of_llama(layers), tp, pp=pp, dp=dp, microbatches=pp, example_inputs=given).mesh
+
+
+def test_a_llama_of_few_layers() -> None:
+    proof = proved(4, (2, 2, 64))
+    assert proof.ranks == 256 and proof.tied == {} and proof.sent == ((1, 8192 * 16384 * 4),)
+
+
+@pytest.mark.rare
+@pytest.mark.timeout(900)
+def test_llama_405b_on_8192_ranks() -> None:
+    began = time.process_time()
+    proof = proved(126, (8, 16, 64))
+    assert proof.ranks == 8192 and len(proof.operators) == 8 and sum(map(len, proof.division.blocks)) == 126
+    assert time.process_time() - began < LIMITS["seconds"]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < LIMITS["bytes"]

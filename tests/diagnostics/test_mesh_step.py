@@ -1,0 +1,109 @@
+"""mesh_step: a step of all ranks, stages and microbatches is one device's; whatever is done wrong to it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hugging_face import MODELS, built
+from small_models import Regression, gpt
+from torch import Tensor
+
+import autotp
+from autotp.diagnostics import mesh_step, verify
+
+SIZES: dict[str, Any] = {"block_size": 8, "vocab_size": 61, "n_layer": 4, "n_head": 4, "n_embd": 16}
+MESHES: list[dict[str, Any]] = [
+    {"tp": 2, "pp": 2, "dp": 2, "microbatches": 2},
+    {"tp": 3, "pp": 2, "microbatches": 4, "schedule": "interleaved", "sequence_parallel": True},
+    {"tp": 1, "dp": 3},
+    {"tp": 2, "microbatches": 2, "recompute": "full"},
+    {"tp": 1, "pp": 2, "dp": 2, "microbatches": 4, "schedule": "zero-bubble-v", "zero": 1, "recompute": "selective"},
+]
+
+
+def uneven() -> dict[str, Tensor]:
+    """Rows of which other numbers of labels count."""
+    tokens = torch.arange(16).view(2, 8) * 7 % 61
+    return {"tokens": tokens, "labels": tokens.masked_fill(torch.tensor([[1] * 6 + [0] * 2, [0] * 8]).bool(), -100)}
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_a_step_is_one_devices(sizes: dict[str, Any]) -> None:
+    model = gpt(0, **SIZES)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    report = autotp.verify(model, example_inputs=uneven(), **sizes)
+    assert report.ok, report
+    names = {name for name, _ in model.named_parameters()}
+    assert {d.name for d in report.gradients} == {d.name for d in report.steps} == names
+    assert [d.name for d in report.outputs] == ["loss"] and report.worst.error < 1e-12
+    assert "equal to one device (float64" in str(report)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name in ("llama", "t5", "gpt2", "bart")])
+def test_models_of_transformers(name: str) -> None:
+    tokens = torch.arange(16).view(2, 8) % 19 + 2
+    labels = tokens.masked_fill(torch.tensor([[1] * 5 + [0] * 3, [0] * 8]).bool(), -100)
+    report = autotp.verify(
+        built(name), 2, pp=2, dp=2, microbatches=2, example_inputs={"input_ids": tokens, "labels": labels}
+    )
+    assert report.ok and (report.gradients or "dropout" in report.verdict), report
+
+
+def test_a_model_without_blocks() -> None:
+    inputs = (torch.randn(6, 4),)
+    assert autotp.verify(Regression(), 1, dp=3, microbatches=2, example_inputs=inputs).ok
+
+
+def test_a_model_that_draws_is_proved_only() -> None:
+    report = autotp.verify(gpt(0, **SIZES, dropout=0.1), 2, pp=2, microbatches=2)
+    assert report.ok and not report.gradients
+    assert report.verdict == "proved on 4 ranks; nothing computed, as the model draws random numbers, such as dropout's"
+
+
+def of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Totals of the first replica only: a mean of means."""
+    counts, calls = mesh_step.counts_of, [0]
+
+    def first(*given: Any) -> Any:
+        calls[0] += 1
+        found = counts(*given)
+        return found if calls[0] == 1 or found is None else found * 0
+
+    monkeypatch.setattr(mesh_step, "counts_of", first)
+
+
+def stages_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second stage gets what it should get with another sign."""
+    run = mesh_step.run_lockstep
+    monkeypatch.setattr(mesh_step, "run_lockstep", lambda *given: [[-x for x in row] for row in run(*given)])
+
+
+def a_tied_part_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last stage's share of the table's gradient."""
+    run, calls = mesh_step.run_lockstep, [0]
+
+    def detached(modules: Any, rows: Any) -> Any:
+        calls[0] += 1
+        if calls[0] % 2 == 0:
+            rows = [[x.detach() if x.shape[:1] == (61,) else x for x in row] for row in rows]
+        return run(modules, rows)
+
+    monkeypatch.setattr(mesh_step, "run_lockstep", detached)
+
+
+@pytest.mark.parametrize("fault", [of_a_part, stages_swapped, a_tied_part_left_out], ids=lambda it: it.__name__)
+def test_a_fault_is_seen(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    report = autotp.verify(gpt(0, **SIZES), 1, pp=2, dp=2, microbatches=2, example_inputs=uneven())
+    assert not report.ok and "DIFFERENT" in report.verdict
+
+
+def test_one_part_is_the_comparison_of_a_call() -> None:
+    """Without a mesh nothing else is compared than before."""
+    report = verify.verify(gpt(0, **SIZES), 2, example_inputs=uneven())
+    assert report.mesh is None and report.ok
