@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -149,23 +150,39 @@ def of_llama(layers: int) -> Any:
         return LlamaForCausalLM(config)
 
 
-def proved(layers: int, sizes: Sequence[int]) -> Any:
-    tokens = torch.zeros(1, 8192, dtype=torch.long)
-    tp, pp, dp = sizes
+def of_deepseek(layers: int) -> Any:
+    """DeepSeek-V3 with 671 billion parameters: the defaults of its configuration, on meta."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(num_hidden_layers=layers, use_cache=False)
+    config._experts_implementation = "batched_mm"  # "grouped_mm" sorts tokens over rows, which `distribute` refuses.
+    with torch.device("meta"):
+        return DeepseekV3ForCausalLM(config)
+
+
+def proved(model: Any, length: int, tp: int, pp: int, dp: int) -> Any:
+    tokens = torch.zeros(1, length, dtype=torch.long)
     given = {"input_ids": tokens, "labels": tokens}
-    return autotp.verify(of_llama(layers), tp, pp=pp, dp=dp, microbatches=pp, example_inputs=given).mesh
+    return autotp.verify(model, tp, pp=pp, dp=dp, microbatches=pp, example_inputs=given).mesh
 
 
 def test_a_llama_of_few_layers() -> None:
-    proof = proved(4, (2, 2, 64))
+    proof = proved(of_llama(4), 8192, 2, 2, 64)
     assert proof.ranks == 256 and proof.tied == {} and proof.sent == ((1, 8192 * 16384 * 4),)
 
 
 @pytest.mark.rare
 @pytest.mark.timeout(900)
-def test_llama_405b_on_8192_ranks() -> None:
-    began = time.process_time()
-    proof = proved(126, (8, 16, 64))
-    assert proof.ranks == 8192 and len(proof.operators) == 8 and sum(map(len, proof.division.blocks)) == 126
+@pytest.mark.parametrize(
+    ("make", "layers", "billions", "sizes"),
+    [(of_llama, 126, 405, (8, 16, 64)), (of_deepseek, 61, 671, (8, 16, 8))],
+    ids=("llama-405b", "deepseek-671b"),
+)
+def test_at_full_size(make: Callable[[int], Any], layers: int, billions: int, sizes: tuple[int, int, int]) -> None:
+    began, model = time.process_time(), make(layers)
+    assert sum(p.numel() for p in model.parameters()) // 10**9 == billions
+    proof = proved(model, 4096, *sizes)
+    assert proof.ranks == math.prod(sizes) and len(proof.operators) == sizes[0]
+    assert sum(map(len, proof.division.blocks)) == layers
     assert time.process_time() - began < LIMITS["seconds"]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < LIMITS["bytes"]
