@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from autotp.display.progress import progress
 from autotp.errors import Error
 from autotp.ops.eager_mode import uncollected
 from autotp.options import DEFAULTS, Options
+from autotp.passes.builder import size_assumptions
 from autotp.passes.canonicalize import autocast as autocasts
 from autotp.passes.canonicalize.canonical_order import canonical_order
 from autotp.passes.canonicalize.canonicalize import canonicalize
@@ -428,13 +430,31 @@ def analyse(
     """
     with uncollected(), progress(f"capture of {type(skeleton).__name__}") as line:
         program = captured_program(skeleton, args, kwargs, tp, options, call)
+        by_capture = len(size_assumptions(program.graph))
         if program.captured.symbolic and not _is_lowered(program, amend):
             values = replace(call.values, places=call.values.places | program.captured.symbolic)
             program = captured_program(skeleton, args, kwargs, tp, options, replace(call, values=values))
+            by_capture = len(size_assumptions(program.graph))
         for each, later in programs_after_passes(program, amend):
             line.begin(each.stage)
             program = later
-    return program
+    return _for_assumed_sizes(program, by_capture)
+
+
+def _for_assumed_sizes(program: Program, by_capture: int) -> Program:
+    """Returns the program with a graph that fits only sizes of which all that its passes assumed is true."""
+    captured = program.captured
+    assumed = size_assumptions(captured.graph)[by_capture:]
+    return replace(program, captured=replace(captured, fits=captured.fits.narrowed(assumed))) if assumed else program
+
+
+@contextmanager
+def _expect_no_assumptions(graph: fx.Graph) -> Iterator[None]:
+    """Raises Error if a pass assumes something about sizes: it is too late to make it a condition of the graph."""
+    before = len(size_assumptions(graph))
+    yield
+    if assumed := size_assumptions(graph)[before:]:
+        raise Error(f"a pass assumes {assumed[0]} of all calls", fix="a report of it, with the model")
 
 
 def _is_lowered(program: Program, amend: Amend | None) -> bool:
@@ -520,7 +540,7 @@ def flat_graphs(program: Program, randomness: Literal["exact", "fast"]) -> Itera
 
 
 def _checked_graph(program: Program, to: Target, axes: Axes | None = None) -> fx.Graph:
-    with uncollected():
+    with uncollected(), _expect_no_assumptions(program.graph):
         for _, graph in graphs_after_passes(program, to):
             lowered = graph
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,6 +13,8 @@ from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torch.utils import _pytree as pytree
+
+from autotp.ops.channels import conv_transpose, convolution
 
 META = ("val", "stack_trace", "nn_module_stack")
 """The keys of `node.meta` that passes carry over; `val` is the example value."""
@@ -27,6 +30,15 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
     return detect_fake_mode(values) or FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def size_assumptions(graph: fx.Graph) -> list[Any]:
+    """Returns all that was assumed about symbolic sizes up to now, as sympy expressions.
+
+    A comparison of symbolic sizes in Python (`if n == 5`) assumes its outcome for all calls.
+    """
+    environment: Any = fake_mode_of(graph).shape_env
+    return [] if environment is None else [assumed.expr for assumed in environment.guards]
+
+
 def evaluated(mode: FakeTensorMode, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Returns the result of a call on example values.
 
@@ -36,9 +48,18 @@ def evaluated(mode: FakeTensorMode, target: Callable[..., Any], *args: Any, **kw
     key = target, _kind(args), _kind(kwargs)
     known = RESULTS.setdefault(mode, {})
     if key not in known or torch.Tag.dynamic_output_shape in getattr(target, "tags", ()):
-        with mode, torch.no_grad():
+        with mode, torch.no_grad(), _unassumed(mode, target):
             known[key] = target(*args, **kwargs)
     return known[key]
+
+
+def _unassumed(mode: FakeTensorMode, target: Callable[..., Any]) -> AbstractContextManager[None]:
+    """A region in which torch assumes nothing about sizes, if `target` is a convolution.
+
+    torch selects a kernel of it by the number of rows (less than 16). The result has the same sizes in both cases.
+    """
+    wanted = target in (convolution, conv_transpose) and mode.shape_env is not None
+    return mode.shape_env.suppress_guards() if wanted else nullcontext()  # type: ignore[union-attr]
 
 
 def _kind(value: Any) -> Any:

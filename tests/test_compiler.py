@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import re
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from small_models import Plain
+from torch import fx
 
 import autotp
 from autotp.compiler import (
@@ -20,6 +23,7 @@ from autotp.compiler import (
     Program,
     analyse,
     captured_program,
+    flat_graph,
     graphs_after_passes,
     programs_after_passes,
 )
@@ -38,6 +42,37 @@ def names(options: Options) -> list[str]:
     """The passes that a model takes under these options."""
     found = [each.name for each, _ in programs_after_passes(captured_program(*GIVEN, options))]
     return found + [each.name for each, _ in graphs_after_passes(analyse(*GIVEN, options), Target("tp", 2, 0))]
+
+
+def length_of(graph: fx.Graph, program: Program) -> Any:
+    """The second size of the model's argument, a symbol."""
+    return next(node for node in graph.nodes if node.name == program.captured.inputs[0]).meta["val"].shape[1]
+
+
+def test_what_a_pass_assumes_of_sizes_is_a_condition_of_the_graph() -> None:
+    """A pass that compares a length with a number has a graph for this number only."""
+
+    def compare(name: str, program: Program) -> Program:
+        return program if name != "cse" or length_of(program.graph, program) == 11 else UNKNOWN
+
+    given = (GIVEN[0], (torch.ones(2, 11, 8),), {}, 2)  # No other test captures this length.
+    fits = analyse(*given, amend=compare).captured.fits
+    for each in (fits, pickle.loads(pickle.dumps(fits))):
+        assert each([(4, 11, 8)]) and not each([(4, 5, 8)])
+    assert analyse(*GIVEN).captured.fits([(4, 5, 8)])
+
+
+def test_a_rank_graph_assumes_nothing_of_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its conditions are tested no more."""
+
+    def compare(program: Program, to: Target, graph: fx.Graph) -> fx.Graph:
+        return graph if length_of(graph, program) == 13 else UNKNOWN
+
+    program = analyse(GIVEN[0], (torch.ones(2, 13, 8),), {}, 2)
+    last = replace(LOWER[-1], run=compare, wanted=lambda options: True)
+    monkeypatch.setattr("autotp.compiler.LOWER", (*LOWER[:-1], last))
+    with pytest.raises(autotp.Error, match=r"a pass assumes Eq\(\w+, 13\) of all calls"):
+        flat_graph(program, 0, "fast")
 
 
 def test_each_row_is_a_file() -> None:

@@ -104,10 +104,10 @@ def slice_(call: Call) -> Rule:
     length, taken = x.shape[dim], call.outputs[0].shape[dim]
     if Size.of(length) == Size.of(taken):
         return Rule.of(spell([ns], [ns]), "all")
-    step = call.get("step", 1)
-    if isinstance(length, int) and isinstance(start, int) and length and 0 <= start < step and length == taken * step:
+    step, fixed = call.get("step", 1), all(isinstance(n, int) for n in (length, taken, start))
+    if fixed and length and 0 <= start < step and length == taken * step:
         return Rule.of(spell([_at(ns, dim, "(n k^)")], [_at(ns, dim, "n")]), "all", k=step)
-    if not all(isinstance(n, int) for n in (length, taken, start)) or step != 1 or not taken:
+    if not fixed or step != 1 or not taken:
         return Rule.of(spell([_at(ns, dim, "k^")], [_at(ns, dim, "l^")]), "all")
     start = max(start + length, 0) if start < 0 else start
     sizes = {name: n for name, n in zip("pqr", (start, taken, length - start - taken), strict=True) if n}

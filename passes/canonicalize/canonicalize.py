@@ -114,10 +114,13 @@ def _masked(builder: Builder, args: dict[str, Any]) -> Any:
 
 
 def _slice(builder: Builder, args: dict[str, Any]) -> Any:
-    """Removes a slice that takes the whole dimension."""
+    """Removes a slice that takes the whole dimension.
+
+    The sizes are compared as expressions: `end == length` would assume of all calls what is true of the example.
+    """
     x, dim = args["self"].meta["val"], args["dim"]
     start, end, length = args["start"] or 0, args["end"], x.shape[dim]
-    everything = end is None or (isinstance(end, int) and (end == 2**63 - 1 or end == length))
+    everything = end is None or (isinstance(end, int) and (end == 2**63 - 1 or Size.of(end) == Size.of(length)))
     return args["self"] if start == 0 and args["step"] == 1 and everything else None
 
 

@@ -14,7 +14,7 @@ from autotp.passes.capture.guards.attribute_paths import Path, Slot, slot_of
 from autotp.passes.capture.guards.attribute_writes import GONE, Change, Write
 from autotp.passes.capture.guards.code_names import CodeName
 from autotp.passes.capture.guards.python_state import NOT_ASKED, GradientsWanted
-from autotp.passes.capture.guards.sizes import Shapes
+from autotp.passes.capture.guards.sizes import Fits
 from autotp.passes.capture.guards.values import Outcome, Place, ValueRead
 
 
@@ -106,7 +106,7 @@ class Captured:
     outputs: Callable[[Sequence[Any], Sequence[Any]], Any]
     owned: frozenset[str]
     kept: frozenset[int]
-    fits: Callable[[Shapes], bool]
+    fits: Fits
     example: tuple[tuple[int, ...], ...]
     leaves: tuple[Any, ...]
     spec: Any

@@ -41,6 +41,28 @@ def further_signatures(rank: int, n: int) -> None:
     assert signatures_met(parallel) == before + 1
 
 
+class Window(nn.Module):
+    """Slices that end at a number: the example is as long as that, later arguments are longer and shorter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.up(x).tanh())[:3, :5]
+        return out
+
+
+@checks.on(2)
+def slices_as_long_as_the_example(rank: int, n: int) -> None:
+    """Also in a call with longer arguments they end where the model says."""
+    whole, parallel = both(n, Window().double(), example_inputs=torch.ones(3, 5, 8).double())
+    for rows, length in ((3, 5), (4, 7), (2, 4), (3, 9), (3, 5)):
+        x = torch.linspace(-1, 1, rows * length * 8).view(rows, length, 8).double()
+        torch.testing.assert_close(parallel(x), whole(x))
+    assert signatures_met(parallel) <= 3
+
+
 class Modes(nn.Module):
     """A GPT that is called for all or a part of what it computes."""
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -17,7 +18,10 @@ from sympy.printing.precedence import PRECEDENCE
 from torch.export import ExportedProgram
 from torch.utils._sympy.printers import PythonPrinter
 
+from autotp.errors import Error
+
 Shapes = Sequence[Sequence[int]]
+Functions = tuple[tuple[str, "OnNumbers"], ...]
 
 
 class SizeAssumptions:
@@ -49,15 +53,20 @@ class SizeAssumptions:
 
     def fits(self) -> Fits:
         """Returns a function that is True for shapes that meet all assumptions."""
-        return Fits(self._function(" and ".join(f"({test})" for test in self.tests) or "True"))
+        functions = tuple(self.printer.functions.items())
+        return Fits(tuple(self.symbols.items()), tuple(self.tests), functions)
 
     def value(self, expression: sympy.Basic) -> OfShapes:
         """Returns an expression of symbols as a function of shapes."""
         return self._function(self.printer.doprint(expression))
 
     def _function(self, text: str) -> OfShapes:
-        head = "".join(f"    {name} = {place}\n" for name, place in self.symbols.items())
-        return OfShapes(f"def value(shapes):\n{head}    return {text}\n", tuple(self.printer.functions.items()))
+        return _function(text, tuple(self.symbols.items()), tuple(self.printer.functions.items()))
+
+
+def _function(text: str, symbols: tuple[tuple[str, str], ...], functions: Functions) -> OfShapes:
+    head = "".join(f"    {name} = {place}\n" for name, place in symbols)
+    return OfShapes(f"def value(shapes):\n{head}    return {text}\n", functions)
 
 
 class OfShapes:
@@ -68,7 +77,7 @@ class OfShapes:
         functions: names in it, and what they stand for.
     """
 
-    def __init__(self, source: str, functions: tuple[tuple[str, OnNumbers], ...]) -> None:
+    def __init__(self, source: str, functions: Functions) -> None:
         scope: dict[str, Any] = {"math": math, "torch": torch, **dict(functions)}
         exec(source, scope)
         self.source, self.functions, self.value = source, functions, scope["value"]
@@ -85,15 +94,40 @@ class Fits:
     """Whether shapes meet assumptions.
 
     An assumption that cannot be evaluated (a root of a negative number, a division by zero) is not met.
+
+    Attributes:
+        symbols: name of a symbol -> where its value is among the shapes.
+        tests: the assumptions, as Python.
+        functions: names in the tests, and what they stand for.
     """
 
-    holds: OfShapes
+    symbols: tuple[tuple[str, str], ...]
+    tests: tuple[str, ...]
+    functions: Functions
 
     def __call__(self, shapes: Shapes) -> bool:
         try:
-            return bool(self.holds(shapes))
+            return bool(self._holds(shapes))
         except (ArithmeticError, ValueError):
             return False
+
+    @cached_property
+    def _holds(self) -> OfShapes:
+        text = " and ".join(f"({test})" for test in self.tests) or "True"
+        return _function(text, self.symbols, self.functions)
+
+    def narrowed(self, assumed: Sequence[sympy.Basic]) -> Fits:
+        """Returns these assumptions with further ones, which passes made of the same symbols.
+
+        Raises:
+            Error: an assumption is about a symbol that no input has.
+        """
+        printer, known = Printer(), {name for name, _ in self.symbols}
+        for one in assumed:
+            if not {str(symbol) for symbol in one.free_symbols} <= known:
+                raise Error(f"a pass assumes {one} of all calls", fix="a report of it, with the model")
+        tests = tuple(map(printer.doprint, assumed))
+        return replace(self, tests=self.tests + tests, functions=self.functions + tuple(printer.functions.items()))
 
 
 class Printer(PythonPrinter):
