@@ -121,7 +121,8 @@ class _Known:
             raise _refused(f"stage {i} computes `{node}`, which is not in the graph", at=line_of(node))
         _expect_alike(i, node, value)
         if draws(value) and value in self.homes:
-            raise _refused(f"stages {self.homes[value]} and {i} draw the random numbers of `{value}`", at=line_of(value))
+            both = f"stages {self.homes[value]} and {i}"
+            raise _refused(f"{both} draw the random numbers of `{value}`", at=line_of(value))
         self.homes[value] = i
         return value
 

@@ -34,6 +34,7 @@ from torch import fx
 from autotp.errors import Error
 from autotp.ops.placement_moves import apart
 from autotp.passes.pipeline.loss_totals import is_mean, symbols
+from autotp.passes.pipeline.row_order import RowOrder
 from autotp.passes.plan.infer_axes import Axes, Bound, Dims, is_getitem, named_dims
 from autotp.rules.call import arguments_of, operator_name, outputs_of, returned
 from autotp.rules.language import names
@@ -111,6 +112,7 @@ class _Proof:
         self.batch |= {find(leaf) for node in inputs for leaf in leaves(axes.of(node)[0])}
         self.rows, self.sums = set(inputs), set[fx.Node]()
         self.numbers: dict[fx.Node, int | None] = {}
+        self.order = RowOrder(self.rows, lambda node: self._leads(self.axes.of(node)[0]))
         for node in inputs:
             if self._along(axes.of(node)) is None:
                 _refuse(
@@ -123,7 +125,10 @@ class _Proof:
         """Adds a node's kind. Raises Error if it has none of the four."""
         read = set[fx.Node]() if has(node.target, Trait.FILL) else set(node.all_input_nodes)
         scalar = all(value.dim() == 0 for value in outputs_of(node))
-        if self._counts(node):
+        if self.order.concerns(node):
+            if not self._orders(node, scalar):
+                _refuse(node, "mixes the rows of the batch")
+        elif self._counts(node):
             self.numbers[node] = self._counted(node)
         elif read & set(self.numbers):
             if not self._picks(node):
@@ -137,6 +142,16 @@ class _Proof:
             (self.sums if scalar else self.rows).add(node)
         elif read & self.sums:
             self.sums.add(node)
+
+    def _orders(self, node: fx.Node, scalar: bool) -> bool:
+        """Adds a node that reads rows in the order of a sort; False if it mixes rows."""
+        reads = set(node.all_input_nodes) & (self.sums | self.numbers.keys())
+        by_row = not scalar and not reads and self._is_by_row(node)
+        if scalar or not self.order.visit(node, by_row, lambda x: self.numbers.get(x) == 0):
+            return False
+        if self.order.has_rows(node):
+            self.rows.add(node)
+        return True
 
     # ---- dimensions with rows
 
@@ -172,6 +187,8 @@ class _Proof:
         if operator_name(node) == "aten::arange":
             given = arguments_of(node)
             return 0 if given.get("start", 0) == 0 and given.get("step", 1) == 1 else None
+        if node.target is apart:  # Only its axes are others.
+            return self.numbers[node.args[0]]  # type: ignore[index]
         before, at = self.numbers[node.args[0]], self._along(self.axes.of(node))  # type: ignore[index]
         kept = [
             factor
@@ -254,7 +271,7 @@ class _Proof:
 def _leaves_numbers(node: fx.Node) -> bool:
     """True for an operator that moves elements without changing them."""
     moves = Trait.SAME | Trait.RESHAPE | Trait.PERMUTE
-    return has(node.target, moves) or node.target is aten.expand.default
+    return has(node.target, moves) or node.target in (aten.expand.default, apart)
 
 
 def _lengths(node: Any) -> list[Any]:

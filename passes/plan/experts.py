@@ -71,7 +71,7 @@ def _routed(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int) -
     in_groups: dict[tuple[fx.Node, int], Routed] = {}
     for node in graph.nodes:
         if node.op == "call_function" and is_grouped(node.target) and node in axes.bound and axes.bound[node].known:
-            number, chosen = _experts_of(node, 1), _counted(node)
+            number, chosen = _experts_of(node, 1), sorted_choice(node)
             if chosen is not None and number % tp == 0:
                 in_groups.setdefault((chosen, number), Routed(chosen, number, True)).reads.append(node)
     for node in graph.nodes:
@@ -105,7 +105,7 @@ def _is_read(node: fx.Node, parameters: Collection[str]) -> bool:
     )
 
 
-def _counted(node: fx.Node) -> fx.Node | None:
+def sorted_choice(node: fx.Node) -> fx.Node | None:
     """Returns the sorted choice of grouped rows, if the groups end at `cumsum(histc(chosen))`; else None."""
     x, weight, ends = (operand_nodes(node))[:3]
     number = int(weight.meta["val"].shape[0])  # type: ignore[union-attr]

@@ -155,7 +155,6 @@ def of_deepseek(layers: int) -> Any:
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     config = DeepseekV3Config(num_hidden_layers=layers, use_cache=False)
-    config._experts_implementation = "batched_mm"  # "grouped_mm" sorts tokens over rows, which `distribute` refuses.
     with torch.device("meta"):
         return DeepseekV3ForCausalLM(config)
 
