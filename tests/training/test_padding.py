@@ -19,12 +19,14 @@ ROWS, SEQ, PADDING, VOCAB = 8, 6, 0, 99
 FAMILIES = (
     "llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt2", "gpt_neox", "opt", "bert", "roberta", "modernbert", "t5",
     "bart", "mixtral-batched", "bloom", "falcon-mqa", "falcon-new", "falcon-alibi", "phi3",
+    "mixtral", "gpt_oss", "deepseek_v3",
 )  # fmt: skip
 LAYOUTS = [(1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 2, 1)]
 """Ranks of tensor, pipeline and data parallelism."""
 USUAL = [((1, 1, 2), ("llama",))]
-SINGLE = ("bloom",)
-"""In float32, as transformers computes its softmax: what masks in float64 is infinite there, and the loss undefined."""
+SINGLE = ("bloom", "mixtral", "gpt_oss", "deepseek_v3")
+"""In float32. transformers computes bloom's softmax so: what masks in float64 is infinite there, and the loss is
+undefined. torch has no products of groups of rows in float64."""
 
 
 def built(family: str, layers: int) -> nn.Module:

@@ -120,7 +120,7 @@ WRONG: dict[str, dict[str, Step]] = {
 
 @pytest.mark.parametrize("steps", WRONG.values(), ids=WRONG)
 def test_rows_that_mix(steps: dict[str, Step]) -> None:
-    with pytest.raises(Error, match="which (cannot be computed in parts|differs in each part of a batch)"):
+    with pytest.raises(Error, match=r"which (cannot be computed in parts|differs in each part of a batch)"):
         analysed(Experts(**steps))
 
 
