@@ -69,10 +69,11 @@ def run(args: Sequence[str]) -> int:
 
 def _failed(error: Exception, args: Sequence[str]) -> int:
     """Prints an error, in JSON as well if that was asked for; returns the exit status."""
-    if isinstance(error, Error):
-        complain(str(error))
-        facts: dict[str, Any] = {"call": error.call, "problem": error.problem, "facts": error.facts}
-        status = DIFFERENT
+    said = error.__cause__ if isinstance(error, WrongUse) and isinstance(error.__cause__, Error) else error
+    if isinstance(said, Error):
+        complain(str(said))
+        facts: dict[str, Any] = {"call": said.call, "problem": said.problem, "facts": said.facts}
+        status = DIFFERENT if said is error else WRONG_USE
     elif isinstance(error, WrongUse) or hasattr(error, "format_message"):  # The second are those of typer.
         text = str(error) if isinstance(error, WrongUse) else error.format_message()
         command = [arg for arg in args[:1] if arg.isalpha()]

@@ -56,6 +56,8 @@ def convert(
     """Writes the model in SOURCE as TARGET: between a training's checkpoint, a folder of safetensors, a torch file, and
     Megatron-LM's GPT and BERT. Runs in one process, and runs no code of a file.
 
+    Example: autotp convert model.pt weights/
+
     The exit status of --diff is 1 if the two differ.
     """
     library = None if names is None else str(names.value)

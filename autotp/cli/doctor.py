@@ -22,6 +22,8 @@ def doctor(json: Json = False, debug: Debug = False) -> None:
     """Says which versions are here and whether they were tested together, how this process was started, and with what.
 
     Under torchrun, srun or mpirun it also times an all-reduce: torchrun --nproc-per-node 2 -m autotp doctor
+
+    Example: autotp doctor --json
     """
     try:
         found = within("doctor", examine)

@@ -6,13 +6,17 @@ from enum import Enum
 from typing import Annotated, Any, cast
 
 import typer
+from torch import nn
 
 from autotp.cli.flags import Attention, Debug, InputsOf, Json, Kwargs, Layers, Model, ModelClass
 from autotp.cli.model_argument import ModelArgument, dtype_named, on_meta, settings_of
-from autotp.cli.output import DIFFERENT, show
+from autotp.cli.output import DIFFERENT, WrongUse, arguments_in_use, show
+from autotp.display.text_table import bytes_text
 from autotp.estimation.estimate import estimate
-from autotp.estimation.search import search
-from autotp.estimation.seconds.hardware import KINDS, LINE
+from autotp.estimation.layout import Layout
+from autotp.estimation.search import expect_search, search
+from autotp.estimation.seconds.hardware import KINDS, LINE, hardware_of
+from autotp.estimation.seconds.schedule import engine_of
 from autotp.options import Recompute
 from autotp.training.pipeline.schedules import ENGINES
 
@@ -57,8 +61,14 @@ def estimate_command(
     The exit status is 1 if it does not fit.
     """
     argument = ModelArgument(model, settings_of(kwargs), layers, None, attention, model_class, inputs)
+    with arguments_in_use():
+        device = hardware_of(gpu)
+        Layout(batch=batch, tp=tp, pp=pp, dp=dp, micro_batch=micro_batch, zero=zero, dtype=dtype_named(dtype))
+        engine_of(schedule.value, interleave)
+    made = on_meta(argument)
+    expect_room(made, device.memory, tp * (dp if zero == 3 else 1))
     found = estimate(
-        on_meta(argument), gpu=gpu, batch=batch, tp=tp, pp=pp, dp=dp, micro_batch=micro_batch,
+        made, gpu=gpu, batch=batch, tp=tp, pp=pp, dp=dp, micro_batch=micro_batch,
         schedule=cast(Any, schedule.value), interleave=interleave, sequence_parallel=sequence_parallel,
         recompute=cast(Recompute, recompute.value), zero=zero, dtype=dtype_named(dtype), compiled=compiled,
         sequence=sequence, example_inputs=argument.example_inputs(),
@@ -92,8 +102,28 @@ def search_command(
     The exit status is 1 if no layout fits.
     """
     argument = ModelArgument(model, settings_of(kwargs), layers, None, attention, model_class, inputs)
+    with arguments_in_use():
+        device = expect_search(gpus, gpu, batch, memory)
+    made = on_meta(argument)
+    expect_room(made, memory * device.memory, gpus)
     found = search(
-        on_meta(argument), gpus=gpus, gpu=gpu, batch=batch, memory=memory, dtype=dtype_named(dtype), compiled=compiled,
+        made, gpus=gpus, gpu=gpu, batch=batch, memory=memory, dtype=dtype_named(dtype), compiled=compiled,
         sequence=sequence, example_inputs=argument.example_inputs(),
     )  # fmt: skip
     show(found, json)
+
+
+def expect_room(model: nn.Module, memory: float, ranks: int) -> None:
+    """Raises WrongUse if a device has no room for its share of the largest parameter, whatever the layout.
+
+    Args:
+        memory: bytes of a device.
+        ranks: the devices that share a parameter.
+    """
+    name, largest = max(
+        ((name, p.numel() * p.element_size()) for name, p in model.named_parameters()),
+        key=lambda pair: pair[1], default=("", 0),
+    )  # fmt: skip
+    if largest / ranks > memory:
+        share = f"1/{ranks} of `{name}` takes {bytes_text(largest / ranks)}"
+        raise WrongUse(f"a device of {bytes_text(memory)} has no room for its share of one parameter: {share}")

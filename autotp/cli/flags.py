@@ -17,7 +17,9 @@ from autotp.options import DEFAULTS, OPTIONAL, Options
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A folder of transformers or its config.json, package.module:factory, or file.py:factory"
+        metavar="MODEL",
+        help="A folder of transformers or its config.json, package.module:Class(args), file.py:factory, or a published "
+        "size such as gpt-8.3b",
     ),
 ]
 Kwargs = Annotated[

@@ -1,18 +1,22 @@
 """model_argument: the argument MODEL of the commands, and the model that it stands for.
 
-MODEL is a folder of transformers, or its config.json, of which only the configuration is read; or the name of a
-callable that returns a model: `package.module:factory`, `path/file.py:factory`. A second name behind it is that of a
-callable that returns example inputs: `file.py:factory:inputs`.
+MODEL is a folder of transformers, or its config.json, of which only the configuration is read; a published size, such
+as `gpt-8.3b`; or the name of a callable that returns a model: `package.module:factory`, `path/file.py:factory`, also
+with arguments that are literals: `package.module:Class(64, bias=False)`. A second name behind it is that of a callable
+that returns example inputs: `file.py:factory:inputs`.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import json
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -23,12 +27,16 @@ import torch
 from torch import nn
 
 from autotp.checkpoint.files.plain_json import dtype_of
-from autotp.cli.output import WrongUse, complain
+from autotp.cli.output import WrongUse, arguments_in_use, complain
+from autotp.cli.published_sizes import PUBLISHED, ConfiguredSize, MegatronSize
 from autotp.errors import Error
+from autotp.hf.files.configuration import CONFIG
 from autotp.hf.files.from_configuration import LAYERS, model_from_configuration
 
 OF_FACTORIES = (*LAYERS, "layers", "depth")
 """The names of a factory's argument for a number of layers."""
+OBJECT = re.compile(r"(?P<where>[^:(]+):(?P<name>[\w.]+)(?P<given>\(.*\))?(?::(?P<inputs>[\w.]+))?", re.DOTALL)
+"""The parts of MODEL that names a callable."""
 COPIES = 8
 """How often `verify` has the bytes of the parameters, about: model, ranks, gradients and momenta of both."""
 
@@ -67,10 +75,10 @@ class ModelArgument:
         """Builds the model. meta: on `meta`, else on the CPU, from the same random state each time
 
         Raises:
-            WrongUse: MODEL is neither a configuration nor a callable that returns a model.
-            Error: the configuration cannot be used.
+            WrongUse: MODEL is no configuration, no published size and no callable that returns a model; or the
+                configuration cannot be used.
         """
-        with torch.random.fork_rng(devices=[]), torch.device("meta" if meta else "cpu"):
+        with arguments_in_use(), torch.random.fork_rng(devices=[]), torch.device("meta" if meta else "cpu"):
             torch.manual_seed(0)
             found = self._made() if self.path is None else self._configured(self.path)
         if self.dtype is not None:
@@ -79,11 +87,12 @@ class ModelArgument:
 
     def example_inputs(self) -> Any:
         """Returns the example inputs that the user's callable makes; None if there is none."""
-        name = self.inputs or ":".join(["", *self.text.split(":")[2:3]])
+        parts = OBJECT.fullmatch(self.text)
+        name = self.inputs or f":{parts['inputs'] or ''}" if parts else self.inputs or ""
         if not name.strip(":"):
             return None
-        where = self.text.split(":")[0] + name if name.startswith(":") else name
-        with torch.random.fork_rng(devices=[]):
+        where = (parts["where"] if parts else self.text) + name if name.startswith(":") else name
+        with arguments_in_use(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return _called(where, {})
 
@@ -92,24 +101,64 @@ class ModelArgument:
         return model_from_configuration(path, self.settings, dtype=self.dtype, **how)  # type: ignore[arg-type]
 
     def _made(self) -> nn.Module:
+        published = PUBLISHED.get(self.text.lower())
+        if isinstance(published, ConfiguredSize):
+            with tempfile.TemporaryDirectory() as folder:
+                Path(folder, CONFIG).write_text(json.dumps(published.configuration))
+                return self._configured(Path(folder))
         for name, value in (("--attention", self.attention), ("--model-class", self.model_class)):
             if value is not None:
                 raise WrongUse(f"{name} is for models of transformers; give a factory its arguments with --kwargs")
-        found = _called(":".join(self.text.split(":")[:2]), self.settings, self.layers)
+        if isinstance(published, MegatronSize):
+            return published.model(self.settings, self.layers)
+        parts = OBJECT.fullmatch(self.text)
+        name = f"{parts['where']}:{parts['name']}" if parts else self.text
+        found = _called(name, self.settings, self.layers, literals_of(parts["given"] if parts else None))
         if not isinstance(found, nn.Module):
             raise WrongUse(f"{self.text} returned a {type(found).__name__}, and no torch.nn.Module")
         return found
 
 
-def _called(name: str, settings: Mapping[str, Any], layers: int | None = None) -> Any:
-    """Returns what the callable of this name returns; a module of torch is returned itself."""
+def literals_of(given: str | None) -> tuple[list[Any], dict[str, Any]]:
+    """Returns the arguments in a text such as `(64, bias=False)`, all of them literals; nothing is evaluated.
+
+    Raises:
+        WrongUse: it is no list of arguments, or one of them is no literal.
+    """
+    try:
+        call = ast.parse(f"f{given or '()'}", mode="eval").body
+        if (
+            not isinstance(call, ast.Call)
+            or not isinstance(call.func, ast.Name)
+            or any(keyword.arg is None for keyword in call.keywords)
+        ):
+            raise ValueError("these are no arguments")
+        named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return [ast.literal_eval(value) for value in call.args], named
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
+        told = "arguments in MODEL are literals, such as (64, bias=False); for others write a factory"
+        raise WrongUse(f"{given}: {told}") from error
+
+
+def _called(
+    name: str,
+    settings: Mapping[str, Any],
+    layers: int | None = None,
+    given: tuple[Sequence[Any], Mapping[str, Any]] = ((), {}),
+) -> Any:
+    """Returns what the callable of this name returns; a module of torch is returned itself.
+
+    Args:
+        given: arguments by place, and by name.
+    """
     found = _object(name)
-    if isinstance(found, nn.Module):
+    if isinstance(found, nn.Module) and not any(given):
         return found
     if not callable(found):
         raise WrongUse(f"{name} is a {type(found).__name__}, and cannot be called")
     try:
-        return found(**settings, **({} if layers is None else {_layers_of(found, name): layers}))
+        fewer = {} if layers is None else {_layers_of(found, name): layers}
+        return found(*given[0], **{**given[1], **settings, **fewer})
     except (Error, WrongUse):
         raise
     except Exception as error:
@@ -128,8 +177,10 @@ def _object(name: str) -> Any:
     """Returns the object of `package.module:name` or `path/file.py:name`."""
     where, _, attribute = name.partition(":")
     if not attribute:
-        told = "neither a folder with config.json, nor such a file, nor `package.module:factory`, `file.py:factory`"
-        raise WrongUse(f"MODEL {name!r} is {told} (nothing is fetched from a hub)")
+        told = "no folder with config.json, no such file, no `package.module:factory` or `file.py:factory`, and no"
+        raise WrongUse(
+            f"MODEL {name!r} is {told} published size (nothing is fetched from a hub): {', '.join(PUBLISHED)}"
+        )
     try:
         found: Any = _file(Path(where)) if where.endswith(".py") else _module(where)
     except WrongUse:
@@ -179,7 +230,7 @@ def on_meta(argument: ModelArgument) -> nn.Module:
     """Returns the model on `meta`; on the CPU if its constructor needs values, which a line on stderr says."""
     try:
         return argument.model(meta=True)
-    except (Error, WrongUse) as first:
+    except WrongUse as first:
         if argument.path is not None or not isinstance(first.__cause__, Exception):
             raise
         model = argument.model(meta=False)
@@ -196,7 +247,7 @@ def with_values(argument: ModelArgument) -> nn.Module:
     """
     try:
         need = COPIES * sum(p.numel() * 8 for p in argument.model(meta=True).parameters())
-    except (Error, WrongUse):
+    except WrongUse:
         need = 0  # It cannot be built on meta.
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if need > have:

@@ -11,12 +11,23 @@ from typing import Any
 
 from rich.console import Console
 
+from autotp.errors import Error
+
 RIGHT, DIFFERENT, WRONG_USE = 0, 1, 2
 """The exit statuses."""
 
 
 class WrongUse(Exception):
     """The command line is not one that autotp understands; the exit status is 2."""
+
+
+@contextmanager
+def arguments_in_use() -> Iterator[None]:
+    """A region that only reads what the command line gives: an Error of it is wrong use, with the same text."""
+    try:
+        yield
+    except Error as error:
+        raise WrongUse(str(error)) from error
 
 
 def console() -> Console:

@@ -39,7 +39,10 @@ def plan(
     *,
     chosen: dict[str, Any],
 ) -> None:
-    """Prints what would be cut on TP ranks, what that sends, and what stays whole. Needs no GPU, weights or ranks."""
+    """Prints what would be cut on TP ranks, what that sends, and what stays whole. Needs no GPU, weights or ranks.
+
+    Example: autotp plan file.py:factory --tp 2
+    """
     argument = ModelArgument(
         model, settings_of(kwargs), layers, dtype_named(dtype), attention, model_class, inputs, evaluation
     )

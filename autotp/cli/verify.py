@@ -61,6 +61,8 @@ def verify_command(
 ) -> None:
     """Compares the outputs, every gradient and a step of TP ranks with one device, in one process and in float64.
 
+    Example: autotp verify file.py:factory --tp 2 3 --layers 1
+
     The exit status is 1 if they are DIFFERENT; then the guilty weight, pass and rule are found by halving. With --pp,
     --dp or --microbatches, it proves and compares the step that `autotp.distribute` would train:
     autotp verify path/to/config.json --tp 8 --pp 16 --dp 64 --microbatches 16 --meta

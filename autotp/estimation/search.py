@@ -129,16 +129,27 @@ def search(
 
     def run() -> Search:
         expect_arguments(search, gpu=gpu, dtype=dtype, compiled=compiled, sequence=sequence)
-        device = hardware_of(gpu)
         Layout(batch=batch, dtype=dtype)
-        if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
-            raise Error(f"gpus={gpus!r} is not a whole number of 1 or more", fix="gpus=8")
-        if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 < memory <= 1:
-            raise Error(f"memory={memory!r} is not a part of a device's memory", fix="memory=0.9")
+        device = expect_search(gpus, gpu, batch, memory)
         layouts = Layouts(model, device, COMPILED if compiled else AUTOTP, dtype, sequence, example_inputs)
         return _searched(layouts, gpus, batch, memory)
 
     return within(f"search({type(model).__name__}, gpus={gpus})", run)
+
+
+def expect_search(gpus: int, gpu: str | Hardware, batch: int, memory: float) -> Hardware:
+    """Returns the kind of device of a search. Arguments as for `search`.
+
+    Raises:
+        Error: one of them is wrong.
+    """
+    device = hardware_of(gpu)
+    Layout(batch=batch)
+    if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
+        raise Error(f"gpus={gpus!r} is not a whole number of 1 or more", fix="gpus=8")
+    if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 < memory <= 1:
+        raise Error(f"memory={memory!r} is not a part of a device's memory", fix="memory=0.9")
+    return device
 
 
 class Layouts:

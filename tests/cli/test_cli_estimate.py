@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 FACTORY = """
@@ -45,18 +43,42 @@ def test_search_prints_the_best_and_why_others_lost(autotp_command, factory: str
     assert done.status == 0 and done.out.startswith("the best of ") and "why it lost" in done.out
 
 
-@pytest.mark.parametrize("command", ["estimate", "search"])
-def test_the_example_of_the_help_runs(autotp_command, factory: str, command: str) -> None:
-    text = " ".join(autotp_command(command, "--help").out.split())
-    found = re.search(rf"Example: autotp ({command} .*?) The exit", text)
-    assert found is not None
-    assert "file.py:factory" in found[1]
-    words = [factory if word == "file.py:factory" else word for word in found[1].split()]
-    assert autotp_command(*words).status == 0
+WRONG = {
+    "gpu": (("--gpu", "a1000"), "gpu='a1000' is not known"),
+    "line": (("--gpu", "312TF 2TB/s"), "does not say memory"),
+    "batch": (("--gpu", "a100-80gb", "--dp", 3), "3 x 1 does not divide 8"),
+    "interleave": (("--gpu", "a100-80gb", "--interleave", 3), 'interleave=3 and schedule="1F1B"'),
+    "room": (("--gpu", "312TF 2TB/s 0.0001GB node=8x300GB/s net=25GB/s"), "no room for its share of one parameter"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_argument_is_one_error_with_status_2(autotp_command, factory: str, name: str) -> None:
+    given, told = WRONG[name]
+    done = autotp_command("estimate", factory, "--batch", 8, *given)
+    assert (done.status, done.out) == (2, "") and told in done.err
+    done = autotp_command("estimate", factory, "--batch", 8, *given, "--json")
+    assert done.status == 2 and done.json["ok"] is False and told in done.json["error"]["problem"]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [(("--gpus", 0), "gpus=0 is not a whole number"), (("--gpus", 2, "--memory", 2), "memory=2.0 is not a part")],
+    ids=["gpus", "memory"],
+)
+def test_a_wrong_argument_of_search(autotp_command, factory: str, given: tuple[object, ...], told: str) -> None:
+    done = autotp_command("search", factory, "--gpu", "a100-80gb", "--batch", 8, *given)
+    assert (done.status, done.out) == (2, "") and told in done.err
+    tiny = "312TF 2TB/s 0.0001GB node=8x300GB/s net=25GB/s"
+    done = autotp_command("search", factory, "--gpus", 1, "--gpu", tiny, "--batch", 8)
+    assert (done.status, done.out) == (2, "") and "no room for its share" in done.err
 
 
 def test_wrong_use_is_one_line(autotp_command, factory: str) -> None:
-    done = autotp_command("estimate", factory, "--gpu", "a1000", "--batch", 8)
-    assert done.status == 1 and "gpu='a1000' is not known" in done.err and done.out == ""
     assert autotp_command("estimate", factory, "--batch", 8).status == 2
     assert autotp_command("estimate", "no.such:thing", "--gpu", "a100-80gb", "--batch", 8).status == 2
+
+
+def test_a_published_size(autotp_command) -> None:
+    done = autotp_command("estimate", "gpt-355m", "--gpu", "a100-80gb", "--batch", 8, "--layers", 4)
+    assert done.status == 0 and "where the time goes" in done.out

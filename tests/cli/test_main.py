@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import autotp
 from autotp.cli.main import main
@@ -36,6 +38,31 @@ def test_version(autotp_command) -> None:
 def test_wrong_use_is_one_line(autotp_command, args: tuple[str, ...], told: str) -> None:
     done = autotp_command(*args)
     assert done.status == 2 and done.out == "" and done.err.startswith(told) and done.err.count("\n") == 1
+
+
+COMMANDS = ("plan", "verify", "estimate", "search", "doctor", "convert")
+GPT = """
+from autotp.models.gpt import GPT, GPTConfig
+
+
+def factory(n_layer=2):
+    return GPT(GPTConfig(block_size=32, vocab_size=64, n_layer=n_layer, n_head=4, n_embd=32))
+"""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_example_of_the_help_runs(
+    autotp_command, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = " ".join(autotp_command(command, "--help").out.split())
+    found = re.search(rf"Example: autotp ({command} .*?) (?:The exit|Arguments|Options)", text)
+    assert found is not None
+    (tmp_path / "file.py").write_text(GPT)
+    torch.save({"up.weight": torch.ones(2, 3)}, tmp_path / "model.pt")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "file", raising=False)
+    done = autotp_command(*found[1].split())
+    assert done.status == 0 or command == "doctor", done.err
 
 
 def test_an_error_says_what_to_write_and_has_no_traceback(autotp_command, models: Path) -> None:

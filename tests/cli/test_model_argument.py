@@ -34,6 +34,14 @@ def test_a_factory_in_a_package() -> None:
     assert isinstance(model, nn.Linear) and torch.equal(model.weight, again.weight)
 
 
+def test_a_class_with_literal_arguments(models: Path) -> None:
+    model = on_meta(argument("torch.nn:Linear(3, 2, bias=False)"))
+    assert isinstance(model, nn.Linear) and (model.in_features, model.out_features, model.bias) == (3, 2, None)
+    text = f"{models}:mlp(width=8):inputs"
+    assert on_meta(argument(text, layers=2))[1][0].out_features == 8 and argument(text).example_inputs().shape == (3, 4)
+    assert on_meta(argument(text, settings={"width": 5}))[0][0].out_features == 5
+
+
 def test_a_model_that_is_there(models: Path) -> None:
     assert isinstance(on_meta(argument(f"{models}:made")), nn.Sequential)
 
@@ -68,10 +76,18 @@ def test_example_inputs(models: Path, inputs: str | None) -> None:
         ("own_models.py:fails", {}, "raised ValueError: no such size"),
         ("own_models.py:mlp", {"settings": {"depth": 3}}, "raised TypeError"),
         ("own_models.py:reads_a_value", {"layers": 2}, "takes no number of layers"),
+        ("own_models.py:mlp(open('x'))", {}, "arguments in MODEL are literals"),
+        ("own_models.py:mlp(**{})", {}, "arguments in MODEL are literals"),
+        ("own_models.py:mlp(3)()", {}, "arguments in MODEL are literals"),
+        ("own_models.py:mlp(3", {}, r"has no mlp\(3"),
+        ("own_models.py:made(3)", {}, "raised TypeError"),
         ("own_models.py:mlp", {"attention": "eager"}, "--attention is for models of transformers"),
     ],
-    ids=["hub", "file", "module", "name", "number", "tensor", "raises", "arguments", "layers", "attention"],
-)
+    ids=[
+        "hub", "file", "module", "name", "number", "tensor", "raises", "arguments", "layers", "call", "stars", "twice",
+        "open", "made", "attention",
+    ],
+)  # fmt: skip
 def test_wrong(models: Path, monkeypatch: pytest.MonkeyPatch, text: str, given: dict[str, Any], told: str) -> None:
     monkeypatch.chdir(models.parent)
     with pytest.raises(WrongUse, match=told):

@@ -6,7 +6,7 @@ from pathlib import Path
 import autotp
 
 ORDER = (
-    "display", "errors", "error_file", "arguments", "source_location", "model_library", "sharding", "ops", "rules",
+    "models", "display", "errors", "error_file", "arguments", "source_location", "model_library", "sharding", "ops", "rules",
     "options", "distributed",
     "passes.builder", "passes.capture", "passes.canonicalize", "passes.plan", "passes.lower", "passes.check",
     "passes.emit", "passes.pipeline",
