@@ -32,6 +32,8 @@ if TYPE_CHECKING:  # For editors and mypy. A test compares these lines with the 
     from autotp.estimation.search import search as search
     from autotp.hf.pretrained import from_pretrained as from_pretrained
     from autotp.hf.pretrained import save_pretrained as save_pretrained
+    from autotp.page.save_page import save_page as save_page
+    from autotp.page.save_page import save_trace as save_trace
     from autotp.rules.registry import rule as rule
     from autotp.runtime.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from autotp.runtime.module import ParallelModule as ParallelModule
@@ -64,7 +66,9 @@ _HOMES = {
     "parallelize": "api",
     "rule": "rules.registry",
     "save_checkpoint": "checkpoint.save",
+    "save_page": "page.save_page",
     "save_pretrained": "hf.pretrained",
+    "save_trace": "page.save_page",
     "search": "estimation.search",
     "stages": "diagnostics.stages",
     "verify": "diagnostics.verify",

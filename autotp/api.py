@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -138,6 +139,7 @@ def explain(
     def run() -> Plan:
         expect_usable("explain", model, tp, options)
         args, kwargs = find_inputs(model, example_inputs)
-        return report(analyse(skeleton_of(model), args, kwargs, tp, options), type(model).__name__)
+        program = analyse(skeleton_of(model), args, kwargs, tp, options)
+        return replace(report(program, type(model).__name__), source=program)
 
     return within(f"explain({type(model).__name__}, tp={tp})", run)

@@ -64,12 +64,18 @@ TO_FILL = (
 
 def line_of(node: fx.Node) -> str:
     """Returns the source line of a node, as `file.py:12  the code`; for torch's layers the line that calls them."""
+    place = place_of(node)
+    return "?" if place is None else f"{os.path.basename(place[0])}:{place[1]}  {place[2]}"
+
+
+def place_of(node: fx.Node) -> tuple[str, int, str] | None:
+    """Returns file, line number and code of a node's source line, as `line_of` has it; None if it is not known."""
     found = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
     mine = [row for row in found if not is_library(row[0])] or found
     if not mine:
-        return "?"
+        return None
     path, line, code = mine[-1]
-    return f"{os.path.basename(path)}:{line}  {code.strip()}"
+    return path, int(line), code.strip()
 
 
 def block_of(node: fx.Node) -> str:

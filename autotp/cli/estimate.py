@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 from torch import nn
 
-from autotp.cli.flags import Attention, Debug, InputsOf, Json, Kwargs, Layers, Model, ModelClass
+from autotp.cli.flags import Attention, Debug, Html, InputsOf, Json, Kwargs, Layers, Model, ModelClass
 from autotp.cli.model_argument import ModelArgument, dtype_named, on_meta, settings_of
-from autotp.cli.output import DIFFERENT, WrongUse, arguments_in_use, show
+from autotp.cli.output import DIFFERENT, WrongUse, arguments_in_use, expect_writable, show
 from autotp.display.text_table import bytes_text
 from autotp.estimation.estimate import estimate
 from autotp.estimation.layout import Layout
@@ -18,6 +19,7 @@ from autotp.estimation.search import expect_search, search
 from autotp.estimation.seconds.hardware import KINDS, LINE, hardware_of
 from autotp.estimation.seconds.schedule import engine_of
 from autotp.options import Recompute
+from autotp.page.save_page import save_page, save_trace
 from autotp.training.pipeline.schedules import ENGINES
 
 ScheduleName = Enum("ScheduleName", {name: name for name in ENGINES})  # type: ignore[misc]
@@ -27,6 +29,7 @@ Gpu = Annotated[str, typer.Option("--gpu", metavar="KIND|LINE", help=f"{', '.joi
 Batch = Annotated[int, typer.Option("--batch", help="The rows of a step, over all replicas")]
 Dtype = Annotated[str, typer.Option("--dtype", help="The dtype of computation")]
 Compiled = Annotated[bool, typer.Option("--compiled", help="Blocks are compiled: pointwise operators are one kernel")]
+Trace = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Write the schedule for Perfetto, too")]
 Sequence = Annotated[int | None, typer.Option("--sequence", help="The length of a sequence; else the longest")]
 
 
@@ -51,15 +54,18 @@ def estimate_command(
     model_class: ModelClass = None,
     kwargs: Kwargs = None,
     inputs: InputsOf = None,
+    html: Html = None,
+    trace: Trace = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Prints the predicted seconds, TFLOP/s and memory of a training step. Needs no GPU, weights or ranks.
 
-    Example: autotp estimate file.py:factory --gpu a100-80gb --batch 32 --tp 2 --pp 2
+    Example: autotp estimate file.py:factory --gpu a100-80gb --batch 32 --tp 2 --pp 2 --html plan.html
 
     The exit status is 1 if it does not fit.
     """
+    expect_writable(html, trace)
     argument = ModelArgument(model, settings_of(kwargs), layers, None, attention, model_class, inputs)
     with arguments_in_use():
         device = hardware_of(gpu)
@@ -73,6 +79,10 @@ def estimate_command(
         recompute=cast(Recompute, recompute.value), zero=zero, dtype=dtype_named(dtype), compiled=compiled,
         sequence=sequence, example_inputs=argument.example_inputs(),
     )  # fmt: skip
+    if html is not None:
+        save_page(found, html)
+    if trace is not None:
+        save_trace(found, trace)
     show(found, json)
     if not found.fits:
         raise typer.Exit(DIFFERENT)
@@ -92,6 +102,7 @@ def search_command(
     model_class: ModelClass = None,
     kwargs: Kwargs = None,
     inputs: InputsOf = None,
+    html: Html = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -101,6 +112,7 @@ def search_command(
 
     The exit status is 1 if no layout fits.
     """
+    expect_writable(html)
     argument = ModelArgument(model, settings_of(kwargs), layers, None, attention, model_class, inputs)
     with arguments_in_use():
         device = expect_search(gpus, gpu, batch, memory)
@@ -110,6 +122,8 @@ def search_command(
         made, gpus=gpus, gpu=gpu, batch=batch, memory=memory, dtype=dtype_named(dtype), compiled=compiled,
         sequence=sequence, example_inputs=argument.example_inputs(),
     )  # fmt: skip
+    if html is not None:
+        save_page(found, html)
     show(found, json)
 
 

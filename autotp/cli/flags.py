@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from enum import Enum
 from inspect import Parameter, getdoc, signature
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
@@ -34,6 +35,7 @@ InputsOf = Annotated[
     typer.Option("--inputs", metavar="NAME", help="A callable that returns example inputs; `:name` beside the factory"),
 ]
 Evaluation = Annotated[bool, typer.Option("--eval", help="The model in evaluation mode")]
+Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the page of the result, too")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 Debug = Annotated[bool, typer.Option("--debug", help="Print tracebacks of errors")]
 

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -48,6 +49,13 @@ def show(found: Any, json: bool) -> None:
         to.print(found)
     else:
         print(found)
+
+
+def expect_writable(*paths: Path | None) -> None:
+    """Raises WrongUse if a file that a command is to write has no folder, or is a folder."""
+    for path in paths:
+        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+            raise WrongUse(f"{path} cannot be written: it is a folder, or its folder is not there")
 
 
 def complain(text: str) -> None:

@@ -11,6 +11,7 @@ from autotp.cli.flags import (
     Attention,
     Debug,
     Evaluation,
+    Html,
     InputsOf,
     Json,
     Kwargs,
@@ -20,7 +21,8 @@ from autotp.cli.flags import (
     with_options_of,
 )
 from autotp.cli.model_argument import ModelArgument, dtype_named, on_meta, settings_of
-from autotp.cli.output import show
+from autotp.cli.output import expect_writable, show
+from autotp.page.save_page import save_page
 
 
 @with_options_of(explain)
@@ -34,6 +36,7 @@ def plan(
     kwargs: Kwargs = None,
     inputs: InputsOf = None,
     evaluation: Evaluation = False,
+    html: Html = None,
     json: Json = False,
     debug: Debug = False,
     *,
@@ -43,8 +46,11 @@ def plan(
 
     Example: autotp plan file.py:factory --tp 2
     """
+    expect_writable(html)
     argument = ModelArgument(
         model, settings_of(kwargs), layers, dtype_named(dtype), attention, model_class, inputs, evaluation
     )
     found = explain(on_meta(argument), tp, example_inputs=argument.example_inputs(), **chosen)
+    if html is not None:
+        save_page(found, html)
     show(found, json)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from autotp.display.sheet import Sheet, Shown, Table
@@ -103,6 +103,8 @@ class Plan(Shown):
         traffic: the collectives of a step, forward and backward, and their bytes.
         along_sequence: the number of operators that are cut along the sequence; None without `sequence_parallel`.
         outputs: the layouts of the outputs that stay cut.
+        source: the captured model, which `save_page` draws; only in what `explain` returns, and not a part of what is
+            compared, copied by pickle or printed.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
@@ -124,6 +126,10 @@ class Plan(Shown):
     traffic: Traffic
     along_sequence: int | None = None
     outputs: tuple[Layout, ...] = ()
+    source: Any = field(default=None, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "source"}
 
     def summary(self) -> str:
         """Returns how much is cut."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,11 +17,13 @@ from autotp.estimation.layout import Layout, Practice
 from autotp.estimation.result import Estimate, RankMemory
 from autotp.estimation.seconds.hardware import Hardware
 from autotp.estimation.seconds.links import Group, collective_seconds, send_seconds
-from autotp.estimation.seconds.schedule import Action, actions_of, engine_of, most_held, play
+from autotp.estimation.seconds.schedule import Action, Played, actions_of, engine_of, most_held, play
 from autotp.estimation.seconds.times import ELEMENTWISE, Times, added, piece_times
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.stages import divided
 from autotp.training.pipeline.schedules import Engine
+
+NOTHING_PLAYED = Played(seconds=0.0, busy=(), starts=())
 
 
 class Prices:
@@ -101,22 +103,37 @@ class Stage:
     parameters: frozenset[str]
 
 
-def price(prices: Prices, layout: Layout) -> Estimate:
-    """Returns the estimate of a layout, whose tp, recompute and sequence parallelism are those of the captured model.
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """A schedule that was played with the times of a layout.
+
+    Attributes:
+        order: the actions of each pipeline rank.
+        stages: what the step knows of each stage.
+        played: when each action runs.
+    """
+
+    order: tuple[tuple[Action, ...], ...]
+    stages: list[Stage]
+    played: Played
+
+    def seconds(self, action: Action) -> float:
+        """Returns the seconds of an action."""
+        times = self.stages[action.stage].times
+        parts = {"F": times.forward, "B": times.backward, "I": times.backward - times.weights, "W": times.weights}
+        return parts[action.half]
+
+
+def simulated(prices: Prices, layout: Layout) -> Simulated:
+    """Returns the schedule of a layout with its times.
 
     Raises:
         Error: the schedule cannot run the microbatches, or there are more stages than blocks.
     """
-    device, practice, model = prices.device, prices.practice, prices.model
+    device, practice = prices.device, prices.practice
     kind = engine_of(layout.schedule, layout.interleave)
     order = actions_of(kind, layout.pp, layout.microbatches)
     stages = [_stage(prices, layout, run) for run in prices.stages(kind, layout.pp, layout.microbatches)]
-
-    def cost(action: Action) -> float:
-        times = stages[action.stage].times
-        parts = {"F": times.forward, "B": times.backward, "I": times.backward - times.weights, "W": times.weights}
-        return parts[action.half]
-
     distance = layout.tp * layout.dp
 
     def sends(start: int, stop: int) -> float:
@@ -126,7 +143,20 @@ def price(prices: Prices, layout: Layout) -> Estimate:
             return send_seconds(sent / layout.tp, distance, device) + whole
         return send_seconds(sent, distance, device)
 
-    played = play(order, cost, cache(sends))
+    unplayed = Simulated(order=order, stages=stages, played=NOTHING_PLAYED)
+    return replace(unplayed, played=play(order, unplayed.seconds, cache(sends)))
+
+
+def price(prices: Prices, layout: Layout) -> Estimate:
+    """Returns the estimate of a layout, whose tp, recompute and sequence parallelism are those of the captured model.
+
+    Raises:
+        Error: the schedule cannot run the microbatches, or there are more stages than blocks.
+    """
+    device, practice, model = prices.device, prices.practice, prices.model
+    kind = engine_of(layout.schedule, layout.interleave)
+    step = simulated(prices, layout)
+    order, stages, played = step.order, step.stages, step.played
     held = [frozenset().union(*(stages[i].parameters for i in {a.stage for a in row})) for row in order]
     slowest = max(range(layout.pp), key=played.busy.__getitem__)
     spent = added(*(stages[action.stage].times.spent for action in order[slowest] if action.half == "F"))
@@ -140,7 +170,7 @@ def price(prices: Prices, layout: Layout) -> Estimate:
     spent["gradients dp"], spent["optimizer"] = exchange, max(updates)
     spent["tied weights pp"] = 0.0
     if tied := _tied(model, held):
-        ends = Group(size=2, stride=distance * max(1, layout.pp - 1))
+        ends = Group(size=2, stride=layout.tp * layout.dp * max(1, layout.pp - 1))
         spent["tied weights pp"] = collective_seconds("all-reduce", tied, ends, device)
     seconds = played.seconds + exchange + max(updates) + spent["tied weights pp"]
     rows = [_rank_memory(model, layout, stages, row, names, practice) for row, names in zip(order, held, strict=True)]
@@ -153,6 +183,7 @@ def price(prices: Prices, layout: Layout) -> Estimate:
         layout=layout, device=device, seconds=seconds, flops=flops, flops_again=again,
         spent={name: s for name, s in spent.items() if s > 0}, memory=tuple(rows),
         stages=tuple(tuple(names[i] for i in run) for run in runs), homes=tuple(home[i] for i in range(len(runs))),
+        source=prices,
     )  # fmt: skip
 
 

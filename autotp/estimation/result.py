@@ -10,7 +10,7 @@ because only two tables say more than the sum.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from autotp.display.sheet import Sheet, Shown, Table
@@ -71,6 +71,8 @@ class Estimate(Shown):
         memory: of each pipeline rank, at its fullest moment.
         stages: the blocks of each stage.
         homes: the pipeline rank of each stage.
+        source: the captured model with its prices, which `save_page` and `save_trace` draw; not a part of what is
+            compared, copied by pickle or printed.
 
     Example:
         >>> from autotp.models.gpt import GPT, GPTConfig
@@ -90,6 +92,10 @@ class Estimate(Shown):
     memory: tuple[RankMemory, ...]
     stages: tuple[tuple[str, ...], ...]
     homes: tuple[int, ...]
+    source: Any = field(default=None, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "source"}
 
     @property
     def tflops(self) -> float:

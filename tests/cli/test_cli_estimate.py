@@ -82,3 +82,21 @@ def test_wrong_use_is_one_line(autotp_command, factory: str) -> None:
 def test_a_published_size(autotp_command) -> None:
     done = autotp_command("estimate", "gpt-355m", "--gpu", "a100-80gb", "--batch", 8, "--layers", 4)
     assert done.status == 0 and "where the time goes" in done.out
+
+
+def test_the_page_and_the_trace_are_files(autotp_command, factory: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    html, trace = tmp_path / "plan.html", tmp_path / "trace.json"
+    given = "--gpu", "a100-80gb", "--batch", 8, "--html", html
+    done = autotp_command("estimate", factory, *given, "--pp", 2, "--trace", trace)
+    assert done.status == 0 and "<!doctype html>" in html.read_text() and "traceEvents" in trace.read_text()
+    html.unlink()
+    assert autotp_command("search", factory, "--gpus", 2, *given).status == 0 and "Other layouts" in html.read_text()
+    html.unlink()
+    assert autotp_command("plan", factory, "--tp", 2, "--html", html).status == 0 and "tp=2" in html.read_text()
+
+
+def test_a_file_that_cannot_be_written_is_said_first(autotp_command, factory: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    for command, given in (("estimate", ("--gpu", "a100-80gb", "--batch", 8)), ("plan", ("--tp", 2))):
+        done = autotp_command(command, factory, *given, "--html", tmp_path / "nowhere" / "plan.html")
+        assert (done.status, done.out) == (2, "") and "cannot be written" in done.err
+        assert autotp_command(command, factory, *given, "--html", tmp_path).status == 2

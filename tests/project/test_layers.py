@@ -6,12 +6,12 @@ from pathlib import Path
 import autotp
 
 ORDER = (
-    "models", "display", "errors", "error_file", "arguments", "source_location", "model_library", "sharding", "ops", "rules",
-    "options", "distributed",
+    "models", "display", "errors", "error_file", "arguments", "source_location", "model_library", "sharding", "ops",
+    "rules", "options", "distributed",
     "passes.builder", "passes.capture", "passes.canonicalize", "passes.plan", "passes.lower", "passes.check",
     "passes.emit", "passes.pipeline",
     "compiler", "deferred_init", "diagnostics.plan", "diagnostics.report", "runtime",
-    "training", "estimation", "diagnostics", "checkpoint", "hf", "api", "cli", "__main__",
+    "training", "estimation", "diagnostics", "checkpoint", "hf", "api", "page", "cli", "__main__",
 )  # fmt: skip
 ROOT = Path(autotp.__file__).parent.parent
 SCRIPTS = ("examples", "benchmarks")

@@ -39,6 +39,7 @@ THROUGH_A_PUBLIC_CALL = {
     "hf/library": "hf/test_hf_calls",
     "hf/overrides": "hf/test_generation",
     "model_library": "hf/test_hf_calls",
+    "page/subject": "page/test_page_data",
     "runtime/func_gradients": "system/test_transforms",
     "runtime/grad_norm": "runtime/torch_hooks/test_clip_and_scale",
     "runtime/torch_hooks/install": "runtime/torch_hooks/test_clip_and_scale",

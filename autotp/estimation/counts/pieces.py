@@ -74,6 +74,7 @@ class Lowered:
     """A model on `tp` ranks, captured once; it can be recorded for any microbatch.
 
     Attributes:
+        name: the name of the model's class.
         program: the plan of the model.
         graph: the lowered graph of the first rank, which holds the largest shards.
         captured_blocks: the names of the blocks of the graph, in order.
@@ -83,6 +84,7 @@ class Lowered:
         training: the options of the training step.
     """
 
+    name: str
     program: Program
     graph: fx.Graph
     captured_blocks: tuple[str, ...]
@@ -149,8 +151,8 @@ def _lowered(
         for name, captured in names.items() if name in whole
     }  # fmt: skip
     return Lowered(
-        program=program, graph=graph, captured_blocks=tuple(blocks), order=order, parameters=parameters,
-        arguments=dict(zip(program.captured.inputs, tensors, strict=False)), training=training,
+        name=type(model).__name__, program=program, graph=graph, captured_blocks=tuple(blocks), order=order,
+        parameters=parameters, arguments=dict(zip(program.captured.inputs, tensors, strict=False)), training=training,
     )  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""The plan page: a plan or an estimate as one file of HTML. `page_data` says what it shows, the template how."""

@@ -1,0 +1,153 @@
+"""page_data: all that a page shows, as one plain dict: numbers, texts, and lists and dicts of these."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+from typing import Any
+
+import autotp
+from autotp.diagnostics.plan import Plan
+from autotp.estimation.result import MEMORY, ROW, Estimate
+from autotp.estimation.search import Search
+from autotp.estimation.seconds.hardware import GIB
+from autotp.page.axes import LETTERS, PageAxes, symbol_names
+from autotp.page.blocks import block_data
+from autotp.page.commands import limits_of, python_line, torchrun_line
+from autotp.page.ranks import rank_data
+from autotp.page.source_lines import source_data
+from autotp.page.subject import Subject, subject_of
+from autotp.page.timeline import timeline_data
+from autotp.page.whole import whole_data
+
+VERSION = 1
+"""Changes if a key gets another meaning."""
+BARS = 12
+"""The most pipeline ranks whose memory is drawn on top of the page."""
+STRONG, QUIET = 7, 6
+"""The colours for axes that are cut, and for others; page.css has them."""
+
+
+def page_data(found: Plan | Estimate | Search) -> dict[str, Any]:
+    """Returns the data of the page of a result; of a search that of its best layout, and why others lost.
+
+    Raises:
+        Error: the result was not made by autotp in this process.
+    """
+    subject = subject_of(found)
+    axes, estimate = PageAxes(subject), subject.estimate
+    blocks = block_data(subject, axes)
+    source, ranks = source_data(subject, axes, blocks), rank_data(subject, axes, blocks)
+    return {
+        "version": VERSION,
+        "autotp": autotp.__version__,
+        "model": subject.model,
+        "title": _title(subject),
+        "layout": [] if estimate is None else _layout(estimate),
+        "spent": [] if estimate is None else _spent(estimate),
+        "memory": None if estimate is None else _memory(estimate),
+        "sizes": _sizes(subject),
+        "proof": _proof(subject),
+        "axes": _coloured(axes.data(), {n for row in ranks["parameters"] for n in row["value"]["axes"]}),
+        "source": source,
+        "blocks": blocks,
+        "ranks": ranks,
+        "timeline": None if estimate is None else timeline_data(estimate),
+        "whole": whole_data(subject),
+        "torchrun": torchrun_line(subject),
+        "python": python_line(subject),
+        "limits": limits_of(subject),
+        "lost": [vars(lost) for lost in found.lost] if isinstance(found, Search) else [],
+        "others": [est.summary() for est in found.best[1:]] if isinstance(found, Search) else [],
+    }
+
+
+def _coloured(axes: list[dict[str, Any]], weighted: Collection[int]) -> list[dict[str, Any]]:
+    """Returns the axes with a colour each: a strong one for those that are cut, a quiet one for the others.
+
+    Args:
+        weighted: the axes of parameters: these and batch and sequence are listed on top of the page.
+    """
+    cut, whole = itertools.count(), itertools.count()
+    found = []
+    for axis in axes:
+        listed = axis["number"] in weighted or axis["cut"] or axis["label"] in LETTERS
+        colour = f"c{next(cut) % STRONG}" if axis["cut"] else f"q{next(whole) % QUIET}" if listed else "q0"
+        found.append({**axis, "listed": listed, "colour": colour})
+    return found
+
+
+def _title(subject: Subject) -> str:
+    estimate = subject.estimate
+    if estimate is None:
+        return f"{subject.model} on tp={subject.program.tp}"
+    return f"{subject.model} on {estimate.layout.devices:,} x {estimate.device.name}"
+
+
+def _layout(estimate: Estimate) -> list[dict[str, str]]:
+    """Returns the cells of the row of the layout: name, value, error bar."""
+    layout, error = estimate.layout, estimate.error
+    rounds = f" x {layout.interleave}" if layout.interleave else ""
+    schedule = f"{layout.schedule}{rounds}" if layout.pp > 1 else "none"
+    fullest = max(rank.total for rank in estimate.memory)
+    cells = (
+        ("GPUs", f"{layout.devices:,}", ""), ("tensor", str(layout.tp), ""), ("pipeline", str(layout.pp), ""),
+        ("data", str(layout.dp), ""), ("batch", f"{layout.batch:,}", "rows"),
+        ("micro-batch", str(layout.micro_batch), "rows"),
+        ("schedule", schedule, ""), ("sequence", "cut" if layout.sequence_parallel else "whole", ""),
+        ("recompute", layout.recompute, ""), ("ZeRO", str(layout.zero), ""),
+        ("seconds a step", f"{estimate.seconds:.3g}", f"± {estimate.seconds * error:.1g}"),
+        ("TFLOP/s a GPU", f"{estimate.tflops:.0f}", f"± {estimate.tflops * error:.0f}"),
+        ("of peak", f"{estimate.mfu:.1%}", f"± {estimate.mfu * error:.1%}"),
+        ("GiB", f"{fullest / GIB:.1f}", f"± {fullest * MEMORY / GIB:.1f}"),
+    )  # fmt: skip
+    return [dict(zip(("name", "value", "error"), cell, strict=True)) for cell in cells]
+
+
+def _spent(estimate: Estimate) -> list[dict[str, Any]]:
+    """Returns what the seconds of the busiest pipeline rank are spent on, the longest first."""
+    error = max(estimate.error, ROW)
+    rows = sorted(estimate.spent.items(), key=lambda item: -item[1])
+    return [{"name": name, "seconds": s, "share": s / estimate.seconds, "error": s * error} for name, s in rows]
+
+
+def _memory(estimate: Estimate) -> dict[str, Any]:
+    fullest, ranks = max(estimate.memory, key=lambda rank: rank.total), len(estimate.memory)
+    some = {round(i * (ranks - 1) / (BARS - 1)) for i in range(BARS)}
+    return {
+        "ranks": sorted(some if ranks > BARS else range(ranks)),
+        "fits": estimate.fits, "reserved": fullest.reserved, "limit": estimate.device.memory,
+        "kinds": [kind for kind in vars(fullest) if any(vars(rank)[kind] for rank in estimate.memory)],
+    }  # fmt: skip
+
+
+def _sizes(subject: Subject) -> dict[str, int]:
+    """Returns the length of b and s, for which the page's bytes are."""
+    return {LETTERS[name]: subject.sizes[s] for s, name in symbol_names(subject).items() if s in subject.sizes}
+
+
+def _proof(subject: Subject) -> dict[str, Any]:
+    """Returns what was proved of the layout, and what was not."""
+    tp, layout = subject.program.tp, None if subject.estimate is None else subject.estimate.layout
+    values = len(subject.types)
+    captured = len({like for _, like in subject.order})
+    proved = [
+        f"Each of the {values:,} values on each of the {tp} tensor-parallel ranks has the placement that its readers "
+        "ask for, and so has its gradient: no sum over ranks and no gather is missing.",
+        "Placements are derived anew from the ranks' graphs, by rules that tests prove on slices of every operator.",
+    ]
+    if captured < len(subject.order):
+        proved.append(
+            f"{captured} of {len(subject.order)} blocks were captured and proved. The others have the same classes, "
+            "parameters and settings, and the captured blocks between the ends compute the same."
+        )
+    open_ = ["The numbers. autotp verify compares outputs, loss, gradients and a step with one device, in float64."]
+    if layout is not None and layout.pp > 1:
+        open_.append("What stages send each other, and the order of the schedule.")
+    if layout is not None and layout.dp > 1:
+        zero = f", and the parts that ZeRO {layout.zero} divides" if layout.zero else ""
+        open_.append(f"The sums of gradients over replicas{zero}.")
+    if layout is not None:
+        open_.append("Seconds and bytes of memory are estimates, with their error bars.")
+    error = None if subject.proof is None else str(subject.proof)
+    return {"proved": proved if error is None else [], "open": open_, "error": error}

@@ -1,0 +1,115 @@
+"""save_page: writes the page of a plan, an estimate or a search as one file of HTML; and a schedule as a trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from autotp.arguments import expect_arguments
+from autotp.diagnostics.plan import Plan
+from autotp.display.text_table import bytes_text
+from autotp.errors import Error, within
+from autotp.estimation.result import Estimate
+from autotp.estimation.search import Search
+from autotp.estimation.seconds.hardware import GIB
+from autotp.page.page_data import page_data
+from autotp.page.timeline import packed, trace_events
+
+
+def save_page(found: Plan | Estimate | Search, path: str | os.PathLike[str]) -> None:
+    """Writes the page of a plan, an estimate, or the best layout of a search: one file of HTML that needs no network.
+
+    It shows the layout with its error bars, what is proved; the model's source lines with the shape of each value; a
+    block with what it sends, forward and backward; the ranks with their parameters and memory; the schedule; and what
+    stayed whole. The file is written under another name first: there is a whole page, or the one before.
+
+    Args:
+        found: what `explain`, `estimate` or `search` returned in this process.
+        path: the file.
+
+    Raises:
+        Error: the result comes from another process, or the file cannot be written.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+        >>> plan = autotp.explain(model, 2, example_inputs=torch.ones(2, 4))
+        >>> autotp.save_page(plan, "plan.html")
+    """
+
+    def run() -> None:
+        expect_arguments(save_page, found=found, path=path)
+        _write(Path(path), page_text(page_data(found)))
+
+    within("save_page", run)
+
+
+def save_trace(estimate: Estimate, path: str | os.PathLike[str]) -> None:
+    """Writes the schedule of an estimate as a trace that Perfetto (ui.perfetto.dev) and Chrome open.
+
+    Args:
+        estimate: what `estimate` returned in this process.
+        path: the file, such as `trace.json`.
+
+    Raises:
+        Error: the estimate comes from another process, or the file cannot be written.
+
+    Example:
+        >>> from autotp.models.gpt import GPT, GPTConfig
+        >>> with torch.device("meta"):
+        ...     model = GPT(GPTConfig(vocab_size=51200, n_layer=4, n_head=8, n_embd=1024))
+        >>> est = autotp.estimate(model, gpu="a100-80gb", pp=2, batch=8)
+        >>> autotp.save_trace(est, "trace.json")
+    """
+
+    def run() -> None:
+        expect_arguments(save_trace, estimate=estimate, path=path)
+        _write(Path(path), json.dumps(trace_events(estimate)))
+
+    within("save_trace", run)
+
+
+def page_text(data: dict[str, Any]) -> str:
+    """Returns the page of what `page_data` returned."""
+    here = files("autotp.page")
+    style, script, template = (here.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js", "html.jinja"))
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.globals.update(bytes=bytes_text, gib=lambda size: f"{size / GIB:.1f}")
+    shown = {"ranks": data["ranks"], "timeline": data["timeline"] and _packed(data["timeline"])}
+    shown["kinds"] = data["memory"]["kinds"] if data["memory"] else []
+    return environment.from_string(template).render(d=data, shown=shown, css=Markup(style), js=Markup(script))
+
+
+def _packed(timeline: dict[str, Any]) -> dict[str, Any]:
+    """Returns the timeline with the actions of each row as a text."""
+    return {**timeline, "rows": [{**row, "actions": packed(row["actions"])} for row in timeline["rows"]]}
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file under another name, and renames it."""
+    new = ""
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=".autotp-", delete=False
+        ) as file:
+            new = file.name
+            file.write(text)
+        os.chmod(new, 0o666 & ~_umask())
+        os.replace(new, path)
+    except OSError as error:
+        raise Error(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        if new and os.path.exists(new):
+            os.unlink(new)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,50 @@
+"""whole: what stayed whole on every rank, why, and what would change it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autotp.display.text_table import folded
+from autotp.estimation.counts.depth import renamed
+from autotp.page.subject import Subject
+from autotp.source_location import block_in
+
+CHANGES = {
+    "there is one rank": "tp=2 or more",
+    "has no rule": 'a rule: autotp.rule(torch.ops.library.name, "* h, h -> * h")',
+    "no rule: replicated": 'a rule: autotp.rule(torch.ops.library.name, "* h, h -> * h")',
+    "its size depends on values": "sizes that do not depend on values, such as a mask in place of an index",
+    "the norm needs the whole width": "nothing: it is small. sequence_parallel=True divides the norm's activations",
+    "a small table": "nothing: a lookup by position needs all its rows, and it is small",
+    "every rank needs its whole result": "nothing: a part of it would be gathered again at once",
+    "cutting it would cost more than it divides": "a larger axis, or fewer elements sent for each of its weights",
+    "read whole by work that is divided along another axis": "nothing: an operator is cut along one axis",
+    "read after the reduction, by every rank": "nothing: a bias behind the sum is small, and read by all",
+    "read by work that every rank does whole": "sequence_parallel=True divides this work, not the parameter",
+    "nothing reads it on these inputs": "example_inputs=, with inputs that use it",
+}
+"""A reason, or a part of it -> what would change it."""
+
+
+def change_of(reason: str, sequence_parallel: bool) -> str:
+    """Returns what would cut a parameter that stays whole for a reason."""
+    found = next((text for part, text in CHANGES.items() if part in reason), "")
+    if sequence_parallel and "sequence_parallel=True" in found:
+        return "nothing: it is small, and its work is already divided along the sequence"
+    return found
+
+
+def whole_data(subject: Subject) -> list[dict[str, Any]]:
+    """Returns the rows of what stayed whole; layers that are alike are one row."""
+    along = subject.plan.along_sequence is not None
+    likes: dict[str, list[str]] = {}
+    for name, captured in subject.order:
+        likes.setdefault(captured, []).append(name)
+    rows = []
+    for row in subject.plan.whole:
+        block = block_in(row.name)
+        for name in likes.get(block, [""]) if not row.operator else [""]:
+            shown = renamed(row.name, block, name) if name else row.name
+            shape = str(list(row.shape)).replace("'", "")
+            rows.append((shown, (shape, row.reason, row.at.split("  ")[0], change_of(row.reason, along))))
+    return [dict(zip(("name", "shape", "why", "at", "change"), cells, strict=True)) for cells in folded(rows)]

@@ -1,0 +1,53 @@
+"""What tests of the page share: results of a small GPT, and what a page is about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import autotp
+from autotp.models.gpt import GPT, GPTConfig
+from autotp.page.axes import PageAxes
+from autotp.page.blocks import block_data
+from autotp.page.subject import Subject, subject_of
+
+
+def gpt(n_layer: int = 6, n_head: int = 4) -> GPT:
+    with torch.device("meta"):
+        return GPT(GPTConfig(block_size=64, vocab_size=512, n_layer=n_layer, n_head=n_head, n_embd=n_head * 16))
+
+
+@pytest.fixture
+def make_gpt() -> Callable[..., GPT]:
+    """Builds a GPT on `meta` of a number of layers and heads."""
+    return gpt
+
+
+@pytest.fixture(scope="session")
+def estimate() -> autotp.Estimate:
+    """tp=2, pp=2, dp=2 with sequence parallelism, two stages on each rank."""
+    return autotp.estimate(
+        gpt(), gpu="h100-80gb", batch=16, tp=2, pp=2, dp=2, schedule="interleaved", sequence_parallel=True, zero=1,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def uneven() -> autotp.Plan:
+    """Three heads on two ranks."""
+    return autotp.explain(gpt(2, 3), tp=2)
+
+
+@pytest.fixture(scope="session")
+def subject(estimate: autotp.Estimate) -> Subject:
+    return subject_of(estimate)
+
+
+@pytest.fixture(scope="session")
+def axes(subject: Subject) -> PageAxes:
+    """The axes, as far as blocks have them."""
+    found = PageAxes(subject)
+    block_data(subject, found)
+    return found

@@ -1,0 +1,47 @@
+"""The lines to copy: what they say is the layout, and Python reads them."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from inspect import signature
+
+import pytest
+import torch
+
+import autotp
+from autotp.page.commands import limits_of, python_line, torchrun_line
+from autotp.page.subject import Subject, subject_of
+
+
+def test_the_call_of_distribute(subject: Subject) -> None:
+    line = python_line(subject)
+    (assignment,) = ast.parse(line).body
+    assert isinstance(assignment, ast.Assign) and isinstance(assignment.value, ast.Call)
+    given = {k.arg: ast.unparse(k.value) for k in assignment.value.keywords}
+    assert given == {
+        "tp": "2", "pp": "2", "dp": "2", "microbatches": "8", "schedule": "'interleaved'",
+        "sequence_parallel": "True", "zero": "1", "compute_dtype": "torch.bfloat16",
+    }  # fmt: skip
+    assert given.keys() <= signature(autotp.distribute).parameters.keys()
+    assert limits_of(subject) == []
+
+
+def test_the_call_of_parallelize(uneven: autotp.Plan) -> None:
+    subject = subject_of(uneven)
+    assert python_line(subject) == "model = autotp.parallelize(model, tp=2)"
+    assert torchrun_line(subject) == "torchrun --nproc-per-node 2 train.py"
+
+
+@pytest.mark.parametrize(("dp", "expected"), [(2, "--nproc-per-node 8"), (8, "--nnodes 4 --nproc-per-node 8 --rdzv")])
+def test_torchrun_starts_all_nodes(subject: Subject, dp: int, expected: str) -> None:
+    assert subject.estimate is not None
+    layout = replace(subject.estimate.layout, dp=dp, batch=16)
+    assert expected in torchrun_line(replace(subject, estimate=replace(subject.estimate, layout=layout)))
+
+
+def test_what_distribute_cannot_run_is_said(subject: Subject) -> None:
+    assert subject.estimate is not None
+    layout = replace(subject.estimate.layout, interleave=3, dtype=torch.float16)
+    (text,) = limits_of(replace(subject, estimate=replace(subject.estimate, layout=layout)))
+    assert "3 stages on each rank" in text and "with 2" in text
