@@ -91,11 +91,11 @@
   const cellsOf = [];
   let selected = [0, 0, 0];
   const drawn = Math.min(dp, REPLICAS), most = Math.max(...stages.map((s) => s.total || 1));
-  grids.classList.toggle("big", drawn * tp * pp <= 64);
+  grids.classList.toggle("big", drawn * tp * pp <= 64 && tp * pp > 1);
   for (let r = 0; r < drawn; r++) {
     const grid = make("div", undefined, "g");
     grid.style.gridTemplateColumns = `repeat(${tp}, max-content)`;
-    if (dp > 1) grid.append(make("u", `replica ${r}`));
+    if (dp > 1 && tp * pp > 1) grid.append(make("u", `replica ${r}`));
     for (let p = 0; p < pp; p++) {
       for (let t = 0; t < tp; t++) {
         const cell = make("b");
@@ -183,7 +183,7 @@
       line.insertCell().textContent = `${bytes(size)}${count > 1 ? ` × ${count}` : ""}`;
     }
     const total = table.insertRow();
-    total.insertCell().append(make("b", "all"));
+    total.insertCell().append(make("b", zero === 3 ? "all, before ZeRO divides it" : "all"));
     total.append(make("td"), make("td"), make("td"));
     total.insertCell().append(make("b", bytes(sum)));
     const blocks = stage.blocks ? `blocks ${stage.blocks}` : "no blocks";

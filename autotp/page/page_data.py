@@ -136,6 +136,10 @@ def _proof(subject: Subject) -> dict[str, Any]:
         "ask for, and so has its gradient: no sum over ranks and no gather is missing.",
         "Placements are derived anew from the ranks' graphs, by rules that tests prove on slices of every operator.",
     ]
+    if tp == 1:
+        proved = [
+            "One tensor-parallel rank computes what one device does: nothing is cut, and nothing has to be summed."
+        ]
     if captured < len(subject.order):
         proved.append(
             f"{captured} of {len(subject.order)} blocks were captured and proved. The others have the same classes, "

@@ -38,6 +38,7 @@ SCRIPT = """
 import importlib
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -57,6 +58,9 @@ with torch.device("meta"):
     model = autotp.models.gpt.GPT(config)
 assert autotp.explain(model, 2).cuts
 assert "reduce" in autotp.stages(model, 2)["emit"]
+with tempfile.TemporaryDirectory() as folder:
+    autotp.save_page(autotp.explain(model, 2), Path(folder, "plan.html"))
+    assert "<!doctype html>" in Path(folder, "plan.html").read_text()
 
 import models  # The user's own, beside autotp's.
 import passes

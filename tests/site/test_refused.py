@@ -23,7 +23,7 @@ SCOPE = (
     "autotp/runtime/torch_hooks/gradient_nodes.py", "autotp/distributed/mesh.py", "autotp/distributed/consistency.py",
     "autotp/training/distribute.py", "autotp/training/compute_dtype.py", "autotp/training/model_settings.py",
     "autotp/training/pipeline/schedules.py", "autotp/training/pipeline/halved_backward.py",
-    "autotp/estimation",
+    "autotp/estimation", "autotp/page",
 )  # fmt: skip
 """What runs before the first step of a model is computed."""
 FOLLOW = "the model changes a tensor in place where autotp cannot follow: "

@@ -1,0 +1,39 @@
+"""The page of Llama-3-70B on 1,024 GPUs is the one that its script writes, and the pages name its command."""
+
+from __future__ import annotations
+
+import runpy
+import shlex
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+from autotp.diagnostics.environment import TESTED
+from autotp.page.page_data import page_data
+from autotp.page.save_page import page_text
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "docs" / "figures" / "plan_page.py"
+
+
+def test_the_page_is_that_of_today() -> None:
+    """`python docs/figures/plan_page.py` writes it."""
+    pytest.importorskip("transformers")
+    if version("transformers") != TESTED["transformers"]:
+        pytest.skip("the page has source lines of the tested version of transformers")
+    figure = runpy.run_path(str(SCRIPT))
+    estimate = figure["estimate"]()
+    assert figure["PAGE"].read_text() == page_text(page_data(estimate))
+    given = dict(zip(*[iter(shlex.split(figure["COMMAND"].replace("--sequence-parallel ", ""))[3:])] * 2, strict=True))
+    assert {name: str(getattr(estimate.layout, name)) for name in ("tp", "pp", "dp", "batch", "schedule", "zero")} == {
+        name: given[f"--{name}"] for name in ("tp", "pp", "dp", "batch", "schedule", "zero")
+    }
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/estimate.md"])
+def test_the_command_stands_beside_the_picture(page: str) -> None:
+    text = (ROOT / page).read_text()
+    figure = runpy.run_path(str(SCRIPT))
+    assert f"\n{figure['COMMAND']}\n" in text and "figures/plan_page.png" in text and "figures/plan_page.html" in text
