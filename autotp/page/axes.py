@@ -6,6 +6,7 @@ After:  [[{"text": "b", "axis": 0}], [{"text": "s", "axis": 1}], [{"text": "64",
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ class PageAxes:
         self._names = axis_names(subject)
         self._numbers: dict[int, int] = {}
         self._found: list[dict[str, Any]] = []
-        self._taken: dict[tuple[str, str], int] = {}
+        self._taken: set[tuple[str, str]] = set()
         self._keep: list[Axis] = []  # An axis that was freed would give its id to another.
         self.block = ""
 
@@ -73,19 +74,17 @@ class PageAxes:
     def _entry(self, leaf: Axis) -> int:
         """Returns the number of a new leaf: a new axis of the page, or that of an alike block's axis."""
         name, size = self._names.get(id(leaf), ""), self._text(leaf.size)
-        base, count = name or f"axis of {size}", 1
-        while True:
-            label = base if count == 1 else f"{base} {count}"
-            if (label, self.block) not in self._taken and (label, "") not in self._taken:
+        for count in itertools.count(1):
+            label = (name or f"axis of {size}") + (f" #{count}" if count > 1 else "")
+            known = next((axis for axis in self._found if axis["label"] == label), None)
+            free = not {(label, self.block), (label, "")} & self._taken
+            if known is None or (free and known["size"] == size):
                 break
-            count += 1
-        known = next((a["number"] for a in self._found if a["label"] == label and a["size"] == size), None)
+        self._taken.add((label, self.block))
         if known is None:
-            known = len(self._found)
-            length = self._subject.length(leaf.size)
-            self._found.append({"number": known, "label": label, "size": size, "length": length, "cut": False})
-        self._taken[label, self.block] = known
-        return known
+            known = {"number": len(self._found), "label": label, "size": size, "cut": False}
+            self._found.append({**known, "length": self._subject.length(leaf.size)})
+        return int(known["number"])
 
     def _cells(self, axis: Axis, cut: Axis | None) -> Iterator[dict[str, Any]]:
         axis = find(axis)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import linecache
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ Line = dict[str, Any]
 
 
 def source_data(subject: Subject, axes: PageAxes, blocks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the functions in which the drawn operators stand, in the order of files and lines.
+    """Returns the functions in which the drawn operators stand: files with most lines that compute come first.
 
     Args:
         blocks: what `block_data` returned: of alike blocks, one is shown.
@@ -45,7 +46,9 @@ def source_data(subject: Subject, axes: PageAxes, blocks: Sequence[dict[str, Any
         function = _function(path, number)
         key = path, function["first"]
         found.setdefault(key, {"file": os.path.basename(path), **function})
-    return [_with_lines(path, each, lines) for (path, _), each in sorted(found.items())]
+    made = Counter(path for path, _ in lines)
+    order = sorted(found.items(), key=lambda item: (-made[item[0][0]], item[0]))
+    return [_with_lines(path, each, lines) for (path, _), each in order]
 
 
 def _note(node: fx.Node, lines: dict[tuple[str, int], Line], subject: Subject, axes: PageAxes, block: str) -> None:

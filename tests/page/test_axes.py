@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autotp.page.axes import PageAxes
 from autotp.page.subject import Subject
+from autotp.sharding.axis import Axis, Size
 
 
 def test_axes_have_the_names_of_the_field(axes: PageAxes) -> None:
@@ -22,7 +23,7 @@ def test_a_fused_weight_is_heads_and_head_sizes_side_by_side(axes: PageAxes, sub
     rows, columns = ([(labels[cell["axis"]], cell["text"], cell["joint"]) for cell in dim] for dim in shape["dims"])
     assert rows == [
         ("heads", "4", ""), ("head size", "16", "·"), ("heads", "4", "+"), ("head size", "16", "·"),
-        ("heads", "4", "+"), ("head size 2", "16", "·"),
+        ("heads", "4", "+"), ("head size #2", "16", "·"),
     ]  # fmt: skip
     assert columns == [("hidden", "64", "")] and shape["dtype"] == "bf16" and shape["mark"] == ""
     assert [cell["cut"] for cell in shape["dims"][0]] == [True, False] * 3
@@ -40,3 +41,18 @@ def test_alike_blocks_have_the_same_axes(axes: PageAxes, subject: Subject) -> No
 def test_a_sum_over_ranks_has_its_mark(axes: PageAxes, subject: Subject) -> None:
     marks = {n.name: axes.shape(types[0])["mark"] for n, types in subject.types.items() if types}
     assert set(marks.values()) == {"", "copied", "partial"}
+
+
+def test_labels_are_unique_also_where_blocks_differ(axes: PageAxes) -> None:
+    hidden = Axis(Size(7))
+    first, second = Axis(Size(7)), Axis(Size(9))
+    axes.block = "h.0"
+    numbers = [axes.number(leaf) for leaf in (hidden, first)]
+    axes.block = "h.1"
+    numbers += [axes.number(leaf) for leaf in (Axis(Size(7)), second, hidden)]
+    axes.block = ""
+    labels = [axis["label"] for axis in axes.data()]
+    assert len(labels) == len(set(labels))
+    assert [labels[n] for n in numbers if n is not None] == [
+        "axis of 7", "axis of 7 #2", "axis of 7", "axis of 9", "axis of 7",
+    ]  # fmt: skip
