@@ -12,7 +12,9 @@ from torch import nn
 from autotp.cli.flags import Attention, Debug, Html, InputsOf, Json, Kwargs, Layers, Model, ModelClass
 from autotp.cli.model_argument import ModelArgument, dtype_named, on_meta, settings_of
 from autotp.cli.output import DIFFERENT, WrongUse, arguments_in_use, expect_writable, show
+from autotp.diagnostics.verify import verify
 from autotp.display.text_table import bytes_text
+from autotp.errors import Error
 from autotp.estimation.estimate import estimate
 from autotp.estimation.layout import Layout
 from autotp.estimation.search import expect_search, search
@@ -55,6 +57,7 @@ def estimate_command(
     kwargs: Kwargs = None,
     inputs: InputsOf = None,
     html: Html = None,
+    prove: Annotated[bool, typer.Option("--prove", help="Prove the layout with autotp.verify, for the page")] = False,
     trace: Trace = None,
     json: Json = False,
     debug: Debug = False,
@@ -71,6 +74,8 @@ def estimate_command(
         device = hardware_of(gpu)
         Layout(batch=batch, tp=tp, pp=pp, dp=dp, micro_batch=micro_batch, zero=zero, dtype=dtype_named(dtype))
         engine_of(schedule.value, interleave)
+        if prove and interleave not in (None, ENGINES[schedule.value].rounds):
+            raise Error(f"--prove: distribute does not run interleave={interleave}", fix="leave --interleave out")
     made = on_meta(argument)
     expect_room(made, device.memory, tp * (dp if zero == 3 else 1))
     found = estimate(
@@ -79,11 +84,18 @@ def estimate_command(
         recompute=cast(Recompute, recompute.value), zero=zero, dtype=dtype_named(dtype), compiled=compiled,
         sequence=sequence, example_inputs=argument.example_inputs(),
     )  # fmt: skip
+    proof = None if not prove else verify(
+        made.to("meta"), tp, pp=pp, dp=dp, microbatches=found.layout.microbatches, zero=cast(Any, zero),
+        schedule=cast(Any, schedule.value), example_inputs=argument.example_inputs(),
+        sequence_parallel=sequence_parallel, recompute=cast(Recompute, recompute.value),
+    )  # fmt: skip
     if html is not None:
-        save_page(found, html)
+        save_page(found, html, proof=proof)
     if trace is not None:
         save_trace(found, trace)
     show(found, json)
+    if proof is not None and not json:
+        show(proof, json)
     if not found.fits:
         raise typer.Exit(DIFFERENT)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import autotp
 from autotp.diagnostics.plan import Plan
+from autotp.diagnostics.verify import Report
 from autotp.estimation.result import MEMORY, ROW, Estimate
 from autotp.estimation.search import Search
 from autotp.estimation.seconds.hardware import GIB
@@ -16,6 +17,7 @@ from autotp.page.blocks import block_data
 from autotp.page.commands import limits_of, python_line, torchrun_line
 from autotp.page.ranks import rank_data
 from autotp.page.source_lines import source_data
+from autotp.page.stamp import stamp_data
 from autotp.page.subject import Subject, subject_of
 from autotp.page.timeline import timeline_data
 from autotp.page.whole import whole_data
@@ -28,11 +30,14 @@ STRONG, QUIET = 7, 6
 """The colours for axes that are cut, and for others; page.css has them."""
 
 
-def page_data(found: Plan | Estimate | Search) -> dict[str, Any]:
+def page_data(found: Plan | Estimate | Search, proof: Report | None = None) -> dict[str, Any]:
     """Returns the data of the page of a result; of a search that of its best layout, and why others lost.
 
+    Args:
+        proof: what `verify` returned for the same layout.
+
     Raises:
-        Error: the result was not made by autotp in this process.
+        Error: the result was not made by autotp in this process, or the proof is of another layout.
     """
     subject = subject_of(found)
     axes, estimate = PageAxes(subject), subject.estimate
@@ -47,7 +52,7 @@ def page_data(found: Plan | Estimate | Search) -> dict[str, Any]:
         "spent": [] if estimate is None else _spent(estimate),
         "memory": None if estimate is None else _memory(estimate),
         "sizes": _sizes(subject),
-        "proof": _proof(subject),
+        "proof": stamp_data(subject, proof),
         "axes": _coloured(axes.data(), {n for row in ranks["parameters"] for n in row["value"]["axes"]}),
         "source": source,
         "blocks": blocks,
@@ -124,34 +129,3 @@ def _memory(estimate: Estimate) -> dict[str, Any]:
 def _sizes(subject: Subject) -> dict[str, int]:
     """Returns the length of b and s, for which the page's bytes are."""
     return {LETTERS[name]: subject.sizes[s] for s, name in symbol_names(subject).items() if s in subject.sizes}
-
-
-def _proof(subject: Subject) -> dict[str, Any]:
-    """Returns what was proved of the layout, and what was not."""
-    tp, layout = subject.program.tp, None if subject.estimate is None else subject.estimate.layout
-    values = len(subject.types)
-    captured = len({like for _, like in subject.order})
-    proved = [
-        f"Each of the {values:,} values on each of the {tp} tensor-parallel ranks has the placement that its readers "
-        "ask for, and so has its gradient: no sum over ranks and no gather is missing.",
-        "Placements are derived anew from the ranks' graphs, by rules that tests prove on slices of every operator.",
-    ]
-    if tp == 1:
-        proved = [
-            "One tensor-parallel rank computes what one device does: nothing is cut, and nothing has to be summed."
-        ]
-    if captured < len(subject.order):
-        proved.append(
-            f"{captured} of {len(subject.order)} blocks were captured and proved. The others have the same classes, "
-            "parameters and settings, and the captured blocks between the ends compute the same."
-        )
-    open_ = ["The numbers. autotp verify compares outputs, loss, gradients and a step with one device, in float64."]
-    if layout is not None and layout.pp > 1:
-        open_.append("What stages send each other, and the order of the schedule.")
-    if layout is not None and layout.dp > 1:
-        zero = f", and the parts that ZeRO {layout.zero} divides" if layout.zero else ""
-        open_.append(f"The sums of gradients over replicas{zero}.")
-    if layout is not None:
-        open_.append("Seconds and bytes of memory are estimates, with their error bars.")
-    error = None if subject.proof is None else str(subject.proof)
-    return {"proved": proved if error is None else [], "open": open_, "error": error}

@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from autotp.arguments import expect_arguments
 from autotp.diagnostics.plan import Plan
+from autotp.diagnostics.verify import Report
 from autotp.display.text_table import bytes_text
 from autotp.errors import Error, within
 from autotp.estimation.result import Estimate
@@ -23,7 +24,7 @@ from autotp.page.page_data import page_data
 from autotp.page.timeline import packed, trace_events
 
 
-def save_page(found: Plan | Estimate | Search, path: str | os.PathLike[str]) -> None:
+def save_page(found: Plan | Estimate | Search, path: str | os.PathLike[str], *, proof: Report | None = None) -> None:
     """Writes the page of a plan, an estimate, or the best layout of a search: one file of HTML that needs no network.
 
     It shows the layout with its error bars, what is proved; the model's source lines with the shape of each value; a
@@ -33,9 +34,11 @@ def save_page(found: Plan | Estimate | Search, path: str | os.PathLike[str]) -> 
     Args:
         found: what `explain`, `estimate` or `search` returned in this process.
         path: the file.
+        proof: what `verify` returned for the same layout: stages, schedule and replicas are proved, too. Without it,
+            the page says what the checker proves of tensor-parallel ranks.
 
     Raises:
-        Error: the result comes from another process, or the file cannot be written.
+        Error: the result comes from another process, the proof is of another layout, or the file cannot be written.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
@@ -44,8 +47,8 @@ def save_page(found: Plan | Estimate | Search, path: str | os.PathLike[str]) -> 
     """
 
     def run() -> None:
-        expect_arguments(save_page, found=found, path=path)
-        _write(Path(path), page_text(page_data(found)))
+        expect_arguments(save_page, found=found, path=path, proof=proof)
+        _write(Path(path), page_text(page_data(found, proof)))
 
     within("save_page", run)
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from autotp.cli.model_argument import ModelArgument, on_meta
 PAGE = Path(__file__).with_suffix(".html")
 COMMAND = (
     "autotp estimate llama-3-70b --gpu h100-80gb --batch 2048 --tp 8 --pp 4 --dp 32 --schedule interleaved "
-    "--sequence-parallel --zero 1 --html plan.html"
+    "--sequence-parallel --zero 1 --prove --html plan.html"
 )
 """The command that writes the same page."""
 LIGHT = """<script>
@@ -39,6 +40,13 @@ def estimate() -> autotp.Estimate:
     )  # fmt: skip
 
 
+def proof() -> autotp.Report:
+    """Returns the proof of the layout: a minute."""
+    model = on_meta(ModelArgument("llama-3-70b", {}))
+    how: dict[str, Any] = {"schedule": "interleaved", "sequence_parallel": True, "zero": 1}
+    return autotp.verify(model, tp=8, pp=4, dp=32, microbatches=64, **how)
+
+
 def take_picture(browser: str, page: Path, picture: Path) -> None:
     """Takes a picture of the layout and the block, with one axis lit."""
     from PIL import Image
@@ -53,6 +61,6 @@ def take_picture(browser: str, page: Path, picture: Path) -> None:
 
 
 if __name__ == "__main__":
-    autotp.save_page(estimate(), PAGE)
+    autotp.save_page(estimate(), PAGE, proof=proof())
     if found := shutil.which("chromium") or shutil.which("google-chrome"):
         take_picture(found, PAGE, PAGE.with_suffix(".png"))

@@ -100,3 +100,12 @@ def test_a_file_that_cannot_be_written_is_said_first(autotp_command, factory: st
         done = autotp_command(command, factory, *given, "--html", tmp_path / "nowhere" / "plan.html")
         assert (done.status, done.out) == (2, "") and "cannot be written" in done.err
         assert autotp_command(command, factory, *given, "--html", tmp_path).status == 2
+
+
+def test_prove_stamps_the_page(autotp_command, factory: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    given = "--gpu", "a100-80gb", "--batch", 8, "--tp", 2, "--pp", 2, "--html", tmp_path / "plan.html", "--prove"
+    done = autotp_command("estimate", factory, *given)
+    assert done.status == 0 and "proved on 4 ranks" in done.out
+    assert "Proved by autotp.verify" in (tmp_path / "plan.html").read_text()
+    done = autotp_command("estimate", factory, *given, "--schedule", "interleaved", "--interleave", 3)
+    assert done.status == 2 and "distribute does not run interleave=3" in done.err

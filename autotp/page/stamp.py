@@ -1,0 +1,92 @@
+"""stamp: what was proved of a layout, by the checker and by `verify`, and what was not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autotp.diagnostics.verify import Report
+from autotp.errors import Error
+from autotp.page.subject import Subject
+from autotp.training.pipeline.schedules import ENGINES
+
+
+def stamp_data(subject: Subject, report: Report | None = None) -> dict[str, Any]:
+    """Returns what was proved, what was not, and the error if something is wrong.
+
+    Args:
+        report: what `verify` returned for the same layout; None: the checker types the captured blocks only.
+
+    Raises:
+        Error: the report is of another layout.
+    """
+    if report is None:
+        error = "" if subject.proof is None else str(subject.proof)
+        return {"proved": [] if error else _typed(subject), "open": _open(subject), "error": error or None, "by": ""}
+    expect_same_layout(subject, report)
+    proved = [f"{name}: {text}" for name, text, *_ in report.mesh.table().rows] if report.mesh else _typed(subject)
+    compared = len(report.outputs), len(report.gradients), len(report.steps)
+    if report.gradients and report.ok:
+        proved.append(
+            "numbers: {} outputs, {} gradients and {} parameters after a step equal one device's, in float64".format(
+                *compared
+            )
+        )
+    return {
+        "proved": proved if report.ok else [], "open": _open(subject, report), "by": "by autotp.verify",
+        "error": None if report.ok else str(report),
+    }  # fmt: skip
+
+
+def _typed(subject: Subject) -> list[str]:
+    """Returns what the checker proves of the captured blocks."""
+    tp, captured = subject.program.tp, len({like for _, like in subject.order})
+    if tp == 1:
+        return ["One tensor-parallel rank computes what one device does: nothing is cut, and nothing has to be summed."]
+    proved = [
+        f"Each of the {len(subject.types):,} values on each of the {tp} tensor-parallel ranks has the placement that "
+        "its readers ask for, and so has its gradient: no sum over ranks and no gather is missing.",
+        "Placements are derived anew from the ranks' graphs, by rules that tests prove on slices of every operator.",
+    ]
+    if captured < len(subject.order):
+        proved.append(
+            f"{captured} of {len(subject.order)} blocks were captured and proved. The others have the same classes, "
+            "parameters and settings, and the captured blocks between the ends compute the same."
+        )
+    return proved
+
+
+def _open(subject: Subject, report: Report | None = None) -> list[str]:
+    """Returns what was not proved."""
+    layout, mesh = None if subject.estimate is None else subject.estimate.layout, report and report.mesh
+    found = []
+    if report is None or not report.gradients:
+        found.append("The numbers. autotp verify compares a model that has values with one device, in float64.")
+    if layout is not None and layout.pp > 1 and mesh is None:
+        found.append("What stages send each other, and the order of the schedule: autotp verify proves them.")
+    if layout is not None and layout.dp > 1 and mesh is None:
+        found.append("The sums of gradients over replicas: autotp verify proves that they are those of the batch.")
+    if layout is not None and layout.dp > 1 and layout.zero:
+        found.append(f"What ZeRO {layout.zero} divides among replicas: torch's fully_shard does it.")
+    if layout is not None:
+        found.append("Seconds and bytes of memory are estimates, with their error bars.")
+    return found
+
+
+def expect_same_layout(subject: Subject, report: Report) -> None:
+    """Raises Error if a report is not of the layout of a page."""
+    layout, mesh = None if subject.estimate is None else subject.estimate.layout, report.mesh
+    along = report.plan.along_sequence is not None
+    got: tuple[object, ...] = (report.plan.model, report.plan.tp, along)
+    wanted: tuple[object, ...] = (subject.model, subject.program.tp, subject.program.options.sequence_parallel)
+    names: tuple[str, ...] = ("model", "tp", "sequence_parallel")
+    if layout is not None:
+        names = (*names, "pp", "dp", "microbatches", "schedule", "stages of a rank")
+        got += (1, 1, 1) if mesh is None else (mesh.pp, mesh.dp, mesh.microbatches)
+        wanted += (layout.pp, layout.dp, layout.microbatches)
+        if layout.pp > 1:
+            rounds = ENGINES[layout.schedule].rounds
+            got += (mesh.schedule if mesh else "", ENGINES[mesh.schedule].rounds if mesh else 0)
+            wanted += (layout.schedule, layout.interleave or rounds)
+    if got != wanted:
+        shown = [", ".join(f"{n}={x}" for n, x in zip(names, values, strict=False)) for values in (wanted, got)]
+        raise Error("the proof is of another layout", expected=shown[0], got=shown[1])
