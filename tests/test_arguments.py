@@ -29,6 +29,7 @@ def right(folder: Path) -> dict[str, dict[str, Any]]:
     optimizer = torch.optim.AdamW(trainer.parameters())
     parallel = autotp.parallelize(Regression(), tp=1, example_inputs=X)
     model: dict[str, Any] = {"model": Regression(), "tp": 1, "example_inputs": X}
+    estimate = autotp.estimate(Regression(), gpu="h100-80gb", batch=2, example_inputs=X)
     return {
         "parallelize": model,
         "explain": model,
@@ -47,6 +48,8 @@ def right(folder: Path) -> dict[str, dict[str, Any]]:
         "rule": {"op": torch.ops.aten.kron, "factors": "a b, c d -> (a c) (b d)"},
         "gather": {"output": X},
         "estimate": {"model": Regression(), "gpu": "h100-80gb", "batch": 2, "example_inputs": X},
+        "save_page": {"found": estimate, "path": folder / "page.html"},
+        "save_trace": {"estimate": estimate, "path": folder / "trace.json"},
         "search": {"model": Regression(), "gpus": 1, "gpu": "h100-80gb", "batch": 2, "example_inputs": X},
     }
 
