@@ -74,8 +74,7 @@ class Practice:
 
     Attributes:
         fused: whether pointwise operators that follow one another are one kernel.
-        casts: whether each use of a parameter casts it, so that each microbatch in flight has its own copy; else the
-            optimizer writes one copy in the dtype of computation.
+        casts: whether a step casts each parameter; else the optimizer writes the copy in the dtype of computation.
         accumulation: bytes that are moved for each parameter and microbatch to add up gradients, beside the products;
             None: a gradient is read in the dtype of computation, and added in the parameter's own.
         optimizer: bytes that an optimizer's step moves for each parameter.

@@ -44,7 +44,7 @@ from autotp.sharding.boxes import local_of
 from autotp.sharding.layout import Layout
 from autotp.source_location import block_in
 from autotp.training import process_groups as groups
-from autotp.training.compute_dtype import cast_arguments, parameter_reader
+from autotp.training.compute_dtype import ParameterReader, cast_arguments
 from autotp.training.microbatches import (
     Batch,
     batch_tensors,
@@ -196,8 +196,10 @@ class Trainer(HasHoldings):
         # In `__dict__`: a model may have a module named "shared" or "tied", whose attribute this would be.
         self.__dict__["shared"] = groups.shared(self._holders, mesh, timeout)
         self.__dict__["tied"] = self._tied()
-        readers, read = self._readers(stages, analysis), parameter_reader(training.compute_dtype)
-        self._works = {i: StageModule([m for m, some in readers.items() if i in some], read) for i in self._my_stages}
+        readers, self._read = self._readers(stages, analysis), ParameterReader(training.compute_dtype)
+        self._works = {
+            i: StageModule([m for m, some in readers.items() if i in some], self._read) for i in self._my_stages
+        }
         key, shapes = (True, rows, structure_of(args, kwargs)), [x.shape for x in tensors]
         self._pipelines = [self._pipeline(key, shapes, analysis, stages)]
         if training.zero and mesh["dp"].size() > 1:
@@ -323,9 +325,7 @@ class Trainer(HasHoldings):
         places = {name: place_of(self, name) for name in (names[x] for x in placeholders(stage.graph) if x in names)}
         owners = {name: module_at(self, name) for name in stage.blocks}
         bound = emitted(stage.graph, analysis, self._training, place.device, place.groups)
-        module = attach_parameters(
-            bound, captured.parameters, places, owners.get, parameter_reader(self._training.compute_dtype)
-        )
+        module = attach_parameters(bound, captured.parameters, places, owners.get, self._read)
         left = placeholders(module.graph)
         return StageGraph(
             module,
@@ -494,6 +494,10 @@ class Trainer(HasHoldings):
 
     def _run(self, pipeline: Pipeline, given: Mapping[str, Tensor]) -> list[Tensor]:
         """Runs forward, and in training backward; returns the microbatches' losses on ranks with the last stage."""
+        with self._read.one_step():
+            return self._run_microbatches(pipeline, given)
+
+    def _run_microbatches(self, pipeline: Pipeline, given: Mapping[str, Tensor]) -> list[Tensor]:
         losses: list[Tensor] = []
         if pipeline.engine is not None:
             last = len(self.plan.blocks) - 1 in self._my_stages

@@ -68,6 +68,15 @@ def test_the_first_rank_keeps_the_most_microbatches(pipeline: autotp.Estimate) -
     assert first.activations > 1.5 * last.activations and first.logits == 0 < last.logits
 
 
+def test_a_step_has_one_copy_of_each_parameter(pipeline: autotp.Estimate) -> None:
+    """All microbatches in flight read it."""
+    assert [rank.copies / rank.weights for rank in pipeline.memory] == [0.5, 0.5]
+    two, three = (estimated(batch=n).spent["elementwise"] for n in (2, 3))
+    device, count = KINDS["a100-80gb"], sum(p.numel() for p in gpt().parameters())
+    casts = (4 + 2) * count / (device.memory_bandwidth * device.memory_sustained)
+    assert 3 * two - 2 * three == pytest.approx(casts)  # What does not grow with the microbatches.
+
+
 def test_zero_divides_the_state_and_sends_more() -> None:
     plain, divided = estimated(dp=8), estimated(dp=8, zero=3)
     assert divided.memory[0].optimizer == pytest.approx(plain.memory[0].optimizer / 8)
