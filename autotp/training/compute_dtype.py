@@ -99,7 +99,7 @@ class SharedCopy(torch.autograd.Function):
         ctx.dtype = inputs[0].dtype
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Returns the parameter's gradient, in its dtype."""
         return grad.to(ctx.dtype), None
 
