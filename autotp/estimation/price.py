@@ -46,7 +46,7 @@ class Prices:
         if rows not in self._recorded:
             found = self._from_two_and_three(rows) if self._scaled and rows > 3 else None
             if found is None:
-                found = recorded(self.model, rows, self.device.units > 1, self.practice.early_stop)
+                found = recorded(self.model, rows, self.device.is_gpu, self.practice.early_stop)
                 if self.practice.fused:
                     found = Recorded(pieces=found.pieces, records=tuple(map(fused, found.records)))
             self._recorded[rows] = found
