@@ -82,6 +82,7 @@ class Practice:
         scattered: whether ranks of one stage send a part each of what they all hold, and gather it behind the link
             (Narayanan et al. 2021, section 4.1).
         gradient: bytes of an element of a gradient, as it is kept and summed over replicas; None: the parameter's own.
+        flattens: whether replicas copy all gradients into one tensor before they sum them, and back.
         overlapped: whether replicas sum gradients beside the backward of the last microbatch.
         gathers: how often ZeRO 3 gathers a parameter for a microbatch.
         units: what ZeRO 3 gathers at a time: a block, beside the computation of the block before; or a parameter, when
@@ -97,6 +98,7 @@ class Practice:
     state: float | None = None
     scattered: bool = False
     gradient: int | None = None
+    flattens: bool = True
     overlapped: bool = False
     gathers: int = 2
     units: Literal["block", "parameter"] = "block"

@@ -215,7 +215,9 @@ def exchange_seconds(prices: Prices, layout: Layout, names: frozenset[str]) -> f
     learnt = [model.parameters[name] for name in names if model.parameters[name].learns]
     if not layout.zero:
         gradients = sum(p.elements * (practice.gradient or p.itemsize) for p in learnt)
-        return collective_seconds("all-reduce", gradients, group, device)
+        copies = 4 * gradients * (practice.flattens and layout.dp > 1)  # Read and written, there and back.
+        moving = copies / (device.memory_bandwidth * device.memory_sustained)
+        return collective_seconds("all-reduce", gradients, group, device) + moving
     narrow = sum(p.elements * itemsize_of(layout, p.itemsize) for p in learnt)
     per_block = max(1, len(names) // max(1, len(model.blocks)))
     units = len(names) if practice.units == "parameter" else max(1, len(names) // per_block)

@@ -534,6 +534,8 @@ class Trainer(HasHoldings):
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dist.all_reduce(local_of(parameter.grad), group=group)
+        if self.mesh["dp"].size() == 1:  # Nothing to add, and copies of all gradients saved.
+            return
         whole = [p.grad for p in self.parameters() if p.grad is not None and not isinstance(p.grad, DTensor)]
         for dtype in dict.fromkeys(grad.dtype for grad in whole):
             some = [grad for grad in whole if grad.dtype == dtype]

@@ -118,6 +118,18 @@ def test_a_mixture_of_experts_an_encoder_decoder_and_lora_need_no_formula() -> N
     assert found[2].memory[0].gradients <= 4 * learns < found[2].memory[0].weights / 4
 
 
+def test_a_mixture_in_float32_multiplies_groups_by_an_operator_of_its_library() -> None:
+    """It loops over groups whose lengths are numbers; the FLOPs are those of bfloat16, where torch has an operator."""
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(**small, num_key_value_heads=2, vocab_size=128, num_local_experts=3)
+        )
+    wide, narrow = (estimated(model, tp=2, sequence=64, dtype=dtype) for dtype in (None, BF16))
+    assert wide.flops == pytest.approx(narrow.flops, rel=0.01)  # Rows are padded to whole groups.
+
+
 def test_an_uneven_model_is_priced_by_its_fullest_rank() -> None:
     even, uneven = estimated(gpt(heads=16), tp=4), estimated(gpt(heads=16), tp=5)
     assert uneven.memory[0].weights > even.memory[0].weights * 4 / 5

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from autotp.estimation.counts.operators import FREE, Op, Phase, Touch, arithmetic_of, kind_of, share_of, work_of
+from autotp.rules.registry import is_grouped
 
 aten = torch.ops.aten
 META = torch.device("meta")
@@ -156,7 +157,21 @@ def _use_fused(module: nn.Module, kinds: Mapping[Any, Callable[..., Tensor]]) ->
         if isinstance(part, fx.GraphModule):
             for node in part.graph.nodes:
                 node.target = kinds.get(node.target, node.target)
+                if is_grouped(node.target) and node.target is not aten._grouped_mm.default:
+                    node.target = even_groups  # On a device it loops over the groups, which are numbers.
             part.recompile()
+
+
+def even_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Returns the products of groups of rows with a matrix each, as if all groups had as many rows.
+
+    x: [rows in]; weight: [groups in out]
+    """
+    groups, rows = weight.shape[0], x.shape[0]
+    each = -(-rows // groups)
+    padded = torch.nn.functional.pad(x, (0, 0, 0, groups * each - rows)) if rows % groups else x
+    found = torch.bmm(padded.view(groups, each, -1), weight)
+    return found.view(groups * each, -1)[:rows]
 
 
 def fused_dropout(x: Tensor, p: float, train: bool) -> Tensor:

@@ -101,12 +101,12 @@ B200_180GB = Hardware(
     name="b200-180gb", matrix_flops=2250 * TERA, vector_flops=75 * TERA, memory_bandwidth=8000 * GIGA,
     memory=180 * GIGA, units=148, cache_bandwidth=5120 * 1.965e9, node_bandwidth=900 * GIGA, net_bandwidth=50 * GIGA,
 )  # fmt: skip
-# A rank on one core of an AMD EPYC (family 26, Zen 5; two cores of a virtual machine, 24 GB), torch 2.13.0 with one thread
-# for each rank, gloo on loopback: `autotp calibrate` of 2026-11-25, processor time of the fastest of many runs.
+# One core of an AMD EPYC (family 26, Zen 5; a virtual machine of two cores and 24 GB), torch 2.13.0, a thread a rank,
+# two ranks with gloo on loopback. Each number is measured: `autotp calibrate`, 2026-11-25, beside other programs.
 CPU_GLOO = Hardware(
-    name="cpu-gloo", matrix_flops=490 * GIGA, vector_flops=110 * GIGA, memory_bandwidth=50 * GIGA, memory=12 * GIB,
-    units=1, cache_bandwidth=105 * GIGA, matrix_sustained=1.0, memory_sustained=1.0, fill=2.0, launch=2 * MICRO,
-    node=2, node_bandwidth=2 * GIGA, net_bandwidth=2 * GIGA, link_sustained=1.0, latency=50 * MICRO,
+    name="cpu-gloo", matrix_flops=490 * GIGA, vector_flops=110 * GIGA, memory_bandwidth=52 * GIGA, memory=12 * GIB,
+    units=1, cache_bandwidth=105 * GIGA, matrix_sustained=1.0, memory_sustained=1.0, fill=0.0, launch=6.5 * MICRO,
+    node=2, node_bandwidth=2.9 * GIGA, net_bandwidth=2.9 * GIGA, link_sustained=1.0, latency=71 * MICRO, measured=True,
 )  # fmt: skip
 KINDS = {kind.name: kind for kind in (V100_32GB, A100_40GB, A100_80GB, H100_80GB, H200_141GB, B200_180GB, CPU_GLOO)}
 

@@ -1,12 +1,14 @@
 """measure_device: times products, a copy, an elementwise operator and an operator's call on the device of this process.
 
-On a CPU it counts the processor time of the calling thread, on a GPU the time between two events; of many runs the
-fastest counts: whatever else runs on the machine only adds time.
+On a CPU it counts the processor time of the calling thread, which other programs disturb little; on a GPU the time
+between two events. The median of many runs counts.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SIDE = {"cpu": 1024, "cuda": 8192}
-"""Rows, columns and summed length of the products."""
+LAYER = {"cpu": (1024, 512, 2048), "cuda": (8192, 8192, 8192)}
+"""Rows, inputs and outputs of the linear layer whose products are timed."""
+COLD = 96 * 2**20
+"""Bytes of the operands that a CPU's products read in turn, so that they come from memory as in a model."""
+SIDE = 1024
+"""Rows and columns of a product whose summed length is SHORT."""
 SHORT = 64
 """The summed length of a product that does not keep a device busy: the width of a head."""
 COPIED = {"cpu": 2**24, "cuda": 2**30}
@@ -30,7 +36,7 @@ class Measured:
 
     Attributes:
         half, single, double: FLOP/s of products in bfloat16, float32 and float64.
-        short: FLOP/s of a product in float32 whose summed length is SHORT.
+        square, short: FLOP/s of products in float32 whose summed length is SIDE, and SHORT.
         copy: bytes/s of a copy, read and written.
         add: bytes/s of the sum of two tensors.
         call: seconds of an operator on a few numbers, forward and backward.
@@ -40,6 +46,7 @@ class Measured:
     half: float
     single: float
     double: float
+    square: float
     short: float
     copy: float
     add: float
@@ -49,47 +56,68 @@ class Measured:
     @property
     def fill(self) -> float:
         """The summed length by which a product takes longer than its FLOPs say."""
-        ratio = self.single / self.short
-        return max(0.0, SHORT * (ratio - 1) / (1 - ratio * SHORT / SIDE["cpu"]))
+        ratio = self.square / self.short
+        return max(0.0, SHORT * (ratio - 1) / (1 - ratio * SHORT / SIDE))
 
 
 def measure_device(device: torch.device, seconds: float) -> Measured:
     """Returns what was measured. seconds: for all of it, about"""
-    each, side = seconds / 7, SIDE[device.type]
-    rates = {}
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        smaller = side // 4 if device.type == "cuda" and dtype == torch.float64 else side
-        rates[dtype] = _product(smaller, smaller, dtype, device, each)
+    each = seconds / 7
+    half, single, double = (_linear(dtype, device, each) for dtype in (torch.bfloat16, torch.float32, torch.float64))
     count = COPIED[device.type] // 4
     x, y, out = (torch.ones(count, device=device) for _ in range(3))
-    copied = 8 * count / fastest(lambda: out.copy_(x), device, each)
-    summed = 12 * count / fastest(lambda: torch.add(x, y, out=out), device, each)
+    copied = 8 * count / typical(lambda: out.copy_(x), device, each)
+    summed = 12 * count / typical(lambda: torch.add(x, y, out=out), device, each)
     return Measured(
-        half=rates[torch.bfloat16], single=rates[torch.float32], double=rates[torch.float64],
-        short=_product(side, SHORT, torch.float32, device, each), copy=copied, add=summed,
-        call=_call(device, each), memory=_memory(device),
+        half=half, single=single, double=double, square=_square(SIDE, device, each), short=_square(SHORT, device, each),
+        copy=copied, add=summed, call=_call(device, each), memory=_memory(device),
     )  # fmt: skip
 
 
-def _product(side: int, summed: int, dtype: torch.dtype, device: torch.device, seconds: float) -> float:
-    """Returns the FLOP/s of a product."""
-    x = torch.randn(side, summed, device=device).to(dtype)
-    y = torch.randn(summed, side, device=device).to(dtype)
-    out = torch.empty(side, side, device=device, dtype=dtype)
-    return 2 * side * side * summed / fastest(lambda: torch.mm(x, y, out=out), device, seconds)
+def _linear(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
+    """Returns the FLOP/s of the three products of a linear layer: its result, and the gradients of input and weight."""
+    rows, inputs, outputs = LAYER[device.type]
+    if device.type == "cuda" and dtype == torch.float64:
+        rows = rows // 8
+    size = dtype.itemsize * (rows * inputs + inputs * outputs + rows * outputs)
+    sets = max(1, COLD // size) if device.type == "cpu" else 1
+    xs, ws, gs = (
+        [torch.randn(n, m, device=device).to(dtype) for _ in range(sets)]
+        for n, m in ((rows, inputs), (outputs, inputs), (rows, outputs))
+    )
+    turn = itertools.cycle(range(sets))
+
+    def run() -> None:
+        i = next(turn)
+        torch.mm(xs[i], ws[i].t())
+        torch.mm(gs[i], ws[i])
+        torch.mm(gs[i].t(), xs[i])
+
+    return 6 * rows * inputs * outputs / typical(run, device, seconds)
+
+
+def _square(summed: int, device: torch.device, seconds: float) -> float:
+    """Returns the FLOP/s of a product in float32 of this summed length."""
+    x, y = torch.randn(SIDE, summed, device=device), torch.randn(summed, SIDE, device=device)
+    return 2 * SIDE * SIDE * summed / typical(lambda: torch.mm(x, y), device, seconds)
 
 
 def _call(device: torch.device, seconds: float) -> float:
-    """Returns the seconds of an operator's call: half of those of a product with a number, forward and backward."""
-    x = torch.ones(4, device=device, requires_grad=True)
+    """Returns the seconds of the call of an operator on a few numbers, noted for backward.
 
-    def chain() -> None:
+    On a CPU the caches are filled with other data before each call, as the operators of a model fill them.
+    """
+    x = torch.ones(4, device=device, requires_grad=True)
+    old, new = (torch.ones(2**20 if device.type == "cpu" else 0, device=device) for _ in range(2))
+
+    def chain(calls: int) -> None:
         y: Tensor = x
         for _ in range(CHAIN):
-            y = y * 1.0
-        torch.autograd.grad(y, x, torch.ones_like(y))
+            new.copy_(old)
+            y = y * 1.0 if calls else y
 
-    return fastest(chain, device, seconds) / (2 * CHAIN)
+    copies = typical(lambda: chain(0), device, seconds / 2) if device.type == "cpu" else 0.0
+    return max(1e-7, typical(lambda: chain(1), device, seconds / 2) - copies) / CHAIN
 
 
 def _memory(device: torch.device) -> float:
@@ -100,13 +128,13 @@ def _memory(device: torch.device) -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / max(1, cores // torch.get_num_threads())
 
 
-def fastest(run: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Returns the seconds of the fastest run of a function, of five or of as many as `seconds` allow."""
+def typical(run: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Returns the median seconds of a function's runs: of five, or of as many as `seconds` allow."""
     run()
     found, end = list[float](), time.perf_counter() + seconds
     while len(found) < 5 or time.perf_counter() < end:
         found.append(_on_gpu(run) if device.type == "cuda" else _on_cpu(run))
-    return min(found)
+    return statistics.median(found)
 
 
 def _on_cpu(run: Callable[[], object]) -> float:

@@ -2,8 +2,8 @@
 
 A product is computed in tiles, one on each unit at a time. Its time is the number of waves of tiles, times the time of
 a tile; or the time to move its operands, if that is longer. All other operators move memory; on a CPU, whose cores
-compute little for the bytes that they move, they also take the time of their arithmetic. Every kernel has a launch: on a
-CPU this is the time of the call itself, views included.
+compute little for the bytes that they move, they also take the time of their arithmetic. Every kernel has a launch: on
+a CPU this is the time of the call itself, views included.
 
 Source: Williams et al. 2009, "Roofline"; NVIDIA, "Matrix Multiplication Background User's Guide" (tile and wave
 quantization).
