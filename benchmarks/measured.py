@@ -112,7 +112,15 @@ def t5() -> nn.Module:
 
     sizes = {"d_model": WIDTH, "d_ff": 4 * WIDTH, "num_layers": 3, "num_heads": HEADS, "d_kv": WIDTH // HEADS}
     return T5ForConditionalGeneration(
-        T5Config(**sizes, vocab_size=VOCABULARY, dropout_rate=0.0, n_positions=LENGTH, use_cache=False)
+        T5Config(
+            **sizes,
+            vocab_size=VOCABULARY,
+            dropout_rate=0.0,
+            n_positions=LENGTH,
+            use_cache=False,
+            decoder_start_token_id=0,
+            pad_token_id=0,
+        )  # fmt: skip
     )
 
 

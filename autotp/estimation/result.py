@@ -9,11 +9,12 @@ because only two tables say more than the sum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from autotp.display.sheet import Sheet, Shown, Table
+from autotp.errors import within
 from autotp.estimation.layout import Layout
 from autotp.estimation.seconds.hardware import GIB, Hardware
 
@@ -120,6 +121,27 @@ class Estimate(Shown):
     def error(self) -> float:
         """The relative error bar of `seconds`, and of all that is computed from it."""
         return STEP if self.device.measured else UNMEASURED
+
+    def watch(self, trainer: Any, steps: int = 20, show: Callable[[Any], Any] = print) -> Any:
+        """Watches a trainer's next steps, and shows on the first rank what was predicted and what was measured.
+
+        Call it on every rank. A step is measured from its beginning to that of the next one: with the optimizer, and
+        with what the loop does between steps. It costs nothing after the last step.
+
+        Args:
+            trainer: what `autotp.distribute` returned, in the layout of this estimate.
+            steps: the steps to watch; the first two are not counted. What it shows comes before the next step.
+            show: is called with the `Comparison`; by default it is printed.
+
+        Returns:
+            The `Comparison`, which fills while the trainer trains.
+
+        Raises:
+            Error: the trainer has another layout.
+        """
+        from autotp.estimation.watch import watch  # A trainer and an estimate need each other for nothing else.
+
+        return within("watch", lambda: watch(self, trainer, steps, show))
 
     def summary(self) -> str:
         """Returns layout, seconds and memory in a line."""

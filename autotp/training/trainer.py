@@ -164,6 +164,7 @@ class Trainer(HasHoldings):
         self, model: nn.Module, mesh: DeviceMesh, training: Training, given: Any, scaler: Any, timeout: timedelta
     ) -> None:
         super().__init__()
+        self._watchers: list[Callable[[], bool]] = []
         self.mesh, self.steps, self._calls, self._training, self._scaler = mesh, 0, 0, training, scaler
         self.place = make_mesh(None, mesh["tp"])
         self.everyone = groups.world_mesh(self.place, timeout)
@@ -368,6 +369,7 @@ class Trainer(HasHoldings):
                 different batches; a rank was lost; or the loss is infinite or undefined (the error names the first
                 parameter or gradient that is).
         """
+        self._watchers = [watcher for watcher in self._watchers if watcher()]
         pipeline, given = self._begin(True, args, kwargs)
         before = {parameter: parameter.grad for parameter in self.parameters()}
         self.zero_grad(set_to_none=True)  # The gradients in `before` are already summed over the ranks.
@@ -382,6 +384,14 @@ class Trainer(HasHoldings):
         if self._scaler is None and not torch.isfinite(loss):
             within("Trainer.step", lambda: raise_nonfinite(float(loss), self.steps, self, self.everyone))
         return loss
+
+    def watch(self, watcher: Callable[[], bool]) -> None:
+        """Calls a function before each following step, until it returns False; `Estimate.watch` uses it.
+
+        Args:
+            watcher: must not communicate, or it does so on every rank.
+        """
+        self._watchers.append(watcher)
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
