@@ -111,17 +111,8 @@ def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     sizes = {"d_model": WIDTH, "d_ff": 4 * WIDTH, "num_layers": 3, "num_heads": HEADS, "d_kv": WIDTH // HEADS}
-    return T5ForConditionalGeneration(
-        T5Config(
-            **sizes,
-            vocab_size=VOCABULARY,
-            dropout_rate=0.0,
-            n_positions=LENGTH,
-            use_cache=False,
-            decoder_start_token_id=0,
-            pad_token_id=0,
-        )  # fmt: skip
-    )
+    more = {"dropout_rate": 0.0, "n_positions": LENGTH, "use_cache": False, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(**sizes, **more, vocab_size=VOCABULARY, pad_token_id=0))
 
 
 def _sizes() -> dict[str, Any]:

@@ -196,7 +196,7 @@ def compared(known: Hardware, found: Measured, near: Link | None, far: Link | No
     cpu = not known.is_gpu
     link = far or near
     device = replace(
-        known, name=f"calibrated {known.name}", measured=False, matrix_flops=found.half / known.matrix_sustained,
+        known, name=f"calibrated {known.name}", matrix_flops=found.half / known.matrix_sustained,
         vector_flops=found.single / known.matrix_sustained, memory=found.memory,
         memory_bandwidth=found.copy / known.memory_sustained, launch=found.call,
         fill=found.fill if cpu else known.fill,

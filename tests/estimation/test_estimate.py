@@ -155,7 +155,8 @@ def test_it_is_html_and_plain_data(pipeline: autotp.Estimate) -> None:
 
 
 def test_devices_that_nobody_measured_have_wider_bars() -> None:
-    assert KINDS["a100-80gb"].measured and estimated(gpu="h100-80gb").error > 2 * estimated().error
+    assert estimated(gpu="h100-80gb").error > 2 * estimated().error
+    assert estimated(dp=8, zero=3).error > 2 * estimated(dp=8, zero=1).error  # Its own rows are worse.
 
 
 # ---- what it refuses

@@ -45,7 +45,6 @@ class Hardware:
         net_bandwidth: bytes/s of a device to other nodes: of the node's adapters, divided by its devices.
         link_sustained: the part of these that collectives sustain.
         latency: seconds for a message of no length.
-        measured: whether estimates for this kind were compared with published or own measurements.
     """
 
     name: str
@@ -64,7 +63,6 @@ class Hardware:
     net_bandwidth: float
     link_sustained: float = 0.78
     latency: float = 5 * MICRO
-    measured: bool = False
 
     @property
     def is_gpu(self) -> bool:
@@ -76,7 +74,7 @@ class Hardware:
 # data sheet: NVSwitch 600 GB/s both ways, 8 adapters of 200 Gbit/s for 8 GPUs (Narayanan et al. 2021, section 5).
 A100_80GB = Hardware(
     name="a100-80gb", matrix_flops=312 * TERA, vector_flops=19.5 * TERA, memory_bandwidth=2039 * GIGA, memory=80 * GIB,
-    units=108, cache_bandwidth=5120 * 1.41e9, node_bandwidth=300 * GIGA, net_bandwidth=25 * GIGA, measured=True,
+    units=108, cache_bandwidth=5120 * 1.41e9, node_bandwidth=300 * GIGA, net_bandwidth=25 * GIGA,
 )  # fmt: skip
 # The same white paper: 1,555 GB/s.
 A100_40GB = replace(A100_80GB, name="a100-40gb", memory_bandwidth=1555 * GIGA, memory=40 * GIB)
@@ -85,7 +83,6 @@ A100_40GB = replace(A100_80GB, name="a100-40gb", memory_bandwidth=1555 * GIGA, m
 V100_32GB = Hardware(
     name="v100-32gb", matrix_flops=130 * TERA, vector_flops=16.4 * TERA, memory_bandwidth=900 * GIGA, memory=32 * GIB,
     units=80, cache_bandwidth=2155 * GIGA, node=16, node_bandwidth=150 * GIGA, net_bandwidth=100 * GIGA / 16,
-    measured=True,
 )  # fmt: skip
 # NVIDIA H100 data sheet (SXM): 989.4 TFLOP/s, 66.9 TFLOP/s, 3.35 TB/s. Cache: as the A100's, at 1.755 GHz. DGX H100
 # data sheet: NVLink 900 GB/s both ways, 8 adapters of 400 Gbit/s.
@@ -104,9 +101,9 @@ B200_180GB = Hardware(
 # One core of an AMD EPYC (family 26, Zen 5; a virtual machine of two cores and 24 GB), torch 2.13.0, a thread a rank,
 # two ranks with gloo on loopback. Each number is measured: `autotp calibrate`, 2026-11-25, beside other programs.
 CPU_GLOO = Hardware(
-    name="cpu-gloo", matrix_flops=490 * GIGA, vector_flops=110 * GIGA, memory_bandwidth=52 * GIGA, memory=12 * GIB,
-    units=1, cache_bandwidth=105 * GIGA, matrix_sustained=1.0, memory_sustained=1.0, fill=0.0, launch=6.5 * MICRO,
-    node=2, node_bandwidth=2.9 * GIGA, net_bandwidth=2.9 * GIGA, link_sustained=1.0, latency=71 * MICRO, measured=True,
+    name="cpu-gloo", matrix_flops=500 * GIGA, vector_flops=115 * GIGA, memory_bandwidth=55 * GIGA, memory=12 * GIB,
+    units=1, cache_bandwidth=105 * GIGA, matrix_sustained=1.0, memory_sustained=1.0, fill=0.0, launch=8 * MICRO,
+    node=2, node_bandwidth=3 * GIGA, net_bandwidth=3 * GIGA, link_sustained=1.0, latency=70 * MICRO,
 )  # fmt: skip
 KINDS = {kind.name: kind for kind in (V100_32GB, A100_40GB, A100_80GB, H100_80GB, H200_141GB, B200_180GB, CPU_GLOO)}
 
@@ -174,11 +171,11 @@ def _parsed(line: str) -> Hardware:
     node, faster = int(found.pop("node")), found["matrix_flops"] / base.matrix_flops
     more = {"vector_flops": base.vector_flops * faster, "cache_bandwidth": base.cache_bandwidth * faster}
     sizes: dict[str, Any] = {**found, **more, "node": node}
-    return replace(base, name=line, measured=False, **sizes)
+    return replace(base, name=line, **sizes)
 
 
 VERSION = 1
-NUMBERS = tuple(field.name for field in fields(Hardware) if field.name not in ("name", "measured"))
+NUMBERS = tuple(field.name for field in fields(Hardware) if field.name != "name")
 
 
 def to_file(device: Hardware, path: Path) -> None:

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ SHORT = 64
 """The summed length of a product that does not keep a device busy: the width of a head."""
 COPIED = {"cpu": 2**24, "cuda": 2**30}
 """Bytes of the tensor that is copied: of a CPU more than a core's own caches, and few enough that they are paged in."""
-CHAIN = 50
+CHAIN = 20
 """Operators in a row whose calls are timed."""
 
 
@@ -63,19 +64,24 @@ class Measured:
 def measure_device(device: torch.device, seconds: float) -> Measured:
     """Returns what was measured. seconds: for all of it, about"""
     each = seconds / 7
-    half, single, double = (_linear(dtype, device, each) for dtype in (torch.bfloat16, torch.float32, torch.float64))
     count = COPIED[device.type] // 4
     x, y, out = (torch.ones(count, device=device) for _ in range(3))
     copied = 8 * count / typical(lambda: out.copy_(x), device, each)
     summed = 12 * count / typical(lambda: torch.add(x, y, out=out), device, each)
+    half, single, double = (
+        _linear(dtype, device, each, copied) for dtype in (torch.bfloat16, torch.float32, torch.float64)
+    )
     return Measured(
         half=half, single=single, double=double, square=_square(SIDE, device, each), short=_square(SHORT, device, each),
         copy=copied, add=summed, call=_call(device, each), memory=_memory(device),
     )  # fmt: skip
 
 
-def _linear(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
-    """Returns the FLOP/s of the three products of a linear layer: its result, and the gradients of input and weight."""
+def _linear(dtype: torch.dtype, device: torch.device, seconds: float, bandwidth: float) -> float:
+    """Returns the FLOP/s of the three products of a linear layer: its result, and the gradients of input and weight.
+
+    On a CPU without the time to move operands and results, which roofline.py adds.
+    """
     rows, inputs, outputs = LAYER[device.type]
     if device.type == "cuda" and dtype == torch.float64:
         rows = rows // 8
@@ -93,7 +99,9 @@ def _linear(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
         torch.mm(gs[i], ws[i])
         torch.mm(gs[i].t(), xs[i])
 
-    return 6 * rows * inputs * outputs / typical(run, device, seconds)
+    moving = 3 * size / bandwidth if device.type == "cpu" else 0.0
+    took = typical(run, device, seconds)
+    return 6 * rows * inputs * outputs / max(took - moving, took / 2)
 
 
 def _square(summed: int, device: torch.device, seconds: float) -> float:
@@ -105,19 +113,28 @@ def _square(summed: int, device: torch.device, seconds: float) -> float:
 def _call(device: torch.device, seconds: float) -> float:
     """Returns the seconds of the call of an operator on a few numbers, noted for backward.
 
-    On a CPU the caches are filled with other data before each call, as the operators of a model fill them.
+    On a CPU a copy fills the caches with other data before each call, as the operators of a model do: a call whose code
+    and data are in the caches is three times as fast. Of pairs of runs, with calls and without, the lower quartile of
+    the differences counts: they are small beside the copies, and whatever else runs adds to them.
     """
     x = torch.ones(4, device=device, requires_grad=True)
-    old, new = (torch.ones(2**20 if device.type == "cpu" else 0, device=device) for _ in range(2))
+    cold = device.type == "cpu"
+    old, new = (torch.ones(COPIED["cpu"] // 4 if cold else 0, device=device) for _ in range(2))
 
-    def chain(calls: int) -> None:
+    def chain(calls: bool) -> None:
         y: Tensor = x
         for _ in range(CHAIN):
-            new.copy_(old)
+            if cold:
+                new.copy_(old)
             y = y * 1.0 if calls else y
 
-    copies = typical(lambda: chain(0), device, seconds / 2) if device.type == "cpu" else 0.0
-    return max(1e-7, typical(lambda: chain(1), device, seconds / 2) - copies) / CHAIN
+    if not cold:
+        return typical(lambda: chain(True), device, seconds) / CHAIN
+    found, end = list[float](), time.perf_counter() + seconds
+    while len(found) < 8 or time.perf_counter() < end:
+        without, with_calls = (_on_cpu(partial(chain, calls)) for calls in (False, True))
+        found.append(with_calls - without)
+    return max(1e-7, statistics.quantiles(found, n=4)[0]) / CHAIN
 
 
 def _memory(device: torch.device) -> float:

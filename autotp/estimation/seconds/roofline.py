@@ -28,11 +28,18 @@ def op_seconds(op: Op, device: Hardware) -> float:
     """Returns the seconds of an operator that computes or moves memory."""
     moved = sum(touch.bytes for touch in (*op.reads, *op.writes))
     moving = moved / (device.memory_bandwidth * device.memory_sustained)
+    together = max if device.is_gpu else _in_turn
     if op.kind == "product":
-        return max(product_seconds(op.shape, op.dtype.itemsize, _peak(op, device), device), moving) + device.launch
+        computing = product_seconds(op.shape, op.dtype.itemsize, _peak(op, device), device)
+        return together(computing, moving) + device.launch
     if op.kind == "attention":
-        return max(_attention_seconds(op, device), moving) + device.launch
+        return together(_attention_seconds(op, device), moving) + device.launch
     return max(moving, _arithmetic_seconds(op, device)) + device.launch
+
+
+def _in_turn(computing: float, moving: float) -> float:
+    """Returns the seconds of a product on one core: it copies blocks of operands, multiplies them, and adds results."""
+    return computing + moving
 
 
 def _arithmetic_seconds(op: Op, device: Hardware) -> float:

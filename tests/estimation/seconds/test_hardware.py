@@ -18,17 +18,16 @@ def test_a_line_describes_a_device() -> None:
     found = hardware_of("312TF 2TB/s 80GiB node=4x300GB/s net=25GB/s")
     assert (found.matrix_flops, found.memory_bandwidth, found.memory) == (312e12, 2e12, 80 * GIB)
     assert (found.node, found.node_bandwidth, found.net_bandwidth) == (4, 300e9, 25e9)
-    assert not found.measured
 
 
 def test_a_line_says_what_kind_it_is_like() -> None:
-    found = hardware_of("0.98TF 60GB/s 16GB node=4x1GB/s net=1GB/s like=cpu-gloo")
+    found = hardware_of("1TF 60GB/s 16GB node=4x1GB/s net=1GB/s like=cpu-gloo")
     known = KINDS["cpu-gloo"]
     assert not found.is_gpu and found.launch == known.launch and found.vector_flops == 2 * known.vector_flops
 
 
 def test_a_file_has_all_numbers(tmp_path: Path) -> None:
-    device = replace(KINDS["v100-32gb"], name="mine", measured=False, fill=0.0)
+    device = replace(KINDS["v100-32gb"], name="mine", fill=0.0)
     to_file(device, tmp_path / "mine.JSON")
     assert hardware_of(str(tmp_path / "mine.JSON")) == device
 
