@@ -2,8 +2,8 @@
 
 NOTE [Where the error bars come from]
 A bar is twice the root mean square of the errors of all rows that test this kind of number: if the next row is like
-these, about 19 of 20 lie within. The rows are those of `benchmarks/estimates.py` and `benchmarks/measured.py`; a test
-compares them with the tables here. The rows to which constants are fitted (one layer of 22B) do not count.
+these, about 19 of 20 lie within. The rows are those of `benchmarks/estimates.py`, which a test compares with the tables
+here, and of `benchmarks/predicted/measured.py`. Those to which constants are fitted (one layer of 22B) do not count.
 The eight rows of the V100 share one error, the software of 2019, so they are one observation. It is the only kind of
 GPU that was predicted without any measurement of its own. So its error itself is its bar, and that of all such kinds.
 No table tests a row of "where the time goes" by itself. Its bar is twice that of the step: errors of rows cancel.
@@ -29,7 +29,7 @@ ERRORS: Mapping[str, tuple[float, ...]] = {
     "step v100": (28.4, 33.7, 24.1, 42.0, 30.0, 35.0, 26.8, 31.9),
     # Korthikanti 2022, figure 1: parameters and optimizer, and activations, of the first rank.
     "memory": (0.1, 0.7, 2.4, 0.0, 0.8, 1.4, 0.0, 2.9, 3.8, 0.0, 2.6, 2.4),
-    # benchmarks/measured.py, all rows: processor time of the thread that trains, and the allocator's most bytes.
+    # benchmarks/predicted/measured.py: processor time of the thread that trains, and the allocator's most bytes.
     "step cpu-gloo": (
         -16.9, -18.8, -14.0, -10.2, -11.0, -9.9, -14.4, -13.6, -15.9, -13.2,
         -5.5, -7.4, -8.0, -12.4, -11.3, -19.4, -13.6, -3.0, 0.0, -8.9,

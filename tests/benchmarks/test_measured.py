@@ -1,13 +1,13 @@
-"""benchmarks/measured.py: a row is predicted and measured, and the memory is as predicted."""
+"""benchmarks/predicted/measured.py: a row is predicted and measured, and the memory is as predicted."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
 
-import measured
 import pytest
-from measured import Row
+from predicted import measured
+from predicted.measured import Row
 from ranks import run_ranks
 
 

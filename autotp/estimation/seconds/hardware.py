@@ -212,8 +212,9 @@ def loaded(path: Path) -> Hardware:
     wrong += [n for n in NUMBERS if n in found and not _is_positive(found[n], n)]
     if wrong:
         raise Error(f"gpu={str(path)!r}: `{wrong[0]}` is missing, unknown or no positive number", fix=fix)
+    numbers: dict[str, Any] = {n: float(found[n]) for n in NUMBERS}
     whole = {n: int(found[n]) for n in ("units", "node")}
-    return Hardware(name=found["name"], **{n: float(found[n]) for n in NUMBERS} | whole)
+    return Hardware(name=found["name"], **numbers | whole)
 
 
 def _is_positive(value: Any, name: str) -> bool:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,8 @@ def timed(group: Any, device: torch.device, seconds: float) -> Link:
         part = torch.ones(size // 4 // ranks, device=device)
         whole = torch.ones(part.numel() * ranks, device=device)
         runs = {
-            2: lambda whole=whole: dist.all_reduce(whole, group=group),
-            1: lambda whole=whole, part=part: dist.all_gather_into_tensor(whole, part, group=group),
+            2: partial(dist.all_reduce, whole, group=group),
+            1: partial(dist.all_gather_single, whole, part, group=group),
         }
         for rounds, run in runs.items():
             found.append(Timed(rounds, whole.numel() * 4, _fastest(run, group, device, seconds / 2 / len(SIZES))))

@@ -1,7 +1,7 @@
 """Compares `autotp.estimate` with steps that are trained here: seconds, and the memory of each rank.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/measured.py
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/measured.py gpt t5 --rounds 20
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/predicted/measured.py
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/predicted/measured.py gpt t5 --rounds 20
 
 glibc gives freed memory back to the system, and a page that comes back is filled with zeros, for two microseconds. No
 allocator of a GPU does that. So the script starts itself again with variables with which glibc keeps freed memory.
