@@ -145,32 +145,18 @@ class Trained:
 
 
 def trained(name: str, options: Mapping[str, Any], batch: Mapping[str, Tensor]) -> Trained:
-    """Returns a model of this name under `distribute`; the mixture under `parallelize`, because it sorts its rows."""
+    """Returns a model of this name under `distribute`."""
     torch.manual_seed(0)
     given = dict(options)
     micro, tp, dp = given.pop("micro_batch"), given.get("tp", 1), given.get("dp", 1)
     part = {key: x.chunk(dp)[dist.get_rank() // tp % dp] for key, x in batch.items()}
     example = {key: x[:micro] for key, x in batch.items()}
     count = ROWS // dp // micro
-    if name == "mixture":
-        if "tp" not in given:
-            raise autotp.Error("distribute refuses a model that sorts its rows")
-        model: nn.Module = autotp.parallelize(MODELS[name](), **given, example_inputs=example)
-        pieces = [{key: x[i * micro : (i + 1) * micro] for key, x in part.items()} for i in range(count)]
-
-        def run() -> None:
-            for piece in pieces:
-                model(**piece).loss.backward()
-    else:
-        model = autotp.distribute(MODELS[name](), **given, microbatches=count, example_inputs=example)
-
-        def run() -> None:
-            model.step(**part)  # type: ignore[operator]
-
+    model = autotp.distribute(MODELS[name](), **given, microbatches=count, example_inputs=example)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
-        run()
+        model.step(**part)
         optimizer.step()
         optimizer.zero_grad()
 
