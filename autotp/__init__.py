@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # For editors and mypy. A test compares these lines with the 
     from autotp.diagnostics.verify import verify as verify
     from autotp.distributed.gather import gather as gather
     from autotp.errors import Error as Error
+    from autotp.estimation.calibrate import Calibration as Calibration
+    from autotp.estimation.calibrate import calibrate as calibrate
     from autotp.estimation.estimate import estimate as estimate
     from autotp.estimation.result import Estimate as Estimate
     from autotp.estimation.search import Search as Search
@@ -45,6 +47,7 @@ if TYPE_CHECKING:  # For editors and mypy. A test compares these lines with the 
 __version__ = "0.1.0"  # setup.cfg reads it from here.
 
 _HOMES = {
+    "Calibration": "estimation.calibrate",
     "Error": "errors",
     "Estimate": "estimation.result",
     "ParallelModule": "runtime.module",
@@ -54,6 +57,7 @@ _HOMES = {
     "Search": "estimation.search",
     "Stages": "diagnostics.stages",
     "Trainer": "training.trainer",
+    "calibrate": "estimation.calibrate",
     "clip_grad_norm_": "runtime.grad_norm",
     "distribute": "training.distribute",
     "estimate": "estimation.estimate",

@@ -37,7 +37,7 @@ F16 = torch.float16
 # three (28); gradients are divided by the loss's scale (8), their norm is taken (4), they are clipped (8); the weights
 # are copied to 16 bits (6), the gradients set to zero (4). Gradients in 16 bits are copied to 32 before (6).
 # Checkpoints run again all of what they recompute.
-MEGATRON = {"casts": False, "early_stop": False}
+MEGATRON = {"casts": False, "early_stop": False, "flattens": False}
 WIDE, NARROW = 28.0 + 8 + 4 + 8 + 6 + 4, 28.0 + 8 + 4 + 8 + 6 + 2 + 6
 # Products add their result to a gradient in 32 bits themselves, while they compute.
 KORTHIKANTI = Practice(**MEGATRON, optimizer=WIDE, fused=True, accumulation=0.0, gradient=4)
@@ -70,14 +70,23 @@ class Row:
         return self.ours - self.published if self.points else 100 * (self.ours / self.published - 1)
 
 
-def show(title: str, rows: Sequence[Row], goal: str) -> None:
-    """Prints a table, and the mean and the largest error."""
+def relative(row: Row) -> float:
+    """Returns the error of a row in percent of the published number; of Shoeybi's rows that of the TFLOP/s."""
+    if row.points:
+        return 100 * (float(row.note.split()[0]) / (39 * row.published / 100) - 1)
+    return row.error
+
+
+def show(title: str, rows: Sequence[Row], goal: str, kind: str = "") -> None:
+    """Prints a table, and the mean and the largest error. kind: the error bar that the rows test"""
     print(f"\n{title}")
     for row in rows:
         unit = "points" if row.points else "%"
         print(f"  {row.name:<44}{row.published:>9.4g}{row.ours:>10.4g}{row.error:>+8.1f} {unit:<7}{row.note}")
     errors = [abs(row.error) for row in rows]
     print(f"  mean {statistics.mean(errors):.1f}, worst {max(errors):.1f}; {goal}", flush=True)
+    if kind:  # For autotp/estimation/error_bars.py.
+        print(f"  {kind}: {', '.join(f'{relative(row):.1f}' for row in rows)}")
 
 
 _captured: dict[object, Prices] = {}
@@ -219,7 +228,12 @@ def table5() -> None:
         for way, recompute, parallel, theirs in (("full", "full", False, full), ("both", "selective", True, both)):
             est = step5(name, recompute, parallel)
             rows.append(Row(f"{name}, {way}, s", theirs, est.seconds, f"pipeline {est.spent.get('pipeline', 0):.2f} s"))
-    show("Korthikanti 2022, table 5: seconds of a step", rows, "goal mean 3, worst 6; Calculon mean 3.7, worst 8.9")
+    show(
+        "Korthikanti 2022, table 5: seconds of a step",
+        rows,
+        "goal mean 3, worst 6; Calculon mean 3.7, worst 8.9",
+        "step a100",
+    )
 
 
 def fig1() -> None:
@@ -234,7 +248,12 @@ def fig1() -> None:
         for way, theirs, est in (("none", none, ests[0]), ("both", both, ests[1])):
             memory = est.memory[0]
             rows.append(Row(f"{name}, activations, {way}, GiB", theirs, (memory.activations + memory.logits) / GIB))
-    show("Korthikanti 2022, figure 1: memory of the first rank", rows, "Calculon's activations: mean 2.1, worst 8.7")
+    show(
+        "Korthikanti 2022, figure 1: memory of the first rank",
+        rows,
+        "Calculon's activations: mean 2.1, worst 8.7",
+        "memory",
+    )
 
 
 # ---- Narayanan et al. 2021 (2104.04473)
@@ -296,7 +315,12 @@ def table1() -> None:
         rows.append(
             Row(f"{billions}B, tp {tp}, pp {pp}, {gpus} GPUs, TFLOP/s", theirs, est.hardware_tflops, chosen(est))
         )
-    show("Narayanan 2021, table 1: weak scaling", rows, "goal mean 5, worst 10; Calculon mean 7.9, worst 13.5")
+    show(
+        "Narayanan 2021, table 1: weak scaling",
+        rows,
+        "goal mean 5, worst 10; Calculon mean 7.9, worst 13.5",
+        "step a100",
+    )
 
 
 def table2() -> None:
@@ -313,8 +337,8 @@ def table2() -> None:
             est = min((price(prices, layout) for layout in ways), key=lambda est: est.seconds)
             note = chosen(est)
         found[way].append(Row(f"{billions}B, {way}, {gpus} GPUs, TFLOP/s", theirs, est.hardware_tflops, note))
-    show("Narayanan 2021, table 2: PTD-P", found["PTD-P"], "goal mean 6; Calculon mean 11.5, worst 14.3")
-    show("Narayanan 2021, table 2: ZeRO-3", found["ZeRO-3"], "goal 15 each, in the right order")
+    show("Narayanan 2021, table 2: PTD-P", found["PTD-P"], "goal mean 6; Calculon mean 11.5, worst 14.3", "step a100")
+    show("Narayanan 2021, table 2: ZeRO-3", found["ZeRO-3"], "goal 15 each, in the right order", "step zero 3")
 
 
 # ---- Shoeybi et al. 2019 (1909.08053)
@@ -338,7 +362,7 @@ def weak() -> None:
             rows.append(
                 Row(f"{billions}B on {tp * dp}, %", theirs, 100 * est.hardware_tflops / base, note, points=True)
             )
-    show("Shoeybi 2019, figure 5: weak scaling on V100", rows, "goal 3 points at 8 and 512 GPUs")
+    show("Shoeybi 2019, figure 5: weak scaling on V100", rows, "goal 3 points at 8 and 512 GPUs", "step v100")
 
 
 TABLES = {f.__name__: f for f in (table4, fig7, table5, fig1, table1, table2, weak)}

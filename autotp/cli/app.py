@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import autotp
+from autotp.cli.calibrate import calibrate_command
 from autotp.cli.convert import convert
 from autotp.cli.doctor import doctor
 from autotp.cli.estimate import estimate_command, search_command
@@ -28,6 +29,7 @@ app.command("plan", cls=Command)(plan)
 app.command("verify", cls=Command)(verify_command)
 app.command("estimate")(estimate_command)
 app.command("search")(search_command)
+app.command("calibrate")(calibrate_command)
 app.command("doctor")(doctor)
 app.command("convert")(convert)
 

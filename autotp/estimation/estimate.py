@@ -52,8 +52,7 @@ def estimate(
     shards): blocks that are alike are counted once. Each operator is priced by a roofline of the device, and the
     schedule is played action by action.
 
-    A model that `distribute` refuses (a mixture of experts that sorts its rows) is estimated, without a pipeline, as
-    under `parallelize` in each of dp replicas.
+    A model that `distribute` refuses is estimated, without a pipeline, as under `parallelize` in each of dp replicas.
 
     Args:
         model: an ordinary model that returns its loss.

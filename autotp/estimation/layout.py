@@ -74,8 +74,7 @@ class Practice:
 
     Attributes:
         fused: whether pointwise operators that follow one another are one kernel.
-        casts: whether each use of a parameter casts it, so that each microbatch in flight has its own copy; else the
-            optimizer writes one copy in the dtype of computation.
+        casts: whether a step casts each parameter; else the optimizer writes the copy in the dtype of computation.
         accumulation: bytes that are moved for each parameter and microbatch to add up gradients, beside the products;
             None: a gradient is read in the dtype of computation, and added in the parameter's own.
         optimizer: bytes that an optimizer's step moves for each parameter.
@@ -83,6 +82,7 @@ class Practice:
         scattered: whether ranks of one stage send a part each of what they all hold, and gather it behind the link
             (Narayanan et al. 2021, section 4.1).
         gradient: bytes of an element of a gradient, as it is kept and summed over replicas; None: the parameter's own.
+        flattens: whether replicas copy all gradients into one tensor before they sum them, and back.
         overlapped: whether replicas sum gradients beside the backward of the last microbatch.
         gathers: how often ZeRO 3 gathers a parameter for a microbatch.
         units: what ZeRO 3 gathers at a time: a block, beside the computation of the block before; or a parameter, when
@@ -98,6 +98,7 @@ class Practice:
     state: float | None = None
     scattered: bool = False
     gradient: int | None = None
+    flattens: bool = True
     overlapped: bool = False
     gathers: int = 2
     units: Literal["block", "parameter"] = "block"

@@ -48,7 +48,7 @@ class Prices:
         if rows not in self._recorded:
             found = self._from_two_and_three(rows) if self._scaled and rows > 3 else None
             if found is None:
-                found = recorded(self.model, rows, self.device.units > 1, self.practice.early_stop)
+                found = recorded(self.model, rows, self.device.is_gpu, self.practice.early_stop)
                 if self.practice.fused:
                     found = Recorded(pieces=found.pieces, records=tuple(map(fused, found.records)))
             self._recorded[rows] = found
@@ -96,11 +96,19 @@ class Prices:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What the step knows of a stage: times and memory of a microbatch, its parameters, and bytes that it sends."""
+    """What the step knows of a stage.
+
+    Attributes:
+        times: of a microbatch.
+        memory: of a microbatch.
+        parameters: their names.
+        casts: seconds to cast them, once a step, before the first microbatch's forward.
+    """
 
     times: Times
     memory: StageMemory
     parameters: frozenset[str]
+    casts: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +126,10 @@ class Simulated:
     played: Played
 
     def seconds(self, action: Action) -> float:
-        """Returns the seconds of an action."""
-        times = self.stages[action.stage].times
-        parts = {"F": times.forward, "B": times.backward, "I": times.backward - times.weights, "W": times.weights}
+        """Returns the seconds of an action; the first microbatch's forward casts the parameters."""
+        stage, times = self.stages[action.stage], self.stages[action.stage].times
+        forward = times.forward + stage.casts * (action.microbatch == 0)
+        parts = {"F": forward, "B": times.backward, "I": times.backward - times.weights, "W": times.weights}
         return parts[action.half]
 
 
@@ -160,6 +169,8 @@ def price(prices: Prices, layout: Layout) -> Estimate:
     held = [frozenset().union(*(stages[i].parameters for i in {a.stage for a in row})) for row in order]
     slowest = max(range(layout.pp), key=played.busy.__getitem__)
     spent = added(*(stages[action.stage].times.spent for action in order[slowest] if action.half == "F"))
+    casts = sum(stages[i].casts for i in {action.stage for action in order[slowest]})
+    spent[ELEMENTWISE] = spent.get(ELEMENTWISE, 0.0) + casts
     spent["pipeline"] = played.seconds - played.busy[slowest]
     exchanges = [exchange_seconds(prices, layout, names) for names in held]
     updates = [update_seconds(prices, layout, names) for names in held]
@@ -192,22 +203,34 @@ def _stage(prices: Prices, layout: Layout, run: Sequence[int]) -> Stage:
     pieces = [found.pieces[i] for i in run]
     names = frozenset(name for piece in pieces for name in piece.parameters)
     total = sum((times[piece.kind] for piece in pieces), beside_times(prices, layout, names))
-    return Stage(times=total, memory=stage_memory(pieces, found), parameters=names)
+    return Stage(
+        times=total, memory=stage_memory(pieces, found), parameters=names, casts=cast_seconds(prices, layout, names)
+    )
+
+
+def cast_seconds(prices: Prices, layout: Layout, names: frozenset[str]) -> float:
+    """Returns the seconds in which a step casts a stage's parameters; under ZeRO each replica casts its part."""
+    device, practice, model = prices.device, prices.practice, prices.model
+    if not practice.casts:
+        return 0.0
+    found = 0.0
+    for parameter in (model.parameters[name] for name in names):
+        wide, narrow = parameter.itemsize, itemsize_of(layout, parameter.itemsize)
+        found += parameter.elements * (wide + narrow) * (narrow != wide)
+    times = practice.gathers * layout.microbatches if layout.zero == 3 else 1
+    return found * times / (layout.dp if layout.zero else 1) / (device.memory_bandwidth * device.memory_sustained)
 
 
 def beside_times(prices: Prices, layout: Layout, names: frozenset[str]) -> Times:
-    """Returns the time to cast a stage's parameters and to add up their gradients, for one microbatch."""
+    """Returns the time to add up the gradients of a stage's parameters, for one microbatch."""
     device, practice, model = prices.device, prices.practice, prices.model
-    bandwidth = device.memory_bandwidth * device.memory_sustained
-    cast = added = 0.0
-    for parameter in (model.parameters[name] for name in names):
+    moved = 0.0
+    for parameter in (model.parameters[name] for name in names if model.parameters[name].learns):
         wide, narrow = parameter.itemsize, itemsize_of(layout, parameter.itemsize)
-        cast += parameter.elements * (wide + narrow) * (narrow != wide and practice.casts)
-        if parameter.learns:
-            own = (narrow + wide if narrow != wide else 0) + 3 * wide * (layout.microbatches > 1)
-            added += parameter.elements * (own if practice.accumulation is None else practice.accumulation)
-    seconds = cast / bandwidth, added / bandwidth
-    return Times(forward=seconds[0], backward=seconds[1], weights=seconds[1], spent={ELEMENTWISE: sum(seconds)})
+        own = (narrow + wide if narrow != wide else 0) + 3 * wide * (layout.microbatches > 1)
+        moved += parameter.elements * (own if practice.accumulation is None else practice.accumulation)
+    seconds = moved / (device.memory_bandwidth * device.memory_sustained)
+    return Times(backward=seconds, weights=seconds, spent={ELEMENTWISE: seconds})
 
 
 def itemsize_of(layout: Layout, own: int) -> int:
@@ -222,7 +245,9 @@ def exchange_seconds(prices: Prices, layout: Layout, names: frozenset[str]) -> f
     learnt = [model.parameters[name] for name in names if model.parameters[name].learns]
     if not layout.zero:
         gradients = sum(p.elements * (practice.gradient or p.itemsize) for p in learnt)
-        return collective_seconds("all-reduce", gradients, group, device)
+        copies = 4 * gradients * (practice.flattens and layout.dp > 1)  # Read and written, there and back.
+        moving = copies / (device.memory_bandwidth * device.memory_sustained)
+        return collective_seconds("all-reduce", gradients, group, device) + moving
     narrow = sum(p.elements * itemsize_of(layout, p.itemsize) for p in learnt)
     per_block = max(1, len(names) // max(1, len(model.blocks)))
     units = len(names) if practice.units == "parameter" else max(1, len(names) // per_block)
@@ -260,21 +285,18 @@ def _rank_memory(
     state = sum(p.elements * (2 * p.itemsize if practice.state is None else practice.state) for p in learnt)
     share = layout.dp if layout.zero else 1
     here = sorted({action.stage for action in row})
-    each = practice.casts and not (layout.zero and layout.dp > 1)  # Each microbatch in flight has a copy of its own.
-    copies = 0.0 if each else float(sum(copy[i] for i in here))
+    copies = float(sum(copy[i] for i in here))
     if layout.zero == 3:
         copies = max((copy[i] / max(1, len(stages[i].parameters)) for i in here), default=0.0)
     activations = most_held(row, lambda i: stages[i].memory.kept - stages[i].memory.logits, lambda a: 0.0)
     logits = most_held(row, lambda i: stages[i].memory.logits, lambda a: 0.0)
-    if each:
-        copies = most_held(row, lambda i: float(copy[i]), lambda a: 0.0)
 
     def extra(action: Action) -> float:
         memory = stages[action.stage].memory
         return float(memory.forward if action.half == "F" else memory.backward)
 
-    together = most_held(row, lambda i: stages[i].memory.kept + copy[i] * each, extra)
-    transients = max(0.0, together - activations - logits - copies * each)
+    together = most_held(row, lambda i: float(stages[i].memory.kept), extra)
+    transients = max(0.0, together - activations - logits)
     return RankMemory(
         weights=weights / share,
         copies=copies,

@@ -1,24 +1,17 @@
-"""result: an estimate, as numbers and as a table, each with its error bar.
-
-NOTE [Where the error bars come from]
-`benchmarks/estimates.py` compares estimates with published tables. A bar is about twice the mean error of the tables
-that test a number, for kinds of devices that have such tables. For others the peak and the bandwidths are known, and
-what is sustained of them is not: their bars are wider. The rows of where the time goes have wider bars than their sum,
-because only two tables say more than the sum.
-"""
+"""result: an estimate, as numbers and as a table, each with its error bar (`error_bars.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from autotp.display.sheet import Sheet, Shown, Table
+from autotp.errors import within
+from autotp.estimation.error_bars import memory_bar, root_mean_square, row_bar, step_bar
 from autotp.estimation.layout import Layout
 from autotp.estimation.seconds.hardware import GIB, Hardware
 
-STEP, ROW, UNMEASURED, MEMORY = 0.08, 0.15, 0.25, 0.03
-"""The relative errors of a step's seconds, of a row of them, of either on other devices, and of the memory."""
 ALLOCATOR = (1.0 * GIB, 0.08)
 """What a device holds beside tensors: bytes of libraries and NCCL's buffers, and the allocator's part of the rest."""
 
@@ -53,7 +46,7 @@ class RankMemory:
     @property
     def reserved(self) -> float:
         """The bytes of the device that are taken at most: with the allocator's part, libraries, and NCCL's buffers."""
-        return self.total * (1 + MEMORY + ALLOCATOR[1]) + ALLOCATOR[0]
+        return self.total * (1 + 2 * root_mean_square("memory") + ALLOCATOR[1]) + ALLOCATOR[0]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -125,7 +118,28 @@ class Estimate(Shown):
     @property
     def error(self) -> float:
         """The relative error bar of `seconds`, and of all that is computed from it."""
-        return STEP if self.device.measured else UNMEASURED
+        return step_bar(self.device, self.layout.zero)
+
+    def watch(self, trainer: Any, steps: int = 20, show: Callable[[Any], Any] = print) -> Any:
+        """Watches a trainer's next steps, and shows on the first rank what was predicted and what was measured.
+
+        Call it on every rank. A step is measured from its beginning to that of the next one: with the optimizer, and
+        with what the loop does between steps. It costs nothing after the last step.
+
+        Args:
+            trainer: what `autotp.distribute` returned, in the layout of this estimate.
+            steps: the steps to watch; the first two are not counted. What it shows comes before the next step.
+            show: is called with the `Comparison`; by default it is printed.
+
+        Returns:
+            The `Comparison`, which fills while the trainer trains.
+
+        Raises:
+            Error: the trainer has another layout.
+        """
+        from autotp.estimation.watch import watch  # A trainer and an estimate need each other for nothing else.
+
+        return within("watch", lambda: watch(self, trainer, steps, show))
 
     def summary(self) -> str:
         """Returns layout, seconds and memory in a line."""
@@ -138,7 +152,7 @@ class Estimate(Shown):
 
     def sheet(self) -> Sheet:
         """Returns the tables of the time and of the memory."""
-        row = max(self.error, ROW)
+        row = row_bar(self.device, self.layout.zero)
         times = tuple(
             (name, f"{s:.4g} s", f"±{s * row:.2g} s", f"{s / self.seconds:.1%}")
             for name, s in sorted(self.spent.items(), key=lambda item: -item[1])
@@ -188,7 +202,7 @@ class Estimate(Shown):
         if name == "...":
             return ("...", *("" for _ in kinds), "")
         cells = [f"{vars(rank)[kind] / GIB:.2f}" for kind in kinds]
-        return (name, *cells, f"{rank.total / GIB:.2f} ±{rank.total * MEMORY / GIB:.1g}")
+        return (name, *cells, f"{rank.total / GIB:.2f} ±{rank.total * memory_bar(self.device) / GIB:.1g}")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the estimate as plain data, for JSON; bytes, seconds and FLOPs."""
@@ -204,7 +218,7 @@ class Estimate(Shown):
             "mfu": self.mfu,
             "spent": dict(self.spent),
             "memory": [{**vars(rank), "total": rank.total, "at_most": rank.reserved} for rank in self.memory],
-            "memory_error": MEMORY,
+            "memory_error": memory_bar(self.device),
             "fits": self.fits,
             "stages": [
                 {"rank": rank, "blocks": list(blocks)} for rank, blocks in zip(self.homes, self.stages, strict=True)

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from autotp.estimation.counts.activations import StageMemory, stage_memory
 from autotp.estimation.layout import Layout
-from autotp.estimation.price import Prices, beside_times, exchange_seconds, itemsize_of, update_seconds
+from autotp.estimation.price import Prices, beside_times, cast_seconds, exchange_seconds, itemsize_of, update_seconds
 from autotp.estimation.seconds.times import Times
 
 
@@ -44,7 +44,8 @@ class RoughPrices:
         self._rows: dict[int, Rows] = {}
         self._names: dict[int, frozenset[str]] = {}
         self._exchanges: dict[tuple[int, ...], tuple[float, float]] = {}
-        self._casts: dict[tuple[int, int], float] = {}
+        self._sums: dict[tuple[int, int], float] = {}
+        self._casts: dict[tuple[int, int, int], float] = {}
         self._totals: dict[int, tuple[float, float, float]] = {}
 
     @cached_property
@@ -73,17 +74,24 @@ class RoughPrices:
         again = rows.times.forward * (layout.recompute == "full")
         whole = rows.times.forward + rows.times.backward + again
         work = (whole * count / self._blocks + self._beside(layout, count)) * layout.microbatches
+        work += self._cast(layout, count)
         idle = (layout.pp - 1) / rounds * whole / layout.pp
         exchange, update = self._once(layout, count)
         exchange = max(0.0, exchange - work) if layout.zero == 3 else exchange
         return Rough(work + idle + exchange + update, self._memory(layout, count, rows))
 
     def _beside(self, layout: Layout, count: int) -> float:
-        """Returns the seconds to cast parameters and to add up their gradients, for one microbatch."""
+        """Returns the seconds to add up gradients, for one microbatch."""
         key = count, int(layout.microbatches > 1)
+        if key not in self._sums:
+            self._sums[key] = beside_times(self._prices, layout, self._parameters(count)).backward
+        return self._sums[key]
+
+    def _cast(self, layout: Layout, count: int) -> float:
+        """Returns the seconds to cast parameters in a step."""
+        key = count, layout.dp if layout.zero else 1, layout.microbatches if layout.zero == 3 else 1
         if key not in self._casts:
-            times = beside_times(self._prices, layout, self._parameters(count))
-            self._casts[key] = times.forward + times.backward
+            self._casts[key] = cast_seconds(self._prices, layout, self._parameters(count))
         return self._casts[key]
 
     def _once(self, layout: Layout, count: int) -> tuple[float, float]:
@@ -115,7 +123,7 @@ class RoughPrices:
         if layout.interleave:
             flights *= 1 + (layout.pp - 1) / layout.pp / layout.interleave
         kept = rows.boundaries if layout.recompute == "full" else rows.memory.kept
-        copies = 0.0 if layout.zero == 3 else copy * (1 if layout.zero and layout.dp > 1 else flights)
+        copies = 0.0 if layout.zero == 3 else copy
         state = (weights + 2 * learnt * itemsize) / divided
         gradients = learnt * itemsize / (divided if layout.zero > 1 else 1)
         live = max(rows.memory.forward, rows.memory.backward)

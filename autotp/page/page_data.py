@@ -9,7 +9,8 @@ from typing import Any
 import autotp
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.verify import Report
-from autotp.estimation.result import MEMORY, ROW, Estimate
+from autotp.estimation.error_bars import memory_bar, row_bar
+from autotp.estimation.result import Estimate
 from autotp.estimation.search import Search
 from autotp.estimation.seconds.hardware import GIB
 from autotp.page.axes import LETTERS, PageAxes, symbol_names
@@ -104,14 +105,14 @@ def _layout(estimate: Estimate) -> list[dict[str, str]]:
         ("seconds a step", f"{estimate.seconds:.3g}", f"± {estimate.seconds * error:.1g}"),
         ("TFLOP/s a GPU", f"{estimate.tflops:.0f}", f"± {estimate.tflops * error:.0f}"),
         ("of peak", f"{estimate.mfu:.1%}", f"± {estimate.mfu * error:.1%}"),
-        ("GiB", f"{fullest / GIB:.1f}", f"± {fullest * MEMORY / GIB:.1f}"),
+        ("GiB", f"{fullest / GIB:.1f}", f"± {fullest * memory_bar(estimate.device) / GIB:.1f}"),
     )  # fmt: skip
     return [dict(zip(("name", "value", "error"), cell, strict=True)) for cell in cells]
 
 
 def _spent(estimate: Estimate) -> list[dict[str, Any]]:
     """Returns what the seconds of the busiest pipeline rank are spent on, the longest first."""
-    error = max(estimate.error, ROW)
+    error = row_bar(estimate.device, estimate.layout.zero)
     rows = sorted(estimate.spent.items(), key=lambda item: -item[1])
     return [{"name": name, "seconds": s, "share": s / estimate.seconds, "error": s * error} for name, s in rows]
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from autotp.compiler import Program
 from autotp.errors import Error
 from autotp.passes.capture.pytree import map_leaves
-from autotp.passes.emit.attach_parameters import ParameterPlace, ReadParameter, value_at
+from autotp.passes.emit.attach_parameters import ParameterPlace, value_at
 from autotp.passes.plan.candidate import contracts
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
@@ -26,14 +29,79 @@ def cast_arguments(arguments: Any, dtype: torch.dtype | None) -> Any:
     return map_leaves(one, arguments)
 
 
-def parameter_reader(dtype: torch.dtype | None) -> ReadParameter:
-    """Returns the function that reads a parameter in `dtype`; the gradient arrives in the parameter's own dtype."""
+class ParameterReader:
+    """Reads parameters in a dtype. A step casts each parameter once: all its microbatches read the same copy.
 
-    def read(place: ParameterPlace) -> Tensor:
+    NOTE [Why a copy lives for one step]
+    A copy that each microbatch makes for itself stays until its backward: a pipeline's first rank would keep one for
+    each microbatch in flight. A copy that outlives the step could be stale: `parameter.data.add_(...)` is not seen by
+    the parameter's version. Writes during a step, such as those of a hook that runs the optimizer in backward, are: a
+    parameter of another version, or at another place of memory, is cast again.
+
+    Args:
+        dtype: the dtype of computation; None reads parameters as they are.
+
+    Example:
+        >>> read = ParameterReader(torch.bfloat16)
+        >>> with read.one_step():
+        ...     first, second = (read((nn.Linear(2, 2), "weight")) for _ in range(2))
+        >>> first.dtype
+        torch.bfloat16
+    """
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+        self._copies: dict[nn.Parameter, tuple[tuple[int, int], Tensor]] | None = None
+
+    @contextmanager
+    def one_step(self) -> Iterator[None]:
+        """A region in which each parameter is cast once; the copies are freed at its end."""
+        self._copies = {}
+        try:
+            yield
+        finally:
+            self._copies = None
+
+    def __call__(self, place: ParameterPlace) -> Tensor:
+        """Returns the tensor at a place; a parameter in `dtype`. Its gradient arrives in the parameter's own dtype."""
         value = value_at(place)
-        return value.to(dtype) if dtype and isinstance(value, nn.Parameter) and value.is_floating_point() else value
+        if self.dtype is None or not isinstance(value, nn.Parameter) or not value.is_floating_point():
+            return value
+        if self._copies is None or value.dtype == self.dtype or isinstance(value, DTensor):
+            return value.to(self.dtype)  # `fully_shard` casts what it gathers; a DTensor is refused by the caller.
+        shared: Tensor = SharedCopy.apply(value, self._copy(value, self._copies))
+        return shared
 
-    return read
+    def _copy(self, parameter: nn.Parameter, copies: dict[nn.Parameter, tuple[tuple[int, int], Tensor]]) -> Tensor:
+        state = parameter._version, parameter.data_ptr()
+        known, copy = copies.get(parameter, (None, None))
+        if copy is None or known != state:
+            copy = parameter.detach().to(self.dtype)
+            copies[parameter] = state, copy
+        return copy
+
+
+class SharedCopy(torch.autograd.Function):
+    """Reads a copy of a parameter; the gradient is the parameter's.
+
+    The gradient of each read is cast by itself, and then added to the others in the parameter's dtype: gradients of
+    microbatches are never added up in the copy's dtype.
+    """
+
+    @staticmethod
+    def forward(parameter: Tensor, copy: Tensor) -> Tensor:
+        """Returns the copy, on the same memory."""
+        return copy.view_as(copy)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        """Keeps the parameter's dtype."""
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Returns the parameter's gradient, in its dtype."""
+        return grad.to(ctx.dtype), None
 
 
 def expect_products_of_one_dtype(program: Program) -> None:

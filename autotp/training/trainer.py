@@ -44,7 +44,7 @@ from autotp.sharding.boxes import local_of
 from autotp.sharding.layout import Layout
 from autotp.source_location import block_in
 from autotp.training import process_groups as groups
-from autotp.training.compute_dtype import cast_arguments, parameter_reader
+from autotp.training.compute_dtype import ParameterReader, cast_arguments
 from autotp.training.microbatches import (
     Batch,
     batch_tensors,
@@ -164,6 +164,7 @@ class Trainer(HasHoldings):
         self, model: nn.Module, mesh: DeviceMesh, training: Training, given: Any, scaler: Any, timeout: timedelta
     ) -> None:
         super().__init__()
+        self._watchers: list[Callable[[], bool]] = []
         self.mesh, self.steps, self._calls, self._training, self._scaler = mesh, 0, 0, training, scaler
         self.place = make_mesh(None, mesh["tp"])
         self.everyone = groups.world_mesh(self.place, timeout)
@@ -196,8 +197,10 @@ class Trainer(HasHoldings):
         # In `__dict__`: a model may have a module named "shared" or "tied", whose attribute this would be.
         self.__dict__["shared"] = groups.shared(self._holders, mesh, timeout)
         self.__dict__["tied"] = self._tied()
-        readers, read = self._readers(stages, analysis), parameter_reader(training.compute_dtype)
-        self._works = {i: StageModule([m for m, some in readers.items() if i in some], read) for i in self._my_stages}
+        readers, self._read = self._readers(stages, analysis), ParameterReader(training.compute_dtype)
+        self._works = {
+            i: StageModule([m for m, some in readers.items() if i in some], self._read) for i in self._my_stages
+        }
         key, shapes = (True, rows, structure_of(args, kwargs)), [x.shape for x in tensors]
         self._pipelines = [self._pipeline(key, shapes, analysis, stages)]
         if training.zero and mesh["dp"].size() > 1:
@@ -323,9 +326,7 @@ class Trainer(HasHoldings):
         places = {name: place_of(self, name) for name in (names[x] for x in placeholders(stage.graph) if x in names)}
         owners = {name: module_at(self, name) for name in stage.blocks}
         bound = emitted(stage.graph, analysis, self._training, place.device, place.groups)
-        module = attach_parameters(
-            bound, captured.parameters, places, owners.get, parameter_reader(self._training.compute_dtype)
-        )
+        module = attach_parameters(bound, captured.parameters, places, owners.get, self._read)
         left = placeholders(module.graph)
         return StageGraph(
             module,
@@ -368,6 +369,7 @@ class Trainer(HasHoldings):
                 different batches; a rank was lost; or the loss is infinite or undefined (the error names the first
                 parameter or gradient that is).
         """
+        self._watchers = [watcher for watcher in self._watchers if watcher()]
         pipeline, given = self._begin(True, args, kwargs)
         before = {parameter: parameter.grad for parameter in self.parameters()}
         self.zero_grad(set_to_none=True)  # The gradients in `before` are already summed over the ranks.
@@ -382,6 +384,14 @@ class Trainer(HasHoldings):
         if self._scaler is None and not torch.isfinite(loss):
             within("Trainer.step", lambda: raise_nonfinite(float(loss), self.steps, self, self.everyone))
         return loss
+
+    def watch(self, watcher: Callable[[], bool]) -> None:
+        """Calls a function before each following step, until it returns False; `Estimate.watch` uses it.
+
+        Args:
+            watcher: must not communicate, or it does so on every rank.
+        """
+        self._watchers.append(watcher)
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -494,6 +504,10 @@ class Trainer(HasHoldings):
 
     def _run(self, pipeline: Pipeline, given: Mapping[str, Tensor]) -> list[Tensor]:
         """Runs forward, and in training backward; returns the microbatches' losses on ranks with the last stage."""
+        with self._read.one_step():
+            return self._run_microbatches(pipeline, given)
+
+    def _run_microbatches(self, pipeline: Pipeline, given: Mapping[str, Tensor]) -> list[Tensor]:
         losses: list[Tensor] = []
         if pipeline.engine is not None:
             last = len(self.plan.blocks) - 1 in self._my_stages
@@ -530,6 +544,8 @@ class Trainer(HasHoldings):
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dist.all_reduce(local_of(parameter.grad), group=group)
+        if self.mesh["dp"].size() == 1:  # Nothing to add, and copies of all gradients saved.
+            return
         whole = [p.grad for p in self.parameters() if p.grad is not None and not isinstance(p.grad, DTensor)]
         for dtype in dict.fromkeys(grad.dtype for grad in whole):
             some = [grad for grad in whole if grad.dtype == dtype]

@@ -4,10 +4,12 @@ import estimates
 import pytest
 from estimates import Row
 
+from autotp.estimation.error_bars import ERRORS
+
 
 def shown(monkeypatch: pytest.MonkeyPatch, table: str) -> list[Row]:
     found: list[Row] = []
-    monkeypatch.setattr(estimates, "show", lambda title, rows, goal: found.extend(rows))
+    monkeypatch.setattr(estimates, "show", lambda title, rows, goal, kind="": found.extend(rows))
     estimates.TABLES[table]()
     return found
 
@@ -39,3 +41,19 @@ def test_a_step_of_22b() -> None:
 
 def test_an_error_is_in_percent_or_in_points() -> None:
     assert Row("", 10, 11).error == pytest.approx(10) and Row("", 77, 75, points=True).error == -2
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("table", ["table5", "fig1", "table1", "table2", "weak"])
+def test_the_error_bars_are_those_of_the_tables(monkeypatch: pytest.MonkeyPatch, table: str) -> None:
+    """autotp/estimation/error_bars.py has the errors of these rows."""
+    found: dict[str, list[float]] = {}
+    monkeypatch.setattr(
+        estimates, "show",
+        lambda title, rows, goal, kind="": found.setdefault(kind, []).extend(estimates.relative(row) for row in rows),
+    )  # fmt: skip
+    estimates.TABLES[table]()
+    for kind, errors in found.items():
+        known = ERRORS[kind]
+        places = [known.index(pytest.approx(errors[0], abs=0.11))]  # type: ignore[arg-type]
+        assert known[places[0] : places[0] + len(errors)] == pytest.approx(errors, abs=0.11)

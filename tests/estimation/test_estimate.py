@@ -68,6 +68,15 @@ def test_the_first_rank_keeps_the_most_microbatches(pipeline: autotp.Estimate) -
     assert first.activations > 1.5 * last.activations and first.logits == 0 < last.logits
 
 
+def test_a_step_has_one_copy_of_each_parameter(pipeline: autotp.Estimate) -> None:
+    """All microbatches in flight read it."""
+    assert [rank.copies / rank.weights for rank in pipeline.memory] == [0.5, 0.5]
+    two, three = (estimated(batch=n).spent["elementwise"] for n in (2, 3))
+    device, count = KINDS["a100-80gb"], sum(p.numel() for p in gpt().parameters())
+    casts = (4 + 2) * count / (device.memory_bandwidth * device.memory_sustained)
+    assert 3 * two - 2 * three == pytest.approx(casts)  # What does not grow with the microbatches.
+
+
 def test_zero_divides_the_state_and_sends_more() -> None:
     plain, divided = estimated(dp=8), estimated(dp=8, zero=3)
     assert divided.memory[0].optimizer == pytest.approx(plain.memory[0].optimizer / 8)
@@ -109,6 +118,18 @@ def test_a_mixture_of_experts_an_encoder_decoder_and_lora_need_no_formula() -> N
     assert found[2].memory[0].gradients <= 4 * learns < found[2].memory[0].weights / 4
 
 
+def test_a_mixture_in_float32_multiplies_groups_by_an_operator_of_its_library() -> None:
+    """It loops over groups whose lengths are numbers; the FLOPs are those of bfloat16, where torch has an operator."""
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(**small, num_key_value_heads=2, vocab_size=128, num_local_experts=3)
+        )
+    wide, narrow = (estimated(model, tp=2, sequence=64, dtype=dtype) for dtype in (None, BF16))
+    assert wide.flops == pytest.approx(narrow.flops, rel=0.01)  # Rows are padded to whole groups.
+
+
 def test_an_uneven_model_is_priced_by_its_fullest_rank() -> None:
     even, uneven = estimated(gpt(heads=16), tp=4), estimated(gpt(heads=16), tp=5)
     assert uneven.memory[0].weights > even.memory[0].weights * 4 / 5
@@ -134,7 +155,8 @@ def test_it_is_html_and_plain_data(pipeline: autotp.Estimate) -> None:
 
 
 def test_devices_that_nobody_measured_have_wider_bars() -> None:
-    assert KINDS["a100-80gb"].measured and estimated(gpu="h100-80gb").error > 2 * estimated().error
+    assert estimated(gpu="h100-80gb").error > 2 * estimated().error
+    assert estimated(dp=8, zero=3).error > 2 * estimated(dp=8, zero=1).error  # Its own rows are worse.
 
 
 # ---- what it refuses

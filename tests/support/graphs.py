@@ -577,7 +577,10 @@ class _Calls(nn.Module):
 
 
 def recorded_run(
-    function: Callable[..., Tensor], *shapes: tuple[int, ...], groups: dict[str, int] | None = None
+    function: Callable[..., Tensor],
+    *shapes: tuple[int, ...],
+    groups: dict[str, int] | None = None,
+    on_gpu: bool = True,
 ) -> Record:
     """What a function does on meta, forward and backward: tensors of these shapes, all but the first parameters."""
     places: list[Reads] = ["input", *("parameter" for _ in shapes[1:])]
@@ -585,4 +588,4 @@ def recorded_run(
         (Value(shape=shape, dtype=torch.float32, learns=True), reads)
         for shape, reads in zip(shapes, places, strict=True)
     ]
-    return record(_Calls(function) if groups else fx.symbolic_trace(function), values, groups or {})
+    return record(_Calls(function) if groups else fx.symbolic_trace(function), values, groups or {}, on_gpu)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from autotp.compiler import analyse
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.training.compute_dtype import cast_arguments, expect_products_of_one_dtype, parameter_reader
+from autotp.training.compute_dtype import ParameterReader, cast_arguments, expect_products_of_one_dtype
 
 HALF = torch.bfloat16
 
@@ -26,13 +26,56 @@ def test_arguments() -> None:
 def test_parameters() -> None:
     """The parameter learns in its own dtype; buffers and integers are read as they are."""
     module = nn.BatchNorm1d(3)
-    read = parameter_reader(HALF)
+    read = ParameterReader(HALF)
     value = read((module, "weight"))
     assert value.dtype == HALF
     value.sum().backward()
     assert module.weight.grad is not None and module.weight.grad.dtype == torch.float32
     assert read((module, "running_mean")).dtype == torch.float32
-    assert parameter_reader(None)((module, "weight")) is module.weight
+    assert ParameterReader(None)((module, "weight")) is module.weight
+
+
+def test_a_step_casts_each_parameter_once_and_adds_gradients_in_its_own_dtype() -> None:
+    """The gradients are bit for bit those of a copy for each microbatch."""
+    module = nn.Linear(64, 64)
+    read, inputs = ParameterReader(HALF), torch.randn(5, 8, 64).to(HALF)
+    for x in inputs:
+        (x @ module.weight.to(HALF)).square().sum().backward()
+    expected, module.weight.grad = module.weight.grad, None
+    with read.one_step():
+        copies = [read((module, "weight")) for _ in inputs]
+        assert len({copy.data_ptr() for copy in copies}) == 1
+        for x, copy in zip(inputs, copies, strict=True):
+            (x @ copy).square().sum().backward()
+    assert expected is not None and module.weight.grad is not None and module.weight.grad.dtype == torch.float32
+    assert torch.equal(module.weight.grad, expected)
+
+
+@pytest.mark.parametrize("written", ["in place", "by data", "replaced", "between steps"])
+def test_a_parameter_that_was_written_is_cast_again(written: str) -> None:
+    module = nn.Linear(2, 2)
+    read = ParameterReader(HALF)
+    with read.one_step():
+        read((module, "weight"))
+        with torch.no_grad():
+            if written == "in place":
+                module.weight.fill_(7)
+            elif written == "by data":
+                module.weight.data = torch.full((2, 2), 7.0)
+            elif written == "replaced":
+                module.weight = nn.Parameter(torch.full((2, 2), 7.0))
+        if written != "between steps":
+            assert read((module, "weight")).unique().tolist() == [7]
+    module.weight.data.fill_(8)  # The version of the parameter does not tell.
+    with read.one_step():
+        assert read((module, "weight")).unique().tolist() == [8]
+
+
+def test_a_frozen_parameter_has_no_gradient() -> None:
+    module = nn.Linear(2, 2).requires_grad_(False)
+    read = ParameterReader(HALF)
+    with read.one_step():
+        assert not read((module, "weight")).requires_grad
 
 
 class Turned(nn.Module):

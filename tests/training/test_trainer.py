@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import SMALL, batch, started, trained
 
 import autotp
@@ -155,6 +156,41 @@ def overflowing(rank: int, n: int, kind: type[torch.amp.GradScaler]) -> list[flo
     scaler.update()
     assert all(torch.equal(p, old) for p, old in zip(trainer.parameters(), before, strict=True))
     return [scaler.get_scale()]
+
+
+def casting(rank: int, n: int, layout: Any, more: Any) -> dict[torch.Size, float]:
+    """How often a step of two microbatches casts each matrix among the parameters, by shape."""
+    trainer, _ = started(layout, compute_dtype=torch.bfloat16, **more)
+    shapes = {p.shape: 0 for name, p in trainer.named_parameters() if p.dim() == 2}
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float32 and args[0].shape in shapes:
+                shapes[args[0].shape] += 1
+            return func(*args, **(kwargs or {}))
+
+    trainer.step(**part(trainer, batch(0)))
+    trainer.zero_grad()
+    with Counting():
+        trainer.step(**part(trainer, batch(0)))
+    held = [p.shape for name, p in trainer.named_parameters() if p.dim() == 2]
+    return {shape: count / held.count(shape) for shape, count in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        ((1, 1, 1), {}),
+        ((1, 2, 1), {}),
+        pytest.param((1, 2, 1), {"schedule": "zero-bubble", "layers": 4}, marks=pytest.mark.rare),
+        pytest.param((2, 1, 1), {"recompute": "full"}, marks=pytest.mark.rare),
+    ],
+    ids=str,
+)
+def test_a_step_casts_each_parameter_once(layout: Any, more: dict[str, Any]) -> None:
+    """Its microbatches share the copy."""
+    for counts in run_ranks(casting, layout[0] * layout[1] * layout[2], layout, more, timeout=100):
+        assert counts and set(counts.values()) == {1}
 
 
 @pytest.mark.parametrize("kind", [ShardedGradScaler, torch.amp.GradScaler])

@@ -13,7 +13,7 @@ from torch import Tensor
 aten = torch.ops.aten
 Phase = Literal["forward", "backward", "again"]
 """When an operator runs; `again` is forward that backward runs once more."""
-Kind = Literal["product", "attention", "pointwise", "softmax", "other", "collective", "wait"]
+Kind = Literal["product", "attention", "pointwise", "softmax", "other", "view", "collective", "wait"]
 
 PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addmm_, aten._grouped_mm})
 ATTENTION = {
@@ -21,9 +21,29 @@ ATTENTION = {
     aten._scaled_dot_product_efficient_attention: (2, 2),
     aten._scaled_dot_product_flash_attention_backward: (4, 5),
     aten._scaled_dot_product_efficient_attention_backward: (4, 5),
+    aten._scaled_dot_product_flash_attention_for_cpu: (2, 2),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (4, 5),
 }
 """Fused attention -> the products of its size that count, and those computed: backward computes the scores again."""
 SOFTMAX = frozenset({aten._softmax, aten._safe_softmax, aten._log_softmax})
+ARITHMETIC = {
+    aten.gelu: 26.0, aten.gelu_backward: 42.0, aten.silu: 23.0, aten.silu_backward: 28.0, aten.sigmoid: 22.0,
+    aten.exp: 63.0, aten.tanh: 215.0, aten.cos: 118.0, aten.sin: 118.0, aten.rsqrt: 25.0, aten.sqrt: 37.0,
+    aten._softmax: 42.0, aten._safe_softmax: 42.0, aten._log_softmax: 38.0, aten._log_softmax_backward_data: 23.0,
+    aten.native_layer_norm: 27.0, aten.native_layer_norm_backward: 30.0, aten.cumsum: 76.0, aten.bernoulli_: 464.0,
+    aten.bernoulli: 464.0, aten.gt: 35.0, aten.embedding_dense_backward: 100.0,
+    aten._scaled_dot_product_flash_attention_for_cpu: 72.0,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: 72.0,
+}  # fmt: skip
+"""What torch 2.13's kernels for CPUs compute for each element of a result (attention: of each score), beside products.
+
+In FLOPs at the peak of products in float32: the time of the operator on one core, in the cache, times the peak of
+`cpu-gloo`. On GPUs this is hidden behind the time to move the tensors.
+"""
+TANH = 122.0
+"""The same of `gelu(approximate="tanh")`, forward and backward."""
+KEYS = 512
+"""The keys of a block of the fused attention for CPUs: of a causal mask, it leaves out whole blocks."""
 FREE = frozenset({
     aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided, aten.empty_permuted,
     aten._efficientzerotensor,
@@ -58,6 +78,7 @@ class Op:
         share: computed FLOPs for each of these: half of a fused causal attention.
         reads: the memory that it reads.
         writes: the memory that it writes.
+        arithmetic: FLOPs for each element of the result, or for each score of an attention, beside products.
         dtype: of its result.
         axis: of a collective: the mesh axis, such as "tp".
         size: of a collective: the bytes of the whole tensor that its ranks hold together or sum.
@@ -72,6 +93,7 @@ class Op:
     share: float = 1.0
     reads: tuple[Touch, ...] = ()
     writes: tuple[Touch, ...] = ()
+    arithmetic: float = 0.0
     dtype: torch.dtype = torch.float32
     axis: str = ""
     size: int = 0
@@ -119,7 +141,16 @@ def share_of(func: Any, packet: Any, args: Any) -> float:
     counted, computed = ATTENTION[packet]
     places = [i for i, argument in enumerate(func._schema.arguments) if argument.name == "is_causal"]
     causal = any(args[i] is True for i in places if i < len(args))
+    if causal and "for_cpu" in str(packet):
+        blocks = math.ceil(_attention(packet, args)[0][2] / KEYS)
+        return computed / counted * (blocks + 1) / (2 * blocks)
     return computed / counted * (0.5 if causal else 1.0)
+
+
+def arithmetic_of(packet: Any, kwargs: Any) -> float:
+    """Returns the FLOPs of an operator for each element of its result, beside products."""
+    tanh = packet in (aten.gelu, aten.gelu_backward) and kwargs.get("approximate") == "tanh"
+    return TANH if tanh else ARITHMETIC.get(packet, 0.0)
 
 
 def _attention(packet: Any, args: Any) -> tuple[tuple[int, int, int, int], float]:

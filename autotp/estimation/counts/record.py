@@ -29,7 +29,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from autotp.estimation.counts.operators import FREE, Op, Phase, Touch, kind_of, share_of, work_of
+from autotp.estimation.counts.operators import FREE, Op, Phase, Touch, arithmetic_of, kind_of, share_of, work_of
+from autotp.rules.registry import is_grouped
 
 aten = torch.ops.aten
 META = torch.device("meta")
@@ -91,7 +92,8 @@ def record(
         module: an emitted graph for `meta`; communicates over the groups' names.
         values: what each placeholder reads, in order.
         groups: name of a process group -> its size.
-        on_gpu: whether dropout and attention are the operators of GPUs.
+        on_gpu: whether dropout and attention are the operators of GPUs; else attention is that of CPUs, and views are
+            written down, which take a core's time.
         early_stop: whether what is computed again ends where backward needs no more, as torch does it.
     """
     with ExitStack() as stack:
@@ -118,8 +120,8 @@ def _process_group(name: str, size: int) -> Iterator[None]:
 
 def _recorded(module: nn.Module, values: Sequence[tuple[Value, Reads]], on_gpu: bool) -> Record:
     given = [torch.empty(v.shape, dtype=v.dtype, device=META, requires_grad=v.learns) for v, _ in values]
-    _use_fused(module, FUSED if on_gpu else {})
-    recorder = _Recorder()
+    _use_fused(module, FUSED if on_gpu else ON_CPU)
+    recorder = _Recorder(views=not on_gpu)
     for part in module.children():
         part.register_forward_pre_hook(recorder.enter_block)
         part.register_forward_hook(recorder.leave_block)
@@ -155,7 +157,21 @@ def _use_fused(module: nn.Module, kinds: Mapping[Any, Callable[..., Tensor]]) ->
         if isinstance(part, fx.GraphModule):
             for node in part.graph.nodes:
                 node.target = kinds.get(node.target, node.target)
+                if is_grouped(node.target) and node.target is not aten._grouped_mm.default:
+                    node.target = even_groups  # On a device it loops over the groups, which are numbers.
             part.recompile()
+
+
+def even_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Returns the products of groups of rows with a matrix each, as if all groups had as many rows.
+
+    x: [rows in]; weight: [groups in out]
+    """
+    groups, rows = weight.shape[0], x.shape[0]
+    each = -(-rows // groups)
+    padded = torch.nn.functional.pad(x, (0, 0, 0, groups * each - rows)) if rows % groups else x
+    found = torch.bmm(padded.view(groups, each, -1), weight)
+    return found.view(groups * each, -1)[:rows]
 
 
 def fused_dropout(x: Tensor, p: float, train: bool) -> Tensor:
@@ -188,6 +204,33 @@ FUSED: dict[Any, Callable[..., Tensor]] = {
 """An operator of a graph -> what a GPU runs for it."""
 
 
+def cpu_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, p: float = 0.0, causal: bool = False,
+    *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Returns attention as a CPU computes it: in one operator, but for dropout and for a mask that learns.
+
+    query: [batch heads seq width]
+    """
+    if p or (mask is not None and mask.requires_grad):
+        found: Tensor = aten.scaled_dot_product_attention.default(
+            query, key, value, mask, p, causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return found
+    if enable_gqa:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf)
+    return aten._scaled_dot_product_flash_attention_for_cpu.default(
+        query, key, value, p, causal, attn_mask=mask, scale=scale
+    )[0]
+
+
+ON_CPU: dict[Any, Callable[..., Tensor]] = {aten.scaled_dot_product_attention.default: cpu_attention}
+"""An operator of a graph -> what a CPU runs for it."""
+
+
 class _Recorder(TorchDispatchMode):
     """A mode that writes down each operator, and numbers the memory that operators touch.
 
@@ -199,8 +242,9 @@ class _Recorder(TorchDispatchMode):
         head: the memory that it keeps behind the block.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, views: bool = False) -> None:
         super().__init__()
+        self._views = views
         self.phase: Phase = "forward"
         self.ops: list[Op] = []
         self.bytes: dict[int, int] = {}
@@ -248,18 +292,20 @@ class _Recorder(TorchDispatchMode):
         if func.namespace == "_c10d_functional":
             self._communicate(func, before, found, args)
         elif packet not in FREE:
-            self._compute(func, packet, before, found, args)
+            self._compute(func, packet, before, found, args, kwargs)
         else:
             for x in _tensors(found):
                 self.memory_of(x, new=True)
         return found
 
-    def _compute(self, func: Any, packet: Any, before: Sequence[Tensor], found: Any, args: Any) -> None:
+    def _compute(self, func: Any, packet: Any, before: Sequence[Tensor], found: Any, args: Any, kwargs: Any) -> None:
         own = {x.untyped_storage()._cdata for x in before}
         after = _tensors(found)
         made = [x for x in after if x.untyped_storage()._cdata not in own]
         if not made and not func._schema.is_mutable:
-            return  # A view.
+            if self._views:
+                self.ops.append(Op(name=str(packet).partition(".")[2], kind="view", phase=self._now()))
+            return
         written = made or _written(func, args)
         reads = [Touch(self.memory_of(x), _bytes(x)) for x in before]
         writes = [Touch(self.memory_of(x, new=x in _same(made)), _bytes(x)) for x in written]
@@ -270,7 +316,7 @@ class _Recorder(TorchDispatchMode):
             Op(
                 name=str(packet).partition(".")[2], kind=kind_of(func, packet), phase=self._now(), shape=shape,
                 flops=flops, share=share_of(func, packet, args), reads=tuple(reads), writes=tuple(writes),
-                dtype=(after or written)[0].dtype,
+                dtype=(after or written)[0].dtype, arithmetic=arithmetic_of(packet, kwargs),
             )
         )  # fmt: skip
 

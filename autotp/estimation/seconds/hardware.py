@@ -12,8 +12,10 @@ write a tile. `link_sustained` is what NCCL's tests reach in a DGX A100 (about 2
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from autotp.errors import Error
@@ -28,21 +30,21 @@ class Hardware:
     Attributes:
         name: the name of the kind.
         matrix_flops: peak of products in 16 bits, without sparsity: FLOP/s.
-        vector_flops: peak of products in float32: FLOP/s.
+        vector_flops: peak of products in float32: FLOP/s. In float64 it is half of this: registers hold half as many.
         memory_bandwidth: bytes/s.
         memory: bytes.
-        units: the parts that compute a tile of a product each (streaming multiprocessors).
-        cache_bandwidth: bytes/s between the last cache and all units, which read the operands of tiles.
+        units: the parts that compute a tile of a product each (streaming multiprocessors); 1 for a core of a CPU.
+        cache_bandwidth: bytes/s between the last cache and all units, which read the operands of tiles. (Not used for
+            a CPU: a core reads them as fast as it computes.)
         matrix_sustained: the part of the peak that a large product sustains: clocks fall under load.
         memory_sustained: the part of the memory's bandwidth that a long copy sustains.
         fill: the summed length that a tile's time is longer by, while its pipeline of loads fills and empties.
-        launch: seconds from the end of a kernel to the work of the next.
+        launch: seconds from the end of a kernel to the work of the next; on a CPU, of the call of an operator.
         node: the number of devices in a node.
         node_bandwidth: bytes/s of a device to the others of its node.
         net_bandwidth: bytes/s of a device to other nodes: of the node's adapters, divided by its devices.
         link_sustained: the part of these that collectives sustain.
         latency: seconds for a message of no length.
-        measured: whether estimates for this kind were compared with published or own measurements.
     """
 
     name: str
@@ -61,14 +63,18 @@ class Hardware:
     net_bandwidth: float
     link_sustained: float = 0.78
     latency: float = 5 * MICRO
-    measured: bool = False
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is a GPU, on which NCCL communicates; else one core of a CPU, with gloo."""
+        return self.units > 1
 
 
 # Sources: NVIDIA A100 white paper (2020), table 4 and page 39 (level-2 cache: 5,120 bytes a clock, 1,410 MHz); DGX A100
 # data sheet: NVSwitch 600 GB/s both ways, 8 adapters of 200 Gbit/s for 8 GPUs (Narayanan et al. 2021, section 5).
 A100_80GB = Hardware(
     name="a100-80gb", matrix_flops=312 * TERA, vector_flops=19.5 * TERA, memory_bandwidth=2039 * GIGA, memory=80 * GIB,
-    units=108, cache_bandwidth=5120 * 1.41e9, node_bandwidth=300 * GIGA, net_bandwidth=25 * GIGA, measured=True,
+    units=108, cache_bandwidth=5120 * 1.41e9, node_bandwidth=300 * GIGA, net_bandwidth=25 * GIGA,
 )  # fmt: skip
 # The same white paper: 1,555 GB/s.
 A100_40GB = replace(A100_80GB, name="a100-40gb", memory_bandwidth=1555 * GIGA, memory=40 * GIB)
@@ -77,7 +83,6 @@ A100_40GB = replace(A100_80GB, name="a100-40gb", memory_bandwidth=1555 * GIGA, m
 V100_32GB = Hardware(
     name="v100-32gb", matrix_flops=130 * TERA, vector_flops=16.4 * TERA, memory_bandwidth=900 * GIGA, memory=32 * GIB,
     units=80, cache_bandwidth=2155 * GIGA, node=16, node_bandwidth=150 * GIGA, net_bandwidth=100 * GIGA / 16,
-    measured=True,
 )  # fmt: skip
 # NVIDIA H100 data sheet (SXM): 989.4 TFLOP/s, 66.9 TFLOP/s, 3.35 TB/s. Cache: as the A100's, at 1.755 GHz. DGX H100
 # data sheet: NVLink 900 GB/s both ways, 8 adapters of 400 Gbit/s.
@@ -93,7 +98,14 @@ B200_180GB = Hardware(
     name="b200-180gb", matrix_flops=2250 * TERA, vector_flops=75 * TERA, memory_bandwidth=8000 * GIGA,
     memory=180 * GIGA, units=148, cache_bandwidth=5120 * 1.965e9, node_bandwidth=900 * GIGA, net_bandwidth=50 * GIGA,
 )  # fmt: skip
-KINDS = {kind.name: kind for kind in (V100_32GB, A100_40GB, A100_80GB, H100_80GB, H200_141GB, B200_180GB)}
+# One core of an AMD EPYC (family 26, Zen 5; a virtual machine of two cores and 24 GB), torch 2.13.0, a thread a rank,
+# two ranks with gloo on loopback. Each number is measured: `autotp calibrate`, 2026-11-25, beside other programs.
+CPU_GLOO = Hardware(
+    name="cpu-gloo", matrix_flops=500 * GIGA, vector_flops=115 * GIGA, memory_bandwidth=55 * GIGA, memory=12 * GIB,
+    units=1, cache_bandwidth=105 * GIGA, matrix_sustained=1.0, memory_sustained=1.0, fill=0.0, launch=8 * MICRO,
+    node=2, node_bandwidth=3 * GIGA, net_bandwidth=3 * GIGA, link_sustained=1.0, latency=70 * MICRO,
+)  # fmt: skip
+KINDS = {kind.name: kind for kind in (V100_32GB, A100_40GB, A100_80GB, H100_80GB, H200_141GB, B200_180GB, CPU_GLOO)}
 
 LINE = "989TF 3.35TB/s 80GB node=8x450GB/s net=50GB/s"
 """An example of a line that describes a device."""
@@ -112,14 +124,14 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([A-Za-z/]+)")
 
 
 def hardware_of(gpu: str | Hardware) -> Hardware:
-    """Returns a kind of device by its name, or from a line such as LINE.
+    """Returns a kind of device by its name, from a line such as LINE, or from a file that `autotp calibrate` saved.
 
     A line has, in any order: peak of products in 16 bits (TF), memory bandwidth (TB/s or GB/s), memory (GB or GiB),
     `node=` number of devices x bandwidth of each inside a node, and `net=` bandwidth of each between nodes. All else
-    is as for an H100.
+    is as for an H100, or for the kind behind `like=`.
 
     Raises:
-        Error: there is no such kind, or the line lacks a part.
+        Error: there is no such kind, the line lacks a part, or the file cannot be read.
     """
     if isinstance(gpu, Hardware):
         return gpu
@@ -128,6 +140,8 @@ def hardware_of(gpu: str | Hardware) -> Hardware:
     name = gpu.strip().lower().replace("_", "-")
     if name in KINDS:
         return KINDS[name]
+    if name.endswith(".json"):
+        return loaded(Path(gpu.strip()))
     if " " not in gpu.strip():
         raise Error(f"gpu={gpu!r} is not known", expected=", ".join(KINDS), fix=f"a line, such as gpu={LINE!r}")
     return _parsed(gpu)
@@ -135,8 +149,12 @@ def hardware_of(gpu: str | Hardware) -> Hardware:
 
 def _parsed(line: str) -> Hardware:
     found: dict[str, float] = {}
+    base = H100_80GB
     for word in line.split():
         key, text = word.split("=", 1) if "=" in word else ("", word)
+        if key == "like" and text in KINDS and base is H100_80GB:
+            base = KINDS[text]
+            continue
         if key == "node":
             count, _, text = text.partition("x")
             if not count.isdigit() or not int(count):
@@ -150,14 +168,60 @@ def _parsed(line: str) -> Hardware:
     lacking = ", ".join(name for name in (*_FIELDS.values(), "node") if name not in found)
     if lacking:
         raise Error(f"gpu={line!r} does not say {lacking}", fix=f"gpu={LINE!r}")
-    node = int(found.pop("node"))
-    peak = H100_80GB.matrix_flops
-    more = {
-        "vector_flops": H100_80GB.vector_flops * found["matrix_flops"] / peak,
-        "cache_bandwidth": H100_80GB.cache_bandwidth * found["matrix_flops"] / peak,
-    }
+    node, faster = int(found.pop("node")), found["matrix_flops"] / base.matrix_flops
+    more = {"vector_flops": base.vector_flops * faster, "cache_bandwidth": base.cache_bandwidth * faster}
     sizes: dict[str, Any] = {**found, **more, "node": node}
-    return replace(H100_80GB, name=line, measured=False, **sizes)
+    return replace(base, name=line, **sizes)
+
+
+VERSION = 1
+NUMBERS = tuple(field.name for field in fields(Hardware) if field.name != "name")
+
+
+def to_file(device: Hardware, path: Path) -> None:
+    """Writes a device's numbers into a file, which `--gpu` takes; by a temporary name, so that it is never half there.
+
+    Raises:
+        Error: the file cannot be written.
+    """
+    text = json.dumps({"version": VERSION, "name": device.name, **{n: getattr(device, n) for n in NUMBERS}}, indent=2)
+    beside = path.with_name(f".{path.name}.new")
+    try:
+        beside.write_text(text + "\n")
+        beside.replace(path)
+    except OSError as error:
+        raise Error(f"{path} cannot be written: {error.strerror}", fix="another folder") from error
+
+
+def loaded(path: Path) -> Hardware:
+    """Returns the device of a file that `to_file` wrote.
+
+    Raises:
+        Error: it cannot be read, or it is no such file.
+    """
+    fix = f"autotp calibrate --save {path.name}"
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise Error(f"gpu={str(path)!r}: {error.strerror}", fix=fix) from error
+    except ValueError as error:
+        raise Error(f"gpu={str(path)!r} is no JSON", fix=fix) from error
+    if not isinstance(found, dict) or found.get("version") != VERSION or not isinstance(found.get("name"), str):
+        raise Error(f"gpu={str(path)!r} is no file of a device, version {VERSION}", fix=fix)
+    wrong = sorted({*NUMBERS, "version", "name"} ^ found.keys())
+    wrong += [n for n in NUMBERS if n in found and not _is_positive(found[n], n)]
+    if wrong:
+        raise Error(f"gpu={str(path)!r}: `{wrong[0]}` is missing, unknown or no positive number", fix=fix)
+    numbers: dict[str, Any] = {n: float(found[n]) for n in NUMBERS}
+    whole = {n: int(found[n]) for n in ("units", "node")}
+    return Hardware(name=found["name"], **numbers | whole)
+
+
+def _is_positive(value: Any, name: str) -> bool:
+    """Whether a number of a device can be right; only `fill` may be 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        return False
+    return (value > 0 or name == "fill") and (name not in ("units", "node") or value == int(value))
 
 
 _FIELDS = {

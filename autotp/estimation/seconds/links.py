@@ -49,6 +49,8 @@ def collective_seconds(name: str, size: float, group: Group, device: Hardware) -
     """
     if group.size == 1 or not size:
         return 0.0
+    if name == "reduce-scatter" and not device.is_gpu:
+        name = "all-reduce"  # gloo sums the whole tensor on all ranks.
     here, rounds = group.per_node(device), RINGS[name]
     bandwidth = device.node_bandwidth
     if group.crosses(device):

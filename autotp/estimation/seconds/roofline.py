@@ -1,7 +1,9 @@
 """roofline: the seconds of one operator on a device.
 
 A product is computed in tiles, one on each unit at a time. Its time is the number of waves of tiles, times the time of
-a tile; or the time to move its operands, if that is longer. All other operators move memory. Every kernel has a launch.
+a tile; or the time to move its operands, if that is longer. All other operators move memory; on a CPU, whose cores
+compute little for the bytes that they move, they also take the time of their arithmetic. Every kernel has a launch: on
+a CPU this is the time of the call itself, views included.
 
 Source: Williams et al. 2009, "Roofline"; NVIDIA, "Matrix Multiplication Background User's Guide" (tile and wave
 quantization).
@@ -26,16 +28,33 @@ def op_seconds(op: Op, device: Hardware) -> float:
     """Returns the seconds of an operator that computes or moves memory."""
     moved = sum(touch.bytes for touch in (*op.reads, *op.writes))
     moving = moved / (device.memory_bandwidth * device.memory_sustained)
+    together = max if device.is_gpu else _in_turn
     if op.kind == "product":
-        return max(product_seconds(op.shape, op.dtype.itemsize, _peak(op, device), device), moving) + device.launch
+        computing = product_seconds(op.shape, op.dtype.itemsize, _peak(op, device), device)
+        return together(computing, moving) + device.launch
     if op.kind == "attention":
-        return max(_attention_seconds(op, device), moving) + device.launch
-    return moving + device.launch
+        return together(_attention_seconds(op, device), moving) + device.launch
+    return max(moving, _arithmetic_seconds(op, device)) + device.launch
+
+
+def _in_turn(computing: float, moving: float) -> float:
+    """Returns the seconds of a product on one core: it copies blocks of operands, multiplies them, and adds results."""
+    return computing + moving
+
+
+def _arithmetic_seconds(op: Op, device: Hardware) -> float:
+    """Returns the seconds of what an operator computes for each element of its first result, on a CPU."""
+    if device.is_gpu or not op.arithmetic or not op.writes:
+        return 0.0
+    elements = op.writes[0].bytes / op.dtype.itemsize
+    return elements * op.arithmetic / (device.vector_flops * device.matrix_sustained)
 
 
 def _peak(op: Op, device: Hardware) -> float:
-    wide = op.dtype in (torch.float32, torch.float64)
-    return device.vector_flops if wide else device.matrix_flops
+    """Returns the peak for an operator's dtype: a vector register holds half as many numbers of 64 bits as of 32."""
+    if op.dtype == torch.float64:
+        return device.vector_flops / 2
+    return device.vector_flops if op.dtype == torch.float32 else device.matrix_flops
 
 
 @cache
@@ -48,6 +67,8 @@ def product_seconds(shape: tuple[int, int, int, int], itemsize: int, peak: float
         peak: FLOP/s of the device for this dtype.
     """
     batch, rows, columns, summed = shape
+    if not device.is_gpu:  # Its tiles are a few registers.
+        return 2.0 * batch * rows * columns * (summed + device.fill) / (peak * device.matrix_sustained)
     return min(_tiled(batch, rows, columns, summed, tile, itemsize, peak, device) for tile in TILES)
 
 
@@ -71,7 +92,11 @@ def _tiled(
 
 def _attention_seconds(op: Op, device: Hardware) -> float:
     """Returns the seconds of a fused attention: tiles of 128 queries, whose summed length is the width of a head."""
-    batch, rows, _, width = op.shape
+    batch, rows, columns, width = op.shape
+    if not device.is_gpu:
+        scores = batch * rows * columns * op.share * op.arithmetic
+        computing = op.flops * op.share * (width + device.fill) / width
+        return computing / (_peak(op, device) * device.matrix_sustained) + scores / device.vector_flops
     tiles = batch * math.ceil(rows / 128)
     full = tiles / (math.ceil(tiles / device.units) * device.units)
     filled = width / (width + device.fill)

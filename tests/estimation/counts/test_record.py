@@ -44,6 +44,36 @@ def test_attention_is_one_operator_where_it_is_fused() -> None:
     assert sum(op.flops for op in found.ops if op.phase == "backward") == 2 * forward.flops
 
 
+def test_a_cpu_has_its_own_attention_and_views_take_time() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.ops.aten.scaled_dot_product_attention.default(q.transpose(1, 2), k, v, None, 0.0, True)
+
+    found = run(attention, (2, 1024, 4, 8), (2, 4, 1024, 8), (2, 4, 1024, 8), on_gpu=False)
+    assert names(found, "forward")[:2] == ["transpose", "_scaled_dot_product_flash_attention_for_cpu"]
+    view, forward = found.ops[:2]
+    assert (view.kind, view.reads, view.writes) == ("view", (), ())
+    assert forward.flops == 2 * 2 * 8 * 1024 * 1024 * 8 and forward.arithmetic > 0
+    assert forward.share == 0.75  # Of two blocks of keys, the first half of the queries reads one.
+    assert sum(op.flops for op in found.ops if op.phase == "backward") == 2 * forward.flops
+    assert sorted(found.kept.values()) == [2**15, 2**18, 2**18]  # Queries, the result, its logarithms: no scores.
+
+
+def test_a_cpu_computes_attention_with_dropout_step_by_step() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.ops.aten.scaled_dot_product_attention.default(q, k, v, None, 0.1, True)
+
+    found = run(attention, (2, 4, 16, 8), (2, 4, 16, 8), (2, 4, 16, 8), on_gpu=False)
+    assert {"bmm", "_safe_softmax"} <= set(names(found, "forward"))
+
+
+def test_gelu_has_two_costs() -> None:
+    exact, tanh = (
+        run(lambda x, way=way: torch.ops.aten.gelu.default(x, approximate=way), (6, 4)).ops[0].arithmetic
+        for way in ("none", "tanh")
+    )
+    assert 0 < exact < tanh
+
+
 def test_collectives_are_those_of_both_directions() -> None:
     found = run(lambda x: collectives.reduce(collectives.copy(x, "g") * 2, "g"), (6, 4), groups={"g": 4})
     kinds = [(op.name, op.axis, op.size) for op in found.ops if op.kind == "collective"]

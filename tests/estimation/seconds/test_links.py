@@ -16,6 +16,12 @@ def test_a_ring_in_a_node(name: str, rounds: int) -> None:
     assert collective_seconds(name, 8e9, Group(size=8, stride=1), A100) == pytest.approx(rounds * 7 / 8 * 8e9 / INSIDE)
 
 
+def test_gloo_sums_the_whole_tensor_for_a_part() -> None:
+    cpu, group = KINDS["cpu-gloo"], Group(size=2, stride=1)
+    assert collective_seconds("reduce-scatter", 8e6, group, cpu) == collective_seconds("all-reduce", 8e6, group, cpu)
+    assert collective_seconds("all-gather", 8e6, group, cpu) == pytest.approx(4e6 / cpu.node_bandwidth + cpu.latency)
+
+
 def test_a_group_with_one_rank_a_node_has_one_adapter_each() -> None:
     found = collective_seconds("all-reduce", 8e9, Group(size=4, stride=8), A100)
     assert found == pytest.approx(2 * 3 / 4 * 8e9 / ACROSS)

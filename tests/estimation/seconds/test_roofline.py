@@ -32,6 +32,18 @@ def test_a_short_sum_is_less_efficient() -> None:
     assert short > 1.2 * long / 16
 
 
+def test_on_a_cpu_arithmetic_counts_and_numbers_of_64_bits_are_half_as_fast() -> None:
+    cpu, size = replace(KINDS["cpu-gloo"], launch=0.0), 4 * 10**6
+    move = Op(name="neg", kind="pointwise", phase="forward", reads=(Touch(0, size),), writes=(Touch(1, size),))
+    compute = replace(move, name="tanh", arithmetic=215.0)
+    assert op_seconds(move, cpu) == pytest.approx(2 * size / cpu.memory_bandwidth)
+    assert op_seconds(compute, cpu) == pytest.approx(215 * 10**6 / cpu.vector_flops)
+    assert op_seconds(compute, A100) == op_seconds(move, A100)
+    product = Op(name="mm", kind="product", phase="forward", shape=(1, 256, 300, 512), flops=2.0 * 256 * 300 * 512)
+    assert op_seconds(product, cpu) == pytest.approx(product.flops / cpu.vector_flops)  # No tiles to fill.
+    assert op_seconds(replace(product, dtype=torch.float64), cpu) == 2 * op_seconds(product, cpu)
+
+
 def test_other_operators_move_memory() -> None:
     op = Op(
         name="add",

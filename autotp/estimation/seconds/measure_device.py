@@ -1,0 +1,169 @@
+"""measure_device: times products, a copy, an elementwise operator and an operator's call on the device of this process.
+
+On a CPU it counts the processor time of the calling thread, which other programs disturb little; on a GPU the time
+between two events. The median of many runs counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+LAYER = {"cpu": (1024, 512, 2048), "cuda": (8192, 8192, 8192)}
+"""Rows, inputs and outputs of the linear layer whose products are timed."""
+COLD = 96 * 2**20
+"""Bytes of the operands that a CPU's products read in turn, so that they come from memory as in a model."""
+SIDE = 1024
+"""Rows and columns of a product whose summed length is SHORT."""
+SHORT = 64
+"""The summed length of a product that does not keep a device busy: the width of a head."""
+COPIED = {"cpu": 2**24, "cuda": 2**30}
+"""Bytes of the tensor that is copied: of a CPU more than a core's own caches, and few enough that they are paged in."""
+CHAIN = 20
+"""Operators in a row whose calls are timed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What was measured of one device.
+
+    Attributes:
+        half, single, double: FLOP/s of products in bfloat16, float32 and float64.
+        square, short: FLOP/s of products in float32 whose summed length is SIDE, and SHORT.
+        copy: bytes/s of a copy, read and written.
+        add: bytes/s of the sum of two tensors.
+        call: seconds of an operator on a few numbers, forward and backward.
+        memory: bytes of the device.
+    """
+
+    half: float
+    single: float
+    double: float
+    square: float
+    short: float
+    copy: float
+    add: float
+    call: float
+    memory: float
+
+    @property
+    def fill(self) -> float:
+        """The summed length by which a product takes longer than its FLOPs say."""
+        ratio = self.square / self.short
+        return max(0.0, SHORT * (ratio - 1) / (1 - ratio * SHORT / SIDE))
+
+
+def measure_device(device: torch.device, seconds: float) -> Measured:
+    """Returns what was measured. seconds: for all of it, about"""
+    each = seconds / 7
+    count = COPIED[device.type] // 4
+    x, y, out = (torch.ones(count, device=device) for _ in range(3))
+    copied = 8 * count / typical(lambda: out.copy_(x), device, each)
+    summed = 12 * count / typical(lambda: torch.add(x, y, out=out), device, each)
+    half, single, double = (
+        _linear(dtype, device, each, copied) for dtype in (torch.bfloat16, torch.float32, torch.float64)
+    )
+    return Measured(
+        half=half, single=single, double=double, square=_square(SIDE, device, each), short=_square(SHORT, device, each),
+        copy=copied, add=summed, call=_call(device, each), memory=_memory(device),
+    )  # fmt: skip
+
+
+def _linear(dtype: torch.dtype, device: torch.device, seconds: float, bandwidth: float) -> float:
+    """Returns the FLOP/s of the three products of a linear layer: its result, and the gradients of input and weight.
+
+    On a CPU without the time to move operands and results, which roofline.py adds.
+    """
+    rows, inputs, outputs = LAYER[device.type]
+    if device.type == "cuda" and dtype == torch.float64:
+        rows = rows // 8
+    size = dtype.itemsize * (rows * inputs + inputs * outputs + rows * outputs)
+    sets = max(1, COLD // size) if device.type == "cpu" else 1
+    xs, ws, gs = (
+        [torch.randn(n, m, device=device).to(dtype) for _ in range(sets)]
+        for n, m in ((rows, inputs), (outputs, inputs), (rows, outputs))
+    )
+    turn = itertools.cycle(range(sets))
+
+    def run() -> None:
+        i = next(turn)
+        torch.mm(xs[i], ws[i].t())
+        torch.mm(gs[i], ws[i])
+        torch.mm(gs[i].t(), xs[i])
+
+    moving = 3 * size / bandwidth if device.type == "cpu" else 0.0
+    took = typical(run, device, seconds)
+    return 6 * rows * inputs * outputs / max(took - moving, took / 2)
+
+
+def _square(summed: int, device: torch.device, seconds: float) -> float:
+    """Returns the FLOP/s of a product in float32 of this summed length."""
+    x, y = torch.randn(SIDE, summed, device=device), torch.randn(summed, SIDE, device=device)
+    return 2 * SIDE * SIDE * summed / typical(lambda: torch.mm(x, y), device, seconds)
+
+
+def _call(device: torch.device, seconds: float) -> float:
+    """Returns the seconds of the call of an operator on a few numbers, noted for backward.
+
+    On a CPU a copy fills the caches with other data before each call, as the operators of a model do: a call whose code
+    and data are in the caches is three times as fast. Of pairs of runs, with calls and without, the lower quartile of
+    the differences counts: they are small beside the copies, and whatever else runs adds to them.
+    """
+    x = torch.ones(4, device=device, requires_grad=True)
+    cold = device.type == "cpu"
+    old, new = (torch.ones(COPIED["cpu"] // 4 if cold else 0, device=device) for _ in range(2))
+
+    def chain(calls: bool) -> None:
+        y: Tensor = x
+        for _ in range(CHAIN):
+            if cold:
+                new.copy_(old)
+            y = y * 1.0 if calls else y
+
+    if not cold:
+        return typical(lambda: chain(True), device, seconds) / CHAIN
+    found, end = list[float](), time.perf_counter() + seconds
+    while len(found) < 8 or time.perf_counter() < end:
+        without, with_calls = (_on_cpu(partial(chain, calls)) for calls in (False, True))
+        found.append(with_calls - without)
+    return max(1e-7, statistics.quantiles(found, n=4)[0]) / CHAIN
+
+
+def _memory(device: torch.device) -> float:
+    """Returns the bytes of a device; of a CPU those of a process of this machine, one for each core."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    cores = os.cpu_count() or 1
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / max(1, cores // torch.get_num_threads())
+
+
+def typical(run: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Returns the median seconds of a function's runs: of five, or of as many as `seconds` allow."""
+    run()
+    found, end = list[float](), time.perf_counter() + seconds
+    while len(found) < 5 or time.perf_counter() < end:
+        found.append(_on_gpu(run) if device.type == "cuda" else _on_cpu(run))
+    return statistics.median(found)
+
+
+def _on_cpu(run: Callable[[], object]) -> float:
+    began = time.thread_time()
+    run()
+    return time.thread_time() - began
+
+
+def _on_gpu(run: Callable[[], object]) -> float:
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    run()
+    ended.record()
+    torch.cuda.synchronize()
+    return began.elapsed_time(ended) / 1e3

@@ -1,0 +1,1 @@
+"""Compares what `autotp.estimate` predicts with steps that are trained here."""
