@@ -48,6 +48,7 @@ def right(folder: Path) -> dict[str, dict[str, Any]]:
         "rule": {"op": torch.ops.aten.kron, "factors": "a b, c d -> (a c) (b d)"},
         "gather": {"output": X},
         "estimate": {"model": Regression(), "gpu": "h100-80gb", "batch": 2, "example_inputs": X},
+        "calibrate": {"gpu": "cpu-gloo", "seconds": 1.0},
         "save_page": {"found": estimate, "path": folder / "page.html"},
         "save_trace": {"estimate": estimate, "path": folder / "trace.json"},
         "search": {"model": Regression(), "gpus": 1, "gpu": "h100-80gb", "batch": 2, "example_inputs": X},

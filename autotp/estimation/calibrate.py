@@ -78,7 +78,10 @@ class Calibration(Shown):
         return tuple(number for number in self.numbers if abs(number.more) > DIFFERS)
 
     def line(self) -> str:
-        """Returns the line that describes the device, for `--gpu`. What it cannot say is as for the known kind."""
+        """Returns the line that describes the device, for `--gpu`.
+
+        It names the known kind, which has what a line cannot say.
+        """
         own = self.device
         words = [
             f"{_short(own.matrix_flops / TERA)}TF", f"{_short(own.memory_bandwidth / GIGA)}GB/s",
@@ -88,7 +91,10 @@ class Calibration(Shown):
         return " ".join([*words, f"like={self.known.name}"])
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes all numbers of the device into a file, which `gpu=` and `--gpu` take; its name ends in `.json`.
+        """Writes all numbers of the device into a file, which `gpu=` and `--gpu` take.
+
+        Args:
+            path: the file; its name ends in `.json`.
 
         Raises:
             Error: the file cannot be written, or has another name.
@@ -140,6 +146,11 @@ def calibrate(*, gpu: str | Hardware | None = None, seconds: float = 40.0) -> Ca
 
     Raises:
         Error: the kind is not known; or the ranks cannot communicate.
+
+    Example:
+        >>> found = autotp.calibrate(seconds=1)
+        >>> [number.name for number in found.numbers if number.measured <= 0]
+        []
     """
 
     def run() -> Calibration:

@@ -121,18 +121,16 @@ class Estimate(Shown):
         return step_bar(self.device, self.layout.zero)
 
     def watch(self, trainer: Any, steps: int = 20, show: Callable[[Any], Any] = print) -> Any:
-        """Watches a trainer's next steps, and shows on the first rank what was predicted and what was measured.
+        """Returns a `Comparison` that the next steps of a trainer fill: what was predicted, and what is measured.
 
-        Call it on every rank. A step is measured from its beginning to that of the next one: with the optimizer, and
-        with what the loop does between steps. It costs nothing after the last step.
+        The first rank shows it after the last of these steps. Call it on every rank. A step is measured from its
+        beginning to that of the next one: with the optimizer, and with what the loop does between steps. It costs
+        nothing after the last step.
 
         Args:
             trainer: what `autotp.distribute` returned, in the layout of this estimate.
             steps: the steps to watch; the first two are not counted. What it shows comes before the next step.
             show: is called with the `Comparison`; by default it is printed.
-
-        Returns:
-            The `Comparison`, which fills while the trainer trains.
 
         Raises:
             Error: the trainer has another layout.
