@@ -323,6 +323,16 @@ def _clip(name: str, more: dict[str, Any] | None = None, **kwargs: Any) -> Calla
     return _of("open_clip.model" if name != "CoCa" else "open_clip", name, 48, inputs=(images(), tokens()), **towers)
 
 
+def _coca() -> Built:
+    """Returns a CoCa; its constructor leaves two parameters of the decoder as they are in memory."""
+    model, inputs = _clip("CoCa", {
+        "vision_cfg": {"attentional_pool": True, "attn_pooler_heads": 6, "output_tokens": True},
+        "text_cfg": {"embed_cls": True, "output_tokens": True},
+    }, multimodal_cfg={"context_length": SEQ, "width": 48, "heads": 6, "layers": 2})()  # fmt: skip
+    model.text_decoder.init_parameters()  # type: ignore[operator, union-attr]
+    return model, inputs
+
+
 OPEN_CLIP = {
     "clip": _clip("CLIP"),
     "clip-quick-gelu": _clip("CLIP", quick_gelu=True, init_logit_bias=-10.0),
@@ -330,10 +340,7 @@ OPEN_CLIP = {
     "clip-timm": _clip("CustomTextCLIP", {
         "vision_cfg": {"timm_model_name": "test_resnet", "timm_pool": "avg", "timm_proj": "linear", "image_size": 32},
     }),
-    "coca": _clip("CoCa", {
-        "vision_cfg": {"attentional_pool": True, "attn_pooler_heads": 6, "output_tokens": True},
-        "text_cfg": {"embed_cls": True, "output_tokens": True},
-    }, multimodal_cfg={"context_length": SEQ, "width": 48, "heads": 6, "layers": 2}),
+    "coca": _coca,
 }  # fmt: skip
 
 # ---- sentence-transformers
