@@ -3,8 +3,11 @@
     python examples/hf_coverage.py --jobs 2                          # all, in a quarter of an hour: docs/coverage.md
     python examples/hf_coverage.py --families llama bert --tp 2 4    # some, on the screen
     python examples/hf_coverage.py --all --jobs 2                    # every class, in hours: docs/coverage_all.md
+    python examples/hf_coverage.py --libraries                       # timm, diffusers and others, on real ranks
 
-The models are tiny and random, built from configurations (`support/hf_families.py`): nothing is downloaded.
+The last two can be stopped, and go on where they were. --libraries skips a library that is not installed, with a
+message: `pip install --no-deps -c constraints.txt timm x-transformers` brings no other torch. The models are tiny and
+random, built from configurations: nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ import torch
 from support.hf_families import FAMILIES
 from support.hf_shrink import classes
 from support.hf_walk import CRASHED, OUTCOMES, RIGHT, WRONG, page, sampled, walk
+from support.library_walk import RESULTS as OF_LIBRARIES
+from support.library_walk import libraries
 from torch import nn
 from tqdm import tqdm
 
@@ -179,10 +184,18 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="number of processes; each verifies one family at a time")
     parser.add_argument("--write", action="store_true", help="with --families: write their rows into docs/coverage.md")
     parser.add_argument("--all", nargs="*", metavar="CLASS", help="these classes of transformers, or every one of them")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="--all goes on from this file, and adds to it")
-    parser.add_argument("--again", nargs="+", default=[], choices=OUTCOMES, help="--all: what is verified once more")
-    parser.add_argument("--limit", type=int, default=240, help="seconds for each class of --all")
+    parser.add_argument("--libraries", nargs="*", metavar="NAME", help="other libraries, or models: timm, timm/vit")
+    parser.add_argument("--results", type=Path, help="--all and --libraries go on from this file, and add to it")
+    parser.add_argument("--again", nargs="+", default=[], choices=OUTCOMES, help="what these two verify once more")
+    parser.add_argument(
+        "--limit",
+        type=int,
+        default=240,
+        help="seconds for each class of --all, and for each model and size of --libraries",
+    )
     args = parser.parse_args()
+    if args.libraries is not None:
+        return libraries(args.libraries, args.results or OF_LIBRARIES, args.again, args.limit)
     if args.all is not None:
         return every_class(sampled(args.all or classes()), args)
     if args.write and args.tp != list(SIZES):
@@ -205,7 +218,8 @@ def every_class(names: Sequence[str], args: argparse.Namespace) -> None:
     sizes = args.tp if args.tp != list(SIZES) else [2, 3]
     found = []
     for one in tqdm(
-        walk(names, sizes, args.results, jobs=args.jobs, limit=args.limit, again=args.again), total=len(names)
+        walk(names, sizes, args.results or RESULTS, jobs=args.jobs, limit=args.limit, again=args.again),
+        total=len(names),
     ):
         found.append(one)
         if one.outcome != RIGHT:

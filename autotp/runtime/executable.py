@@ -462,6 +462,14 @@ class Executable:
         if is_many(len(others)):
             names = ", ".join(f"`{_argument(called.spec, i)}`" for i in others[-1])
             self._warn(len(others), names, "without dimensions, as `torch.tensor(3)`")
+        fixed = sum(known == key and entry.analysis.captured.symbols != "all" for known, entry in self.entries)
+        if is_many(fixed):
+            warnings.warn(
+                f"{self.name}.forward is captured for the {fixed + 1}th time, since its inputs had other sizes each "
+                "time, and forward computes so much with sizes that a graph is right for these sizes only. Pad inputs "
+                "to a few sizes",
+                stacklevel=2,
+            )
         self._count_values(key)
 
     def _count_values(self, key: Key) -> None:

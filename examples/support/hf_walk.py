@@ -13,7 +13,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -55,6 +55,9 @@ class Walked:
     seconds: float = 0.0
 
 
+Look = Callable[[str, Sequence[int], int], Walked]
+
+
 def sampled(names: Iterable[str]) -> list[str]:
     """Returns names in an order that is the same each time and says nothing of them: its start is a fair sample."""
     return sorted(names, key=lambda name: sha256(name.encode()).digest())
@@ -68,6 +71,7 @@ def walk(
     jobs: int = 1,
     limit: int = 240,
     again: Collection[str] = (),
+    look: Look | None = None,
 ) -> Iterator[Walked]:
     """Yields what was found of each class, in the order in which they end; those of the file first.
 
@@ -78,11 +82,13 @@ def walk(
         jobs: number of processes.
         limit: seconds for each class.
         again: outcomes; classes that the file has with one of these are verified once more.
+        look: verifies a name for these sizes within the limit; None verifies a class in a process of its own.
     """
+    look = look or _by_itself
     known = {found.name: found for found in read(file) if found.outcome not in again}
     yield from (known[name] for name in names if name in known)
     with ThreadPoolExecutor(jobs) as pool:
-        for found in pool.map(lambda name: _by_itself(name, sizes, limit), [n for n in names if n not in known]):
+        for found in pool.map(lambda name: look(name, sizes, limit), [n for n in names if n not in known]):
             with file.open("a") as lines:
                 lines.write(json.dumps(asdict(found)) + "\n")
             yield found
@@ -91,7 +97,7 @@ def walk(
 def read(file: Path) -> list[Walked]:
     """Returns what a file has; the last line of a class counts."""
     lines = file.read_text().splitlines() if file.exists() else []
-    found = {row["name"]: Walked(**row | {"arguments": tuple(row["arguments"])}) for row in map(json.loads, lines)}
+    found = {line["name"]: Walked(**line | {"arguments": tuple(line["arguments"])}) for line in map(json.loads, lines)}
     return list(found.values())
 
 
@@ -137,13 +143,18 @@ def verified(name: str, sizes: Sequence[int]) -> Walked:
                     return Walked(name, WRONG, f"tp={tp}: {report.worst}", arguments=arguments)
                 shares.append(share(report.plan))
     except autotp.Error as error:
-        lines = str(error).splitlines()
-        place = next((line.split(maxsplit=1)[1] for line in lines if line.split()[:1] == ["at"]), "")
-        return Walked(name, REFUSED, lines[0].partition(": ")[2][:300], place[:160], arguments)
+        return refused(name, str(error), arguments)
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
         return Walked(name, CRASHED, f"{type(error).__name__}: {first}"[:300], _ours(error), arguments)
     return Walked(name, RIGHT, arguments=arguments, share=round(min(shares), 3))
+
+
+def refused(name: str, error: str, arguments: tuple[str, ...] = ()) -> Walked:
+    """Returns what was found of a class that autotp refuses, from the text of the error."""
+    lines = error.splitlines()
+    place = next((line.split(maxsplit=1)[1] for line in lines if line.split()[:1] == ["at"]), "")
+    return Walked(name, REFUSED, lines[0].partition(": ")[2][:300], place[:160], arguments)
 
 
 def share(plan: Any) -> float:
@@ -204,10 +215,10 @@ def page(found: Sequence[Walked], sizes: Sequence[int], limit: int) -> str:
         limit=limit,
         right=counted[RIGHT],
         run=len(found) - counted[UNBUILT],
-        counts=", ".join(f"{counted[outcome]} {outcome}" for outcome in OUTCOMES),
+        counts=counts(found),
         causes="\n".join(f"| {n} | {outcome} | {cause} |" for (outcome, cause), n in causes.most_common()),
         header=HEADER,
-        rows="\n".join(map(_row, sorted(found, key=lambda one: one.name))),
+        rows="\n".join(map(row, sorted(found, key=lambda one: one.name))),
     )
 
 
@@ -216,7 +227,14 @@ def _cause(message: str) -> str:
     return _cell(re.sub(r"\d+", "N", re.sub(r"`[^`]*`|'[^']*'", "...", message))[:140])
 
 
-def _row(one: Walked) -> str:
+def counts(found: Sequence[Walked]) -> str:
+    """Returns how many have each outcome."""
+    counted = Counter(one.outcome for one in found)
+    return ", ".join(f"{counted[outcome]} {outcome}" for outcome in OUTCOMES)
+
+
+def row(one: Walked) -> str:
+    """Returns the row of the table."""
     cut = f"{one.share:.0%}" if one.outcome == RIGHT else ""
     return f"| {one.name} | {one.outcome} | {cut} | {_cell('; '.join(filter(None, (one.message, one.place))))} |"
 

@@ -42,6 +42,7 @@ from autotp.passes.capture.repeats.queries import Entangled
 from autotp.passes.capture.repeats.repeats import Repeats
 from autotp.passes.capture.skeleton import copy_on
 from autotp.passes.capture.unsupported.explain_failure import explain_failure
+from autotp.passes.capture.unsupported.long_sizes import FEWER, LongSize, Symbols, asks_too_much, short_sizes
 
 DEVICE = "cpu"
 """The device on which models are captured, with tensors without memory; under autocast the device of autocast. Not
@@ -63,6 +64,8 @@ def capture(
 ) -> Captured:
     """Returns the graph of `skeleton(*args, **kwargs)`, with every input dimension symbolic where the model allows.
 
+    NOTE [Sizes that become numbers] says where fewer dimensions are symbols.
+
     Args:
         skeleton: the model, on `meta` (see `skeleton_of`); its train/eval flags count.
         args, kwargs: example arguments; of tensors shapes and dtypes are read, and values where the model reads them.
@@ -83,7 +86,11 @@ def capture(
         found = _reads(call, opened, values) if values.places else NO_VALUES
         expected = found if isinstance(found, KnownValues) else NO_VALUES
         while True:
-            result = _captured_once(call, once, opened, expected)
+            try:
+                result = _captured_once(call, once, opened, expected)
+            except LongSize:
+                call = replace(call, symbols=FEWER[call.symbols])
+                continue
             if isinstance(result, Captured):
                 return replace(result, places=expected.places)
             if isinstance(result, _NeedsValues):
@@ -111,13 +118,14 @@ def _expect_dense(leaves: list[Any]) -> None:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call that is captured: the model on meta, its flattened arguments, and the modes around it."""
+    """A call that is captured: the model on meta, its flattened arguments, the modes around it, its symbolic sizes."""
 
     skeleton: nn.Module
     leaves: list[Any]
     spec: Any
     autocast: Autocast
     wanted: GradientsWanted
+    symbols: Symbols = "all"
 
 
 @dataclass(frozen=True)
@@ -159,7 +167,9 @@ def _capture(
         with FakeTensorMode(allow_non_fake_inputs=True):
             flat, given, asked = _flat(call, opened, reading)
         with around_export(flat.model, repeats) as reads:
-            program = _exported(flat, given)
+            program = _exported(flat, given, call.symbols)
+        if call.symbols in FEWER and isinstance(program, Exception) and asks_too_much(program):
+            raise LongSize from program
         if opened | flat.returned.before != opened:
             return flat.returned.before
         if isinstance(program, Exception):
@@ -174,7 +184,7 @@ def _capture(
     result = convert_program(program, flat, given, call.autocast, slots, opened)
     if not isinstance(result, Captured):
         return result
-    result = replace(result, wanted=asked.relevant(), symbolic=reading.in_sizes(result.graph))
+    result = replace(result, wanted=asked.relevant(), symbolic=reading.in_sizes(result.graph), symbols=call.symbols)
     taken = reading.taken(result.graph)
     return _NeedsValues(result, taken) if taken else result
 
@@ -256,15 +266,18 @@ def _example(values: list[Any], autocast: Autocast, wanted: GradientsWanted) -> 
     return tuple(x.requires_grad_().clone() if flag else x for x, flag in zip(given, flags, strict=False))
 
 
-def _symbolic(x: Any) -> Any:
-    """Returns the dynamic shape of an input for the exporter: every dimension above 1, and every number, may vary."""
-    return {d: Dim.AUTO for d, n in enumerate(x.shape) if n > 1} if isinstance(x, Tensor) else Dim.AUTO
+def _symbolic(x: Any, symbols: Symbols) -> Any:
+    """Returns the dynamic shape of an input for the exporter: numbers, and dimensions above 1 that are symbols."""
+    if not isinstance(x, Tensor):
+        return Dim.AUTO
+    most = {"all": x.dim(), "first": 1, "none": 0}[symbols]
+    return {d: Dim.AUTO if d < most else Dim.STATIC for d, n in enumerate(x.shape) if n > 1}
 
 
-def _exported(flat: Flat, given: tuple[Any, ...]) -> ExportedProgram | Exception:
-    dynamic = (tuple(_symbolic(x) for x in given),) if given else ()
+def _exported(flat: Flat, given: tuple[Any, ...], symbols: Symbols) -> ExportedProgram | Exception:
+    dynamic = (tuple(_symbolic(x, symbols) for x in given),) if given else ()
     try:
-        with warnings.catch_warnings():
+        with short_sizes(symbols), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # the exporter asks
             return export(flat, given, dynamic_shapes=dynamic, strict=False)
     except (Entangled, Error):

@@ -16,6 +16,7 @@ from autotp.passes.capture.guards.code_names import CodeName
 from autotp.passes.capture.guards.python_state import NOT_ASKED, GradientsWanted
 from autotp.passes.capture.guards.sizes import Fits
 from autotp.passes.capture.guards.values import Outcome, Place, ValueRead
+from autotp.passes.capture.unsupported.long_sizes import Symbols
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class Captured:
         asked: what Python read of tensors, in order; the tensors are outputs after all that `changes` and `into` name.
         places: the places at which values are needed.
         symbolic: the places of numbers that sizes in the graph are made of, of which it has no values.
+        symbols: the dimensions of inputs that may be symbols. NOTE [Sizes that become numbers]
         input_values: graph of what Python reads of the inputs' values (canonicalize); None before that pass, or if it
             reads nothing.
     """
@@ -124,6 +126,7 @@ class Captured:
     asked: tuple[ValueRead, ...] = ()
     places: frozenset[Place] = frozenset()
     symbolic: frozenset[Place] = frozenset()
+    symbols: Symbols = "all"
     input_values: fx.Graph | None = None
 
     @property

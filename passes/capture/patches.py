@@ -13,6 +13,7 @@ other way, a function of torch or Python is replaced. This happens in the region
         (`python_state.py`).
 - `torch.default_generator`, as torch's own functions read it: forward may not seed it (`python_state.py`).
 - `nn.TransformerEncoder.forward`, and torch's test whether a mask is causal (`transformer_layers.py`).
+- `ShapeEnv.evaluate_expr`: a question about sizes of too many terms ends the capture (`long_sizes.py`).
 - `torch.SymInt`'s text and hash: a size that is used as text or as a key becomes a number (`sizes_as_keys.py`).
 - the exporter's exceptions that say that a value is not known: the model may not catch them (`tensor_values.py`).
 - what a library of models asks for (`model_library.py`): transformers' masks.

@@ -67,7 +67,6 @@ BY_WHAT_IS_CAPTURED = {
     "passes/capture/repeats/record": "passes/capture/repeats/test_repeats",
     "passes/capture/repeats/unfold": "passes/capture/repeats/test_repeats",
     "passes/capture/unsupported/explain_failure": "system/test_refusals",
-    "passes/capture/unsupported/sizes_as_keys": "passes/capture/guards/test_guard",
     "passes/lower/localize": "passes/lower/test_lower",
 }
 """Parts of a stage that have no input of their own: tested on models, by the graph that the stage makes."""

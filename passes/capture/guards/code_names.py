@@ -158,15 +158,18 @@ class Named:
 
 def is_followed(kind: type) -> bool:
     """True for a class whose attributes are compared in each call: the user's own, or one of a library of models."""
-    package = kind.__module__.partition(".")[0]
-    return is_of_models(package) or not is_library(kind.__module__)
+    module: Any = kind.__module__
+    return not is_library(module) or (isinstance(module, str) and is_of_models(module.partition(".")[0]))
 
 
-def is_library(module: str) -> bool:
+def is_library(module: Any) -> bool:
     """True for a module of Python whose code is a library's: Python's own, torch, numpy, autotp, or one of models.
 
-    A user's file may have the name of one of Python's modules: `token.py`, a folder `test`.
+    A user's file may have the name of one of Python's modules: `token.py`, a folder `test`. The class of functions that
+    Cython compiled has a descriptor in place of a name.
     """
+    if not isinstance(module, str):
+        return True
     package = module.partition(".")[0]
     if package in sys.stdlib_module_names:
         file = getattr(sys.modules.get(package), "__file__", None)

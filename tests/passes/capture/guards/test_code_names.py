@@ -541,3 +541,25 @@ def test_a_file_of_the_users_with_the_name_of_one_of_pythons(monkeypatch: pytest
     mine.__file__ = "/home/user/token.py"
     monkeypatch.setitem(sys.modules, "token", mine)
     assert not is_library("token")
+
+
+class Compiled:
+    """As the class of a function that Cython compiled: its `__module__` is a descriptor, no text."""
+
+    def __call__(self, y: Tensor) -> Tensor:
+        return y * 2
+
+
+Compiled.__module__ = property(lambda self: "here")  # type: ignore[assignment]
+COMPILED = Compiled()
+
+
+class CallsCompiled(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return COMPILED(self.mlp(x))
+
+
+def test_a_function_that_cython_compiled() -> None:
+    assert not isinstance(Compiled.__module__, str)
+    whole, parallel = pair(CallsCompiled, 1)
+    torch.testing.assert_close(parallel(x()), whole(x()))

@@ -1,0 +1,126 @@
+"""Compares models of libraries beside transformers on real ranks with one device, and writes a table of them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from support.hf_walk import CRASHED, HEADER, RIGHT, SLOW, WRONG, Look, Walked, counts, read, refused, row, walk
+from support.library_models import LIBRARIES, MODELS, MODULES, built
+from support.rank_checks import Compared, Died, Ranks
+from tqdm import tqdm
+
+SIZES = (2, 3)
+PAGE = Path(__file__).parents[2] / "docs" / "coverage_libraries.md"
+RESULTS = Path(__file__).parents[1] / "libraries_coverage.jsonl"
+TEXT = """# Other libraries
+
+`python examples/hf_coverage.py --libraries` wrote this page, with torch {torch}, {versions}. It builds tiny random
+models from configurations, and trains and evaluates them on {sizes} real ranks (processes over gloo, each with a hash
+seed of its own). It compares the loss, every output, every gradient and every buffer with those of one device, for
+three calls in each mode: the example, other values, and another number of rows.
+
+**{right} of {count} models are right.** {counts}.
+
+- **cut**: the share of the parameters in numbered blocks (or of all, without blocks) that is cut, the smallest of both
+  sizes.
+- **refused**: `autotp.Error` says what cannot be made parallel, and what to write instead.
+
+{header}
+{rows}
+"""
+
+
+def libraries(only: Sequence[str], results: Path, again: Sequence[str], limit: int) -> None:
+    """Compares the models; writes the page if all libraries are there. The status is 1 if a result is not right.
+
+    Args:
+        only: libraries, or models: timm, timm/vit; all of them, if there are none.
+        results: goes on from this file, and adds to it.
+        again: the outcomes that are compared once more.
+        limit: seconds for each model and number of ranks.
+    """
+    missing = [library for library in LIBRARIES if not _installed(library)]
+    for library in missing:
+        print(f"{library} is not installed: its {len(LIBRARIES[library])} models are skipped")
+    chosen = [name for name in MODELS if name.split("/")[0] not in missing and name.startswith(tuple(only or [""]))]
+    ranks, bad = Ranks(max(SIZES), built), []
+    for one in tqdm(walk(chosen, SIZES, results, limit=limit, again=again, look=_look(ranks)), total=len(chosen)):
+        if one.outcome != RIGHT:
+            tqdm.write(f"{one.name}: {one.outcome}: {one.message}")
+        if one.outcome in (WRONG, CRASHED):
+            bad.append(one.name)
+    ranks.end()
+    known = {one.name: one for one in read(results)}
+    if set(MODELS) <= set(known) and not missing:
+        PAGE.write_text(page([known[name] for name in MODELS]))
+    assert not bad, bad
+
+
+def _installed(library: str) -> bool:
+    """True if a library, and what it imports, is installed."""
+    try:
+        importlib.import_module(MODULES[library])
+    except (ImportError, RuntimeError):  # torchvision of another torch raises RuntimeError.
+        return False
+    return True
+
+
+def _look(ranks: Ranks) -> Look:
+    """Returns a function that compares a model on each number of ranks."""
+
+    def look(name: str, sizes: Sequence[int], limit: int) -> Walked:
+        answers: list[Compared] = []
+        try:
+            for tp in sizes:
+                found = ranks.compare(name, tp, limit)
+                answers += found
+                outcome = _outcome(name, tp, found)
+                if outcome.outcome != RIGHT:
+                    return outcome
+        except TimeoutError as error:
+            return Walked(name, SLOW, str(error))
+        except Died as error:
+            return Walked(name, CRASHED, str(error))
+        seconds = sum(one.seconds for one in answers[:: sizes[0]][:2])
+        return Walked(name, RIGHT, share=round(min(one.share for one in answers), 3), seconds=round(seconds, 1))
+
+    return look
+
+
+def _outcome(name: str, tp: int, answers: Sequence[Compared]) -> Walked:
+    """Returns what the answers of all ranks say together."""
+    for one in answers:
+        if one.crash:
+            return Walked(name, CRASHED, f"tp={tp}: {one.crash}"[:300])
+        if one.difference:
+            return Walked(name, WRONG, f"tp={tp}, {one.difference}")
+    if len({one.error for one in answers}) > 1:
+        return Walked(name, CRASHED, f"tp={tp}: the ranks have different errors")
+    return refused(name, answers[0].error) if answers[0].error else Walked(name, RIGHT)
+
+
+def page(found: Sequence[Walked]) -> str:
+    """Returns the page of the docs that shows what was found."""
+    versions = [f"{library} {_version(library)}" for library in LIBRARIES if library != "torch"]
+    right = sum(one.outcome == RIGHT for one in found)
+    return TEXT.format(
+        torch=torch.__version__.partition("+")[0],
+        versions=", ".join(versions),
+        sizes=" and ".join(map(str, SIZES)),
+        right=right,
+        count=len(found),
+        counts=counts(found),
+        header=HEADER.replace("class", "model", 1),
+        rows="\n".join(map(row, found)),
+    )
+
+
+def _version(library: str) -> str:
+    try:
+        return version("open_clip_torch" if library == "open_clip" else library)
+    except PackageNotFoundError:
+        return "(not installed)"
