@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from autotp.compiler import CallState, analyse
 from autotp.diagnostics.plan import Plan
@@ -54,6 +55,7 @@ def build(
         args, kwargs = signature_of(model).by_name(*find_inputs(model, given))
         call = CallState(autocast=ambient(place.device))
         analysis = analyse(skeleton_of(model), args, kwargs, place.size, settings, call)
+        _expect_plain(model, analysis.layouts)
         if strict:
             _expect_cut(report(analysis, _name(model)))
         return prepare(analysis, place, settings), classes_of(model)
@@ -115,6 +117,11 @@ def expect_ordinary(model: Any, remedy: str = "parallelize the original model on
             "the model was made parallel before, and its parameters are in that parallel model",
             fix="use the model that autotp.parallelize or autotp.distribute returned then",
         )
+    if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
+        raise Error(
+            f"`{lazy[0]}` has no size yet: its module takes it from a first call",
+            fix="model(...) once, on one device, before autotp.parallelize",
+        )
     if found := quantized_weight(model):
         raise Error(
             f"{found}, and weights that are quantized cannot be cut",
@@ -131,6 +138,17 @@ def _shared(name: str) -> Error:
         fix="one module that holds both models and calls the one that is asked for, parallelized once",
         alternative="models that share nothing: copy.deepcopy",
     )
+
+
+def _expect_plain(model: nn.Module, layouts: Mapping[str, Layout]) -> None:
+    """Raises Error for a parameter of a class of its own that would be cut: its part would be taken for the whole."""
+    kinds = {name: type(p) for name, p in model.named_parameters()}
+    for name in (name for name, layout in layouts.items() if layout.dim is not None):
+        if kinds.get(name, nn.Parameter) is not nn.Parameter:
+            raise Error(
+                f"`{name}` is a {kinds[name].__name__}, and a parameter of a class of its own cannot be cut",
+                fix="nn.Parameter(weight.detach())",
+            )
 
 
 def _expect_cut(plan: Plan) -> None:

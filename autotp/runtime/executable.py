@@ -36,7 +36,7 @@ from autotp.passes.capture.guards.guard import Guard, spelled_places
 from autotp.passes.capture.guards.python_state import NOT_ASKED, GradientsWanted, wanted_now
 from autotp.passes.capture.guards.sizes import Shapes
 from autotp.passes.capture.guards.values import KnownValues, Outcome, Place, ValueRead, other_reads, shown
-from autotp.passes.capture.pytree import flatten, signature_of, states
+from autotp.passes.capture.pytree import computes_by_itself, flatten, signature_of, states
 from autotp.passes.capture.skeleton import storage_of
 from autotp.passes.capture.unsupported.lost_gradients import expect_no_global_hooks
 from autotp.passes.emit.attach_parameters import BlockCall, places, ties, value_at, works
@@ -657,7 +657,7 @@ def _argument(spec: Any, at: int) -> str:
 def _kind(tensor: Tensor) -> Any:
     """Returns the facts of a tensor that select a graph, except sizes."""
     cut = tensor.cut if isinstance(tensor, Sharded) else None
-    return tensor.dim(), tensor.dtype, cut, tensor.layout, tensor.is_nested
+    return tensor.dim(), tensor.dtype, cut, tensor.layout, tensor.is_nested, computes_by_itself(type(tensor))
 
 
 def expect_untraced(name: str) -> None:

@@ -37,7 +37,7 @@ from autotp.passes.capture.guards.values import (
     reads_values,
 )
 from autotp.passes.capture.patches import CAPTURING, around_capture, around_export
-from autotp.passes.capture.pytree import flatten, is_dense
+from autotp.passes.capture.pytree import computes_by_itself, flatten, is_dense
 from autotp.passes.capture.repeats.queries import Entangled
 from autotp.passes.capture.repeats.repeats import Repeats
 from autotp.passes.capture.skeleton import copy_on
@@ -106,8 +106,13 @@ def capture(
 
 
 def _expect_dense(leaves: list[Any]) -> None:
-    """Raises Error for a sparse or nested tensor, whose sizes do not say which numbers it has."""
+    """Raises Error for a sparse or nested tensor, whose sizes do not say which numbers it has, or one with own code."""
     for leaf in leaves:
+        if isinstance(leaf, Tensor) and computes_by_itself(type(leaf)):
+            raise Error(
+                f"an argument is a {type(leaf).__name__}, a tensor with operators of its own, and a graph has torch's",
+                fix="x.as_subclass(torch.Tensor)",
+            )
         if isinstance(leaf, Tensor) and not is_dense(leaf):
             kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
             raise Error(

@@ -67,7 +67,7 @@ def convert_program(
     if used := [path for name, path in paths.items() if _is_read_number(graph, name)]:
         return Opened(fixed=frozenset(used))
     _drop_copies(graph, {name for name, path in paths.items() if path not in flat.returned.moved})
-    unread = _drop_unread(graph, paths)
+    unread = _drop_unread(graph, {name for name, path in paths.items() if slot_of(path) not in reads})
     inputs = {name: x for name, x in zip(placeholders.inputs, given, strict=True) if name not in unread}
     sizes = SizeAssumptions([sizes_of[name] for name in inputs], _environment(graph), program)
     ran = _facts_of_run(flat, placeholders, sizes)
@@ -191,13 +191,16 @@ def _written_into(graph: fx.Graph, constants: Mapping[str, Tensor], model: nn.Mo
 def _drop_copies(graph: fx.Graph, names: Collection[str]) -> None:
     """Removes the copies that `Flat` makes of these tensors; nothing writes into them."""
     for node in [n for n in graph.nodes if n.op == "placeholder" and n.name in names]:
-        copied = next(iter(node.users))  # The first reader is the copy of `Flat.forward`.
+        copied = next(user for user in node.users if user.target is torch.ops.aten.clone.default)  # Of `Flat.forward`.
         copied.replace_all_uses_with(node)
         graph.erase_node(copied)
 
 
 def _drop_unread(graph: fx.Graph, names: Collection[str]) -> set[str]:
-    """Removes the placeholders of unread tensors among these, and returns their names."""
+    """Removes the placeholders of unread tensors among these, and returns their names.
+
+    An attribute that Python read is not among them: of its tensor it may have read the sizes, of which a graph is made.
+    """
     found = [n for n in graph.nodes if n.op == "placeholder" and n.name in names and not n.users]
     for node in [node for node in found if isinstance(node.meta["val"], Tensor)]:
         graph.erase_node(node)

@@ -13,6 +13,7 @@ import inspect
 from collections import UserList, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,7 +37,10 @@ class Signature:
     defaults: dict[str, Any]
 
     def by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the same call with its arguments by name, in order, and without arguments equal to their default."""
+        """Returns the same call with its arguments by name, in order, and without arguments equal to their default.
+
+        Names of `**kwargs` keep the order of the call: a model can see it.
+        """
         if self.positional is None or len(args) > len(self.positional):
             return tuple(args), dict(kwargs)
         given = dict(zip(self.positional, args, strict=False))
@@ -45,7 +49,7 @@ class Signature:
                 return tuple(args), dict(kwargs)
         given.update(kwargs)
         named = {n: given[n] for n, default in self.defaults.items() if n in given and given[n] is not default}
-        return (), named | {n: given[n] for n in sorted(given) if n not in self.defaults}
+        return (), named | {n: given[n] for n in given if n not in self.defaults}
 
 
 def signature_of(model: nn.Module) -> Signature:
@@ -105,6 +109,13 @@ def is_node(x: Any) -> bool:
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Returns the structure with `function` of each leaf. A `torch.Size` is a leaf; torch would make a tuple of it."""
     return pytree.tree_map(function, tree, is_leaf=lambda x: isinstance(x, torch.Size))
+
+
+@cache
+def computes_by_itself(kind: type[Tensor]) -> bool:
+    """True for a class of tensors whose operators run code of the user's, which a graph does not have."""
+    own = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "autotp", "builtins")]
+    return any(name in vars(base) for base in own for name in ("__torch_function__", "__torch_dispatch__"))
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -155,6 +155,28 @@ def plans_are_compared(rank: int, n: int) -> None:
         expect_ordinary(model)
 
 
+class Named(nn.Parameter):
+    """A parameter of another class."""
+
+
+@checks.on(2)
+def a_parameter_of_a_class_of_its_own(rank: int, n: int) -> None:
+    """It is refused if it would be cut, as nothing would mark its part. A whole one stays as it is."""
+    model = Plain()
+    model.up.weight = Named(model.up.weight.detach())
+    with pytest.raises(autotp.Error, match=r"`up\.weight` is a Named, and a parameter of a class of its own cannot"):
+        autotp.parallelize(model, n, example_inputs=X)
+    assert type(model.up.weight) is Named and model.up.weight.shape == (32, 8)
+    model = Plain()
+    model.down.bias = Named(model.down.bias.detach())
+    assert type(autotp.parallelize(model, n, example_inputs=X).down.bias) is Named
+
+
 @pytest.mark.parametrize(("n", "name"), checks.cases())
 def test_on_ranks(n: int, name: str) -> None:
     checks.expect(n, name)
+
+
+def test_a_lazy_parameter() -> None:
+    with pytest.raises(autotp.Error, match=r"`0\.weight` has no size yet: its module takes it from a first call"):
+        expect_ordinary(nn.Sequential(nn.LazyLinear(4)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import UserList, namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from errors import message
 from graphs import Function, run
 from torch import Tensor, nn
 
+import autotp
 from autotp.model_library import libraries
 from autotp.passes.capture.capture import capture
 from autotp.passes.capture.pytree import flatten, outcome, signature_of, unflatten_outcome
@@ -148,3 +150,47 @@ def test_a_state_keeps_its_identity() -> None:
     result = unflatten_outcome(leaves, spec, [cache])
     assert result[0] is X and result[1] is cache
     assert cache.layers[0].keys.equal(made)
+
+
+class Doubling(Tensor):
+    """A tensor whose linear layers give twice their result."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return found * 2 if func is torch.nn.functional.linear else found
+
+
+class OtherName(Tensor):
+    """A tensor with another name, and torch's operators."""
+
+
+def test_a_tensor_with_operators_of_its_own() -> None:
+    """It is refused in the first call and in a later one; a class without code of its own is a tensor."""
+    x = torch.randn(2, 4)
+    for before in ((), (x,)):
+        parallel = autotp.parallelize(nn.Linear(4, 4), 1, example_inputs=x)
+        for given in before:
+            parallel(given)
+        torch.testing.assert_close(parallel(x.as_subclass(OtherName)).as_subclass(Tensor), parallel(x))
+        with pytest.raises(autotp.Error, match="an argument is a Doubling, a tensor with operators of its own"):
+            parallel(x.as_subclass(Doubling))
+
+
+class InOrder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, **more: Tensor) -> Tensor:
+        """x, more: [batch 4]"""
+        for one in more.values():
+            x = self.linear(x).tanh() + one
+        return x
+
+
+def test_the_order_of_further_names() -> None:
+    whole, (x, y, z) = InOrder(), torch.randn(3, 2, 4)
+    parallel = autotp.parallelize(copy.deepcopy(whole), 1, example_inputs={"x": x, "a": y, "b": z})
+    for given in ({"a": y, "b": z}, {"b": z, "a": y}, {"b": y, "a": z}):
+        torch.testing.assert_close(parallel(x, **given), whole(x, **given))

@@ -573,3 +573,36 @@ class WithLoss(Mlp):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         self.prev = self.mlp(x)
         return (self.prev - y).square().mean()
+
+
+class Sizes(nn.Module):
+    """What Python reads of a tensor that the call before has set: sizes only."""
+
+    def __init__(self, scale: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(12, 24), nn.Linear(24, 12), scale
+        self.last = torch.zeros(2, 3, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch seq 12]"""
+        scale, self.last = self.scale(self.last), x.detach()
+        return self.down(self.up(x).tanh()) * scale
+
+
+SCALES: dict[str, Callable[[Tensor], Any]] = {
+    "branch": lambda last: 2 if last.shape[1] > 5 else 1,
+    "is-one": lambda last: 3 if last.shape[1] == 1 else 1,
+    "len": len,
+    "numel": lambda last: last.numel(),
+    "size": lambda last: last.shape[1] + 1,
+}
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+def test_sizes_of_an_attribute_that_the_call_before_has_set(scale: Callable[[Tensor], Any]) -> None:
+    torch.manual_seed(0)
+    whole = Sizes(scale)
+    parallel = autotp.parallelize(copy.deepcopy(whole), 1)
+    for size in ((2, 5), (2, 7), (2, 4), (3, 7), (3, 1), (3, 6), (2, 9), (2, 9)):
+        x = torch.randn(*size, 12)
+        torch.testing.assert_close(parallel(x), whole(x))
