@@ -144,7 +144,7 @@ def after(node: fx.Node, target: Any, *rest: Any) -> fx.Node:
     return new
 
 
-def _is_item(node: fx.Node) -> bool:
+def is_item(node: fx.Node) -> bool:
     """True for one of several parameters that are read together."""
     return node.target is operator.getitem and getattr(node.args[0], "target", None) is together
 
@@ -153,7 +153,7 @@ def omit(node: fx.Node) -> Iterator[NodeChange]:
     """No conjugate."""
     if node.target in KINDS:
         yield lambda n: replace_with(n, n.args[0])
-    if _is_item(node):
+    if is_item(node):
         yield lambda n: replace_with(n, n.args[0].args[0][n.args[1]])
 
 
@@ -194,7 +194,7 @@ def misplace(node: fx.Node) -> Iterator[NodeChange]:
         for i, at in enumerate(node.args[2]):  # type: ignore[arg-type]
             for other in [(0, ((0, 1),))] if at is None else [None, (at[0], at[1][:-1])]:
                 yield lambda n, i=i, at=other: n.update_arg(2, (*n.args[2][:i], at, *n.args[2][i + 1 :]))
-    if _is_item(node):
+    if is_item(node):
         yield lambda n: n.update_arg(1, (n.args[1] + 1) % len(n.args[0].args[0]))
 
 
