@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hugging_face import MODELS, built
+from hugging_face import FAMILIES, MODELS, built, tiny
 from small_models import Regression, gpt
-from torch import Tensor
+from torch import Tensor, nn
 
 import autotp
 from autotp.diagnostics import mesh_step, verify
@@ -52,6 +53,37 @@ def test_models_of_transformers(name: str) -> None:
         built(name), 2, pp=2, dp=2, microbatches=2, example_inputs={"input_ids": tokens, "labels": labels}
     )
     assert report.ok and (report.gradients or "dropout" in report.verdict), report
+
+
+ROWS = {
+    "mixtral": "scatter_add", "mixtral-batched": "scatter_add", "qwen3_moe": "scatter_add",
+    "bert-choice": "computes with the numbers of rows", "clip": "for batches of 2 rows only",
+    "albert": "2 stages, and the model has 1 blocks",
+}  # fmt: skip
+"""Families that cannot be computed in parts: experts that are balanced over the batch, choices, a contrastive loss, and
+one block for all layers."""
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout))):
+                setattr(module, name, 0.0)
+    return model
+
+
+@pytest.mark.rare
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # in transformers
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str) -> None:
+    model, inputs = tiny(family)
+    call = functools.partial(autotp.verify, without_dropout(model), 2, pp=2, dp=2, microbatches=2)
+    if family in ROWS:
+        with pytest.raises(autotp.Error, match=ROWS[family]):
+            call(example_inputs=inputs)
+    else:
+        report = call(example_inputs=inputs)
+        assert report.ok and report.gradients, report
 
 
 def test_a_model_without_blocks() -> None:
