@@ -657,7 +657,8 @@ def _argument(spec: Any, at: int) -> str:
 def _kind(tensor: Tensor) -> Any:
     """Returns the facts of a tensor that select a graph, except sizes."""
     cut = tensor.cut if isinstance(tensor, Sharded) else None
-    return tensor.dim(), tensor.dtype, cut, tensor.layout, tensor.is_nested, computes_by_itself(type(tensor))
+    own = not torch.compiler.is_compiling() and computes_by_itself(type(tensor))
+    return tensor.dim(), tensor.dtype, cut, tensor.layout, tensor.is_nested, own
 
 
 def expect_untraced(name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -14,13 +14,16 @@ import torch.nn.functional as F
 from small_models import Grouped, Mixture
 from torch import Tensor, fx, nn
 
-from autotp.compiler import CallState, Program, analyse
+from autotp.compiler import CallState, Program, analyse, rank_graph
 from autotp.diagnostics.verify import Change, Report, Trial, compare
+from autotp.errors import Error
 from autotp.ops import collectives
 from autotp.ops.async_linear import async_linear
 from autotp.ops.coalesced import together
 from autotp.options import OPTIONAL, Options
 from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.check.check import check
+from autotp.passes.check.types import Typed
 from autotp.passes.lower.local_sizes import Target
 from autotp.passes.lower.overlap import separate
 from autotp.sharding.layout import Layout
@@ -512,3 +515,47 @@ CASES: dict[str, Callable[[], Case]] = {
         2, {"first.weight": 0, "first.bias": 0, "middle.weight": 1, "middle.bias": 0, "last.weight": 1}
     ),
 }
+
+
+# ---- verdicts of `check`
+
+
+PARTS = 3  # One node of so many is broken in a test.
+RARE = (
+    "gathering",
+    "decoder-fast",
+    "decoder-eval",
+    "decoder-bare",
+    "sequence-bare",
+    "scattering",
+    "grouped-local",
+    "grouped-fused",
+    "sequence-fast",
+)
+
+
+def graphs_of(found: Case, analysis: Program, apart: bool = True) -> list[fx.Graph]:
+    """Each rank's graph, its groups of products taken apart: so every conjugate is a node, and can be broken."""
+    graphs = [rank_graph(analysis, rank, found.randomness) for rank in range(found.tp)]
+    return [separate(graph) for graph in graphs] if apart else graphs
+
+
+def typed(found: Case, analysis: Program, graph: fx.Graph, rank: int, **other: Any) -> dict[fx.Node, tuple[Typed, ...]]:
+    captured = analysis.captured
+    given = {
+        "held": {place: analysis.layouts[name] for place, name in captured.parameters.items()},
+        "trainable": {*captured.parameters, *captured.inputs},
+        "to": found.target(analysis, rank),
+        "local_outputs": analysis.local_outputs,
+    }
+    return check(graph, analysis.graph, **(given | other))  # type: ignore[arg-type]
+
+
+def refusal(found: Case, analysis: Program, graphs: Iterable[fx.Graph], **other: Any) -> Error | None:
+    """Why the first rank that refuses its graph does; None if none does."""
+    for rank, graph in enumerate(graphs):
+        try:
+            typed(found, analysis, graph, rank, **other)
+        except Error as error:
+            return error
+    return None

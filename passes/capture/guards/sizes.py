@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -99,22 +98,23 @@ class Fits:
         symbols: name of a symbol -> where its value is among the shapes.
         tests: the assumptions, as Python.
         functions: names in the tests, and what they stand for.
+        holds: True for shapes that meet all of them. Made at once: torch.compile traces no cached property.
     """
 
     symbols: tuple[tuple[str, str], ...]
     tests: tuple[str, ...]
     functions: Functions
+    holds: OfShapes = field(init=False)
+
+    def __post_init__(self) -> None:
+        text = " and ".join(f"({test})" for test in self.tests) or "True"
+        object.__setattr__(self, "holds", _function(text, self.symbols, self.functions))
 
     def __call__(self, shapes: Shapes) -> bool:
         try:
-            return bool(self._holds(shapes))
+            return bool(self.holds(shapes))
         except (ArithmeticError, ValueError):
             return False
-
-    @cached_property
-    def _holds(self) -> OfShapes:
-        text = " and ".join(f"({test})" for test in self.tests) or "True"
-        return _function(text, self.symbols, self.functions)
 
     def narrowed(self, assumed: Sequence[sympy.Basic]) -> Fits:
         """Returns these assumptions with further ones, which passes made of the same symbols.

@@ -52,6 +52,8 @@ def short_sizes(symbols: Symbols) -> Iterator[None]:
             raise raised[-1]
         return before(environment, question, *args, **kwargs)
 
+    # torch says of an assumption which line of the user's made it: none in this file.
+    symbolic_shapes.uninteresting_files().add(evaluate_expr.__code__.co_filename)
     with mock.patch.object(symbolic_shapes.ShapeEnv, "evaluate_expr", evaluate_expr):
         yield
     if raised:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from faults import CASES, KINDS, WAYS, Case, NodeChange, case, changed, regroup
+from faults import CASES, KINDS, PARTS, RARE, WAYS, Case, NodeChange, case, changed, graphs_of, refusal, regroup
 from torch import Tensor, fx
 
 from autotp import compiler as transform
@@ -18,40 +17,10 @@ from autotp.ops import collectives, dropout, lookup, placement_moves
 from autotp.ops import experts as routing
 from autotp.ops.coalesced import together
 from autotp.ops.losses import cross_entropy
-from autotp.passes.check.check import check
-from autotp.passes.check.types import Typed
 from autotp.passes.emit.bind import bind
 from autotp.passes.lower.bucket import bucket
-from autotp.passes.lower.overlap import separate
 
 # ---- what is asked
-
-
-def graphs_of(found: Case, analysis: Program, apart: bool = True) -> list[fx.Graph]:
-    """Each rank's graph, its groups of products taken apart: so every conjugate is a node, and can be broken."""
-    graphs = [rank_graph(analysis, rank, found.randomness) for rank in range(found.tp)]
-    return [separate(graph) for graph in graphs] if apart else graphs
-
-
-def typed(found: Case, analysis: Program, graph: fx.Graph, rank: int, **other: Any) -> dict[fx.Node, tuple[Typed, ...]]:
-    captured = analysis.captured
-    given = {
-        "held": {place: analysis.layouts[name] for place, name in captured.parameters.items()},
-        "trainable": {*captured.parameters, *captured.inputs},
-        "to": found.target(analysis, rank),
-        "local_outputs": analysis.local_outputs,
-    }
-    return check(graph, analysis.graph, **(given | other))  # type: ignore[arg-type]
-
-
-def refusal(found: Case, analysis: Program, graphs: Iterable[fx.Graph], **other: Any) -> Error | None:
-    """Why the first rank that refuses its graph does; None if none does."""
-    for rank, graph in enumerate(graphs):
-        try:
-            typed(found, analysis, graph, rank, **other)
-        except Error as error:
-            return error
-    return None
 
 
 def results(found: Case, analysis: Program, graphs: list[fx.Graph]) -> list[Tensor]:
@@ -100,19 +69,6 @@ def harmless(found: Case, analysis: Program, graphs: list[fx.Graph]) -> bool:
 
 
 # ---- tests
-
-PARTS = 3  # One node of so many is broken in a test.
-RARE = (
-    "gathering",
-    "decoder-fast",
-    "decoder-eval",
-    "decoder-bare",
-    "sequence-bare",
-    "scattering",
-    "grouped-local",
-    "grouped-fused",
-    "sequence-fast",
-)
 
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.rare) for i in range(1, PARTS))])

@@ -10,6 +10,8 @@ import pytest
 import torch
 from faults import (
     CASES,
+    PARTS,
+    RARE,
     Case,
     NodeChange,
     another,
@@ -17,13 +19,14 @@ from faults import (
     case,
     changed,
     expose,
+    graphs_of,
     insert,
     is_item,
     late,
     omit,
+    refusal,
     twice,
 )
-from test_check import PARTS, RARE, graphs_of, refusal
 from torch import fx
 
 from autotp.compiler import Program
