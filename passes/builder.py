@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torch.utils import _pytree as pytree
 
-from autotp.ops.channels import conv_transpose, convolution
+from autotp.ops.channels import conv_transpose, conv_transpose_like, convolution, convolution_like
 
 META = ("val", "stack_trace", "nn_module_stack")
 """The keys of `node.meta` that passes carry over; `val` is the example value."""
@@ -22,6 +21,10 @@ META = ("val", "stack_trace", "nn_module_stack")
 
 RESULTS: WeakKeyDictionary[FakeTensorMode, dict[Any, Any]] = WeakKeyDictionary()
 """Fake mode -> (operator and kinds of its arguments -> result): see `evaluated`."""
+
+
+SIZES: dict[Any, Callable[..., Any]] = {convolution: convolution_like, conv_transpose: conv_transpose_like}
+"""Functions whose example values another function makes, which assumes nothing about sizes."""
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
@@ -48,18 +51,9 @@ def evaluated(mode: FakeTensorMode, target: Callable[..., Any], *args: Any, **kw
     key = target, _kind(args), _kind(kwargs)
     known = RESULTS.setdefault(mode, {})
     if key not in known or torch.Tag.dynamic_output_shape in getattr(target, "tags", ()):
-        with mode, torch.no_grad(), _unassumed(mode, target):
-            known[key] = target(*args, **kwargs)
+        with mode, torch.no_grad():
+            known[key] = SIZES.get(target, target)(*args, **kwargs)
     return known[key]
-
-
-def _unassumed(mode: FakeTensorMode, target: Callable[..., Any]) -> AbstractContextManager[None]:
-    """A region in which torch assumes nothing about sizes, if `target` is a convolution.
-
-    torch selects a kernel of it by the number of rows (less than 16). The result has the same sizes in both cases.
-    """
-    wanted = target in (convolution, conv_transpose) and mode.shape_env is not None
-    return mode.shape_env.suppress_guards() if wanted else nullcontext()  # type: ignore[union-attr]
 
 
 def _kind(value: Any) -> Any:

@@ -59,6 +59,38 @@ def conv_transpose(x: Tensor, weight: Tensor, stride: Any, padding: Any, output_
     return made if channels else made.narrow(dim, 0, 0)
 
 
+def convolution_like(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Tensor:
+    """Returns an empty tensor of the sizes of `convolution`, for example values.
+
+    torch's own function for sizes compares the number of rows with 16, to select a kernel.
+    """
+    places = weight.dim() - 2
+    sizes = []
+    for i, length in enumerate(x.shape[x.dim() - places :]):
+        reach = _of(dilation, i) * (weight.shape[2 + i] - 1)
+        around = {"same": reach, "valid": 0}[padding] if isinstance(padding, str) else 2 * _of(padding, i)
+        sizes.append((length + around - reach - 1) // _of(stride, i) + 1)
+    return x.new_empty((*x.shape[: x.dim() - places - 1], weight.shape[0], *sizes))
+
+
+def conv_transpose_like(
+    x: Tensor, weight: Tensor, stride: Any, padding: Any, output_padding: Any, dilation: Any
+) -> Tensor:
+    """Returns an empty tensor of the sizes of `conv_transpose`, for example values: see `convolution_like`."""
+    places = weight.dim() - 3
+    sizes = []
+    for i, length in enumerate(x.shape[x.dim() - places :]):
+        reach = _of(dilation, i) * (weight.shape[3 + i] - 1)
+        sizes.append((length - 1) * _of(stride, i) - 2 * _of(padding, i) + reach + _of(output_padding, i) + 1)
+    return x.new_empty((*x.shape[: x.dim() - places - 1], weight.shape[0] * weight.shape[2], *sizes))
+
+
+def _of(numbers: Any, i: int) -> int:
+    """Returns the number of a dimension; a single number is that of all."""
+    found: int = numbers if isinstance(numbers, int) else numbers[i if len(numbers) > 1 else 0]
+    return found
+
+
 def by_channel(x: Tensor, op: Callable[..., Tensor], dim: int, args: tuple[Any, ...]) -> Any:
     """Returns `op(x, *args)` for an operator on each channel by itself: pooling, interpolation.
 

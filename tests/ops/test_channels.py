@@ -6,6 +6,7 @@ A rank's part of the result is that part of the whole result: of 5 groups, ranks
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -82,3 +83,23 @@ def test_running_mean_and_variance(start: int, stop: int) -> None:
     assert given[0].equal(mean[start:stop]) and given[1].equal(var[start:stop])
     if stop > start:  # A rank without channels has no statistics to keep.
         torch.testing.assert_close(found[1:], (wanted[0][start:stop], wanted[1][start:stop]))
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
+@pytest.mark.parametrize("stride", [1, 2, (3,)])
+@pytest.mark.parametrize("padding", [0, 1, (2,), "same", "valid"])
+@pytest.mark.parametrize("dilation", [1, (2,)])
+@pytest.mark.parametrize("kernel", [1, 4, 5])
+def test_sizes_of_convolutions(stride: Any, padding: Any, dilation: Any, kernel: int) -> None:
+    """Those of example values are those of the operator, with a batch and without, and of empty parts."""
+    for shape in ((2, 6, 19), (6, 18)):
+        x = torch.randn(shape)
+        for out in (4, 0):
+            weight = torch.randn(out, 3, kernel)
+            if padding != "same" or stride == 1:
+                given = x, weight, stride, padding, dilation
+                assert channels.convolution_like(*given).shape == channels.convolution(*given).shape
+        if not isinstance(padding, str):
+            weight = torch.randn(2, 3, 5, kernel)
+            rest = x, weight, stride, padding, 0, dilation
+            assert channels.conv_transpose_like(*rest).shape == channels.conv_transpose(*rest).shape
