@@ -24,7 +24,10 @@ from support.hf_families import FAMILIES
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # in transformers
 USUAL = ("gpt2", "llama", "bert", "t5", "deepseek_v3")
 """One of each kind: fused and separate heads, encoders, cross-attention, experts. The others are rare tests."""
-PARTLY_HELD: dict[int, tuple[str, ...]] = {2: (), 3: ()}
+PARTLY_HELD: dict[int, tuple[str, ...]] = {
+    2: ("gpt_bigcode", "falcon-mqa"),
+    3: ("gpt_bigcode", "falcon-mqa", "falcon-new", "phi3"),
+}
 """tp -> families with a tensor of which some positions are on several ranks, and others on one rank."""
 
 
