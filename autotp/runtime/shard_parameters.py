@@ -5,7 +5,7 @@ All ranks get the first rank's values. Only one full parameter at a time is on t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,12 +18,24 @@ from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints
 from autotp.sharding.layout import Layout
 
 _left_behind = WeakTensorKeyDictionary()
-"""The parameters on meta that replace those which a parallel model took from the original model."""
+"""Parameters that nothing computes with: those on meta that replace what a parallel model took from the original model,
+and those that `fully_shard` has replaced."""
 
 
 def was_taken(model: nn.Module) -> bool:
     """True for a model whose parameters were taken by a parallel model."""
-    return any(tensor in _left_behind for tensor in model.parameters())
+    return any(is_left_behind(tensor) for tensor in model.parameters())
+
+
+def is_left_behind(tensor: Tensor) -> bool:
+    """True for a parameter in whose place a parallel model has another."""
+    return tensor in _left_behind
+
+
+def leave_behind(tensors: Iterable[Tensor]) -> None:
+    """Notes parameters in whose place a parallel model has others."""
+    for tensor in tensors:
+        _left_behind[tensor] = True
 
 
 def shard_parameters(
@@ -49,8 +61,7 @@ def shard_parameters(
         found = initialize(model, layouts, rank, everyone.device)
     else:
         found = _moved(model, layouts, rank, everyone, read, wanted)
-    for tensor in model.parameters():
-        _left_behind[tensor] = True
+    leave_behind(model.parameters())
     return found if wanted is None else {name: found[name] for name in wanted}
 
 

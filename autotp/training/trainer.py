@@ -8,6 +8,7 @@ added without weights.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -30,6 +31,7 @@ from autotp.distributed.mesh import Mesh, broadcast_from_first, make_mesh, new_g
 from autotp.errors import Error, calling, within
 from autotp.ops.collectives import peer_error, reduce
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
+from autotp.passes.capture.guards.guard import Guard
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.attach_parameters import Owner, attach_parameters, module_at, place_of, value_at
@@ -39,7 +41,8 @@ from autotp.runtime.executable import CHECKED_CALLS
 from autotp.runtime.fsdp import pace, shard
 from autotp.runtime.graph_digest import digest
 from autotp.runtime.holdings import HasHoldings, Holdings, saved_names, uncut
-from autotp.runtime.shard_parameters import shard_parameters
+from autotp.runtime.shard_parameters import leave_behind, shard_parameters
+from autotp.runtime.torch_hooks.gradient_hooks import add_gradients, move_hooks, without_hooks
 from autotp.sharding.boxes import local_of
 from autotp.sharding.layout import Layout
 from autotp.source_location import block_in
@@ -57,6 +60,7 @@ from autotp.training.microbatches import (
 )
 from autotp.training.model_settings import model_settings
 from autotp.training.nonfinite import raise_nonfinite
+from autotp.training.original_model import OriginalModel, expect_one_mode
 from autotp.training.pipeline.schedules import (
     ENGINES,
     StageGraph,
@@ -76,7 +80,7 @@ from autotp.training.step_consistency import (
     unequal_replicas,
     with_rank_names,
 )
-from autotp.training.trainer_module import as_module_of
+from autotp.training.trainer_module import InGraphs, as_module_of
 
 T = TypeVar("T")
 SAME_ROWS = (
@@ -99,6 +103,7 @@ class Pipeline:
         analysis: the program of a microbatch.
         stages: number of a stage of this rank -> its graph.
         engine: torch's schedule that runs the stages; None if this rank has the whole pipeline.
+        guard: sees whether the original model is as it was captured.
     """
 
     key: Any
@@ -106,6 +111,7 @@ class Pipeline:
     analysis: Program
     stages: Mapping[int, StageGraph]
     engine: Any
+    guard: Guard
 
     @property
     def training(self) -> bool:
@@ -113,7 +119,7 @@ class Pipeline:
         return bool(self.key[0])
 
 
-class Trainer(HasHoldings):
+class Trainer(InGraphs, HasHoldings):
     """One rank's part of a model on a mesh of pipeline, data and tensor ranks, made by `autotp.distribute`.
 
     Parameters have the names of the original model: `trainer.parameters()` is for the optimizer.
@@ -165,6 +171,7 @@ class Trainer(HasHoldings):
     ) -> None:
         super().__init__()
         self._watchers: list[Callable[[], bool]] = []
+        self._failed = ""
         self.mesh, self.steps, self._calls, self._training, self._scaler = mesh, 0, 0, training, scaler
         self.place = make_mesh(None, mesh["tp"])
         self.everyone = groups.world_mesh(self.place, timeout)
@@ -183,7 +190,7 @@ class Trainer(HasHoldings):
         tensors = batch_tensors(args, kwargs)
         rows = places_of_rows(tensors, [])
         analysis = agree_on_graph(
-            self.everyone, lambda: self._analyse(True, args, kwargs, rows), lambda it: f"{digest(it)} {training}"
+            self.everyone, lambda: self._first_analysis(args, kwargs, rows), lambda it: f"{digest(it)} {training}"
         )
         self.layouts = dict(analysis.layouts)
         lowered = rank_graph(analysis, self.place.rank, training.randomness)
@@ -193,6 +200,7 @@ class Trainer(HasHoldings):
             analysis, {i: nn.Identity() for i in self._my_stages}
         )  # What cannot be is known before we take over.
         self._hold(model, analysis, stages)
+        self._original = OriginalModel(model)
         self._holders = groups.holders(stages, analysis.captured.parameters, mesh["pp"].size(), self._stages_of)
         # In `__dict__`: a model may have a module named "shared" or "tied", whose attribute this would be.
         self.__dict__["shared"] = groups.shared(self._holders, mesh, timeout)
@@ -209,6 +217,35 @@ class Trainer(HasHoldings):
         for name, parameter in self.named_parameters():
             as_cut(parameter, Cut(name, self.layouts[name], self.place, warned))
         self._seed()
+
+    def _in_graphs(self) -> Mapping[str, Any]:
+        """Returns the settings of the original model that have no name of the trainer's own."""
+        settings = vars(self.__dict__.get("skeleton", nn.Module()))
+        own = Trainer.__annotations__
+        return {name: value for name, value in settings.items() if name not in own and not name.startswith("_")}
+
+    def _holds(self, path: str) -> bool:
+        """True if this rank has a module of this name."""
+        return path in dict(self.named_modules())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Loads what `state_dict()` returned on this rank.
+
+        Args:
+            state_dict: as `state_dict()` returned it.
+            args, kwargs: as for a module.
+
+        Raises:
+            Error: it has other names or shapes. Nothing is changed.
+        """
+        own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        for name in state_dict:
+            if name not in own or tuple(state_dict[name].shape) != tuple(own[name].shape):
+                raise Error(
+                    f"Trainer.load_state_dict: `{name}` is not this rank's part, as trainer.state_dict() has it",
+                    fix="autotp.load_full_state_dict(trainer, state), for the state dict of the whole model",
+                )
+        return super().load_state_dict(state_dict, *args, **kwargs)
 
     # ---- the tensors of this rank
 
@@ -242,6 +279,11 @@ class Trainer(HasHoldings):
         layouts = getattr(self, "layouts", None)
         return analyse_microbatch(self.skeleton, args, kwargs, self.place.size, self._training, layouts, rows)
 
+    def _first_analysis(self, args: Any, kwargs: Any, rows: frozenset[int]) -> Program:
+        given = copy.deepcopy(self.skeleton)
+        expect_one_mode(given, self.skeleton.train())
+        return self._analyse(True, args, kwargs, rows)
+
     def _divide(self, analysis: Program, lowered: fx.Graph) -> Division:
         return division(self._training, self.mesh["pp"].size(), analysis, lowered)
 
@@ -270,6 +312,9 @@ class Trainer(HasHoldings):
             else:
                 module._buffers[key] = tensor
         originals = dict(self.skeleton.named_modules(remove_duplicate=False))
+        for path, original in originals.items():  # Parts without tensors, such as a dropout in a block held here.
+            if not [*original.parameters(), *original.buffers()] and self._holds(path.rpartition(".")[0]):
+                module_at(self, path)
         for path, module in [(path, module) for path, module in self.named_modules() if path]:
             as_module_of(module, originals[path])
 
@@ -295,6 +340,7 @@ class Trainer(HasHoldings):
         A parameter that several stages of one rank read is not sharded on any rank: it would be in two units.
         """
         (pipeline,), every = self._pipelines, set(self.parameters())
+        whole = dict(self.named_parameters())
         outside = {lies[0] for stage in pipeline.stages.values() for _, lies in stage.places.values()}
         homes = [
             (name, self.plan.ranks[i]) for i, stage in enumerate(stages) for name in parameters_of_stage(stage, names)
@@ -306,11 +352,16 @@ class Trainer(HasHoldings):
             blocks = [m for m in work.holders if isinstance(m, Owner) and not outside & set(m.modules())]
             blocks = [block for block in blocks if mine.issuperset(block.parameters())]
             shard(work, blocks, self.mesh["dp"], self._training.zero, self._training.compute_dtype, every - mine)
+        now = dict(self.named_parameters())
+        for name, parameter in whole.items():
+            move_hooks(parameter, now[name])
+        leave_behind(parameter for name, parameter in whole.items() if now[name] is not parameter)
 
     def _pipeline(self, key: Any, shapes: Sequence[Any], analysis: Program, stages: Sequence[Stage]) -> Pipeline:
         """Returns the graphs of this rank's stages in one mode."""
         graphs = {i: self._graph(stages[i], analysis) for i in self._my_stages}
-        return Pipeline(key, shapes, analysis, graphs, self._engine(analysis, self._works))
+        guard = self._original.guard(analysis.captured)
+        return Pipeline(key, shapes, analysis, graphs, self._engine(analysis, self._works), guard)
 
     def _engine(self, analysis: Program, works: Mapping[int, nn.Module]) -> Any:
         """Returns the schedule that runs this rank's stages; None if the pipeline has one rank."""
@@ -371,14 +422,18 @@ class Trainer(HasHoldings):
         """
         self._watchers = [watcher for watcher in self._watchers if watcher()]
         pipeline, given = self._begin(True, args, kwargs)
-        before = {parameter: parameter.grad for parameter in self.parameters()}
-        self.zero_grad(set_to_none=True)  # The gradients in `before` are already summed over the ranks.
-        self._scale(torch.zeros((), device=self.place.device))  # Initialises the scaler also on ranks without a loss.
-        losses = self._named_if_lost("Trainer.step", lambda: self._run(pipeline, given))
-        self._named_if_lost("Trainer.step", self._sum_gradients)
-        for parameter, grad in before.items():
-            if grad is not None:
-                parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+        before = {parameter: parameter.grad for parameter in self.parameters()}  # Summed over the ranks already.
+        try:
+            with without_hooks(before):
+                self.zero_grad(set_to_none=True)
+                self._scale(torch.zeros((), device=self.place.device))  # Initialises the scaler also without a loss.
+                losses = self._named_if_lost("Trainer.step", lambda: self._run(pipeline, given))
+                self._named_if_lost("Trainer.step", self._sum_gradients)
+        except BaseException:  # The step adds nothing, and what was there stays.
+            for parameter, grad in before.items():
+                parameter.grad = grad
+            raise
+        add_gradients(before)
         self.steps += 1
         loss = self._named_if_lost("Trainer.step", lambda: self._sum_losses(pipeline, losses))
         if self._scaler is None and not torch.isfinite(loss):
@@ -471,8 +526,15 @@ class Trainer(HasHoldings):
         """Returns the arguments as a batch.
 
         Raises:
-            Error: its rows do not divide into the microbatches.
+            Error: its rows do not divide into the microbatches, or an earlier call failed in the middle.
         """
+        if self._failed:
+            raise Error(
+                f"an earlier call failed in the middle, and stages or shards are left there: {self._failed}",
+                fix="mend the batch that failed, and start again from a checkpoint",
+            )
+        for it in self._pipelines:
+            self._original.expect_unchanged(it.guard)
         args, kwargs = cast_arguments(self._signature.by_name(args, kwargs), self._training.compute_dtype)
         expect_values(batch_tensors(args, kwargs))
         tensors, structure = batch_tensors(args, kwargs), structure_of(args, kwargs)
@@ -504,8 +566,13 @@ class Trainer(HasHoldings):
 
     def _run(self, pipeline: Pipeline, given: Mapping[str, Tensor]) -> list[Tensor]:
         """Runs forward, and in training backward; returns the microbatches' losses on ranks with the last stage."""
-        with self._read.one_step():
-            return self._run_microbatches(pipeline, given)
+        try:
+            with self._read.one_step():
+                return self._run_microbatches(pipeline, given)
+        except BaseException as error:  # Other ranks wait for a stage, or FSDP holds a part of the gradients.
+            divided = self.mesh["pp"].size() > 1 or (self._training.zero and self.mesh["dp"].size() > 1)
+            self._failed = f"{type(error).__name__}: {error}".splitlines()[0] if divided else ""
+            raise
 
     def _run_microbatches(self, pipeline: Pipeline, given: Mapping[str, Tensor]) -> list[Tensor]:
         losses: list[Tensor] = []

@@ -6,6 +6,7 @@ graph was captured before, so its modules have the model's plain attributes, and
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -16,17 +17,63 @@ from autotp.passes.capture.guards.attribute_paths import is_internal
 from autotp.passes.emit.attach_parameters import BlockCall
 
 
-class TrainerModule(nn.Module):
-    """A module of a trainer. A block's module runs only as a call of the pipeline's graph."""
+class InGraphs(nn.Module):
+    """A module whose settings are in graphs already: to set one, or to add a hook, would change nothing."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        known = vars(self)
-        if not is_internal(name) and name in known and known[name] is not value and known[name] != value:
+        known = self._in_graphs()
+        if not is_internal(name) and name in known and _differs(known[name], value):
             raise Error(
                 f"`{name}` is {known[name]!r} in the graphs of the trainer, and setting it would change nothing",
                 fix="set it on the original model before autotp.distribute",
             )
         super().__setattr__(name, value)
+
+    def _in_graphs(self) -> Mapping[str, Any]:
+        """Returns the settings of the original module, by name."""
+        return vars(self)
+
+    def _register(self, kind: str, hook: Any, args: Any, given: Any) -> Any:
+        if not getattr(hook, "__module__", "").startswith("torch.distributed."):  # That of `fully_shard`, on a block.
+            raise Error(
+                "a hook on a trainer, or on a part of it, would never run: its work is part of the stages' graphs",
+                fix="register it on the original model before autotp.distribute",
+            )
+        return getattr(super(), kind)(hook, *args, **given)
+
+    def register_forward_hook(self, hook: Any, *args: Any, **given: Any) -> Any:
+        """Registers a hook of torch.distributed; raises Error for other hooks."""
+        return self._register("register_forward_hook", hook, args, given)
+
+    def register_forward_pre_hook(self, hook: Any, *args: Any, **given: Any) -> Any:
+        """Registers a hook of torch.distributed; raises Error for other hooks."""
+        return self._register("register_forward_pre_hook", hook, args, given)
+
+    def register_full_backward_hook(self, hook: Any, *args: Any, **given: Any) -> Any:
+        """Registers a hook of torch.distributed; raises Error for other hooks."""
+        return self._register("register_full_backward_hook", hook, args, given)
+
+    def register_full_backward_pre_hook(self, hook: Any, *args: Any, **given: Any) -> Any:
+        """Registers a hook of torch.distributed; raises Error for other hooks."""
+        return self._register("register_full_backward_pre_hook", hook, args, given)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise Error(
+            "a trainer cannot be copied or pickled: it is tied to its process groups",
+            fix="autotp.save_checkpoint; for averages, copies of each tensor of trainer.parameters()",
+        )
+
+
+def _differs(known: Any, value: Any) -> bool:
+    """True unless two values are equal; tensors and arrays are equal to themselves only."""
+    try:
+        return known is not value and bool(known != value)
+    except (RuntimeError, ValueError):
+        return True
+
+
+class TrainerModule(InGraphs):
+    """A module of a trainer. A block's module runs only as a call of the pipeline's graph."""
 
 
 def as_module_of(module: nn.Module, original: nn.Module) -> None:

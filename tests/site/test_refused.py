@@ -22,6 +22,7 @@ SCOPE = (
     "autotp/runtime/holdings.py", "autotp/runtime/torch_hooks/wrappers.py",
     "autotp/runtime/torch_hooks/gradient_nodes.py", "autotp/distributed/mesh.py", "autotp/distributed/consistency.py",
     "autotp/training/distribute.py", "autotp/training/compute_dtype.py", "autotp/training/model_settings.py",
+    "autotp/training/original_model.py",
     "autotp/training/pipeline/schedules.py", "autotp/training/pipeline/halved_backward.py",
     "autotp/estimation", "autotp/page",
 )  # fmt: skip

@@ -452,4 +452,50 @@ def test_a_bad_batch_on_one_rank_is_an_error_on_all(layout: tuple[int, int, int]
             assert not alone or error.splitlines()[-1] == f"  on       {named.partition(' got')[0]}"
 
 
+def failed_between(rank: int, n: int, layout: tuple[int, int, int]) -> None:
+    """A step that fails in its last microbatch, between two whose gradients are added."""
+    found = []
+    for fails in (False, True):
+        trainer, optimizer = started(layout, model=gpt(seed=0, **SMALL).double())
+        for step in range(2):
+            trainer.step(**part(trainer, batch(0)))
+            bad = part(trainer, batch(1))
+            bad["tokens"][-1] += 99
+            if fails:
+                with pytest.raises((IndexError, RuntimeError), match="out of range"):
+                    trainer.step(**bad)
+            trainer.step(**part(trainer, batch(2 + step)))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({name: whole_of(p.detach()) for name, p in trainer.named_parameters()})
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor, found[1][name]), name
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 1, 2)], ids=str)
+def test_a_step_that_fails_adds_nothing(layout: tuple[int, int, int]) -> None:
+    run_ranks(failed_between, 2, layout, timeout=100)
+
+
+def failed_for_good(rank: int, n: int, layout: tuple[int, int, int], zero: int) -> None:
+    """A batch fails on every rank, in its last microbatch."""
+    trainer, _ = started(layout, zero=zero)
+    bad = part(trainer, batch(1))
+    bad["tokens"][-1] += 99
+    with pytest.raises((IndexError, RuntimeError), match="out of range"):
+        trainer.step(**bad)
+    for call in (trainer.step, trainer.evaluate):
+        with pytest.raises(autotp.Error, match="an earlier call failed in the middle, and stages or sh"):
+            call(**part(trainer, batch(0)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "zero"),
+    [((1, 1, 2), 1), *(pytest.param((1, 1, 2), zero, marks=pytest.mark.rare) for zero in (2, 3))],
+    ids=str,
+)
+def test_no_step_after_one_that_broke_shards(layout: tuple[int, int, int], zero: int) -> None:
+    run_ranks(failed_for_good, 2, layout, zero, timeout=100)
+
+
 # ---- data

@@ -1,5 +1,6 @@
 """Modules of a trainer are of the model's classes: what is decided by class is decided as on the model."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -31,6 +32,25 @@ def by_class(rank: int, n: int, sizes: dict[str, int], zero: int) -> None:
         told.eps = 0.5
     with pytest.raises(autotp.Error, match="a part of a trainer, a LayerNorm, is not called by itself"):
         told(torch.ones(48))
+    drops = [module for module in trainer.modules() if isinstance(module, nn.Dropout)]
+    assert drops
+    with pytest.raises(autotp.Error, match=r"`p` is 0.0 in the graphs of the trainer, and setting it would change"):
+        drops[0].p = 0.5
+    name = next(key for key, value in vars(whole).items() if not key.startswith("_") and key != "training")
+    with pytest.raises(autotp.Error, match=f"`{name}` is .* in the graphs of the trainer, and setting it would change"):
+        setattr(trainer, name, None)
+    for part in (trainer, told):
+        with pytest.raises(autotp.Error, match="a hook on a trainer, or on a part of it, would never run"):
+            part.register_forward_hook(print)
+        with pytest.raises(autotp.Error, match="a trainer cannot be copied or pickled"):
+            copy.deepcopy(part)
+    before = {key: p.detach().clone() for key, p in trainer.named_parameters()}
+    wrong = {key: torch.ones(*p.shape, 2) if i else p for i, (key, p) in enumerate(whole.state_dict().items())}
+    with pytest.raises(autotp.Error, match=r"is not this rank's part, as trainer.state_dict"):
+        trainer.load_state_dict(wrong)
+    assert all(torch.equal(p, before[key]) for key, p in trainer.named_parameters())
+    trainer.load_state_dict({key: 2 * p for key, p in before.items()}, strict=False)
+    assert all(torch.equal(p, 2 * before[key]) for key, p in trainer.named_parameters())
 
 
 @pytest.mark.parametrize(

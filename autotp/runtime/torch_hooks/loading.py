@@ -50,7 +50,7 @@ def own_loading(module: nn.Module) -> str:
 
 
 def _is_ours(module: str) -> bool:
-    return f"{module}.".startswith(("torch.", "autotp.runtime."))
+    return f"{module}.".startswith(("torch.", "autotp.runtime.", "autotp.training."))
 
 
 def cutting(module: nn.Module, rank: int) -> Callable[..., None]:

@@ -39,6 +39,7 @@ from autotp.distributed.store_gather import store_gather
 from autotp.errors import Error, within
 from autotp.ops.collectives import reduce
 from autotp.runtime.holdings import Holdings, holdings_of
+from autotp.runtime.shard_parameters import is_left_behind
 from autotp.runtime.torch_hooks.optimizer_state import watch_state
 from autotp.sharding.boxes import local_of
 from autotp.sharding.layout import Layout
@@ -98,6 +99,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     other = watched.state != id(optimizer.state)  # It was loaded, or is new.
     watched.size, watched.state = size, id(optimizer.state)
+    within(f"{type(optimizer).__name__}.step", partial(_expect_live, optimizer))
     held, _ = sorted_by_model(p for group in optimizer.param_groups for p in group["params"])
     for model, parameters in held.items():
         parts = holdings_of(model, "step")
@@ -114,6 +116,17 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if warning and not watched.warned:
                 watched.warned = True
                 warnings.warn(warning, stacklevel=3)
+
+
+def _expect_live(optimizer: Optimizer) -> None:
+    """Raises Error if an optimizer has parameters of the original model, which have no gradients and are not read."""
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    if left := [p for p in every if is_left_behind(p)]:
+        raise Error(
+            f"{len(left)} of {len(every)} parameters are the original model's, and the parallel model has others",
+            fix="make the optimizer of model.parameters() after autotp.parallelize, of trainer.parameters() after "
+            "autotp.distribute",
+        )
 
 
 def _checked(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Tensor], step: int, compared: bool) -> str:
