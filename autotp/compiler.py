@@ -214,13 +214,31 @@ def _canonical_order(p: Program) -> Program:
 def _loss_totals(p: Program) -> Program:
     """Keeps only the loss, as a sum over the batch, and the graph of the totals that divide it."""
     graph, rows = p.graph, p.rows
-    loss = next((node for node in returned(graph) if isinstance(node, fx.Node) and is_loss(node)), None)
+    loss = _loss_of(p)
     _expect_one_batch(p, loss)
     assert loss is not None
     one_batch(graph, rows)
     found = loss_totals(graph, loss, rows)
     alone = replace(p.captured, kept=frozenset(), stays=frozenset(), results=1)
     return replace(p, captured=alone, graph=found.graph, counts=found.counts, by_rows=found.by_rows)
+
+
+def _loss_of(p: Program) -> fx.Node | None:
+    """Returns the loss among a model's outputs: the first number, or the one that is named "loss"; None without one.
+
+    Raises:
+        Error: the outputs have names, there are several numbers, and none is named "loss".
+    """
+    every = returned(p.graph)
+    numbers = [node for node in every[: p.captured.results] if isinstance(node, fx.Node) and is_loss(node)]
+    if len(numbers) < 2:
+        return numbers[0] if numbers else None
+    result = p.captured.outputs(every, ())
+    names = result if isinstance(result, Mapping) else getattr(result, "__dict__", {})
+    named = names.get("loss")
+    if names and not isinstance(named, fx.Node):
+        raise Error("the model returns several numbers, and none is named `loss`", fix='{"loss": loss, ...}')
+    return named if isinstance(named, fx.Node) else numbers[0]
 
 
 def _expect_one_batch(p: Program, loss: fx.Node | None) -> None:

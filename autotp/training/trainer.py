@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -69,6 +69,7 @@ from autotp.training.pipeline.schedules import (
     analyse_microbatch,
     division,
     engine,
+    learning_of,
     parameters_of_stage,
     stages_of,
 )
@@ -104,6 +105,7 @@ class Pipeline:
         stages: number of a stage of this rank -> its graph.
         engine: torch's schedule that runs the stages; None if this rank has the whole pipeline.
         guard: sees whether the original model is as it was captured.
+        learning: the names of the parameters that have a gradient; None means all that the graphs read.
     """
 
     key: Any
@@ -112,6 +114,7 @@ class Pipeline:
     stages: Mapping[int, StageGraph]
     engine: Any
     guard: Guard
+    learning: frozenset[str] | None
 
     @property
     def training(self) -> bool:
@@ -224,6 +227,10 @@ class Trainer(InGraphs, HasHoldings):
         own = Trainer.__annotations__
         return {name: value for name, value in settings.items() if name not in own and not name.startswith("_")}
 
+    def _every_tensor(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.named_parameters(remove_duplicate=False)
+        yield from self.named_buffers(remove_duplicate=False)
+
     def _holds(self, path: str) -> bool:
         """True if this rank has a module of this name."""
         return path in dict(self.named_modules())
@@ -317,6 +324,11 @@ class Trainer(InGraphs, HasHoldings):
                 module_at(self, path)
         for path, module in [(path, module) for path, module in self.named_modules() if path]:
             as_module_of(module, originals[path])
+        for path, module in self.named_modules():  # Parameters come in the model's order, as for its optimizers.
+            for table in ("_modules", "_parameters", "_buffers"):
+                held, order = vars(module)[table], vars(originals[path])[table]
+                for key in (key for key in order if key in held):
+                    held[key] = held.pop(key)
 
     def _tied(self) -> dict[str, Mesh]:
         """Returns, for each parameter in `shared`, the mesh of the ranks that hold it."""
@@ -361,7 +373,8 @@ class Trainer(InGraphs, HasHoldings):
         """Returns the graphs of this rank's stages in one mode."""
         graphs = {i: self._graph(stages[i], analysis) for i in self._my_stages}
         guard = self._original.guard(analysis.captured)
-        return Pipeline(key, shapes, analysis, graphs, self._engine(analysis, self._works), guard)
+        learning = learning_of(analysis) if self.mesh["pp"].size() > 1 else None
+        return Pipeline(key, shapes, analysis, graphs, self._engine(analysis, self._works), guard, learning)
 
     def _engine(self, analysis: Program, works: Mapping[int, nn.Module]) -> Any:
         """Returns the schedule that runs this rank's stages; None if the pipeline has one rank."""
@@ -375,6 +388,11 @@ class Trainer(InGraphs, HasHoldings):
         captured, place = analysis.captured, self.place
         names = captured.parameters | captured.buffers
         places = {name: place_of(self, name) for name in (names[x] for x in placeholders(stage.graph) if x in names)}
+        if lacking := [name for name in places if name not in dict(self._every_tensor())]:
+            raise Error(
+                f"a batch of another kind needs `{lacking[0]}` in a stage whose rank does not have it",
+                fix="example_inputs, or a first step, in which forward runs all blocks",
+            )
         owners = {name: module_at(self, name) for name in stage.blocks}
         bound = emitted(stage.graph, analysis, self._training, place.device, place.groups)
         module = attach_parameters(bound, captured.parameters, places, owners.get, self._read)
@@ -429,6 +447,9 @@ class Trainer(InGraphs, HasHoldings):
                 self._scale(torch.zeros((), device=self.place.device))  # Initialises the scaler also without a loss.
                 losses = self._named_if_lost("Trainer.step", lambda: self._run(pipeline, given))
                 self._named_if_lost("Trainer.step", self._sum_gradients)
+                for name, parameter in self.named_parameters() if pipeline.learning is not None else ():
+                    if name not in pipeline.learning:  # A stage gets zeros back for what the next one detaches.
+                        parameter.grad = None
         except BaseException:  # The step adds nothing, and what was there stays.
             for parameter, grad in before.items():
                 parameter.grad = grad

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -23,16 +23,29 @@ def carries_gradient(node: fx.Node, plain: Collection[str], mode: FakeTensorMode
         plain: names of the placeholders that no gradient flows to.
         mode: a fake mode without symbols.
     """
+    return any(name not in plain for name in _sources(node, mode))
+
+
+def with_gradient(node: fx.Node, mode: FakeTensorMode) -> frozenset[str]:
+    """Returns the names of the placeholders that a gradient of a value flows to.
+
+    Args:
+        mode: a fake mode without symbols.
+    """
+    return frozenset(_sources(node, mode))
+
+
+def _sources(node: fx.Node, mode: FakeTensorMode) -> Iterator[str]:
+    """Yields the placeholders, by name, from which a value has a gradient."""
     queue, known = [node], {node}
     while queue:
         one = queue.pop()
-        if one.op == "placeholder" and one.name not in plain and _is_floating(one.meta.get("val")):
-            return True
+        if one.op == "placeholder" and _is_floating(one.meta.get("val")):
+            yield one.name
         if one.op == "call_function" and _passes_gradient(one, mode):
             before = set(one.all_input_nodes) - known
             queue += before
             known |= before
-    return False
 
 
 def _is_floating(value: Any) -> bool:

@@ -498,4 +498,83 @@ def test_no_step_after_one_that_broke_shards(layout: tuple[int, int, int], zero:
     run_ranks(failed_for_good, 2, layout, zero, timeout=100)
 
 
+class Half(nn.Module):
+    """Blocks whose first half gets no gradient, and whose names are not in the order of the parts."""
+
+    def __init__(self, out: Any = lambda loss, aux: loss) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.head = nn.Linear(8, 8)
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(4))
+        self.out = out
+
+    def forward(self, x: Tensor, y: Tensor, blocks: int = 4) -> Any:
+        """x, y: [batch 8]"""
+        with torch.no_grad():
+            for block in self.h[:2]:  # type: ignore[union-attr]
+                x = x + block(x)
+        for block in self.h[2:blocks]:  # type: ignore[union-attr]
+            x = x + block(x)
+        loss = ((self.head(x) * self.scale - y) ** 2).mean()
+        return self.out(loss, x.square().mean())
+
+
+WIDE = torch.arange(64.0).view(8, 8).sin(), torch.arange(64.0).view(8, 8).cos()
+
+
+def half_learns(rank: int, n: int, layout: tuple[int, int, int]) -> None:
+    """AdamW decays what has zeros for a gradient, and leaves alone what has none."""
+    torch.manual_seed(0)
+    whole = Half().double()
+    rows = [x.double() for x in WIDE]
+    tp, pp, dp = layout
+    trainer = autotp.distribute(
+        copy.deepcopy(whole), tp=tp, pp=pp, dp=dp, microbatches=2, example_inputs=(rows[0][:2], rows[1][:2])
+    )
+    ours, theirs = ([*it.parameters()] for it in (trainer, whole))
+    mine, one = (AdamW(parameters, lr=0.1, weight_decay=0.5) for parameters in (ours, theirs))
+    for _ in range(2):
+        replicas = trainer.mesh["dp"]
+        trainer.step(*(x.chunk(replicas.size())[replicas.get_local_rank()] for x in rows))
+        whole(*rows).backward()
+        mine.step()
+        one.step()
+    names = [name for name, _ in trainer.named_parameters()]
+    expected = dict(whole.named_parameters())
+    assert names == [name for name in expected if name in names]  # In the model's order.
+    for name, p in trainer.named_parameters():
+        assert (p.grad is None) == (expected[name].grad is None), name
+        torch.testing.assert_close(p, trainer.layouts[name].take(expected[name], trainer.place.rank), msg=name)
+    assert rank or any(expected[name].grad is None for name in names)
+
+
+@pytest.mark.parametrize("layout", [(1, 2, 1), pytest.param((1, 1, 2), marks=pytest.mark.rare)], ids=str)
+def test_what_has_no_gradient_on_one_device_has_none(layout: tuple[int, int, int]) -> None:
+    run_ranks(half_learns, 2, layout, timeout=100)
+
+
+def fewer_blocks(rank: int, n: int) -> None:
+    trainer = autotp.distribute(Half(), pp=2, microbatches=2, schedule="interleaved", example_inputs=WIDE)
+    trainer.step(*WIDE)
+    with pytest.raises(autotp.Error, match="a batch of another kind needs `scale` in a stage whose rank does not have"):
+        trainer.step(*WIDE, blocks=3)
+
+
+def test_a_batch_for_which_stages_lack_parameters() -> None:
+    run_ranks(fewer_blocks, 2, timeout=100)
+
+
+def test_the_loss_among_several_numbers() -> None:
+    def step(out: Any) -> float:
+        torch.manual_seed(0)
+        trainer = autotp.distribute(Half(out), example_inputs=WIDE)
+        return trainer.step(*WIDE).item()
+
+    expected = step(lambda loss, aux: loss)
+    assert step(lambda loss, aux: {"aux": aux, "loss": loss}) == expected
+    assert step(lambda loss, aux: (loss, aux)) == expected
+    with pytest.raises(autotp.Error, match="the model returns several numbers, and none is named `loss`"):
+        step(lambda loss, aux: {"aux": aux, "total": loss})
+
+
 # ---- data

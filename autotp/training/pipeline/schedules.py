@@ -8,14 +8,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
 
 from autotp.compiler import CallState, Program, analyse
 from autotp.errors import Error
 from autotp.options import Options
+from autotp.passes.canonicalize.gradient_flow import with_gradient
 from autotp.passes.emit.attach_parameters import ParameterPlace, ReadParameter
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.stages import Division, Stage, blocks_in_order, divided
-from autotp.rules.call import placeholders
+from autotp.rules.call import placeholders, returned
 from autotp.runtime.fsdp import expect_whole
 from autotp.sharding.layout import Layout
 from autotp.training.compute_dtype import cast_arguments, expect_products_of_one_dtype
@@ -295,6 +297,15 @@ def analyse_microbatch(
     if training.compute_dtype:
         expect_products_of_one_dtype(analysis)
     return analysis
+
+
+def learning_of(analysis: Program) -> frozenset[str] | None:
+    """Returns the names of the parameters that the loss has a gradient for; None if nothing is detached."""
+    graph, names = analysis.graph, analysis.captured.parameters
+    if not any(node.target is torch.ops.aten.detach.default for node in graph.nodes):
+        return None
+    found = with_gradient(returned(graph)[0], FakeTensorMode(allow_non_fake_inputs=True))
+    return frozenset(names[x] for x in found if x in names)
 
 
 def parameters_of_stage(stage: Stage, names: Mapping[str, str]) -> set[str]:

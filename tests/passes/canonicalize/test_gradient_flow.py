@@ -9,7 +9,7 @@ import torch
 from graphs import draft, ints, some
 from torch._subclasses import FakeTensorMode
 
-from autotp.passes.canonicalize.gradient_flow import carries_gradient
+from autotp.passes.canonicalize.gradient_flow import carries_gradient, with_gradient
 
 aten = torch.ops.aten
 
@@ -43,3 +43,15 @@ def test_inputs_without_a_gradient() -> None:
     make = lambda call, x, mask, index: call(aten.mul.Tensor, call(aten.exp.default, x), mask)  # noqa: E731
     assert flows(make, ("x",)), "through the mask"
     assert not flows(make, ("x", "mask"))
+
+
+def test_with_gradient() -> None:
+    """What is detached, compared or chosen by has no gradient."""
+
+    def make(call: Any, x: Any, y: Any, mask: Any, index: Any) -> Any:
+        chosen = call(aten.where.self, call(aten.gt.Scalar, mask, 0), x, call(aten.detach.default, y))
+        return call(aten.sum.default, call(aten.mul.Tensor, chosen, 2))
+
+    graph = draft(make, x=some(3, 4), y=some(3, 4), mask=some(3, 4), index=ints(3, 2))
+    (found,) = graph.output_node().args[0]  # type: ignore[misc]
+    assert with_gradient(found, FakeTensorMode()) == {"x"}  # type: ignore[arg-type]
