@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import fx, nn
@@ -176,6 +176,7 @@ class Pass:
     wanted: Callable[[Options], bool] = lambda choices: True
 
 
+T = TypeVar("T")
 Amend = Callable[[str, Program], Program]
 """(name of a pass, the program after it) -> the program that the next pass gets."""
 
@@ -224,21 +225,31 @@ def _loss_totals(p: Program) -> Program:
 
 
 def _loss_of(p: Program) -> fx.Node | None:
-    """Returns the loss among a model's outputs: the first number, or the one that is named "loss"; None without one.
+    every = returned(p.graph)
+    numbers = [node for node in every[: p.captured.results] if isinstance(node, fx.Node) and is_loss(node)]
+    return loss_among(numbers, p.captured.outputs(every, ()) if numbers[1:] else None)
+
+
+def loss_among(numbers: Sequence[T], result: Any) -> T | None:
+    """Returns the loss among a model's outputs: the one that is named "loss", or the first number.
+
+    Args:
+        numbers: the outputs that are floating tensors without dimensions.
+        result: what the model returns, with these outputs in it.
 
     Raises:
         Error: the outputs have names, there are several numbers, and none is named "loss".
     """
-    every = returned(p.graph)
-    numbers = [node for node in every[: p.captured.results] if isinstance(node, fx.Node) and is_loss(node)]
     if len(numbers) < 2:
         return numbers[0] if numbers else None
-    result = p.captured.outputs(every, ())
-    names = result if isinstance(result, Mapping) else getattr(result, "__dict__", {})
-    named = names.get("loss")
-    if names and not isinstance(named, fx.Node):
+    named_tuple = result._asdict() if hasattr(result, "_asdict") else {}
+    names = result if isinstance(result, Mapping) else named_tuple or getattr(result, "__dict__", {})
+    if not names:
+        return numbers[0]
+    named = [number for number in numbers if number is names.get("loss")]
+    if not named:
         raise Error("the model returns several numbers, and none is named `loss`", fix='{"loss": loss, ...}')
-    return named if isinstance(named, fx.Node) else numbers[0]
+    return named[0]
 
 
 def _expect_one_batch(p: Program, loss: fx.Node | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autotp.compiler import Program
+from autotp.compiler import Program, loss_among
 from autotp.diagnostics.differences import (
     Difference,
     RankTensors,
@@ -113,8 +113,8 @@ def _given(program: Program, arguments: Any) -> dict[str, Tensor]:
 
 
 def _loss(result: Any) -> Tensor:
-    """Returns the first floating tensor without dimensions, as `distribute` does."""
-    found: Tensor = next(
-        x for x in flatten(result)[0] if isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point()
-    )
+    """Returns the number among a model's outputs that `distribute` takes for the loss."""
+    every = flatten(result)[0]
+    found = loss_among([x for x in every if isinstance(x, Tensor) and not x.dim() and x.is_floating_point()], result)
+    assert found is not None
     return found

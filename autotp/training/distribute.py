@@ -46,8 +46,9 @@ def distribute(
     Call it on every rank.
 
     Args:
-        model: an ordinary single-device model that returns its loss. The first rank's parameters are used; a model on
-            `meta` is initialised piece by piece, as by `parallelize`.
+        model: an ordinary single-device model that returns its loss: the first floating tensor without dimensions, or
+            the output of this name. The first rank's parameters are used; a model on `meta` is initialised piece by
+            piece, as by `parallelize`. It is left on `meta`: `Trainer` has the parameters.
         tp: tensor parallelism: the number of ranks that share each operator, as in `parallelize`.
         pp: pipeline parallelism: the number of ranks that the model's blocks are divided among.
         dp: data parallelism: the number of replicas, of `tp * pp` ranks each. A replica has its own part of the batch.
@@ -55,7 +56,8 @@ def distribute(
         schedule: the order in which microbatches go through the pipeline, named as torch's schedules. Under
             "interleaved", "zero-bubble" and "zero-bubble-v" each rank has two stages.
         example_inputs: as for `parallelize`; tensors are those of one microbatch, [batch/dp/microbatches ...].
-        randomness, sequence_parallel, recompute: as for `parallelize`.
+        randomness, sequence_parallel, recompute: as for `parallelize`. Replicas, stages and microbatches draw masks of
+            their own, so that "exact" draws those of one device only where `tp` alone is larger than 1.
         zero: the stage of ZeRO (Rajbhandari et al. 2020), which says of which tensors a replica keeps only a part.
             1: the optimizer's state. 2: also the gradients between microbatches (in a pipeline torch's schedules reduce
             them once a step). 3: also the parameters between uses. With 1 to 3, parameters are `DTensor`s over "dp", as

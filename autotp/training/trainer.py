@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -447,9 +447,7 @@ class Trainer(InGraphs, HasHoldings):
                 self._scale(torch.zeros((), device=self.place.device))  # Initialises the scaler also without a loss.
                 losses = self._named_if_lost("Trainer.step", lambda: self._run(pipeline, given))
                 self._named_if_lost("Trainer.step", self._sum_gradients)
-                for name, parameter in self.named_parameters() if pipeline.learning is not None else ():
-                    if name not in pipeline.learning:  # A stage gets zeros back for what the next one detaches.
-                        parameter.grad = None
+                self._drop_zeros(pipeline.learning)
         except BaseException:  # The step adds nothing, and what was there stays.
             for parameter, grad in before.items():
                 parameter.grad = grad
@@ -624,6 +622,12 @@ class Trainer(InGraphs, HasHoldings):
             loss = torch.where(torch.isfinite(loss), 0.0, loss)
         loss = reduce(loss, self._ranks.group)
         return loss if self._scaler is None else loss / self._scaler.get_scale()
+
+    def _drop_zeros(self, learning: Collection[str] | None) -> None:
+        """Leaves no gradient where one device has none: a stage gets zeros back for what the next one detaches."""
+        for name, parameter in self.named_parameters():
+            if learning is not None and name not in learning:
+                parameter.grad = None
 
     def _sum_gradients(self) -> None:
         """Sums gradients: of shared parameters over their stages, and of unsharded parameters over the replicas."""

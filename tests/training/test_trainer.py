@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -498,6 +498,13 @@ def test_no_step_after_one_that_broke_shards(layout: tuple[int, int, int], zero:
     run_ranks(failed_for_good, 2, layout, zero, timeout=100)
 
 
+class Outcome(NamedTuple):
+    """The loss is not the first number."""
+
+    aux: Tensor
+    loss: Tensor
+
+
 class Half(nn.Module):
     """Blocks whose first half gets no gradient, and whose names are not in the order of the parts."""
 
@@ -573,6 +580,8 @@ def test_the_loss_among_several_numbers() -> None:
     expected = step(lambda loss, aux: loss)
     assert step(lambda loss, aux: {"aux": aux, "loss": loss}) == expected
     assert step(lambda loss, aux: (loss, aux)) == expected
+    assert step(lambda loss, aux: Outcome(aux, loss)) == expected
+    assert autotp.verify(Half(lambda loss, aux: {"aux": aux, "loss": loss}), 1, dp=2, example_inputs=WIDE).ok
     with pytest.raises(autotp.Error, match="the model returns several numbers, and none is named `loss`"):
         step(lambda loss, aux: {"aux": aux, "total": loss})
 
