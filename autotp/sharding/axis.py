@@ -9,23 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import gcd
 from typing import Any, Literal
 
-import sympy
-from torch.utils._sympy.functions import (
-    CeilToInt,
-    FloatTrueDiv,
-    FloorDiv,
-    FloorToInt,
-    IntTrueDiv,
-    RoundToInt,
-    ToFloat,
-    TruncToInt,
-)
-
-ROUNDED = (CeilToInt, FloorToInt, RoundToInt, TruncToInt)
+from autotp.sharding.size_form import size_form
 
 
 @dataclass(frozen=True)
@@ -42,7 +29,7 @@ class Size:
             return length
         if isinstance(length, int):
             return Size(length)
-        expr = _factored(length.node.expr)
+        expr = size_form(length.node.expr)
         number, rest = expr.as_coeff_Mul()
         symbols: list[str] = []
         for base, power in rest.as_powers_dict().items():
@@ -77,32 +64,6 @@ class Size:
 
     def __str__(self) -> str:
         return "*".join([str(self.number)] * (self.number != 1 or not self.symbols) + list(self.symbols))
-
-
-@cache
-def _factored(expr: sympy.Expr) -> sympy.Expr:
-    """Returns a normal form, equal for equal sizes: `s*t + s` is `s*(t + 1)`, and `s*t // s` is `t`."""
-    if expr.has(*ROUNDED):  # The length of `arange(n, -1, -1.0)` is `ceil(float(-n - 1) / -1.0)`.
-        expr = expr.replace(lambda e: isinstance(e, ROUNDED), _without_rounding)
-    if expr.has(FloorDiv):
-        expr = expr.replace(FloorDiv, _quotient)
-    return sympy.factor(expr) if expr.is_Add else expr
-
-
-def _without_rounding(expr: sympy.Expr) -> sympy.Expr:
-    """Returns the quotient in a rounding if it is always whole; else the rounding itself."""
-    (inner,) = expr.args
-    if not isinstance(inner, FloatTrueDiv | IntTrueDiv):
-        return expr
-    a, b = (x.args[0] if isinstance(x, ToFloat) else x for x in inner.args)
-    by = sympy.Integer(int(b)) if b.is_Float and float(b).is_integer() and b else b
-    exact = sympy.cancel(a / by) if by.is_Integer else expr
-    return exact if exact.as_numer_denom()[1] == 1 else expr
-
-
-def _quotient(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
-    exact = sympy.cancel(a / b)
-    return exact if exact.as_numer_denom()[1] == 1 else FloorDiv(a, b)
 
 
 ONE = Size(1)
