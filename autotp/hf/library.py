@@ -87,7 +87,9 @@ class Transformers(ModelLibrary):
 
     def instead_of_python_random(self, model: Any) -> str:
         """Returns the setting for a model of sound that masks steps at random (SpecAugment), else an empty text."""
-        masks_steps = any(getattr(getattr(m, "config", None), "apply_spec_augment", False) for m in _modules(model))
+        configs = (getattr(m, "config", None) for m in _modules(model))
+        # Models read the setting with the default True: Data2VecAudio's configuration does not have it.
+        masks_steps = any(getattr(c, "apply_spec_augment", hasattr(c, "mask_time_prob")) for c in configs)
         return "model.config.apply_spec_augment = False" if masks_steps else ""
 
     def during_capture(self) -> AbstractContextManager[None]:

@@ -166,12 +166,15 @@ def test_packed_rows_stay_apart() -> None:
     assert not torch.allclose(found[0][:, 4:], found[1][:, 4:])
 
 
-def test_steps_that_are_masked_at_random() -> None:
-    """The setting that switches SpecAugment off is named."""
+@pytest.mark.parametrize("name", ["Wav2Vec2", "Data2VecAudio"])
+def test_steps_that_are_masked_at_random(name: str) -> None:
+    """The setting that switches SpecAugment off is named, also where a configuration does not have it."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     layers = {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2}
-    config = transformers.Wav2Vec2Config(**sizes, **layers, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2)
-    model = transformers.Wav2Vec2Model(config).train()
+    config = getattr(transformers, f"{name}Config")(
+        **sizes, **layers, num_conv_pos_embeddings=2, conv_pos_kernel_size=3, num_conv_pos_embedding_groups=2
+    )
+    model = getattr(transformers, f"{name}Model")(config).train()
     given = {"input_values": torch.randn(2, 4000)}
     with pytest.raises(autotp.Error, match=r"numpy.random[^$]*apply_spec_augment = False"):
         autotp.explain(model, 2, example_inputs=given)

@@ -61,13 +61,14 @@ READS = frozenset({*PREDICATES, *AS_NUMPY, *NUMBERS})
 
 
 NO_NUMPY = ".numpy() is not supported"
-"""What torch says of a tensor without values."""
+NO_COMPLEX = "item NYI"
+"""What torch says of a tensor without values; of a complex one."""
 
 
 def reads_values(error: Exception) -> bool:
     """True for the exporter's exception that says that a value is not known."""
     named = "DataDependent" in type(error).__name__ or "data-dependent" in str(error)
-    return named or NO_NUMPY in str(error) or isinstance(error, NeedsNumber)
+    return named or NO_NUMPY in str(error) or NO_COMPLEX in str(error) or isinstance(error, NeedsNumber)
 
 
 class Place(NamedTuple):
@@ -179,6 +180,9 @@ class Reading(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.__format__ and args[1] and not args[0].dim():  # f"{x:.2f}" is the text of a number.
+            number = _number_of(args[0])
+            return format(self.__torch_function__(number, types, (args[0],)), args[1])
         try:
             found = self._run(func, args, kwargs)
         except Exception as error:
@@ -335,6 +339,11 @@ def _in_slices(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _is_scalar(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() == 0 and not x.is_complex() and x.dtype != torch.bool
+
+
+def _number_of(x: Tensor) -> Any:
+    """Returns the function that makes a Python number of a tensor of this dtype."""
+    return Tensor.__complex__ if x.is_complex() else Tensor.__float__ if x.is_floating_point() else Tensor.__int__
 
 
 def _is_whole(x: Tensor) -> bool:

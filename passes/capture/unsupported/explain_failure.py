@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 
 from torch import nn
+from torch._export.non_strict_utils import _tensor_min_max
 from torch._functorch import vmap
 
 from autotp.errors import Error
@@ -45,6 +46,12 @@ def explain_failure(error: Exception, plain: Exception | None, model: nn.Module)
             at=user_line(traceback.extract_tb(shown.__traceback__)),
             fix="compute both branches and choose with torch.where; loop in Python, as often as shapes say",
         )
+    if isinstance(shown, TypeError) and (one := _compared_itself(shown)):
+        return Error(
+            f"Python's `{one}` of one tensor compares the values of its rows, which are not known in a graph",
+            at=user_line(traceback.extract_tb(shown.__traceback__)),
+            fix=f"x.a{one}(0), which has one operator",
+        )
     kind, text = type(shown).__name__, str(shown).strip()
     said = f"{kind}: {text.splitlines()[0] if text else ''}".rstrip(": ")
     at = user_line(traceback.extract_tb(shown.__traceback__))
@@ -63,3 +70,10 @@ def explain_failure(error: Exception, plain: Exception | None, model: nn.Module)
         **facts,
         fix="arguments that the original model accepts; example_inputs={...}, if you gave none",
     )
+
+
+def _compared_itself(error: TypeError) -> str:
+    """Returns "max" or "min" if the model called this function of Python on a tensor; else ""."""
+    called = any(frame.name == _tensor_min_max.__name__ for frame in traceback.extract_tb(error.__traceback__))
+    found = (of for of in ("max", "min") if called and str(error).startswith(f"{of}imum() missing"))
+    return next(found, "")

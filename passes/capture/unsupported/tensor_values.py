@@ -21,7 +21,8 @@ from autotp.source_location import is_users, user_line
 
 CUSTOM_OPERATOR = "torch.library.custom_op with register_fake and register_autograd, and autotp.rule"
 LOOP = r"for .* in |while "
-NUMBER = r"\.item\(|\.tolist\(|\bint\(|\bfloat\(|\blen\(|\brange\("
+NUMBER = r"\.item\(|\.tolist\(|\bint\(|\bfloat\(|\bcomplex\(|\blen\(|\brange\("
+TEXT = r"""\bf["']|["'] % |\.format\(|\bformat\("""
 
 
 @contextmanager
@@ -64,6 +65,9 @@ def refused(error: Exception, model: nn.Module) -> Error:
     if re.match(LOOP, code) and not re.search(r"\bif\b", code):
         what = "the model has a loop whose length depends on the values of a tensor: torch.export has no such loop"
         return Error(what, at=at, fix=f"do all rounds, and mask with torch.where; or one operator: {CUSTOM_OPERATOR}")
+    if re.search(TEXT, code) and not code.startswith("assert "):
+        what = "the model makes text of a tensor's values, which are not known in a graph"
+        return Error(what, at=at, fix="return the tensor from forward, and make the text of what the call returns")
     if re.search(NUMBER, code) and not re.match(r"(el)?if |assert ", code):
         what = "the model makes a Python number of a tensor's values, which are not known in a graph"
         return Error(

@@ -75,6 +75,43 @@ class Averaged(Plain):
         return self.norm(self.mlp(x))  # type: ignore[no-any-return]
 
 
+class Logged(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        self.log = f"{y.sum():.2f}"
+        return y
+
+
+class LoggedInteger(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        self.log = "%d" % y.argmax()
+        return y
+
+
+class Wave(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        return y * abs(complex(torch.fft.fft(y).sum()))
+
+
+class Largest(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        return y / max(y[0])
+
+
+class Smallest(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        return y / min(y[0])
+
+
+TEXTS = "the model makes text of a tensor's values, which are not known in a graph"
+OUTSIDE = "return the tensor from forward, and make the text of what the call returns"
+ITSELF = "Python's `{}` of one tensor compares the values of its rows, which are not known in a graph"
+
+
 @pytest.mark.parametrize(
     ("kind", "what", "at", "way"),
     [
@@ -83,12 +120,28 @@ class Averaged(Plain):
         (Longest, NUMBERS, "longest = int(self", MASKS),
         (Branch, BRANCHES, "return self.mlp(x) if hit", CHOICES),
         (Asserts, ASSERTS, "assert y.argmax()", "the assert before the call of the model"),
+        (Logged, TEXTS, "self.log = f", OUTSIDE),
+        (LoggedInteger, TEXTS, 'self.log = "%d', OUTSIDE),
+        (Wave, NUMBERS, "return y * abs(complex", MASKS),
+        (Largest, ITSELF.format("max"), "return y / max(y", "x.amax(0), which has one operator"),
+        (Smallest, ITSELF.format("min"), "return y / min(y", "x.amin(0), which has one operator"),
         (Averaged, AVERAGES, "return self.norm(", "momentum=0.1"),
     ],
 )
 def test_refused(kind: type[nn.Module], what: str, at: str, way: str) -> None:
     found = message(lambda: autotp.explain(kind(), 2, example_inputs=X))
     assert found == f"explain({kind.__name__}, tp=2): {what}\n  at       {line(at)}\n  try      {way}"
+
+
+class Named(Plain):
+    """Chooses a scale by the text of an argument."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.mlp(x) * {"0.5": 2.0, "1.5": 3.0}[f"{scale:.1f}"]
+
+
+def test_the_text_of_an_argument_is_known() -> None:
+    assert all(autotp.verify(Named(), 2, example_inputs=(X, torch.tensor(scale))).ok for scale in (0.51, 1.5))
 
 
 class Numpy(Plain):
