@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import time
 import traceback
@@ -28,8 +29,13 @@ from support.hf_shrink import smallest
 import autotp
 from autotp.source_location import block_in
 
-RIGHT, REFUSED, WRONG, CRASHED, SLOW, UNBUILT = "right", "refused", "wrong", "crashed", "too slow", "not built"
-OUTCOMES = (RIGHT, REFUSED, WRONG, CRASHED, SLOW, UNBUILT)
+RIGHT, REFUSED, WRONG, CRASHED = "right", "refused", "wrong", "crashed"
+SLOW, LARGE, UNBUILT = "too slow", "too large", "not built"
+OUTCOMES = (RIGHT, REFUSED, WRONG, CRASHED, SLOW, LARGE, UNBUILT)
+MEMORY = 8 * 2**30
+"""The most bytes of a process that verifies a class: a machine of 16 GB has room for two."""
+TOO_LARGE = f"more than {MEMORY >> 30} GiB"
+NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "MemoryError")
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Walked:
 
     Attributes:
         name: the class.
-        outcome: one of `OUTCOMES`.
+        outcome: one of `OUTCOMES`; "too large" ended at `MEMORY`.
         message: the first line of the error, or the largest difference; "" if the outcome is right.
         place: the line of the model that an error names, or the line of autotp that crashed.
         arguments: the names of the arguments of the call.
@@ -120,6 +126,7 @@ def _by_itself(name: str, sizes: Sequence[int], limit: int) -> Walked:
 
 def _child(result: Connection, name: str, sizes: Sequence[int]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends it.
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
@@ -133,7 +140,8 @@ def verified(name: str, sizes: Sequence[int]) -> Walked:
     try:
         model, call = smallest(name)
     except LookupError as error:
-        return Walked(name, UNBUILT, str(error)[:200])
+        large = _is_out_of_memory(error)
+        return Walked(name, LARGE, TOO_LARGE) if large else Walked(name, UNBUILT, str(error)[:200])
     arguments, shares = tuple(call), []
     try:
         for tp in sizes:
@@ -142,9 +150,11 @@ def verified(name: str, sizes: Sequence[int]) -> Walked:
                 if not report.ok:
                     return Walked(name, WRONG, f"tp={tp}: {report.worst}", arguments=arguments)
                 shares.append(share(report.plan))
-    except autotp.Error as error:
-        return refused(name, str(error), arguments)
     except Exception as error:
+        if _is_out_of_memory(error):
+            return Walked(name, LARGE, TOO_LARGE, arguments=arguments)
+        if isinstance(error, autotp.Error):
+            return refused(name, str(error), arguments)
         first = (str(error).strip().splitlines() or [""])[0]
         return Walked(name, CRASHED, f"{type(error).__name__}: {first}"[:300], _ours(error), arguments)
     return Walked(name, RIGHT, arguments=arguments, share=round(min(shares), 3))
@@ -168,6 +178,11 @@ def share(plan: Any) -> float:
     return sizes[0] / (sum(sizes) or 1)
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    """True if there was no memory left, of which torch says so in an error of another kind."""
+    return isinstance(error, MemoryError) or any(text in str(error) for text in NO_MEMORY)
+
+
 def _ours(error: Exception) -> str:
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if "autotp" in f.filename or "/passes/" in f.filename
@@ -181,7 +196,8 @@ PAGE = """# All of transformers
 `python examples/hf_coverage.py --all` wrote this page, with torch {torch} and transformers {transformers}. It takes
 each class of the `Auto` mappings, and makes its default configuration small by rules that know no model: two layers,
 narrow, a small vocabulary. It compares the outputs and every gradient with those of one device, in train and in eval
-mode, in float64, for tp in {sizes}. Each class runs in a process of its own, with a limit of {limit} seconds.
+mode, in float64, for tp in {sizes}. Each class runs in a process of its own, with a limit of {limit} seconds and
+{memory} GiB.
 
 **{right} of the {run} classes that could be built are right.** {counts}.
 
@@ -207,12 +223,15 @@ def page(found: Sequence[Walked], sizes: Sequence[int], limit: int) -> str:
     import transformers
 
     counted = Counter(one.outcome for one in found)
-    causes = Counter((one.outcome, _cause(one.message)) for one in found if one.outcome not in (RIGHT, SLOW, UNBUILT))
+    causes = Counter(
+        (one.outcome, _cause(one.message)) for one in found if one.outcome not in (RIGHT, SLOW, LARGE, UNBUILT)
+    )
     return PAGE.format(
         torch=torch.__version__.partition("+")[0],
         transformers=transformers.__version__,
         sizes=", ".join(map(str, sizes)),
         limit=limit,
+        memory=MEMORY >> 30,
         right=counted[RIGHT],
         run=len(found) - counted[UNBUILT],
         counts=counts(found),

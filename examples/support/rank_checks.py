@@ -15,7 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import autotp
+from autotp.diagnostics.double import all_double
 
 TOLERANCE = 1e-5
 """The largest difference, relative to the scale of the compared values: models in float64 may cast to float32."""
@@ -163,28 +164,39 @@ def compared(made: Callable[[], tuple[nn.Module, Any]], tp: int, rank: int) -> C
         torch.manual_seed(0)
         whole, inputs = made()
         whole, inputs = _double(whole), _mapped(inputs, lambda x: x.double() if x.is_floating_point() else x)
-        parallel = autotp.parallelize(
-            copy.deepcopy(whole), tp, example_inputs=inputs, outputs="full", randomness="exact"
-        )
-        for train, other in itertools.product((True, False), (_same, _flipped, _longer)):
-            given = _mapped(inputs, other)
-            try:
-                expected = _call(whole.train(train), given)
-            except Exception:  # It has no other number of rows.
-                if other is not _longer:
-                    raise
-                continue
-            found = _call(parallel.train(train), given)
-            worst, of_what = max(_differences(expected, found, parallel, rank), default=(0.0, ""))
-            if not worst <= TOLERANCE:
-                mode = "train" if train else "eval"
-                return Compared(f"{mode}, {other.__name__.strip('_')} values: {worst:.1e} of {of_what}")
-        return Compared(share=share(parallel.plan))
+        with _casts(whole, inputs):
+            parallel = autotp.parallelize(
+                copy.deepcopy(whole), tp, example_inputs=inputs, outputs="full", randomness="exact"
+            )
+            for train, other in itertools.product((True, False), (_same, _flipped, _longer)):
+                given = _mapped(inputs, other)
+                try:
+                    expected = _call(whole.train(train), given)
+                except Exception:  # It has no other number of rows.
+                    if other is not _longer:
+                        raise
+                    continue
+                found = _call(parallel.train(train), given)
+                worst, of_what = max(_differences(expected, found, parallel, rank), default=(0.0, ""))
+                if not worst <= TOLERANCE:
+                    mode = "train" if train else "eval"
+                    return Compared(f"{mode}, {other.__name__.strip('_')} values: {worst:.1e} of {of_what}")
+            return Compared(share=share(parallel.plan))
     except autotp.Error as error:
         return Compared(error=str(error))
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
         return Compared(crash=f"{type(error).__name__}: {first}")
+
+
+def _casts(model: nn.Module, inputs: Any) -> AbstractContextManager[None]:
+    """Returns a region in which the model runs in float64: one without casts to less, where these do not fit it."""
+    try:
+        _call(copy.deepcopy(model), inputs)
+    except RuntimeError as error:
+        if "dtype" in str(error):
+            return all_double()
+    return nullcontext()
 
 
 def _double(model: nn.Module) -> nn.Module:

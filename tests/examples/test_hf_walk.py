@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
+from support import hf_walk
 from support.hf_shrink import classes, smallest
-from support.hf_walk import RIGHT, UNBUILT, Walked, page, read, sampled, verified, walk
+from support.hf_walk import LARGE, MEMORY, RIGHT, UNBUILT, Walked, page, read, sampled, verified, walk
+from torch import Tensor, nn
 
 
 @pytest.mark.parametrize(("name", "arguments"), [
@@ -34,6 +37,18 @@ def test_a_walk_goes_on(tmp_path: Path) -> None:
     assert list(walk(["NoSuchModel", "BertModel"], (2,), file)) == [first, known] == read(file)
     file.write_text(file.read_text().replace("right", "refused"))
     assert list(walk(["NoSuchModel"], (2,), file, again=["refused"])) == [first]  # Only what is asked for.
+
+
+class Large(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.ones(2 * MEMORY, dtype=torch.int8, device=x.device)[0]
+
+
+def test_a_walk_goes_on_after_a_model_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets no more memory than the limit, in a process of its own."""
+    monkeypatch.setattr(hf_walk, "smallest", lambda name: (Large(4, 4), {"x": torch.ones(2, 4)}))
+    (found,) = walk(["Large"], (2,), tmp_path / "found.jsonl")
+    assert (found.outcome, found.message) == (LARGE, "more than 8 GiB")
 
 
 def test_the_start_of_a_walk_is_a_sample() -> None:

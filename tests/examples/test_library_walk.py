@@ -47,6 +47,8 @@ class Different(nn.Module):
         self.copied = True
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.how == "cast":
+            x = x.float()
         if self.how == "refused":
             torch.manual_seed(0)
         if self.how == "buffer":
@@ -58,7 +60,8 @@ class Different(nn.Module):
 
 
 @pytest.mark.parametrize(("how", "found"), [
-    ("none", ""), ("gradient", "train, same values"), ("buffer", "train, same values"), ("rows", "longer values"),
+    ("none", ""), ("cast", ""), ("gradient", "train, same values"), ("buffer", "train, same values"),
+    ("rows", "longer values"),
 ])  # fmt: skip
 def test_a_difference_is_found(how: str, found: str) -> None:
     answer = compared(lambda: (Different(how), (torch.ones(2, 4),)), 1, 0)

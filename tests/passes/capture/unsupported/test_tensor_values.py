@@ -85,7 +85,7 @@ class Logged(Plain):
 class LoggedInteger(Plain):
     def forward(self, x: Tensor) -> Tensor:
         y = self.mlp(x)
-        self.log = "%d" % y.argmax()
+        self.log = "{:d}".format(y.argmax())  # noqa: UP032
         return y
 
 
@@ -121,7 +121,7 @@ ITSELF = "Python's `{}` of one tensor compares the values of its rows, which are
         (Branch, BRANCHES, "return self.mlp(x) if hit", CHOICES),
         (Asserts, ASSERTS, "assert y.argmax()", "the assert before the call of the model"),
         (Logged, TEXTS, "self.log = f", OUTSIDE),
-        (LoggedInteger, TEXTS, 'self.log = "%d', OUTSIDE),
+        (LoggedInteger, TEXTS, 'self.log = "{:d}', OUTSIDE),
         (Wave, NUMBERS, "return y * abs(complex", MASKS),
         (Largest, ITSELF.format("max"), "return y / max(y", "x.amax(0), which has one operator"),
         (Smallest, ITSELF.format("min"), "return y / min(y", "x.amin(0), which has one operator"),
