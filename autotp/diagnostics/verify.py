@@ -45,6 +45,7 @@ from autotp.passes.capture.guards.python_state import GradientsWanted
 from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Listing
 from autotp.passes.capture.pytree import flatten, map_leaves, outcome, states
 from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.capture.unsupported.function_caches import empty_caches
 from autotp.passes.pipeline.stages import Stage
 from autotp.rules.traits import draws
 from autotp.runtime.build import expect_usable
@@ -179,7 +180,7 @@ def make_trial(
     if _on_meta(model):
         analysis = analyse(skeleton_of(model), args, kwargs, tp, settings, amend=amend)
         return Trial(model, args, kwargs, analysis, (), report(analysis, name), settings)
-    with all_double():
+    with all_double(), empty_caches(model):
         whole = moved(copied(model).cpu().double())
         keep_activations(whole)
         args, kwargs = map_leaves(lambda x: doubled(x) if isinstance(x, Tensor) else x, (args, kwargs))
@@ -215,7 +216,7 @@ def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
     if not trial.graphs:
         return Report(trial.plan, (), (), ())
     analysis = trial.analysis
-    with all_double(), torch.random.fork_rng(devices=[]):
+    with all_double(), empty_caches(trial.model), torch.random.fork_rng(devices=[]):
         model, inputs = copied(trial.model), _inputs(trial)
         ranks = [_rank(trial, rank) for rank in range(analysis.tp)]
         modules = [
@@ -500,7 +501,7 @@ def compare_mesh(model: nn.Module, inputs: Inputs, sizes: tuple[int, int, int], 
         program, first, proof = prove(model, inputs, sizes, training)
         proof = replace(proof, not_computed="the model is on meta")
         return Report(report(program, name, first), (), (), (), mesh=proof)
-    with all_double(), torch.random.fork_rng(devices=[]):
+    with all_double(), empty_caches(model), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         whole, training = moved(copied(model).cpu().double()).train(), replace(training, randomness="exact")
         keep_activations(whole)
@@ -543,7 +544,7 @@ def _compared_calls(
     line.count()
     if not trial.analysis.captured.changes or not trial.graphs:
         return found
-    with all_double():  # The second call reads the attributes that the first has set.
+    with all_double(), empty_caches(model):  # The second call reads the attributes that the first has set.
         called, changed = copied(trial.model), copy.deepcopy((trial.args, trial.kwargs))
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             called(*changed[0], **changed[1])
@@ -553,7 +554,7 @@ def _compared_calls(
 def _read_by_one_device(trial: Trial) -> KnownValues:
     """Runs the model on one device, with the random numbers of `compare`; returns what Python reads."""
     places = trial.analysis.captured.places
-    with all_double(), torch.random.fork_rng(devices=[]), Listing(places) as listing:
+    with all_double(), empty_caches(trial.model), torch.random.fork_rng(devices=[]), Listing(places) as listing:
         torch.manual_seed(0)
         _returned(copied(trial.model), trial, _inputs(trial))
     return KnownValues(places, tuple(listing.outcomes))

@@ -42,6 +42,7 @@ from autotp.passes.capture.repeats.queries import Entangled
 from autotp.passes.capture.repeats.repeats import Repeats
 from autotp.passes.capture.skeleton import copy_on
 from autotp.passes.capture.unsupported.explain_failure import explain_failure
+from autotp.passes.capture.unsupported.function_caches import empty_caches
 from autotp.passes.capture.unsupported.long_sizes import FEWER, LongSize, Symbols, asks_too_much, short_sizes
 
 DEVICE = "cpu"
@@ -81,7 +82,7 @@ def capture(
     leaves, spec = flatten((args, kwargs))
     _expect_dense(leaves)
     leaves = [leaf.copy() if isinstance(leaf, numpy.ndarray) else leaf for leaf in leaves]  # Constants of the graph.
-    with CAPTURING:
+    with CAPTURING, empty_caches(skeleton):
         call = _Call(skeleton, leaves, spec, autocast, wanted)
         found = _reads(call, opened, values) if values.places else NO_VALUES
         expected = found if isinstance(found, KnownValues) else NO_VALUES
