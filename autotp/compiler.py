@@ -34,6 +34,7 @@ from autotp.passes.capture.guards.attribute_paths import Path
 from autotp.passes.capture.guards.attribute_writes import Change, add_hooks, apply_changes
 from autotp.passes.capture.guards.python_state import GradientsWanted
 from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, shown
+from autotp.passes.capture.unsupported.long_sizes import FEWER, Symbols
 from autotp.passes.check.check import check
 from autotp.passes.check.types import Typed
 from autotp.passes.emit.bind import bind
@@ -43,7 +44,7 @@ from autotp.passes.lower.dce import dce
 from autotp.passes.lower.decompose import decompose
 from autotp.passes.lower.defer_reductions import defer_reductions
 from autotp.passes.lower.fuse_bias import fuse_bias
-from autotp.passes.lower.local_sizes import Target
+from autotp.passes.lower.local_sizes import Target, has_unknown_sizes
 from autotp.passes.lower.lower import lower
 from autotp.passes.lower.overlap import overlap
 from autotp.passes.lower.prove_rules import prove_node
@@ -460,9 +461,16 @@ def analyse(
     with uncollected(), progress(f"capture of {type(skeleton).__name__}") as line:
         program = captured_program(skeleton, args, kwargs, tp, options, call)
         by_capture = len(size_assumptions(program.graph))
+        while (
+            program.captured.symbols in FEWER and has_unknown_sizes(program.graph) and not _is_lowered(program, amend)
+        ):
+            symbols = FEWER[program.captured.symbols]
+            program = captured_program(skeleton, args, kwargs, tp, options, call, symbols)
+            by_capture = len(size_assumptions(program.graph))
         if program.captured.symbolic and not _is_lowered(program, amend):
             values = replace(call.values, places=call.values.places | program.captured.symbolic)
-            program = captured_program(skeleton, args, kwargs, tp, options, replace(call, values=values))
+            symbols = program.captured.symbols
+            program = captured_program(skeleton, args, kwargs, tp, options, replace(call, values=values), symbols)
             by_capture = len(size_assumptions(program.graph))
         for each, later in programs_after_passes(program, amend):
             line.begin(each.stage)
@@ -484,6 +492,12 @@ def _expect_no_assumptions(graph: fx.Graph) -> Iterator[None]:
     yield
     if assumed := size_assumptions(graph)[before:]:
         raise Error(f"a pass assumes {assumed[0]} of all calls", fix="a report of it, with the model")
+
+
+def _needs_fewer_symbols(program: Program, amend: Amend | None) -> bool:
+    """True if a rank has to compute a size as no graph can: NOTE [Sizes that become numbers] in `long_sizes.py`."""
+    unknown = program.captured.symbols in FEWER and has_unknown_sizes(program.graph)
+    return unknown and not _is_lowered(program, amend)
 
 
 def _is_lowered(program: Program, amend: Amend | None) -> bool:
@@ -514,13 +528,18 @@ def captured_program(
     tp: int,
     options: Options = DEFAULTS,
     call: CallState = FIRST_CALL,
+    symbols: Symbols = "all",
 ) -> Program:
-    """Captures `skeleton` on these arguments; returns the program before the first pass. Arguments as for `analyse`."""
+    """Captures `skeleton` on these arguments; returns the program before the first pass. Arguments as for `analyse`.
+
+    Args:
+        symbols: the dimensions of inputs that are symbols at most.
+    """
     once = options.optional("repeats")
     _warn_of_untested_torch()
 
     def captured() -> Captured:
-        return capture(skeleton, args, kwargs, call.autocast, once, call.opened, call.wanted, call.values)
+        return capture(skeleton, args, kwargs, call.autocast, once, call.opened, call.wanted, call.values, symbols)
 
     found = captured()
     if options.summed and (found.changes or found.sets) and not found.computes_changes:

@@ -62,6 +62,7 @@ def capture(
     opened: Opened = NOTHING_OPENED,
     wanted: GradientsWanted = ALWAYS,
     values: KnownValues = NO_VALUES,
+    symbols: Symbols = "all",
 ) -> Captured:
     """Returns the graph of `skeleton(*args, **kwargs)`, with every input dimension symbolic where the model allows.
 
@@ -75,6 +76,7 @@ def capture(
         opened: attributes that change from call to call, in addition to those that the model itself writes.
         wanted: the answers to the model's questions about gradients: see `GradientsWanted`.
         values: what is known of the values that Python reads of tensors.
+        symbols: the dimensions of inputs that are symbols at most.
 
     Raises:
         Error: the model needs values that are not known, or fails on these inputs; names the source line.
@@ -83,7 +85,7 @@ def capture(
     _expect_dense(leaves)
     leaves = [leaf.copy() if isinstance(leaf, numpy.ndarray) else leaf for leaf in leaves]  # Constants of the graph.
     with CAPTURING, empty_caches(skeleton):
-        call = _Call(skeleton, leaves, spec, autocast, wanted)
+        call = _Call(skeleton, leaves, spec, autocast, wanted, symbols)
         found = _reads(call, opened, values) if values.places else NO_VALUES
         expected = found if isinstance(found, KnownValues) else NO_VALUES
         while True:
@@ -131,7 +133,7 @@ class _Call:
     spec: Any
     autocast: Autocast
     wanted: GradientsWanted
-    symbols: Symbols = "all"
+    symbols: Symbols
 
 
 @dataclass(frozen=True)

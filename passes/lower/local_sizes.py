@@ -14,6 +14,7 @@ from torch import fx
 
 from autotp.errors import Error
 from autotp.passes.builder import Builder, evaluated
+from autotp.rules.call import outputs_of
 from autotp.sharding.axis import ONE, Axis, Size, find, touches
 from autotp.sharding.grid import part_of
 from autotp.sharding.layout import ranges
@@ -66,6 +67,35 @@ class Target:
         return stop - start
 
 
+def has_unknown_sizes(graph: fx.Graph) -> bool:
+    """True if a tensor's size is an expression that no graph of a rank computes."""
+    tensors = (x for node in graph.nodes for x in outputs_of(node))
+    symbols = {symbol for x in tensors for length in x.shape for symbol in Size.of(length).symbols}
+    return any(_parsed(symbol) is None for symbol in symbols)
+
+
+def _parsed(symbol: str) -> ast.expr | None:
+    """Returns a symbol of a size as an expression of Python; None if it has an operator that no graph computes."""
+    try:
+        term = ast.parse(symbol, mode="eval").body
+    except SyntaxError:
+        return None
+    return term if all(map(_is_known, ast.walk(term))) else None
+
+
+def _is_known(node: ast.AST) -> bool:
+    match node:
+        case ast.Constant(value=float() as number):
+            return len(f"{number:.17g}".replace(".", "").strip("0")) < PRINTED
+        case ast.Constant(value=number):
+            return isinstance(number, int)
+        case ast.Call(func=ast.Name(id=name)):
+            return name in SIZE_OPERATORS
+        case ast.operator():
+            return type(node) in SIZE_OPERATORS
+    return isinstance(node, ast.Name | ast.BinOp | ast.UnaryOp | ast.USub | ast.Load)
+
+
 class Local:
     """Sizes of one rank, as numbers or as nodes of its graph, and its example values."""
 
@@ -102,39 +132,32 @@ class Local:
     def _symbol(self, symbol: str) -> fx.Node:
         if symbol in self.symbols:
             return self.call(aten.sym_size.int, *self.symbols[symbol])
-        try:  # An expression of other symbols, which is no dimension of a tensor yet.
-            term = ast.parse(symbol, mode="eval").body
-            found = None if isinstance(term, ast.Name) else self._computed(term)
-        except (SyntaxError, KeyError):
-            found = None
+        term = _parsed(symbol)  # An expression of other symbols, which is no dimension of a tensor yet.
+        found = None if term is None or isinstance(term, ast.Name) else self._computed(term)
         if not isinstance(found, fx.Node):
             at = line_of(self.builder.origin) if self.builder.origin else "?"
             raise Error(f"the size {symbol} cannot be computed from the inputs' shapes", at=at)
         return found
 
     def _computed(self, term: ast.AST) -> Any:
-        """Returns an expression of sizes as calls. Raises KeyError for an unknown operator."""
+        """Returns an expression of sizes as calls."""
         match term:
-            case ast.Constant(value=int() as number):
-                return number
-            case ast.Constant(value=float() as number) if len(f"{number:.17g}".replace(".", "").strip("0")) < PRINTED:
+            case ast.Constant(value=number):
                 return number
             case ast.Name(id=symbol):
                 return self.size(Size(1, (symbol,)))
             case ast.BinOp(left=left, op=op, right=right):
-                parts = SIZE_OPERATORS[type(op)], self._computed(left), self._computed(right)
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                parts = operator.mul, -1, self._computed(operand)
-            case ast.Call(func=ast.Name(id="Max" | "Min" as name), args=[first, *others]) if others:
+                return self._of(SIZE_OPERATORS[type(op)], self._computed(left), self._computed(right))
+            case ast.UnaryOp(operand=operand):
+                return self._of(operator.mul, -1, self._computed(operand))
+            case ast.Call(func=ast.Name(id="Max" | "Min" as name), args=[first, *others]):
                 found = self._computed(first)
                 for other in others:
                     found = self._of(SIZE_OPERATORS[name], found, self._computed(other))
                 return found
             case ast.Call(func=ast.Name(id=name), args=given):
-                parts = SIZE_OPERATORS[name], *map(self._computed, given)
-            case _:
-                raise KeyError(ast.dump(term))
-        return self._of(*parts)
+                return self._of(SIZE_OPERATORS[name], *map(self._computed, given))
+        raise TypeError(ast.dump(term))
 
     def _of(self, target: Callable[..., Any], *given: Any) -> Any:
         """Returns a function of sizes: a number if all of them are numbers."""

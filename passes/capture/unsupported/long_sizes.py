@@ -4,8 +4,9 @@ NOTE [Sizes that become numbers]
 Each dimension of an input is a symbol at first, and each comparison of sizes is a question to sympy. A model that cuts
 an image into windows again and again (Hiera, DaViT) makes sizes of hundreds of terms, `((h - 1) // 4 + 1) * ...`. Then
 a question takes seconds, or sympy cannot answer it and raises. So such a capture ends, and begins again with the
-first dimension of each input as the only symbol, and at last with none. A graph is right for the sizes that were
-numbers; a call with others is captured by itself.
+first dimension of each input as the only symbol, and at last with none. The same is done where a rank would have to
+compute a size with an operator that a graph of sizes does not have, such as `n & 12` (`analyse` in
+`autotp/compiler.py`). A graph is right for the sizes that were numbers; a call with others is captured by itself.
 """
 
 from __future__ import annotations

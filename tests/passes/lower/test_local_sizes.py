@@ -60,9 +60,23 @@ def test_sizes(name: str) -> None:
     assert report.ok, report
 
 
-def test_a_number_with_a_point_is_refused() -> None:
-    """An expression prints it rounded."""
+UNKNOWN: dict[str, Callable[[int, int], int]] = {
+    "a point, which is printed rounded": lambda b, s: round(s * 0.123456789012345678) + 5,
+    "bits": lambda b, s: (s & 12) + 3,
+}
 
-    model = Sized(lambda b, s: round(s * 0.123456789012345678) + 5)
-    with pytest.raises(autotp.Error, match="cannot be computed from the inputs' shapes"):
-        autotp.verify(model, 2, example_inputs=torch.randn(3, 30, 8))
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_no_graph_computes_becomes_a_number(name: str) -> None:
+    """The graph is for this length, and for any number of rows; another length is captured by itself."""
+    model, x = Sized(UNKNOWN[name]), torch.randn(3, 30, 8)
+    captured = analyse(skeleton_of(model), (x,), {}, 2).captured
+    assert captured.symbols == "first"
+    assert captured.fits([(5, 30, 8)]) and not captured.fits([(3, 29, 8)])
+    assert autotp.verify(model, 2, example_inputs=x).ok
+    plain = Sized(UNKNOWN[name])
+    plain.load_state_dict(model.state_dict())
+    parallel = autotp.parallelize(model, 1, example_inputs=x)
+    for batch, seq in ((3, 30), (5, 30), (5, 22), (2, 9)):
+        y = torch.randn(batch, seq, 8)
+        torch.testing.assert_close(parallel(y), plain(y))
