@@ -461,9 +461,7 @@ def analyse(
     with uncollected(), progress(f"capture of {type(skeleton).__name__}") as line:
         program = captured_program(skeleton, args, kwargs, tp, options, call)
         by_capture = len(size_assumptions(program.graph))
-        while (
-            program.captured.symbols in FEWER and has_unknown_sizes(program.graph) and not _is_lowered(program, amend)
-        ):
+        while _needs_fewer_symbols(program, amend):
             symbols = FEWER[program.captured.symbols]
             program = captured_program(skeleton, args, kwargs, tp, options, call, symbols)
             by_capture = len(size_assumptions(program.graph))
