@@ -17,6 +17,7 @@ from torch import fx, nn
 from autotp.display.progress import progress
 from autotp.errors import Error
 from autotp.ops.eager_mode import uncollected
+from autotp.ops.placement_moves import apart
 from autotp.options import DEFAULTS, Options
 from autotp.passes.builder import size_assumptions
 from autotp.passes.canonicalize import autocast as autocasts
@@ -41,10 +42,11 @@ from autotp.passes.emit.bind import bind
 from autotp.passes.emit.recompute import recompute
 from autotp.passes.lower.bucket import bucket
 from autotp.passes.lower.dce import dce
-from autotp.passes.lower.decompose import decompose
+from autotp.passes.lower.decompose import decompose, expansion_of
 from autotp.passes.lower.defer_reductions import defer_reductions
 from autotp.passes.lower.fuse_bias import fuse_bias
 from autotp.passes.lower.local_sizes import Target, has_unknown_sizes
+from autotp.passes.lower.localize import FORMS
 from autotp.passes.lower.lower import lower
 from autotp.passes.lower.overlap import overlap
 from autotp.passes.lower.prove_rules import prove_node
@@ -55,7 +57,7 @@ from autotp.passes.plan.choose import Decision, choose, choose_as
 from autotp.passes.plan.decouple import decouple
 from autotp.passes.plan.experts import experts
 from autotp.passes.plan.hoist import hoist
-from autotp.passes.plan.infer_axes import Axes, infer_axes
+from autotp.passes.plan.infer_axes import Axes, Factor, infer_axes
 from autotp.passes.plan.match import match
 from autotp.passes.plan.outputs import (
     is_loss,
@@ -65,7 +67,11 @@ from autotp.passes.plan.outputs import (
     positions_that_stay,
 )
 from autotp.passes.plan.propagate import Have, needs_grad, propagate
-from autotp.passes.plan.sequence_parallel import sequence_parallel
+from autotp.passes.plan.sequence.causal_masks import causal_masks
+from autotp.passes.plan.sequence.context_parallel import context_parallel
+from autotp.passes.plan.sequence.equal_inputs import equal_inputs
+from autotp.passes.plan.sequence.separate_keys import joined_again, separate_keys
+from autotp.passes.plan.sequence.sequence_parallel import sequence_parallel
 from autotp.rules.call import operand_nodes, returned
 from autotp.rules.registry import USER_RULES
 from autotp.sharding.layout import Layout
@@ -116,6 +122,7 @@ class Program:
         graph: the graph after the last pass.
         tp: number of ranks.
         options: the user's options.
+        cp_rank: the rank on the axis `cp`, whose graph is made, if sequences are cut over this axis.
         training: whether the model was in training.
         call: the state around the captured call.
         updated: placeholder names of the buffers whose new values `graph` returns last (functionalize).
@@ -139,6 +146,7 @@ class Program:
     options: Options
     training: bool
     call: CallState
+    cp_rank: int = 0
     updated: Sequence[str] = ()
     counts: fx.Graph | None = None
     by_rows: tuple[str, ...] = ()
@@ -294,6 +302,45 @@ CANONICALIZE = (
 )
 
 
+# ---- plan, over the axis cp
+
+
+def _context_parallel(p: Program) -> Program:
+    """Returns the program of one context-parallel rank: its graph has that rank's parts, and conjugates over `cp`.
+
+    NOTE [Two mesh axes]
+    A lowered graph is again a graph of operators with rules, and its conjugates have rules, too. So the graph is
+    planned, lowered and checked for the axis `cp` by the same functions as for the axis `tp`, and then the passes for
+    `tp` get the result as they get any graph. `check` proves for each axis that a rank's graph computes the graph
+    before; together, that both cuts do.
+    """
+    equal_inputs(p.graph, p.captured.inputs)
+    separated = separate_keys(dce(causal_masks(p.graph)))
+    graph, axes, sequences = separated.graph, separated.axes, separated.sequences
+    if not sequences:
+        raise Error(
+            "the model has no sequence that can be cut over cp: no attention reads one",
+            fix="cp=1, and more tensor-parallel ranks",
+        )
+    decision = context_parallel(graph, axes, sequences, needs_grad(graph, _sources_of(p, graph)), _has_form)
+    graph, axes, decision = decompose(graph, axes, decision)
+    if p.options.optional("defer_reductions"):
+        graph, axes, decision = defer_reductions(graph, axes, decision)
+    differentiable = needs_grad(graph, _sources_of(p, graph))
+    have = propagate(graph, axes, decision.cuts, decision.held)
+    hoisted = {node for node in graph.nodes if node.target is apart}
+    if p.options.optional("hoist"):
+        hoisted |= hoist(graph, axes, decision.cuts, have, differentiable)
+    to = Target("cp", p.options.cp, p.cp_rank, p.options.randomness)
+    lowered = dce(lower(graph, axes, decision, differentiable, to, hoisted))
+    check(lowered, graph, {}, [*p.captured.parameters, *p.captured.inputs], to, {})
+    return replace(p, graph=joined_again(lowered))
+
+
+def _has_form(node: fx.Node, factor: Factor) -> bool:
+    return node.target in FORMS or expansion_of(node, factor) is not None
+
+
 # ---- plan
 
 
@@ -384,6 +431,7 @@ def _outputs(p: Program) -> Program:
 
 
 PLAN = (
+    Pass("plan", "context_parallel", _context_parallel, lambda options: options.cp > 1),
     Pass("plan", "decouple", _decouple),
     Pass("pipeline", "row_independence", _row_independence, lambda options: options.summed),
     Pass("plan", "experts", _experts, lambda options: options.experts == "expert"),
@@ -401,8 +449,12 @@ PLAN = (
 
 def _sources(p: Program) -> frozenset[fx.Node]:
     """Returns the nodes that may require a gradient: parameters and inputs."""
+    return _sources_of(p, p.graph)
+
+
+def _sources_of(p: Program, graph: fx.Graph) -> frozenset[fx.Node]:
     names = {*p.captured.parameters, *p.captured.inputs}
-    return frozenset(n for n in p.graph.nodes if n.op == "placeholder" and n.name in names)
+    return frozenset(n for n in graph.nodes if n.op == "placeholder" and n.name in names)
 
 
 def _cut_inputs(p: Program) -> dict[str, Layout]:
@@ -449,6 +501,7 @@ def analyse(
     options: Options = DEFAULTS,
     call: CallState = FIRST_CALL,
     amend: Amend | None = None,
+    cp_rank: int = 0,
 ) -> Program:
     """Captures `skeleton` on these arguments and decides what is cut on `tp` ranks.
 
@@ -457,6 +510,7 @@ def analyse(
         options: the user's options.
         call: the state around the call.
         amend: changes the program after a pass, to find out what a difference comes from (`bisect.py`).
+        cp_rank: the rank on the axis `cp`, if `options.cp` is more than 1.
     """
     with uncollected(), progress(f"capture of {type(skeleton).__name__}") as line:
         program = captured_program(skeleton, args, kwargs, tp, options, call)
@@ -470,6 +524,7 @@ def analyse(
             symbols = program.captured.symbols
             program = captured_program(skeleton, args, kwargs, tp, options, replace(call, values=values), symbols)
             by_capture = len(size_assumptions(program.graph))
+        program = replace(program, cp_rank=cp_rank)
         for each, later in programs_after_passes(program, amend):
             line.begin(each.stage)
             program = later

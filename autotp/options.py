@@ -32,6 +32,7 @@ class Options:
         randomness: whether dropout draws the numbers of one device.
         check_inputs: when ranks compare their inputs.
         recompute: the values that backward computes again.
+        cp: the number of context-parallel ranks, over which sequences are cut (no public call takes it yet).
         summed: whether the graph returns only the loss, as a sum over the batch (`passes/pipeline/loss_totals.py`).
     """
 
@@ -42,6 +43,7 @@ class Options:
     randomness: Randomness = "fast"
     check_inputs: CheckInputs = "first"
     recompute: Recompute = "none"
+    cp: int = field(default=1, kw_only=True)
     summed: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ python docs/stages.py
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from pathlib import Path
 from textwrap import fill
 
@@ -64,11 +65,18 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
+def module_of(stage: str, name: str) -> str:
+    """The module of a pass: in the folder of its stage, or in one below."""
+    folder = importlib.import_module(f"autotp.passes.{stage}")
+    below = pkgutil.walk_packages(folder.__path__, f"{folder.__name__}.")
+    return next(found.name for found in below if found.name.endswith(f".{name}"))
+
+
 def table() -> str:
     """The passes in the order in which the compiler runs them, each with the first line of its file."""
     rows = ["| folder of `passes/` | pass | | left out by |", "|---|---|---|---|"]
     for each in (*CANONICALIZE, *PLAN, *LOWER):
-        module = importlib.import_module(f"autotp.passes.{each.stage}.{each.name}")
+        module = importlib.import_module(module_of(each.stage, each.name))
         what = (module.__doc__ or "").splitlines()[0].removeprefix(f"{each.name}: ")
         rows.append(f"| {each.stage} | {each.name} | {what} | {f'`without={each.name!r}`' * (each.name in OPTIONAL)} |")
     return "\n".join(rows)

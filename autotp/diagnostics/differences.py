@@ -83,14 +83,18 @@ def difference(whole: Tensor | None, parts: Sequence[Tensor | None], layout: Lay
     """Returns the largest difference between a tensor and its joined parts, or its copies, divided by `scale`."""
     if whole is None:
         return 0.0 if all(part is None or not part.any() for part in parts) else float("inf")
-    zeros = [torch.zeros(layout.local_shape(r), dtype=whole.dtype) for r in range(len(parts))]
+    ranks = len(layout.pieces) or 1
+    zeros = [torch.zeros(layout.local_shape(r % ranks), dtype=whole.dtype) for r in range(len(parts))]
     given = [zero if part is None else part for zero, part in zip(zeros, parts, strict=True)]
     if layout.dim is None:
         return max(_distance(part, whole) for part in given) / scale
-    joined = torch.full_like(whole, float("nan")) if whole.is_floating_point() else torch.zeros_like(whole)
-    for rank, part in enumerate(given):
-        layout.put(joined, part, rank)
-    return _distance(joined, whole) / scale
+    found = 0.0
+    for first in range(0, len(given), ranks):  # Each context-parallel rank has all the parts.
+        joined = torch.full_like(whole, float("nan")) if whole.is_floating_point() else torch.zeros_like(whole)
+        for rank in range(ranks):
+            layout.put(joined, given[first + rank], rank)
+        found = max(found, _distance(joined, whole))
+    return found / scale
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

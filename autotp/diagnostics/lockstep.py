@@ -7,6 +7,7 @@ tensors of all ranks, with its conjugate as backward. The simulation is determin
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -31,21 +32,23 @@ Runs = fx.Graph | nn.Module
 """One rank's graph, or a module that `emit` made of it or of its blocks."""
 
 
-def run_lockstep(ranks: Sequence[Runs], inputs: Sequence[Sequence[Any]]) -> list[Any]:
+def run_lockstep(ranks: Sequence[Runs], inputs: Sequence[Sequence[Any]], cp: int = 1) -> list[Any]:
     """Returns the outputs of every rank.
 
     Args:
-        ranks: the graph of each rank, or its module.
+        ranks: the graph of each rank, or its module: all tensor-parallel ranks of the first context-parallel rank, then
+            those of the next.
         inputs: for each rank the values of its placeholders, in order.
+        cp: the number of context-parallel ranks.
     """
     if isinstance(ranks[0], BlockCall):
         calls = cast(Sequence[BlockCall], ranks)
         given = [call.operands_of(row) for call, row in zip(calls, inputs, strict=True)]
-        return run_lockstep([call.work for call in calls], given)
+        return run_lockstep([call.work for call in calls], given, cp)
     if isinstance(ranks[0], Recomputed):
-        return _recomputed(cast(Sequence[Recomputed], ranks), inputs)
+        return _recomputed(cast(Sequence[Recomputed], ranks), inputs, cp)
     graphs = [rank if isinstance(rank, fx.Graph) else cast(fx.GraphModule, rank).graph for rank in ranks]
-    return _run(graphs, ranks, inputs)
+    return _run(graphs, ranks, inputs, cp)
 
 
 def simulated(
@@ -69,21 +72,21 @@ def simulated(
     return attach_parameters(outlined, program.captured.parameters, where, blocks.get, read)
 
 
-def _recomputed(ranks: Sequence[Recomputed], inputs: Sequence[Sequence[Any]]) -> list[Any]:
+def _recomputed(ranks: Sequence[Recomputed], inputs: Sequence[Sequence[Any]], cp: int) -> list[Any]:
     """Runs a block on all ranks, whose operators run again in backward."""
     inner, width = [rank.inner for rank in ranks], len(inputs[0])
 
     def run(*flat: Any) -> list[Any]:
-        return run_lockstep(inner, [flat[i * width : (i + 1) * width] for i in range(len(inner))])
+        return run_lockstep(inner, [flat[i * width : (i + 1) * width] for i in range(len(inner))], cp)
 
     if not torch.is_grad_enabled():
-        return run_lockstep(inner, inputs)
+        return run_lockstep(inner, inputs, cp)
     flat = [x for row in inputs for x in row]
     found: list[Any] = checkpoint(run, *flat, use_reentrant=False, preserve_rng_state=ranks[0].draws)
     return found
 
 
-def _run(graphs: Sequence[fx.Graph], ranks: Sequence[Runs], inputs: Sequence[Sequence[Any]]) -> list[Any]:
+def _run(graphs: Sequence[fx.Graph], ranks: Sequence[Runs], inputs: Sequence[Sequence[Any]], cp: int) -> list[Any]:
     """Runs the graphs node by node, each node on all ranks."""
     envs: list[dict[str, Any]] = [{} for _ in graphs]
     queues = [iter(values) for values in inputs]
@@ -95,20 +98,37 @@ def _run(graphs: Sequence[fx.Graph], ranks: Sequence[Runs], inputs: Sequence[Seq
             values: Sequence[Any] = [next(queue) for queue in queues]
         elif kind is not None:
             arguments = [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)]
-            several = kind in (_share, _together, _async_linear)
-            values = kind(arguments) if several else kind(*(a[0] for a in arguments), rest=arguments[0][2:])
+            values = _collective(kind, arguments, cp)
         elif nodes[0].op == "call_module":
             modules = cast(Sequence[nn.Module], ranks)
             parts = [rank.get_submodule(str(node.target)) for rank, node in zip(modules, nodes, strict=True)]
-            values = run_lockstep(parts, [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)])
+            given = [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)]
+            values = run_lockstep(parts, given, cp)
         elif isinstance(nodes[0].target, Vjp):
             arguments = [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)]
-            values = custom_vjp.run_vjps_in_lockstep([node.target for node in nodes], arguments, run_lockstep)
+            run = partial(run_lockstep, cp=cp)
+            values = custom_vjp.run_vjps_in_lockstep([node.target for node in nodes], arguments, run)
         else:
             values = _each(nodes, envs)
         for node, env, value in zip(nodes, envs, values, strict=True):
             env[node.name] = value
     raise AssertionError("a graph ends in its output")
+
+
+def _collective(kind: Callable[..., Any], arguments: Sequence[Sequence[Any]], cp: int) -> list[Any]:
+    """Runs a collective in each group of its axis: of neighbours along `tp`, of every tp-th rank along `cp`."""
+    count = len(arguments)
+    tp = count // cp
+    along_cp = [range(i, count, tp) for i in range(tp)]
+    along_tp = [range(i, i + tp) for i in range(0, count, tp)]
+    found: list[Any] = [None] * count
+    for group in along_cp if arguments[0][1] == "cp" else along_tp:
+        own = [arguments[i] for i in group]
+        several = kind in (_share, _together, _async_linear)
+        values = kind(own) if several else kind(*(row[0] for row in own), rest=own[0][2:])
+        for i, value in zip(group, values, strict=True):
+            found[i] = value
+    return found
 
 
 def _each(nodes: Sequence[fx.Node], envs: Sequence[dict[str, Any]]) -> list[Any]:

@@ -189,8 +189,9 @@ def make_trial(
         ]
         wanted = GradientsWanted(inputs=tuple(tensors), parameters=tuple(p.requires_grad for p in whole.parameters()))
         call = CallState(wanted=wanted, values=values)
-        analysis = analyse(skeleton_of(whole), args, kwargs, tp, settings, call, amend)
-        graphs = list(flat_graphs(analysis, "exact"))
+        skeleton, settings = skeleton_of(whole), replace(settings, randomness="exact")
+        programs = [analyse(skeleton, args, kwargs, tp, settings, call, amend, rank) for rank in range(settings.cp)]
+        graphs, analysis = [graph for program in programs for graph in flat_graphs(program, "exact")], programs[0]
         plan = report(analysis, name, graphs[0])
         return Trial(whole, args, kwargs, analysis, tuple(map(fuse, graphs)), plan, settings, of_inputs)
 
@@ -218,14 +219,14 @@ def compare(trial: Trial, change: Edit = lambda graph, rank: graph) -> Report:
     analysis = trial.analysis
     with all_double(), empty_caches(trial.model), torch.random.fork_rng(devices=[]):
         model, inputs = copied(trial.model), _inputs(trial)
-        ranks = [_rank(trial, rank) for rank in range(analysis.tp)]
+        ranks = [_rank(trial, i % analysis.tp) for i in range(len(trial.graphs))]
         modules = [
             simulated(change(_copy_of(graph), i), ranks[i], analysis, trial.model, trial.settings)
             for i, graph in enumerate(trial.graphs)
         ]
         placed = [_placed(module.graph, rank, trial) for module, rank in zip(modules, ranks, strict=True)]
         torch.manual_seed(0)
-        ran = run_lockstep(modules, placed)
+        ran = run_lockstep(modules, placed, analysis.options.cp)
         known = len(analysis.call.values.outcomes)
         if (outcomes := contradicted(analysis.captured, ran[0], known)) is not None:
             raise OtherValues(KnownValues(analysis.captured.places, outcomes))
@@ -382,7 +383,7 @@ def _backward(expected: Mapping[int, Tensor], found: Sequence[Sequence[Tensor]],
     weights = {i: _weights(expected[i]) for i in kept}
     mine = []
     for rank, row in enumerate(found):
-        own = {i: _whole_layout(i, expected[i], analysis).take(weights[i], rank) for i in kept}
+        own = {i: _whole_layout(i, expected[i], analysis).take(weights[i], rank % analysis.tp) for i in kept}
         mine.append(_objective([(row[i], own[i]) for i in kept]))
     torch.autograd.backward(_objective([(expected[i], weights[i]) for i in kept]))  # A method would leave the mode.
     torch.autograd.backward(mine)

@@ -254,7 +254,7 @@ def broadcast(call: Call, mark: str = "") -> list[list[str]]:
 
 def elementwise_loss(call: Call) -> Rule:
     """An elementwise loss with the reductions none, mean and sum: mse_loss, binary_cross_entropy, ..."""
-    ins = broadcast(call, "^" if call["reduction"] == MEAN else "")
+    ins = broadcast(call, "!" if call["reduction"] == MEAN else "")
     return Rule.of(spell(ins, [[] if call["reduction"] else max(ins, key=len)]))
 
 
@@ -266,7 +266,7 @@ def class_loss(call: Call) -> Rule | None:
     x, target, *weight = present(call)
     if target.dtype.is_floating_point:
         return None
-    mark = "^" if call["reduction"] == MEAN else ""
+    mark = "!" if call["reduction"] == MEAN else ""
     front, tail = [f"n{mark}"] * (x.dim() > 1), [f"d{i}{mark}" for i in range(x.dim() - 2)]
     ins = [[*front, "c!", *tail], [*front, *tail], *[["c!"]] * len(weight)]
     return Rule.of(spell(ins, [[] if call["reduction"] else [*front, *tail]]))

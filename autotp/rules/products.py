@@ -118,7 +118,7 @@ def attention(call: Call) -> Rule | None:
     kv, sizes = heads, {}
     if call.get("enable_gqa") and Size.of(query.shape[-3]) != Size.of(key.shape[-3]):
         kv, heads, sizes = [*heads[:-1], f"k{mark}"], [*heads[:-1], f"(k{mark} g{mark})"], {"k": key.shape[-3]}
-    s = "s^" if call.get("is_causal") or mark else "s"
+    s = "s^" if call.get("is_causal") else f"s{mark}"
     terms = [[*heads, s, "d^"], [*kv, "t^", "d^"], [*kv, "t^", "e"], *[[*heads, s, "t^"]] * len(mask)]
     terms = [term[len(term) - operand.dim() :] for term, operand in zip(terms, present(call), strict=True)]
     return Rule.of(spell(terms, [[*heads, s, "e"]]), () if mark else ((2,),), **sizes)

@@ -31,6 +31,7 @@ class Trait(Flag):
     PERMUTE = auto()  # With the dimensions in another order.
     MOVABLE = auto()  # A view; passes may move sums and copies from its operand to its result.
     SWAP = auto()  # A permutation that the same call undoes.
+    REPEAT = auto()  # Has each element of the operand once, or several times.
     SPLIT = auto()  # Split into parts along `dim`.
     SLICE = auto()  # A range, or every k-th element, along `dim`.
 

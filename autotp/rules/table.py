@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from autotp.ops import channels, custom_vjp, dropout, lookup, placement_moves
+from autotp.ops import channels, collectives, custom_vjp, dropout, lookup, placement_moves
 from autotp.ops import experts as routing
 from autotp.ops.grouped_mm import OPERATOR
 from autotp.ops.losses import cross_entropy, ctc_loss
 from autotp.rules import common as f
+from autotp.rules import conjugates as c
 from autotp.rules import indexing as i
 from autotp.rules import products as p
 from autotp.rules import views as v
@@ -96,8 +97,8 @@ TORCH_ROWS: list[tuple[str, Row]] = [
     ("atleast_1d.default atleast_2d.default atleast_3d.default", Row(v.view, T.RESHAPE | T.MAY_ALIAS)),
     ("view_as reshape_as", Row(v.view_as)),
     ("squeeze", Row(v.squeeze, T.RESHAPE)),
-    ("expand broadcast_to", Row(v.expand, sizes="size")),
-    ("expand_as", Row(v.expand)),
+    ("expand broadcast_to", Row(v.expand, T.REPEAT, sizes="size")),
+    ("expand_as", Row(v.expand, T.REPEAT)),
     ("broadcast_tensors", Row(v.broadcast_tensors)),
     ("permute", Row(v.reorder, T.PERMUTE | T.MOVABLE)),
     ("transpose", Row(v.reorder, T.PERMUTE | T.MOVABLE | T.SWAP)),
@@ -118,8 +119,9 @@ TORCH_ROWS: list[tuple[str, Row]] = [
     ("hstack column_stack", Row(v.stacked(1))),
     ("dstack", Row(v.stacked(2))),
     ("meshgrid", Row(v.meshgrid)),
-    ("repeat tile", Row(v.repeat)),
-    ("repeat_interleave", Row(v.repeat_interleave)),
+    ("repeat tile", Row(v.repeat, T.REPEAT)),
+    ("repeat_interleave.self_int", Row(v.repeat_interleave, T.REPEAT)),
+    ("repeat_interleave.Tensor repeat_interleave.self_Tensor", Row(v.repeat_interleave)),
     ("pad constant_pad_nd", Row(v.pad)),
     ("slice_scatter", Row(v.updated_slice)),
     ("select_scatter", Row(v.updated_place)),
@@ -227,6 +229,12 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     lookup.embedding: Row(f.fixed("v h, * -> * h", ((0,),)), T.UNSAVED),
     lookup.gather: Row(f.parallel_gather),
     placement_moves.apart: Row(f.whole),
+    collectives.copy: Row(c.kept),
+    collectives.reduce: Row(c.kept),
+    collectives.scatter: Row(c.moved),
+    collectives.gather: Row(c.moved),
+    collectives.all_gather: Row(c.moved),
+    collectives.reduce_scatter: Row(c.moved),
     cross_entropy.peak: Row(f.parallel_peak, T.NO_GRADIENT),
     cross_entropy.class_terms: Row(f.parallel_class_terms, T.UNSAVED),
     dropout.exact_dropout: Row(traits=T.RANDOM),
@@ -253,7 +261,7 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     custom_vjp.result: Row(f.pointwise()),
     routing.combine: Row(f.fixed("r *, r, s^ -> s^ *", ((0,),))),
 }
-"""Rows of autotp's own operators: parallel forms, operators on channels, on rows of experts, marks of backwards."""
+"""Rows of autotp's own operators: parallel forms, conjugates, operators on channels, on rows of experts, marks."""
 
 ROWS: dict[Callable[..., Any], Row] = dict(_rows()) | OWN_ROWS
 """Operator (an overload of torch, or a function of autotp) -> its row."""

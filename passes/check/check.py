@@ -113,12 +113,14 @@ class _Checking(Proof):
         source: Any = node.args[0] if node.args else None
         if is_number(node):
             self.numbers[node] = self.number(node)
-        elif node.target is collectives.share:
-            self._share(node, *node.args)
         elif node.target is together:
             self._together(node, *node.args)
+        elif node.target in CONJUGATES and not self._is_along(node.args[1]):
+            self._compute(node)
+        elif node.target is collectives.share:
+            self._share(node, *node.args)
         elif node.target is operator.getitem and source in self.bundles:
-            self.give(node, self.whole[self.bundles[source][node.args[1]]], (self.types[source][node.args[1]],))  # type: ignore[index]
+            self.give(node, self.bundles[source][node.args[1]], (self.types[source][node.args[1]],))  # type: ignore[index]
         elif node.target in CONJUGATES:
             self._conjugate(node, *node.args)
         elif node.target in LOCAL_MOVES:
@@ -131,6 +133,10 @@ class _Checking(Proof):
             self.give(node, source, (self.types[source][node.args[1]],))  # type: ignore[index]
         else:
             self._compute(node)
+
+    def _is_along(self, axis: Any) -> bool:
+        """True for the mesh axis that is checked, or a part of it (`tp/4`); conjugates of others are operators."""
+        return str(axis).partition("/")[0] == self.to.axis
 
     # ---- nodes that stand for a node of the model's graph
 
@@ -336,15 +342,30 @@ class _Checking(Proof):
 
     def _together(self, node: fx.Node, xs: Any, axis: Any, where: Any) -> None:
         """Types a `together`: each operand as `copy` or `share` would type it."""
+        if not self._is_along(axis):
+            return self._copies(node, xs, axis, where)
         found = []
         for x, at in zip(xs, where, strict=True):
             (typed,) = self.types[x]
             whole = at is None and axis == self.to.axis and typed.fits(Replicate())
             held = at is not None and shares(self.to, typed, axis, *at)
-            if x.op != "placeholder" or node.kwargs or not (whole or held):
+            if node.kwargs or not (whole or held):
                 self.refuse(node, f"does not sum the gradient of `{x}`", got=f"{called(node)} of {typed}")
             found.append(replace(typed, placement=Shard(typed.leaf) if held else Copied()))  # type: ignore[arg-type]
-        self.bundles[node], self.types[node] = xs, tuple(found)
+        self.bundles[node], self.types[node] = [self.whole[x] for x in xs], tuple(found)
+
+    def _copies(self, node: fx.Node, xs: Any, axis: Any, where: Any) -> None:
+        """Types a `together` over another mesh axis: the copies of the model's graph, each as an operator."""
+        models, types = list[fx.Node](), list[Typed]()
+        for x, at in zip(xs, where, strict=True):
+            own = [model for model in self.model.on(collectives.copy, self.whole[x]) if model.args[1:] == (axis,)]
+            if at is not None or node.kwargs or not own:
+                self.refuse(node, f"does not copy `{x}` as the model does", got=called(node))
+            self.model.on(collectives.copy, self.whole[x]).remove(own[0])
+            reads = [(x, self.types[x][0])]
+            models.append(own[0])
+            types += self._typing(node, own[0], reads, self._cut(node, own[0], reads))
+        self.bundles[node], self.types[node] = models, tuple(types)
 
     def _move(self, node: fx.Node, x: Any) -> None:
         """Types a move without communication (`replication.py`)."""

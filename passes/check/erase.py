@@ -20,6 +20,7 @@ from autotp.ops import dropout, lookup
 from autotp.ops import experts as routing
 from autotp.ops.losses import cross_entropy
 from autotp.passes.check.types import CONJUGATES
+from autotp.passes.lower.local_sizes import PARTS
 from autotp.rules.call import is_tensor, operand_nodes, outputs_of
 from autotp.rules.traits import draws
 from autotp.sharding.axis import Axis, Size, product
@@ -47,11 +48,16 @@ BIASED = {aten.linear.default: (aten.linear.default, (0, 1, 2)), aten.addmm.defa
 
 
 class ModelNodes:
-    """The nodes of the model's graph: ordered nodes in order; pure operators by region, operator and operands."""
+    """The nodes of the model's graph: ordered nodes in order; pure operators by region, operator and operands.
+
+    Attributes:
+        parts: the symbol of a part of a symbolic length along another mesh axis -> the node that computes it.
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
         self.region, self.ordered = 0, iter([n for n in graph.nodes if is_ordered(n)])
         self.pure: dict[Any, Any] = {}
+        self.parts = {Size.of(n.meta["val"]): n for n in graph.nodes if n.target in PARTS}
         region, live = 0, _live(graph)
         for node in graph.nodes:
             region += is_ordered(node) and not outputs_of(node)

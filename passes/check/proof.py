@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autotp.errors import Error
-from autotp.passes.check.erase import ModelNodes, called, listed, plain
+from autotp.passes.check.erase import ModelNodes, called, listed, plain, valued
 from autotp.passes.check.local_calls import local_length
 from autotp.passes.check.types import Typed
 from autotp.passes.lower.local_sizes import PARTS, Target
@@ -62,6 +62,10 @@ class Proof:
 
     def number(self, node: fx.Node) -> Any:
         """Returns the value of a size, or of a number computed from sizes, in terms of the model's graph."""
+        if node.target in PARTS and (size := self.model.parts.get(Size.of(node.meta["val"]))) is not None:
+            if plain(self.erased(node.args)) != valued(size.args) or size.target is not node.target:
+                self.refuse(node, "is not the part that the model computes", expected=called(size), got=called(node))
+            return node.meta["val"]
         if node.target in PARTS:
             return self._part(node, node.target, *self.erased(node.args))
         if node.target is not aten.sym_size.int:

@@ -24,11 +24,14 @@ from autotp.source_location import block_of
 def bucket(graph: fx.Graph) -> fx.Graph:
     """Returns the same function with one conjugate for all parameters of a block, a mesh axis and a dtype."""
     bundles: dict[Any, list[fx.Node]] = {}
+    keys: dict[fx.Node, Any] = {}  # A copy over the first of two mesh axes -> the key of its bundle.
     behind = False
     for node in graph.nodes:
         behind = behind or bool(node.op == "call_function" and block_of(node))
-        if node.target in (copy, share) and node.args[0].op == "placeholder":
-            bundles.setdefault((block_of(node) or behind, node.args[1], node.meta["val"].dtype), []).append(node)
+        before = node.args[0] if node.target in (copy, share) else None
+        if before is not None and (before.op == "placeholder" or before in keys):
+            keys[node] = block_of(node) or behind, node.args[1], node.meta["val"].dtype, keys.get(before)
+            bundles.setdefault(keys[node], []).append(node)
     several = [nodes for nodes in bundles.values() if len(nodes) > 1]
     first, inside = {nodes[0]: nodes for nodes in several}, {node for nodes in several for node in nodes}
     builder = Builder(fake_mode_of(graph))

@@ -2,6 +2,7 @@
 
     Before: log_softmax(x, v)            After: z = x - peak(x); z - log(sum(exp(z)))
     Before: mean(x, v)                   After: sum(x, v) / length
+    Before: mse_loss(x, y)               After: mse_loss(x, y, reduction=sum) / length      rows are cut
 
 The losses are in `vocab_parallel_loss`.
 """
@@ -9,6 +10,7 @@ The losses are in `vocab_parallel_loss`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +18,15 @@ from torch import fx
 
 from autotp.ops.losses.cross_entropy import peak
 from autotp.passes.builder import Builder, fake_mode_of
-from autotp.passes.lower.vocab_parallel_loss import cross_entropy, nll
+from autotp.passes.lower.vocab_parallel_loss import MEAN, SUM, count, cross_entropy, nll
 from autotp.passes.plan.choose import Decision
-from autotp.passes.plan.infer_axes import Axes, visit
+from autotp.passes.plan.infer_axes import Axes, Factor, visit
 from autotp.rules.call import arguments_of
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
 
 aten = torch.ops.aten
+NONE = 0
 Expansion = Callable[[Builder, dict[str, Any]], fx.Node]
 
 
@@ -31,7 +36,8 @@ def decompose(graph: fx.Graph, axes: Axes, decision: Decision) -> tuple[fx.Graph
     for node in graph.nodes:
         builder.origin = node
         leaf = decision.cuts.get(node)
-        expansion = EXPANSIONS.get(node.target) if leaf is not None and _mixes(node, axes, leaf) else None
+        factor = axes.bound[node].cuttable(leaf) if leaf is not None else None
+        expansion = expansion_of(node, factor) if factor is not None else None
         if leaf is None or expansion is None:
             carry(builder.copy(node), node, axes, new_axes, decision, new)
             continue
@@ -45,9 +51,12 @@ def decompose(graph: fx.Graph, axes: Axes, decision: Decision) -> tuple[fx.Graph
     return builder.graph, new_axes, new
 
 
-def _mixes(node: fx.Node, axes: Axes, leaf: Any) -> bool:
-    factor = axes.bound[node].cuttable(leaf)
-    return factor is not None and factor.mark == "!"
+def expansion_of(node: fx.Node, factor: Factor) -> Expansion | None:
+    """Returns the function that writes an operator in parts, to be cut along a factor; None if there is none."""
+    if factor.mark != "!":
+        return None
+    of_rows = arguments_of(node).get("reduction") == MEAN and factor.name != "c"
+    return partial(_mean_loss, node.target) if of_rows else EXPANSIONS.get(node.target)
 
 
 def carry(copy: fx.Node, node: fx.Node, old: Axes, axes: Axes, before: Decision, after: Decision) -> None:
@@ -60,6 +69,27 @@ def carry(copy: fx.Node, node: fx.Node, old: Axes, axes: Axes, before: Decision,
         after.cuts[copy] = before.cuts[node]
     if node in before.held:
         after.held[copy] = before.held[node]
+
+
+def _mean_loss(op: Any, builder: Builder, args: dict[str, Any]) -> fx.Node:
+    """Writes a mean over rows as a sum and its divisor, both in at least float32."""
+    dtype = next(x.meta["val"].dtype for x in args.values() if isinstance(x, fx.Node))
+    wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32}.get(dtype, dtype)
+    of_classes = has(op, Trait.CLASS_LOSS)
+    given = {name: _widened(builder, value, wide) for name, value in args.items()}
+    given["reduction"] = SUM if of_classes else NONE
+    by_name = {one.name: given.pop(one.name) for one in op._schema.arguments if one.kwarg_only}
+    found = builder.call(op, *given.values(), **by_name)
+    if of_classes:
+        mean = builder.call(aten.div.Tensor, found, count(builder, args, wide))
+    else:
+        mean = _mean(builder, {"self": found, "dtype": None})
+    return builder.cast(mean, dtype)
+
+
+def _widened(builder: Builder, value: Any, dtype: torch.dtype) -> Any:
+    floating = isinstance(value, fx.Node) and value.meta["val"].is_floating_point()
+    return builder.cast(value, dtype) if floating else value
 
 
 def _centred(builder: Builder, x: fx.Node, dim: int) -> tuple[fx.Node, fx.Node]:

@@ -75,15 +75,35 @@ def _reduced(
         loss: `-log p` of each row's class, before weights and ignored targets.
         smooth: the label-smoothing term of each row.
     """
-    call, weight, dtype = builder.call, args["weight"], loss.meta["val"].dtype
-    counted = builder.cast(call(aten.logical_not.default, ignored), dtype)
-    if weight is not None:
-        column = call(aten.unsqueeze.default, weight, 1)
-        own = call(aten.squeeze.dim, call(aten.embedding.default, column, classes), -1)
-        loss, counted = call(aten.mul.Tensor, loss, own), call(aten.mul.Tensor, counted, own)
+    call, dtype = builder.call, loss.meta["val"].dtype
+    own = _own_weight(builder, args["weight"], classes)
+    counted = _counted(builder, ignored, own, dtype)
+    if own is not None:
+        loss = call(aten.mul.Tensor, loss, own)
     if smooth is not None:
         loss = call(aten.add.Tensor, call(aten.mul.Tensor, loss, 1 - args["label_smoothing"]), smooth)
     loss = call(aten.masked_fill.Scalar, loss, ignored, 0)
     if args["reduction"] in (MEAN, SUM):
         loss = call(aten.sum.default, loss)
     return call(aten.div.Tensor, loss, call(aten.sum.default, counted)) if args["reduction"] == MEAN else loss
+
+
+def _own_weight(builder: Builder, weight: fx.Node | None, classes: fx.Node) -> fx.Node | None:
+    """Returns the weight of each row's class; None without weights."""
+    if weight is None:
+        return None
+    column = builder.call(aten.unsqueeze.default, weight, 1)
+    return builder.call(aten.squeeze.dim, builder.call(aten.embedding.default, column, classes), -1)
+
+
+def _counted(builder: Builder, ignored: fx.Node, own: fx.Node | None, dtype: torch.dtype) -> fx.Node:
+    """Returns for each row how much it counts in a mean: its weight, or 1; 0 if it is ignored."""
+    counted = builder.cast(builder.call(aten.logical_not.default, ignored), dtype)
+    return counted if own is None else builder.call(aten.mul.Tensor, counted, own)
+
+
+def count(builder: Builder, args: dict[str, Any], dtype: torch.dtype) -> fx.Node:
+    """Writes the divisor of a class loss's mean: the weights of the targets that are not ignored, added up."""
+    ignored, classes = _classes(builder, args)
+    own = _own_weight(builder, args["weight"], classes)
+    return builder.call(aten.sum.default, _counted(builder, ignored, own, dtype))

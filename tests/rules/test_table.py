@@ -64,7 +64,7 @@ def test_call(name: str) -> None:
         ("cat-empty", "a p0^, a p1 -> a p1"),
         ("cat-old-style", "a p0, x1_0^ -> a p0"),
         ("cross-entropy-soft", "unknown"),
-        ("cross-entropy-mean", "n^ c!, n^ -> ()"),
+        ("cross-entropy-mean", "n! c!, n! -> ()"),
         ("squeeze-kept", "a^ b^ c -> a^ c"),
         ("repeat", "b c d -> ra^ b rc^ (rd^ d)"),
         ("layer-norm", "* n0^, n0^, n0^ -> * n0^"),

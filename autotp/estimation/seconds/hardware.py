@@ -99,7 +99,8 @@ B200_180GB = Hardware(
     memory=180 * GIGA, units=148, cache_bandwidth=5120 * 1.965e9, node_bandwidth=900 * GIGA, net_bandwidth=50 * GIGA,
 )  # fmt: skip
 # One core of an AMD EPYC (family 26, Zen 5; a virtual machine of two cores and 24 GB), torch 2.13.0, a thread a rank,
-# two ranks with gloo on loopback. Each number is measured: `autotp calibrate`, 2026-11-25, beside other programs.
+# two ranks with gloo on loopback. Each number is measured: `autotp calibrate`, 2026-11-25, beside other programs; but
+# `launch` stands between a call whose code is in the caches (4 us) and one that a copy of 16 MB precedes (20 us).
 CPU_GLOO = Hardware(
     name="cpu-gloo", matrix_flops=500 * GIGA, vector_flops=115 * GIGA, memory_bandwidth=55 * GIGA, memory=12 * GIB,
     units=1, cache_bandwidth=105 * GIGA, matrix_sustained=1.0, memory_sustained=1.0, fill=0.0, launch=8 * MICRO,

@@ -10,12 +10,10 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import Tensor
 
 LAYER = {"cpu": (1024, 512, 2048), "cuda": (8192, 8192, 8192)}
 """Rows, inputs and outputs of the linear layer whose products are timed."""
@@ -28,7 +26,7 @@ SHORT = 64
 COPIED = {"cpu": 2**24, "cuda": 2**30}
 """Bytes of the tensor that is copied: of a CPU more than a core's own caches, and few enough that they are paged in."""
 CHAIN = 20
-"""Operators in a row whose calls are timed."""
+"""Calls of an operator that are timed in a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,27 +112,24 @@ def _call(device: torch.device, seconds: float) -> float:
     """Returns the seconds of the call of an operator on a few numbers, noted for backward.
 
     On a CPU a copy fills the caches with other data before each call, as the operators of a model do: a call whose code
-    and data are in the caches is three times as fast. Of pairs of runs, with calls and without, the lower quartile of
-    the differences counts: they are small beside the copies, and whatever else runs adds to them.
+    and data are in the caches is three times as fast. Each call is timed by itself, and the median counts, less that of
+    a call of nothing.
     """
     x = torch.ones(4, device=device, requires_grad=True)
-    cold = device.type == "cpu"
-    old, new = (torch.ones(COPIED["cpu"] // 4 if cold else 0, device=device) for _ in range(2))
+    if device.type != "cpu":
+        return typical(lambda: [x * 1.0 for _ in range(CHAIN)], device, seconds) / CHAIN
+    old, new = (torch.ones(COPIED["cpu"] // 4) for _ in range(2))
 
-    def chain(calls: bool) -> None:
-        y: Tensor = x
+    def times(run: Callable[[], object]) -> Iterator[float]:
         for _ in range(CHAIN):
-            if cold:
-                new.copy_(old)
-            y = y * 1.0 if calls else y
+            new.copy_(old)
+            yield _on_cpu(run)
 
-    if not cold:
-        return typical(lambda: chain(True), device, seconds) / CHAIN
-    found, end = list[float](), time.perf_counter() + seconds
-    while len(found) < 8 or time.perf_counter() < end:
-        without, with_calls = (_on_cpu(partial(chain, calls)) for calls in (False, True))
-        found.append(with_calls - without)
-    return max(1e-7, statistics.quantiles(found, n=4)[0]) / CHAIN
+    calls, nothing, end = list[float](), list[float](), time.perf_counter() + seconds
+    while not calls or time.perf_counter() < end:
+        calls += times(lambda: x * 1.0)
+        nothing += times(lambda: None)
+    return max(1e-7, statistics.median(calls) - statistics.median(nothing))
 
 
 def _memory(device: torch.device) -> float:

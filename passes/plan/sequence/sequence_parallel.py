@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
 
+from autotp.ops.collectives import all_gather
 from autotp.passes.plan.candidate import contracts, readers, root
 from autotp.passes.plan.choose import Decision, elements
 from autotp.passes.plan.infer_axes import Axes
@@ -109,7 +111,20 @@ def _leading(dims: tuple[Axis, ...]) -> Iterator[Axis]:
 
 
 def _sequences(axes: Axes) -> Iterator[Axis]:
-    """Yields the axes over which attentions sum: the sequence of keys and values."""
+    """Yields the axes over which attentions sum: the sequence of keys and values, also before they are gathered.
+
+    With context parallelism, keys and values are gathered over another mesh axis, from a rank's part of the sequence.
+    """
+    summed = set(_summed(axes))
+    yield from summed
+    for node in axes.bound:
+        if node.target is all_gather:
+            dim: Any = node.args[2]
+            if find(axes.of(node)[dim]) in summed:
+                yield find(axes.of(node.args[0])[dim])  # type: ignore[arg-type]
+
+
+def _summed(axes: Axes) -> Iterator[Axis]:
     for node, bound in axes.bound.items():
         attends = has(node.target, Trait.ATTENTION) or contracts(bound)
         if attends and all(root(operand).op != "placeholder" for operand in bound.operands[:2]):

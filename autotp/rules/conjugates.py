@@ -1,0 +1,23 @@
+"""Rule functions of conjugates: collectives over one mesh axis, in a graph that is cut along another axis.
+
+All conjugates are linear. They combine the same positions of all ranks of their axis, so the dimensions that they do
+not move pass through.
+"""
+
+from __future__ import annotations
+
+from autotp.rules.call import Call
+from autotp.rules.common import letters, pointwise
+from autotp.rules.language import Rule, spell
+
+
+def kept(call: Call) -> Rule | None:
+    """`copy(x, axis)` and `reduce(x, axis, op)`: every position by itself. A maximum is not linear."""
+    return pointwise(() if call.get("op") == "max" else "all")(call)
+
+
+def moved(call: Call) -> Rule:
+    """`scatter`, `gather`, `all_gather` and `reduce_scatter`: another length along `dim`, which is needed whole."""
+    ns, dim = letters(call.operands[0].dim()), call.dim()
+    before, after = ([*ns[:dim], name, *ns[dim + 1 :]] for name in ("x^", "y^"))
+    return Rule.of(spell([before], [after]), "all")

@@ -1,0 +1,158 @@
+"""separate_keys: gives the keys of an attention an axis of their own, so that the axis of its queries can be cut.
+
+    Before: matmul(q, k^T): f32[b, h, s, s]; matmul(p, v)         both dimensions are the sequence
+    After:  matmul(q, apart(k)^T): f32[b, h, s, t]; matmul(p, apart(v))
+
+A value that has a sequence in two dimensions cannot be cut along it. It begins where an operator has the sequence in
+two factors, one of the rows and one of the columns: in attention, and where a mask compares positions. There `apart(x)`
+is `x` with separate axes, and is whole on every rank: the operand of the columns is gathered. `apart` stands where the
+operand is smallest, before keys are repeated for the heads of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from autotp.ops.placement_moves import apart
+from autotp.passes.builder import Builder, fake_mode_of
+from autotp.passes.plan.candidate import contracts, root
+from autotp.passes.plan.choose import elements
+from autotp.passes.plan.infer_axes import Axes, Bound, infer_axes
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
+from autotp.sharding.axis import Axis, find, touches
+
+MOVES = Trait.SAME | Trait.RESHAPE | Trait.PERMUTE | Trait.REPEAT
+"""Operators that copy the elements of their first operand."""
+
+Place = tuple[fx.Node, int]
+"""A dimension of a value."""
+
+
+@dataclass(frozen=True)
+class Separated:
+    """A graph whose attentions have separate axes for queries and keys.
+
+    Attributes:
+        graph: the graph.
+        axes: its axes.
+        sequences: the axes of the queries of self-attention.
+    """
+
+    graph: fx.Graph
+    axes: Axes
+    sequences: tuple[Axis, ...]
+
+
+def separate_keys(graph: fx.Graph) -> Separated:
+    """Returns the same function with `apart` where a sequence would be in two dimensions of a value."""
+    axes = infer_axes(graph)
+    rows = [place for place in _rows(axes) if _leaf(place, axes) in set(_columns(axes))]
+    while True:
+        sequences = list(dict.fromkeys(_leaf(place, axes) for place in rows))
+        apart_at = {node: places for node in axes.bound if (places := list(_doubled(node, axes, sequences)))}
+        if not apart_at:
+            return Separated(graph, axes, tuple(axis for axis in sequences if axis.kind == "leaf" and not axis.tangled))
+        graph, new = _written(graph, axes, apart_at)
+        axes, rows = infer_axes(graph), [(new[node], dim) for node, dim in rows]
+
+
+def _leaf(place: Place, axes: Axes) -> Axis:
+    node, dim = place
+    return find(axes.of(node)[dim])
+
+
+def _rows(axes: Axes) -> Iterator[Place]:
+    """Yields the dimension of the queries of each attention, in the operand that has it."""
+    for node, bound in axes.bound.items():
+        if _attends(node, bound):
+            for factor in bound.factors:
+                if 0 in factor.ins and 1 not in factor.ins and factor.outs:
+                    yield bound.operands[0], factor.ins[0]
+
+
+def _columns(axes: Axes) -> Iterator[Axis]:
+    """Yields the axes over which attentions sum: the sequence of keys and values."""
+    for node, bound in axes.bound.items():
+        if _attends(node, bound):
+            yield from (find(factor.axis) for factor in bound.factors if len(factor.ins) > 1 and not factor.outs)
+
+
+def _attends(node: fx.Node, bound: Bound) -> bool:
+    """True for an attention, and for a product of two activations."""
+    attends = has(node.target, Trait.ATTENTION) or contracts(bound)
+    return attends and all(root(operand).op != "placeholder" for operand in bound.operands[:2])
+
+
+def _doubled(node: fx.Node, axes: Axes, sequences: list[Axis]) -> Iterator[tuple[int, int]]:
+    """Yields operands, by position, with the dimension in which they have a sequence that the rows have, too."""
+    bound = axes.bound[node]
+    for leaf in sequences:
+        factors = [factor for factor in bound.factors if touches(factor.axis, leaf)]
+        if len(factors) < 2:
+            continue
+        first = min(factors, key=lambda factor: factor.outs.get(0, len(factors) + 99))
+        for factor in factors:
+            if factor is not first:
+                yield from ((i, dim) for i, dim in factor.ins.items() if _once(axes.of(bound.operands[i]), leaf))
+
+
+def _once(dims: tuple[Axis, ...], leaf: Axis) -> bool:
+    return sum(touches(axis, leaf) for axis in dims) == 1
+
+
+def _written(
+    graph: fx.Graph, axes: Axes, apart_at: dict[fx.Node, list[tuple[int, int]]]
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """Returns the graph in which these operands are read `apart`, and its nodes for those of `graph`."""
+    builder, known = Builder(fake_mode_of(graph)), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        builder.origin = node
+        aside = {n: builder.env[n] for n in node.all_input_nodes}
+        for i, _ in apart_at.get(node, []):
+            operand = axes.bound[node].operands[i]
+            builder.env[operand] = _read_apart(builder, operand, known)
+        builder.copy(node)
+        builder.env.update(aside)
+    return builder.graph, builder.env
+
+
+def _read_apart(builder: Builder, operand: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Returns `operand`, computed again from the smallest value that it repeats or views, read `apart`."""
+    if operand in known:
+        return known[operand]
+    chain = list(_viewed(operand))
+    least = min(map(elements, chain))
+    source = next(node for node in reversed(chain) if elements(node) == least)
+    if source not in known:
+        known[source] = builder.call(apart, builder.env[source])
+    x = known[source]
+    for node in reversed(chain[: chain.index(source)]):
+        if node not in known:
+            known[node] = builder.call(node.target, x, *builder.map(node.args[1:]), **builder.map(node.kwargs))  # type: ignore[arg-type]
+        x = known[node]
+    return x
+
+
+def _viewed(node: fx.Node) -> Iterator[fx.Node]:
+    """Yields a value, and the values that it repeats or views, one after the other."""
+    yield node
+    while node.op == "call_function" and has(node.target, MOVES):
+        source: Any = node.args[0]
+        yield source
+        node = source
+
+
+def joined_again(graph: fx.Graph) -> fx.Graph:
+    """Returns the same function without `apart`: when the graph of a rank is made, its axes say nothing any more."""
+    builder = Builder(fake_mode_of(graph))
+    for node in graph.nodes:
+        if node.target is apart:
+            builder.env[node] = builder.env[node.args[0]]
+        else:
+            builder.copy(node)
+    return builder.graph

@@ -1,0 +1,73 @@
+"""causal_masks: attention with `is_causal` reads a mask that has the positions of its queries and keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from graphs import canonical, draft, expect_same, lines, ops, some
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from autotp.passes.plan.sequence.causal_masks import causal_masks
+
+aten = torch.ops.aten
+
+
+def causal(call: Any, *given: fx.Node) -> fx.Node:
+    return call(aten.scaled_dot_product_attention.default, *given, None, 0.0, True, scale=0.5)  # type: ignore[no-any-return]
+
+
+def test_the_mask_compares_positions() -> None:
+    given = {"q": some(2, 2, 5, 4), "k": some(2, 2, 5, 4) / 2, "v": some(2, 2, 5, 4) / 3}
+    before = draft(lambda call, q, k, v: causal(call, q, k, v), **given)
+    after = causal_masks(before)
+    expect_same(before, after, list(given.values()))
+    assert lines(after)[-3:] == [
+        "le(arange_1, unsqueeze)",
+        "scaled_dot_product_attention(q, k, v, le, 0.0, False, scale=0.5, enable_gqa=False)",
+        "return scaled_dot_product_attention",
+    ]
+
+
+def test_more_keys_than_queries_begin_at_the_same_position() -> None:
+    """torch aligns a causal mask that is not square at the first query and the first key."""
+    given = {"q": some(1, 2, 3, 4), "k": some(1, 2, 7, 4) / 2, "v": some(1, 2, 7, 4) / 3}
+    before = draft(lambda call, q, k, v: causal(call, q, k, v), **given)
+    expect_same(before, causal_masks(before), list(given.values()))
+
+
+def test_attentions_of_the_same_lengths_read_one_mask() -> None:
+    def three(call: Any, q: fx.Node, k: fx.Node, v: fx.Node, short: fx.Node) -> tuple[fx.Node, ...]:
+        return causal(call, q, k, v), causal(call, q, v, k), causal(call, short, k, v)
+
+    given = {"q": some(1, 2, 5, 4), "k": some(1, 2, 5, 4) / 2, "v": some(1, 2, 5, 4) / 3, "short": some(1, 2, 2, 4)}
+    before = draft(three, **given)
+    after = causal_masks(before)
+    expect_same(before, after, list(given.values()))
+    assert ops(after).count("le") == 2
+
+
+class Attends(nn.Module):
+    """Causal attention of a sequence of any length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch heads seq features]"""
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7])
+def test_the_length_is_that_of_the_call(length: int) -> None:
+    _, graph = canonical(Attends(), some(2, 2, 5, 4))
+    after = causal_masks(graph)
+    x = some(2, 2, length, 4)
+    sizes = [x if isinstance(n.meta["val"], Tensor) else length for n in after.nodes if n.op == "placeholder"]
+    (found,) = fx.Interpreter(nn.Module(), graph=after).run(*sizes)
+    torch.testing.assert_close(found, Attends()(x), rtol=1e-12, atol=1e-12)
+
+
+def test_attention_without_is_causal_stays() -> None:
+    given = {"q": some(1, 2, 5, 4)}
+    before = draft(lambda call, q: call(aten.scaled_dot_product_attention.default, q, q, q), **given)
+    assert lines(causal_masks(before)) == lines(before)

@@ -1,0 +1,149 @@
+"""context_parallel: what a gradient flows through is cut along the sequence; the numbers are those of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_models import gpt
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import autotp
+from autotp.compiler import analyse
+from autotp.diagnostics.verify import Report, compare_calls, find_inputs
+from autotp.models.bert import BERT, BERTConfig
+from autotp.options import Options
+from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.check.types import CONJUGATES
+
+LAYOUTS = [(1, 2), (1, 3), (2, 2), (1, 4), (2, 3), (4, 2)]
+"""(tp, cp)."""
+
+
+def compared(model: nn.Module, tp: int, cp: int, *given: Any, **settings: Any) -> Report:
+    inputs = find_inputs(model, given or None)
+    return compare_calls(model, inputs, tp, Options(cp=cp, **settings))
+
+
+def rank_graph(model: nn.Module, cp: int, *given: Any) -> fx.Graph:
+    """The graph of the first of `cp` ranks."""
+    args, kwargs = find_inputs(model, given or None)
+    return analyse(skeleton_of(model), args, kwargs, 1, Options(cp=cp)).graph
+
+
+def over_cp(graph: fx.Graph) -> list[str]:
+    """The conjugates over `cp`, except the copies of parameters."""
+    found = [node for node in graph.nodes if node.target in CONJUGATES and node.args[1] == "cp"]
+    return [node.target.__name__ for node in found if node.args[0].op != "placeholder"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("tp", "cp"), LAYOUTS)
+def test_gpt(tp: int, cp: int, sequence_parallel: bool) -> None:
+    report = compared(gpt(), tp, cp, sequence_parallel=sequence_parallel)
+    assert report.ok and report.worst.error < 1e-12, report
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 2), (1, 3)])
+def test_bert_with_a_padding_mask(tp: int, cp: int) -> None:
+    torch.manual_seed(0)
+    model = BERT(BERTConfig(block_size=9, vocab_size=24, n_layer=2, n_head=4, n_embd=12, dropout=0.0))
+    tokens = torch.randint(24, (2, 7))
+    padded = torch.arange(7)[None] < torch.tensor([[7], [4]])
+    report = compared(model, tp, cp, tokens, torch.zeros_like(tokens), padded)
+    assert report.ok and report.worst.error < 1e-12, report
+
+
+class Attention(nn.Module):
+    """One attention between linear layers, with a causal mask, a window, or positions of packed documents."""
+
+    def __init__(self, mask: str = "causal") -> None:
+        super().__init__()
+        self.mask = mask
+        self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        """x: [batch seq 12], documents: int [batch seq]"""
+        q, k, v = (t.unflatten(-1, (4, 3)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        places = torch.arange(x.shape[1])
+        back = places[:, None] - places[None]
+        mask = None
+        if self.mask == "window":
+            mask = ((back >= 0) & (back < 3))[None, None]
+        elif self.mask == "packed":
+            mask = ((documents[:, :, None] == documents[:, None]) & (back >= 0))[:, None]
+        elif self.mask == "bias":
+            mask = -(back.abs() * 0.5).to(x.dtype)[None, None]
+        mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.mask == "causal")
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def documents(length: int) -> Tensor:
+    return (torch.arange(length) // 3)[None].repeat(2, 1)
+
+
+@pytest.mark.parametrize("length", [2, 7, 12])
+@pytest.mark.parametrize("mask", ["causal", "full", "window", "packed", "bias"])
+def test_masks_and_lengths(mask: str, length: int) -> None:
+    """A length that the ranks do not divide; with two positions, one rank has none."""
+    torch.manual_seed(0)
+    report = compared(Attention(mask), 1, 3, torch.randn(2, length, 12), documents(length))
+    assert report.ok and report.worst.error < 1e-12, report
+
+
+def test_attention_gathers_keys_and_values_only() -> None:
+    """The input is cut where it is read, k and v are gathered, and so is the output: a caller gets whole results."""
+    torch.manual_seed(0)
+    graph = rank_graph(Attention("window"), 2, torch.randn(2, 8, 12), documents(8))
+    assert over_cp(graph) == ["scatter", "all_gather", "all_gather", "gather"]
+
+
+class Predicts(nn.Module):
+    """A causal language model with labels that are shifted inside, as transformers' models shift them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.attention, self.head = nn.Embedding(20, 12), Attention(), nn.Linear(12, 20)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """tokens: [batch seq], labels: [batch seq]"""
+        logits = self.head(self.attention(self.table(tokens), tokens))
+        shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        return F.cross_entropy(logits.flatten(0, 1), shifted.flatten())
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+def test_labels_are_shifted_before_they_are_cut(cp: int) -> None:
+    """The last position of a rank is compared with the first token of the next one, and an ignored label never."""
+    torch.manual_seed(0)
+    tokens, labels = torch.randint(20, (2, 7)), torch.randint(20, (2, 7))
+    labels[0, :3] = -100
+    report = compared(Predicts(), 1, cp, tokens, labels)
+    assert report.ok and report.worst.error < 1e-12, report
+
+
+class Recurs(nn.Module):
+    """A convolution along the sequence before attention: what mixes positions in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.attention = nn.Conv1d(12, 12, 3, padding=1), Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch seq 12]"""
+        return self.attention(self.conv(x.transpose(1, 2)).transpose(1, 2), x)
+
+
+def test_a_convolution_is_computed_whole() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 12)
+    report = compared(Recurs(), 1, 2, x)
+    assert report.ok and report.worst.error < 1e-12, report
+    assert "all_gather" in over_cp(rank_graph(Recurs(), 2, x))
+
+
+def test_a_model_without_a_sequence_is_refused() -> None:
+    with pytest.raises(autotp.Error, match="no sequence that can be cut over cp"):
+        compared(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), 1, 2, torch.randn(3, 4))
