@@ -15,33 +15,37 @@ from torch import Tensor
 
 from autotp.sharding.strides import memory_order
 
+Cut = tuple[int, tuple[int, int, int], Sequence[tuple[int, int]]]
+"""The dimension that is cut over the ranks of one mesh axis; its sizes (major, cut, minor); a rank's (start, stop)
+ranges of the cut one."""
 
-def exact_dropout(x: Tensor, p: float, shape: Sequence[int], dim: int, pieces: Sequence[tuple[int, int]]) -> Tensor:
+
+def exact_dropout(input: Tensor, p: float, shape: Sequence[int], cuts: Sequence[Cut]) -> Tensor:
     """Dropout with the mask of one device: draws it for the global shape, and keeps this rank's part.
 
     Args:
-        x: this rank's part.
-        shape: the global shape; a dimension that is cut inside may be split (`heads 64` for `heads*64`).
-        dim: the dimension of `shape` that is cut.
-        pieces: this rank's (start, stop) ranges of it.
+        input: this rank's part.
+        shape: the global shape.
+        cuts: one for each mesh axis; a later one is a cut of the part that the earlier ones leave.
     """
-    opened = len(shape) - x.dim()  # 0, or 2: then `dim` is the middle of three that are one dimension of `x`.
-    at = dim - opened // 2
-    places = [[d + opened * (d > at) + i for i in range(1 + opened * (d == at))] for d in range(x.dim())]
-    order = [place for d in memory_order(x) for place in places[d]]
-    ones = torch.ones([shape[d] for d in order], dtype=x.dtype, device=x.device)
+    order = memory_order(input)
+    ones = torch.ones([shape[d] for d in order], dtype=input.dtype, device=input.device)
     noise = F.dropout(ones, p, True).permute([order.index(d) for d in range(len(order))])
-    parts = [noise.narrow(dim, a, b - a) for a, b in pieces] or [noise.narrow(dim, 0, 0)]
-    return x * torch.cat(parts, dim).reshape(x.shape)
+    for dim, sizes, ranges in cuts:
+        opened = noise.unflatten(dim, sizes)
+        parts = [opened.narrow(dim + 1, a, b - a) for a, b in ranges] or [opened.narrow(dim + 1, 0, 0)]
+        noise = torch.cat(parts, dim + 1).flatten(dim, dim + 2)
+    return input * noise
 
 
-def fast_dropout(x: Tensor, p: float, rank: int) -> Tensor:
-    """Dropout with a separate mask on each rank, for its part only.
+def fast_dropout(input: Tensor, p: float, rank: int) -> Tensor:
+    """Dropout with a separate mask on each rank, for its part only; `rank` counts all ranks with parts of the value.
 
     Every rank draws one seed from the CPU's generator, which is the same on all ranks. So all ranks draw equally often
     from the shared stream, and masks of replicated values stay equal.
     """
-    return x * keep(x.detach(), p, torch.randint(2**62, ()), rank) * (1 / (1 - p) if p < 1 else 0.0)
+    kept = keep(input.detach(), p, torch.randint(2**62, ()), rank)
+    return input * kept * (1 / (1 - p) if p < 1 else 0.0)
 
 
 @torch.library.custom_op("autotp::keep", mutates_args=())
@@ -72,21 +76,21 @@ def _(info, in_dims, x, p, seed, rank):  # type: ignore[no-untyped-def]
 
 
 def exact_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float | None,
-    grouped: bool, shape: Sequence[int], dim: int, pieces: Sequence[tuple[int, int]],
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+    scale: float | None, enable_gqa: bool, shape: Sequence[int], cuts: Sequence[Cut],
 ) -> Tensor:  # fmt: skip
     """Attention that drops the same weights as one device; `shape` is the shape of all heads' weights."""
-    weights, value = _weights(query, key, value, mask, causal, scale, grouped)
-    return exact_dropout(weights, p, shape, dim, pieces) @ value
+    weights, value = _weights(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    return exact_dropout(weights, dropout_p, shape, cuts) @ value
 
 
 def fast_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float | None,
-    grouped: bool, rank: int,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+    scale: float | None, enable_gqa: bool, rank: int,
 ) -> Tensor:  # fmt: skip
-    """Attention on this rank's heads, with a separate dropout mask on each rank."""
-    weights, value = _weights(query, key, value, mask, causal, scale, grouped)
-    return fast_dropout(weights, p, rank) @ value
+    """Attention on this rank's heads or queries, with a separate dropout mask on each rank."""
+    weights, value = _weights(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    return fast_dropout(weights, dropout_p, rank) @ value
 
 
 def empty_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, *args: Any, **kwargs: Any) -> Tensor:

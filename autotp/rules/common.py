@@ -127,7 +127,7 @@ def masked_fill(call: Call) -> Rule | None:
 
 def dropout(call: Call) -> Rule | None:
     """Pass-through if nothing is drawn; otherwise each factor can be cut in the parallel form."""
-    drawn = call["train"] and call["p"] != 0
+    drawn = call.get("train", True) and call["p"] != 0
     return along(call, range(call.operands[0].dim()), "!") if drawn else pointwise("all")(call)
 
 

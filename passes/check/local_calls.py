@@ -98,6 +98,8 @@ def _form(
 ) -> tuple[Any, dict[str, Any]]:
     """Returns the call of a parallel form; a call that matches no node if `form` is the wrong form."""
     of, names, only = FORMS.get(form, (None, (), ""))
+    if form is target and only:
+        return form, _again(to, form, arguments, ins, cut.leaf)
     if of is not target or only not in ("", to.randomness) or not arguments.get("train", True):
         return f"a parallel form of {target}", {}
     axis, leaf = ins[0][arguments.get("dim", 0)] if cut.factor.ins else cut.factor.axis, cut.leaf
@@ -106,9 +108,22 @@ def _form(
     arguments |= {"start": start, "stop": Size((start or 0) + length.number), "size": find(axis).size.number}
     given = [arguments[name] for name in names]
     if only:
-        drawn = ins[0] if of is not SDPA else (*ins[0][:-1], ins[1][-2])
-        given += [to.rank] if only == "fast" else _mask(to, drawn, leaf)
+        drawn = _drawn(of, ins)
+        given += [to.rank] if only == "fast" else [[find(axis).size for axis in drawn], (_mask(to, drawn, leaf),)]
     return form, dict(zip(inspect.signature(form).parameters, given, strict=False))  # `fresh` comes later
+
+
+def _again(to: Target, form: Any, arguments: dict[str, Any], ins: Sequence[Dims], leaf: Axis) -> dict[str, Any]:
+    """Returns the arguments of a random form that another mesh axis cuts already, on this rank's part of that part."""
+    of, _, only = FORMS[form]
+    if only == "fast":
+        return arguments | {"rank": arguments["rank"] * to.tp + to.rank}
+    return arguments | {"cuts": (*arguments["cuts"], _mask(to, _drawn(of, ins), leaf))}
+
+
+def _drawn(of: Any, ins: Sequence[Dims]) -> Dims:
+    """Returns the axes of the numbers that a random form draws: of its operand, or of an attention's weights."""
+    return ins[0] if of is not SDPA else (*ins[0][:-1], ins[1][-2])
 
 
 def _start(to: Target, axis: Axis, leaf: Axis) -> int | None:
@@ -119,11 +134,11 @@ def _start(to: Target, axis: Axis, leaf: Axis) -> int | None:
     return pieces[to.rank][0][0] if pieces[to.rank] else find(axis).size.number
 
 
-def _mask(to: Target, dims: Dims, leaf: Axis) -> list[Any]:
-    """Returns the shape of one device's mask with the cut axis split, the cut dimension, and this rank's ranges."""
+def _mask(to: Target, dims: Dims, leaf: Axis) -> tuple[Any, ...]:
+    """Returns the cut dimension, its sizes (major, cut, minor), and this rank's ranges of the middle one."""
     (dim,) = (d for d, axis in enumerate(dims) if touches(axis, leaf))
-    sizes, opened = [find(axis).size for axis in dims], open_product(dims[dim], leaf)
+    opened = open_product(dims[dim], leaf)
     if opened is None:
-        return [sizes, dim, (pieces_by_rank(to, dims[dim], leaf) or ())[to.rank]]
+        return dim, (1, find(dims[dim]).size, 1), (pieces_by_rank(to, dims[dim], leaf) or ())[to.rank]
     mine = _known(to, chunk_start, leaf), _known(to, chunk_stop, leaf)
-    return [[*sizes[:dim], opened[0], find(leaf).size, opened[1], *sizes[dim + 1 :]], dim + 1, (mine,)]
+    return dim, (opened[0], find(leaf).size, opened[1]), (mine,)

@@ -148,36 +148,56 @@ def _dropout(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     x, p = local.builder.env[node.args[0]], node.args[1]  # type: ignore[index]
     if local.to.randomness == "fast":
         return dropout.fast_dropout, (x, p, local.to.rank)
-    return dropout.exact_dropout, (x, p, *_whole(local, node.meta["val"].shape, axes.of(node), leaf))
+    sizes = [local.size(n) for n in node.meta["val"].shape]
+    return dropout.exact_dropout, (x, p, sizes, (_cut(local, axes.of(node), leaf),))
+
+
+ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 def _attention(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     raw = arguments_of(node)
     args = local.builder.map(raw)
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    shared = tuple(args.get(name) for name in names)
+    shared = tuple(args.get(name) for name in ATTENTION)
     if local.to.randomness == "fast":
         return dropout.fast_attention, (*shared, local.to.rank)
     query, key = raw["query"], raw["key"]
-    shape = [*query.meta["val"].shape[:-1], key.meta["val"].shape[-2]]
-    dims = (*axes.of(query)[:-1], axes.of(key)[-2])
-    return dropout.exact_attention, (*shared, *_whole(local, shape, dims, leaf))
+    sizes = [local.size(n) for n in (*query.meta["val"].shape[:-1], key.meta["val"].shape[-2])]
+    return dropout.exact_attention, (*shared, sizes, (_cut(local, _weights(node, axes), leaf),))
 
 
-def _whole(local: Local, shape: Any, dims: tuple[Axis, ...], leaf: Axis) -> tuple[Any, ...]:
-    """Returns the global shape with the cut dimension split into (major, leaf, minor), and this rank's ranges of it.
+def _fast_again(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+    """A fast form that is cut over another mesh axis already: its rank counts the ranks of both axes."""
+    *shared, rank = local.builder.map(node.args)
+    return node.target, (*shared, rank * local.to.tp + local.to.rank)
 
-    A dimension that is a concatenation is not split: the ranges are positions of the dimension itself.
+
+def _exact_again(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+    """An exact form that is cut over another mesh axis already: this cut is one of that part."""
+    *shared, cuts = local.builder.map(node.args)
+    dims = axes.of(node) if node.target is dropout.exact_dropout else _weights(node, axes)
+    return node.target, (*shared, (*cuts, _cut(local, dims, leaf)))
+
+
+def _weights(node: fx.Node, axes: Axes) -> tuple[Axis, ...]:
+    """Returns the axes of the weights of an attention: of query heads, queries and keys."""
+    given = arguments_of(node)
+    return (*axes.of(given["query"])[:-1], axes.of(given["key"])[-2])
+
+
+def _cut(local: Local, dims: tuple[Axis, ...], leaf: Axis) -> tuple[Any, ...]:
+    """Returns the dimension that is cut, its sizes (major, cut, minor), and this rank's ranges of the middle one.
+
+    In a dimension that is a concatenation, the ranges are positions of the dimension itself.
     """
     dim = next(d for d, axis in enumerate(dims) if touches(axis, leaf))
-    sizes: list[Any] = [local.size(n) for n in shape]
     opened = open_product(dims[dim], leaf)
     if opened is None:
-        return sizes, dim, tuple(ranges(dims[dim], leaf, local.to.tp, local.to.rank))
+        ranged = tuple(ranges(dims[dim], leaf, local.to.tp, local.to.rank))
+        return dim, (1, local.size(find(dims[dim]).size), 1), ranged
     before, behind = opened
-    middle = [local.size(before), local.size(find(leaf).size), local.size(behind)]
-    mine = local.part(chunk_start, leaf), local.part(chunk_stop, leaf)
-    return [*sizes[:dim], *middle, *sizes[dim + 1 :]], dim + 1, (mine,)
+    sizes = local.size(before), local.size(find(leaf).size), local.size(behind)
+    return dim, sizes, ((local.part(chunk_start, leaf), local.part(chunk_stop, leaf)),)
 
 
 FORMS: dict[Any, Form] = {
@@ -186,6 +206,10 @@ FORMS: dict[Any, Form] = {
     cross_entropy.class_terms: _class_terms,
     aten.dropout.default: _dropout,
     aten.scaled_dot_product_attention.default: _attention,
+    dropout.fast_dropout: _fast_again,
+    dropout.fast_attention: _fast_again,
+    dropout.exact_dropout: _exact_again,
+    dropout.exact_attention: _exact_again,
     routing.dispatch: _routed,
     routing.counts: _routed,
 }

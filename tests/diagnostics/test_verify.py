@@ -148,7 +148,7 @@ def is_biased(node: fx.Node) -> bool:
 WRONG = {
     "scale": (dropout.exact_attention, 6, lambda scale: 0.7),
     "causal": (dropout.exact_attention, 5, lambda causal: not causal),
-    "dropout": (dropout.exact_attention, 10, lambda pieces: ((1, 3),)),
+    "dropout": (dropout.exact_attention, 9, lambda cuts: ((*cuts[0][:2], ((1, 3),)),)),
     "lookup": (lookup.embedding, 2, lambda start: start + 1),
     "target": (cross_entropy.class_terms, 4, lambda start: start + 1),
 }

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autotp.ops.dropout import empty_attention, fast_dropout
+from autotp.ops.dropout import empty_attention, exact_dropout, fast_dropout
 
 
 def test_fast_dropout() -> None:
@@ -20,6 +20,27 @@ def test_fast_dropout() -> None:
     assert not torch.equal(masks[0], masks[1])
     assert all(torch.equal(state, states[0]) for state in states)
     assert not fast_dropout(torch.ones(5), 1.0, 0).any()
+
+
+@pytest.mark.parametrize("dims", [(0, 1, 2), (2, 0, 1)], ids=str)
+def test_parts_of_two_axes_have_the_mask_of_one_device(dims: tuple[int, int, int]) -> None:
+    """A first cut of positions; a second of heads inside features, or of a part's positions; in any memory order."""
+
+    def ones(*shape: int) -> Tensor:
+        return torch.ones([shape[d] for d in dims]).permute([dims.index(d) for d in range(3)])
+
+    x = ones(2, 5, 12)
+    torch.manual_seed(0)
+    whole = torch.nn.functional.dropout(x, 0.5)
+    first = (1, (1, 5, 1), ((1, 2), (3, 5)))
+    for cuts, expected in (
+        ((first,), whole[:, [1, 3, 4]]),
+        ((first, (2, (1, 4, 3), ((1, 3),))), whole[:, [1, 3, 4], 3:9]),
+        ((first, (1, (1, 3, 1), ((0, 1), (2, 3)))), whole[:, [1, 4]]),
+        ((first, (1, (1, 3, 1), ())), whole[:, :0]),
+    ):
+        torch.manual_seed(0)
+        assert torch.equal(exact_dropout(ones(*expected.shape), 0.5, (2, 5, 12), cuts), expected)
 
 
 def test_fast_dropout_under_transforms() -> None:

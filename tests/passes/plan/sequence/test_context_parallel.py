@@ -46,6 +46,14 @@ def test_gpt(tp: int, cp: int, sequence_parallel: bool) -> None:
     assert report.ok and report.worst.error < 1e-12, report
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("tp", "cp"), [(1, 3), (2, 2)])
+def test_dropout_draws_the_masks_of_one_device(tp: int, cp: int, sequence_parallel: bool) -> None:
+    """Of values that both axes cut, in one dimension or in two, and of the weights of attention."""
+    report = compared(gpt(dropout=0.2), tp, cp, sequence_parallel=sequence_parallel)
+    assert report.ok and report.worst.error < 1e-12, report
+
+
 @pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 2), (1, 3)])
 def test_bert_with_a_padding_mask(tp: int, cp: int) -> None:
     torch.manual_seed(0)
