@@ -39,6 +39,7 @@ def parallelize(
     experts: Experts = "width",
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
+    cp: int | None = None,
     without: Collection[str] = (),
     timeout: timedelta | None = None,
 ) -> ParallelModule:
@@ -51,11 +52,12 @@ def parallelize(
 
     Args:
         model: an ordinary single-device model.
-        tp: the number of ranks; None means all of them. Of more processes, `tp` neighbours each hold the model, and are
+        tp: the number of ranks that weights are cut over; None means all of them. Of more processes than `tp * cp`, so
+            many neighbours each hold the model, and are
             replicas of one another. transformers.Trainer and accelerate divide rows among replicas and average their
             gradients; in another loop, replicas with other gradients are an Error before the optimizer's step.
-        mesh: a DeviceMesh of one dimension, or with a dimension named "tp". Without a mesh, the process groups are made
-            from the environment that torchrun sets.
+        mesh: a DeviceMesh of one dimension, or with a dimension named "tp", and perhaps one named "cp". Without a mesh,
+            the process groups are made from the environment that torchrun sets.
         device: where this rank computes; None means the mesh's device, the GPU of LOCAL_RANK, or the CPU.
         example_inputs: keyword arguments (a dict), positional arguments (a tuple), or one tensor. Of the tensors
             ([batch ...]) only shapes and dtypes are read. None means the model's `dummy_inputs`, or inputs that are
@@ -74,6 +76,9 @@ def parallelize(
             over gloo, which has no reduce-scatter).
         recompute: "full" keeps only the inputs of each numbered block for backward, and computes the block again there;
             "selective" computes the scores of attention again, where attention is not fused; "none" keeps everything.
+        cp: context parallelism: the number of ranks that sequences are cut over. `tp * cp` ranks hold the model
+            together and get the same batch; each computes a part of every sequence, and attention gathers keys and
+            values. None means the size of the mesh's dimension "cp", or 1.
         without: names of passes to leave out, to find the pass that a difference or a slow step comes from. No pass
             that can be left out changes what is computed; docs/performance.md lists the names.
         timeout: how long a collective waits for other ranks. None means the timeout of the default process group, or of
@@ -91,11 +96,11 @@ def parallelize(
         >>> model(torch.ones(3, 4)).shape
         torch.Size([3, 4])
     """
-    size = "" if tp is None else f", tp={tp}"
+    size = "".join(f", {name}={n}" for name, n in {"tp": tp, "cp": cp}.items() if n is not None)
     settings = Options(outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute)
 
     def run() -> ParallelModule:
-        place = make_mesh(tp, mesh, device, timeout)
+        place = make_mesh(tp, mesh, device, timeout, cp)
         agree(place, lambda: expect_arguments(parallelize, strict=strict))
         return build(model, place, example_inputs, settings, strict)
 
@@ -110,6 +115,7 @@ def explain(
     outputs: Outputs = "auto",
     experts: Experts = "width",
     sequence_parallel: bool = False,
+    cp: int = 1,
     without: Collection[str] = (),
 ) -> Plan:
     """Returns the plan of `parallelize(model, tp)`: what would be cut, what it would cost, and what would stay whole.
@@ -119,7 +125,7 @@ def explain(
     Args:
         model: an ordinary single-device model.
         tp: the number of ranks.
-        example_inputs, outputs, experts, sequence_parallel, without: as for `parallelize`.
+        example_inputs, outputs, experts, sequence_parallel, cp, without: as for `parallelize`.
 
     Raises:
         Error: `parallelize` could not use the model or an option either.
@@ -134,7 +140,7 @@ def explain(
         2.weight [4, 16@tp]
     """
 
-    options = Options(outputs, experts, sequence_parallel, without)
+    options = Options(outputs, experts, sequence_parallel, without, cp=cp)
 
     def run() -> Plan:
         expect_usable("explain", model, tp, options)

@@ -123,6 +123,7 @@ class Program:
         tp: number of ranks.
         options: the user's options.
         cp_rank: the rank on the axis `cp`, whose graph is made, if sequences are cut over this axis.
+        whole: then, the graph before they are cut.
         training: whether the model was in training.
         call: the state around the captured call.
         updated: placeholder names of the buffers whose new values `graph` returns last (functionalize).
@@ -147,6 +148,7 @@ class Program:
     training: bool
     call: CallState
     cp_rank: int = 0
+    whole: fx.Graph | None = None
     updated: Sequence[str] = ()
     counts: fx.Graph | None = None
     by_rows: tuple[str, ...] = ()
@@ -317,6 +319,8 @@ def _context_parallel(p: Program) -> Program:
     equal_inputs(p.graph, p.captured.inputs)
     separated = separate_keys(dce(causal_masks(p.graph)))
     graph, axes, sequences = separated.graph, separated.axes, separated.sequences
+    if not sequences and p.call.layouts is not None:
+        return p  # A call with one token, in generation: every rank computes it.
     if not sequences:
         raise Error(
             "the model has no sequence that can be cut over cp: no attention reads one",
@@ -334,7 +338,7 @@ def _context_parallel(p: Program) -> Program:
     to = Target("cp", p.options.cp, p.cp_rank, p.options.randomness)
     lowered = dce(lower(graph, axes, decision, differentiable, to, hoisted))
     check(lowered, graph, {}, [*p.captured.parameters, *p.captured.inputs], to, {})
-    return replace(p, graph=joined_again(lowered))
+    return replace(p, graph=joined_again(lowered), whole=p.graph)
 
 
 def _has_form(node: fx.Node, factor: Factor) -> bool:

@@ -32,7 +32,7 @@ class Options:
         randomness: whether dropout draws the numbers of one device.
         check_inputs: when ranks compare their inputs.
         recompute: the values that backward computes again.
-        cp: the number of context-parallel ranks, over which sequences are cut (no public call takes it yet).
+        cp: the number of context-parallel ranks, over which sequences are cut.
         summed: whether the graph returns only the loss, as a sum over the batch (`passes/pipeline/loss_totals.py`).
     """
 

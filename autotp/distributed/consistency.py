@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -120,16 +121,23 @@ def agree(mesh: Mesh, make: Callable[[], T]) -> T:
 
 
 def on_first_replica(mesh: Mesh, run: Callable[[], None]) -> None:
-    """Runs something on all ranks of the first replica, for which the other replicas wait: a model is written once.
+    """Runs something on the first tensor-parallel ranks that have the model; others wait: a model is written once.
+
+    Others are those of other replicas, and those that have other parts of sequences. So what runs may only communicate
+    along the tensor-parallel axis (`mesh.alone()`).
 
     Raises:
         Error: on every rank, if `run` failed.
     """
-    replicas = mesh.replicas
-    if replicas is None:
-        run()
-    else:
-        agree(replicas, lambda: run() if replicas.rank == 0 else None)
+    copies = [axis for axis in (mesh.sequence, mesh.replicas) if axis is not None]
+
+    def on_first() -> None:
+        if all(axis.rank == 0 for axis in copies):
+            run()
+
+    for axis in copies:
+        on_first = partial(agree, axis, on_first)
+    on_first()
 
 
 def agreed(problem: Exception | None, mesh: Mesh) -> None:

@@ -42,6 +42,8 @@ class Mesh:
         number: a unique number, drawn by the first process.
         replicas: the axis of the ranks that hold the same part in other replicas, if autotp arranged all processes as
             replicas (`tp` is smaller than their number, and there is no mesh of the user's).
+        sequence: the axis `cp`: the ranks that hold the same parameters, and other parts of the sequences.
+        together: all ranks that hold one model together, along `tp` and `cp`, if there is an axis `cp`.
     """
 
     axis: str = "tp"
@@ -53,14 +55,38 @@ class Mesh:
     number: int = field(default=0, compare=False)
     names: tuple[str, ...] = ()
     replicas: Mesh | None = field(default=None, compare=False)
+    sequence: Mesh | None = field(default=None, compare=False)
+    together: Mesh | None = field(default=None, compare=False)
 
     @property
     def groups(self) -> dict[str, str | None]:
-        """Name in graphs -> process group: `tp`, and `tp/4` for groups of four neighbouring ranks."""
-        return {self.axis: self.group, **{f"{self.axis}/{n}": name for n, name in self.runs}}
+        """Name in graphs -> process group: `tp`, and `tp/4` for groups of four neighbouring ranks; `cp`."""
+        own = {self.axis: self.group, **{f"{self.axis}/{n}": name for n, name in self.runs}}
+        return own if self.sequence is None else own | self.sequence.groups
+
+    @property
+    def everyone(self) -> Mesh:
+        """All ranks that hold one model together: what one of them is told, all are told."""
+        return self.together or self
+
+    @property
+    def cp(self) -> int:
+        """The number of ranks that sequences are cut over."""
+        return 1 if self.sequence is None else self.sequence.size
+
+    @property
+    def cp_rank(self) -> int:
+        """The rank of this process among those that sequences are cut over."""
+        return 0 if self.sequence is None else self.sequence.rank
+
+    def alone(self) -> Mesh:
+        """Returns the axis by itself: its ranks make a call that those of other axes do not make."""
+        return replace(self, together=None, sequence=None, replicas=None)
 
     def named(self, ranks: Sequence[int]) -> str:
-        """Returns the names of these ranks for errors."""
+        """Returns the names of these ranks of `everyone` for errors."""
+        if self.together is not None:
+            return self.together.named(ranks)
         if self.names:
             return "; ".join(self.names[rank] for rank in ranks)
         return f"{self.axis} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
@@ -74,16 +100,19 @@ def make_mesh(
     mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
     timeout: timedelta | None = None,
+    cp: int | None = None,
 ) -> Mesh:
     """Returns the tensor-parallel axis: that of `mesh`, else all processes, as torchrun, srun or mpirun started them.
 
     Without `mesh` it initialises torch.distributed if necessary (NCCL if each process has its own GPU, else gloo) and
-    makes groups with `timeout`: of all processes, or of `tp` neighbours each, which are replicas of one another. With a
-    mesh it makes a new group only if `timeout` is given.
+    makes groups with `timeout`: of all processes, or of `tp` neighbours each. `cp` such groups, neighbours again, hold
+    a model together; further ones are replicas. With a mesh it makes new groups only if `timeout` is given, and one of
+    all ranks that hold a model together.
 
     Args:
         tp: the size; None means all processes, or the size of the mesh.
         mesh: one-dimensional, or with a dimension named "tp".
+        cp: the number of ranks that sequences are cut over; None means the mesh's dimension "cp", or 1.
         device: this process's device; None means the kind of the mesh, else the GPU of LOCAL_RANK, else the CPU.
         timeout: None means the timeout of the mesh, else of the default group, else ten minutes.
 
@@ -93,11 +122,13 @@ def make_mesh(
     """
     report_errors()
     expect_timeout(timeout)
-    if tp is not None:
-        expect_size(tp)
+    for name, size in {"tp": tp, "cp": cp}.items():
+        if size is not None:
+            expect_size(size, name)
     if mesh is not None:
-        return _from_device_mesh(tp, mesh, device, timeout)
-    _check_world(tp, world_size())
+        return _from_device_mesh(tp, mesh, device, timeout, cp)
+    cp = cp or 1
+    _check_world(tp, cp, world_size())
     if not dist.is_initialized() and launch() is None:
         if tp is None:
             told = (
@@ -107,7 +138,7 @@ def make_mesh(
         return Mesh(device=_own_device(device))
     if timeout is None:
         timeout = timeout_of(dist.group.WORLD) if dist.is_initialized() else TIMEOUT
-    return _over_the_world(tp or world_size(), _own_device(device), timeout)
+    return _over_the_world(tp or world_size() // cp, cp, _own_device(device), timeout)
 
 
 def group_of(mesh: Mesh) -> Any:
@@ -156,7 +187,8 @@ def waiting(mesh: Mesh, timeout: timedelta | None) -> Iterator[None]:
         Error: `timeout` is not a positive timedelta.
     """
     expect_timeout(timeout)
-    groups = [] if timeout is None else [_resolved(name) for name in mesh.groups.values() if name is not None]
+    names = {*mesh.groups.values(), mesh.everyone.group} - {None}
+    groups = [] if timeout is None else [_resolved(str(name)) for name in names]
     before = [timeout_of(group) for group in groups]
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(timeout, group)  # type: ignore[arg-type]
@@ -167,14 +199,15 @@ def waiting(mesh: Mesh, timeout: timedelta | None) -> Iterator[None]:
             dist.distributed_c10d._set_pg_timeout(its, group)
 
 
-def expect_size(tp: Any) -> None:
-    """Raises Error unless `tp` is a number of ranks."""
-    if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
-        raise Error(f"tp={tp!r} is not a whole number of 1 or more", fix="tp=2")
+def expect_size(size: Any, axis: str = "tp") -> None:
+    """Raises Error unless `size` is a number of ranks."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise Error(f"{axis}={size!r} is not a whole number of 1 or more", fix=f"{axis}=2")
 
 
 def broadcast_from_first(tensor: Tensor, mesh: Mesh) -> Tensor:
-    """Overwrites `tensor` bit for bit with that of the axis's first rank, and returns it. tensor: [...]"""
+    """Overwrites `tensor` bit for bit with that of the first rank of `mesh.everyone`, and returns it. tensor: [...]"""
+    mesh = mesh.everyone
     if mesh.group is None or mesh.size == 1 or tensor.numel() == 0:
         return tensor
     source = tensor.detach()
@@ -201,7 +234,9 @@ MARK = 0x6175746F << 32
 
 
 def gather_ints(values: Sequence[int], mesh: Mesh) -> list[list[int]]:
-    """Returns every rank's `values`, by rank; each is a signed 64-bit integer. Many values need a second exchange.
+    """Returns the `values` of every rank of `mesh.everyone`; each is a signed 64-bit integer.
+
+    Many values need a second exchange.
 
     NOTE [Frames]
     Ranks that make different calls (`if rank == 0: save_checkpoint(...)`) would pair exchanges of different sizes: then
@@ -211,6 +246,7 @@ def gather_ints(values: Sequence[int], mesh: Mesh) -> list[list[int]]:
     Raises:
         Error: on every rank, if some rank makes another call.
     """
+    mesh = mesh.everyone
     if mesh.size == 1:
         return [list(values)]
     call = call_in_progress()
@@ -255,7 +291,7 @@ def expect_alike(said: Any, mesh: Mesh, what: str, remedy: str) -> None:
 
 
 def _from_device_mesh(
-    tp: int | None, mesh: DeviceMesh, device: torch.device | str | None, timeout: timedelta | None
+    tp: int | None, mesh: DeviceMesh, device: torch.device | str | None, timeout: timedelta | None, cp: int | None
 ) -> Mesh:
     if not isinstance(mesh, DeviceMesh):
         raise Error(f"mesh is a {type(mesh).__name__}, not a DeviceMesh", fix=_mesh_line(tp or 2, 1))
@@ -272,14 +308,23 @@ def _from_device_mesh(
             fix="call parallelize on the mesh's ranks only, or make the mesh over all of them",
         )
     group = mesh.get_group("tp") if mesh.ndim > 1 else mesh.get_group()
-    if tp not in (None, group.size()):
-        raise Error(f"tp={tp}, but the mesh has tp={group.size()}", fix="leave tp out")
+    across = mesh.get_group("cp") if mesh.ndim > 1 and "cp" in names else None
+    found = {"tp": group.size(), "cp": across.size() if across is not None else 1}
+    for name, size in {"tp": tp, "cp": cp}.items():
+        if size not in (None, found[name]):
+            raise Error(f"{name}={size}, but the mesh has {name}={found[name]}", fix=f"leave {name} out")
     where = _mesh_device(mesh, device)
     begin()
     if timeout is not None and timeout != timeout_of(group):  # The caller's group keeps its timeout.
         given = with_number(Mesh("tp", group.size(), group.rank(), group.group_name, where))
         group = _group_of_members(dist.get_process_group_ranks(group), timeout, "tp", given.number)
-    return _with_runs(Mesh("tp", group.size(), group.rank(), group.group_name, where), group)
+    own = _with_runs(Mesh("tp", group.size(), group.rank(), group.group_name, where), group)
+    if found["cp"] == 1:
+        return own
+    number = int(broadcast_from_first(torch.tensor(own.number, device=where), _along(own, across, "cp")))
+    columns = dist.get_process_group_ranks(across)
+    every = mesh["cp", "tp"].mesh.flatten().tolist()
+    return _with_sequences(own, columns, every, timeout or timeout_of(group), number)
 
 
 def start(timeout: timedelta = TIMEOUT, device: torch.device | None = None) -> torch.device:
@@ -298,19 +343,45 @@ def start(timeout: timedelta = TIMEOUT, device: torch.device | None = None) -> t
     return device
 
 
-def _over_the_world(tp: int, device: torch.device, timeout: timedelta) -> Mesh:
+def _over_the_world(tp: int, cp: int, device: torch.device, timeout: timedelta) -> Mesh:
     start(timeout, device)
-    if tp == dist.get_world_size():
+    count, me = dist.get_world_size(), dist.get_rank()
+    if tp == count:
         # A new group, so that it has this timeout and this name, whatever the default group has.
         group = new_group(None, timeout, group_desc="tp")
-        return _with_runs(Mesh("tp", tp, dist.get_rank(), group.group_name, device), group)
+        return _with_runs(Mesh("tp", tp, me, group.group_name, device), group)
     world: Any = dist.group.WORLD
-    number = with_number(Mesh("world", dist.get_world_size(), dist.get_rank(), world.group_name, device)).number
-    replica, rank = divmod(dist.get_rank(), tp)
-    group = _group_of_members(range(replica * tp, replica * tp + tp), timeout, "tp", number)
-    alike = _group_of_members(range(rank, dist.get_world_size(), tp), timeout, "dp", number)
-    replicas = with_number(Mesh("replica", alike.size(), replica, alike.group_name, device))
-    return replace(_with_runs(Mesh("tp", tp, rank, group.group_name, device), group), replicas=replicas)
+    number = with_number(Mesh("world", count, me, world.group_name, device)).number
+    first, held = me // (tp * cp) * (tp * cp), tp * cp
+    group = _group_of_members(range(me // tp * tp, me // tp * tp + tp), timeout, "tp", number)
+    mesh = _with_runs(Mesh("tp", tp, me % tp, group.group_name, device), group)
+    if cp > 1:
+        mesh = _with_sequences(
+            mesh, range(first + me % tp, first + held, tp), range(first, first + held), timeout, number
+        )
+    if held == count:
+        return mesh
+    alike = _group_of_members(range(me % held, count, held), timeout, "dp", number)
+    return replace(mesh, replicas=with_number(_along(mesh, alike, "replica")))
+
+
+def _with_sequences(mesh: Mesh, columns: Sequence[int], every: Sequence[int], timeout: timedelta, number: int) -> Mesh:
+    """Returns the tensor-parallel axis with the axis `cp` beside it, and with all ranks of both.
+
+    Args:
+        columns: the global ranks of this process's axis `cp`.
+        every: the global ranks of both axes, those along `tp` neighbours.
+        number: a number that all of them share.
+    """
+    across = with_number(_along(mesh, _group_of_members(columns, timeout, "cp", number), "cp"))
+    both = _group_of_members(every, timeout, "cp x tp", number)
+    names = tuple(f"tp rank {i % mesh.size}, cp rank {i // mesh.size}" for i in range(len(every)))
+    together = replace(with_number(_along(mesh, both, "cp x tp")), names=names)
+    return replace(mesh, sequence=across, together=together)
+
+
+def _along(mesh: Mesh, group: Any, axis: str) -> Mesh:
+    return Mesh(axis, group.size(), group.rank(), group.group_name, mesh.device)
 
 
 def _with_runs(mesh: Mesh, group: Any) -> Mesh:
@@ -347,19 +418,21 @@ def with_number(mesh: Mesh) -> Mesh:
     return replace(mesh, number=int(broadcast_from_first(number, mesh)))
 
 
-def _check_world(tp: int | None, world: int) -> None:
-    if tp is None or tp == world:
+def _check_world(tp: int | None, cp: int, world: int) -> None:
+    if tp in (None, world) and cp == 1:
         return
+    asked = ", ".join([f"tp={tp}"] * (tp is not None) + [f"cp={cp}"] * (cp > 1))
+    count = (tp or 1) * cp
     if not dist.is_initialized() and launch() is None:
-        raise _too_few(tp, f"tp={tp} needs {tp} processes, and this is one")
-    if world < tp:
-        raise Error(f"tp={tp} needs {tp} processes, and the world has {world}", fix=_command(tp))
-    if world % tp:
-        raise Error(f"{world} processes are not a multiple of tp={tp}", fix=_command(tp))
-    if tp == 1:
+        raise _too_few(tp or 1, cp, f"{asked} needs {count} processes, and this is one")
+    if world < count:
+        raise Error(f"{asked} needs {count} processes, and the world has {world}", fix=_command(count))
+    if world % count:
+        raise Error(f"{world} processes are not a multiple of {asked}", fix=_command(count))
+    if count == 1:
         raise Error(
             f"{world} processes are more than tp=1: without a mesh the replicas would silently drift apart",
-            fix=_mesh_line(tp, world // tp),
+            fix=_mesh_line(1, world),
             then="parallelize(model, mesh=mesh), and DDP over mesh['dp']",
         )
 
@@ -369,15 +442,16 @@ def _mesh_line(tp: int, dp: int) -> str:
     return f'mesh = init_device_mesh("{kind}", ({dp}, {tp}), mesh_dim_names=("dp", "tp"))'
 
 
-def _too_few(tp: int, problem: str) -> Error:
+def _too_few(tp: int, cp: int, problem: str) -> Error:
     if "ipykernel" in sys.modules:
-        started = f"accelerate.notebook_launcher(train, (), num_processes={tp})"
+        started = f"accelerate.notebook_launcher(train, (), num_processes={tp * cp})"
+        proof = f"tp={tp}, cp={cp}" if cp > 1 else f"tp={tp}"
         return Error(
             problem,
             fix=f"a function that builds, parallelizes and trains, and {started}",
-            alternative=f"autotp.verify(model, tp={tp}), which needs one process",
+            alternative=f"autotp.verify(model, {proof}), which needs one process",
         )
-    return Error(problem, fix=_command(tp))
+    return Error(problem, fix=_command(tp * cp))
 
 
 def _command(tp: int) -> str:

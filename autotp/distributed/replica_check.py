@@ -37,7 +37,7 @@ def expect_own_ranks(model: nn.Module, mesh: Mesh, held: Mapping[str, Tensor]) -
 
 def expect_apart(what: str, theirs: Iterable[int], mesh: Mesh) -> None:
     """Raises Error if the ranks of the wrapper `what` include several ranks of one model."""
-    ranks = common_ranks(theirs, mesh)
+    ranks = common_ranks(theirs, mesh.everyone)
     if len(ranks) < 2:
         return
     shown = "process_group=mesh['dp'].get_group()" if what != "fully_shard" else "mesh=mesh['dp']"

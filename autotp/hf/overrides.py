@@ -154,7 +154,7 @@ class Adapts:
                 theirs: Any = super(Adapts, model)
                 theirs.save_pretrained(save_directory, state_dict=state, **others)
 
-        on_first_replica(model.mesh, lambda: agree(model.mesh, write))
+        on_first_replica(model.mesh, lambda: agree(model.mesh.alone(), write))
 
     def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
         """Raises Error."""
@@ -186,7 +186,7 @@ def _save_whole(saves: Saves, model: Any, folder: str | os.PathLike[str], state:
                 )
             theirs.save_pretrained(folder, state_dict=state, **given)
 
-    on_first_replica(model.mesh, lambda: agree(model.mesh, write))
+    on_first_replica(model.mesh, lambda: agree(model.mesh.alone(), write))
 
 
 def _names_of_adapters(model: Any) -> set[str]:

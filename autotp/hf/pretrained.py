@@ -130,7 +130,7 @@ def from_pretrained(
         agree(place, lambda: expect_arguments(from_pretrained, **given))
         before = fingerprint(Path(path))
         alike = _same_files(before[1], place)
-        agree(place, lambda: expect_unchanged(Path(path), alike.index(place.rank), len(alike)))
+        agree(place, lambda: expect_unchanged(Path(path), alike.index(place.everyone.rank), len(alike)))
         model, sources = agree(place, lambda: _split_sources(_load(Path(path), wanted)))
         expect_alike(before[0], place, "sees another checkpoint", "the same files")
         if changed := agree(place, lambda: changed_settings(Path(path), SETTINGS)):
@@ -173,16 +173,17 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], *, max_shard
     parallel = parallel_of(model, "save_pretrained")
 
     def run() -> None:
-        agree(parallel.mesh, lambda: expect_arguments(save_pretrained, path=path))
+        mesh = parallel.mesh.alone()
+        agree(mesh, lambda: expect_arguments(save_pretrained, path=path))
         folder = Path(path)
         if getattr(parallel, "_hf_peft_config_loaded", False):
             raise Error(
                 "the model has adapters of `add_adapter`, and transformers would save these alone",
                 fix="autotp.full_state_dict(model, wanted) and peft on one device, as examples/hf_lora.py does",
             )
-        largest = agree(parallel.mesh, lambda: parse_size(max_shard_size))
+        largest = agree(mesh, lambda: parse_size(max_shard_size))
         tensors = {name: lazy.source for name, lazy in _as_saved(parallel).items()}
-        write_checkpoint(folder, tensors, parallel.mesh, largest, lambda new: _write_beside(new, parallel), SETTINGS)
+        write_checkpoint(folder, tensors, mesh, largest, lambda new: _write_beside(new, parallel), SETTINGS)
 
     within(f"save_pretrained({type(parallel).__name__}, {path})", lambda: on_first_replica(parallel.mesh, run))
 
@@ -198,7 +199,7 @@ def _same_files(identities: Sequence[Any], mesh: Mesh) -> list[int]:
     """
     number = zlib.crc32(repr((socket.gethostname(), identities)).encode())
     rows = gather_ints([number], mesh)
-    return [rank for rank, row in enumerate(rows) if row == rows[mesh.rank]]
+    return [rank for rank, row in enumerate(rows) if row == rows[mesh.everyone.rank]]
 
 
 def _unless_replaced(folder: Path, before: Any, run: Callable[[], T]) -> T:

@@ -46,6 +46,7 @@ def build(
         read: (layouts by first parameter name) -> this rank's parts of tensors that are not taken from the model.
     """
 
+    settings = replace(settings, cp=place.cp)
     if settings.recompute == "none" and recomputes(model):
         settings = replace(settings, recompute="full")
 
@@ -54,7 +55,7 @@ def build(
         expect_choices(settings)
         args, kwargs = signature_of(model).by_name(*find_inputs(model, given))
         call = CallState(autocast=ambient(place.device))
-        analysis = analyse(skeleton_of(model), args, kwargs, place.size, settings, call)
+        analysis = analyse(skeleton_of(model), args, kwargs, place.size, settings, call, cp_rank=place.cp_rank)
         _expect_plain(model, analysis.layouts)
         if strict:
             _expect_cut(report(analysis, _name(model)))
@@ -93,6 +94,7 @@ def _name(model: Any) -> str:
 def expect_usable(call: str, model: Any, tp: Any, options: Options) -> None:
     """Raises Error if explain, stages or verify (`call`) cannot use a model, a number of ranks or an option."""
     expect_size(tp)
+    expect_size(options.cp, "cp")
     expect_choices(options)
     expect_ordinary(model, f"{call} the original model, before autotp.parallelize")
 

@@ -30,7 +30,7 @@ def agree_on_call(mesh: Mesh, leaves: Sequence[Any], mode: Any, random: bool, pa
         random: whether the call draws random numbers.
         parts: a checksum of the parts that this rank loaded; 0 for none.
     """
-    if mesh.size == 1 or torch._C._functorch.peek_interpreter_stack() is not None:
+    if mesh.everyone.size == 1 or torch._C._functorch.peek_interpreter_stack() is not None:
         return
     called = _printed(leaves)
     state = random_state(mesh) if random else 0
@@ -54,7 +54,7 @@ def agree_on_values(mesh: Mesh, graph: int) -> None:
     Args:
         graph: the number of this rank's graph, or -1 if it has none yet.
     """
-    if mesh.size == 1 or torch._C._functorch.peek_interpreter_stack() is not None:
+    if mesh.everyone.size == 1 or torch._C._functorch.peek_interpreter_stack() is not None:
         return
     expect_as_first(
         gather_ints([graph], mesh),
@@ -82,8 +82,14 @@ def checksum_of_parts(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layou
 
 
 def _expect_own_parts(mesh: Mesh, sums: Sequence[int]) -> None:
-    """Raises Error on every rank if some ranks loaded the same parts."""
-    same = [rank for rank, one in enumerate(sums) if one and sums.count(one) > 1]
+    """Raises Error on every rank if some tensor-parallel ranks loaded the same parts."""
+    rows = [sums[start : start + mesh.size] for start in range(0, len(sums), mesh.size)]
+    same = [
+        at + rank
+        for at, row in zip(range(0, len(sums), mesh.size), rows, strict=True)
+        for rank, one in enumerate(row)
+        if one and row.count(one) > 1
+    ]
     if same:
         raise Error(
             f"{mesh.named(same)} loaded the same state_dict, which is of one rank's parts",

@@ -438,7 +438,8 @@ class Executable:
         def make() -> GraphEntry:
             args, kwargs = pytree.tree_unflatten(called.leaves, called.spec)
             skeleton = original_of(self.module, self._whole())
-            return prepare(analyse(skeleton, args, kwargs, mesh.size, settings, call), mesh, settings)
+            program = analyse(skeleton, args, kwargs, mesh.size, settings, call, cp_rank=mesh.cp_rank)
+            return prepare(program, mesh, settings)
 
         with alone():
             entry = agree_on_graph(mesh, make, lambda made: digest(made.analysis))

@@ -17,9 +17,13 @@ from autotp.source_location import line_of
 
 
 def digest(analysis: Program) -> str:
-    """Returns graph, constants and layouts as text, without names of nodes; ranks that agree have the same text."""
-    number = {node: f"%{i}" for i, node in enumerate(analysis.graph.nodes)}
-    nodes = [_line(node, number, analysis.captured) for node in analysis.graph.nodes]
+    """Returns graph, constants and layouts as text, without names of nodes; ranks that agree have the same text.
+
+    The graph is that before sequences are cut: each rank of the axis `cp` makes its own of it.
+    """
+    graph = analysis.whole or analysis.graph
+    number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
+    nodes = [_line(node, number, analysis.captured) for node in graph.nodes]
     text = re.sub(r"cuda:\d+", "cuda", "\n".join(nodes))  # Each rank names its own device.
     reads = (f"{value_key(read.outcome.value)}{SOURCE}{shown(read.outcome.place)}" for read in analysis.captured.asked)
     return "\n".join([text, *reads, *(f"{name} {layout}" for name, layout in analysis.layouts.items())])

@@ -32,7 +32,8 @@ class Holdings:
         place: the tensor-parallel mesh.
         everyone: the mesh of all ranks that hold the model together.
         pipeline: the group of the ranks with other stages; None without a pipeline.
-        replica: number of this rank among replicas, from 0; ranks that shard tensors between them are not replicas.
+        replica: number of this rank among those of `everyone` that hold the same tensors, from 0; ranks that shard
+            tensors between them hold others.
         check: when ranks are compared.
         alike: pairs of a mesh, and the names that its ranks hold alike. (Sharded tensors differ.)
         beside: names in the original's state dict that are not parameters or buffers.
@@ -104,11 +105,12 @@ def holdings_of(model: Any, call: str) -> Holdings:
         expect_part(name, held[name], it.layouts[name], it.mesh)
     check = it.tree.settings.check_inputs
     alike: tuple[tuple[Mesh, frozenset[str]], ...] = ((it.mesh, uncut(held, it.layouts)),)
-    if it.mesh.replicas is not None:
-        alike += ((it.mesh.replicas, frozenset(held)),)
+    for axis in (it.mesh.sequence, it.mesh.replicas):
+        if axis is not None:
+            alike += ((axis, frozenset(held)),)
     return Holdings(
-        held, frozenset(held), saved, here | shapes, it.layouts, it.mesh, it.mesh,
-        check=check, alike=alike, beside=beside, left_out=left_out,
+        held, frozenset(held), saved, here | shapes, it.layouts, it.mesh, it.mesh.everyone,
+        replica=it.mesh.cp_rank, check=check, alike=alike, beside=beside, left_out=left_out,
     )  # fmt: skip
 
 

@@ -36,13 +36,13 @@ def group(rows: torch.Tensor, timeout: timedelta, axis: str | None = None) -> An
 def world_mesh(place: Mesh, timeout: timedelta) -> Mesh:
     """Returns the mesh of all ranks, in a group of its own that waits no longer than `timeout`."""
     every = new_group(None, timeout, group_desc="global")
-    return replace(place, axis="global", size=every.size(), rank=every.rank(), group=every.group_name)
+    return replace(place.alone(), axis="global", size=every.size(), rank=every.rank(), group=every.group_name)
 
 
 def mesh_along(place: Mesh, group: Any, axis: str) -> Mesh:
     """Returns the mesh of a group along another axis than that of `place`."""
     size, rank = group.size(), group.rank()
-    return with_number(replace(place, axis=axis, size=size, rank=rank, group=group.group_name, runs=()))
+    return with_number(replace(place.alone(), axis=axis, size=size, rank=rank, group=group.group_name, runs=()))
 
 
 def holders(

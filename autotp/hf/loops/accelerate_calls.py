@@ -81,7 +81,7 @@ def _averaging_nothing(init: Callable[..., Any]) -> Any:
     @wraps(init)
     def __init__(self: Any, accelerator: Any, model: Any, local_sgd_steps: int, enabled: bool = True) -> None:
         """LocalSGD averages the weights of replicas; of one replica there is nothing to average, as on one device."""
-        cut = any(isinstance(it, ParallelModule) and it.mesh.size > 1 for it in model.modules())
+        cut = any(isinstance(it, ParallelModule) and it.mesh.everyone.size > 1 for it in model.modules())
         if cut and enabled and not is_one_replica():
             raise Error(
                 "LocalSGD lets replicas differ between its steps, and replicas of a parallel model stay equal",
@@ -95,7 +95,9 @@ def _averaging_nothing(init: Callable[..., Any]) -> Any:
 
 def _is_unknown(live: Iterable[Any]) -> bool:
     """True if one of these models is spread over several ranks, and accelerate does not see its replicas."""
-    return replicas() is None and any(model.mesh.size > 1 for model in live if isinstance(model, ParallelModule))
+    return replicas() is None and any(
+        model.mesh.everyone.size > 1 for model in live if isinstance(model, ParallelModule)
+    )
 
 
 def _processes() -> int:

@@ -84,11 +84,11 @@ def parallel_in(strategy: Any) -> list[tuple[str, ParallelModule]]:
     """Returns the parallel models of several ranks in a strategy's LightningModule, with their names there."""
     module = strategy.lightning_module
     found = module.named_modules() if isinstance(module, nn.Module) else ()
-    return [(name, it) for name, it in found if isinstance(it, ParallelModule) and it.mesh.size > 1]
+    return [(name, it) for name, it in found if isinstance(it, ParallelModule) and it.mesh.everyone.size > 1]
 
 
 def _mesh(strategy: Any) -> Mesh:
-    return parallel_in(strategy)[0][1].mesh
+    return parallel_in(strategy)[0][1].mesh.everyone
 
 
 # ---- setting up
@@ -160,7 +160,7 @@ def _whole_state(strategy: Any, theirs: Method) -> dict[str, Any]:
         for inner, name in mine.items():
             if inner in whole:
                 state[name] = whole[inner]
-            elif model.mesh.rank:
+            elif model.mesh.everyone.rank:
                 del state[name]
     return state
 

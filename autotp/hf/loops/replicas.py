@@ -35,7 +35,7 @@ def replicas() -> Mesh | None:
     The axis has a process group if there are several replicas: of the ranks with the same part.
     """
     meshes = _meshes()
-    found = [ALONE if mesh.size == dist.get_world_size() else mesh.replicas for mesh in meshes]
+    found = [ALONE if mesh.everyone.size == dist.get_world_size() else mesh.replicas for mesh in meshes]
     newest = found[-1] if found else None  # An older model may be left from a process group that was destroyed.
     same = all(axis is not None and newest is not None and axis.size == newest.size for axis in found)
     return newest if same else None
@@ -63,8 +63,8 @@ def done_by_all(run: Callable[[], T]) -> T:
 
 
 def own_ranks() -> Mesh:
-    """Returns the tensor-parallel axis of this replica's ranks; there must be a parallel model."""
-    return _meshes()[-1]
+    """Returns all ranks of this replica; there must be a parallel model."""
+    return _meshes()[-1].everyone
 
 
 def first_rank_of(replica: int) -> int:
@@ -76,4 +76,4 @@ def _meshes() -> list[Mesh]:
     """Returns the mesh of each model of several ranks; a model that was changed since is not looked at."""
     states = [state_of(model) for model in models() if isinstance(model, ParallelModule)]
     found = [state.tree.mesh for state in states if state is not None]
-    return [mesh for mesh in found if mesh.size > 1]
+    return [mesh for mesh in found if mesh.everyone.size > 1]

@@ -143,7 +143,7 @@ def _loading_optimizer(method: Method) -> Method:
 def _saving_random_states(method: Method) -> Method:
     def _save_rng_state(self: Any, output_dir: str) -> None:
         """The ranks of a replica have equal random states, and write to one file."""
-        if not _is_ours(self) or self.model.mesh.rank == 0:
+        if not _is_ours(self) or self.model.mesh.everyone.rank == 0:
             method(self, output_dir)
 
     return _save_rng_state
@@ -160,7 +160,7 @@ def _there_for_all(method: Method) -> Method:
 
 
 def _is_ours(trainer: Any) -> bool:
-    return isinstance(trainer.model, ParallelModule) and trainer.model.mesh.size > 1 and replicas() is not None
+    return isinstance(trainer.model, ParallelModule) and trainer.model.mesh.everyone.size > 1 and replicas() is not None
 
 
 AROUND: dict[str, Callable[[Method], Method]] = {
