@@ -39,8 +39,8 @@ def entry_key(*names: Any) -> str:
 
 
 def sizes(trainer: Trainer) -> dict[str, int]:
-    """Returns the sizes of the axes pp, dp and tp."""
-    return dict(zip(("pp", "dp", "tp"), trainer.mesh.shape, strict=True))
+    """Returns the sizes of the mesh's axes."""
+    return dict(zip(trainer.mesh.mesh_dim_names or (), trainer.mesh.shape, strict=True))
 
 
 def names_held(parts: Holdings) -> list[str]:

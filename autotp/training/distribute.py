@@ -30,6 +30,7 @@ def distribute(
     tp: int = 1,
     pp: int = 1,
     dp: int = 1,
+    cp: int = 1,
     microbatches: int = 1,
     schedule: Schedule = "1F1B",
     example_inputs: Any = None,
@@ -41,7 +42,7 @@ def distribute(
     loss_scaler: GradScaler | None = None,
     timeout: timedelta = TIMEOUT,
 ) -> Trainer:
-    """Returns a Trainer: this rank's part of `model` on `tp * pp * dp` processes, and the step that trains it.
+    """Returns a Trainer: this rank's part of `model` on `tp * cp * pp * dp` processes, and the step that trains it.
 
     Call it on every rank.
 
@@ -51,7 +52,8 @@ def distribute(
             piece, as by `parallelize`. It is left on `meta`: `Trainer` has the parameters.
         tp: tensor parallelism: the number of ranks that share each operator, as in `parallelize`.
         pp: pipeline parallelism: the number of ranks that the model's blocks are divided among.
-        dp: data parallelism: the number of replicas, of `tp * pp` ranks each. A replica has its own part of the batch.
+        dp: data parallelism: the number of replicas, of `tp * cp * pp` ranks each, with its own part of the batch each.
+        cp: context parallelism: the number of ranks that sequences are cut over, as in `parallelize`.
         microbatches: the number of parts in which a replica computes its part of the batch.
         schedule: the order in which microbatches go through the pipeline, named as torch's schedules. Under
             "interleaved", "zero-bubble" and "zero-bubble-v" each rank has two stages.
@@ -89,31 +91,33 @@ def distribute(
     """
     training = Training(
         outputs="local", sequence_parallel=sequence_parallel, randomness=randomness, recompute=recompute, summed=True,
-        microbatches=microbatches, schedule=schedule, zero=zero, compute_dtype=compute_dtype,
+        microbatches=microbatches, schedule=schedule, zero=zero, compute_dtype=compute_dtype, cp=cp,
     )  # fmt: skip
 
     def run() -> Trainer:
         expect_ordinary(model, "distribute the original model once")
         expect_training(training, pp, dp, tp)
-        sizes = {"pp": pp, "dp": dp, "tp": tp}
+        sizes = {"pp": pp, "dp": dp, **({"cp": cp} if cp > 1 else {}), "tp": tp}
         expect_arguments(distribute, timeout=timeout, loss_scaler=loss_scaler)
         expect_timeout(timeout)
         return watched(Trainer(model, _mesh(sizes, timeout), training, example_inputs, loss_scaler, timeout))
 
-    return within(f"distribute({type(model).__name__}, tp={tp}, pp={pp}, dp={dp})", run)
+    shown = f", cp={cp}" * (cp != 1)
+    return within(f"distribute({type(model).__name__}, tp={tp}, pp={pp}, dp={dp}{shown})", run)
 
 
 def expect_training(training: Training, pp: int, dp: int, tp: int) -> None:
     """Raises Error if `distribute` does not have an option, or a size is no whole number of 1 or more."""
     expect_choices(training, {"schedule": tuple(ENGINES), "zero": (0, 1, 2, 3), "compute_dtype": COMPUTE_DTYPES})
-    for name, size in {"pp": pp, "dp": dp, "tp": tp, "microbatches": training.microbatches}.items():
+    for name, size in {"pp": pp, "dp": dp, "tp": tp, "cp": training.cp, "microbatches": training.microbatches}.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise Error(f"{name}={size!r} is not a whole number of 1 or more", fix=f"{name}=2")
 
 
 def _mesh(sizes: dict[str, int], timeout: timedelta) -> DeviceMesh:
-    """Returns the mesh of all processes; raises Error if their number is not `tp * pp * dp`."""
+    """Returns the mesh of all processes; raises Error if their number is not the product of the sizes."""
     count, world = math.prod(sizes.values()), world_size()
     if count != world:
-        raise Error(f"tp * pp * dp is {count}, and the world has {world}", fix=f"torchrun --nproc-per-node {count}")
+        cp = "cp * " * ("cp" in sizes)
+        raise Error(f"tp * {cp}pp * dp is {count}, and the world has {world}", fix=f"torchrun --nproc-per-node {count}")
     return mesh_of(sizes, start(timeout), timeout)

@@ -39,6 +39,13 @@ def world_mesh(place: Mesh, timeout: timedelta) -> Mesh:
     return replace(place.alone(), axis="global", size=every.size(), rank=every.rank(), group=every.group_name)
 
 
+def with_sequences(place: Mesh, mesh: DeviceMesh) -> Mesh:
+    """Returns the tensor-parallel axis with the axis "cp" of the mesh beside it, if there is one."""
+    if "cp" not in (mesh.mesh_dim_names or ()):
+        return place
+    return replace(place, sequence=mesh_along(place, mesh.get_group("cp"), "cp"))
+
+
 def mesh_along(place: Mesh, group: Any, axis: str) -> Mesh:
     """Returns the mesh of a group along another axis than that of `place`."""
     size, rank = group.size(), group.rank()

@@ -94,7 +94,7 @@ def agree_on_step(
 
     Args:
         mesh: all ranks.
-        grid: all ranks, by "pp", "dp" and "tp".
+        grid: all ranks, by "pp", "dp", perhaps "cp", and "tp".
         mine: the state of this rank.
         tied: as `frozen_checksums` returns it.
         problem: the error of this rank's batch, if it has one.
@@ -121,7 +121,7 @@ def agree_on_step(
             (StepState._fields.index("values"), "got other inputs", SAME_BATCH),
         ):
             compared(rows, column, mesh, replica, what, remedy)
-    for ranks in grid.mesh.flatten(0, 1).tolist():
+    for ranks in grid.mesh.flatten(0, 1).flatten(1).tolist():
         remedy = "torch.manual_seed(seed) with one seed on all of them"
         compared(rows, StepState._fields.index("random"), mesh, ranks, "would draw other random numbers", remedy)
     return rows
@@ -129,13 +129,18 @@ def agree_on_step(
 
 def equal_replicas(rows: Sequence[StepState], grid: DeviceMesh) -> bool:
     """Whether all replicas have the same batch, where each should have rows of its own."""
-    firsts = grid.mesh[0, :, 0].tolist()
+    firsts = _first_of_replicas(grid)
     return len(firsts) > 1 and len({(rows[rank].structure, rows[rank].values) for rank in firsts}) == 1
 
 
 def unequal_replicas(rows: Sequence[StepState], grid: DeviceMesh) -> bool:
     """Whether some replicas have rows of other lengths."""
-    return len({rows[rank].lengths for rank in grid.mesh[0, :, 0].tolist()}) > 1
+    return len({rows[rank].lengths for rank in _first_of_replicas(grid)}) > 1
+
+
+def _first_of_replicas(grid: DeviceMesh) -> list[int]:
+    found: list[int] = grid.mesh[0].flatten(1)[:, 0].tolist()
+    return found
 
 
 SAME_BATCH = "give every rank of a replica the same batch"

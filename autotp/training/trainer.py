@@ -128,7 +128,7 @@ class Trainer(InGraphs, HasHoldings):
     Parameters have the names of the original model: `trainer.parameters()` is for the optimizer.
 
     Attributes:
-        mesh: the DeviceMesh of all processes, with the dimensions "pp", "dp" and "tp".
+        mesh: the DeviceMesh of all processes, with the dimensions "pp", "dp", with `cp` "cp", and "tp".
         layouts: first name of a parameter or buffer of the model -> its layout on the tensor-parallel ranks.
         steps: the number of steps done, with those before the loaded checkpoint.
         plan: the blocks of each stage of the pipeline, its cost (multiplications) and the numbers that it keeps for
@@ -176,7 +176,7 @@ class Trainer(InGraphs, HasHoldings):
         self._watchers: list[Callable[[], bool]] = []
         self._failed = ""
         self.mesh, self.steps, self._calls, self._training, self._scaler = mesh, 0, 0, training, scaler
-        self.place = make_mesh(None, mesh["tp"])
+        self.place = groups.with_sequences(make_mesh(None, mesh["tp"]), mesh)
         self.everyone = groups.world_mesh(self.place, timeout)
         self.files, self.saving = new_group(None, timeout, backend="gloo"), None
         self._ranks = with_rank_names(self.everyone, mesh)
@@ -262,13 +262,15 @@ class Trainer(InGraphs, HasHoldings):
         rank, ranks = self.mesh["pp"].get_local_rank(), self.mesh["pp"].size()
         later = {name for name, (holders, _) in self.shared.items() if holders[0] != rank}
         group = self.mesh.get_group("pp").group_name if ranks > 1 else None
-        replica = self.mesh["dp"].get_local_rank()
-        alike = [(self.place, uncut(held, self.layouts)), (self.replicas, frozenset(held))]
+        place = self.place
+        replica = self.mesh["dp"].get_local_rank() * place.cp + place.cp_rank
+        alike = [(place, uncut(held, self.layouts)), (self.replicas, frozenset(held))]
+        alike += [] if place.sequence is None else [(place.sequence, frozenset(held))]
         for mesh in dict.fromkeys(self.tied.values()):
             alike.append((mesh, frozenset(name for name, its in self.tied.items() if its is mesh)))
         saved, shapes, beside, left_out = saved_names(self.skeleton)
         return Holdings(
-            held, frozenset(held) - later, saved, shapes, self.layouts, self.place, self.everyone,
+            held, frozenset(held) - later, saved, shapes, self.layouts, place, self.everyone,
             group, replica, alike=tuple(alike), beside=beside, left_out=left_out,
         )  # fmt: skip
 
@@ -284,7 +286,8 @@ class Trainer(InGraphs, HasHoldings):
         """Returns the model's program in one mode; once this rank holds parameters, in their layouts."""
         self.skeleton.train(training)
         layouts = getattr(self, "layouts", None)
-        return analyse_microbatch(self.skeleton, args, kwargs, self.place.size, self._training, layouts, rows)
+        place = self.place
+        return analyse_microbatch(self.skeleton, args, kwargs, place.size, self._training, layouts, rows, place.cp_rank)
 
     def _first_analysis(self, args: Any, kwargs: Any, rows: frozenset[int]) -> Program:
         given = copy.deepcopy(self.skeleton)
@@ -409,7 +412,7 @@ class Trainer(InGraphs, HasHoldings):
         if self.mesh["pp"].size() * self.mesh["dp"].size() > 1:
             seed = torch.randint(2**62, (), device=self.everyone.device)
             broadcast_from_first(seed, self.everyone)
-            torch.manual_seed(int(seed) + self.everyone.rank // self.place.size)
+            torch.manual_seed(int(seed) + self.everyone.rank // (self.place.size * self.place.cp))
 
     # ---- a step
 
@@ -618,7 +621,7 @@ class Trainer(InGraphs, HasHoldings):
         """Returns the loss of the whole batch, on every rank."""
         dtype = returned(pipeline.analysis.graph)[0].meta["val"].dtype
         loss = sum((loss.detach() for loss in losses), torch.zeros((), dtype=dtype, device=self.place.device))
-        if self.place.rank:  # Count the loss of the first rank only; but where another rank's is not finite, show it.
+        if self.place.rank or self.place.cp_rank:  # The first rank's loss counts; of others, show what is not finite.
             loss = torch.where(torch.isfinite(loss), 0.0, loss)
         loss = reduce(loss, self._ranks.group)
         return loss if self._scaler is None else loss / self._scaler.get_scale()

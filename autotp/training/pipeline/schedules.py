@@ -17,6 +17,7 @@ from autotp.passes.canonicalize.gradient_flow import with_gradient
 from autotp.passes.emit.attach_parameters import ParameterPlace, ReadParameter
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.stages import Division, Stage, blocks_in_order, divided
+from autotp.passes.plan.infer_axes import infer_axes
 from autotp.rules.call import placeholders, returned
 from autotp.runtime.fsdp import expect_whole
 from autotp.sharding.layout import Layout
@@ -115,13 +116,17 @@ def stages_of(training: Training, rank: int, ranks: int) -> list[int]:
 
 
 def division(training: Training, ranks: int, analysis: Program, lowered: fx.Graph) -> Division:
-    """Returns how a model's blocks are divided among the stages of `ranks` ranks."""
+    """Returns how a model's blocks are divided among the stages of `ranks` ranks: alike on all ranks.
+
+    Costs are those of whole sequences: a rank's part of one may be a position shorter than another's.
+    """
     homes = {i: rank for rank in range(ranks) for i in stages_of(training, rank, ranks)}
-    names, kind = list(analysis.captured.parameters), ENGINES[training.schedule]
+    names, kind, whole = list(analysis.captured.parameters), ENGINES[training.schedule], analysis.whole
     blocks = blocks_in_order(lowered, names)
     kept = training.recompute != "full"  # With "full" a block keeps its inputs only.
     flights = [kept * kind.flight(i, len(homes), training.microbatches) for i in range(len(homes))]
-    costs = block_costs(analysis.graph, analysis.axes, blocks, names)
+    graph, axes = (analysis.graph, analysis.axes) if whole is None else (whole, infer_axes(whole))
+    costs = block_costs(graph, axes, blocks, names)
     return divided(blocks, costs, [homes[i] for i in range(len(homes))], flights)
 
 
@@ -279,11 +284,13 @@ def analyse_microbatch(
     training: Training,
     layouts: Mapping[str, Layout] | None,
     rows: frozenset[int],
+    cp_rank: int = 0,
 ) -> Program:
     """Returns the program of a microbatch; its parameters are cut as `layouts` says, if there are layouts.
 
     Args:
         rows: as `places_of_rows` returns them.
+        cp_rank: as for `analyse`.
 
     Raises:
         Error: as `expect_products_of_one_dtype`.
@@ -292,8 +299,8 @@ def analyse_microbatch(
     call = CallState(layouts=layouts, rows=rows)
     if len(batch_tensors(args, kwargs)[0]) == 1:  # One row does not show whether rows depend on each other.
         two = map_rows((args, kwargs), rows, repeat_rows)
-        analyse(skeleton, two[0], two[1], tp, training, call)
-    analysis = analyse(skeleton, args, kwargs, tp, training, call)
+        analyse(skeleton, two[0], two[1], tp, training, call, cp_rank=cp_rank)
+    analysis = analyse(skeleton, args, kwargs, tp, training, call, cp_rank=cp_rank)
     if training.compute_dtype:
         expect_products_of_one_dtype(analysis)
     return analysis
