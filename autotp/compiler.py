@@ -68,7 +68,7 @@ from autotp.passes.plan.outputs import (
 )
 from autotp.passes.plan.propagate import Have, needs_grad, propagate
 from autotp.passes.plan.sequence.causal_masks import causal_masks
-from autotp.passes.plan.sequence.context_parallel import context_parallel
+from autotp.passes.plan.sequence.context_parallel import computed_whole, context_parallel
 from autotp.passes.plan.sequence.equal_inputs import equal_inputs
 from autotp.passes.plan.sequence.separate_keys import joined_again, separate_keys
 from autotp.passes.plan.sequence.sequence_parallel import sequence_parallel
@@ -124,6 +124,8 @@ class Program:
         options: the user's options.
         cp_rank: the rank on the axis `cp`, whose graph is made, if sequences are cut over this axis.
         whole: then, the graph before they are cut.
+        in_sequence: then, the number of operators that are cut.
+        needs_sequence: then, the operators that need whole sequences, and compute on every rank.
         training: whether the model was in training.
         call: the state around the captured call.
         updated: placeholder names of the buffers whose new values `graph` returns last (functionalize).
@@ -149,6 +151,8 @@ class Program:
     call: CallState
     cp_rank: int = 0
     whole: fx.Graph | None = None
+    in_sequence: int = 0
+    needs_sequence: tuple[fx.Node, ...] = ()
     updated: Sequence[str] = ()
     counts: fx.Graph | None = None
     by_rows: tuple[str, ...] = ()
@@ -338,7 +342,13 @@ def _context_parallel(p: Program) -> Program:
     to = Target("cp", p.options.cp, p.cp_rank, p.options.randomness)
     lowered = dce(lower(graph, axes, decision, differentiable, to, hoisted))
     check(lowered, graph, {}, [*p.captured.parameters, *p.captured.inputs], to, {})
-    return replace(p, graph=joined_again(lowered), whole=p.graph)
+    return replace(
+        p,
+        graph=joined_again(lowered),
+        whole=p.graph,
+        in_sequence=len(decision.cuts),
+        needs_sequence=tuple(computed_whole(axes, decision, sequences, differentiable)),
+    )
 
 
 def _has_form(node: fx.Node, factor: Factor) -> bool:

@@ -51,6 +51,7 @@ class MeshProof:
         parameters: the number of parameters.
         tied: name of a parameter that several pipeline ranks hold -> these ranks.
         actions: the number of forwards and backwards in a step of one replica.
+        cp: the number of ranks that sequences are cut over.
         not_computed: why no step was compared with one device; "" if one was.
     """
 
@@ -66,12 +67,13 @@ class MeshProof:
     parameters: int
     tied: dict[str, tuple[int, ...]]
     actions: int
+    cp: int = 1
     not_computed: str = ""
 
     @property
     def ranks(self) -> int:
         """The number of all ranks."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     def table(self) -> Table:
         """Returns a row for each fact."""
@@ -83,7 +85,9 @@ class MeshProof:
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         size = _number(self.operators[0])
-        yield "types", f"{self.tp} of {self.tp} tensor-parallel ranks, {size} operators each, gradients included"
+        each = f"{self.tp} of {self.tp} tensor-parallel ranks"
+        each += f" x {self.cp} of {self.cp} context-parallel ranks" * (self.cp > 1)
+        yield "types", f"{each}, {size} operators each, gradients included"
         stages = len(self.division.blocks)
         if stages > 1:
             tensors, most = max(n for n, _ in self.sent), max(size for _, size in self.sent)
@@ -123,7 +127,7 @@ def prove(
     Args:
         inputs: the arguments of a microbatch.
         sizes: tp, pp and dp.
-        kept: takes the stages of each tensor-parallel rank.
+        kept: takes the stages of each tensor-parallel rank, those of the first context-parallel rank first.
 
     Raises:
         Error: as `distribute`; or something cannot be proved.
@@ -134,27 +138,32 @@ def prove(
     skeleton = skeleton_of(model).train()
     args, kwargs = cast_arguments(signature_of(model).by_name(*inputs), training.compute_dtype)
     rows = places_of_rows(batch_tensors(args, kwargs), [])
-    program = analyse_microbatch(skeleton, args, kwargs, tp, training, None, rows)
+    programs = [
+        analyse_microbatch(skeleton, args, kwargs, tp, training, None, rows, cp_rank) for cp_rank in range(training.cp)
+    ]
+    program = programs[0]
     counts, found, first_graph = list[int](), list[tuple[Division, Composition]](), fx.Graph()
-    with progress(f"proof of {tp * pp * dp} ranks") as line:
-        for rank, flat in enumerate(flat_graphs(program, training.randomness)):
-            line.begin(f"tp rank {rank}")
+    flats = (flat for each in programs for flat in flat_graphs(each, training.randomness))
+    with progress(f"proof of {tp * training.cp * pp * dp} ranks") as line:
+        for rank, flat in enumerate(flats):
+            line.begin(f"tp rank {rank % tp}")
             graph, first_graph = fuse(flat), flat if rank == 0 else first_graph
             counts.append(sum(node.op == "call_function" for node in flat.nodes))
-            divided, stages = _divided(program, graph, pp, training)
-            found.append((divided, _composed(program, graph, stages, divided, pp, training)))
+            of_rank = programs[rank // tp]
+            divided, stages = _divided(of_rank, graph, pp, training)
+            found.append((divided, _composed(of_rank, graph, stages, divided, pp, training)))
             if kept is not None:
                 kept.append(stages)
     first, composed = found[0]
     for rank, (other, its) in enumerate(found[1:], 1):
         if other != first or list(map(len, its.sent)) != list(map(len, composed.sent)):
-            raise Error(f"tp rank {rank} would divide its graph in another way than tp rank 0")
+            raise Error(f"tp rank {rank % tp} would divide its graph in another way than tp rank 0")
     names = program.captured.parameters
     tied = _homes(composed, names, first.ranks)
     sent = tuple((len(values), sum(map(_bytes, values))) for values in composed.sent)
     proof = MeshProof(
         tp, pp, dp, training.schedule, training.microbatches, training.zero, tuple(counts), first, sent,
-        len(names), tied, sum(map(len, order)),
+        len(names), tied, sum(map(len, order)), training.cp,
     )  # fmt: skip
     return program, first_graph, proof
 

@@ -44,7 +44,7 @@ def compare_step(
         model: the whole model, in float64; its gradients are set.
         inputs: the arguments of a microbatch; the batch is made of its rows.
         program: the program of a microbatch.
-        stages: the stages of each tensor-parallel rank.
+        stages: the stages of each tensor-parallel rank, those of the first context-parallel rank first.
     """
     args, kwargs = signature_of(model).by_name(*inputs)
     places, parts = program.call.rows or frozenset(), training.microbatches
@@ -55,7 +55,7 @@ def compare_step(
     counts = [counts_of(program, given, model) for given in replicas]
     known = [count for count in counts if count is not None]
     totals = named_totals(program, torch.stack(known).sum(0)) if known else {}
-    ranks = [rank_tensors(model, program.layouts, rank) for rank in range(program.tp)]
+    ranks = [rank_tensors(model, program.layouts, rank % program.tp) for rank in range(len(stages))]
     modules = [
         [simulated(stage.graph, held, program, model, training) for stage in row]
         for row, held in zip(stages, ranks, strict=True)
@@ -91,7 +91,7 @@ def _lockstep(
             known = {**constants, **given, **dict(zip(stages[rank][i].received, sent[rank], strict=True))}
             known |= {place: held[name] for place, name in names.items() if name in held}
             rows.append([known[place] for place in placeholders(modules[rank][i].graph)])
-        sent = run_lockstep([row[i] for row in modules], rows)
+        sent = run_lockstep([row[i] for row in modules], rows, program.options.cp)
     return [row[0] for row in sent]
 
 

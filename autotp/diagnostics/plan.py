@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autotp.display.sheet import Sheet, Shown, Table
@@ -52,6 +52,7 @@ class Sent:
         bytes: the size of its tensor, in bytes.
         backward: True if it runs in backward.
         parameter: True if its tensor is the gradient of a parameter, not of an activation.
+        axis: the mesh axis, tp or cp.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class Sent:
     bytes: int
     backward: bool
     parameter: bool
+    axis: str = "tp"
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,10 @@ class Traffic:
 
     sends: tuple[Sent, ...]
     shapes: tuple[tuple[int, ...], ...]
+
+    def over(self, axis: str) -> Traffic:
+        """Returns the collectives over one mesh axis."""
+        return replace(self, sends=tuple(sent for sent in self.sends if sent.axis == axis))
 
     @property
     def forward(self) -> dict[str, int]:
@@ -95,7 +101,7 @@ class Plan(Shown):
 
     Attributes:
         model: the name of the model's class.
-        tp: the number of ranks.
+        tp: the number of ranks that parameters are cut over.
         cuts: the parameters that are cut, with the collectives that they cause and the reason.
         whole: the parameters and operators that stay replicated, with source line and reason.
         bytes_total: bytes of all parameters.
@@ -103,6 +109,8 @@ class Plan(Shown):
         traffic: the collectives of a step, forward and backward, and their bytes.
         along_sequence: the number of operators that are cut along the sequence; None without `sequence_parallel`.
         outputs: the layouts of the outputs that stay cut.
+        cp: the number of ranks that sequences are cut over; `whole` has the operators that need whole sequences.
+        in_sequence: the number of operators that are cut along a sequence over these.
         source: the captured model, which `save_page` draws; only in what `explain` returns, and not a part of what is
             compared, copied by pickle or printed.
 
@@ -126,6 +134,8 @@ class Plan(Shown):
     traffic: Traffic
     along_sequence: int | None = None
     outputs: tuple[Layout, ...] = ()
+    cp: int = 1
+    in_sequence: int = 0
     source: Any = field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -137,7 +147,12 @@ class Plan(Shown):
         cut, every = len(self.cuts), len(self.cuts) + len(self.whole) - len(operators)
         without = f", {len(operators)} operators have no rule" if operators else ""
         held = f"the fullest rank holds {self.share:.1%}"
-        return f"{self.model} on tp={self.tp}: {cut} of {every} parameters are cut, {held}{without}"
+        return f"{self.model} on {self.sizes}: {cut} of {every} parameters are cut, {held}{without}"
+
+    @property
+    def sizes(self) -> str:
+        """The sizes of the mesh as text."""
+        return f"tp={self.tp}" + f", cp={self.cp}" * (self.cp > 1)
 
     @property
     def share(self) -> float:
@@ -150,29 +165,36 @@ class Plan(Shown):
         cut = Table(head, _cut_rows(self), ("cut", "", "sent", "sent", "note"))
         whole = Table(("whole on every rank", "shape", "why", "at"), _whole_rows(self), ("whole", "", "note", "note"))
         tables = [table for table in (cut, whole) if table.rows]
-        return Sheet(f"{self.model} on tp={self.tp}", (*tables, tuple(_totals(self))))
+        return Sheet(f"{self.model} on {self.sizes}", (*tables, tuple(_totals(self))))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as plain data, for JSON: numbers, texts, and lists and dicts of these."""
         return {
             "model": self.model,
             "tp": self.tp,
+            "cp": self.cp,
             "cuts": [_cut_data(row) for row in self.cuts],
             "whole": [
                 {"name": row.name, "shape": list(row.shape), "why": row.reason, "at": row.at} for row in self.whole
             ],
             "bytes_total": self.bytes_total,
             "bytes_rank": self.bytes_rank,
-            "traffic": {
-                "forward": self.traffic.forward,
-                "backward": self.traffic.backward,
-                "forward_bytes": self.traffic.forward_bytes,
-                "backward_bytes": self.traffic.backward_bytes,
-                "shapes": [list(shape) for shape in self.traffic.shapes],
-            },
+            "traffic": _traffic_data(self.traffic.over("tp")),
+            "traffic_over_cp": _traffic_data(self.traffic.over("cp")),
+            "in_sequence": self.in_sequence,
             "along_sequence": self.along_sequence,
             "outputs_that_stay_cut": [str(layout).replace("-1", "?") for layout in self.outputs],
         }
+
+
+def _traffic_data(traffic: Traffic) -> dict[str, Any]:
+    return {
+        "forward": traffic.forward,
+        "backward": traffic.backward,
+        "forward_bytes": traffic.forward_bytes,
+        "backward_bytes": traffic.backward_bytes,
+        "shapes": [list(shape) for shape in traffic.shapes],
+    }
 
 
 def _cut_data(row: CutRow) -> dict[str, Any]:
@@ -206,8 +228,11 @@ def _totals(plan: Plan) -> Iterator[str]:
         alike = Counter(str(layout).replace("-1", "?") for layout in plan.outputs)
         held = ", ".join(f"{n} x {text}" if n > 1 else text for text, n in alike.items())
         yield f'outputs     {held} stay cut: autotp.gather makes them whole, or outputs="full"'
-    t = plan.traffic
-    inputs = " ".join("x".join(map(str, shape)) for shape in t.shapes if shape)
-    for name, counts, size in (("forward", t.forward, t.forward_bytes), ("backward", t.backward, t.backward_bytes)):
-        kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "no collective"
-        yield f"{name:<12}{kinds}; {bytes_text(size)} for inputs {inputs}"
+    if plan.cp > 1:
+        yield f"over cp     {plan.in_sequence} operators are cut along the sequence, and parameters are whole"
+    inputs = " ".join("x".join(map(str, shape)) for shape in plan.traffic.shapes if shape)
+    for axis in ("tp", "cp") if plan.cp > 1 else ("tp",):
+        t, over = plan.traffic.over(axis), f" over {axis}" * (plan.cp > 1)
+        for name, counts, size in (("forward", t.forward, t.forward_bytes), ("backward", t.backward, t.backward_bytes)):
+            kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "no collective"
+            yield f"{name:<12}{kinds}{over}; {bytes_text(size)} for inputs {inputs}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -54,8 +55,11 @@ def report(analysis: Program, model: str, first: fx.Graph | None = None) -> Plan
     ranks = [sum(_count(lay.local_shape(r)) * dtypes[n] for n, lay in layouts) for r in range(analysis.tp)]
     count = traffic(first or flat_graph(analysis, 0, "fast"), analysis)
     outputs = tuple(layout for _, layout in sorted(analysis.local_outputs.items()))
-    everything = (*whole, *_unknown(analysis))
-    return Plan(model, analysis.tp, cuts, everything, total, max(ranks), count, _along_sequence(analysis), outputs)
+    everything = (*whole, *_unknown(analysis), *_needs_sequence(analysis))
+    return Plan(
+        model, analysis.tp, cuts, everything, total, max(ranks), count, _along_sequence(analysis), outputs,
+        cp=analysis.options.cp, in_sequence=analysis.in_sequence,
+    )  # fmt: skip
 
 
 def _is_along(value: fx.Node, analysis: Program) -> bool:
@@ -85,8 +89,31 @@ def traffic(graph: fx.Graph, analysis: Program) -> Traffic:
             if name in table:
                 read, back = node.all_input_nodes, bool(side) or node in own
                 size = max(sum(map(_bytes, outputs_of(n))) for n in ((node,) if len(read) > 1 else (node, *read)))
-                sends.append(Sent(table[name], layer_of(node), size, back, all(n in learnt for n in read)))
+                own_axis = str(node.args[1]).partition("/")[0]
+                of_parameters = all(_placeholder(n) in learnt for n in read)
+                sends.append(Sent(table[name], layer_of(node), size, back, of_parameters, own_axis))
     return Traffic((*sends, *again), analysis.captured.example)
+
+
+def _placeholder(value: fx.Node) -> fx.Node:
+    """Returns the placeholder that a value is a copy of, over any mesh axis; another value itself."""
+    while True:
+        source: Any = value.args[0] if value.args else None
+        if value.target in (collectives.copy, collectives.share):
+            value = source
+        elif value.target is operator.getitem and source.target is together:
+            value = source.args[0][value.args[1]]
+        else:
+            return value
+
+
+def _read_by(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yields the readers of a parameter, each with what it reads: the parameter, or its copy over another mesh axis."""
+    for user in node.users:
+        if user.target is collectives.copy:
+            yield from _read_by(user)
+        else:
+            yield node, user
 
 
 def _learning(graph: fx.Graph, analysis: Program) -> tuple[frozenset[fx.Node], set[fx.Node]]:
@@ -129,7 +156,7 @@ def _cut(name: str, node: fx.Node, layout: Layout, analysis: Program, graded: se
     leaf = analysis.decision.held[node]
     chosen = next(c for c in analysis.decision.chosen if find(c.leaf) is find(leaf))
     forward = backward = ""
-    for reader in node.users:
+    for read, reader in _read_by(node):
         factor = analysis.axes.bound[reader].cuttable(leaf) if reader in analysis.axes.bound else None
         product = contracts(analysis.axes.bound.get(reader))
         weighs = product or has(reader.target, Trait.LOOKUP)
@@ -138,7 +165,7 @@ def _cut(name: str, node: fx.Node, layout: Layout, analysis: Program, graded: se
         elif factor is not None and product:
             along = any(_is_along(operand, analysis) for operand in reader.all_input_nodes)
             forward = "all-gather" if along else forward
-            if any(operand in graded for operand in reader.all_input_nodes if operand is not node):
+            if any(operand in graded for operand in reader.all_input_nodes if operand is not read):
                 backward = "reduce-scatter" if along else "all-reduce"
     size = find(leaf).size
     why = f"{size} {chosen.name}: {chosen.pattern}" if chosen.name else f"an axis of {size} that all its readers divide"
@@ -146,7 +173,7 @@ def _cut(name: str, node: fx.Node, layout: Layout, analysis: Program, graded: se
 
 
 def _whole(name: str, node: fx.Node, analysis: Program) -> WholeRow:
-    reader = next(iter(node.users), None)
+    reader = next((user for _, user in _read_by(node)), None)
     shape = tuple(node.meta["val"].shape)
     if reader is None:
         return WholeRow(name, shape, "?", "nothing reads it on these inputs")
@@ -181,6 +208,15 @@ def _is_reduced(value: fx.Node, analysis: Program) -> bool:
     leaf = analysis.decision.cuts.get(value)
     factor = analysis.axes.bound[value].cuttable(leaf) if leaf is not None else None
     return factor is not None and not factor.outs and factor.summed
+
+
+def _needs_sequence(analysis: Program) -> Iterator[WholeRow]:
+    """Yields the operators that are not cut along the sequence, although a gradient flows through them."""
+    for node in analysis.needs_sequence:
+        value = node.meta["val"]
+        shape = tuple(n if isinstance(n, int) else n.node.hint for n in getattr(value, "shape", ()))
+        name = f"{layer_of(node)} {node.target}".strip()
+        yield WholeRow(name, shape, line_of(node), "it needs whole sequences: on every cp rank", operator=True)
 
 
 def _unknown(analysis: Program) -> Iterator[WholeRow]:

@@ -119,7 +119,7 @@ class Report(Shown):
 
     def _title(self) -> str:
         sizes = "" if self.mesh is None else f", pp={self.mesh.pp}, dp={self.mesh.dp}"
-        return f"{self.plan.model} on tp={self.plan.tp}{sizes}"
+        return f"{self.plan.model} on {self.plan.sizes}{sizes}"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain data, for JSON; a difference that is no number is the text `inf` or `nan`."""
@@ -444,6 +444,7 @@ def verify(
     experts: Experts = "width",
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
+    cp: int = 1,
     without: Collection[str] = (),
 ) -> Report:
     """Compares `tp` ranks of `model` with the model itself, and returns the differences.
@@ -461,7 +462,7 @@ def verify(
         tp: the number of ranks.
         pp, dp, microbatches, schedule, zero: as for `distribute`. The step that is compared is made of the rows of the
             example inputs, which are those of a microbatch. What torch's `fully_shard` does is not verified.
-        example_inputs, outputs, experts, sequence_parallel, recompute, without: as for `parallelize`.
+        example_inputs, outputs, experts, sequence_parallel, recompute, cp, without: as for `parallelize`.
 
     Raises:
         Error: as `parallelize` or `distribute`; or the model is parallel already.
@@ -472,10 +473,10 @@ def verify(
         >>> assert report.ok, report
     """
 
-    settings = Options(outputs, experts, sequence_parallel, without, recompute=recompute)
+    settings = Options(outputs, experts, sequence_parallel, without, recompute=recompute, cp=cp)
     training = Training(
         outputs="local", sequence_parallel=sequence_parallel, recompute=recompute, summed=True, without=without,
-        microbatches=microbatches, schedule=schedule, zero=zero,
+        microbatches=microbatches, schedule=schedule, zero=zero, cp=cp,
     )  # fmt: skip
 
     def run() -> Report:
@@ -487,7 +488,7 @@ def verify(
             raise Error("outputs and experts are options of parallelize", fix="verify without pp, dp and microbatches")
         return compare_mesh(model, find_inputs(model, example_inputs), (tp, pp, dp), training)
 
-    sizes = "" if (pp, dp) == (1, 1) else f", pp={pp}, dp={dp}"
+    sizes = f", cp={cp}" * (cp != 1) + f", pp={pp}, dp={dp}" * ((pp, dp) != (1, 1))
     return within(f"verify({type(model).__name__}, tp={tp}{sizes})", run)
 
 

@@ -123,7 +123,8 @@ def _joined(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
         mine = layout.first(mesh.rank)
         places = tuple(layout.places(mesh.rank, mine))
         return collectives.reduce(
-            placement_moves.place(local, layout.dim, tuple(mine), places, layout.shape[layout.dim]), mesh.group
+            placement_moves.place(local, mesh.axis, layout.dim, tuple(mine), places, layout.shape[layout.dim]),
+            mesh.group,
         )
     lengths = layout.lengths()
     size, block = sum(lengths), gcd(*lengths)

@@ -1,4 +1,8 @@
-"""Changes placements without communication, for values that several ranks hold."""
+"""Changes placements without communication, for values that several ranks hold.
+
+`axis` is the mesh axis over which a placement changes. Nothing is computed with it: it tells the moves over one axis
+from those over another one, which are operators of a graph like any other.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ def apart(x: Tensor) -> Tensor:
 Ranges = tuple[tuple[int, int], ...]
 
 
-def take(x: Tensor, dim: int, pieces: tuple[Ranges, ...], rank: int) -> Tensor:
+def take(x: Tensor, axis: str, dim: int, pieces: tuple[Ranges, ...], rank: int) -> Tensor:
     """Returns a rank's positions along `dim` of a value that all ranks have. x: [... n ...] -> [... m ...]"""
     return _at(x, dim, pieces[rank])
 
@@ -24,7 +28,7 @@ def _at(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
     return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
 
 
-def place(x: Tensor, dim: int, ranges: Ranges, places: Ranges, size: int) -> Tensor:
+def place(x: Tensor, axis: str, dim: int, ranges: Ranges, places: Ranges, size: int) -> Tensor:
     """Returns a term of the whole tensor: the positions `ranges` of a rank's part at `places`, zero elsewhere.
 
     Args:
@@ -39,7 +43,7 @@ def place(x: Tensor, dim: int, ranges: Ranges, places: Ranges, size: int) -> Ten
     return whole.index_copy(dim, torch.tensor(index, dtype=torch.int64, device=x.device), _at(x, dim, ranges))
 
 
-def first(x: Tensor, dim: int, ranges: Ranges | None) -> Tensor:
+def first(x: Tensor, axis: str, dim: int, ranges: Ranges | None) -> Tensor:
     """Returns `x`; a gradient reaches only these positions (None: all), so that it counts once on several ranks.
 
     Without positions the gradient is zero, and not None: so backward runs the same collectives on all ranks.

@@ -1,7 +1,8 @@
-"""Rule functions of conjugates: collectives over one mesh axis, in a graph that is cut along another axis.
+"""Rule functions of conjugates, and of moves without communication, over one mesh axis in a graph that is cut along
+another one.
 
-All conjugates are linear. They combine the same positions of all ranks of their axis, so the dimensions that they do
-not move pass through.
+All are linear. They combine the same positions of all ranks of their axis, so the dimensions that they do not move pass
+through.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ def kept(call: Call) -> Rule | None:
 
 
 def moved(call: Call) -> Rule:
-    """`scatter`, `gather`, `all_gather` and `reduce_scatter`: another length along `dim`, which is needed whole."""
+    """`scatter`, `gather`, `all_gather`, `reduce_scatter`, `take` and `place`: `dim` has another length, and is needed
+    whole."""
     ns, dim = letters(call.operands[0].dim()), call.dim()
     before, after = ([*ns[:dim], name, *ns[dim + 1 :]] for name in ("x^", "y^"))
     return Rule.of(spell([before], [after]), "all")
+
+
+def held(call: Call) -> Rule:
+    """`first`: positions of `dim` have a gradient or none, so it is needed whole."""
+    names = letters(call.operands[0].dim())
+    if names:
+        names[call.dim()] = "x^"
+    return Rule.of(spell([names], [names]), "all")

@@ -37,6 +37,7 @@ from autotp.passes.check.erase import (
     called,
     closing,
     family,
+    is_along,
     is_number,
     is_ordered,
     listed,
@@ -57,6 +58,7 @@ from autotp.rules.call import arguments_of, outputs_of
 from autotp.sharding.axis import Axis, find, leaves, touches
 from autotp.sharding.grid import is_full, same_cut
 from autotp.sharding.layout import Layout
+from autotp.sharding.partition import chunk_size
 from autotp.sharding.placement import Copied, Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
@@ -115,7 +117,7 @@ class _Checking(Proof):
             self.numbers[node] = self.number(node)
         elif node.target is together:
             self._together(node, *node.args)
-        elif node.target in CONJUGATES and not self._is_along(node.args[1]):
+        elif node.target in CONJUGATES and not is_along(node.args[1], self.to.axis):
             self._compute(node)
         elif node.target is collectives.share:
             self._share(node, *node.args)
@@ -123,20 +125,16 @@ class _Checking(Proof):
             self.give(node, self.bundles[source][node.args[1]], (self.types[source][node.args[1]],))  # type: ignore[index]
         elif node.target in CONJUGATES:
             self._conjugate(node, *node.args)
-        elif node.target in LOCAL_MOVES:
+        elif node.target in LOCAL_MOVES and is_along(node.args[1], self.to.axis):
             self._move(node, node.args[0])
         elif node in self.opened:
             self._close(node, self.opened[node])
-        elif (end := closing(node)) is not None:
+        elif (end := closing(node, self.to.axis)) is not None:
             self._open(node, end)
         elif node.target is operator.getitem and source in self.opened.values():
             self.give(node, source, (self.types[source][node.args[1]],))  # type: ignore[index]
         else:
             self._compute(node)
-
-    def _is_along(self, axis: Any) -> bool:
-        """True for the mesh axis that is checked, or a part of it (`tp/4`); conjugates of others are operators."""
-        return str(axis).partition("/")[0] == self.to.axis
 
     # ---- nodes that stand for a node of the model's graph
 
@@ -296,10 +294,15 @@ class _Checking(Proof):
 
     def _cuts_made(self, made: Sequence[Axis], known: OperatorCut | None) -> Iterator[Axis]:
         """Yields the cuts of one leaf of a new axis, in addition to the known cut."""
-        for new in [leaf for axis in made for leaf in leaves(axis) if not leaf.size.symbols]:
+        for new in [leaf for axis in made for leaf in leaves(axis) if self._has_part(leaf, known)]:
             leaf = extended(known.leaf if known else None, new, self.to.tp)
             if leaf is not None:
                 yield leaf
+
+    def _has_part(self, leaf: Axis, known: OperatorCut | None) -> bool:
+        """True for a length that is a number, or, without another cut, for one whose part the rank has computed."""
+        part = (chunk_size, find(leaf).size)
+        return not leaf.size.symbols or (known is None and part in self.to.parts)
 
     def _typing(self, node: fx.Node, model: fx.Node, reads: Reads, cut: OperatorCut | None) -> tuple[Typed, ...]:
         """Returns the types of an operator's outputs, if its rule allows the types of its operands."""
@@ -342,7 +345,7 @@ class _Checking(Proof):
 
     def _together(self, node: fx.Node, xs: Any, axis: Any, where: Any) -> None:
         """Types a `together`: each operand as `copy` or `share` would type it."""
-        if not self._is_along(axis):
+        if not is_along(axis, self.to.axis):
             return self._copies(node, xs, axis, where)
         found = []
         for x, at in zip(xs, where, strict=True):

@@ -146,26 +146,33 @@ def listed(value: Any) -> str:
 # ---- a dimension that is split before a conjugate and joined after it
 
 
-def closing(node: fx.Node) -> fx.Node | None:
-    """Returns the node that undoes a split or an unflatten, if only conjugates are between; else None."""
+def is_along(axis: Any, of: str) -> bool:
+    """True for the mesh axis `of`, or a part of it (`tp/4`)."""
+    return str(axis).partition("/")[0] == of
+
+
+def closing(node: fx.Node, along: str) -> fx.Node | None:
+    """Returns the node that undoes a split or an unflatten, if only conjugates along an axis are between; else None."""
     args: Any = node.args
     if node.target is aten.unflatten.int:
-        end = _reader(moved := _after(node))
+        end = _reader(moved := _after(node, along))
         undone = end is not None and end.target is aten.flatten.using_ints and end.args == (moved, args[1], args[1] + 2)
         return end if undone else None
     if node.target is not SPLIT or len(args) != 3:
         return None
     items = {item.args[1]: item for item in node.users if item.target is operator.getitem}
-    ends = [_after(items.get(i)) for i in range(len(args[1]))]
+    ends = [_after(items.get(i), along) for i in range(len(args[1]))]
     end = _reader(ends[0])
     undone = end is not None and end.target is aten.cat.default and list(end.args) == [ends, args[2]]
     return end if undone and len(node.users) == len(ends) and all(_reader(one) is end for one in ends) else None
 
 
-def _after(node: fx.Node | None) -> fx.Node | None:
+def _after(node: fx.Node | None, along: str) -> fx.Node | None:
     """Returns the conjugate that is the only reader of a value, or the end of a split around conjugates."""
     reader = _reader(node)
-    return reader if reader is None or reader.target in CONJUGATES else closing(reader)
+    if reader is None or (reader.target in CONJUGATES and is_along(reader.args[1], along)):
+        return reader
+    return closing(reader, along)
 
 
 def _reader(node: fx.Node | None) -> fx.Node | None:

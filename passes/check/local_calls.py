@@ -84,6 +84,8 @@ def local_call(
 def _local_slice(to: Target, model: fx.Node, arguments: dict[str, Any], dims: Dims, leaf: Axis) -> dict[str, Any]:
     """Returns the arguments of a slice of a cut dimension: the rank's positions between its bounds; all with a step."""
     dim, start = arguments["dim"] % len(dims), arguments["start"] or 0
+    if Size.of(outputs_of(model)[0].shape[dim]) == find(dims[dim]).size:  # All positions.
+        return {"self": arguments["self"], "dim": dim, "start": 0, "end": sys.maxsize, "step": 1}
     if arguments.get("step", 1) != 1:
         return arguments | {"dim": dim, "start": start, "end": sys.maxsize}
     pieces = pieces_by_rank(to, dims[dim], leaf) or ()
@@ -103,9 +105,12 @@ def _form(
     if of is not target or only not in ("", to.randomness) or not arguments.get("train", True):
         return f"a parallel form of {target}", {}
     axis, leaf = ins[0][arguments.get("dim", 0)] if cut.factor.ins else cut.factor.axis, cut.leaf
-    start = _start(to, axis, leaf)
-    length = local_length(to, axis, leaf) if start is not None else Size(0)
-    arguments |= {"start": start, "stop": Size((start or 0) + length.number), "size": find(axis).size.number}
+    if find(axis).size.symbols:
+        arguments |= {"start": _known(to, chunk_start, leaf), "size": find(axis).size} if not only else {}
+    else:
+        start = _start(to, axis, leaf)
+        length = local_length(to, axis, leaf) if start is not None else Size(0)
+        arguments |= {"start": start, "stop": Size((start or 0) + length.number), "size": find(axis).size.number}
     given = [arguments[name] for name in names]
     if only:
         drawn = _drawn(of, ins)

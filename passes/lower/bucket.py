@@ -4,13 +4,14 @@
     After:  t = together((w, v), "tp", (None, None)); norm(x, t[0]); norm(y, t[1])
 
 There is one all-reduce for each block, mesh axis and dtype, in place of one for each parameter. A parameter that only
-some ranks hold (`share`) is summed among these. Parameters before the blocks and behind the blocks are separate
-buckets, because they may be in different stages of a pipeline.
+some ranks hold (`share`) is summed among these. Parameters that are read before the blocks, behind the blocks, and on
+both sides are separate buckets, because the sides may be in different stages of a pipeline.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
@@ -25,12 +26,12 @@ def bucket(graph: fx.Graph) -> fx.Graph:
     """Returns the same function with one conjugate for all parameters of a block, a mesh axis and a dtype."""
     bundles: dict[Any, list[fx.Node]] = {}
     keys: dict[fx.Node, Any] = {}  # A copy over the first of two mesh axes -> the key of its bundle.
-    behind = False
+    behind = _behind_blocks(graph)
     for node in graph.nodes:
-        behind = behind or bool(node.op == "call_function" and block_of(node))
         before = node.args[0] if node.target in (copy, share) else None
         if before is not None and (before.op == "placeholder" or before in keys):
-            keys[node] = block_of(node) or behind, node.args[1], node.meta["val"].dtype, keys.get(before)
+            sides = block_of(node) or frozenset(user in behind for user in _readers(node))
+            keys[node] = sides, node.args[1], node.meta["val"].dtype, keys.get(before)
             bundles.setdefault(keys[node], []).append(node)
     several = [nodes for nodes in bundles.values() if len(nodes) > 1]
     first, inside = {nodes[0]: nodes for nodes in several}, {node for nodes in several for node in nodes}
@@ -42,6 +43,22 @@ def bucket(graph: fx.Graph) -> fx.Graph:
         if node not in inside:
             builder.copy(node)
     return builder.graph
+
+
+def _behind_blocks(graph: fx.Graph) -> set[fx.Node]:
+    """Returns the nodes behind the first one that is in a block."""
+    nodes = list(graph.nodes)
+    first = next((i for i, node in enumerate(nodes) if node.op == "call_function" and block_of(node)), len(nodes))
+    return set(nodes[first:])
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Yields the operators that read a parameter's copy, or a copy of it over another mesh axis."""
+    for user in node.users:
+        if user.target in (copy, share):
+            yield from _readers(user)
+        else:
+            yield user
 
 
 def _read_together(builder: Builder, nodes: list[fx.Node]) -> None:

@@ -89,6 +89,8 @@ def _slice(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Called:
     axis, taken = axes.of(x)[dim], axes.of(node)[dim]  # type: ignore[arg-type]
     if not touches(axis, leaf):
         return node.target, local.builder.map(node.args), local.builder.map(node.kwargs)  # type: ignore[return-value]
+    if find(axis) is find(taken):  # It takes all positions, as the last 127 of a sequence that is shorter.
+        return aten.slice.Tensor, (local.builder.env[x], dim, 0, sys.maxsize), {}  # type: ignore[index]
     start, length = arguments["start"] or 0, x.meta["val"].shape[dim]  # type: ignore[union-attr]
     if arguments.get("step", 1) != 1:
         return aten.slice.Tensor, (local.builder.env[x], dim, start, sys.maxsize, arguments["step"]), {}  # type: ignore[index]
@@ -132,13 +134,15 @@ def _routed(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     return node.target, (args["chosen"], args["number"], args["grouped"], start, stop)
 
 
-def _start(local: Local, node: fx.Node, axis: Axis, leaf: Axis) -> int:
+def _start(local: Local, node: fx.Node, axis: Axis, leaf: Axis) -> Any:
     """Returns the start of this rank's positions of `axis`, which must be contiguous: the leaf is major in the axis.
 
     Raises:
         Error: they are not.
     """
     opened = open_product(axis, leaf)
+    if opened == (ONE, ONE) and find(leaf).size.symbols:
+        return local.part(chunk_start, leaf)
     if opened is None or opened[0] != ONE or opened[1].symbols or find(leaf).size.symbols:
         raise Error(f"{node.target} cannot be cut inside an axis of {axis}", at=line_of(node))
     return local.to.chunk(leaf)[0] * opened[1].number

@@ -177,7 +177,7 @@ class _Lowering:
             return self._on_grid(node, have, want)
         match have, want:
             case Copied(), Replicate():
-                return self._kept(self.builder.raw(first, (x, 0, None if self.to.rank == 0 else ())), x)
+                return self._kept(self.builder.raw(first, (x, self.to.axis, 0, None if self.to.rank == 0 else ())), x)
             case Replicate(), Copied():
                 return self._same_shape(copy, x) if node in self.differentiable else x
             case Partial("sum"), Replicate() | Copied() if node in self.decision.scattered:
@@ -213,7 +213,7 @@ class _Lowering:
                 return self._kept(self.builder.raw(share, (x, axis, dim, tuple(layout.shared(self.to.rank)))), x)
             case Shard(leaf), Held():
                 dim, layout = self._layout(node, leaf)
-                return self._kept(self.builder.raw(first, (x, dim, tuple(layout.first(self.to.rank)))), x)
+                return self._kept(self.builder.raw(first, (x, self.to.axis, dim, tuple(layout.first(self.to.rank)))), x)
             case Held(leaf), _:
                 self.read(node, Shard(leaf))
                 return self._converted(node, Shard(leaf), want)
@@ -221,7 +221,9 @@ class _Lowering:
                 return self._same_shape(reduce, self._placed(node, x, leaf))
             case Replicate(), Shard(leaf):
                 dim, layout = self._layout(node, leaf)
-                new = self.builder.raw(take, (self.read(node, Copied()), dim, layout.pieces, self.to.rank))
+                new = self.builder.raw(
+                    take, (self.read(node, Copied()), self.to.axis, dim, layout.pieces, self.to.rank)
+                )
                 new.meta["val"] = self.local.value(node.meta["val"], self.axes.of(node), leaf)
                 return new
             case _:
@@ -233,7 +235,7 @@ class _Lowering:
         dim, layout = self._layout(node, leaf)
         mine = layout.first(self.to.rank)
         places = layout.places(self.to.rank, mine)
-        new = self.builder.raw(place, (x, dim, tuple(mine), tuple(places), layout.shape[dim]))
+        new = self.builder.raw(place, (x, self.to.axis, dim, tuple(mine), tuple(places), layout.shape[dim]))
         new.meta["val"] = self.local.resized(x.meta["val"], dim, layout.shape[dim])
         return new
 

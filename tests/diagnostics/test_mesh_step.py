@@ -119,11 +119,11 @@ def a_tied_part_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last stage's share of the table's gradient."""
     run, calls = mesh_step.run_lockstep, [0]
 
-    def detached(modules: Any, rows: Any) -> Any:
+    def detached(modules: Any, rows: Any, cp: int) -> Any:
         calls[0] += 1
         if calls[0] % 2 == 0:
             rows = [[x.detach() if x.shape[:1] == (61,) else x for x in row] for row in rows]
-        return run(modules, rows)
+        return run(modules, rows, cp)
 
     monkeypatch.setattr(mesh_step, "run_lockstep", detached)
 

@@ -17,10 +17,10 @@ AT = (((0, 2), (4, 5)), ((2, 4),), ())
 
 def test_parts_add_up_to_the_whole() -> None:
     x = some(3, 5, 2)
-    parts = [take(x, 1, PIECES, rank) for rank in range(3)]
+    parts = [take(x, "tp", 1, PIECES, rank) for rank in range(3)]
     assert [part.shape[1] for part in parts] == [3, 3, 1]
     assert parts[1].equal(x[:, [2, 3, 4]])
-    terms = [place(part, 1, MINE[rank], AT[rank], 5) for rank, part in enumerate(parts)]
+    terms = [place(part, "tp", 1, MINE[rank], AT[rank], 5) for rank, part in enumerate(parts)]
     assert sum(terms).equal(x)
     assert not terms[2].any()
 
@@ -28,8 +28,8 @@ def test_parts_add_up_to_the_whole() -> None:
 def test_a_gradient_reaches_each_element_once() -> None:
     x = some(3, 5, 2)
     for rank in range(3):
-        part = take(x, 1, PIECES, rank).requires_grad_()
-        found = first(part, 1, MINE[rank])
+        part = take(x, "tp", 1, PIECES, rank).requires_grad_()
+        found = first(part, "tp", 1, MINE[rank])
         assert found.equal(part)
         found.sum().backward()
         expected = torch.zeros_like(part)
@@ -41,7 +41,7 @@ def test_a_gradient_reaches_each_element_once() -> None:
 
 def test_a_gradient_reaches_positions_in_the_middle() -> None:
     part = some(3, 6).requires_grad_()
-    found = first(part, 1, ((1, 2), (4, 5)))
+    found = first(part, "tp", 1, ((1, 2), (4, 5)))
     assert found.equal(part)
     found.sum().backward()
     assert part.grad is not None and part.grad[0].tolist() == [0, 1, 0, 0, 1, 0]
@@ -49,8 +49,8 @@ def test_a_gradient_reaches_positions_in_the_middle() -> None:
 
 def test_first_of_all_positions_is_the_value_itself() -> None:
     x, index = some(3, 5), torch.arange(4)
-    assert first(x, 1, None) is x
-    assert first(index, 0, ()) is index, "integers have no gradient"
+    assert first(x, "tp", 1, None) is x
+    assert first(index, "tp", 0, ()) is index, "integers have no gradient"
 
 
 def test_apart_is_a_view() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotp.ops import collectives
+from autotp.ops import collectives, placement_moves
 from autotp.rules.call import Call
 from autotp.rules.registry import rule_of
 
@@ -25,6 +25,10 @@ def rule(target: Any, out: Tensor | None = None, **given: Any) -> str:
 def test_a_copy_and_a_sum_keep_every_dimension() -> None:
     """Both are linear: a sum over ranks of one axis of partial sums over another is one partial sum."""
     assert rule(collectives.copy) == rule(collectives.reduce, op="sum") == "* -> *, linear in [[0]]"
+
+
+def test_what_some_ranks_have_is_whole_where_its_gradient_is_not() -> None:
+    assert rule(placement_moves.first, dim=1, ranges=()) == "a x^ c -> a x^ c, linear in [[0]]"
 
 
 def test_a_maximum_is_not_linear() -> None:

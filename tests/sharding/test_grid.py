@@ -92,8 +92,8 @@ def test_layouts(weight: Axis, tp: int) -> None:
             mine = layout.first(rank)
             places = layout.places(rank, mine)
             seen += [i for a, b in places for i in range(a, b)]
-            total += place(local, 0, tuple(mine), tuple(places), full.shape[0])
-            assert torch.equal(take(full, 0, layout.pieces, rank), local)
+            total += place(local, "tp", 0, tuple(mine), tuple(places), full.shape[0])
+            assert torch.equal(take(full, "tp", 0, layout.pieces, rank), local)
         assert torch.equal(again, full) and torch.equal(total, full)
         assert sorted(seen) == list(range(full.shape[0]))
         assert layout.repeated == (sum(layout.lengths()) > full.shape[0]) == (max(layout.holders()) > 1)
@@ -124,7 +124,7 @@ def test_first() -> None:
     """The value is all of it; the gradient reaches the positions that are named, and is zero where these are none."""
     x = torch.randn(2, 5, requires_grad=True)
     for ranges_, expected in ((None, [1.0] * 5), ((), [0.0] * 5), (((1, 2), (3, 5)), [0.0, 1.0, 0.0, 1.0, 1.0])):
-        x.grad, y = None, first(x, 1, ranges_)
+        x.grad, y = None, first(x, "tp", 1, ranges_)
         assert torch.equal(y, x)
         y.sum().backward()
         assert x.grad is not None and x.grad[0].tolist() == expected

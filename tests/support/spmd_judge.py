@@ -298,18 +298,18 @@ def _together(self: _Judge, xs: Sequence[Tensor], axis: str, where: Sequence[Any
 # ---- moves without communication
 
 
-def _take(self: _Judge, x: Tensor, dim: int, pieces: Any, rank: int) -> Tensor:
-    y = _plain(lambda: placement_moves.take(x, dim, pieces, rank))
+def _take(self: _Judge, x: Tensor, axis: str, dim: int, pieces: Any, rank: int) -> Tensor:
+    y = _plain(lambda: placement_moves.take(x, axis, dim, pieces, rank))
     return self.moved(rules.convert, x, y, self.mesh.groups, R, S(dim))
 
 
-def _first(self: _Judge, x: Tensor, dim: int, ranges: Any) -> Tensor:
+def _first(self: _Judge, x: Tensor, axis: str, dim: int, ranges: Any) -> Tensor:
     axes = self.mesh.holders or self.mesh.axes["tp"]
     return self.moved(rules.convert, x, _same(x), axes, R, I)
 
 
-def _place(self: _Judge, x: Tensor, *args: Any) -> Tensor:
-    y = _plain(lambda: placement_moves.place(x, *args))
+def _place(self: _Judge, x: Tensor, axis: str, *args: Any) -> Tensor:
+    y = _plain(lambda: placement_moves.place(x, axis, *args))
     typed: Any = x
     for axis in self.mesh.axes["tp"]:
         src = spmd.get_axis_local_type(typed, axis)

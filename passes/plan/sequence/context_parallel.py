@@ -15,11 +15,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch import fx
 
+from autotp.ops.placement_moves import apart
 from autotp.passes.plan.candidate import readers
 from autotp.passes.plan.choose import Decision
 from autotp.passes.plan.infer_axes import Axes, Factor
 from autotp.rules.traits import draws
-from autotp.sharding.axis import Axis
+from autotp.sharding.axis import Axis, touches
 
 Cut = tuple[Axis, Factor]
 
@@ -44,6 +45,17 @@ def context_parallel(
         if node in found and (node in differentiable or draws(node) or _only_read_cut(node, found[node], cuts, axes)):
             cuts[node] = found[node][0]
     return Decision(cuts)
+
+
+def computed_whole(
+    axes: Axes, decision: Decision, sequences: Sequence[Axis], differentiable: Collection[fx.Node]
+) -> Iterator[fx.Node]:
+    """Yields the operators on a sequence that a gradient flows through, and that every rank computes whole."""
+    for node, bound in axes.bound.items():
+        if node in differentiable and node not in decision.cuts and node.target is not apart:
+            read = [axis for operand in bound.operands for axis in axes.of(operand)]
+            if any(touches(axis, leaf) for axis in read for leaf in sequences):
+                yield node
 
 
 def _along(

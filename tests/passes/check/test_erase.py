@@ -61,10 +61,10 @@ def test_arguments_that_mean_the_same_are_equal() -> None:
     assert plain(1.0) != plain(1)
 
 
-def through(conjugate: Any, back: tuple[int, int] = (1, 3)) -> Any:
+def through(conjugate: Any, back: tuple[int, int] = (1, 3), axis: str = "tp") -> Any:
     def make(call: Any, x: Any) -> Any:
         opened = call(aten.unflatten.int, x, 1, [2, 3, 4])
-        moved = call(conjugate, opened, "tp") if conjugate is collectives.copy else call(conjugate, opened)
+        moved = call(conjugate, opened, axis) if conjugate is collectives.copy else call(conjugate, opened)
         return call(aten.flatten.using_ints, moved, *back)
 
     return make
@@ -76,13 +76,14 @@ def through(conjugate: Any, back: tuple[int, int] = (1, 3)) -> Any:
         (through(collectives.copy), True),
         (through(aten.relu.default), False),
         (through(collectives.copy, (1, 2)), False),
+        (through(collectives.copy, axis="cp"), False),
     ],
-    ids=["conjugate", "operator", "other-dimensions"],
+    ids=["conjugate", "operator", "other-dimensions", "other-axis"],
 )
 def test_what_puts_a_dimension_together_again(make: Any, undone: bool) -> None:
-    """With nothing but conjugates between, and the same dimensions."""
+    """With nothing but conjugates over the axis between, and the same dimensions."""
     graph = draft(make, x=X)
-    assert closing(call_named(graph, "unflatten")) is (call_named(graph, "flatten") if undone else None)
+    assert closing(call_named(graph, "unflatten"), "tp") is (call_named(graph, "flatten") if undone else None)
 
 
 def test_the_ways_to_open_an_axis() -> None:
