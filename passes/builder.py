@@ -128,6 +128,11 @@ class Builder:
         """Adds a cast of a node of the new graph, if it has another dtype."""
         return value if value.meta["val"].dtype == dtype else self.call(torch.ops.aten.to.dtype, value, dtype)
 
+    def size(self, x: fx.Node, dim: int) -> Any:
+        """Returns the length of a dimension of a value: a number, or a node that computes it."""
+        length = x.meta["val"].shape[dim]
+        return length if isinstance(length, int) else self.call(torch.ops.aten.sym_size.int, x, dim)
+
     def length(self, name: str, hint: int) -> Any:
         """Returns a new symbolic length for example values. torch makes a number of a `hint` of 0 or 1."""
         from torch._dynamo.source import ConstantSource  # All of Dynamo comes with it (1 s).

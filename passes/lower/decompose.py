@@ -121,9 +121,7 @@ def _mean(builder: Builder, args: dict[str, Any]) -> fx.Node:
     dims = args.get("dim") or list(range(x.meta["val"].dim()))
     total = builder.call(aten.sum.dim_IntList, x, dims, args.get("keepdim", False), dtype=args["dtype"])
     for d in dims:
-        length = x.meta["val"].shape[d]
-        count = length if isinstance(length, int) else builder.call(aten.sym_size.int, x, d)
-        total = builder.call(aten.div.Tensor, total, count)
+        total = builder.call(aten.div.Tensor, total, builder.size(x, d))
     return total
 
 

@@ -27,13 +27,14 @@ def cross_entropy(builder: Builder, args: dict[str, Any]) -> fx.Node:
     top = call(peak, x, dim)
     top = builder.cast(top, torch.promote_types(top.meta["val"].dtype, torch.float32))
     ignored, classes = _classes(builder, args)
-    terms = call(class_terms, x, top, classes, dim, 0, x.meta["val"].shape[dim])
+    terms = call(class_terms, x, top, classes, dim, 0, builder.size(x, dim))
     lse = call(aten.log.default, call(aten.select.int, terms, 0, 0))
     own = call(aten.sub.Tensor, lse, call(aten.select.int, terms, 0, 1))
     smooth = None
     if args["label_smoothing"]:
         every = _every(builder, call(aten.sub.Tensor, x, top), lse, args["weight"], dim)
-        smooth = call(aten.mul.Tensor, every, args["label_smoothing"] / x.meta["val"].shape[dim])
+        smooth = call(aten.mul.Tensor, every, args["label_smoothing"])
+        smooth = call(aten.div.Tensor, smooth, builder.size(x, dim))
     return builder.cast(_reduced(builder, args, own, smooth, ignored, classes), x.meta["val"].dtype)
 
 
@@ -58,7 +59,7 @@ def _classes(builder: Builder, args: dict[str, Any]) -> tuple[fx.Node, fx.Node]:
 
 def _every(builder: Builder, z: fx.Node, lse: fx.Node, weight: fx.Node | None, dim: int) -> fx.Node:
     """Returns `-sum over classes of weight * log p` for each row, where `z - lse` are the log-probabilities."""
-    call, total = builder.call, z.meta["val"].shape[dim]
+    call, total = builder.call, builder.size(z, dim)
     if weight is not None:
         shape = [-1] + [1] * (z.meta["val"].dim() - 1 - dim)
         z = call(aten.mul.Tensor, z, call(aten.view.default, weight, shape))

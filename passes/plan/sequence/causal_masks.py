@@ -48,6 +48,5 @@ def _mask(builder: Builder, query: fx.Node, key: fx.Node) -> fx.Node:
 
 def _positions(builder: Builder, x: fx.Node) -> fx.Node:
     value = x.meta["val"]
-    length = value.shape[-2]
-    end = length if isinstance(length, int) else builder.call(aten.sym_size.int, x, value.dim() - 2)
+    end = builder.size(x, value.dim() - 2)
     return builder.call(aten.arange.default, end, device=value.device, pin_memory=False)

@@ -11,7 +11,7 @@ operand is smallest, before keys are repeated for the heads of a group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,16 @@ from autotp.ops.placement_moves import apart
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.plan.candidate import contracts, root
 from autotp.passes.plan.choose import elements
-from autotp.passes.plan.infer_axes import Axes, Bound, infer_axes
+from autotp.passes.plan.infer_axes import Axes, Bound, infer_axes, visit
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.sharding.axis import Axis, find, touches
 
 MOVES = Trait.SAME | Trait.RESHAPE | Trait.PERMUTE | Trait.REPEAT
 """Operators that copy the elements of their first operand."""
+
+MOST = 64
+"""The number of rounds after which a graph has no sequence that can be cut."""
 
 Place = tuple[fx.Node, int]
 """A dimension of a value."""
@@ -50,20 +53,29 @@ class Separated:
 
 def separate_keys(graph: fx.Graph) -> Separated:
     """Returns the same function with `apart` where a sequence would be in two dimensions of a value."""
-    axes = infer_axes(graph)
+    whole, axes = graph, infer_axes(graph)
     rows = [place for place in _rows(axes) if _leaf(place, axes) in set(_columns(axes))]
-    while True:
+    for _ in range(MOST):
         sequences = list(dict.fromkeys(_leaf(place, axes) for place in rows))
-        apart_at = {node: places for node in axes.bound if (places := list(_doubled(node, axes, sequences)))}
+        separated = [place for place in _separated(axes) if _holds_one(_read(place, axes), sequences)]
+        apart_at = _joining(graph, separated) if any(x is y for x, y in _pairs(separated, axes)) else {}
+        apart_at = apart_at or {n: places for n in axes.bound if (places := list(_doubled(n, axes, sequences)))}
         if not apart_at:
             return Separated(graph, axes, tuple(axis for axis in sequences if axis.kind == "leaf" and not axis.tangled))
         graph, new = _written(graph, axes, apart_at)
         axes, rows = infer_axes(graph), [(new[node], dim) for node, dim in rows]
+    return Separated(whole, infer_axes(whole), ())
 
 
 def _leaf(place: Place, axes: Axes) -> Axis:
     node, dim = place
     return find(axes.of(node)[dim])
+
+
+def _read(place: Place, axes: Axes) -> Axis:
+    """Returns the axis that an `apart` reads in a dimension."""
+    node: Any = place[0].args[0]
+    return find(axes.of(node)[place[1]])
 
 
 def _rows(axes: Axes) -> Iterator[Place]:
@@ -91,7 +103,7 @@ def _attends(node: fx.Node, bound: Bound) -> bool:
 def _doubled(node: fx.Node, axes: Axes, sequences: list[Axis]) -> Iterator[tuple[int, int]]:
     """Yields operands, by position, with the dimension in which they have a sequence that the rows have, too."""
     bound = axes.bound[node]
-    for leaf in sequences:
+    for leaf in sequences if node.target is not apart else ():
         factors = [factor for factor in bound.factors if touches(factor.axis, leaf)]
         if len(factors) < 2:
             continue
@@ -99,6 +111,50 @@ def _doubled(node: fx.Node, axes: Axes, sequences: list[Axis]) -> Iterator[tuple
         for factor in factors:
             if factor is not first:
                 yield from ((i, dim) for i, dim in factor.ins.items() if _once(axes.of(bound.operands[i]), leaf))
+
+
+def _joining(graph: fx.Graph, separated: Sequence[Place]) -> dict[fx.Node, list[tuple[int, int]]]:
+    """Returns the first operator that makes the axes of rows and columns one again, with the operands that are rows.
+
+    In attention with relative positions (DeBERTa), the keys are the rows of a product with positions, and its result
+    is a column of the scores.
+
+    Args:
+        separated: the sequences that `apart` reads.
+    """
+    axes = Axes()
+    for node in graph.nodes:
+        before = {x: tuple(map(find, axes.of(x))) for x in node.all_input_nodes if axes.dims.get(x)}
+        pairs = _pairs([place for place in separated if place[0] in axes.dims], axes)
+        visit(node, axes)
+        if any(find(x) is find(y) for x, y in pairs):
+            rows, columns = ({find(pair[i]) for pair in pairs} for i in (0, 1))
+            bound, found = axes.bound[node], list[tuple[int, int]]()
+            for factor in bound.factors:
+                read = {(i, dim): before[bound.operands[i]][dim] for i, dim in factor.ins.items()}
+                if any(touches(axis, leaf) for axis in read.values() for leaf in columns):
+                    found += [at for at, axis in read.items() if any(touches(axis, leaf) for leaf in rows)]
+            return {node: found} if found else {}
+    return {}
+
+
+def _separated(axes: Axes) -> Iterator[Place]:
+    """Yields the dimensions that `apart` reads."""
+    for node in axes.bound:
+        if node.target is apart:
+            yield from ((node, dim) for dim in range(len(axes.of(node))))
+
+
+def _pairs(separated: Sequence[Place], axes: Axes) -> list[tuple[Axis, Axis]]:
+    """Returns the axes of rows and of columns that `apart` separates in these dimensions."""
+    found = []
+    for node, dim in separated:
+        found.append((_read((node, dim), axes), find(axes.of(node)[dim])))
+    return found
+
+
+def _holds_one(axis: Axis, sequences: Sequence[Axis]) -> bool:
+    return any(touches(axis, leaf) for leaf in sequences)
 
 
 def _once(dims: tuple[Axis, ...], leaf: Axis) -> bool:

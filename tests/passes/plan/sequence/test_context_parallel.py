@@ -152,6 +152,103 @@ def test_a_convolution_is_computed_whole() -> None:
     assert "all_gather" in over_cp(rank_graph(Recurs(), 2, x))
 
 
+class Relative(nn.Module):
+    """Attention with relative positions of both kinds, as DeBERTa has: in one of them keys are rows, not columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.table = nn.Linear(12, 36), nn.Linear(12, 12), nn.Embedding(17, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch seq 12]"""
+        q, k, v = self.qkv(x).chunk(3, -1)
+        places = torch.arange(x.shape[1])
+        back = (places[:, None] - places[None]).clamp(-8, 8) + 8
+        near = back[None].expand(x.shape[0], -1, -1)
+        of_query = (q @ self.table.weight.T).gather(-1, near)
+        of_key = (k @ self.table.weight.T).gather(-1, near).transpose(-1, -2)
+        scores = q @ k.transpose(-1, -2) + of_query + of_key
+        return self.out(scores.softmax(-1) @ v)
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (1, 3), (2, 2)])
+def test_keys_that_are_rows(tp: int, cp: int) -> None:
+    torch.manual_seed(0)
+    report = compared(Relative(), tp, cp, torch.randn(2, 7, 12))
+    assert report.ok and report.worst.error < 1e-12, report
+    assert report.plan.in_sequence > 8
+
+
+class Answers(nn.Module):
+    """A loss over positions: each is a class, and the answer is one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = Attention("full"), nn.Linear(12, 1)
+
+    def forward(self, x: Tensor, answer: Tensor) -> Tensor:
+        """x: [batch seq 12], answer: [batch]"""
+        return F.cross_entropy(self.head(self.attention(x, x)).squeeze(-1), answer, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+def test_classes_that_are_positions(cp: int) -> None:
+    torch.manual_seed(0)
+    report = compared(Answers(), 1, cp, torch.randn(3, 7, 12), torch.tensor([0, 6, 3]))
+    assert report.ok and report.worst.error < 1e-12, report
+
+
+class Recent(nn.Module):
+    """Keeps at most 9 keys, and a sink beside them: a window that is longer than the sequence takes all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.sink = nn.Linear(12, 36), nn.Linear(12, 12), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch seq 12]"""
+        q, k, v = self.qkv(x).chunk(3, -1)
+        k, v = k[:, -9:], v[:, -9:]
+        scores = q @ k.transpose(-1, -2)
+        sink = self.sink.expand(x.shape[0], scores.shape[1], 1)
+        shares = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+        return self.out(shares @ v)
+
+
+@pytest.mark.parametrize("length", [5, 9])
+def test_sinks_and_windows_of_keys(length: int) -> None:
+    torch.manual_seed(0)
+    report = compared(Recent(), 1, 2, torch.randn(2, length, 12))
+    assert report.ok and report.worst.error < 1e-12, report
+
+
+class Mixture(nn.Module):
+    """Attention, and experts that rows choose: rows of a rank are a part of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.router = Attention(), nn.Linear(12, 3)
+        self.experts = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch seq 12]"""
+        h = self.attention(x, x)
+        shares = self.router(h).softmax(-1)
+        chosen = nn.functional.one_hot(shares.argmax(-1), 3).to(x.dtype)
+        load = (chosen.mean((0, 1)) * shares.mean((0, 1))).sum()
+        mixed = h
+        for i, expert in enumerate(self.experts):
+            mixed = mixed + expert(h) * (shares * chosen)[..., i, None]
+        return mixed + load
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (1, 3), (2, 2)])
+def test_the_load_of_experts_counts_all_rows(tp: int, cp: int) -> None:
+    torch.manual_seed(0)
+    report = compared(Mixture(), tp, cp, torch.randn(2, 7, 12))
+    assert report.ok and report.worst.error < 1e-12, report
+
+
 def test_a_model_without_a_sequence_is_refused() -> None:
     with pytest.raises(autotp.Error, match="no sequence that can be cut over cp"):
         compared(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), 1, 2, torch.randn(3, 4))
