@@ -148,4 +148,4 @@ def explain(
         program = analyse(skeleton_of(model), args, kwargs, tp, options)
         return replace(report(program, type(model).__name__), source=program)
 
-    return within(f"explain({type(model).__name__}, tp={tp})", run)
+    return within(f"explain({type(model).__name__}, tp={tp}{f', cp={cp}' * (cp != 1)})", run)

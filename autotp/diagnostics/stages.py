@@ -60,6 +60,7 @@ def stages(
     experts: Experts = "width",
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
+    cp: int = 1,
     without: Collection[str] = (),
 ) -> Stages:
     """Returns the text of each stage between `model` and the graph that the first of `tp` ranks runs.
@@ -71,7 +72,7 @@ def stages(
     Args:
         model: an ordinary single-device model.
         tp: the number of ranks.
-        example_inputs, outputs, experts, sequence_parallel, recompute, without: as for `parallelize`.
+        example_inputs, outputs, experts, sequence_parallel, recompute, cp, without: as for `parallelize`.
 
     Raises:
         Error: as `parallelize`.
@@ -85,7 +86,7 @@ def stages(
         return [linear]
     """
 
-    options = Options(outputs, experts, sequence_parallel, without, recompute=recompute)
+    options = Options(outputs, experts, sequence_parallel, without, recompute=recompute, cp=cp)
 
     def run() -> Stages:
         expect_usable("stages", model, tp, options)
@@ -95,7 +96,7 @@ def stages(
             program = captured_program(skeleton_of(model), args, kwargs, tp, options)
             return Stages(dict(_pages(model, program, _names_of_inputs((args, kwargs), program))))
 
-    return within(f"stages({type(model).__name__}, tp={tp})", run)
+    return within(f"stages({type(model).__name__}, tp={tp}{f', cp={cp}' * (cp != 1)})", run)
 
 
 def _names_of_inputs(call: Any, program: Program) -> dict[str, str]:

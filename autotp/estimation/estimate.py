@@ -34,6 +34,7 @@ def estimate(
     tp: int = 1,
     pp: int = 1,
     dp: int = 1,
+    cp: int = 1,
     micro_batch: int = 1,
     schedule: Schedule = "1F1B",
     interleave: int | None = None,
@@ -59,7 +60,7 @@ def estimate(
         gpu: the name of a kind of device ("a100-80gb"; a wrong name lists them), or a line that describes one:
             "989TF 3.35TB/s 80GB node=8x450GB/s net=50GB/s".
         batch: the rows of a step, over all replicas.
-        tp, pp, dp, sequence_parallel, recompute, zero: as for `distribute`.
+        tp, pp, dp, cp, sequence_parallel, recompute, zero: as for `distribute`.
         micro_batch: the rows of a microbatch; a replica has batch / dp / micro_batch microbatches.
         schedule: as for `distribute`.
         interleave: the number of stages of a rank under "interleaved"; 2 by default, as in `distribute`.
@@ -88,14 +89,15 @@ def estimate(
         )  # fmt: skip
         device = hardware_of(gpu)
         layout = Layout(
-            batch=batch, tp=tp, pp=pp, dp=dp, micro_batch=micro_batch, schedule=schedule, interleave=interleave,
+            batch=batch, tp=tp, pp=pp, dp=dp, cp=cp, micro_batch=micro_batch, schedule=schedule, interleave=interleave,
             sequence_parallel=sequence_parallel, recompute=recompute, zero=zero, dtype=dtype,
         )  # fmt: skip
         engine_of(schedule, interleave)
         found = captured(model, layout, sequence, example_inputs)
         return price(Prices(found, device, COMPILED if compiled else AUTOTP), layout)
 
-    return within(f"estimate({type(model).__name__}, tp={tp}, pp={pp}, dp={dp})", run)
+    shown = f", cp={cp}" * (cp != 1)
+    return within(f"estimate({type(model).__name__}, tp={tp}, pp={pp}, dp={dp}{shown})", run)
 
 
 def captured(
@@ -114,7 +116,7 @@ def captured(
     schedule: Any = layout.schedule
     training = Training(
         outputs="local", sequence_parallel=layout.sequence_parallel, recompute=layout.recompute, summed=True,
-        schedule=schedule, compute_dtype=layout.dtype, without=without,
+        schedule=schedule, compute_dtype=layout.dtype, without=without, cp=layout.cp,
     )  # fmt: skip
     expect_choices(training)
     arguments = find_inputs(model, given)

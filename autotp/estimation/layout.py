@@ -25,6 +25,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
     micro_batch: int = 1
     schedule: str = "1F1B"
     interleave: int | None = None
@@ -34,7 +35,7 @@ class Layout:
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch", "tp", "pp", "dp", "micro_batch"):
+        for name in ("batch", "tp", "pp", "dp", "cp", "micro_batch"):
             size: Any = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise Error(f"{name}={size!r} is not a whole number of 1 or more", fix=f"{name}=2")
@@ -52,7 +53,12 @@ class Layout:
     @property
     def devices(self) -> int:
         """The number of devices."""
-        return self.tp * self.pp * self.dp
+        return self.model_ranks * self.pp * self.dp
+
+    @property
+    def model_ranks(self) -> int:
+        """The number of ranks that share a stage of one replica: they are neighbours, those along tp first."""
+        return self.tp * self.cp
 
     @property
     def microbatches(self) -> int:
@@ -61,7 +67,8 @@ class Layout:
 
     def __str__(self) -> str:
         rounds = f" x{self.interleave}" if self.interleave else ""
-        parts = [f"tp={self.tp}", f"pp={self.pp}", f"dp={self.dp}", f"micro_batch={self.micro_batch}"]
+        parts = [f"tp={self.tp}", *[f"cp={self.cp}"] * (self.cp > 1), f"pp={self.pp}", f"dp={self.dp}"]
+        parts += [f"micro_batch={self.micro_batch}"]
         parts += [f"{self.schedule}{rounds}"] * (self.pp > 1)
         parts += ["sequence_parallel"] * self.sequence_parallel
         parts += [f"recompute {self.recompute}"] * (self.recompute != "none") + [f"zero {self.zero}"] * bool(self.zero)

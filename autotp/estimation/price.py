@@ -21,7 +21,7 @@ from autotp.estimation.seconds.schedule import Action, Played, actions_of, engin
 from autotp.estimation.seconds.times import ELEMENTWISE, Times, added, piece_times
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.stages import divided
-from autotp.training.pipeline.schedules import Engine
+from autotp.training.pipeline.schedules import Engine, costed
 
 NOTHING_PLAYED = Played(seconds=0.0, busy=(), starts=())
 
@@ -66,8 +66,8 @@ class Prices:
     def times(self, rows: int) -> list[Times]:
         """Returns the times of each kind of piece."""
         if rows not in self._times:
-            tp = self.model.program.tp
-            self._times[rows] = [piece_times(each, self.device, tp) for each in self.pieces(rows).records]
+            tp, cp = self.model.program.tp, self.model.training.cp
+            self._times[rows] = [piece_times(each, self.device, tp, cp) for each in self.pieces(rows).records]
         return self._times[rows]
 
     def flops(self, rows: int) -> float:
@@ -82,7 +82,7 @@ class Prices:
         flights = tuple(kind.flight(i, total, microbatches) for i in range(total))
         if (kind, ranks, flights) not in self._stages:
             names = list(model.program.captured.parameters)
-            each = block_costs(model.program.graph, model.program.axes, model.captured_blocks, names)
+            each = block_costs(*costed(model.program), model.captured_blocks, names)
             cost = dict(zip(model.captured_blocks, each, strict=False))
             costs = [cost[captured] for _, captured in model.order] or each
             homes = {i: rank for rank in range(ranks) for i in (kind.stages(rank, ranks) if ranks > 1 else [0])}
@@ -143,7 +143,7 @@ def simulated(prices: Prices, layout: Layout) -> Simulated:
     kind = engine_of(layout.schedule, layout.interleave)
     order = actions_of(kind, layout.pp, layout.microbatches)
     stages = [_stage(prices, layout, run) for run in prices.stages(kind, layout.pp, layout.microbatches)]
-    distance = layout.tp * layout.dp
+    distance = layout.model_ranks * layout.dp
 
     def sends(start: int, stop: int) -> float:
         sent = stages[min(start, stop)].memory.sent
@@ -181,12 +181,12 @@ def price(prices: Prices, layout: Layout) -> Estimate:
     spent["gradients dp"], spent["optimizer"] = exchange, max(updates)
     spent["tied weights pp"] = 0.0
     if tied := _tied(model, held):
-        ends = Group(size=2, stride=layout.tp * layout.dp * max(1, layout.pp - 1))
+        ends = Group(size=2, stride=layout.model_ranks * layout.dp * max(1, layout.pp - 1))
         spent["tied weights pp"] = collective_seconds("all-reduce", tied, ends, device)
     seconds = played.seconds + exchange + max(updates) + spent["tied weights pp"]
     rows = [_rank_memory(model, layout, stages, row, names, practice) for row, names in zip(order, held, strict=True)]
     flops = prices.flops(layout.micro_batch) * layout.microbatches * layout.dp
-    again = sum(stage.times.again for stage in stages) * layout.tp * layout.microbatches * layout.dp
+    again = sum(stage.times.again for stage in stages) * layout.model_ranks * layout.microbatches * layout.dp
     names = [piece.name for piece in prices.pieces(layout.micro_batch).pieces]
     runs = prices.stages(kind, layout.pp, layout.microbatches)
     home = {action.stage: rank for rank, row in enumerate(order) for action in row}
@@ -241,7 +241,7 @@ def itemsize_of(layout: Layout, own: int) -> int:
 def exchange_seconds(prices: Prices, layout: Layout, names: frozenset[str]) -> float:
     """Returns the seconds in which replicas sum the gradients of a rank, and gather its parameters under ZeRO."""
     model, device, practice = prices.model, prices.device, prices.practice
-    group = Group(size=layout.dp, stride=layout.tp)
+    group = Group(size=layout.dp, stride=layout.model_ranks)
     learnt = [model.parameters[name] for name in names if model.parameters[name].learns]
     if not layout.zero:
         gradients = sum(p.elements * (practice.gradient or p.itemsize) for p in learnt)

@@ -85,6 +85,7 @@ def from_pretrained(
     experts: Experts = "width",
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
+    cp: int | None = None,
     without: Collection[str] = (),
     timeout: timedelta | None = None,
 ) -> ParallelModule:
@@ -103,7 +104,7 @@ def from_pretrained(
             raises Error.
         unexpected: "ignore" leaves out tensors that the model has no parameter for; "error" raises Error.
         tp, mesh, device, example_inputs, outputs, randomness, strict, check_inputs, experts, sequence_parallel,
-            recompute, without, timeout: as for `parallelize`.
+            recompute, cp, without, timeout: as for `parallelize`.
 
     Raises:
         Error: on every rank. The folder has no checkpoint, or its configuration names code; a file is truncated,
@@ -126,7 +127,7 @@ def from_pretrained(
     wanted = ModelArguments(dtype, model_class, config or {}, missing, unexpected)
 
     def run() -> ParallelModule:
-        place = make_mesh(tp, mesh, device, timeout)
+        place = make_mesh(tp, mesh, device, timeout, cp)
         agree(place, lambda: expect_arguments(from_pretrained, **given))
         before = fingerprint(Path(path))
         alike = _same_files(before[1], place)

@@ -194,7 +194,7 @@ def recorded(model: Lowered, rows: int, on_gpu: bool = True, early_stop: bool = 
 def whole_flops(model: Lowered, rows: int) -> float:
     """Returns the FLOPs of products of a microbatch on one device with the whole model, without what is recomputed."""
     one = replace(model, program=replace(model.program, layouts=_uncut(model.program)))
-    found = _recorded(one, model.program.graph, rows, True)
+    found = _recorded(one, model.program.whole or model.program.graph, rows, True)
     counts = [sum(op.flops for op in each.ops if op.phase != "again") for each in found.records]
     return sum(counts[piece.kind] for piece in found.pieces)
 
@@ -322,7 +322,7 @@ def _run(
     stage: Stage, model: Lowered, given: Collection[str], read: Sequence[tuple[fx.Node, Value, Reads]], on_gpu: bool,
     early_stop: bool,
 ) -> Record:  # fmt: skip
-    groups = _groups(stage.graph, model.program.tp)
+    groups = _groups(stage.graph, {"tp": model.program.tp, "cp": model.training.cp})
     graph = _returning_too(stage.graph, [n.name for n in _shared(stage.graph, given)])
     module = emitted(graph, model.program, model.training, META, {axis: axis for axis in groups})
     try:
@@ -334,7 +334,7 @@ def _run(
         ) from error
 
 
-def _groups(graph: fx.Graph, tp: int) -> dict[str, int]:
+def _groups(graph: fx.Graph, sizes: Mapping[str, int]) -> dict[str, int]:
     """Returns the mesh axes over which a graph communicates, with their sizes: `tp`, or `tp/4` for 4 neighbours."""
     axes = {str(node.args[1]) for node in graph.nodes if node.target in COMMUNICATING}
-    return {axis: int(axis.partition("/")[2] or tp) for axis in sorted(axes)}
+    return {axis: int(axis.partition("/")[2] or sizes[axis]) for axis in sorted(axes)}

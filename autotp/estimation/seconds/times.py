@@ -66,8 +66,8 @@ def beside(seconds: float, collective: float, device: Hardware) -> float:
     return seconds + shared * (1 - speed)
 
 
-def piece_times(record: Record, device: Hardware, tp: int) -> Times:
-    """Returns the times of a piece. tp: the number of tensor-parallel ranks"""
+def piece_times(record: Record, device: Hardware, tp: int, cp: int = 1) -> Times:
+    """Returns the times of a piece, on `tp` tensor-parallel ranks, which are neighbours, for each of `cp` parts."""
     last = {touch.memory: i for i, op in enumerate(record.ops) for touch in op.reads}
     now, free, weights = 0.0, 0.0, 0.0
     ends = dict[int, float]()
@@ -75,12 +75,14 @@ def piece_times(record: Record, device: Hardware, tp: int) -> Times:
     for i, op in enumerate(record.ops):
         before = now
         if op.kind == "collective":
-            group = Group(size=int(op.axis.partition("/")[2] or tp), stride=1)
+            across = op.axis == "cp"
+            group = Group(size=cp, stride=tp) if across else Group(size=int(op.axis.partition("/")[2] or tp), stride=1)
             free = max(free, now) + collective_seconds(op.name, op.size, group, device)
             ends[i] = free
         elif op.kind == "wait":
             now = max(now, ends.get(op.waits, now))
-            spent[f"{record.ops[op.waits].name} tp"] += now - before
+            waited = record.ops[op.waits]
+            spent[f"{waited.name} {waited.axis.partition('/')[0]}"] += now - before
         else:
             now += beside(op_seconds(op, device), free - now, device)
             spent[WORK.get(op.kind, ELEMENTWISE)] += now - before

@@ -17,7 +17,7 @@ from autotp.passes.canonicalize.gradient_flow import with_gradient
 from autotp.passes.emit.attach_parameters import ParameterPlace, ReadParameter
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.stages import Division, Stage, blocks_in_order, divided
-from autotp.passes.plan.infer_axes import infer_axes
+from autotp.passes.plan.infer_axes import Axes, infer_axes
 from autotp.rules.call import placeholders, returned
 from autotp.runtime.fsdp import expect_whole
 from autotp.sharding.layout import Layout
@@ -115,18 +115,19 @@ def stages_of(training: Training, rank: int, ranks: int) -> list[int]:
     return ENGINES[training.schedule].stages(rank, ranks) if ranks > 1 else [0]
 
 
-def division(training: Training, ranks: int, analysis: Program, lowered: fx.Graph) -> Division:
-    """Returns how a model's blocks are divided among the stages of `ranks` ranks: alike on all ranks.
+def costed(analysis: Program) -> tuple[fx.Graph, Axes]:
+    """Returns the graph whose costs divide a model: of whole sequences, as a rank's part may be a position shorter."""
+    return (analysis.graph, analysis.axes) if analysis.whole is None else (analysis.whole, infer_axes(analysis.whole))
 
-    Costs are those of whole sequences: a rank's part of one may be a position shorter than another's.
-    """
+
+def division(training: Training, ranks: int, analysis: Program, lowered: fx.Graph) -> Division:
+    """Returns how a model's blocks are divided among the stages of `ranks` ranks: alike on all ranks."""
     homes = {i: rank for rank in range(ranks) for i in stages_of(training, rank, ranks)}
-    names, kind, whole = list(analysis.captured.parameters), ENGINES[training.schedule], analysis.whole
+    names, kind = list(analysis.captured.parameters), ENGINES[training.schedule]
     blocks = blocks_in_order(lowered, names)
     kept = training.recompute != "full"  # With "full" a block keeps its inputs only.
     flights = [kept * kind.flight(i, len(homes), training.microbatches) for i in range(len(homes))]
-    graph, axes = (analysis.graph, analysis.axes) if whole is None else (whole, infer_axes(whole))
-    costs = block_costs(graph, axes, blocks, names)
+    costs = block_costs(*costed(analysis), blocks, names)
     return divided(blocks, costs, [homes[i] for i in range(len(homes))], flights)
 
 
