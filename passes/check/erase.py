@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 
 from autotp.ops import dropout, lookup
 from autotp.ops import experts as routing
+from autotp.ops.causal_rows import causal_rows
 from autotp.ops.losses import cross_entropy
 from autotp.passes.check.types import CONJUGATES
 from autotp.passes.lower.local_sizes import PARTS
@@ -35,6 +36,7 @@ FORMS: dict[Any, tuple[Any, tuple[str, ...], str]] = {
     lookup.embedding: (aten.embedding.default, ("weight", "indices", "start", "size", "padding_idx"), ""),
     lookup.gather: (aten.gather.default, ("self", "dim", "index", "start", "size"), ""),
     cross_entropy.class_terms: (cross_entropy.class_terms, ("x", "top", "classes", "dim", "start", "size"), ""),
+    causal_rows: (SDPA, ("query", "key", "value", "start", "scale", "enable_gqa"), ""),
     dropout.exact_dropout: (aten.dropout.default, ("input", "p"), "exact"),
     dropout.fast_dropout: (aten.dropout.default, ("input", "p"), "fast"),
     dropout.exact_attention: (SDPA, _ATTENTION, "exact"),

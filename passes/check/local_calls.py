@@ -104,7 +104,7 @@ def _form(
         return form, _again(to, form, arguments, ins, cut.leaf)
     if of is not target or only not in ("", to.randomness) or not arguments.get("train", True):
         return f"a parallel form of {target}", {}
-    axis, leaf = ins[0][arguments.get("dim", 0)] if cut.factor.ins else cut.factor.axis, cut.leaf
+    axis, leaf = ins[0][cut.factor.ins[0]] if cut.factor.ins else cut.factor.axis, cut.leaf
     if find(axis).size.symbols:
         arguments |= {"start": _known(to, chunk_start, leaf), "size": find(axis).size} if not only else {}
     else:

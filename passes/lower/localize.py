@@ -16,6 +16,7 @@ from torch import fx
 from autotp.errors import Error
 from autotp.ops import dropout, lookup
 from autotp.ops import experts as routing
+from autotp.ops.causal_rows import causal_rows
 from autotp.ops.losses import cross_entropy
 from autotp.passes.lower.local_sizes import Local
 from autotp.passes.plan.infer_axes import Axes, Factor
@@ -162,6 +163,9 @@ ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "sc
 def _attention(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     raw = arguments_of(node)
     args = local.builder.map(raw)
+    if not raw["dropout_p"]:
+        named = (args[name] for name in ("query", "key", "value"))
+        return causal_rows, (*named, local.part(chunk_start, leaf), args["scale"], args["enable_gqa"])
     shared = tuple(args.get(name) for name in ATTENTION)
     if local.to.randomness == "fast":
         return dropout.fast_attention, (*shared, local.to.rank)

@@ -137,7 +137,8 @@ def _lowered(
             tensor.data = tensor.data.to(training.compute_dtype)
     args, kwargs = cast_arguments(signature_of(model).by_name(*arguments), training.compute_dtype)
     tensors = batch_tensors(args, kwargs)
-    program = analyse_microbatch(skeleton, args, kwargs, tp, training, None, places_of_rows(tensors, []))
+    last = training.cp - 1  # Its queries read the most keys.
+    program = analyse_microbatch(skeleton, args, kwargs, tp, training, None, places_of_rows(tensors, []), last)
     graph = rank_graph(program, 0, training.randomness)
     blocks = blocks_in_order(graph, list(program.captured.parameters))
     order = whole_order(blocks, lengths)

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from autotp.estimation.counts.operators import FREE, Op, Phase, Touch, arithmetic_of, kind_of, share_of, work_of
+from autotp.ops.causal_rows import causal_rows
 from autotp.rules.registry import is_grouped
 
 aten = torch.ops.aten
@@ -197,8 +198,22 @@ def fused_attention(
     ]
 
 
+def fused_causal_rows(
+    query: Tensor, key: Tensor, value: Tensor, start: int, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    """Returns causal attention of a rank's queries as GPUs compute it: each reads half of the rank's own positions.
+
+    query: [batch heads seq/cp width]
+    """
+    keys = start + (query.shape[-2] + 1) // 2
+    return fused_attention(
+        query, key.narrow(-2, 0, keys), value.narrow(-2, 0, keys), scale=scale, enable_gqa=enable_gqa
+    )
+
+
 FUSED: dict[Any, Callable[..., Tensor]] = {
     aten.dropout.default: fused_dropout,
+    causal_rows: fused_causal_rows,
     aten.scaled_dot_product_attention.default: fused_attention,
 }
 """An operator of a graph -> what a GPU runs for it."""

@@ -1,9 +1,10 @@
-"""causal_masks: writes causal attention with a mask, in which the positions of queries and keys are values.
+"""causal_masks: writes causal attention with dropout with a mask, in which positions of queries and keys are values.
 
-    Before: scaled_dot_product_attention(q, k, v, is_causal=True)
-    After:  m = le(arange(t), unsqueeze(arange(s), 1)); scaled_dot_product_attention(q, k, v, m)
+    Before: scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+    After:  m = le(arange(t), unsqueeze(arange(s), 1)); scaled_dot_product_attention(q, k, v, m, dropout_p=0.1)
 
-A rank that has some of the queries reads their rows of the mask, so it needs no positions of its own.
+A rank that has some of the queries reads their rows of the mask, so it needs no positions of its own. Attention without
+dropout has a parallel form that needs no mask (`causal_rows`).
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ ATTENTION = aten.scaled_dot_product_attention.default
 
 
 def causal_masks(graph: fx.Graph) -> fx.Graph:
-    """Returns the same function without `is_causal`. Attentions of the same lengths read the same mask."""
+    """Returns the same function without `is_causal` where there is dropout. Equal lengths have one mask."""
     builder, masks = Builder(fake_mode_of(graph)), dict[Any, fx.Node]()
     for node in graph.nodes:
         builder.origin = node
         arguments = arguments_of(node) if node.target is ATTENTION else {}
-        if not arguments.get("is_causal"):
+        if not (arguments.get("is_causal") and arguments["dropout_p"]):
             builder.copy(node)
             continue
         query, key = (builder.env[arguments[name]] for name in ("query", "key"))

@@ -1,4 +1,4 @@
-"""causal_masks: attention with `is_causal` reads a mask that has the positions of its queries and keys."""
+"""causal_masks: causal attention with dropout reads a mask that has the positions of its queries and keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def causal(call: Any, *given: fx.Node) -> fx.Node:
-    return call(aten.scaled_dot_product_attention.default, *given, None, 0.0, True, scale=0.5)  # type: ignore[no-any-return]
+    return call(aten.scaled_dot_product_attention.default, *given, None, 0.5, True, scale=0.5)  # type: ignore[no-any-return]
 
 
 def test_the_mask_compares_positions() -> None:
@@ -26,7 +26,7 @@ def test_the_mask_compares_positions() -> None:
     expect_same(before, after, list(given.values()))
     assert lines(after)[-3:] == [
         "le(arange_1, unsqueeze)",
-        "scaled_dot_product_attention(q, k, v, le, 0.0, False, scale=0.5, enable_gqa=False)",
+        "scaled_dot_product_attention(q, k, v, le, 0.5, False, scale=0.5, enable_gqa=False)",
         "return scaled_dot_product_attention",
     ]
 
@@ -54,7 +54,7 @@ class Attends(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch heads seq features]"""
-        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5, is_causal=True)
 
 
 @pytest.mark.parametrize("length", [1, 2, 7])
@@ -63,11 +63,15 @@ def test_the_length_is_that_of_the_call(length: int) -> None:
     after = causal_masks(graph)
     x = some(2, 2, length, 4)
     sizes = [x if isinstance(n.meta["val"], Tensor) else length for n in after.nodes if n.op == "placeholder"]
+    torch.manual_seed(0)
     (found,) = fx.Interpreter(nn.Module(), graph=after).run(*sizes)
+    torch.manual_seed(0)
     torch.testing.assert_close(found, Attends()(x), rtol=1e-12, atol=1e-12)
 
 
-def test_attention_without_is_causal_stays() -> None:
+@pytest.mark.parametrize("how", [(None, 0.0, False), (None, 0.0, True), (None, 0.5, False)], ids=str)
+def test_other_attention_stays(how: tuple[Any, ...]) -> None:
+    """Without dropout a part of the queries has a parallel form."""
     given = {"q": some(1, 2, 5, 4)}
-    before = draft(lambda call, q: call(aten.scaled_dot_product_attention.default, q, q, q), **given)
+    before = draft(lambda call, q: call(aten.scaled_dot_product_attention.default, q, q, q, *how), **given)
     assert lines(causal_masks(before)) == lines(before)

@@ -1,0 +1,92 @@
+"""causal_rows: parts of the queries of causal attention, each with the keys that it reads, and no mask kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autotp.ops.causal_rows import causal_rows
+
+
+def inputs(seq: int, kv_heads: int = 4, width: int = 8, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, h, seq, width, dtype=dtype, requires_grad=True) for h in (4, kv_heads, kv_heads)]
+
+
+def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def parts(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+    found, start = [], 0
+    for rows in q.split(lengths, -2):
+        found.append(causal_rows(rows, k, v, start, 0.3, q.shape[1] != k.shape[1]))
+        start += rows.shape[-2]
+    return torch.cat(found, -2)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("lengths", [[7], [4, 3], [3, 3, 1], [1, 0, 6]], ids=str)
+def test_parts_are_the_whole(lengths: list[int], kv_heads: int) -> None:
+    given = inputs(7, kv_heads)
+    expected, found = whole(*given), parts(*given, lengths)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    weights = torch.randn_like(expected)
+    for mine, one in zip(
+        torch.autograd.grad((found * weights).sum(), given),
+        torch.autograd.grad((expected * weights).sum(), given),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, one, rtol=1e-12, atol=1e-12)
+
+
+def test_values_of_another_width() -> None:
+    """As in latent attention: torch's fused attention does not take them."""
+    q, k, v = inputs(6)
+    v = v[..., :5]
+    torch.testing.assert_close(parts(q, k, v, [2, 4]), whole(q, k, v), rtol=1e-12, atol=1e-12)
+
+
+def test_more_queries_than_keys() -> None:
+    q, k, v = inputs(6)
+    k, v = k[..., :3, :], v[..., :3, :]
+    torch.testing.assert_close(parts(q, k, v, [2, 4]), whole(q, k, v), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    given = inputs(9, dtype=dtype)
+    found = parts(*given, [5, 4])
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, whole(*given), rtol=2e-2, atol=2e-2)
+
+
+def test_no_mask_is_kept() -> None:
+    q, k, v = inputs(128)
+    sizes = list[int]()
+
+    def note(x: Tensor) -> Tensor:
+        sizes.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        causal_rows(q[..., 64:, :], k, v, 64, None, False)
+    logarithms = q[..., 64:, 0].numel()
+    assert sum(sizes) == 2 * q[..., 64:, :].numel() + k.numel() + v.numel() + logarithms
+
+
+def test_under_transforms() -> None:
+    q, k, v = (x.detach() for x in inputs(5))
+
+    def loss(x: Tensor) -> Tensor:
+        return causal_rows(x[..., 2:, :], k, v, 2, 0.3, False).square().sum()
+
+    expected = torch.autograd.functional.jacobian(loss, q)
+    torch.testing.assert_close(torch.func.grad(loss)(q), expected)
+
+
+def test_a_rank_without_heads() -> None:
+    q, k, v = (x[:, :0] for x in inputs(6))
+    assert causal_rows(q[..., 2:, :], k, v, 2, None, False).shape == (2, 0, 4, 8)
