@@ -1,6 +1,7 @@
 """Compares the bytes that a rank keeps for backward in each layer of a GPT with Korthikanti et al. 2022.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/activations.py
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 benchmarks/activations.py --sequences
 
 It counts the storages that operators of a forward return and that still exist after the forward: each storage once,
 without parameters. The figure of a layer is the difference between a deeper and a shallower model, for each layer.
@@ -17,6 +18,10 @@ these are: whole, 4 e + 2 m: the inputs of two norms, of q/k/v and of the first 
 its mask, and the product of both. Attention with dropout keeps where it is causal, s by s bytes, s/(b h); without, it
 is fused and keeps no scores, but a number a row and head, e a/h. Two numbers a row of each norm are kept, too, 4 e/h.
 A mask of torch.dropout on the CPU takes e bytes, ours (of what is cut) 1.
+
+With --sequences the ranks cut the sequence (`cp`). Then a rank keeps 1/cp of what one rank keeps, but for keys and
+values: these are whole, 2 s b h elements. It sends keys and values once in forward, and their gradients once in
+backward, (cp - 1)/cp of them each; and one sum of the parameters' gradients.
 """
 
 from __future__ import annotations
@@ -31,12 +36,14 @@ import torch
 import torch.distributed as dist
 from step import loss_of
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
 from autotp.models.gpt import GPT, GPTConfig
+from autotp.source_location import block_in
 
 WAYS: dict[str, dict[str, Any]] = {
     "tensor parallel": {},
@@ -146,12 +153,67 @@ def measure(config: GPTConfig, batch: int, tp: int, ways: Collection[str] = tupl
     return rows
 
 
+SEQUENCE_HEADER = (
+    f"{'cp':<4}{'KB a layer':>11}{'expected':>10}{'ratio':>7}{'of one rank':>13}{'sent forward':>15}{'backward':>11}"
+)
+WITHIN = 0.05
+
+
+@dataclass(frozen=True)
+class SequenceRow:
+    """Bytes of a layer on one rank."""
+
+    cp: int
+    kept: float
+    expected: float
+    first: float
+    forward: float
+    backward: float
+
+    @property
+    def ratio(self) -> float:
+        return self.kept / self.expected
+
+    def __str__(self) -> str:
+        return (
+            f"{self.cp:<4}{self.kept / 1e3:>11.1f}{self.expected / 1e3:>10.1f}{self.ratio:>7.3f}"
+            f"{self.kept / self.first:>13.2f}{self.forward / 1e3:>12.1f} KB{self.backward / 1e3:>8.1f} KB"
+        )
+
+
+def sent(config: GPTConfig, batch: int, cp: int) -> tuple[float, float]:
+    """Returns the bytes of keys and values that a rank receives in a layer's forward, and sends in its backward."""
+    if cp == 1:
+        return 0.0, 0.0
+    tokens = torch.zeros(batch, config.block_size, dtype=torch.long)
+    inputs = {"tokens": tokens, "labels": tokens}
+    plan = autotp.explain(GPT(replace(config, n_layer=2)), 1, cp=cp, example_inputs=inputs)
+    own = [s for s in plan.traffic.over("cp").sends if block_in(s.module) == "h.1" and not s.parameter]
+    forward, backward = (sum(s.bytes for s in own if s.backward == back) * (cp - 1) / cp for back in (False, True))
+    return forward, backward
+
+
+def measure_sequences(config: GPTConfig, batch: int, ranks: int) -> list[SequenceRow]:
+    """Returns a row for each number of ranks that divides `ranks`."""
+    rows: list[SequenceRow] = []
+    whole = 2 * config.block_size * batch * config.n_embd * 4
+    for cp in (n for n in range(1, ranks + 1) if ranks % n == 0):
+        mesh = init_device_mesh("cpu", (ranks // cp, cp, 1), mesh_dim_names=("dp", "cp", "tp"))
+        found = of_a_layer(config, batch, mesh=mesh)
+        first = rows[0].kept if rows else found
+        rows.append(SequenceRow(cp, found, (first - whole) / cp + whole, first, *sent(config, batch, cp)))
+    return rows
+
+
 def main() -> None:
     """Prints the table on the first rank; 1 if a figure is not within a tenth of its formula."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--sequences", action="store_true", help="cut sequences of 1,024 tokens over the ranks")
     args = parser.parse_args()
     dist.init_process_group("gloo")
+    if args.sequences:
+        return sequences(args.batch)
     config = GPTConfig(block_size=256, vocab_size=512, n_head=8, n_embd=256)
     tp = dist.get_world_size()
     rows = [row for p in (0.1, 0.0) for row in measure(replace(config, dropout=p), args.batch, tp)]
@@ -162,6 +224,17 @@ def main() -> None:
     dist.destroy_process_group()
     off = [row for row in rows if abs(row.measured / row.expected - 1) > TOLERANCE]
     raise SystemExit(int(bool(off)))
+
+
+def sequences(batch: int) -> None:
+    """Prints the table of cut sequences; 1 if a figure is not within a twentieth of what is expected."""
+    config = GPTConfig(block_size=1024, vocab_size=512, n_head=8, n_embd=256, dropout=0.0)
+    rows = measure_sequences(config, batch, dist.get_world_size())
+    if dist.get_rank() == 0:
+        print(f"GPT, 1024 tokens, batch {batch}, width {config.n_embd}, {config.n_head} heads, float32")
+        print(SEQUENCE_HEADER, *rows, sep="\n")
+    dist.destroy_process_group()
+    raise SystemExit(int(any(abs(row.ratio - 1) > WITHIN for row in rows)))
 
 
 if __name__ == "__main__":

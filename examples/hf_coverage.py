@@ -3,10 +3,11 @@
     python examples/hf_coverage.py --jobs 2                          # all, in a quarter of an hour: docs/coverage.md
     python examples/hf_coverage.py --families llama bert --tp 2 4    # some, on the screen
     python examples/hf_coverage.py --all --jobs 2                    # every class, in hours: docs/coverage_all.md
+    python examples/hf_coverage.py --sequences --jobs 2              # sequences cut over ranks: docs/coverage.md
     python examples/hf_coverage.py --libraries                       # timm, diffusers and others, on real ranks
 
-The last two can be stopped, and go on where they were. --libraries skips a library that is not installed, with a
-message: `pip install --no-deps -c constraints.txt timm x-transformers` brings no other torch. The models are tiny and
+--all and --libraries can be stopped, and go on where they were. --libraries skips a library that is not installed, with
+a message: `pip install --no-deps -c constraints.txt timm x-transformers` brings no other torch. The models are tiny and
 random, built from configurations: nothing is downloaded.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -59,6 +61,23 @@ one device, in float64.
 {rows}
 
 {count} of {count} equal to one device.
+"""
+LAYOUTS = ((1, 2), (1, 3), (2, 2), (1, 4), (2, 3), (4, 2))
+SEQUENCES = "\n## Sequences that are cut over ranks\n"
+OF_SEQUENCES = """
+`python examples/hf_coverage.py --sequences` wrote this table: the same models in training mode, on tp x cp ranks for
+(tp, cp) in {layouts}. The sequences have an odd number of tokens.
+
+- **cut**: the number of operators that are cut along a sequence over cp=2 ranks.
+- **whole there**: the operators that a gradient flows through, that read a sequence, and that every rank computes.
+- **over cp**: the collectives over cp=2 of the whole model, forward and backward.
+- **gradient**: the largest difference of any gradient from one device, over all these layouts.
+
+| family | cut | whole there | over cp | gradient |
+|---|---|---|---|---|
+{rows}
+
+{count} of {every} equal to one device in all these layouts.
 """
 HEADER = """| family | heads | attention | cut in blocks | a layer | gradient | seconds | whole in blocks, and why |
 |---|---|---|---|---|---|---|---|"""
@@ -110,13 +129,32 @@ def measure(name: str, sizes: Sequence[int]) -> Row:
     return Row(name, heads(config), config._attn_implementation, seconds, found)
 
 
-def verified(model: nn.Module, tp: int, inputs: dict[str, Any]) -> Found:
+def verified(model: nn.Module, tp: int, inputs: dict[str, Any], cp: int = 1) -> Found:
     """Returns the result of `autotp.verify` for the model in its present mode."""
+    sizes = f"tp={tp}" + f", cp={cp}" * (cp > 1)
     try:
-        report = autotp.verify(model, tp, example_inputs=inputs)
+        report = autotp.verify(model, tp, cp=cp, example_inputs=inputs)
     except (autotp.Error, RuntimeError) as error:
-        return Found(None, f"tp={tp}: {str(error).splitlines()[0][:160]}".replace("|", "/"))
-    return Found(report, "" if report.ok else f"tp={tp}: DIFFERENT, {report.worst}")
+        return Found(None, f"{sizes}: {str(error).splitlines()[0][:160]}".replace("|", "/"))
+    return Found(report, "" if report.ok else f"{sizes}: DIFFERENT, {report.worst}")
+
+
+def measure_sequences(name: str) -> tuple[str, str, bool]:
+    """Verifies one family whose sequences are cut, in this process; returns name, row, and whether all is equal."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, inputs = FAMILIES[name]()
+    found = [verified(model.train(), tp, inputs, cp) for tp, cp in LAYOUTS]
+    problems = [one.problem for one in found if one.problem]
+    if problems:
+        return name, f"| {name} | | | | {problems[0]} |", False
+    plan = found[0].report.plan  # type: ignore[union-attr]
+    kinds = Counter(row.name.rpartition(" ")[2] for row in plan.whole if row.reason.startswith("it needs whole"))
+    stays = ", ".join(f"{n} x `{kind}`" if n > 1 else f"`{kind}`" for kind, n in kinds.items())
+    over = plan.traffic.over("cp")
+    sent = f"{sum(over.forward.values())} + {sum(over.backward.values())}"
+    worst = max(difference.error for one in found for difference in one.report.gradients)  # type: ignore[union-attr]
+    return name, f"| {name} | {plan.in_sequence} | {stays} | {sent} | {worst:.0e} |", True
 
 
 def heads(config: Any) -> str:
@@ -183,6 +221,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, nargs="*", default=list(SIZES))
     parser.add_argument("--jobs", type=int, default=1, help="number of processes; each verifies one family at a time")
     parser.add_argument("--write", action="store_true", help="with --families: write their rows into docs/coverage.md")
+    parser.add_argument("--sequences", action="store_true", help="the table of sequences that are cut over ranks")
     parser.add_argument("--all", nargs="*", metavar="CLASS", help="these classes of transformers, or every one of them")
     parser.add_argument("--libraries", nargs="*", metavar="NAME", help="other libraries, or models: timm, timm/vit")
     parser.add_argument("--results", type=Path, help="--all and --libraries go on from this file, and add to it")
@@ -198,6 +237,8 @@ def main() -> None:
         return libraries(args.libraries, args.results or OF_LIBRARIES, args.again, args.limit)
     if args.all is not None:
         return every_class(sampled(args.all or classes()), args)
+    if args.sequences:
+        return sequences(args.families, args.jobs)
     if args.write and args.tp != list(SIZES):
         parser.error("the table has rows for all sizes: leave out --tp")
     print(HEADER)
@@ -211,6 +252,22 @@ def main() -> None:
     assert not bad, bad
     if args.write or args.families == list(FAMILIES):
         write({row.name: str(row) for row in rows}, args.tp)
+
+
+def sequences(families: Sequence[str], jobs: int) -> None:
+    """Writes the table of cut sequences, if it is of all families; the status is 1 if one is not equal."""
+    rows, bad = list[str](), list[str]()
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        for name, row, ok in pool.map(measure_sequences, families):
+            rows.append(row)
+            bad += [] if ok else [name]
+            print(row, flush=True)
+    if list(families) == list(FAMILIES):
+        text = OF_SEQUENCES.format(
+            layouts=", ".join(map(str, LAYOUTS)), rows="\n".join(rows), count=len(rows) - len(bad), every=len(rows)
+        )
+        TABLE.write_text(TABLE.read_text().partition(SEQUENCES)[0] + SEQUENCES + text)
+    assert not bad, bad
 
 
 def every_class(names: Sequence[str], args: argparse.Namespace) -> None:
@@ -234,12 +291,17 @@ def write(rows: dict[str, str], sizes: Sequence[int]) -> None:
     """Writes the table with these rows, by family; it keeps the rows of other families."""
     import transformers
 
-    written = [line for line in TABLE.read_text().splitlines() if line.startswith("| ")][1:]
+    before, heading, of_sequences = TABLE.read_text().partition(SEQUENCES)
+    written = [line for line in before.splitlines() if line.startswith("| ")][1:]
     known = {line.split("|")[1].strip(): line for line in written} | rows
     text = "\n".join(known[name] for name in FAMILIES if name in known)
     versions = {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
     shown = ", ".join(map(str, sizes))
-    TABLE.write_text(TEXT.format(**versions, sizes=shown, header=HEADER, rows=text, count=text.count("\n") + 1))
+    TABLE.write_text(
+        TEXT.format(**versions, sizes=shown, header=HEADER, rows=text, count=text.count("\n") + 1)
+        + heading
+        + of_sequences
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 
 from autotp.ops import dropout, lookup
 from autotp.ops import experts as routing
-from autotp.ops.causal_rows import causal_rows
+from autotp.ops.attention.causal_rows import causal_rows
 from autotp.ops.losses import cross_entropy
 from autotp.passes.check.types import CONJUGATES
 from autotp.passes.lower.local_sizes import PARTS

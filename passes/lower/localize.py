@@ -16,7 +16,7 @@ from torch import fx
 from autotp.errors import Error
 from autotp.ops import dropout, lookup
 from autotp.ops import experts as routing
-from autotp.ops.causal_rows import causal_rows
+from autotp.ops.attention.causal_rows import causal_rows
 from autotp.ops.losses import cross_entropy
 from autotp.passes.lower.local_sizes import Local
 from autotp.passes.plan.infer_axes import Axes, Factor

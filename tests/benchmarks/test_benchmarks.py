@@ -139,6 +139,21 @@ def test_what_a_layer_keeps_is_what_the_formulas_say(ways):
             assert math.isclose(row.measured, row.expected, rel_tol=0.02), str(row)
 
 
+def held_of_sequences(rank: int, ranks: int) -> list[activations.SequenceRow]:
+    config = GPTConfig(block_size=64, vocab_size=32, n_head=4, n_embd=32, dropout=0.0)
+    return activations.measure_sequences(config, 2, ranks)
+
+
+def test_a_rank_keeps_and_sends_its_part_of_a_sequence():
+    """All but keys and values; and it sends these, and their gradients, once."""
+    for rows in run_ranks(held_of_sequences, 4, timeout=100):
+        assert [row.cp for row in rows] == [1, 2, 4]
+        for row in rows:
+            assert math.isclose(row.kept, row.expected, rel_tol=0.05), str(row)
+            both = 2 * 64 * 2 * 32 * 4 * (row.cp - 1) / row.cp
+            assert row.forward == row.backward == both, str(row)
+
+
 def with_and_without(rank: int, tp: int) -> list[tuple[object, object, int]]:
     config = GPTConfig(**SIZES)
     made = lambda: step.build(config, 2, "cpu")  # noqa: E731

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from autotp.estimation.counts.operators import FREE, Op, Phase, Touch, arithmetic_of, kind_of, share_of, work_of
-from autotp.ops.causal_rows import causal_rows
+from autotp.ops.attention.causal_rows import causal_rows
 from autotp.rules.registry import is_grouped
 
 aten = torch.ops.aten

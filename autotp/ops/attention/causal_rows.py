@@ -29,23 +29,28 @@ def causal_rows(query: Tensor, key: Tensor, value: Tensor, start: int, scale: fl
         scale, enable_gqa: as for `scaled_dot_product_attention`.
     """
     rows, stop = query.shape[-2], start + query.shape[-2]
-    if not query.numel() or stop > key.shape[-2]:
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None or torch.compiler.is_compiling()
+    if transformed or not query.numel() or stop > key.shape[-2]:
         return _masked(query, key, value, start, scale, enable_gqa)
-    key, value = key.narrow(-2, 0, stop), value.narrow(-2, 0, stop)
+    key, value, query = key.narrow(-2, 0, stop), value.narrow(-2, 0, stop), _alone(query)
     if query.is_cuda:
         found: Tensor = F.scaled_dot_product_attention(
             query, key, value, causal_lower_right(rows, stop), scale=scale, enable_gqa=enable_gqa
         )
         return found
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None or torch.compiler.is_compiling()
-    fused = query.dim() == 4 and query.shape[-1] == value.shape[-1] and query.dtype in FUSED
-    if transformed or not fused:
+    if query.dim() != 4 or query.shape[-1] != value.shape[-1] or query.dtype not in FUSED:
         return _masked(query, key, value, start, scale, enable_gqa)
     if enable_gqa:
         repeats = query.shape[-3] // max(1, key.shape[-3])
         key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     return _OnCPU.apply(query, key, value, start, scale)[0]
+
+
+def _alone(query: Tensor) -> Tensor:
+    """Returns the queries in memory of their own: those of one product with keys and values would keep these, too."""
+    together = query.untyped_storage().nbytes() > query.numel() * query.element_size()
+    return query.clone() if together else query  # In the same order, so that the result has it as well.
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, start: int, scale: float | None, enable_gqa: bool) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autotp.ops.causal_rows import causal_rows
+from autotp.ops.attention.causal_rows import causal_rows
 
 
 def inputs(seq: int, kv_heads: int = 4, width: int = 8, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -75,6 +75,21 @@ def test_no_mask_is_kept() -> None:
         causal_rows(q[..., 64:, :], k, v, 64, None, False)
     logarithms = q[..., 64:, 0].numel()
     assert sum(sizes) == 2 * q[..., 64:, :].numel() + k.numel() + v.numel() + logarithms
+
+
+def test_queries_do_not_keep_the_keys_beside_them() -> None:
+    """A product of queries, keys and values is one memory."""
+    _, k, v = inputs(16)
+    product = torch.randn(2, 4, 16, 24, dtype=torch.float64, requires_grad=True) * 1.0
+    kept = set[int]()
+
+    def note(x: Tensor) -> Tensor:
+        kept.add(x.untyped_storage().data_ptr())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        causal_rows(product[..., 8:, :8], k, v, 8, None, False)
+    assert product.untyped_storage().data_ptr() not in kept
 
 
 def test_under_transforms() -> None:
