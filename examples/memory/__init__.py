@@ -1,0 +1,1 @@
+"""Training within a limit of memory."""
