@@ -42,6 +42,7 @@ def estimate_command(
     tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks")] = 1,
     pp: Annotated[int, typer.Option("--pp", help="Pipeline ranks")] = 1,
     dp: Annotated[int, typer.Option("--dp", help="Replicas")] = 1,
+    cp: Annotated[int, typer.Option("--cp", help="Ranks that sequences are cut over")] = 1,
     micro_batch: Annotated[int, typer.Option("--micro-batch", help="The rows of a microbatch")] = 1,
     schedule: Annotated[ScheduleName, typer.Option("--schedule", help="The order of microbatches")] = PLAIN,
     interleave: Annotated[int | None, typer.Option("--interleave", help="Stages of a rank, if interleaved")] = None,
@@ -72,20 +73,20 @@ def estimate_command(
     argument = ModelArgument(model, settings_of(kwargs), layers, None, attention, model_class, inputs)
     with arguments_in_use():
         device = hardware_of(gpu)
-        Layout(batch=batch, tp=tp, pp=pp, dp=dp, micro_batch=micro_batch, zero=zero, dtype=dtype_named(dtype))
+        Layout(batch=batch, tp=tp, pp=pp, dp=dp, cp=cp, micro_batch=micro_batch, zero=zero, dtype=dtype_named(dtype))
         engine_of(schedule.value, interleave)
         if prove and interleave not in (None, ENGINES[schedule.value].rounds):
             raise Error(f"--prove: distribute does not run interleave={interleave}", fix="leave --interleave out")
     made = on_meta(argument)
     expect_room(made, device.memory, tp * (dp if zero == 3 else 1))
     found = estimate(
-        made, gpu=gpu, batch=batch, tp=tp, pp=pp, dp=dp, micro_batch=micro_batch,
+        made, gpu=gpu, batch=batch, tp=tp, pp=pp, dp=dp, cp=cp, micro_batch=micro_batch,
         schedule=cast(Any, schedule.value), interleave=interleave, sequence_parallel=sequence_parallel,
         recompute=cast(Recompute, recompute.value), zero=zero, dtype=dtype_named(dtype), compiled=compiled,
         sequence=sequence, example_inputs=argument.example_inputs(),
     )  # fmt: skip
     proof = None if not prove else verify(
-        made.to("meta"), tp, pp=pp, dp=dp, microbatches=found.layout.microbatches, zero=cast(Any, zero),
+        made.to("meta"), tp, pp=pp, dp=dp, cp=cp, microbatches=found.layout.microbatches, zero=cast(Any, zero),
         schedule=cast(Any, schedule.value), example_inputs=argument.example_inputs(),
         sequence_parallel=sequence_parallel, recompute=cast(Recompute, recompute.value),
     )  # fmt: skip

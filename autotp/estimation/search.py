@@ -1,7 +1,8 @@
 """`search`: the fastest layouts of a model on a number of devices, and why the obvious ones are not among them.
 
-Each number of tensor-parallel ranks is captured once, and each micro-batch recorded once. All layouts get a rough price
-from these records; the best of them are priced as `estimate` does, until five are found that fit.
+Each number of tensor-parallel and context-parallel ranks is captured once, and each micro-batch recorded once. All
+layouts get a rough price from these records; the best of them are priced as `estimate` does, until five are found that
+fit.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from autotp.estimation.seconds.hardware import GIB, Hardware, hardware_of
 from autotp.options import Recompute
 
 MICRO_BATCHES = (1, 2, 4, 8)
+CONTEXTS = (1, 2, 4, 8)
+"""The numbers of ranks that long sequences may be cut over."""
+LONG = 8192
+"""The tokens of a long sequence."""
 INTERLEAVES = (2, 3, 4, 6, 8)
 SHOWN = 5
 """The layouts that a search returns."""
@@ -107,7 +112,8 @@ def search(
     """Returns the fastest layouts of a training step of `model` on `gpus` devices, by `estimate`.
 
     It tries all numbers of tensor-parallel ranks that divide `gpus`, up to two nodes; all numbers of stages and
-    replicas; micro-batches of 1 to 8 rows; the schedules 1F1B and interleaved; recomputation; and ZeRO 0, 1 and 3.
+    replicas; for sequences of 8,192 tokens or more, 2, 4 and 8 context-parallel ranks; micro-batches of 1 to 8 rows;
+    the schedules 1F1B and interleaved; recomputation; and ZeRO 0, 1 and 3.
     Sequence parallelism is on wherever there are tensor-parallel ranks: over NCCL it sends as many bytes, and saves
     memory.
 
@@ -153,7 +159,7 @@ def expect_search(gpus: int, gpu: str | Hardware, batch: int, memory: float) -> 
 
 
 class Layouts:
-    """A model, captured for each number of tensor-parallel ranks when it is first needed."""
+    """A model, captured for each number of tensor-parallel and context-parallel ranks when it is first needed."""
 
     def __init__(
         self, model: nn.Module, device: Hardware, practice: Practice, dtype: torch.dtype | None, sequence: int | None,
@@ -161,15 +167,15 @@ class Layouts:
     ) -> None:  # fmt: skip
         self.device, self.dtype = device, dtype
         self._call = model, practice, sequence, given
-        self._prices: dict[tuple[int, Recompute], Prices] = {}
-        self._rough: dict[tuple[int, Recompute], RoughPrices] = {}
+        self._prices: dict[tuple[int, int, Recompute], Prices] = {}
+        self._rough: dict[tuple[int, int, Recompute], RoughPrices] = {}
         self.pipelines = True
 
-    def prices(self, tp: int, recompute: Recompute) -> Prices:
-        """Returns the prices of a number of tensor-parallel ranks, with a way of recomputation."""
+    def prices(self, tp: int, cp: int, recompute: Recompute) -> Prices:
+        """Returns the prices of numbers of tensor-parallel and context-parallel ranks, with a way of recomputation."""
         model, practice, sequence, given = self._call
-        if (tp, "none") not in self._prices:
-            layout = Layout(batch=1, tp=tp, pp=1 + self.pipelines, sequence_parallel=tp > 1, dtype=self.dtype)
+        if (tp, cp, "none") not in self._prices:
+            layout = Layout(batch=1, tp=tp, cp=cp, pp=1 + self.pipelines, sequence_parallel=tp > 1, dtype=self.dtype)
             try:
                 found = captured(model, layout, sequence, given)
             except Error:
@@ -177,48 +183,62 @@ class Layouts:
                 found = captured(model, replace(layout, pp=1), sequence, given)
             known = next(iter(self._prices.values()), None)  # The FLOPs of a row are those of any number of ranks.
             flops = None if known is None else known.flops(1)
-            self._prices[tp, "none"] = Prices(found, self.device, practice, scaled=True, flops=flops)
-        if (tp, recompute) not in self._prices:
-            plain = self._prices[tp, "none"]
+            self._prices[tp, cp, "none"] = Prices(found, self.device, practice, scaled=True, flops=flops)
+        if (tp, cp, recompute) not in self._prices:
+            plain = self._prices[tp, cp, "none"]
             again = replace(plain.model, training=replace(plain.model.training, recompute=recompute))
-            self._prices[tp, recompute] = Prices(again, self.device, practice, scaled=True, flops=plain.flops(1))
-        return self._prices[tp, recompute]
+            self._prices[tp, cp, recompute] = Prices(again, self.device, practice, scaled=True, flops=plain.flops(1))
+        return self._prices[tp, cp, recompute]
 
     def price(self, layout: Layout) -> Estimate:
         """Returns the estimate of a layout."""
-        return price(self.prices(layout.tp, layout.recompute), layout)
+        return price(self.prices(layout.tp, layout.cp, layout.recompute), layout)
 
     def ranks(self, gpus: int) -> list[int]:
         """Returns the numbers of tensor-parallel ranks: up to two nodes."""
         return [n for n in range(1, 2 * self.device.node + 1) if gpus % n == 0]
 
+    def contexts(self, ranks: int) -> list[int]:
+        """Returns the numbers of context-parallel ranks: several for long sequences of a model with self-attention."""
+        arguments = self.prices(1, 1, "none").model.arguments.values()
+        if max((max(x.shape[1:], default=0) for x in arguments), default=0) < LONG:
+            return [1]
+        found = [1]
+        for cp in (n for n in CONTEXTS[1:] if ranks % n == 0):
+            try:
+                self.prices(1, cp, "none")
+            except Error:  # There is no sequence to cut.
+                return found
+            found.append(cp)
+        return found
+
     def recomputes(self, tp: int) -> tuple[Recompute, ...]:
         """Returns the ways of recomputation: fused attention keeps no scores that could be recomputed selectively."""
-        found = self.prices(tp, "none").pieces(1)
+        found = self.prices(tp, 1, "none").pieces(1)
         blocks = {piece.kind for piece in found.pieces[:-1]}  # Behind the last block, the loss has a softmax.
         scores = any("softmax" in op.name for kind in blocks for op in found.records[kind].ops)
         return ("none", "selective", "full") if scores else ("none", "full")
 
-    def rough_prices(self, tp: int, recompute: Recompute) -> RoughPrices:
-        """Returns the rough prices of a number of tensor-parallel ranks, with a way of recomputation."""
+    def rough_prices(self, tp: int, cp: int, recompute: Recompute) -> RoughPrices:
+        """Returns the rough prices for what `prices` takes."""
         which: Recompute = "selective" if recompute == "selective" else "none"
-        if (tp, which) not in self._rough:
-            self._rough[tp, which] = RoughPrices(self.prices(tp, which))
-        return self._rough[tp, which]
+        if (tp, cp, which) not in self._rough:
+            self._rough[tp, cp, which] = RoughPrices(self.prices(tp, cp, which))
+        return self._rough[tp, cp, which]
 
     def legal(self, gpus: int, batch: int) -> Iterator[Layout]:
         """Yields the layouts of a number of devices whose sizes multiply out."""
-        for tp in self.ranks(gpus):
-            model = self.prices(tp, "none").model
+        for tp, cp in ((n, cp) for n in self.ranks(gpus) for cp in self.contexts(gpus // n)):
+            model = self.prices(tp, cp, "none").model
             blocks = max(1, len(model.order)) if self.pipelines else 1
-            for pp in (n for n in range(1, blocks + 1) if gpus // tp % n == 0):
-                dp = gpus // tp // pp
+            for pp in (n for n in range(1, blocks + 1) if gpus // tp // cp % n == 0):
+                dp = gpus // tp // cp // pp
                 for micro in (n for n in MICRO_BATCHES if batch % (dp * n) == 0):
                     for schedule, interleave in _schedules(pp, blocks, batch // dp // micro):
                         for zero in (0, 1, 3) if dp > 1 and pp == 1 else (0, 1) if dp > 1 else (0,):
                             for recompute in self.recomputes(tp):
                                 yield Layout(
-                                    batch=batch, tp=tp, pp=pp, dp=dp, micro_batch=micro, schedule=schedule,
+                                    batch=batch, tp=tp, cp=cp, pp=pp, dp=dp, micro_batch=micro, schedule=schedule,
                                     interleave=interleave, zero=zero, recompute=recompute,
                                     sequence_parallel=tp > 1, dtype=self.dtype,
                                 )  # fmt: skip
@@ -235,7 +255,7 @@ def _schedules(pp: int, blocks: int, microbatches: int) -> Iterator[tuple[str, i
 
 def _searched(layouts: Layouts, gpus: int, batch: int, memory: float) -> Search:
     limit = memory * layouts.device.memory
-    found = [(x, layouts.rough_prices(x.tp, x.recompute).rough(x)) for x in layouts.legal(gpus, batch)]
+    found = [(x, layouts.rough_prices(x.tp, x.cp, x.recompute).rough(x)) for x in layouts.legal(gpus, batch)]
     if not found:
         raise Error(f"a batch of {batch} rows is not divided evenly by any layout of {gpus} devices", fix="batch=gpus")
     best = _fastest(layouts, found, limit)
@@ -291,11 +311,12 @@ def _slower(
 def _obvious(won: Layout, node: int) -> Mapping[str, Any]:
     """Returns name -> whether a layout is of this kind."""
     return {
-        "replicas only": lambda x: x.tp == x.pp == 1 and x.zero < 3,
-        "ZeRO 3 only": lambda x: x.tp == x.pp == 1 and x.zero == 3,
-        "tp in a node, and replicas": lambda x: x.tp == node and x.pp == 1,
-        "a pipeline without tp": lambda x: x.tp == 1 < x.pp,
-        "tp in a node, and a pipeline": lambda x: x.tp == node and x.pp > 1,
+        "replicas only": lambda x: x.tp == x.cp == x.pp == 1 and x.zero < 3,
+        "ZeRO 3 only": lambda x: x.tp == x.cp == x.pp == 1 and x.zero == 3,
+        "tp in a node, and replicas": lambda x: x.tp == node and x.cp == x.pp == 1,
+        "a pipeline without tp": lambda x: x.tp == x.cp == 1 < x.pp,
+        "tp in a node, and a pipeline": lambda x: x.tp == node and x.cp == 1 < x.pp,
+        "cp without tp": lambda x: x.tp == 1 < x.cp,
         "tp across nodes": lambda x: x.tp > node,
         "half the tp": lambda x: 2 * x.tp == won.tp,
         "twice the tp": lambda x: x.tp == 2 * won.tp <= node,

@@ -40,9 +40,17 @@ def test_every_option_of_explain_is_a_flag(autotp_command) -> None:
     """They are made from `Options`, each with what `parallelize` says about it."""
     told = " ".join(autotp_command("plan", "--help").out.split())
     names = {field.name for field in fields(Options)} & set(signature(autotp.explain).parameters)
-    assert names == {"outputs", "experts", "sequence_parallel", "without"}
+    assert names == {"outputs", "experts", "sequence_parallel", "cp", "without"}
     assert all(f"--{name.replace('_', '-')}" in told for name in names)
     assert "Names of passes to leave out" in told
+
+
+def test_sequences_are_cut(autotp_command, llama: Path) -> None:
+    done = autotp_command("plan", llama, "--tp", 2, "--cp", 2, "--layers", 1, "--json")
+    assert done.json["cp"] == 2 and done.json["in_sequence"] > 20
+    assert set(done.json["traffic_over_cp"]["backward"]) >= {"reduce-scatter", "all-reduce"}
+    wrong = autotp_command("plan", llama, "--tp", 2, "--cp", 0)
+    assert wrong.status == 2 and "cp=0 is not a whole number of 1 or more" in wrong.err
 
 
 def test_options_reach_the_plan(autotp_command, llama: Path) -> None:

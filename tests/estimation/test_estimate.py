@@ -37,6 +37,21 @@ def test_the_rows_of_the_time_add_up(pipeline: autotp.Estimate) -> None:
     }  # fmt: skip
 
 
+def test_cut_sequences_divide_activations_but_for_keys_and_values() -> None:
+    """Each rank has the keys and values of whole sequences, 2 s b h elements a layer."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(block_size=4096, vocab_size=512, n_layer=4, n_head=8, n_embd=512, dropout=0.0))
+    one, two, four = (estimated(model, cp=cp, batch=2, micro_batch=2) for cp in (1, 2, 4))
+    keys = 4 * 2 * 4096 * 2 * 512 * 2
+    for cp, est in ((2, two), (4, four)):
+        own = one.memory[0].activations - keys
+        assert est.memory[0].activations == pytest.approx(own / cp + keys, rel=0.05)
+        assert est.layout.devices == cp and est.flops == one.flops
+        sent = {name for name in est.spent if name.endswith("cp")}
+        assert sent == {"all-gather cp", "reduce-scatter cp", "all-reduce cp"}
+    assert one.seconds > two.seconds > four.seconds
+
+
 def test_the_flops_are_those_of_the_paper(pipeline: autotp.Estimate) -> None:
     """Korthikanti et al. 2022, equation 8, for the whole batch."""
     formula = 72 * 16 * 8 * 1024 * 1024**2 * (1 + 1024 / 6 / 1024 + 51200 / 12 / 1024 / 8)

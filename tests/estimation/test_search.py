@@ -102,3 +102,17 @@ def test_a_batch_that_no_layout_divides_is_refused() -> None:
         one = GPT(GPTConfig(block_size=64, vocab_size=64, n_layer=1, n_head=1, n_embd=8))
     text = message(lambda: searched(one, gpus=34, batch=1, gpu=SMALL_DEVICE))
     assert "a batch of 1 rows is not divided evenly by any layout of 34 devices" in text
+
+
+def test_long_sequences_may_be_cut() -> None:
+    """One row for each step: there are no replicas, and one head, so that nothing else divides the sequence."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(block_size=8192, vocab_size=64, n_layer=1, n_head=1, n_embd=64, dropout=0.0))
+    found = autotp.search(model, gpus=2, gpu="a100-80gb", batch=1, dtype=torch.bfloat16)
+    assert {est.layout.cp for est in found.best} == {1, 2}
+    short = autotp.search(model, gpus=2, gpu="a100-80gb", batch=1, dtype=torch.bfloat16, sequence=1024)
+    assert all(est.layout.cp == 1 for est in short.best)
+    without_attention = nn.Sequential(nn.Linear(4, 4))
+    given = torch.ones(2, 9000, 4)
+    plain = autotp.search(without_attention, gpus=2, gpu="a100-80gb", batch=2, example_inputs=given)
+    assert all(est.layout.cp == 1 for est in plain.best)

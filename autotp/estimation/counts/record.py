@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from autotp.estimation.counts.operators import FREE, Op, Phase, Touch, arithmetic_of, kind_of, share_of, work_of
-from autotp.ops.attention.causal_rows import causal_rows
+from autotp.ops.attention.causal_rows import alone, causal_rows
 from autotp.rules.registry import is_grouped
 
 aten = torch.ops.aten
@@ -207,7 +207,7 @@ def fused_causal_rows(
     """
     keys = start + (query.shape[-2] + 1) // 2
     return fused_attention(
-        query, key.narrow(-2, 0, keys), value.narrow(-2, 0, keys), scale=scale, enable_gqa=enable_gqa
+        alone(query), key.narrow(-2, 0, keys), value.narrow(-2, 0, keys), scale=scale, enable_gqa=enable_gqa
     )
 
 

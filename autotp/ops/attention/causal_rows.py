@@ -32,7 +32,7 @@ def causal_rows(query: Tensor, key: Tensor, value: Tensor, start: int, scale: fl
     transformed = torch._C._functorch.peek_interpreter_stack() is not None or torch.compiler.is_compiling()
     if transformed or not query.numel() or stop > key.shape[-2]:
         return _masked(query, key, value, start, scale, enable_gqa)
-    key, value, query = key.narrow(-2, 0, stop), value.narrow(-2, 0, stop), _alone(query)
+    key, value, query = key.narrow(-2, 0, stop), value.narrow(-2, 0, stop), alone(query)
     if query.is_cuda:
         found: Tensor = F.scaled_dot_product_attention(
             query, key, value, causal_lower_right(rows, stop), scale=scale, enable_gqa=enable_gqa
@@ -47,7 +47,7 @@ def causal_rows(query: Tensor, key: Tensor, value: Tensor, start: int, scale: fl
     return _OnCPU.apply(query, key, value, start, scale)[0]
 
 
-def _alone(query: Tensor) -> Tensor:
+def alone(query: Tensor) -> Tensor:
     """Returns the queries in memory of their own: those of one product with keys and values would keep these, too."""
     together = query.untyped_storage().nbytes() > query.numel() * query.element_size()
     return query.clone() if together else query  # In the same order, so that the result has it as well.
