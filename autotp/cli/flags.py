@@ -96,7 +96,7 @@ def _flag(name: str) -> Parameter:
     """Returns the parameter of typer for a field of Options, with the help of its docstring."""
     hint, default = get_type_hints(Options)[name], getattr(DEFAULTS, name)
     spelled = f"--{name.replace('_', '-')}"
-    told = typer.Option(spelled, help=_help(name))
+    told = typer.Option(spelled, help=_help(name), min=1 if hint is int else None)
     if name == "without":
         told = typer.Option(spelled, metavar="PASS ...", help=f"{_help(name)}: {', '.join(OPTIONAL)}")
         kind: Any = list[_choices(name, OPTIONAL)]  # type: ignore[misc]
