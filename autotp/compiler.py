@@ -68,9 +68,9 @@ from autotp.passes.plan.outputs import (
 )
 from autotp.passes.plan.propagate import Have, needs_grad, propagate
 from autotp.passes.plan.sequence.causal_masks import causal_masks
-from autotp.passes.plan.sequence.context_parallel import computed_whole, context_parallel
+from autotp.passes.plan.sequence.context_parallel import context_parallel
 from autotp.passes.plan.sequence.equal_inputs import equal_inputs
-from autotp.passes.plan.sequence.separate_keys import joined_again, separate_keys
+from autotp.passes.plan.sequence.separate_keys import joined_again
 from autotp.passes.plan.sequence.sequence_parallel import sequence_parallel
 from autotp.rules.call import operand_nodes, returned
 from autotp.rules.registry import USER_RULES
@@ -311,6 +311,15 @@ CANONICALIZE = (
 # ---- plan, over the axis cp
 
 
+def _cuts_sequences(options: Options) -> bool:
+    return options.cp > 1
+
+
+def _equal_inputs(p: Program) -> Program:
+    equal_inputs(p.graph, p.captured.inputs)
+    return p
+
+
 def _context_parallel(p: Program) -> Program:
     """Returns the program of one context-parallel rank: its graph has that rank's parts, and conjugates over `cp`.
 
@@ -320,17 +329,15 @@ def _context_parallel(p: Program) -> Program:
     `tp` get the result as they get any graph. `check` proves for each axis that a rank's graph computes the graph
     before; together, that both cuts do.
     """
-    equal_inputs(p.graph, p.captured.inputs)
-    separated = separate_keys(dce(causal_masks(p.graph)))
-    graph, axes, sequences = separated.graph, separated.axes, separated.sequences
-    if not sequences and p.call.layouts is not None:
+    cut = context_parallel(dce(p.graph), lambda graph: _sources_of(p, graph), _has_form)
+    if cut is None and p.call.layouts is not None:
         return p  # A call with one token, in generation: every rank computes it.
-    if not sequences:
+    if cut is None:
         raise Error(
             "the model has no sequence that can be cut over cp: no attention reads one",
             fix="cp=1, and more tensor-parallel ranks",
         )
-    decision = context_parallel(graph, axes, sequences, needs_grad(graph, _sources_of(p, graph)), _has_form)
+    graph, axes, decision = cut.graph, cut.axes, cut.decision
     graph, axes, decision = decompose(graph, axes, decision)
     if p.options.optional("defer_reductions"):
         graph, axes, decision = defer_reductions(graph, axes, decision)
@@ -346,8 +353,8 @@ def _context_parallel(p: Program) -> Program:
         p,
         graph=joined_again(lowered),
         whole=p.graph,
-        in_sequence=len(decision.cuts),
-        needs_sequence=tuple(computed_whole(axes, decision, sequences, differentiable)),
+        in_sequence=len(cut.decision.cuts),
+        needs_sequence=cut.whole,
     )
 
 
@@ -445,7 +452,9 @@ def _outputs(p: Program) -> Program:
 
 
 PLAN = (
-    Pass("plan", "context_parallel", _context_parallel, lambda options: options.cp > 1),
+    Pass("plan", "equal_inputs", _equal_inputs, _cuts_sequences),
+    Pass("plan", "causal_masks", lambda p: replace(p, graph=causal_masks(p.graph)), _cuts_sequences),
+    Pass("plan", "context_parallel", _context_parallel, _cuts_sequences),
     Pass("plan", "decouple", _decouple),
     Pass("pipeline", "row_independence", _row_independence, lambda options: options.summed),
     Pass("plan", "experts", _experts, lambda options: options.experts == "expert"),

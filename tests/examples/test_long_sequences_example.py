@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "memory" / "long_sequences.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "sequences" / "long_sequences.py"
 
 
 def run(ranks: int, *flags: str) -> subprocess.CompletedProcess[str]:

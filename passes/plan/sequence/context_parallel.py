@@ -12,6 +12,7 @@ otherwise (a recurrence, a convolution) is computed whole by every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -19,26 +20,59 @@ from autotp.ops.placement_moves import apart
 from autotp.passes.plan.candidate import readers
 from autotp.passes.plan.choose import Decision
 from autotp.passes.plan.infer_axes import Axes, Factor
+from autotp.passes.plan.propagate import needs_grad
+from autotp.passes.plan.sequence.separate_keys import separate_keys
 from autotp.rules.traits import draws
 from autotp.sharding.axis import Axis, touches
 
 Cut = tuple[Axis, Factor]
 
 
+@dataclass(frozen=True)
+class CutSequences:
+    """A graph and the operators that are cut along its sequences.
+
+    Attributes:
+        graph: the graph, with `apart`.
+        axes: its axes.
+        decision: which operators are cut along which sequence. No parameter is cut.
+        whole: the operators on a sequence that a gradient flows through, and that every rank computes.
+    """
+
+    graph: fx.Graph
+    axes: Axes
+    decision: Decision
+    whole: tuple[fx.Node, ...]
+
+
 def context_parallel(
+    graph: fx.Graph,
+    sources: Callable[[fx.Graph], frozenset[fx.Node]],
+    has_form: Callable[[fx.Node, Factor], bool],
+) -> CutSequences | None:
+    """Returns the decision which operators are cut along which sequence; None if no attention reads a sequence.
+
+    Args:
+        sources: returns the nodes of a graph that may require a gradient.
+        has_form: returns whether an operator has a parallel form for a factor that it mixes.
+    """
+    separated = separate_keys(graph)
+    if not separated.sequences:
+        return None
+    differentiable = needs_grad(separated.graph, sources(separated.graph))
+    axes, sequences = separated.axes, separated.sequences
+    decision = _decided(separated.graph, axes, sequences, differentiable, has_form)
+    whole = tuple(_computed_whole(axes, decision, sequences, differentiable))
+    return CutSequences(separated.graph, axes, decision, whole)
+
+
+def _decided(
     graph: fx.Graph,
     axes: Axes,
     sequences: Sequence[Axis],
     differentiable: Collection[fx.Node],
     has_form: Callable[[fx.Node, Factor], bool],
 ) -> Decision:
-    """Returns the decision which operators are cut along which sequence. No parameter is cut.
-
-    Args:
-        sequences: the axes along which values may be cut.
-        differentiable: values that a gradient may flow through.
-        has_form: returns whether an operator has a parallel form for a factor that it mixes.
-    """
     found = {node: cut for node in axes.bound if (cut := _along(node, axes, sequences, has_form)) is not None}
     cuts: dict[fx.Node, Axis] = {}
     for node in reversed(graph.nodes):
@@ -47,7 +81,7 @@ def context_parallel(
     return Decision(cuts)
 
 
-def computed_whole(
+def _computed_whole(
     axes: Axes, decision: Decision, sequences: Sequence[Axis], differentiable: Collection[fx.Node]
 ) -> Iterator[fx.Node]:
     """Yields the operators on a sequence that a gradient flows through, and that every rank computes whole."""

@@ -1,10 +1,10 @@
 """Trains on sequences that do not fit the memory of one process: each of several computes a part of every sequence.
 
-    torchrun --nproc-per-node 4 examples/memory/long_sequences.py       # cp=4
-    torchrun --nproc-per-node 1 examples/memory/long_sequences.py       # cp=1: there is not enough memory
+    torchrun --nproc-per-node 4 examples/sequences/long_sequences.py       # cp=4
+    torchrun --nproc-per-node 1 examples/sequences/long_sequences.py       # cp=1: there is not enough memory
 
 Each process may have `--limit` MiB of memory of its own (resource.setrlimit), as a GPU has its memory. The losses are
-those of one process: `torchrun --nproc-per-node 1 examples/memory/long_sequences.py --limit 2000` prints them, too.
+those of one process: `torchrun --nproc-per-node 1 examples/sequences/long_sequences.py --limit 2000` prints them, too.
 """
 
 from __future__ import annotations

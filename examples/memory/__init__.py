@@ -1,1 +1,0 @@
-"""Training within a limit of memory."""

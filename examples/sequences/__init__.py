@@ -1,0 +1,1 @@
+"""Training on sequences that are longer than one process can hold."""
