@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from graphs import PAIRS, PASSES, only
-from ranks import Checks
+from ranks import Checks, run_ranks
 from torch import Tensor, nn
 
 import autotp
@@ -94,9 +94,10 @@ def expect_equal(name: str, tp: int, train: bool, cache: bool = True) -> None:
 
 
 def test_the_table_names_every_family() -> None:
-    rows = [line.split("|")[1].strip() for line in TABLE.read_text().splitlines() if line.startswith("| ")]
+    tables = TABLE.read_text().split(hf_coverage.SEQUENCES)
+    rows, cut = ([line.split("|")[1].strip() for line in t.splitlines() if line.startswith("| ")] for t in tables)
     missing = "docs/coverage.md: python examples/hf_coverage.py --families NAME --write"
-    assert rows == [HEADER.split("|")[1].strip(), *FAMILIES], missing
+    assert rows == cut == [HEADER.split("|")[1].strip(), *FAMILIES], missing
     assert f"{len(FAMILIES)} families" in (TABLE.parents[1] / "README.md").read_text()
 
 
@@ -113,6 +114,53 @@ def test_one_row_of_the_table_is_written(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 # ---- real ranks
+
+SINGLE = ("mixtral", "deepseek_v3", "gpt_oss")
+"""Families whose experts torch computes in float32 only."""
+CUT = ("gpt2", "llama", "t5", "deberta_v2")
+"""Families whose sequences are cut on real ranks in each run; the others are rare tests."""
+
+
+def in_parts(rank: int, n: int, name: str, layout: tuple[int, int]) -> None:
+    """Loss and gradients of a model whose sequences are cut, at the length of the capture and at another one.
+
+    transformers computes losses, norms or positions in float32, also in a model in float64.
+    """
+    torch.manual_seed(0)
+    model, inputs = FAMILIES[name]()
+    if name not in SINGLE:
+        model = model.double()
+        inputs = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
+    near = 3e-5 if name in SINGLE else 3e-6
+    whole = copy.deepcopy(model.train())
+    tp, cp = layout
+    parallel = autotp.parallelize(model, tp, cp=cp, example_inputs=inputs, randomness="exact")
+
+    def longer(x: Tensor) -> Tensor:
+        return torch.cat([x, x.flip(1)[:, :4]], 1) if x.dim() == 2 and x.shape[1] == 7 else x
+
+    for given in (inputs, {key: longer(x) for key, x in inputs.items()}):
+        losses = []
+        for one in (whole, parallel):
+            torch.manual_seed(1)
+            losses.append(one(**given)[0])
+            losses[-1].sum().backward()
+        torch.testing.assert_close(losses[1].detach(), losses[0].detach(), rtol=near, atol=near)
+        gradients = {key: p.grad for key, p in whole.named_parameters() if p.grad is not None}
+        scale = max(gradient.abs().max() for gradient in gradients.values())
+        for key, p in parallel.named_parameters():
+            if key in gradients:
+                part = parallel.layouts[key].take(gradients[key], parallel.mesh.rank) / scale
+                torch.testing.assert_close(torch.as_tensor(p.grad) / scale, part, rtol=0, atol=near, msg=key)
+        whole.zero_grad()
+        parallel.zero_grad()
+
+
+@pytest.mark.parametrize("layout", [(1, 2), pytest.param((2, 2), marks=pytest.mark.rare)], ids=str)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.rare] * (n not in CUT)) for n in FAMILIES])
+def test_cut_sequences(name: str, layout: tuple[int, int]) -> None:
+    tp, cp = layout
+    run_ranks(in_parts, tp * cp, name, layout, timeout=110)
 
 
 @checks.on(4)
