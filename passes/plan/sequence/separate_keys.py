@@ -168,13 +168,26 @@ def _written(
     builder, known = Builder(fake_mode_of(graph)), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         builder.origin = node
-        aside = {n: builder.env[n] for n in node.all_input_nodes}
-        for i, _ in apart_at.get(node, []):
-            operand = axes.bound[node].operands[i]
-            builder.env[operand] = _read_apart(builder, operand, known)
-        builder.copy(node)
-        builder.env.update(aside)
+        operands = axes.bound[node].operands if node in apart_at else ()
+        places = {i for i, _ in apart_at.get(node, ())}
+        read = {i: _read_apart(builder, operands[i], known) for i in sorted(places)}
+        new = builder.copy(node)
+        if read:
+            new.args, new.kwargs = _reading(builder, node, operands, read)
     return builder.graph, builder.env
+
+
+def _reading(builder: Builder, node: fx.Node, operands: Sequence[fx.Node], read: dict[int, fx.Node]) -> tuple[Any, Any]:
+    """Returns the arguments of a call with some operands replaced, by position: `attention(x, x, x)` has one thrice."""
+    left = list(enumerate(operands))
+
+    def place(old: fx.Node) -> fx.Node:
+        at = next((pair for pair in left if pair[1] is old), None)
+        if at is not None:
+            left.remove(at)
+        return builder.env[old] if at is None else read.get(at[0], builder.env[old])
+
+    return fx.map_arg(node.args, place), fx.map_arg(node.kwargs, place)
 
 
 def _read_apart(builder: Builder, operand: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:

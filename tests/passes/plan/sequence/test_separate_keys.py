@@ -79,6 +79,29 @@ def test_joined_again_is_the_graph_before() -> None:
     expect_same(before, joined, values)
 
 
+class OneValue(nn.Module):
+    """Queries, keys and values are one value, in attention and in products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch seq 12]"""
+        x = self.linear(x)
+        y = F.scaled_dot_product_attention(x, x, x)
+        return torch.einsum("bst,btd->bsd", torch.einsum("bsd,btd->bst", y, y).softmax(-1), y)
+
+
+def test_only_the_keys_are_apart_where_queries_are_the_same_value() -> None:
+    before, found = separated(OneValue(), some(2, 5, 12))
+    whole = [n for n in found.graph.nodes if n.target is apart]
+    assert len(whole) == 2
+    (sequence,) = found.sequences
+    assert all(found.axes.bound[n].cuttable(sequence) for n in found.axes.bound if n not in whole)
+    expect_same(before, found.graph, [some(12, 12), some(2, 5, 12)])
+
+
 class Pools(nn.Module):
     """A model without attention."""
 
