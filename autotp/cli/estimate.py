@@ -79,12 +79,13 @@ def estimate_command(
             raise Error(f"--prove: distribute does not run interleave={interleave}", fix="leave --interleave out")
     made = on_meta(argument)
     expect_room(made, device.memory, tp * (dp if zero == 3 else 1))
-    found = estimate(
-        made, gpu=gpu, batch=batch, tp=tp, pp=pp, dp=dp, cp=cp, micro_batch=micro_batch,
-        schedule=cast(Any, schedule.value), interleave=interleave, sequence_parallel=sequence_parallel,
-        recompute=cast(Recompute, recompute.value), zero=zero, dtype=dtype_named(dtype), compiled=compiled,
-        sequence=sequence, example_inputs=argument.example_inputs(),
-    )  # fmt: skip
+    with arguments_in_use():  # A layout that does not fit is an estimate, not an Error.
+        found = estimate(
+            made, gpu=gpu, batch=batch, tp=tp, pp=pp, dp=dp, cp=cp, micro_batch=micro_batch,
+            schedule=cast(Any, schedule.value), interleave=interleave, sequence_parallel=sequence_parallel,
+            recompute=cast(Recompute, recompute.value), zero=zero, dtype=dtype_named(dtype), compiled=compiled,
+            sequence=sequence, example_inputs=argument.example_inputs(),
+        )  # fmt: skip
     proof = None if not prove else verify(
         made.to("meta"), tp, pp=pp, dp=dp, cp=cp, microbatches=found.layout.microbatches, zero=cast(Any, zero),
         schedule=cast(Any, schedule.value), example_inputs=argument.example_inputs(),

@@ -483,6 +483,11 @@ def verify(
         expect_usable("verify", model, tp, settings)
         expect_training(training, pp, dp, tp)
         if (pp, dp, microbatches) == (1, 1, 1):
+            if schedule != "1F1B" or zero:
+                raise Error(
+                    "schedule and zero are options of distribute, and this is one call of a model",
+                    fix="pp=, dp= or microbatches= beside them, or leave them out",
+                )
             return compare_calls(model, find_inputs(model, example_inputs), tp, settings)
         if settings.outputs != "auto" or settings.experts != "width":
             raise Error("outputs and experts are options of parallelize", fix="verify without pp, dp and microbatches")

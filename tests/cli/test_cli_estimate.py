@@ -77,6 +77,10 @@ def test_a_wrong_argument_of_search(autotp_command, factory: str, given: tuple[o
 def test_wrong_use_is_one_line(autotp_command, factory: str) -> None:
     assert autotp_command("estimate", factory, "--batch", 8).status == 2
     assert autotp_command("estimate", "no.such:thing", "--gpu", "a100-80gb", "--batch", 8).status == 2
+    done = autotp_command("estimate", factory, "--gpu", "a100-80gb", "--batch", 128, "--pp", 64)
+    assert (done.status, done.out) == (2, "") and "64 stages, and the model has" in done.err
+    done = autotp_command("estimate", factory, "--gpu", "a100-80gb", "--batch", 7, "--dp", 2)
+    assert (done.status, done.out) == (2, "") and "2 x 1 does not divide 7" in done.err
 
 
 def test_a_published_size(autotp_command) -> None:

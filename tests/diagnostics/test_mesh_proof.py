@@ -126,6 +126,8 @@ def test_ranks_that_divide_differently(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"pp": 2, "zero": 4}, "zero=4"),
         ({"pp": 5, "microbatches": 5}, "5 stages, and the model has 4 blocks"),
         ({"pp": 2}, "this schedule on 2 ranks cannot run 1 microbatches"),
+        ({"zero": 1}, "schedule and zero are options of distribute"),
+        ({"schedule": "GPipe"}, "schedule and zero are options of distribute"),
         ({"pp": 2, "outputs": "full"}, "outputs and experts are options of parallelize"),
     ],
     ids=str,
@@ -185,3 +187,14 @@ def test_at_full_size(make: Callable[[int], Any], layers: int, billions: int, si
     assert sum(map(len, proof.division.blocks)) == layers
     assert time.process_time() - began < LIMITS["seconds"]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < LIMITS["bytes"]
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 3)])
+def test_cut_sequences_of_all_ranks_are_proved(tp: int, cp: int) -> None:
+    """An odd length: the parts differ, and all ranks divide the blocks alike."""
+    whole = gpt(n_layer=4).double()
+    x = torch.randint(61, (2, 7))
+    report = autotp.verify(whole, tp, cp=cp, pp=2, dp=2, microbatches=2, example_inputs=(x, x))
+    assert report.ok and report.worst.error < 1e-12, report
+    assert report.mesh is not None and report.mesh.ranks == tp * cp * 4 and len(report.mesh.operators) == tp * cp
+    assert f"x {cp} of {cp} context-parallel ranks" in str(report)
