@@ -38,7 +38,7 @@ from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, shown
 from autotp.passes.capture.unsupported.long_sizes import FEWER, Symbols
 from autotp.passes.check.check import check
 from autotp.passes.check.types import Typed
-from autotp.passes.emit.bind import bind
+from autotp.passes.emit.bind import COMMUNICATING, bind
 from autotp.passes.emit.recompute import recompute
 from autotp.passes.lower.bucket import bucket
 from autotp.passes.lower.dce import dce
@@ -636,6 +636,26 @@ def programs_after_passes(program: Program, amend: Amend | None = None) -> Itera
             program = each.run(program)
             program = program if amend is None else amend(each.name, program)
             yield each, program
+
+
+def communication(graph: fx.Graph) -> str:
+    """Returns the collectives of a rank's graph in order, as text: ranks that meet must have the same."""
+    return "\n".join(
+        f"{getattr(node.target, '__name__', '')} {node.args[1]}" for node in graph.nodes if node.target in COMMUNICATING
+    )
+
+
+def expect_one_order(texts: Sequence[Any]) -> None:
+    """Raises Error if ranks would communicate in another order: their parts of a sequence differ by much.
+
+    Args:
+        texts: what `communication` returns for each rank, or a checksum of it.
+    """
+    if any(text != texts[0] for text in texts):
+        raise Error(
+            "the parts of a sequence are so unequal that cp ranks would communicate in another order",
+            fix="a sequence whose length cp divides, or another cp",
+        )
 
 
 def rank_graph(program: Program, rank: int, randomness: Literal["exact", "fast"], axis: str = "tp") -> fx.Graph:

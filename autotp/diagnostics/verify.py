@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autotp.compiler import Amend, CallState, Program, analyse, flat_graphs
+from autotp.compiler import Amend, CallState, Program, analyse, communication, expect_one_order, flat_graphs
 from autotp.diagnostics.differences import (
     TOLERANCE,
     Difference,
@@ -192,6 +192,7 @@ def make_trial(
         skeleton, settings = skeleton_of(whole), replace(settings, randomness="exact")
         programs = [analyse(skeleton, args, kwargs, tp, settings, call, amend, rank) for rank in range(settings.cp)]
         graphs, analysis = [graph for program in programs for graph in flat_graphs(program, "exact")], programs[0]
+        expect_one_order(list(map(communication, graphs)))
         plan = report(analysis, name, graphs[0])
         return Trial(whole, args, kwargs, analysis, tuple(map(fuse, graphs)), plan, settings, of_inputs)
 

@@ -9,13 +9,13 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from autotp.compiler import CallState, analyse
+from autotp.compiler import CallState, analyse, expect_one_order
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.report import report
 from autotp.distributed.consistency import agree_on_graph
 from autotp.distributed.cut_parameter import CutTensor
 from autotp.distributed.live_models import models
-from autotp.distributed.mesh import Mesh, broadcast_from_first, expect_size
+from autotp.distributed.mesh import Mesh, broadcast_from_first, expect_size, gather_ints
 from autotp.errors import Error
 from autotp.model_library import quantized_weight, recomputes, watch_calls
 from autotp.options import Options, expect_choices
@@ -62,7 +62,10 @@ def build(
         return prepare(analysis, place, settings), classes_of(model)
 
     def agreed_on() -> tuple[GraphEntry, Mapping[nn.Module, type[Part]]]:
-        return agree_on_graph(place, make, text)
+        made = agree_on_graph(place, make, text)
+        if place.cp > 1:
+            expect_one_order(gather_ints([made[0].order], place))
+        return made
 
     def text(made: tuple[GraphEntry, Any]) -> str:
         return f"{digest(made[0].analysis)} {settings} {_flags(model)}"

@@ -15,10 +15,10 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autotp.compiler import CallState, analyse
+from autotp.compiler import CallState, analyse, expect_one_order
 from autotp.distributed.consistency import agree_on_graph
 from autotp.distributed.gather import mark, marked
-from autotp.distributed.mesh import Mesh
+from autotp.distributed.mesh import Mesh, gather_ints
 from autotp.distributed.replica_check import expect_own_ranks
 from autotp.distributed.sharded_tensor import Sharded
 from autotp.errors import Error, within
@@ -443,6 +443,8 @@ class Executable:
 
         with alone():
             entry = agree_on_graph(mesh, make, lambda made: digest(made.analysis))
+            if mesh.cp > 1:
+                expect_one_order(gather_ints([entry.order], mesh))
         return self.keep(self._key(called.leaves, called.spec, called.autocast, self.tensors()), entry)
 
     def _wanted(self, tensors: Sequence[Tensor]) -> GradientsWanted:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, fx, nn
 
-from autotp.compiler import Program, emitted, rank_graph
+from autotp.compiler import Program, communication, emitted, rank_graph
 from autotp.distributed.gather import OutputLayout
 from autotp.distributed.mesh import Mesh
 from autotp.ops.random_state import random_state_of, set_random_state
@@ -35,6 +36,7 @@ class GraphEntry:
         updated: names of the buffers whose new values are the last outputs.
         held: the layout of each output tensor.
         random: whether it draws random numbers.
+        order: a checksum of its collectives in order.
         module: the graph for one model, whose blocks read their own parameters.
         operands: the first arguments of `module`, before the inputs, as in `sources`.
         calls: the number of calls so far.
@@ -50,6 +52,7 @@ class GraphEntry:
     updated: list[str]
     held: list[OutputLayout]
     random: bool
+    order: int = 0
     module: fx.GraphModule = field(default_factory=lambda: fx.GraphModule(nn.Module(), fx.Graph()))
     operands: Sequence[str | Tensor] = ()
     calls: int = 0
@@ -190,5 +193,7 @@ def prepare(analysis: Program, mesh: Mesh, settings: Options) -> GraphEntry:
     held = [OutputLayout(analysis.local_outputs.get(i), mesh) for i in range(count)]
     random = any(draws(node) for node in lowered.nodes)
     values = _input_values(captured, mesh.device)
-    entry = GraphEntry(analysis, module, sources, updated, held, random, input_values=values)
+    entry = GraphEntry(
+        analysis, module, sources, updated, held, random, crc32(communication(lowered).encode()), input_values=values
+    )
     return replace(entry, assumed_reads=AssumedReads(lowered, captured, mesh)) if entry.assumes else entry

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from autotp.compiler import Program, emitted, rank_graph
+from autotp.compiler import Program, communication, emitted, expect_one_order, rank_graph
 from autotp.distributed.consistency import agree, agree_on_graph, tried
 from autotp.distributed.cut_parameter import Cut, Warned, as_cut
 from autotp.distributed.heartbeat import take_note_back
-from autotp.distributed.mesh import Mesh, broadcast_from_first, make_mesh, new_group
+from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints, make_mesh, new_group
 from autotp.errors import Error, calling, within
 from autotp.ops.collectives import peer_error, reduce
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
@@ -197,6 +198,8 @@ class Trainer(InGraphs, HasHoldings):
         )
         self.layouts = dict(analysis.layouts)
         lowered = rank_graph(analysis, self.place.rank, training.randomness)
+        if training.cp > 1:
+            expect_one_order(gather_ints([crc32(communication(lowered).encode())], self.everyone))
         self.plan = self._divide(analysis, lowered)
         stages = self._cut(analysis, lowered)
         self._engine(

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import autotp
-from autotp.compiler import analyse
+from autotp.compiler import analyse, expect_one_order
 from autotp.diagnostics.verify import Report, compare_calls, find_inputs
 from autotp.models.bert import BERT, BERTConfig
 from autotp.options import Options
@@ -247,6 +247,38 @@ def test_the_load_of_experts_counts_all_rows(tp: int, cp: int) -> None:
     torch.manual_seed(0)
     report = compared(Mixture(), tp, cp, torch.randn(2, 7, 12))
     assert report.ok and report.worst.error < 1e-12, report
+
+
+class Frames(nn.Module):
+    """A number of positions that is a number in the model's code: 10 on 3 ranks are 4, 4 and 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.attention, self.shift = nn.Conv1d(24, 48, 1), Attention(), nn.Parameter(torch.ones(12))
+        self.down = nn.Linear(48, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch 24 10]"""
+        h = F.gelu(self.conv(x)).transpose(1, 2)
+        return self.attention(F.gelu(self.down(h.reshape(-1, 10, 48)) + self.shift), x[:, 0])
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 3), (2, 3), (2, 2)])
+def test_parts_of_a_fixed_length(tp: int, cp: int) -> None:
+    """Equal to one device; or, where ranks would communicate in another order, an error that says so."""
+    torch.manual_seed(0)
+    try:
+        report = compared(Frames(), tp, cp, torch.randn(2, 24, 10))
+    except autotp.Error as error:
+        assert "communicate in another order" in str(error) and 10 % cp
+        return
+    assert report.ok and report.worst.error < 1e-12, report
+
+
+def test_another_order_of_collectives_is_an_error() -> None:
+    with pytest.raises(autotp.Error, match="cp ranks would communicate in another order"):
+        expect_one_order(["reduce tp", "reduce tp", "scatter cp"])
+    expect_one_order(["reduce tp"] * 3)
 
 
 def test_a_model_without_a_sequence_is_refused() -> None:
