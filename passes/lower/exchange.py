@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -76,6 +77,12 @@ def _inside(
     """Splits a product into (major, the part with the leaf, minor), moves the part, and flattens the product again."""
     middle = local.local_size(part.size, part, None if _inward(kind) else leaf)
     before, behind = (local.size(size) for size in around)
-    split = local.builder.call(aten.unflatten.int, x, dim, [before, middle, behind])
+    lengths = [before, middle, behind]
+    split = local.builder.raw(aten.unflatten.int, (x, dim, lengths))
+    value = x.meta["val"]
+    inside = fx.map_arg(lengths, lambda node: node.meta["val"])
+    split.meta["val"] = local.empty([*value.shape[:dim], *inside, *value.shape[dim + 1 :]], value)
     moved = exchange(local, split, part, leaf, dim + 1, kind)
-    return local.builder.call(aten.flatten.using_ints, moved, dim, dim + 2)
+    flat = local.builder.raw(aten.flatten.using_ints, (moved, dim, dim + 2))
+    flat.meta["val"] = local.resized(value, dim, prod(moved.meta["val"].shape[dim : dim + 3]))
+    return flat

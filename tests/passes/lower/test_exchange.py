@@ -9,10 +9,11 @@ import torch
 from graphs import lines, some
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autotp.diagnostics.lockstep import run_lockstep
 from autotp.ops.collectives import all_gather, gather, reduce_scatter, scatter
-from autotp.passes.builder import Builder
+from autotp.passes.builder import Builder, size_assumptions
 from autotp.passes.lower.exchange import exchange
 from autotp.passes.lower.local_sizes import Local, Target
 from autotp.sharding.axis import Axis, Size, concat, product
@@ -97,6 +98,23 @@ def test_numbers(make: Callable[[], Dimension], kind: Callable[..., Any], tp: in
         torch.testing.assert_close(found[rank][0], expected[rank], rtol=0, atol=1e-12)
         made = graphs[rank].output_node().args[0][0].meta["val"]  # type: ignore[index,union-attr]
         assert made.shape == expected[rank].shape
+
+
+@pytest.mark.parametrize("kind", [gather, scatter])
+def test_no_assumption_about_other_sizes(kind: Callable[..., Any]) -> None:
+    """torch's view of a value asks whether it has two elements: at other sizes it may have one."""
+    case = minor()
+    builder = Builder(FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
+    local = Local(builder, Target("tp", 2, 0))
+    n = builder.length("n", 64)
+    place = builder.graph.placeholder("x")
+    with builder.mode:
+        place.meta["val"] = torch.empty((n // 4 - 1) ** 2 + 1, 18 if kind is gather else 30)
+    local.learn(place, None)
+    before = list(size_assumptions(builder.graph))
+    new = exchange(local, place, case.axis, case.leaf, 1, kind)
+    assert new.meta["val"].shape[1] == (30 if kind is gather else 18)
+    assert size_assumptions(builder.graph) == before
 
 
 @pytest.mark.parametrize(
