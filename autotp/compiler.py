@@ -23,6 +23,7 @@ from autotp.passes.builder import size_assumptions
 from autotp.passes.canonicalize import autocast as autocasts
 from autotp.passes.canonicalize.canonical_order import canonical_order
 from autotp.passes.canonicalize.canonicalize import canonicalize
+from autotp.passes.canonicalize.causal_attention import causal_attention
 from autotp.passes.canonicalize.constant_index import constant_index
 from autotp.passes.canonicalize.cse import cse
 from autotp.passes.canonicalize.custom_vjp import fuse, mark
@@ -67,6 +68,7 @@ from autotp.passes.plan.outputs import (
     positions_that_stay,
 )
 from autotp.passes.plan.propagate import Have, needs_grad, propagate
+from autotp.passes.plan.sequence.balance import Balanced, balance
 from autotp.passes.plan.sequence.causal_masks import causal_masks
 from autotp.passes.plan.sequence.context_parallel import context_parallel
 from autotp.passes.plan.sequence.equal_inputs import equal_inputs
@@ -126,6 +128,8 @@ class Program:
         whole: then, the graph before they are cut.
         in_sequence: then, the number of operators that are cut.
         needs_sequence: then, the operators that need whole sequences, and compute on every rank.
+        balanced: then, the number of causal attentions in which all ranks have equal work.
+        unbalanced: then, why other causal attentions are not so: a sentence for each reason.
         training: whether the model was in training.
         call: the state around the captured call.
         updated: placeholder names of the buffers whose new values `graph` returns last (functionalize).
@@ -153,6 +157,8 @@ class Program:
     whole: fx.Graph | None = None
     in_sequence: int = 0
     needs_sequence: tuple[fx.Node, ...] = ()
+    balanced: int = 0
+    unbalanced: tuple[str, ...] = ()
     updated: Sequence[str] = ()
     counts: fx.Graph | None = None
     by_rows: tuple[str, ...] = ()
@@ -301,6 +307,7 @@ CANONICALIZE = (
     Pass("canonicalize", "value_reads", _value_reads),
     Pass("canonicalize", "constant_index", _constant_index),
     Pass("canonicalize", "canonicalize", lambda p: replace(p, graph=canonicalize(p.graph))),
+    Pass("canonicalize", "causal_attention", lambda p: replace(p, graph=causal_attention(p.graph))),
     Pass("canonicalize", "custom_vjp", lambda p: replace(p, graph=mark(p.graph))),
     Pass("canonicalize", "canonical_order", _canonical_order),
     Pass("pipeline", "loss_totals", _loss_totals, lambda options: options.summed),
@@ -341,9 +348,13 @@ def _context_parallel(p: Program) -> Program:
     graph, axes, decision = decompose(graph, axes, decision)
     if p.options.optional("defer_reductions"):
         graph, axes, decision = defer_reductions(graph, axes, decision)
+    balanced = Balanced(graph, axes, decision)
+    if p.options.optional("balance"):
+        balanced = balance(graph, axes, decision, p.options.cp, p.options.randomness)
+    graph, axes, decision = balanced.graph, balanced.axes, balanced.decision
     differentiable = needs_grad(graph, _sources_of(p, graph))
     have = propagate(graph, axes, decision.cuts, decision.held)
-    hoisted = {node for node in graph.nodes if node.target is apart}
+    hoisted = balanced.keys | {node for node in graph.nodes if node.target is apart}
     if p.options.optional("hoist"):
         hoisted |= hoist(graph, axes, decision.cuts, have, differentiable)
     to = Target("cp", p.options.cp, p.cp_rank, p.options.randomness)
@@ -355,6 +366,8 @@ def _context_parallel(p: Program) -> Program:
         whole=p.graph,
         in_sequence=len(cut.decision.cuts),
         needs_sequence=cut.whole,
+        balanced=balanced.balanced,
+        unbalanced=balanced.reasons,
     )
 
 

@@ -15,7 +15,7 @@ Randomness = Literal["fast", "exact"]
 CheckInputs = Literal["always", "first", "never"]
 Recompute = Literal["none", "selective", "full"]
 OPTIONAL = (
-    "repeats", "cse", "defer_reductions", "hoist", "fuse_bias", "bucket", "overlap", "in_place", "outline",
+    "repeats", "cse", "balance", "defer_reductions", "hoist", "fuse_bias", "bucket", "overlap", "in_place", "outline",
 )  # fmt: skip
 """Passes that can be left out: they change the cost to capture, run or compile a model, but no result."""
 

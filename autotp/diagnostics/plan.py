@@ -111,6 +111,8 @@ class Plan(Shown):
         outputs: the layouts of the outputs that stay cut.
         cp: the number of ranks that sequences are cut over; `whole` has the operators that need whole sequences.
         in_sequence: the number of operators that are cut along a sequence over these.
+        balanced: the number of causal attentions in which all of them have equal work (`balance`).
+        unbalanced: why other causal attentions have not.
         source: the captured model, which `save_page` draws; only in what `explain` returns, and not a part of what is
             compared, copied by pickle or printed.
 
@@ -136,6 +138,8 @@ class Plan(Shown):
     outputs: tuple[Layout, ...] = ()
     cp: int = 1
     in_sequence: int = 0
+    balanced: int = 0
+    unbalanced: tuple[str, ...] = ()
     source: Any = field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -182,6 +186,8 @@ class Plan(Shown):
             "traffic": _traffic_data(self.traffic.over("tp")),
             "traffic_over_cp": _traffic_data(self.traffic.over("cp")),
             "in_sequence": self.in_sequence,
+            "balanced": self.balanced,
+            "unbalanced": list(self.unbalanced),
             "along_sequence": self.along_sequence,
             "outputs_that_stay_cut": [str(layout).replace("-1", "?") for layout in self.outputs],
         }
@@ -230,6 +236,10 @@ def _totals(plan: Plan) -> Iterator[str]:
         yield f'outputs     {held} stay cut: autotp.gather makes them whole, or outputs="full"'
     if plan.cp > 1:
         yield f"over cp     {plan.in_sequence} operators are cut along the sequence, and parameters are whole"
+        if plan.balanced:
+            yield f"balance     the ranks have equal work in {plan.balanced} causal attentions"
+        for reason in plan.unbalanced:
+            yield f"balance     the last rank has the most work in causal attention: {reason}"
     inputs = " ".join("x".join(map(str, shape)) for shape in plan.traffic.shapes if shape)
     for axis in ("tp", "cp") if plan.cp > 1 else ("tp",):
         t, over = plan.traffic.over(axis), f" over {axis}" * (plan.cp > 1)

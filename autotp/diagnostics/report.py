@@ -59,6 +59,7 @@ def report(analysis: Program, model: str, first: fx.Graph | None = None) -> Plan
     return Plan(
         model, analysis.tp, cuts, everything, total, max(ranks), count, _along_sequence(analysis), outputs,
         cp=analysis.options.cp, in_sequence=analysis.in_sequence,
+        balanced=analysis.balanced, unbalanced=analysis.unbalanced,
     )  # fmt: skip
 
 

@@ -108,8 +108,8 @@ def attention(call: Call) -> Rule | None:
     """Scaled dot-product attention: `query: [* h s d]`, `key: [* k t d]`, `value: [* k t e]`, `mask: [* h s t]`.
 
     Linear in `value` without dropout. With dropout the mask is drawn for all heads at once, so a cut needs the parallel
-    form. With `is_causal` the positions of queries matter: a cut needs the parallel form `causal_rows`, and a part of
-    the queries stays as it is.
+    form. With `is_causal` the positions of queries matter: a cut needs the parallel form `causal_rows`, or that of
+    `zigzag_rows`, and a part of the queries stays as it is.
     """
     query, key, _, *mask = present(call)
     if query.dim() != call.outputs[0].dim():  # The query is broadcast: torch fails on empty parts then.
@@ -120,7 +120,11 @@ def attention(call: Call) -> Rule | None:
     if call.get("enable_gqa") and Size.of(query.shape[-3]) != Size.of(key.shape[-3]):
         kv, heads, sizes = [*heads[:-1], f"k{mark}"], [*heads[:-1], f"(k{mark} g{mark})"], {"k": key.shape[-3]}
     causal = ("^" if mark else "!") if call.get("is_causal") else mark
-    s = "s^" if "start" in call.arguments else f"s{causal}"
+    s = f"s{causal}"
+    if "start" in call.arguments or call.arguments.get("rank") is not None:
+        s = "s^"
+    elif "parts" in call.arguments:
+        s = "s!"
     terms = [[*heads, s, "d^"], [*kv, "t^", "d^"], [*kv, "t^", "e"], *[[*heads, s, "t^"]] * len(mask)]
     terms = [term[len(term) - operand.dim() :] for term, operand in zip(terms, present(call), strict=True)]
     return Rule.of(spell(terms, [[*heads, s, "e"]]), () if mark else ((2,),), **sizes)

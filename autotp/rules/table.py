@@ -15,6 +15,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from autotp.ops import channels, collectives, custom_vjp, dropout, lookup, placement_moves
 from autotp.ops import experts as routing
 from autotp.ops.attention.causal_rows import causal_rows
+from autotp.ops.attention.zigzag import in_order, zigzag, zigzag_rows
 from autotp.ops.grouped_mm import OPERATOR
 from autotp.ops.losses import cross_entropy, ctc_loss
 from autotp.rules import common as f
@@ -246,6 +247,9 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     dropout.exact_attention: Row(p.attention, T.RANDOM | T.ATTENTION),
     dropout.fast_attention: Row(p.attention, T.RANDOM | T.ATTENTION),
     causal_rows: Row(p.attention, T.ATTENTION),
+    zigzag_rows: Row(p.attention, T.ATTENTION),
+    zigzag: Row(c.held),
+    in_order: Row(c.held),
     dropout.empty_attention: Row(traits=T.ATTENTION),
     channels.convolution: Row(p.convolution_rule),
     channels.conv_transpose: Row(p.conv_transpose_rule),

@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 from autotp.ops import dropout, lookup
 from autotp.ops import experts as routing
 from autotp.ops.attention.causal_rows import causal_rows
+from autotp.ops.attention.zigzag import zigzag_rows
 from autotp.ops.losses import cross_entropy
 from autotp.passes.check.types import CONJUGATES
 from autotp.passes.lower.local_sizes import PARTS
@@ -37,6 +38,7 @@ FORMS: dict[Any, tuple[Any, tuple[str, ...], str]] = {
     lookup.gather: (aten.gather.default, ("self", "dim", "index", "start", "size"), ""),
     cross_entropy.class_terms: (cross_entropy.class_terms, ("x", "top", "classes", "dim", "start", "size"), ""),
     causal_rows: (SDPA, ("query", "key", "value", "start", "scale", "enable_gqa"), ""),
+    zigzag_rows: (zigzag_rows, ("query", "key", "value", "parts", "rank", "scale", "enable_gqa"), ""),
     dropout.exact_dropout: (aten.dropout.default, ("input", "p"), "exact"),
     dropout.fast_dropout: (aten.dropout.default, ("input", "p"), "fast"),
     dropout.exact_attention: (SDPA, _ATTENTION, "exact"),

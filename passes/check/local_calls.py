@@ -105,8 +105,10 @@ def _form(
     if of is not target or only not in ("", to.randomness) or not arguments.get("train", True):
         return f"a parallel form of {target}", {}
     axis, leaf = ins[0][cut.factor.ins[0]] if cut.factor.ins else cut.factor.axis, cut.leaf
+    arguments |= {"parts": to.tp, "rank": to.rank}
     if find(axis).size.symbols:
-        arguments |= {"start": _known(to, chunk_start, leaf), "size": find(axis).size} if not only else {}
+        started = "start" in names and not only
+        arguments |= {"start": _known(to, chunk_start, leaf), "size": find(axis).size} if started else {}
     else:
         start = _start(to, axis, leaf)
         length = local_length(to, axis, leaf) if start is not None else Size(0)

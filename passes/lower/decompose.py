@@ -19,7 +19,7 @@ from torch import fx
 from autotp.ops.losses.cross_entropy import peak
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.lower.vocab_parallel_loss import MEAN, SUM, count, cross_entropy, nll
-from autotp.passes.plan.choose import Decision
+from autotp.passes.plan.choose import Decision, carry
 from autotp.passes.plan.infer_axes import Axes, Factor, visit
 from autotp.rules.call import arguments_of
 from autotp.rules.row import Trait
@@ -57,18 +57,6 @@ def expansion_of(node: fx.Node, factor: Factor) -> Expansion | None:
         return None
     of_rows = arguments_of(node).get("reduction") == MEAN and factor.name != "c"
     return partial(_mean_loss, node.target) if of_rows else EXPANSIONS.get(node.target)
-
-
-def carry(copy: fx.Node, node: fx.Node, old: Axes, axes: Axes, before: Decision, after: Decision) -> None:
-    """Copies axes, rule and cuts of `node` to its copy in another graph."""
-    if node in old.dims:
-        axes.dims[copy] = old.dims[node]
-    if node in old.bound:
-        axes.bound[copy] = old.bound[node].renamed(copy)
-    if node in before.cuts:
-        after.cuts[copy] = before.cuts[node]
-    if node in before.held:
-        after.held[copy] = before.held[node]
 
 
 def _mean_loss(op: Any, builder: Builder, args: dict[str, Any]) -> fx.Node:

@@ -16,8 +16,7 @@ import torch
 from torch import fx
 
 from autotp.passes.builder import Builder, fake_mode_of
-from autotp.passes.lower.decompose import carry
-from autotp.passes.plan.choose import Decision
+from autotp.passes.plan.choose import Decision, carry
 from autotp.passes.plan.infer_axes import Axes, visit
 from autotp.passes.plan.propagate import Have, propagate, waits
 from autotp.passes.plan.sums import inside, is_sum, terms, views

@@ -17,6 +17,7 @@ from autotp.errors import Error
 from autotp.ops import dropout, lookup
 from autotp.ops import experts as routing
 from autotp.ops.attention.causal_rows import causal_rows
+from autotp.ops.attention.zigzag import zigzag_rows
 from autotp.ops.losses import cross_entropy
 from autotp.passes.lower.local_sizes import Local
 from autotp.passes.plan.infer_axes import Axes, Factor
@@ -174,6 +175,11 @@ def _attention(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     return dropout.exact_attention, (*shared, sizes, (_cut(local, _weights(node, axes), leaf),))
 
 
+def _zigzag_rows(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+    args = local.builder.map(arguments_of(node)) | {"rank": local.to.rank}
+    return zigzag_rows, tuple(args.values())
+
+
 def _fast_again(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     """A fast form that is cut over another mesh axis already: its rank counts the ranks of both axes."""
     *shared, rank = local.builder.map(node.args)
@@ -214,6 +220,7 @@ FORMS: dict[Any, Form] = {
     cross_entropy.class_terms: _class_terms,
     aten.dropout.default: _dropout,
     aten.scaled_dot_product_attention.default: _attention,
+    zigzag_rows: _zigzag_rows,
     dropout.fast_dropout: _fast_again,
     dropout.fast_attention: _fast_again,
     dropout.exact_dropout: _exact_again,

@@ -55,6 +55,18 @@ class Decision:
     scattered: dict[fx.Node, Axis] = field(default_factory=dict)
 
 
+def carry(copy: fx.Node, node: fx.Node, old: Axes, axes: Axes, before: Decision, after: Decision) -> None:
+    """Copies axes, rule and cuts of `node` to its copy in another graph."""
+    if node in old.dims:
+        axes.dims[copy] = old.dims[node]
+    if node in old.bound:
+        axes.bound[copy] = old.bound[node].renamed(copy)
+    if node in before.cuts:
+        after.cuts[copy] = before.cuts[node]
+    if node in before.held:
+        after.held[copy] = before.held[node]
+
+
 def choose(
     axes: Axes,
     candidates: list[Candidate],

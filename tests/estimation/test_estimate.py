@@ -38,14 +38,16 @@ def test_the_rows_of_the_time_add_up(pipeline: autotp.Estimate) -> None:
 
 
 def test_cut_sequences_divide_activations_but_for_keys_and_values() -> None:
-    """Each rank has the keys and values of whole sequences, 2 s b h elements a layer."""
+    """Each rank has the keys and values of whole sequences, 2 s b h elements a layer. On a GPU it has the result of
+    attention twice: once for each piece of its rows, and once in one tensor."""
     with torch.device("meta"):
         model = GPT(GPTConfig(block_size=4096, vocab_size=512, n_layer=4, n_head=8, n_embd=512, dropout=0.0))
     one, two, four = (estimated(model, cp=cp, batch=2, micro_batch=2) for cp in (1, 2, 4))
     keys = 4 * 2 * 4096 * 2 * 512 * 2
     for cp, est in ((2, two), (4, four)):
         own = one.memory[0].activations - keys
-        assert est.memory[0].activations == pytest.approx(own / cp + keys, rel=0.05)
+        twice = 4 * 2 * 4096 * 512 * 2 / cp
+        assert est.memory[0].activations == pytest.approx(own / cp + keys + twice, rel=0.01)
         assert est.layout.devices == cp and est.flops == one.flops
         sent = {name for name in est.spent if name.endswith("cp")}
         assert sent == {"all-gather cp", "reduce-scatter cp", "all-reduce cp"}

@@ -24,6 +24,7 @@ aten = torch.ops.aten
 ROOT = Path(autotp.__file__).parent.parent
 TABLES = {
     ("passes/canonicalize/canonicalize.py", "REWRITES"),
+    ("passes/canonicalize/causal_attention.py", "MEANINGS"),
     ("passes/canonicalize/functionalize.py", "SCATTERS"),
     ("passes/lower/decompose.py", "EXPANSIONS"),
     ("passes/lower/localize.py", "FORMS"),

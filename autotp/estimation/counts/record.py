@@ -31,6 +31,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from autotp.estimation.counts.operators import FREE, Op, Phase, Touch, arithmetic_of, kind_of, share_of, work_of
 from autotp.ops.attention.causal_rows import alone, causal_rows
+from autotp.ops.attention.zigzag import pieces, zigzag_rows
 from autotp.rules.registry import is_grouped
 
 aten = torch.ops.aten
@@ -211,9 +212,27 @@ def fused_causal_rows(
     )
 
 
+def fused_zigzag_rows(
+    query: Tensor, key: Tensor, value: Tensor, parts: int, rank: int, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    """Returns causal attention of both pieces of a rank's queries as GPUs compute it.
+
+    query: [batch heads seq/cp width]
+    """
+    bounds = pieces(key.shape[-2], parts, rank)
+    rows = query.split([stop - start for start, stop in bounds], -2)
+    found = [
+        fused_causal_rows(x, key, value, start, scale, enable_gqa)
+        for x, (start, stop) in zip(rows, bounds, strict=True)
+        if stop > start
+    ]
+    return torch.cat(found, -2)
+
+
 FUSED: dict[Any, Callable[..., Tensor]] = {
     aten.dropout.default: fused_dropout,
     causal_rows: fused_causal_rows,
+    zigzag_rows: fused_zigzag_rows,
     aten.scaled_dot_product_attention.default: fused_attention,
 }
 """An operator of a graph -> what a GPU runs for it."""

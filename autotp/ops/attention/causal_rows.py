@@ -5,6 +5,7 @@ A mask would be kept for backward by each layer: with sequences of 32,768 tokens
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ aten = torch.ops.aten
 FUSED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
+Pieces = Sequence[tuple[int, int]]
+"""The (start, stop) positions of consecutive rows."""
+
+
 def causal_rows(query: Tensor, key: Tensor, value: Tensor, start: int, scale: float | None, enable_gqa: bool) -> Tensor:
     """Returns attention in which the query at position `start + i` reads the keys up to this position.
-
-    On a GPU it is the fused attention that is causal from the bottom right, on the keys up to the last query.
 
     Args:
         query: a part of the queries, [batch heads seq/cp width].
@@ -28,23 +31,37 @@ def causal_rows(query: Tensor, key: Tensor, value: Tensor, start: int, scale: fl
         start: the position of the first query.
         scale, enable_gqa: as for `scaled_dot_product_attention`.
     """
-    rows, stop = query.shape[-2], start + query.shape[-2]
+    return causal_pieces(query, key, value, [(start, start + query.shape[-2])], scale, enable_gqa)
+
+
+def causal_pieces(
+    query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    """Returns attention in which the queries of some pieces of a sequence read the keys up to their positions.
+
+    On a GPU each piece is the fused attention that is causal from the bottom right, on the keys up to its last query.
+
+    Args:
+        query: the queries of all pieces, [batch heads rows width].
+        key, value: those of all positions, [batch heads seq width].
+        pieces: the positions of the queries.
+        scale, enable_gqa: as for `scaled_dot_product_attention`.
+    """
     transformed = torch._C._functorch.peek_interpreter_stack() is not None or torch.compiler.is_compiling()
+    stop = max(stop for _, stop in pieces)
     if transformed or not query.numel() or stop > key.shape[-2]:
-        return _masked(query, key, value, start, scale, enable_gqa)
+        return _masked(query, key, value, pieces, scale, enable_gqa)
     key, value, query = key.narrow(-2, 0, stop), value.narrow(-2, 0, stop), alone(query)
     if query.is_cuda:
-        found: Tensor = F.scaled_dot_product_attention(
-            query, key, value, causal_lower_right(rows, stop), scale=scale, enable_gqa=enable_gqa
-        )
-        return found
+        return _fused(query, key, value, pieces, scale, enable_gqa)
     if query.dim() != 4 or query.shape[-1] != value.shape[-1] or query.dtype not in FUSED:
-        return _masked(query, key, value, start, scale, enable_gqa)
+        return _masked(query, key, value, pieces, scale, enable_gqa)
     if enable_gqa:
         repeats = query.shape[-3] // max(1, key.shape[-3])
         key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    return _OnCPU.apply(query, key, value, start, scale)[0]
+    found: Tensor = _OnCPU.apply(query, key, value, tuple(pieces), scale)[0]
+    return found
 
 
 def alone(query: Tensor) -> Tensor:
@@ -53,43 +70,73 @@ def alone(query: Tensor) -> Tensor:
     return query.clone() if together else query  # In the same order, so that the result has it as well.
 
 
-def _masked(query: Tensor, key: Tensor, value: Tensor, start: int, scale: float | None, enable_gqa: bool) -> Tensor:
-    mask = _read(query, key, start)
-    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
+def _fused(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None, gqa: bool) -> Tensor:
+    found = []
+    for rows, (start, stop) in zip(query.split([b - a for a, b in pieces], -2), pieces, strict=True):
+        mask = causal_lower_right(stop - start, stop)
+        keys, values = key.narrow(-2, 0, stop), value.narrow(-2, 0, stop)
+        if stop > start:
+            found.append(F.scaled_dot_product_attention(rows, keys, values, mask, scale=scale, enable_gqa=gqa))
+    return torch.cat(found, -2) if len(found) > 1 else found[0]
 
 
-def _read(query: Tensor, key: Tensor, start: int) -> Tensor:
-    """Returns which keys each query reads. [rows keys]"""
-    rows, keys = (torch.arange(x.shape[-2], device=x.device) for x in (query, key))
-    return keys <= (rows + start).unsqueeze(1)
+def _masked(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None, gqa: bool) -> Tensor:
+    places = [torch.arange(start, stop, device=key.device) for start, stop in pieces]
+    mask = torch.arange(key.shape[-2], device=key.device) <= torch.cat(places).unsqueeze(1)
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=gqa)
 
 
-def _bias(query: Tensor, key: Tensor, start: int) -> Tensor:
-    read = _read(query, key, start)
-    return torch.zeros_like(read, dtype=query.dtype).masked_fill(~read, float("-inf"))
+def _bias(query: Tensor, start: int, stop: int) -> Tensor:
+    """Returns 0 where a query at the positions of a piece reads a key, -inf elsewhere. [rows keys]"""
+    rows, keys = (torch.arange(a, stop, device=query.device) for a in (start, 0))
+    later = keys > rows.unsqueeze(1)
+    return torch.zeros_like(later, dtype=query.dtype).masked_fill(later, float("-inf"))
+
+
+def _of_pieces(
+    pieces: Pieces, of_rows: Sequence[Tensor], of_keys: Sequence[Tensor]
+) -> Iterator[tuple[list[Tensor], list[Tensor], tuple[int, int]]]:
+    """Yields the rows of a piece, and the keys that they read, as views. [batch heads length width] each"""
+    at = 0
+    for start, stop in pieces:
+        if stop > start:
+            rows = [x.narrow(2, at, stop - start) for x in of_rows]
+            yield rows, [x.narrow(2, 0, stop) for x in of_keys], (start, stop)
+        at += stop - start
 
 
 class _OnCPU(torch.autograd.Function):
-    """The fused attention for CPUs; it keeps what the fused attention keeps, but for the mask."""
+    """The fused attention for CPUs, piece by piece; it keeps what the fused attention keeps, but for the mask."""
 
     @staticmethod
-    def forward(query: Tensor, key: Tensor, value: Tensor, start: int, scale: float | None) -> Any:
-        return aten._scaled_dot_product_flash_attention_for_cpu.default(
-            query, key, value, 0.0, False, attn_mask=_bias(query, key, start), scale=scale
-        )
+    def forward(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None) -> Any:
+        out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+        totals = []
+        for (q, o), (k, v), bounds in _of_pieces(pieces, (query, out), (key, value)):
+            found, total = aten._scaled_dot_product_flash_attention_for_cpu.default(
+                q, k, v, 0.0, False, attn_mask=_bias(query, *bounds), scale=scale
+            )
+            o.copy_(found)
+            totals.append(total)
+        return out, *totals
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.start, ctx.scale = inputs[3:]
-        ctx.mark_non_differentiable(output[1])
+        ctx.pieces, ctx.scale = inputs[3:]
+        ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*inputs[:3], *output)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> Any:
-        query, key, value, out, total = ctx.saved_tensors
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-            gradient, query, key, value, out, total, 0.0, False,
-            attn_mask=_bias(query, key, ctx.start), scale=ctx.scale,
-        )  # fmt: skip
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> Any:
+        query, key, value, out, *totals = ctx.saved_tensors
+        found = [torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)]
+        each = _of_pieces(ctx.pieces, (gradient, query, out, found[0]), (key, value, *found[1:]))
+        for ((g, q, o, of_q), (k, v, of_k, of_v), bounds), total in zip(each, totals, strict=True):
+            of_query, of_key, of_value = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+                g, q, k, v, o, total, 0.0, False, attn_mask=_bias(query, *bounds), scale=ctx.scale
+            )
+            of_q.copy_(of_query)
+            of_k.add_(of_key)
+            of_v.add_(of_value)
         return *found, None, None

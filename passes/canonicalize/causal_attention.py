@@ -1,0 +1,181 @@
+"""causal_attention: attention whose mask says only "no later key" is written as causal attention, without a mask.
+
+    Before: m = expand(le(unsqueeze(arange(s), 0), unsqueeze(arange(s), 1)), [b, 1, s, s]); attention(q, k, v, m)
+    After:  attention(q, k, v, is_causal=True)
+
+transformers makes such a mask while a graph is captured; on one device, without padding, it makes none. The mask would
+be s x s elements in memory, and the fastest kernels take none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autotp.passes.builder import Builder, fake_mode_of
+from autotp.rules.call import arguments_of
+from autotp.sharding.axis import Size
+
+aten = torch.ops.aten
+ATTENTION = aten.scaled_dot_product_attention.default
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Integers that count along one dimension: `value[..., i, ...] == i + offset`.
+
+    Attributes:
+        dim: the dimension, from the end: -1 is the last.
+        size: its length.
+    """
+
+    dim: int
+    size: Size
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Always:
+    """A value that is True everywhere."""
+
+
+@dataclass(frozen=True)
+class NoLaterKey:
+    """A value that is True where the position in the last dimension is not after that in the dimension before.
+
+    Attributes:
+        sizes: the lengths of both dimensions.
+    """
+
+    sizes: tuple[Size, Size]
+
+
+Fact = Positions | Always | NoLaterKey
+
+
+def causal_attention(graph: fx.Graph) -> fx.Graph:
+    """Returns the same function without masks that are causal, where queries and keys have one length."""
+    facts: dict[fx.Node, Fact] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor):
+            fact = _fact(node, facts)
+            if fact is not None and _spans(fact, node.meta["val"]):
+                facts[node] = fact
+    masked = {node for node in graph.nodes if node.target is ATTENTION and _is_causal(node, facts)}
+    if not masked:
+        return graph
+    builder = Builder(fake_mode_of(graph))
+    for node in graph.nodes:
+        builder.origin = node
+        if node not in masked:
+            builder.copy(node)
+            continue
+        given = builder.map(arguments_of(node)) | {"attn_mask": None, "is_causal": True}
+        named = {name: given.pop(name) for name in ("scale", "enable_gqa")}
+        builder.env[node] = builder.call(ATTENTION, *given.values(), **named)
+    return builder.graph
+
+
+def _spans(fact: Fact, value: torch.Tensor) -> bool:
+    """True if a fact is about whole dimensions of a value: a dimension of length 1 may have been repeated."""
+    sizes = [Size.of(n) for n in value.shape]
+    if isinstance(fact, Positions):
+        return sizes[fact.dim] == fact.size
+    return isinstance(fact, Always) or tuple(sizes[-2:]) == fact.sizes
+
+
+def _is_causal(node: fx.Node, facts: dict[fx.Node, Fact]) -> bool:
+    """True for an attention with a causal mask alone, of as many queries as keys."""
+    given = arguments_of(node)
+    sizes = tuple(Size.of(given[name].meta["val"].shape[-2]) for name in ("query", "key"))
+    mask = facts.get(given["attn_mask"]) if isinstance(given["attn_mask"], fx.Node) else None
+    return mask == NoLaterKey(sizes) and not given["is_causal"] and sizes[0] == sizes[1]  # type: ignore[arg-type]
+
+
+def _fact(node: fx.Node, facts: dict[fx.Node, Fact]) -> Fact | None:
+    """Returns what is known of a value, from what is known of its operands."""
+    meaning = MEANINGS.get(getattr(node.target, "overloadpacket", None))
+    if meaning is None:
+        return None
+    given = {name: facts.get(x) if isinstance(x, fx.Node) else x for name, x in arguments_of(node).items()}
+    return meaning(node.meta["val"], given)
+
+
+Given = dict[str, Any]
+"""The arguments of a call, with what is known of its operands in their place."""
+
+
+def _counted(value: Tensor, given: Given) -> Fact | None:
+    counts = given.get("start", 0) == 0 and given.get("step", 1) == 1 and not value.is_floating_point()
+    return Positions(-1, Size.of(value.shape[0])) if counts else None
+
+
+def _filled(value: Tensor, given: Given) -> Fact | None:
+    return Always() if value.dtype == torch.bool and given.get("fill_value", True) is True else None
+
+
+def _lower(value: Tensor, given: Given) -> Fact | None:
+    sizes = Size.of(value.shape[-2]), Size.of(value.shape[-1])
+    return NoLaterKey(sizes) if given["self"] == Always() and given["diagonal"] == 0 else None
+
+
+def _both(value: Tensor, given: Given) -> Fact | None:
+    known = given["self"], given["other"]
+    masks = {one for one in known if isinstance(one, NoLaterKey)}
+    if len(masks) > 1 or not all(isinstance(one, NoLaterKey | Always) for one in known):
+        return None
+    return next(iter(masks), Always())
+
+
+def _no_later(key: Any, query: Any, more: int) -> Fact | None:
+    """Returns what is known of `key <= query + more`."""
+    if not isinstance(key, Positions) or not isinstance(query, Positions):
+        return None
+    causal = (key.dim, query.dim) == (-1, -2) and key.offset == query.offset + more
+    return NoLaterKey((query.size, key.size)) if causal else None
+
+
+def _shifted(value: Tensor, given: Given, sign: int) -> Fact | None:
+    x, by = given["self"], given["other"]
+    plain = isinstance(x, Positions) and type(by) is int and given.get("alpha", 1) == 1
+    return replace(x, offset=x.offset + sign * by) if plain else None
+
+
+def _same(value: Tensor, given: Given) -> Fact | None:
+    x = given["self"]
+    wide = value.dtype in (torch.int32, torch.int64) if isinstance(x, Positions) else value.dtype == torch.bool
+    return x if wide else None
+
+
+def _unsqueezed(value: Tensor, given: Given) -> Fact | None:
+    x, behind = given["self"], value.dim() - 1 - given["dim"] % value.dim()  # The dimensions behind the new one.
+    if isinstance(x, Positions):
+        return replace(x, dim=x.dim - (behind < -x.dim))
+    return x if isinstance(x, Always) or behind >= 2 else None
+
+
+MEANINGS: dict[Any, Callable[[Tensor, Given], Fact | None]] = {
+    aten.arange: _counted,
+    aten.ones: _filled,
+    aten.full: _filled,
+    aten.tril: _lower,
+    aten.__and__: _both,
+    aten.bitwise_and: _both,
+    aten.logical_and: _both,
+    aten.le: lambda value, given: _no_later(given["self"], given["other"], 0),
+    aten.lt: lambda value, given: _no_later(given["self"], given["other"], -1),
+    aten.ge: lambda value, given: _no_later(given["other"], given["self"], 0),
+    aten.gt: lambda value, given: _no_later(given["other"], given["self"], -1),
+    aten.add: lambda value, given: _shifted(value, given, 1),
+    aten.sub: lambda value, given: _shifted(value, given, -1),
+    aten.to: _same,
+    aten.alias: _same,
+    aten.detach: _same,
+    aten.expand: lambda value, given: given["self"],
+    aten.unsqueeze: _unsqueezed,
+}
+"""An operator -> what is known of its result: from its example value, and its arguments."""

@@ -1,0 +1,223 @@
+"""balance: gives the ranks of a cut sequence equal work in causal attention.
+
+    Before: q = linear(x, w); attention(q, apart(k), apart(v), is_causal=True)            all cut along the sequence
+    After:  q = linear(zigzag(x), w); zigzag_rows(q, in_order(apart(k)), in_order(apart(v)))
+
+A query reads the keys before it, so the rank with the end of a sequence would have the most work. In the order of
+`zigzag` each rank has a piece from the front and one from the back. What a cut operator reads is brought into this
+order, and what is read whole is brought back; keys and values are read in order. An operator that is cut along its rows
+computes each row by itself, so that it may have its rows in any order. A sequence keeps its order where one operator
+needs it: `Balanced.reasons` says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.ops.attention.zigzag import in_order, zigzag, zigzag_rows
+from autotp.ops.placement_moves import apart
+from autotp.passes.builder import Builder, fake_mode_of
+from autotp.passes.plan.choose import Decision, carry
+from autotp.passes.plan.infer_axes import Axes, visit
+from autotp.passes.plan.propagate import Have, propagate
+from autotp.rules.call import arguments_of
+from autotp.rules.traits import draws
+from autotp.sharding.axis import Axis, Size, find
+from autotp.sharding.placement import Shard
+
+aten = torch.ops.aten
+ATTENTION = aten.scaled_dot_product_attention.default
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """A graph with balanced sequences.
+
+    Attributes:
+        graph: the graph.
+        axes: its axes.
+        decision: which operators are cut along which sequence.
+        keys: the operators that bring keys and values in order.
+        balanced: the number of causal attentions with equal work on all ranks.
+        reasons: why the others have not: a sentence for each.
+    """
+
+    graph: fx.Graph
+    axes: Axes
+    decision: Decision
+    keys: frozenset[fx.Node] = frozenset()
+    balanced: int = 0
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reading:
+    """An operator that reads a value in an order.
+
+    Attributes:
+        operand: the value.
+        moved: True if it is brought into this order first.
+    """
+
+    operand: fx.Node
+    moved: bool
+
+
+def balance(graph: fx.Graph, axes: Axes, decision: Decision, parts: int, randomness: str) -> Balanced:
+    """Returns the same function with sequences in the order of `zigzag` where causal attention is cut.
+
+    Args:
+        graph: with `apart` for keys and values.
+        parts: the number of ranks over which sequences are cut.
+        randomness: "exact" if dropout draws the numbers of one device: then rows keep their order.
+    """
+    have = propagate(graph, axes, decision.cuts, decision.held)
+    attentions = [node for node in decision.cuts if _is_causal(node, axes, decision)]
+    leaves = list(dict.fromkeys(find(decision.cuts[node]) for node in attentions))
+    against = {leaf: next(_needs_order(leaf, axes, decision, have, randomness), "") for leaf in leaves}
+    chosen = [leaf for leaf in leaves if not against[leaf]]
+    reasons = tuple(dict.fromkeys(filter(None, against.values())))
+    if not chosen:
+        return Balanced(graph, axes, decision, reasons=reasons)
+    writing = _Writing(graph, axes, decision, have, chosen, parts)
+    for node in graph.nodes:
+        writing.visit(node)
+    count = sum(_among(decision.cuts[node], chosen) is not None for node in attentions)
+    return Balanced(writing.builder.graph, writing.new_axes, writing.new, frozenset(writing.keys), count, reasons)
+
+
+def _is_causal(node: fx.Node, axes: Axes, decision: Decision) -> bool:
+    """True for a causal attention that is cut along its queries."""
+    factor = axes.bound[node].cuttable(decision.cuts[node])
+    return node.target is ATTENTION and factor is not None and factor.mark == "!" and bool(_causal(node))
+
+
+def _causal(node: fx.Node) -> bool:
+    arguments = arguments_of(node)
+    return bool(arguments.get("is_causal")) and not arguments.get("dropout_p")
+
+
+def _needs_order(leaf: Axis, axes: Axes, decision: Decision, have: Have, randomness: str) -> Iterator[str]:
+    """Yields why a sequence has to keep its order."""
+    for node, cut in decision.cuts.items():
+        factor = axes.bound[node].cuttable(cut)
+        if find(cut) is not leaf or factor is None:
+            continue
+        if draws(node) and randomness == "exact":
+            yield f'{_name(node)} draws the numbers of one device (randomness="exact")'
+        elif _is_causal(node, axes, decision):
+            query, key = (arguments_of(node)[name] for name in ("query", "key"))
+            if Size.of(query.meta["val"].shape[-2]) != Size.of(key.meta["val"].shape[-2]):
+                yield f"{_name(node)} reads another sequence"
+            elif _dim(axes, query, leaf) != query.meta["val"].dim() - 2:
+                yield f"{_name(node)} reads a sequence inside of a larger dimension"
+        elif (factor.mark and not draws(node)) or not factor.ins:
+            yield f"{_name(node)} depends on the order of rows"
+    for node in have:
+        for one in _readings(node, axes, decision, have, [leaf]):
+            if one.moved and _dim(axes, one.operand, leaf) is None:
+                yield f"{_name(node)} reads a sequence inside of a larger dimension"
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target)).split(".")[0]
+
+
+def _readings(node: fx.Node, axes: Axes, decision: Decision, have: Have, leaves: list[Axis]) -> Iterator[Reading]:
+    """Yields each operand of a node, and whether it is moved into another order before the node reads it."""
+    leaf, bound = decision.cuts.get(node), axes.bound.get(node)
+    if bound is None:  # A size is the same in each order, and an item of a tuple is in the order of the tuple.
+        reads = node.op == "output" or not isinstance(node.meta.get("val"), torch.Tensor | list | tuple)
+        for operand in node.all_input_nodes if node.target is not aten.sym_size.int else ():
+            yield Reading(operand, reads and _order(operand, have, leaves) is not None)
+        return
+    factor = bound.cuttable(leaf) if leaf is not None else None
+    for i, operand in enumerate(bound.operands):
+        wanted = _among(leaf, leaves) if factor is not None and i in factor.ins else None
+        yield Reading(operand, _order(operand, have, leaves) is not wanted)
+
+
+def _order(node: fx.Node, have: Have, leaves: list[Axis]) -> Axis | None:
+    """Returns the sequence in whose order a value is; None for a value in the model's order."""
+    found = (_among(one.axis, leaves) for one in have.get(node, ()) if isinstance(one, Shard))
+    return next((leaf for leaf in found if leaf is not None), None)
+
+
+def _among(axis: Axis | None, leaves: list[Axis]) -> Axis | None:
+    """Returns which of these sequences an axis is. Axes that are unified are one."""
+    return next((leaf for leaf in leaves if axis is not None and find(axis) is find(leaf)), None)
+
+
+def _dim(axes: Axes, node: fx.Node, leaf: Axis) -> int | None:
+    """Returns the dimension of a value that is a sequence; None if a dimension only contains it."""
+    return next((d for d, axis in enumerate(axes.of(node)) if find(axis) is find(leaf)), None)
+
+
+class _Writing:
+    """The new graph, its axes and its decision.
+
+    Attributes:
+        moved: (old node, order) -> its value in that order.
+        keys: the operators that bring keys and values in order.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, axes: Axes, decision: Decision, have: Have, leaves: list[Axis], parts: int
+    ) -> None:
+        self.axes, self.decision, self.have, self.leaves, self.parts = axes, decision, have, leaves, parts
+        self.builder, self.new_axes = Builder(fake_mode_of(graph)), Axes()
+        self.new = Decision(chosen=decision.chosen)
+        self.moved: dict[fx.Node, fx.Node] = {}
+        self.keys: list[fx.Node] = []
+
+    def visit(self, node: fx.Node) -> None:
+        self.builder.origin = node
+        if node.target is apart and (leaf := _order(node.args[0], self.have, self.leaves)) is not None:  # type: ignore[arg-type]
+            self._apart(node, leaf)
+            return
+        swapped = {one.operand: self._in_other_order(one.operand, node) for one in self._readings(node) if one.moved}
+        before = {operand: self.builder.env[operand] for operand in swapped}
+        self.builder.env.update(swapped)
+        leaf = _among(self.decision.cuts.get(node), self.leaves)
+        if leaf is not None and node.target is ATTENTION and _causal(node):
+            self._attention(node, leaf)
+        else:
+            carry(self.builder.copy(node), node, self.axes, self.new_axes, self.decision, self.new)
+        self.builder.env.update(before)
+
+    def _readings(self, node: fx.Node) -> Iterator[Reading]:
+        return _readings(node, self.axes, self.decision, self.have, self.leaves)
+
+    def _in_other_order(self, operand: fx.Node, reader: fx.Node) -> fx.Node:
+        """Returns a value in the order in which its operator does not leave it, moved once for all readers."""
+        if operand not in self.moved:
+            order = _order(operand, self.have, self.leaves)
+            leaf = order if order is not None else self.decision.cuts[reader]
+            move, dim = zigzag if order is None else in_order, _dim(self.axes, operand, leaf)
+            self.moved[operand] = self._called(move, self.builder.env[operand], dim, self.parts)
+        return self.moved[operand]
+
+    def _called(self, target: Any, *args: Any) -> fx.Node:
+        new = self.builder.call(target, *args)
+        visit(new, self.new_axes)
+        return new
+
+    def _apart(self, node: fx.Node, leaf: Axis) -> None:
+        """Writes a value that is read whole: its positions are brought in order after they are gathered."""
+        read: Any = node.args[0]
+        new = self.builder.copy(node)
+        carry(new, node, self.axes, self.new_axes, self.decision, self.new)
+        self.builder.env[node] = self._called(in_order, new, _dim(self.axes, read, leaf), self.parts)
+        self.keys.append(self.builder.env[node])
+
+    def _attention(self, node: fx.Node, leaf: Axis) -> None:
+        given: Mapping[str, Any] = self.builder.map(arguments_of(node))
+        operands = (given[name] for name in ("query", "key", "value"))
+        new = self._called(zigzag_rows, *operands, self.parts, None, given["scale"], given["enable_gqa"])
+        self.builder.env[node] = new
+        self.new.cuts[new] = leaf

@@ -1,0 +1,112 @@
+"""causal_attention: a mask that says only "no later key" is left out; any other mask stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from graphs import canonical
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autotp.passes.canonicalize.causal_attention import causal_attention
+from autotp.rules.call import arguments_of
+
+aten = torch.ops.aten
+
+
+def positions(x: Tensor, more: int = 0) -> Tensor:
+    return torch.arange(x.shape[-2]) + more
+
+
+def below(x: Tensor) -> Tensor:
+    return positions(x)[None, :] <= positions(x)[:, None]
+
+
+class Masked(nn.Module):
+    """Attention of x to itself with a mask that `mask` makes."""
+
+    def __init__(self, mask: Any, **given: Any) -> None:
+        super().__init__()
+        self.mask, self.given = mask, given
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch heads seq features]"""
+        return F.scaled_dot_product_attention(x, x, x, self.mask(x), **self.given)
+
+
+def attention_of(model: nn.Module, x: Tensor) -> tuple[Any, Any]:
+    """The mask and `is_causal` of the attention, after the pass; with the numbers of before."""
+    before = canonical(model, x)[1]
+    after = causal_attention(before)
+    (node,) = (n for n in after.nodes if n.target is aten.scaled_dot_product_attention.default)
+    given = arguments_of(node)
+    return given["attn_mask"], given["is_causal"]
+
+
+CAUSAL = {
+    "le": below,
+    "ge": lambda x: positions(x)[:, None] >= positions(x)[None],
+    "lt": lambda x: positions(x)[None] < positions(x, 1)[:, None],
+    "gt": lambda x: positions(x, 1)[:, None] > positions(x)[None],
+    "offsets": lambda x: positions(x, 5)[None] <= positions(x, 5)[:, None],
+    "expanded": lambda x: below(x)[None, None].expand(x.shape[0], -1, -1, -1),
+    "and-true": lambda x: torch.ones((), dtype=torch.bool) & below(x),
+    "and-itself": lambda x: below(x) & below(x),
+    "tril": lambda x: torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool).tril(),
+}
+OTHERS = {
+    "later-keys": lambda x: positions(x)[None] >= positions(x)[:, None],
+    "one-more-key": lambda x: positions(x)[None] <= positions(x, 1)[:, None],
+    "itself-not": lambda x: (positions(x)[None] < positions(x)[:, None]) | (positions(x)[None] == 0),
+    "window": lambda x: below(x) & (positions(x)[None] > positions(x)[:, None] - 3),
+    "padding": lambda x: below(x) & (x[:, :1, None, :, 0] > -9),
+    "all": lambda x: torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool),
+    "tril-of-another-diagonal": lambda x: torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool).tril(1),
+    "one-query-for-all": lambda x: (positions(x)[:1][:, None] <= positions(x)[:, None]).expand(-1, x.shape[-2]),
+    "numbers": lambda x: torch.zeros(x.shape[-2], x.shape[-2], dtype=x.dtype).masked_fill(~below(x), -9.0),
+    "by-twos": lambda x: (positions(x) * 2)[None] <= positions(x)[:, None],
+    "halves": lambda x: torch.arange(x.shape[-2])[None] // 2 <= torch.arange(x.shape[-2])[:, None] // 2,
+}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_causal_mask_is_left_out(name: str, dropout: float) -> None:
+    x = torch.randn(2, 3, 6, 4, dtype=torch.float64)
+    assert attention_of(Masked(CAUSAL[name], dropout_p=dropout), x) == (None, True)
+    expected = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    torch.testing.assert_close(Masked(CAUSAL[name])(x), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_any_other_mask_stays(name: str) -> None:
+    x = torch.randn(2, 3, 6, 4, dtype=torch.float64)
+    mask, causal = attention_of(Masked(OTHERS[name]), x)
+    assert mask is not None and causal is False
+
+
+def test_more_keys_than_queries_keep_their_mask() -> None:
+    """torch aligns such a causal attention at the first key, which is also what this mask says, at one length only."""
+
+    class Two(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            mask = torch.arange(y.shape[-2])[None] <= torch.arange(x.shape[-2])[:, None]
+            return F.scaled_dot_product_attention(x, y, y, mask)
+
+    graph = causal_attention(canonical(Two(), torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4))[1])
+    (node,) = (n for n in graph.nodes if n.target is aten.scaled_dot_product_attention.default)
+    assert node.args[3] is not None
+
+
+def test_masks_of_transformers() -> None:
+    """Without padding, as on one device."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=24
+    )
+    graph = causal_attention(canonical(LlamaForCausalLM(config), torch.randint(24, (2, 5)))[1])
+    found = [n for n in graph.nodes if n.target is aten.scaled_dot_product_attention.default]
+    assert len(found) == 2 and all(node.args[3:6] == (None, 0.0, True) for node in found)
