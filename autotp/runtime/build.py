@@ -22,7 +22,7 @@ from autotp.options import Options, expect_choices
 from autotp.passes.capture.autocast_regions import ambient
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.pytree import signature_of
-from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.capture.skeleton import expect_copyable, skeleton_of
 from autotp.runtime.graph_digest import digest
 from autotp.runtime.graph_entry import GraphEntry, prepare
 from autotp.runtime.module import ParallelModule, Part, adopt, classes_of, executable_of
@@ -110,6 +110,7 @@ def expect_ordinary(model: Any, remedy: str = "parallelize the original model on
     """
     if not isinstance(model, nn.Module):
         raise Error(f"a {_name(model)} is not a torch.nn.Module", fix="pass the model itself")
+    expect_copyable(model)
     parallel = set(models())
     if state_of(model) is not None or any(module in parallel for module in model.modules()):
         raise Error("the model is parallel already", fix=remedy)

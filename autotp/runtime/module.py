@@ -6,6 +6,7 @@ See NOTE [The model stays the user's] in `tree.py`. `copy.deepcopy` of a paralle
 from __future__ import annotations
 
 import sys
+from abc import ABCMeta
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -30,6 +31,7 @@ from autotp.errors import Error, within
 from autotp.model_library import classes_before, saves_first_rank_only
 from autotp.options import Recompute
 from autotp.passes.capture.guards.attribute_paths import is_internal
+from autotp.passes.capture.skeleton import expect_copyable
 from autotp.passes.emit.attach_parameters import BlockCall
 from autotp.runtime.executable import Executable
 from autotp.runtime.torch_hooks.loading import cutting, parts_to_load
@@ -70,8 +72,8 @@ class Part(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         state = state_of(self)
-        if value is Submodule or value is ParallelModule:  # torch ends a parametrization: it takes the first base.
-            value = original_class(type(self)).__bases__[0]
+        if name == "__class__" and value is original_class(type(self)) and value.__module__ == parametrize.__name__:
+            value = value.__bases__[0]  # torch ends a parametrization: it takes the first base of a class.
         if name == "__class__" and state is not None and not issubclass(value, Part):
             state.tree.version += 1
             value = _made(value, ParallelModule if isinstance(self, ParallelModule) else Submodule)
@@ -415,7 +417,7 @@ def _made(original: Any, role: Any) -> type[Part]:
         "__module__": original.__module__, "__qualname__": original.__qualname__,
     }  # fmt: skip
     meta: Any = type(original)
-    made: type[Part] = _kind_of(meta)(original.__name__, (*classes_before(original), role, original), names)
+    made: type[Part] = _kind_of(meta)(original.__name__, (original, *classes_before(original), role), names)
     return made
 
 
@@ -426,9 +428,31 @@ def _kind_of(meta: Any) -> Any:
     Code that restores an attribute after a while passes the new class's own value; the original's value is meant.
     A new class is equal to its original, for `type(module) == nn.Linear`. Their hashes differ: in a dict by classes, as
     that of `fully_shard`, they are two keys.
+
+    NOTE [The first base]
+    Python lets a module change its class only if both classes lay out an object alike, which it sees by following their
+    first bases. So the original class is the first base. Our classes come before it in the order of methods only.
     """
 
     class Kind(meta):
+        def __new__(kind, name: str, bases: Any, names: Any, **given: Any) -> Any:
+            """Returns a class; the metaclass of the model is not asked about ours, which is no new class to it."""
+            if ORIGINAL not in names:
+                return super().__new__(kind, name, bases, names, **given)
+            own = {"_abc_impl": ABCMeta("", (), {})._abc_impl} if issubclass(meta, ABCMeta) else {}  # type: ignore[attr-defined]
+            return type.__new__(kind, name, bases, names | own)  # `isinstance` keeps what it found in `_abc_impl`.
+
+        def __init__(cls, name: str, bases: Any, names: Any, **given: Any) -> None:
+            if ORIGINAL not in names:
+                super().__init__(name, bases, names, **given)
+
+        def mro(cls) -> list[type]:
+            if ORIGINAL not in vars(cls):
+                return super().mro()
+            original, *ours = cls.__bases__
+            before = [kind for one in ours for kind in one.__mro__ if kind not in original.__mro__]
+            return [cls, *dict.fromkeys(before), *original.__mro__]
+
         def __eq__(cls, other: object) -> bool:
             return cls is other or vars(cls).get(ORIGINAL, cls) is other
 
@@ -484,7 +508,7 @@ def _give(module: nn.Module, kind: type[Part], tree: Tree, held: Mapping[str, La
     attributes.update({name: OrderedDict() for name in FORWARD_HOOKS if name in own})
     state = give_state(module, ModuleState(tree, held, own))
     state.known = {key: p for key, p in module._parameters.items() if p is not None}
-    module.__class__ = kind
+    vars(object)["__class__"].__set__(module, kind)  # Not by assignment: the module's `__setattr__` may do anything.
 
 
 # ---- later changes of a parallel model
@@ -495,8 +519,9 @@ def renew(model: nn.Module, tree: Tree) -> None:
 
     Raises:
         Error: a new parameter has neither the shape of the whole nor of this rank's part, or is not an ordinary
-            parameter; or a module was parametrized.
+            parameter; a module was parametrized; or a new module is of a class that cannot be copied.
     """
+    expect_copyable(model)
     sharded = {part for unit in model.modules() if isinstance(unit, FSDPModule) for part in unit.modules()}
     for path, module in list(model.named_modules()):
         state, added = state_of(module), list[Tensor]()

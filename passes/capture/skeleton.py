@@ -6,10 +6,11 @@ import copy
 import gc
 import types
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from autotp.errors import Error
 from autotp.ops.eager_mode import is_plain
 from autotp.passes.capture.guards.attribute_paths import children, everything, hidden, key_of, reached, spelled
 from autotp.passes.capture.guards.guard import HOOKS
+
+WRITTEN_IN_PYTHON = 1 << 9
+"""The flag of a class that is not compiled C: Py_TPFLAGS_HEAPTYPE."""
 
 
 def skeleton_of(model: nn.Module) -> nn.Module:
@@ -87,6 +91,37 @@ def stand_ins(
     for proxy in shown:  # At the end: its dict may hold any of the values above.
         memo[id(proxy)] = types.MappingProxyType(copy.deepcopy(gc.get_referents(proxy)[0], memo))
     return memo
+
+
+def expect_copyable(model: nn.Module) -> None:
+    """Raises Error for a module that holds more than its `__dict__`, or that no set can hold."""
+    queue, seen = deque([("", model)]), set[int]()
+    while queue:
+        path, module = queue.popleft()
+        seen.add(id(module))
+        kind = type(module)
+        what = f"`{path}`, a {kind.__name__}," if path else f"the {kind.__name__}"
+        if kind.__hash__ is None:
+            raise Error(
+                f"{what} cannot be hashed, so that torch does not list its parameters",
+                fix="`__hash__ = torch.nn.Module.__hash__` in its class, or `@dataclass(eq=False)`",
+            )
+        if (kind.__basicsize__, kind.__itemsize__) != (nn.Module.__basicsize__, nn.Module.__itemsize__):
+            _expect_no_slots(what, kind)
+        inside = [(f"{path}.{name}".lstrip("."), one) for name, one in module._modules.items() if one is not None]
+        queue.extend((at, one) for at, one in inside if id(one) not in seen)
+
+
+def _expect_no_slots(what: str, kind: type[nn.Module]) -> NoReturn:
+    """Raises the Error for a module of a class that lays out more than a `__dict__`."""
+    larger = [one for one in kind.__mro__[:-1] if one.__itemsize__ or one.__basicsize__ > nn.Module.__basicsize__]
+    if not larger[-1].__flags__ & WRITTEN_IN_PYTHON:
+        raise Error(
+            f"{what} derives from {larger[-1].__name__}, too: it has contents that are no attributes",
+            fix=f"a module with an attribute that holds the {larger[-1].__name__}",
+        )
+    names = [name for one in kind.__mro__ for name, x in vars(one).items() if type(x) is types.MemberDescriptorType]
+    raise Error(f"{what} has `{names[0]}` in __slots__, which torch does not copy", fix="a class without __slots__")
 
 
 def _apart(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:

@@ -2,7 +2,9 @@
 
 import copy
 import pickle
-from typing import Any
+from abc import ABC, ABCMeta
+from types import new_class
+from typing import Any, Generic, Protocol, TypeVar
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import autotp
 from autotp.passes.capture.repeats.blocks import patched
+from autotp.runtime.module import Part
 
 checks = Checks()
 
@@ -91,6 +94,95 @@ def a_base_class_sees_no_new_class(rank: int, n: int) -> None:
         """As torch derives classes from those of parallel models."""
 
     assert Watching.derived.pop() == "derived" and Derived.forward is not before
+
+
+class Empty:
+    """A base class that adds no `__dict__`, as `abc.ABC`, `Generic` and `Protocol` do."""
+
+    __slots__ = ()
+
+
+class Named(type):
+    """A metaclass with an argument of its own, which lists its classes and allows none that is derived from them."""
+
+    made: list[str] = []  # noqa: RUF012
+
+    def __new__(meta, name: str, bases: Any, names: Any, *, mark: str) -> Any:
+        if any(isinstance(base, Named) for base in bases):
+            raise TypeError(f"{name} is derived")
+        Named.made.append(mark)
+        return super().__new__(meta, name, bases, names)
+
+    def __init__(cls, name: str, bases: Any, names: Any, *, mark: str) -> None:
+        super().__init__(name, bases, names)
+
+
+class Abstractly(Named, ABCMeta):
+    """Two metaclasses."""
+
+
+class Has(Protocol):
+    up: nn.Module
+
+
+class Frozen(nn.Module):
+    """Its attributes stay as they are."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "down" in vars(self).get("_modules", {}):
+            raise AttributeError(f"{name} is set already")
+        super().__setattr__(name, value)
+
+
+class Mixin:
+    """A base class that is no module."""
+
+
+Unknown = TypeVar("Unknown")
+BASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "ABC first": ((ABC, nn.Module), {}),
+    "ABC last": ((nn.Module, ABC), {}),
+    "Generic first": ((Generic[Unknown], nn.Module), {}),
+    "Protocol first": ((Has, nn.Module), {}),
+    "mixins": ((Empty, Mixin, nn.Module, ABC), {}),
+    "a container": ((ABC, nn.ModuleDict), {}),
+    "a metaclass": ((nn.Module,), {"metaclass": Named, "mark": "one"}),
+    "two metaclasses": ((ABC, nn.Module), {"metaclass": Abstractly, "mark": "two"}),
+    "frozen": ((Frozen,), {}),
+}
+"""Bases of a model's class, and the keyword arguments of the class."""
+
+
+def model_with(kind: str) -> nn.Module:
+    def start(self: Any) -> None:
+        nn.Module.__init__(self)
+        self.up, self._modules["down"] = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    bases, given = BASES[kind]
+    made: nn.Module = new_class(kind, bases, given, lambda names: names.update(__init__=start, forward=forward))()
+    return made.double()
+
+
+def forward(self: Any, x: Tensor) -> Tensor:
+    return torch.as_tensor(self.down(self.up(x).relu()))
+
+
+@checks.on(2)
+def classes_with_bases_of_any_kind(rank: int, n: int) -> None:
+    """The whole model, a submodule, and copies. A metaclass is not asked about our class."""
+    x, before = torch.randn(3, 8, dtype=torch.float64), list(Named.made)
+    for kind, (bases, given) in BASES.items():
+        for whole in (model_with(kind), nn.Sequential(model_with(kind))):
+            parallel = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=x)
+            for model in (whole, parallel):
+                model(x).square().sum().backward()
+            expect_gradients(whole, parallel)
+            torch.testing.assert_close(copy.deepcopy(parallel)(x), whole(x), rtol=1e-12, atol=0)
+            net = list(parallel.modules())[isinstance(whole, nn.Sequential)]
+            assert type(net).__name__ == kind and isinstance(net, Part)
+            assert all(isinstance(net, base) for base in bases if base not in (Has, Generic[Unknown]))
+        before += [given["mark"]] * 2 if given else []
+    assert Named.made == before
 
 
 def in_plan(model: Any) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -65,3 +66,61 @@ def test_copies_share_what_their_originals_share() -> None:
     assert copy.whole.tolist() == [[0, 1, 2], [0, 0, 0]]
     assert model.whole.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert originals[id(copy.row)] is model.row
+
+
+class Slotted(nn.Linear):
+    __slots__ = ("scale",)
+
+
+@dataclass
+class Unhashed(nn.Module):
+    width: int
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+
+class Number(int, nn.Module):
+    """A module and a number."""
+
+
+class Raised(nn.Module, ValueError):
+    """A module that can be raised."""
+
+
+REFUSED = {
+    "slots": (Slotted(4, 4), "has `scale` in __slots__, which torch does not copy\n  try      a class without __slots__"),
+    "dataclass": (
+        Unhashed(4),
+        "cannot be hashed, so that torch does not list its parameters\n"
+        "  try      `__hash__ = torch.nn.Module.__hash__` in its class, or `@dataclass(eq=False)`",
+    ),
+    "number": (
+        Number(),
+        "derives from int, too: it has contents that are no attributes\n"
+        "  try      a module with an attribute that holds the int",
+    ),
+    "exception": (
+        Raised(),
+        "derives from BaseException, too: it has contents that are no attributes\n"
+        "  try      a module with an attribute that holds the BaseException",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_class_that_holds_more_than_attributes_is_refused(kind: str) -> None:
+    """Before parallelize, and when it is put into a parallel model."""
+    one, text = REFUSED[kind]
+    whole = nn.Sequential(nn.Linear(4, 4), nn.Sequential(one))
+    with pytest.raises(autotp.Error) as error:
+        autotp.explain(whole, 2, example_inputs=torch.ones(2, 4))
+    assert str(error.value) == f"explain(Sequential, tp=2): `1.0`, a {type(one).__name__}, {text}"
+    with pytest.raises(autotp.Error) as error:
+        autotp.verify(one, 2, example_inputs=torch.ones(2, 4))
+    assert str(error.value) == f"verify({type(one).__name__}, tp=2): the {type(one).__name__} {text}"
+    parallel = autotp.parallelize(nn.Sequential(nn.Linear(4, 4)), 1, example_inputs=torch.ones(2, 4))
+    parallel.add_module("new", one)
+    with pytest.raises(autotp.Error) as error:
+        parallel(torch.ones(2, 4))
+    assert str(error.value).endswith(f"`new`, a {type(one).__name__}, {text}")
