@@ -192,6 +192,11 @@ def named(model: nn.Module, read: Collection[str], class_of: Any = type) -> Name
         read: names of attributes that forward reads.
         class_of: returns the class whose code a module runs.
     """
+    return _followed(model, read, class_of).named()
+
+
+def _followed(model: nn.Module, read: Collection[str], class_of: Any = type) -> _Following:
+    """Returns the names that a model's code reads, and the classes, globals and functions that it leads to."""
     found = _Following(set(read) | {"forward"} | IMPLIED, frozenset(read))
     for module in model.modules():
         found.add_class(class_of(module))
@@ -203,7 +208,7 @@ def named(model: nn.Module, read: Collection[str], class_of: Any = type) -> Name
         elif not isinstance(value, (nn.Module, type)):
             found.add_class(type(value))
     found.follow()
-    return found.named()
+    return found
 
 
 class NamedBefore:
@@ -216,14 +221,14 @@ class NamedBefore:
 
     def __init__(self, model: nn.Module) -> None:
         kinds = {kind for module in model.modules() for kind in type(module).__mro__ if not is_library(kind.__module__)}
-        found = named(model, {name for kind in kinds for name in vars(kind)})
-        self.scopes: list[tuple[Scope, dict[str, Any]]] = []
-        for scope, names in found.scopes:
-            if not is_library(_module_of(scope)):
-                every = scope.table.keys() if scope.kind is not None else names
-                self.scopes.append((scope, {n: scope.table.get(n, ABSENT) for n in every if _is_own(n)}))
-        settings = [one for one in settings_in(found) if one.scope.kind is not None]
-        self.contents = [(one, content_of(one.value)) for one in settings if is_container(one.value)]
+        found = _followed(model, {name for kind in kinds for name in vars(kind)})
+        classes = [scope for kind, scope in found.classes.items() if not is_library(kind.__module__)]
+        scopes = [(scope, list(scope.table)) for scope in classes]
+        scopes += [(scope, list(names)) for scope, names in found.elsewhere() if not is_library(scope.title)]
+        self.scopes = [(scope, {n: scope.table.get(n, ABSENT) for n in names if _is_own(n)}) for scope, names in scopes]
+        mine = [CodeName(scope, name) for scope in classes for name in scope.table if name in found.names]
+        containers = [one for one in mine if _is_own(one.name) and is_setting(one.value) and is_container(one.value)]
+        self.contents = [(one, content_of(one.value)) for one in containers]
 
     def _changed(self) -> list[tuple[CodeName, Any, Any]]:
         """Returns each name that has another object now, with the old and the new object."""
@@ -348,18 +353,21 @@ class _Following:
         somewhere = self.read.union(*mine)  # A subclass may be given such a name later, and hide that of its base.
         for kind, scope in self.classes.items():
             known = self.names if is_followed(kind) else {"forward"}
-            held = somewhere if not is_library(kind.__module__) else set[str]()
-            names = sorted(n for n in known if _is_own(n) and (n in held or any(n in vars(k) for k in kind.__mro__)))
-            found.append((scope, tuple(names)))
+            held = set[str]().union(*map(vars, kind.__mro__), () if is_library(kind.__module__) else somewhere)
+            found.append((scope, tuple(sorted(filter(_is_own, known & held)))))
+        return Named(tuple((scope, names) for scope, names in (*found, *self.elsewhere()) if names))
+
+    def elsewhere(self) -> Iterator[tuple[Scope, tuple[str, ...]]]:
+        """Yields the names in functions, and in modules of Python."""
         for function in self.functions.values():
             if not is_library(function.__module__ or ""):
                 title = f"{function.__module__}.{function.__qualname__.rpartition('<locals>.')[2]}"
                 inside = Inside(function)
-                found.append((Scope(title, inside), tuple(inside)))
-        found += [(scope, tuple(sorted(names))) for scope, names in self.globals.values()]
+                yield Scope(title, inside), tuple(inside)
+        for scope, names in self.globals.values():
+            yield scope, tuple(sorted(names))
         for scope in self.modules.values():
-            found.append((scope, tuple(sorted(filter(_is_own, scope.table.keys() & self.names)))))
-        return Named(tuple((scope, names) for scope, names in found if names))
+            yield scope, tuple(sorted(filter(_is_own, scope.table.keys() & self.names)))
 
 
 def _is_own(name: str) -> bool:

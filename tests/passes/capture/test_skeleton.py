@@ -89,7 +89,10 @@ class Raised(nn.Module, ValueError):
 
 
 REFUSED = {
-    "slots": (Slotted(4, 4), "has `scale` in __slots__, which torch does not copy\n  try      a class without __slots__"),
+    "slots": (
+        Slotted(4, 4),
+        "has `scale` in __slots__, which torch does not copy\n  try      a class without __slots__",
+    ),
     "dataclass": (
         Unhashed(4),
         "cannot be hashed, so that torch does not list its parameters\n"
