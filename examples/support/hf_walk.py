@@ -50,6 +50,7 @@ class Walked:
         arguments: the names of the arguments of the call.
         share: the share of the parameters in numbered blocks that is cut, the smallest over all tp.
         seconds: the time of everything.
+        version: the version of the library, where one is noted.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Walked:
     arguments: tuple[str, ...] = ()
     share: float = 0.0
     seconds: float = 0.0
+    version: str = ""
 
 
 Look = Callable[[str, Sequence[int], int], Walked]
@@ -243,7 +245,7 @@ def page(found: Sequence[Walked], sizes: Sequence[int], limit: int) -> str:
 
 def _cause(message: str) -> str:
     """Returns a message without names and numbers, so that equal causes have equal texts."""
-    return _cell(re.sub(r"\d+", "N", re.sub(r"`[^`]*`|'[^']*'", "...", message))[:140])
+    return cell(re.sub(r"\d+", "N", re.sub(r"`[^`]*`|'[^']*'", "...", message))[:140])
 
 
 def counts(found: Sequence[Walked]) -> str:
@@ -255,8 +257,9 @@ def counts(found: Sequence[Walked]) -> str:
 def row(one: Walked) -> str:
     """Returns the row of the table."""
     cut = f"{one.share:.0%}" if one.outcome == RIGHT else ""
-    return f"| {one.name} | {one.outcome} | {cut} | {_cell('; '.join(filter(None, (one.message, one.place))))} |"
+    return f"| {one.name} | {one.outcome} | {cut} | {cell('; '.join(filter(None, (one.message, one.place))))} |"
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
+    """Returns a text as a cell of a table."""
     return text.replace("|", "/").replace("<", "&lt;").replace("\n", " ")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
-import torch
-from support.hf_walk import CRASHED, HEADER, RIGHT, SLOW, WRONG, Look, Walked, counts, read, refused, row, walk
+from support.hf_walk import (
+    CRASHED, HEADER, LARGE, REFUSED, RIGHT, SLOW, WRONG, Look, Walked, cell, counts, read, refused, row, walk,
+)  # fmt: skip
 from support.library_models import LIBRARIES, MODELS, MODULES, built
 from support.rank_checks import Compared, Died, Ranks
 from tqdm import tqdm
@@ -16,22 +19,28 @@ from tqdm import tqdm
 SIZES = (2, 3)
 PAGE = Path(__file__).parents[2] / "docs" / "coverage_libraries.md"
 RESULTS = Path(__file__).parents[1] / "libraries_coverage.jsonl"
-TEXT = """# Other libraries
+TEXT = """# Models of other libraries
 
-`python examples/hf_coverage.py --libraries` wrote this page, with torch {torch}, {versions}. It builds tiny random
-models from configurations, and trains and evaluates them on {sizes} real ranks (processes over gloo, each with a hash
-seed of its own). It compares the loss, every output, every gradient and every buffer with those of one device, for
-three calls in each mode: the example, other values, and another number of rows.
+`python examples/hf_coverage.py --libraries` wrote this page, with torch {torch}. It builds tiny random models from
+configurations, and trains and evaluates them on {sizes} real ranks (processes over gloo, each with a hash seed of its
+own). It compares the loss, every output, every gradient and every buffer with those of one device, for three calls in
+each mode: the example, other values, and another number of rows.
 
 **{right} of {count} models are right.** {counts}.
 
-- **cut**: the share of the parameters in numbered blocks (or of all, without blocks) that is cut, the smallest of both
+{summary}
+
+{reasons}- **cut**: the share of the parameters in numbered blocks (or of all, without blocks) that is cut, the smallest of both
   sizes.
 - **refused**: `autotp.Error` says what cannot be made parallel, and what to write instead.
+
+## Models
 
 {header}
 {rows}
 """
+SUMMARY = """| library | version | models | right | refused | wrong or crashed | too slow or too large |
+|---|---|---|---|---|---|---|"""
 
 
 def libraries(only: Sequence[str], results: Path, again: Sequence[str], limit: int) -> None:
@@ -74,19 +83,21 @@ def _look(ranks: Ranks) -> Look:
 
     def look(name: str, sizes: Sequence[int], limit: int) -> Walked:
         answers: list[Compared] = []
+        library = _version(name.split("/")[0])
         try:
             for tp in sizes:
                 found = ranks.compare(name, tp, limit)
                 answers += found
                 outcome = _outcome(name, tp, found)
                 if outcome.outcome != RIGHT:
-                    return outcome
+                    return replace(outcome, version=library)
         except TimeoutError as error:
-            return Walked(name, SLOW, str(error))
+            return Walked(name, SLOW, str(error), version=library)
         except Died as error:
-            return Walked(name, CRASHED, str(error))
+            return Walked(name, CRASHED, str(error), version=library)
         seconds = sum(one.seconds for one in answers[:: sizes[0]][:2])
-        return Walked(name, RIGHT, share=round(min(one.share for one in answers), 3), seconds=round(seconds, 1))
+        cut = round(min(one.share for one in answers), 3)
+        return Walked(name, RIGHT, share=cut, seconds=round(seconds, 1), version=library)
 
     return look
 
@@ -105,22 +116,33 @@ def _outcome(name: str, tp: int, answers: Sequence[Compared]) -> Walked:
 
 def page(found: Sequence[Walked]) -> str:
     """Returns the page of the docs that shows what was found."""
-    versions = [f"{library} {_version(library)}" for library in LIBRARIES if library != "torch"]
-    right = sum(one.outcome == RIGHT for one in found)
+    of_library = {library: [one for one in found if one.name.split("/")[0] == library] for library in LIBRARIES}
+    reasons = [f"- {one.name} is {one.outcome}: {cell(one.message)}.\n" for one in found if one.outcome != RIGHT]
     return TEXT.format(
-        torch=torch.__version__.partition("+")[0],
-        versions=", ".join(versions),
+        torch=versions(of_library["torch"]),
         sizes=" and ".join(map(str, SIZES)),
-        right=right,
+        right=sum(one.outcome == RIGHT for one in found),
         count=len(found),
         counts=counts(found),
+        summary="\n".join([SUMMARY, *(_summed(library, rows) for library, rows in of_library.items() if rows)]),
+        reasons="".join([*reasons, "\n"]) if reasons else "",
         header=HEADER.replace("class", "model", 1),
         rows="\n".join(map(row, found)),
     )
 
 
+def _summed(library: str, found: Sequence[Walked]) -> str:
+    """Returns the row of a library in the first table."""
+    counted = Counter(one.outcome for one in found)
+    groups = ((RIGHT,), (REFUSED,), (WRONG, CRASHED), (SLOW, LARGE))
+    numbers = [str(sum(counted[outcome] for outcome in group)) for group in groups]
+    return f"| {library} | {versions(found)} | {len(found)} | {' | '.join(numbers)} |"
+
+
+def versions(found: Sequence[Walked]) -> str:
+    """Returns the versions with which models were compared."""
+    return ", ".join(sorted({one.version.partition("+")[0] for one in found}))
+
+
 def _version(library: str) -> str:
-    try:
-        return version("open_clip_torch" if library == "open_clip" else library)
-    except PackageNotFoundError:
-        return "(not installed)"
+    return version("open_clip_torch" if library == "open_clip" else library)

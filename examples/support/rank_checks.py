@@ -163,6 +163,7 @@ def compared(made: Callable[[], tuple[nn.Module, Any]], tp: int, rank: int) -> C
     try:
         torch.manual_seed(0)
         whole, inputs = made()
+        whole.train()  # An activation that is the default of an argument is in the mode of the model before.
         whole, inputs = _double(whole), _mapped(inputs, lambda x: x.double() if x.is_floating_point() else x)
         with _casts(whole, inputs):
             parallel = autotp.parallelize(

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 from support import library_walk
-from support.hf_walk import CRASHED, REFUSED, RIGHT, WRONG, Walked, read
+from support.hf_walk import CRASHED, REFUSED, RIGHT, SLOW, WRONG, Walked, read
 from support.library_models import LIBRARIES, MODELS, built
-from support.library_walk import libraries, page
+from support.library_walk import PAGE, RESULTS, libraries, page
 from support.rank_checks import TOLERANCE, Compared, compared
 from torch import Tensor, nn
+
+import autotp
 
 
 def test_torch_layers_on_real_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,6 +21,7 @@ def test_torch_layers_on_real_ranks(tmp_path: Path, capsys: pytest.CaptureFixtur
     libraries(["torch/encoder-padding"], file, (), 100)
     (found,) = read(file)
     assert (found.name, found.outcome) == ("torch/encoder-padding", RIGHT) and found.share > 0.9
+    assert found.version == torch.__version__
     file.write_text(file.read_text().replace("0.9", "0.8"))
     libraries(["torch/encoder-padding"], file, (), 100)
     assert len(file.read_text().splitlines()) == 1
@@ -69,6 +72,19 @@ def test_a_difference_is_found(how: str, found: str) -> None:
     assert not answer.error and not answer.crash
 
 
+def test_all_ranks_start_in_train_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has compared a model before has its default activation, in evaluation mode."""
+    activation, modes = nn.ReLU().eval(), list[bool]()
+
+    def parallelize(model: nn.Module, *args: Any, **given: Any) -> nn.Module:
+        modes.extend(module.training for module in model.modules())
+        return model
+
+    monkeypatch.setattr(autotp, "parallelize", parallelize)
+    compared(lambda: (nn.Sequential(nn.Linear(4, 4), activation), (torch.ones(2, 4),)), 1, 0)
+    assert modes == [True, True, True]
+
+
 def test_errors_are_told_apart() -> None:
     assert (
         "forward sets torch's random state" in compared(lambda: (Different("refused"), (torch.ones(2, 4),)), 1, 0).error
@@ -88,9 +104,23 @@ def test_the_ranks_together(answers: list[Compared], outcome: str) -> None:
 
 
 def test_page() -> None:
-    text = page([Walked("timm/vit", RIGHT, share=0.96), Walked("timm/x", REFUSED, "reads < 3")])
-    assert "**1 of 2 models are right.** 1 right, 1 refused, 0 wrong" in text
+    found = [
+        Walked("timm/vit", RIGHT, share=0.96, version="1.0"),
+        Walked("timm/x", REFUSED, "reads < 3", version="1.0"),
+        Walked("torch/encoder", SLOW, "no end after 9 s", version="2.13.0+cpu"),
+    ]
+    text = page(found)
+    assert "with torch 2.13.0." in text
+    assert "**1 of 3 models are right.** 1 right, 1 refused, 0 wrong" in text
+    assert "| timm | 1.0 | 2 | 1 | 1 | 0 | 0 |\n| torch | 2.13.0 | 1 | 0 | 0 | 0 | 1 |\n\n" in text
+    assert "\n\n- timm/x is refused: reads &lt; 3.\n- torch/encoder is too slow: no end after 9 s.\n\n" in text
     assert "| timm/vit | right | 96% |  |\n| timm/x | refused |  | reads &lt; 3 |" in text
+
+
+def test_the_page_is_of_now() -> None:
+    """`python examples/hf_coverage.py --libraries` writes it again from the file of results."""
+    known = {one.name: one for one in read(RESULTS)}
+    assert page([known[name] for name in MODELS]) == PAGE.read_text()
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("torch/")])
