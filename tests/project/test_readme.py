@@ -55,6 +55,8 @@ def test_the_first_screen() -> None:
     errors = [float(row[6]) for row in rows if len(row) > 6 and re.match(r" \d+e-", row[6])]
     told = f"{len(errors)} families, on 2, 3, 4 and 8 ranks; largest relative difference {max(errors):.0e}, "
     assert f"{told}median {median(errors):.0e}" in TEXT
+    of_libraries = (PAGE.parent / "docs" / "coverage_libraries.md").read_text()
+    assert f"| {of_libraries.split('**')[1].removesuffix(' models are right.')} equal one device in the loss" in TEXT
     assert "torchrun --nproc-per-node 2 examples/one_line.py" in TEXT.split("|---|---|")[0]
 
 
