@@ -43,11 +43,11 @@ from autotp.passes.emit.bind import COMMUNICATING, bind
 from autotp.passes.emit.recompute import recompute
 from autotp.passes.lower.bucket import bucket
 from autotp.passes.lower.dce import dce
-from autotp.passes.lower.decompose import decompose, expansion_of
+from autotp.passes.lower.decompose import decompose, has_expansion
 from autotp.passes.lower.defer_reductions import defer_reductions
 from autotp.passes.lower.fuse_bias import fuse_bias
 from autotp.passes.lower.local_sizes import Target, has_unknown_sizes
-from autotp.passes.lower.localize import FORMS
+from autotp.passes.lower.localize import has_form
 from autotp.passes.lower.lower import lower
 from autotp.passes.lower.overlap import overlap
 from autotp.passes.lower.prove_rules import prove_node
@@ -76,6 +76,7 @@ from autotp.passes.plan.sequence.separate_keys import joined_again
 from autotp.passes.plan.sequence.sequence_parallel import sequence_parallel
 from autotp.rules.call import operand_nodes, returned
 from autotp.rules.registry import USER_RULES
+from autotp.sharding.axis import Axis
 from autotp.sharding.layout import Layout
 
 
@@ -371,8 +372,8 @@ def _context_parallel(p: Program) -> Program:
     )
 
 
-def _has_form(node: fx.Node, factor: Factor) -> bool:
-    return node.target in FORMS or expansion_of(node, factor) is not None
+def _has_form(node: fx.Node, factor: Factor, leaf: Axis) -> bool:
+    return has_form(node, factor, leaf) or has_expansion(node, factor, leaf)
 
 
 # ---- plan

@@ -226,6 +226,12 @@ def open_product(axis: Axis, leaf: Axis) -> tuple[Size, Size] | None:
     return None if inner is None else (before * inner[0], inner[1] * behind)
 
 
+def is_major(axis: Axis, leaf: Axis) -> bool:
+    """Returns whether a rank that has a part of `leaf` has positions of the axis that follow one another."""
+    opened = open_product(axis, leaf)
+    return opened is not None and opened[0] == ONE
+
+
 def _align_products(xs: list[Axis], ys: list[Axis]) -> None:
     """Unifies two products of equal size factor by factor, splitting factors at common divisors."""
     while xs and ys:

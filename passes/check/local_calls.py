@@ -19,7 +19,7 @@ from autotp.passes.lower.local_sizes import Target
 from autotp.passes.plan.infer_axes import Axes, Dims
 from autotp.rules.call import arguments_of, outputs_of
 from autotp.rules.traits import size_argument
-from autotp.sharding.axis import Axis, Size, find, open_product, touches
+from autotp.sharding.axis import Axis, Size, find, is_major, open_product, touches
 from autotp.sharding.grid import part_of
 from autotp.sharding.layout import Range, ranges
 from autotp.sharding.partition import chunk_size, chunk_start, chunk_stop
@@ -108,7 +108,7 @@ def _form(
     arguments |= {"parts": to.tp, "rank": to.rank}
     if find(axis).size.symbols:
         started = "start" in names and not only
-        arguments |= {"start": _known(to, chunk_start, leaf), "size": find(axis).size} if started else {}
+        arguments |= {"start": _known_start(to, axis, leaf), "size": find(axis).size} if started else {}
     else:
         start = _start(to, axis, leaf)
         length = local_length(to, axis, leaf) if start is not None else Size(0)
@@ -139,6 +139,12 @@ def _start(to: Target, axis: Axis, leaf: Axis) -> int | None:
     if pieces is None or len(pieces[to.rank]) > 1:
         return None
     return pieces[to.rank][0][0] if pieces[to.rank] else find(axis).size.number
+
+
+def _known_start(to: Target, axis: Axis, leaf: Axis) -> Size | None:
+    """Returns the same for positions that depend on the inputs' sizes."""
+    opened = open_product(axis, leaf)
+    return _known(to, chunk_start, leaf) * opened[1] if opened is not None and is_major(axis, leaf) else None
 
 
 def _mask(to: Target, dims: Dims, leaf: Axis) -> tuple[Any, ...]:

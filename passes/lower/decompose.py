@@ -24,6 +24,7 @@ from autotp.passes.plan.infer_axes import Axes, Factor, visit
 from autotp.rules.call import arguments_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
+from autotp.sharding.axis import Axis, is_major
 
 aten = torch.ops.aten
 NONE = 0
@@ -57,6 +58,15 @@ def expansion_of(node: fx.Node, factor: Factor) -> Expansion | None:
         return None
     of_rows = arguments_of(node).get("reduction") == MEAN and factor.name != "c"
     return partial(_mean_loss, node.target) if of_rows else EXPANSIONS.get(node.target)
+
+
+def has_expansion(node: fx.Node, factor: Factor, leaf: Axis) -> bool:
+    """Returns whether an operator can be written in parts, to be cut along a leaf of a factor that it mixes.
+
+    The class of a row is looked up in the part of a rank, whose classes must follow one another.
+    """
+    by_class = has(node.target, Trait.CLASS_LOSS) and factor.name == "c"
+    return expansion_of(node, factor) is not None and (not by_class or is_major(factor.axis, leaf))
 
 
 def _mean_loss(op: Any, builder: Builder, args: dict[str, Any]) -> fx.Node:

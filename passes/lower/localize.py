@@ -23,8 +23,8 @@ from autotp.passes.lower.local_sizes import Local
 from autotp.passes.plan.infer_axes import Axes, Factor
 from autotp.rules.call import arguments_of
 from autotp.rules.row import Trait
-from autotp.rules.traits import has, size_argument
-from autotp.sharding.axis import ONE, Axis, find, open_product, touches
+from autotp.rules.traits import draws, has, size_argument
+from autotp.sharding.axis import ONE, Axis, find, is_major, open_product, touches
 from autotp.sharding.layout import ranges
 from autotp.sharding.partition import chunk_start, chunk_stop
 from autotp.source_location import line_of
@@ -111,7 +111,8 @@ def _embedding(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     args = local.builder.map(arguments_of(node))
     axis = axes.of(arguments_of(node)["weight"])[0]
     return lookup.embedding, (
-        args["weight"], args["indices"], _start(local, node, axis, leaf), find(axis).size.number, args["padding_idx"],
+        args["weight"], args["indices"], _start(local, node, axis, leaf), local.size(find(axis).size),
+        args["padding_idx"],
     )  # fmt: skip
 
 
@@ -119,7 +120,7 @@ def _gather(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     args = local.builder.map(arguments_of(node))
     axis = axes.of(arguments_of(node)["self"])[args["dim"]]
     start = _start(local, node, axis, leaf)
-    return lookup.gather, (args["self"], args["dim"], args["index"], start, find(axis).size.number)
+    return lookup.gather, (args["self"], args["dim"], args["index"], start, local.size(find(axis).size))
 
 
 def _class_terms(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
@@ -143,11 +144,10 @@ def _start(local: Local, node: fx.Node, axis: Axis, leaf: Axis) -> Any:
         Error: they are not.
     """
     opened = open_product(axis, leaf)
-    if opened == (ONE, ONE) and find(leaf).size.symbols:
-        return local.part(chunk_start, leaf)
-    if opened is None or opened[0] != ONE or opened[1].symbols or find(leaf).size.symbols:
+    if opened is None or not is_major(axis, leaf):
         raise Error(f"{node.target} cannot be cut inside an axis of {axis}", at=line_of(node))
-    return local.to.chunk(leaf)[0] * opened[1].number
+    start = local.part(chunk_start, leaf)
+    return start if opened[1] == ONE else local.times(start, local.size(opened[1]))
 
 
 def _dropout(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
@@ -166,7 +166,8 @@ def _attention(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     args = local.builder.map(raw)
     if not raw["dropout_p"]:
         named = (args[name] for name in ("query", "key", "value"))
-        return causal_rows, (*named, local.part(chunk_start, leaf), args["scale"], args["enable_gqa"])
+        start = _start(local, node, axes.of(raw["query"])[-2], leaf)
+        return causal_rows, (*named, start, args["scale"], args["enable_gqa"])
     shared = tuple(args.get(name) for name in ATTENTION)
     if local.to.randomness == "fast":
         return dropout.fast_attention, (*shared, local.to.rank)
@@ -228,3 +229,11 @@ FORMS: dict[Any, Form] = {
     routing.dispatch: _routed,
     routing.counts: _routed,
 }
+
+
+def has_form(node: fx.Node, factor: Factor, leaf: Axis) -> bool:
+    """Returns whether an operator has a parallel form along a leaf of a factor that it mixes.
+
+    A form that compares positions knows those of a rank by their start, so they must follow one another.
+    """
+    return node.target in FORMS and (draws(node) or is_major(factor.axis, leaf))

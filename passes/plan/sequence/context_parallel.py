@@ -48,13 +48,13 @@ class CutSequences:
 def context_parallel(
     graph: fx.Graph,
     sources: Callable[[fx.Graph], frozenset[fx.Node]],
-    has_form: Callable[[fx.Node, Factor], bool],
+    has_form: Callable[[fx.Node, Factor, Axis], bool],
 ) -> CutSequences | None:
     """Returns the decision which operators are cut along which sequence; None if no attention reads a sequence.
 
     Args:
         sources: returns the nodes of a graph that may require a gradient.
-        has_form: returns whether an operator has a parallel form for a factor that it mixes.
+        has_form: returns whether an operator has a parallel form along a leaf of a factor that it mixes.
     """
     separated = separate_keys(graph)
     if not separated.sequences:
@@ -71,7 +71,7 @@ def _decided(
     axes: Axes,
     sequences: Sequence[Axis],
     differentiable: Collection[fx.Node],
-    has_form: Callable[[fx.Node, Factor], bool],
+    has_form: Callable[[fx.Node, Factor, Axis], bool],
 ) -> Decision:
     found = {node: cut for node in axes.bound if (cut := _along(node, axes, sequences, has_form)) is not None}
     cuts: dict[fx.Node, Axis] = {}
@@ -93,11 +93,11 @@ def _computed_whole(
 
 
 def _along(
-    node: fx.Node, axes: Axes, sequences: Sequence[Axis], has_form: Callable[[fx.Node, Factor], bool]
+    node: fx.Node, axes: Axes, sequences: Sequence[Axis], has_form: Callable[[fx.Node, Factor, Axis], bool]
 ) -> Cut | None:
     """Returns the sequence along which an operator is cut: that of its rows, before one that it mixes or sums over."""
     cuts = [(leaf, factor) for leaf in sequences if (factor := axes.bound[node].cuttable(leaf)) is not None]
-    able = [(leaf, factor) for leaf, factor in cuts if factor.mark != "!" or has_form(node, factor)]
+    able = [(leaf, factor) for leaf, factor in cuts if factor.mark != "!" or has_form(node, factor, leaf)]
     return min(able, key=lambda cut: (cut[1].mark, not cut[1].outs, min(cut[1].outs.values(), default=0)), default=None)
 
 

@@ -198,6 +198,67 @@ def test_classes_that_are_positions(cp: int) -> None:
     assert report.ok and report.worst.error < 1e-12, report
 
 
+class Rearranged(nn.Module):
+    """Attention, and then causal attention over a dimension that is a product with the sequence."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.order, self.first, self.second = order, Attention(), Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch seq 12]"""
+        h, (batch, length, _) = self.first(x, x), x.shape
+        if self.order == "pairs":  # Each position twice, one after the other.
+            mixed = self.second(torch.stack([h, 2 * h], 2).flatten(1, 2), x)
+            return mixed.unflatten(1, (length, 2)).sum(2)
+        if self.order == "rows":  # The rows of the batch, one after the other.
+            return self.second(h.flatten(0, 1)[None], x).view(batch, length, 12)
+        mixed = self.second(h.transpose(0, 1).flatten(0, 1)[None], x)
+        return mixed.view(length, batch, 12).transpose(0, 1)
+
+
+@pytest.mark.parametrize("length", [2, 7])
+@pytest.mark.parametrize("order", ["pairs", "rows", "columns"])
+def test_causal_attention_over_a_product_with_the_sequence(order: str, length: int) -> None:
+    """A rank's positions begin where its part of the product begins; if they do not follow one another, it has all."""
+    torch.manual_seed(0)
+    report = compared(Rearranged(order), 1, 2, torch.randn(3, length, 12))
+    assert report.ok and report.worst.error < 1e-12, report
+
+
+class Picks(nn.Module):
+    """Some positions, of which indices say which: of the sequence, and of all rows one after the other."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.attention, self.head = how, Attention(), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        """x: [batch seq 12], places: int [batch 2]"""
+        h = self.attention(x, x)
+        rows = h.flatten(0, 1)
+        if self.how == "gather":
+            picked = h.gather(1, places[..., None].expand(-1, -1, 12))
+        elif self.how == "gather of rows":
+            picked = rows.gather(0, places.flatten()[:, None].expand(-1, 12))
+        elif self.how == "embedding":
+            picked = F.embedding(places, h[0])
+        elif self.how == "embedding of rows":
+            picked = F.embedding(places, rows)
+        else:
+            return F.cross_entropy(self.head(rows).sum(-1)[None], places.flatten()[:1])
+        return self.head(picked)
+
+
+@pytest.mark.parametrize("how", ["gather", "gather of rows", "embedding", "embedding of rows", "class of rows"])
+@pytest.mark.parametrize("cp", [2, 3])
+def test_positions_that_are_looked_up(how: str, cp: int) -> None:
+    """The table of a lookup has positions of all ranks: its size is that of the whole sequence."""
+    torch.manual_seed(0)
+    report = compared(Picks(how), 1, cp, torch.randn(3, 7, 12), torch.tensor([[0, 6], [3, 3], [5, 1]]))
+    assert report.ok and report.worst.error < 1e-12, report
+
+
 class Recent(nn.Module):
     """Keeps at most 9 keys, and a sink beside them: a window that is longer than the sequence takes all of it."""
 
