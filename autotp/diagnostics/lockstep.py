@@ -23,7 +23,7 @@ from autotp.options import Options
 from autotp.passes.emit.attach_parameters import BlockCall, ParameterPlace, attach_parameters, places
 from autotp.passes.emit.recompute import Recomputed
 from autotp.sharding.partition import chunk_sizes
-from autotp.sharding.strides import inverse, memory_order
+from autotp.sharding.strides import laid_out, memory_order
 
 Ranks = tuple[Tensor, ...]
 
@@ -200,9 +200,8 @@ def _conjugate(kind: str) -> Callable[..., Ranks]:
             return tuple(most.clone() for _ in xs)
         if not rest:
             return _Conjugate.apply(kind, rest, *xs)
-        order = memory_order(xs[0])
-        moved = _Conjugate.apply(kind, (order.index(rest[0] % len(order)), *rest[1:]), *(x.permute(order) for x in xs))
-        return tuple(x.permute(inverse(order)) for x in moved)
+        moved = _Conjugate.apply(kind, (rest[0] % xs[0].dim(), *rest[1:]), *xs)
+        return tuple(laid_out(y, memory_order(x)) for x, y in zip(xs, moved, strict=True))
 
     return run
 

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 from autotp.errors import Error
 from autotp.ops.eager_mode import apply_plain, is_plain
 from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
-from autotp.sharding.strides import inverse, memory_order
+from autotp.sharding.strides import inverse, laid_out, memory_order
 
 # No backend supports these dtypes; they are sent as bytes.
 _AS_BYTES = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2})
@@ -79,11 +79,7 @@ def reduce_scatter(x: Tensor, group: str | None, dim: int, size: int, block: int
 def _convert(name: str, x: Tensor, group: str | None, dim: int = 0, size: Any = 0, block: int = 1) -> Tensor:
     if group is None or _seat(group)[1] == 1:
         return x
-    dim %= max(x.dim(), 1)
-    if name not in RESIZING or x.is_contiguous():
-        return _apply(name, x, group, dim, size, block)
-    order = memory_order(x)
-    return _apply(name, x.permute(order), group, order.index(dim), size, block).permute(inverse(order))
+    return _apply(name, x, group, dim % max(x.dim(), 1), size, block)
 
 
 def _apply(name: str, x: Tensor, group: str, dim: int, size: Any, block: int) -> Tensor:
@@ -158,14 +154,14 @@ def _maximum(x: Tensor, group: str, *_: Any) -> Tensor:
 def _slice(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
     _expect(x, dim, size, group)
     start, stop = _held(group, size, block)
-    return x.narrow(dim, start, stop - start).contiguous()
+    return laid_out(x.narrow(dim, start, stop - start), memory_order(x))
 
 
 def _all_gather(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
     part, tp = _padded(x, group, dim, size, block), _seat(group)[1]
     sent = part.view(torch.uint8) if x.dtype in _AS_BYTES else part
     parts = communicate("all_gather_into_tensor", sent, tp, group).view(x.dtype).view(tp, *part.shape)
-    whole = _put_together(parts, dim, size, block)
+    whole = _put_together(parts, dim, size, block, memory_order(x))
     return torch.ops.aten._unsafe_view(whole, whole.shape)  # Writing into a view that a Function returns is an error.
 
 
@@ -176,13 +172,16 @@ def _padded(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
     return _pad(x, dim, chunk_length(size // block, _seat(group)[1]) * block).contiguous()
 
 
-def _put_together(parts: Tensor, dim: int, size: int, block: int) -> Tensor:
-    """Joins padded parts: [tp ... part ...] -> [... size ...]"""
-    tp, length = parts.shape[0], parts.shape[dim + 1]
-    if dim == 0 or length * tp == size:
-        return parts.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, size)
-    sizes = chunk_sizes(size // block, tp)
-    return torch.cat([part.narrow(dim, 0, n * block) for part, n in zip(parts.unbind(), sizes, strict=True)], dim)
+def _put_together(parts: Tensor, dim: int, size: int, block: int, order: Sequence[int]) -> Tensor:
+    """Joins padded parts: [tp ... part ...] -> [... size ...], whose dimensions lie in memory in this order."""
+    tp, length, at = parts.shape[0], parts.shape[dim + 1], order.index(dim)
+    laid = parts.permute(0, *(d + 1 for d in order))
+    if at == 0 or length * tp == size:
+        whole = laid.movedim(0, at).flatten(at, at + 1).narrow(at, 0, size)
+    else:
+        sizes = chunk_sizes(size // block, tp)
+        whole = torch.cat([part.narrow(at, 0, n * block) for part, n in zip(laid.unbind(), sizes, strict=True)], at)
+    return whole.contiguous().permute(inverse(order))
 
 
 def _reduce_scatter(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
@@ -191,10 +190,10 @@ def _reduce_scatter(x: Tensor, group: str, dim: int, size: int, block: int) -> T
     if _is_gloo(group, x.device.type):
         # gloo's reduce-scatter is an all-reduce inside. Sliced here, it needs no padding; the clone frees the rest.
         whole = communicate("all_reduce", x, "sum", group)
-        return whole.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+        return laid_out(whole.narrow(dim, start, stop - start).clone(), memory_order(x))
     parts = _in_rows(x, group, dim, size, block)
     found = communicate("reduce_scatter_tensor", parts, "sum", _seat(group)[1], group)
-    return found.narrow(dim, 0, stop - start).contiguous()
+    return laid_out(found.narrow(dim, 0, stop - start), memory_order(x))
 
 
 def _in_rows(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
@@ -206,7 +205,13 @@ def _in_rows(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
 
 FORWARD_FIX = "torch.func.jacfwd, or strategy='reverse-mode'"
 RESIZING = ("scatter", "gather", "all_gather", "reduce_scatter")
-"""The conjugates that change the length of a dimension. Their results keep the memory order of their operands."""
+"""The conjugates that change the length of a dimension. Their results keep the memory order of their operands.
+
+NOTE [What ranks send has the order of the dimensions]
+Ranks agree on the order of a tensor's dimensions, and not on their order in memory: where a rank has one position of a
+dimension, or none, strides do not say where this dimension lies. So what is sent is in the order of the dimensions, and
+only the copy that a rank makes of what it gets is in the order of its operand's memory.
+"""
 # name: (forward, name of the backward); docs/design.md has the table. No gradient reaches "max".
 # Names with an underscore sum in place.
 CONJUGATE_TABLE: dict[str, tuple[Callable[[Tensor, str, int, int, int], Tensor], str]] = {
@@ -244,7 +249,8 @@ def start_gather(x: Tensor, group: str, dim: int, size: int, block: int = 1) -> 
     """Starts an `all_gather`, without autograd."""
     part, tp = _padded(x, group, dim, size, block), _seat(group)[1]
     waits = _start("all_gather_into_tensor", part.view(torch.uint8) if x.dtype in _AS_BYTES else part, tp, group)
-    return lambda: _put_together(waits().view(x.dtype).view(tp, *part.shape), dim, size, block)
+    order = list(range(x.dim()))
+    return lambda: _put_together(waits().view(x.dtype).view(tp, *part.shape), dim, size, block, order)
 
 
 def start_sum(x: Tensor, group: str, gathered: tuple[int, int, int] | None) -> Started:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 
 def memory_order(x: Tensor) -> list[int]:
-    """Returns the dimensions in their order in memory, outermost first; equal strides keep their order."""
+    """Returns the dimensions in their order in memory, outermost first; equal strides keep their order.
+
+    Of a contiguous tensor this is their own order, whatever the strides of dimensions with one position are.
+    """
+    if x.is_contiguous():
+        return list(range(x.dim()))
     strides = x.stride()
     order: list[int] = []
     for d in range(x.dim()):  # Not `sorted`: torch.compile cannot trace its key of symbolic strides.
@@ -19,3 +25,10 @@ def memory_order(x: Tensor) -> list[int]:
 def inverse(order: Sequence[int]) -> list[int]:
     """Returns the inverse of a permutation."""
     return sorted(range(len(order)), key=order.__getitem__)
+
+
+def laid_out(x: Tensor, order: Sequence[int]) -> Tensor:
+    """Returns an equal tensor whose dimensions lie in memory in this order, outermost first: `x` itself if they do."""
+    if list(order) == list(range(x.dim())):
+        return x.contiguous()
+    return torch.empty_permuted(x.shape, list(order), dtype=x.dtype, device=x.device).copy_(x)

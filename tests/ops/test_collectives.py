@@ -163,6 +163,46 @@ def test_meaning(name: str, label: str, n: int) -> None:
             torch.testing.assert_close(grad, expected_grads[rank], rtol=0, atol=0)
 
 
+# --- operands whose dimensions lie in memory in another order on each rank
+
+
+def turned(x: Tensor, rank: int) -> Tensor:
+    """An equal tensor, on ranks with odd numbers with its dimensions in memory in reverse."""
+    dims = list(range(x.dim()))[::-1]
+    return x.permute(dims).contiguous().permute(dims) if rank % 2 else x.contiguous()
+
+
+def run_turned(rank: int, n: int, native: bool) -> dict[tuple[str, str], tuple[Tensor, Tensor | None]]:
+    if native:
+        collectives._is_gloo = lambda *_: False
+    found = {}
+    for name, label in RAN:
+        case = CASES[label]
+        x = turned(inputs(name, case, n)[rank], rank).requires_grad_(case.dtype.is_floating_point)
+        out = convert(name, x, world(), case)
+        if name in collectives.RESIZING and min(*x.shape, *out.shape) > 1:
+            assert out.stride() == turned(out, rank).stride(), "a result has its operand's order"
+        if x.requires_grad:
+            out.backward(turned(grads(name, case, n)[rank], rank + 1))
+        found[name, label] = out.detach(), x.grad
+    return found
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["gloo", "native"])
+def test_orders_in_memory_may_differ_between_ranks(native: bool) -> None:
+    """With one position, strides do not say the order: of 3 on 2 ranks, one rank has [2 1 5] and the other [1 1 5]."""
+    ranks = run_ranks(run_turned, 3, native)
+    for name, label in RAN:
+        case = CASES[label]
+        expected = meaning(name, inputs(name, case, 3), case)
+        expected_grads = backward_meaning(name, grads(name, case, 3), case)
+        for rank in range(3):
+            out, grad = ranks[rank][name, label]
+            torch.testing.assert_close(out, expected[rank], rtol=0, atol=0, msg=lambda m, n=name, k=label: f"{n} {k} {m}")
+            if grad is not None:
+                torch.testing.assert_close(grad, expected_grads[rank], rtol=0, atol=0)
+
+
 # --- the backend's own reduce-scatter, which NCCL takes
 
 

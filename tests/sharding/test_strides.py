@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from autotp.sharding.strides import inverse, memory_order
+from autotp.sharding.strides import inverse, laid_out, memory_order
 
 
 def test_memory_order() -> None:
@@ -18,8 +18,18 @@ def test_memory_order() -> None:
     assert memory_order(torch.empty(3, 4).expand(2, 3, 4)) == [1, 2, 0]
     assert memory_order(torch.empty(1, 1)) == [0, 1]
     assert memory_order(torch.empty(())) == []
+    assert memory_order(torch.empty(2, 12).as_strided((2, 1, 12), (12, 24, 1))) == [0, 1, 2]
 
 
 def test_inverse() -> None:
     for order in itertools.permutations(range(4)):
         assert [order[i] for i in inverse(order)] == [0, 1, 2, 3]
+
+
+def test_laid_out() -> None:
+    x = torch.randn(2, 3, 4)
+    for order in itertools.permutations(range(3)):
+        found = laid_out(x, order)
+        assert torch.equal(found, x) and found.permute(order).is_contiguous()
+        assert laid_out(found, (0, 1, 2)).is_contiguous()
+    assert laid_out(x, (0, 1, 2)) is x
