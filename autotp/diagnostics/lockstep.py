@@ -23,7 +23,7 @@ from autotp.options import Options
 from autotp.passes.emit.attach_parameters import BlockCall, ParameterPlace, attach_parameters, places
 from autotp.passes.emit.recompute import Recomputed
 from autotp.sharding.partition import chunk_sizes
-from autotp.sharding.strides import laid_out, memory_order
+from autotp.sharding.strides import laid_out, order_of
 
 Ranks = tuple[Tensor, ...]
 
@@ -201,7 +201,7 @@ def _conjugate(kind: str) -> Callable[..., Ranks]:
         if not rest:
             return _Conjugate.apply(kind, rest, *xs)
         moved = _Conjugate.apply(kind, (rest[0] % xs[0].dim(), *rest[1:]), *xs)
-        return tuple(laid_out(y, memory_order(x)) for x, y in zip(xs, moved, strict=True))
+        return tuple(laid_out(y, order_of(x)) for x, y in zip(xs, moved, strict=True))
 
     return run
 

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 from autotp.errors import Error
 from autotp.ops.eager_mode import apply_plain, is_plain
 from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
-from autotp.sharding.strides import inverse, laid_out, memory_order
+from autotp.sharding.strides import inverse, laid_out, order_of
 
 # No backend supports these dtypes; they are sent as bytes.
 _AS_BYTES = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2})
@@ -154,14 +154,14 @@ def _maximum(x: Tensor, group: str, *_: Any) -> Tensor:
 def _slice(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
     _expect(x, dim, size, group)
     start, stop = _held(group, size, block)
-    return laid_out(x.narrow(dim, start, stop - start), memory_order(x))
+    return laid_out(x.narrow(dim, start, stop - start), order_of(x))
 
 
 def _all_gather(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:
     part, tp = _padded(x, group, dim, size, block), _seat(group)[1]
     sent = part.view(torch.uint8) if x.dtype in _AS_BYTES else part
     parts = communicate("all_gather_into_tensor", sent, tp, group).view(x.dtype).view(tp, *part.shape)
-    whole = _put_together(parts, dim, size, block, memory_order(x))
+    whole = _put_together(parts, dim, size, block, order_of(x))
     return torch.ops.aten._unsafe_view(whole, whole.shape)  # Writing into a view that a Function returns is an error.
 
 
@@ -190,10 +190,10 @@ def _reduce_scatter(x: Tensor, group: str, dim: int, size: int, block: int) -> T
     if _is_gloo(group, x.device.type):
         # gloo's reduce-scatter is an all-reduce inside. Sliced here, it needs no padding; the clone frees the rest.
         whole = communicate("all_reduce", x, "sum", group)
-        return laid_out(whole.narrow(dim, start, stop - start).clone(), memory_order(x))
+        return laid_out(whole.narrow(dim, start, stop - start).clone(), order_of(x))
     parts = _in_rows(x, group, dim, size, block)
     found = communicate("reduce_scatter_tensor", parts, "sum", _seat(group)[1], group)
-    return laid_out(found.narrow(dim, 0, stop - start), memory_order(x))
+    return laid_out(found.narrow(dim, 0, stop - start), order_of(x))
 
 
 def _in_rows(x: Tensor, group: str, dim: int, size: int, block: int) -> Tensor:

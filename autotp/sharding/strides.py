@@ -9,12 +9,7 @@ from torch import Tensor
 
 
 def memory_order(x: Tensor) -> list[int]:
-    """Returns the dimensions in their order in memory, outermost first; equal strides keep their order.
-
-    Of a contiguous tensor this is their own order, whatever the strides of dimensions with one position are.
-    """
-    if x.is_contiguous():
-        return list(range(x.dim()))
+    """Returns the dimensions in their order in memory, outermost first; equal strides keep their order."""
     strides = x.stride()
     order: list[int] = []
     for d in range(x.dim()):  # Not `sorted`: torch.compile cannot trace its key of symbolic strides.
@@ -25,6 +20,11 @@ def memory_order(x: Tensor) -> list[int]:
 def inverse(order: Sequence[int]) -> list[int]:
     """Returns the inverse of a permutation."""
     return sorted(range(len(order)), key=order.__getitem__)
+
+
+def order_of(x: Tensor) -> list[int]:
+    """Returns the same, but of a contiguous tensor the dimensions' own order: one position may have any stride."""
+    return list(range(x.dim())) if x.is_contiguous() else memory_order(x)
 
 
 def laid_out(x: Tensor, order: Sequence[int]) -> Tensor:

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from autotp.sharding.strides import inverse, laid_out, memory_order
+from autotp.sharding.strides import inverse, laid_out, memory_order, order_of
 
 
 def test_memory_order() -> None:
@@ -18,7 +18,9 @@ def test_memory_order() -> None:
     assert memory_order(torch.empty(3, 4).expand(2, 3, 4)) == [1, 2, 0]
     assert memory_order(torch.empty(1, 1)) == [0, 1]
     assert memory_order(torch.empty(())) == []
-    assert memory_order(torch.empty(2, 12).as_strided((2, 1, 12), (12, 24, 1))) == [0, 1, 2]
+    one = torch.empty(2, 12).as_strided((2, 1, 12), (12, 24, 1))
+    assert memory_order(one) == [1, 0, 2] and order_of(one) == [0, 1, 2]
+    assert order_of(torch.empty(2, 3).T) == [1, 0]
 
 
 def test_inverse() -> None:
