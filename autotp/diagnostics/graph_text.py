@@ -9,7 +9,6 @@ h.1 ... h.11 are as h.0
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from autotp.ops.custom_vjp import Vjp
+from autotp.passes.lower.local_sizes import cut_lengths, renamed
 from autotp.rules.call import outputs_of
 from autotp.source_location import block_of
 
@@ -219,14 +219,14 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 
 def sizes_of(graph: fx.Graph) -> dict[str, str]:
-    """Symbolic size -> letter, in the order of the inputs."""
+    """Symbolic size -> letter, in the order of the inputs; a part of a size -> its letter and mesh axis: `s@cp`."""
     found: dict[str, str] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
         for size in value.shape if node.op == "placeholder" and isinstance(value, Tensor) else ():
             for symbol in sorted(map(str, _symbols(size))):
                 found.setdefault(symbol, LETTERS[len(found)] if len(found) < len(LETTERS) else symbol)
-    return found
+    return found | {part: renamed(text, found) for part, text in cut_lengths(graph).items()}
 
 
 def _symbols(size: Any) -> set[Any]:
@@ -235,4 +235,4 @@ def _symbols(size: Any) -> set[Any]:
 
 def size_text(size: Any, letters: Mapping[str, str]) -> str:
     """Returns a size with letters for its symbols."""
-    return re.sub(r"\b[a-z]\d+\b", lambda m: letters.get(m.group(), m.group()), str(size))
+    return renamed(str(size), letters)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autotp.display.sheet import Sheet, Shown, Table
 from autotp.display.text_table import bytes_text, folded
 from autotp.sharding.layout import Layout
+
+TYPES = 4
+"""The most types of values that are cut along a sequence in the text of a plan."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ class Plan(Shown):
         in_sequence: the number of operators that are cut along a sequence over these.
         balanced: the number of causal attentions in which all of them have equal work (`balance`).
         unbalanced: why other causal attentions have not.
+        types: the types of the values that these operators return, such as `[b, s@cp, 3072@tp]` -> how many have it.
         source: the captured model, which `save_page` draws; only in what `explain` returns, and not a part of what is
             compared, copied by pickle or printed.
 
@@ -140,6 +144,7 @@ class Plan(Shown):
     in_sequence: int = 0
     balanced: int = 0
     unbalanced: tuple[str, ...] = ()
+    types: Mapping[str, int] = field(default_factory=dict)
     source: Any = field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -188,6 +193,7 @@ class Plan(Shown):
             "in_sequence": self.in_sequence,
             "balanced": self.balanced,
             "unbalanced": list(self.unbalanced),
+            "types": dict(self.types),
             "along_sequence": self.along_sequence,
             "outputs_that_stay_cut": [str(layout).replace("-1", "?") for layout in self.outputs],
         }
@@ -240,6 +246,8 @@ def _totals(plan: Plan) -> Iterator[str]:
             yield f"balance     the ranks have equal work in {plan.balanced} causal attentions"
         for reason in plan.unbalanced:
             yield f"balance     the last rank has the most work in causal attention: {reason}"
+        most = sorted(plan.types.items(), key=lambda item: -item[1])[:TYPES]
+        yield f"types       {', '.join(f'{n} x {text}' for text, n in most)}{', ...' * (len(plan.types) > TYPES)}"
     inputs = " ".join("x".join(map(str, shape)) for shape in plan.traffic.shapes if shape)
     for axis in ("tp", "cp") if plan.cp > 1 else ("tp",):
         t, over = plan.traffic.over(axis), f" over {axis}" * (plan.cp > 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -11,11 +12,13 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autotp.compiler import Program, flat_graph
+from autotp.diagnostics.graph_text import size_text, sizes_of
 from autotp.diagnostics.plan import CutRow, Plan, Sent, Traffic, WholeRow
 from autotp.ops import collectives
 from autotp.ops.async_linear import async_linear
 from autotp.ops.coalesced import together
 from autotp.passes.canonicalize.custom_vjp import backward_of
+from autotp.passes.check.types import Typed
 from autotp.passes.lower.overlap import separate
 from autotp.passes.plan.candidate import contracts
 from autotp.passes.plan.propagate import needs_grad
@@ -58,7 +61,7 @@ def report(analysis: Program, model: str, first: fx.Graph | None = None) -> Plan
     everything = (*whole, *_unknown(analysis), *_needs_sequence(analysis))
     return Plan(
         model, analysis.tp, cuts, everything, total, max(ranks), count, _along_sequence(analysis), outputs,
-        cp=analysis.options.cp, in_sequence=analysis.in_sequence,
+        cp=analysis.options.cp, in_sequence=analysis.in_sequence, types=_types_along_sequences(analysis),
         balanced=analysis.balanced, unbalanced=analysis.unbalanced,
     )  # fmt: skip
 
@@ -74,6 +77,18 @@ def _along_sequence(analysis: Program) -> int | None:
     sequences = {find(leaf) for leaf in analysis.decision.scattered.values()}
     cut = [leaf for leaf in analysis.decision.cuts.values() if find(leaf) in sequences]
     return len(cut) if analysis.options.sequence_parallel else None
+
+
+def _types_along_sequences(analysis: Program) -> dict[str, int]:
+    """Returns the types of values that are cut along a sequence over cp, with both cuts -> how many values have it."""
+    letters, found = sizes_of(analysis.graph), Counter[str]()
+    for node in analysis.graph.nodes if analysis.options.cp > 1 else ():
+        values = zip(outputs_of(node), analysis.axes.dims.get(node, ()), analysis.have.get(node, ()), strict=False)
+        for value, dims, placement in values:
+            sizes = size_text(Typed(value.dtype, dims, placement, flows=True), letters).partition("[")[2]
+            if value.is_floating_point() and "@cp" in sizes:
+                found[f"[{sizes.partition(']')[0]}]"] += 1
+    return dict(found)
 
 
 def traffic(graph: fx.Graph, analysis: Program) -> Traffic:

@@ -66,8 +66,9 @@ def stages(
     """Returns the text of each stage between `model` and the graph that the first of `tp` ranks runs.
 
     It runs on any machine, without processes; the model may be on `meta`, and is not changed. A type is printed as
-    `f32[b, s, 3072@tp]`: dtype and sizes, with `@tp` behind a size that is cut. `{tp}` marks a value that is the same
-    on all ranks and read by cut operators; `{+tp}` marks a term of a sum over ranks. Equal blocks are printed once.
+    `f32[b, s, 3072@tp]`: dtype and sizes, with `@tp` behind a size that is cut, and `s@cp` for a part of a sequence.
+    `{tp}` marks a value that is the same on all ranks and read by cut operators; `{+tp}` marks a term of a sum over
+    ranks. Equal blocks are printed once.
 
     Args:
         model: an ordinary single-device model.

@@ -23,7 +23,8 @@ from autotp.sharding.grid import cut_key, same_cut
 class Replicate:
     """Same on every rank, read by work that every rank does whole."""
 
-    def __str__(self) -> str:
+    def text(self, axis: str) -> str:
+        """Returns what is behind the type of such a value on the mesh axis `axis`."""
         return ""
 
 
@@ -31,8 +32,9 @@ class Replicate:
 class Copied:
     """Same on every rank, read by work of which every rank does a part."""
 
-    def __str__(self) -> str:
-        return "{tp}"
+    def text(self, axis: str) -> str:
+        """Returns what is behind the type of such a value on the mesh axis `axis`."""
+        return f"{{{axis}}}"
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,9 @@ class Partial:
 
     reducer: Literal["sum", "max"] = "sum"
 
-    def __str__(self) -> str:
-        return "{+tp}" if self.reducer == "sum" else "{max tp}"
+    def text(self, axis: str) -> str:
+        """Returns what is behind the type of such a value on the mesh axis `axis`."""
+        return f"{{+{axis}}}" if self.reducer == "sum" else f"{{max {axis}}}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +60,9 @@ class Shard:
     def __hash__(self) -> int:
         return cut_key(self.axis)
 
-    def __str__(self) -> str:
-        return "@tp"
+    def text(self, axis: str) -> str:
+        """Returns what is behind the size of the dimension that is cut on the mesh axis `axis`."""
+        return f"@{axis}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -94,7 +94,8 @@ def check(
     try:
         separated = separate(lowered)
     except Exception as error:
-        raise Error(f"rank {to.rank} of {to.tp}: a group of products cannot be separated: {error!r}") from error
+        where = f"{to.axis} rank {to.rank} of {to.tp}"
+        raise Error(f"{where}: a group of products cannot be separated: {error!r}") from error
     for node in separated.nodes:
         try:
             proof.visit(node)
@@ -155,7 +156,8 @@ class _Checking(Proof):
 
     def _stands_for(self, node: fx.Node, model: fx.Node | None) -> Any:
         if model is None or node.op != model.op:
-            self.refuse(node, "is not what the model computes", expected=model and called(model), got=called(node))
+            other = {} if model is None else {"expected": called(model)}
+            self.refuse(node, "is not what the model computes", **other, got=called(node))
         if node.op in ("placeholder", "get_attr"):
             self._stored(node, model)
         elif node.op == "output":
@@ -176,7 +178,7 @@ class _Checking(Proof):
         if leaf is not None and not any(same_cut(leaf, one) for one in self.cuts):
             self.cuts.append(leaf)
         flows = node.name in self.trainable
-        types = (Typed(v.dtype, self.axes.of(model), placement, flows and _is_floating(v)) for v in outputs_of(model))
+        types = (self.typed(v, self.axes.of(model), placement, flows) for v in outputs_of(model))
         self.give(node, model, tuple(types))
 
     def _held(self, node: fx.Node, model: fx.Node, layout: Layout) -> Axis | None:
@@ -313,7 +315,7 @@ class _Checking(Proof):
                 self.refuse_read(node, operand, typed, want, rule=bound.rule)
         flows = model.target not in NO_GRADIENT and any(typed.flows for _, typed in reads)
         values = zip(outputs_of(model), self.axes.dims[model], gives, strict=True)
-        types = tuple(Typed(v.dtype, dims, placement, flows and _is_floating(v)) for v, dims, placement in values)
+        types = tuple(self.typed(v, dims, placement, flows) for v, dims, placement in values)
         if model.target is custom_vjp.output:  # Its outputs: a value that has a gradient, and the gradient itself.
             types = replace(types[0], flows=True), replace(types[1], flows=False)
         for typed in types:
@@ -404,7 +406,3 @@ class _Checking(Proof):
         if any(part.placement != moved[0].placement for part in moved):
             self.refuse(node, "joins parts that were moved differently", got=", ".join(map(str, moved)))
         self.give(node, self.whole[x], (replace(typed, placement=moved[0].placement),))
-
-
-def _is_floating(value: torch.Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()

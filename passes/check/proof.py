@@ -15,8 +15,8 @@ from autotp.errors import Error
 from autotp.passes.check.erase import ModelNodes, called, listed, plain, valued
 from autotp.passes.check.local_calls import local_length
 from autotp.passes.check.types import Typed
-from autotp.passes.lower.local_sizes import PARTS, Target
-from autotp.passes.plan.infer_axes import Axes, infer_axes
+from autotp.passes.lower.local_sizes import PARTS, Target, cut_lengths, renamed
+from autotp.passes.plan.infer_axes import Axes, Dims, infer_axes
 from autotp.rules.call import outputs_of
 from autotp.sharding.axis import ONE, Axis, Size, find, touches
 from autotp.sharding.partition import chunk_size
@@ -35,7 +35,7 @@ class Proof:
         self.held, self.trainable, self.local_outputs = held, trainable, local_outputs
         self.to = replace(to, parts={})
         self.axes = axes or infer_axes(graph)
-        self.model = ModelNodes(graph)
+        self.graph, self.model = graph, ModelNodes(graph)
         self.types: dict[fx.Node, tuple[Typed, ...]] = {}
         self.whole: dict[fx.Node, fx.Node] = {}  # Node -> the model's node of whose value it is a part.
         self.numbers: dict[fx.Node, Any] = {}
@@ -52,9 +52,15 @@ class Proof:
                 self.refuse(node, f"is not this rank's {typed}", expected=listed(shape), got=listed(value.shape))
         self.types[node], self.whole[node] = types, whole
 
+    def typed(self, value: torch.Tensor, dims: Dims, placement: Placement, flows: bool) -> Typed:
+        """Returns the type of a value of the model; `flows` counts only where values can have gradients."""
+        floating = value.is_floating_point() or value.is_complex()
+        return Typed(value.dtype, dims, placement, flows and floating, self.to.axis)
+
     def refuse(self, node: fx.Node, problem: str, **facts: Any) -> NoReturn:
-        where = f"rank {self.to.rank} of {self.to.tp}: `{node}` "
-        raise Error(where + problem, **{label: str(fact) for label, fact in facts.items()}, at=line_of(node))
+        cut = cut_lengths(self.graph)
+        said = {label: renamed(str(fact), cut) for label, fact in facts.items()}
+        raise Error(f"{self.to.axis} rank {self.to.rank} of {self.to.tp}: `{node}` {problem}", **said, at=line_of(node))
 
     def refuse_read(self, node: fx.Node, operand: fx.Node, typed: Typed, want: Placement, **facts: Any) -> NoReturn:
         expected, got = (f"{type(t.placement).__name__} {t}" for t in (replace(typed, placement=want), typed))

@@ -42,12 +42,14 @@ class Typed:
         dims: the axes of its dimensions.
         placement: its placement.
         flows: whether a gradient may flow through it.
+        axis: the mesh axis of its placement.
     """
 
     dtype: torch.dtype
     dims: Dims
     placement: Placement
     flows: bool
+    axis: str = "tp"
 
     @property
     def leaf(self) -> Axis | None:
@@ -64,9 +66,10 @@ class Typed:
         return self.placement == want or (not self.flows and self.placement in same and want in same)
 
     def __str__(self) -> str:
-        sizes = [f"{find(a).size}{'@tp' * (d in self.cut_dims(self.leaf))}" for d, a in enumerate(self.dims)]
+        where = self.placement.text(self.axis)
+        sizes = [f"{find(a).size}{where * (d in self.cut_dims(self.leaf))}" for d, a in enumerate(self.dims)]
         dtype = str(self.dtype).removeprefix("torch.").replace("float", "f").replace("int", "i")
-        return f"{dtype}[{', '.join(sizes)}]{str(self.placement) * (self.leaf is None)}"
+        return f"{dtype}[{', '.join(sizes)}]{where * (self.leaf is None)}"
 
 
 @dataclass(frozen=True)

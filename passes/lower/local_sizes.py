@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import math
 import operator
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ import torch
 from torch import fx
 
 from autotp.errors import Error
+from autotp.ops import collectives
 from autotp.passes.builder import Builder, evaluated
 from autotp.rules.call import outputs_of
 from autotp.sharding.axis import ONE, Axis, Size, find, touches
@@ -33,6 +35,8 @@ SIZE_OPERATORS: dict[Any, Callable[..., Any]] = {
 """The operators in printed expressions of sizes."""
 PRINTED = 15
 """The digits to which a number with a point is printed. One with fewer digits is exact."""
+SYMBOL = re.compile(r"\b[a-z]\d+\b")
+"""A symbolic size in a text."""
 PARTS = (chunk_start, chunk_stop, chunk_size)
 """The functions by which a graph computes a rank's part of a symbolic length."""
 
@@ -65,6 +69,26 @@ class Target:
         """Returns the number of positions of a leaf that this rank has."""
         start, stop = self.chunk(leaf)
         return stop - start
+
+
+def cut_lengths(graph: fx.Graph) -> dict[str, str]:
+    """Returns the symbol of a rank's part of a length -> the length and the mesh axis: `s16` -> `s85@cp`.
+
+    They are those that a graph moves values along: a graph of one context-parallel rank has the axis cp.
+    """
+    found: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.target in (collectives.scatter, collectives.reduce_scatter):
+            source, axis, dim = node.args[:3]
+            whole, part = source.meta["val"].shape[dim], str(node.meta["val"].shape[dim])
+            if SYMBOL.fullmatch(part):
+                found.setdefault(part, f"{renamed(str(whole), found)}@{axis}")
+    return found
+
+
+def renamed(text: str, names: Mapping[str, str]) -> str:
+    """Returns a text with other names for symbolic sizes."""
+    return SYMBOL.sub(lambda found: names.get(found.group(), found.group()), text)
 
 
 def has_unknown_sizes(graph: fx.Graph) -> bool:

@@ -100,6 +100,17 @@ def test_what_a_step_sends() -> None:
     assert str(made([])).splitlines()[-1] == "backward    no collective; 0 B for inputs 2x3 4"
 
 
+def test_cut_sequences() -> None:
+    """The types of what is cut have both cuts; without cp there are none."""
+    model = gpt(n_layer=2, n_head=4, n_embd=16, vocab_size=61)
+    plan = autotp.explain(model, 2, cp=2)
+    assert {"[b, s@cp, 16]", "[b, s@cp, 64@tp]"} <= plan.types.keys()
+    assert plan.to_dict()["types"] == plan.types
+    line = next(line for line in str(plan).splitlines() if line.startswith("types "))
+    assert line.endswith(", ...") and line.count(" x ") == 4 and len(line) <= 100
+    assert autotp.explain(model, 2).types == {}
+
+
 def test_one_rank_and_the_sequence() -> None:
     one = autotp.explain(gpt(), 1)
     assert not one.cuts and {row.reason for row in one.whole} == {"there is one rank"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from autotp.sharding.axis import Axis, Size, product, unify
 from autotp.sharding.placement import Copied, Held, Partial, Replicate, Shard
 
@@ -27,7 +29,10 @@ def test_parts_of_a_product_are_other_cuts() -> None:
     assert len({Shard(heads), Shard(size), Shard(both)}) == 3
 
 
-def test_text() -> None:
+@pytest.mark.parametrize("name", ["tp", "cp"])
+def test_text(name: str) -> None:
+    """Each has the mesh axis that it is a placement on."""
     axis = Axis(Size(12))
     kinds = [Replicate(), Copied(), Partial(), Partial("max"), Shard(axis), Held(axis)]
-    assert list(map(str, kinds)) == ["", "{tp}", "{+tp}", "{max tp}", "@tp", "@tp"]
+    expected = ["", f"{{{name}}}", f"{{+{name}}}", f"{{max {name}}}", f"@{name}", f"@{name}"]
+    assert [kind.text(name) for kind in kinds] == expected

@@ -211,6 +211,6 @@ def test_messages_are_found() -> None:
         "a set holds tensors",
         f"`{HOLE}` is part of another parallel model",
         "the model asserts something about the values of a tensor, which are not known in a graph",
-        f"rank {HOLE} of {HOLE}: `{HOLE}` is not what the model computes",
+        f"{HOLE} rank {HOLE} of {HOLE}: `{HOLE}` is not what the model computes",
         "torch.inference_mode would be lost: a graph of the model does not have it",
     } <= texts_

@@ -52,7 +52,7 @@ def test_a_value_that_is_not_its_type(node: fx.Node, cut: bool, got: str) -> Non
     with pytest.raises(Error) as raised:
         found.give(node, LINEAR, (typed(found, cut),))
     text = "f32[2, 6@tp]" if cut else "f32[2, 6]{tp}"
-    assert raised.value.problem == f"rank 1 of 2: `linear_default` is not this rank's {text}"
+    assert raised.value.problem == f"tp rank 1 of 2: `linear_default` is not this rank's {text}"
     assert raised.value.facts["expected"] == ("[2, 3]" if cut else "[2, 6]") and raised.value.facts["got"] == got
     assert node not in found.types
 
@@ -61,7 +61,7 @@ def test_what_is_read_otherwise_than_it_is() -> None:
     found, node = proof(0), local(3)
     with pytest.raises(Error) as raised:
         found.refuse_read(node, node.all_input_nodes[0], typed(found), Partial())
-    assert raised.value.problem == "rank 0 of 2: `linear_default` reads `x`"
+    assert raised.value.problem == "tp rank 0 of 2: `linear_default` reads `x`"
     assert raised.value.facts["expected"] == "Partial f32[2, 6]{+tp}"
     assert raised.value.facts["got"] == "Shard f32[2, 6@tp]"
 
