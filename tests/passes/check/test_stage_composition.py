@@ -91,6 +91,10 @@ def not_received(made: Parts) -> None:
     made[1] = (made[1][0], [])
 
 
+def sent_to_another_stage(made: Parts) -> None:
+    made[1], made[2] = made[2], made[1]
+
+
 def sent_too_early(made: Parts) -> None:
     add = one(made[1][0], aten.add.Tensor)
     made[1][0].output_node().args = ((add.args[0],),)
@@ -135,6 +139,7 @@ FAULTS: dict[Callable[[Parts], None], str] = {
     other_number: "stage 2 computes `dropout.*`, which is not in the graph",
     not_sent: "stage 1 does not receive what stage 0 sends",
     not_received: "stage 1 does not receive what stage 0 sends",
+    sent_to_another_stage: "stage 1 computes `linear_2`, which is not in the graph",
     sent_too_early: "stage 2 computes `.*`, which is not in the graph",
     drawn_twice: "stage 1 computes `again`, which is not in the graph",
     other_result: "the last stage does not return what the graph returns",
