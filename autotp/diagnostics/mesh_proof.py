@@ -7,7 +7,11 @@ exactly these. The schedule runs each microbatch once forward and once backward 
 ever. Rows are independent and the loss is a sum over them (passes/pipeline), so microbatches and replicas add up to the
 whole batch. All replicas run the same graphs, so one stands for all.
 
-Trusted are what the check trusts, torch's pipelining and fully_shard, and the collectives.
+With ZeRO, each parameter of a rank is either in one unit of `fully_shard` or whole on every replica; the whole ones are
+those that several stages of the rank read, or that have no dimension.
+
+Trusted are what the check trusts, torch's pipelining and fully_shard, and the collectives. `NOT_PROVED` says what
+fully_shard is trusted with.
 """
 
 from __future__ import annotations
@@ -34,7 +38,12 @@ from autotp.passes.pipeline.stages import Division, Stage, staged
 from autotp.training.compute_dtype import cast_arguments
 from autotp.training.microbatches import batch_tensors, places_of_rows
 from autotp.training.pipeline.schedules import ENGINES, Training, analyse_microbatch, division, stages_of
-from autotp.training.process_groups import holders
+from autotp.training.process_groups import holders, read_by_several_stages
+
+NOT_PROVED = (
+    "torch's own division of a unit (a block, or the other parameters of a stage) over the replicas; that it gathers "
+    "the unit before the block runs, sums its gradients and frees it"
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,7 @@ class MeshProof:
         actions: the number of forwards and backwards in a step of one replica.
         cp: the number of ranks that sequences are cut over.
         not_computed: why no step was compared with one device; "" if one was.
+        whole: with ZeRO, the parameters that each replica holds whole. The others are divided over the replicas.
     """
 
     tp: int
@@ -69,6 +79,7 @@ class MeshProof:
     actions: int
     cp: int = 1
     not_computed: str = ""
+    whole: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -78,6 +89,17 @@ class MeshProof:
     def table(self) -> Table:
         """Returns a row for each fact."""
         return Table(("proved", "of"), tuple(self._rows()), ("good", ""))
+
+    def not_proved(self) -> Table | None:
+        """Returns a row for what is not proved of this layout alone; None if there is nothing."""
+        if not self.divides:
+            return None
+        return Table(("not proved", "of"), (("fully_shard", NOT_PROVED),), ("whole", "note"))
+
+    @property
+    def divides(self) -> bool:
+        """True if replicas divide tensors among them."""
+        return self.zero > 0 and self.dp > 1
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the facts as plain data, for JSON."""
@@ -105,8 +127,10 @@ class MeshProof:
             f"{self.microbatches} microbatch{'es' * (self.microbatches > 1)} x {self.dp} replica{'s' * (self.dp > 1)}"
         )
         yield "loss", f"a sum over independent rows, so that {parts} add up to the whole batch"
-        if self.zero and self.dp > 1:
-            yield "ZeRO", f"stage {self.zero}: not proved here, torch's fully_shard divides tensors among the replicas"
+        if self.divides:
+            kept = f"{_number(self.parameters - len(self.whole))} parameters are divided over {self.dp} replicas"
+            apart = f", {len(self.whole) or 'none'} {'are' if len(self.whole) > 1 else 'is'} whole on each"
+            yield "ZeRO", f"stage {self.zero}: {kept}{apart}; the gradient of each is summed over the replicas once"
 
 
 def _number(count: int) -> str:
@@ -160,10 +184,12 @@ def prove(
             raise Error(f"tp rank {rank % tp} would divide its graph in another way than tp rank 0")
     names = program.captured.parameters
     tied = _homes(composed, names, first.ranks)
+    scalars = {name for name, layout in program.layouts.items() if not layout.shape}
+    whole = tuple(sorted(_read_twice(composed, names, first.ranks) | scalars))
     sent = tuple((len(values), sum(map(_bytes, values))) for values in composed.sent)
     proof = MeshProof(
         tp, pp, dp, training.schedule, training.microbatches, training.zero, tuple(counts), first, sent,
-        len(names), tied, sum(map(len, order)), training.cp,
+        len(names), tied, sum(map(len, order)), training.cp, whole=whole if training.zero else (),
     )  # fmt: skip
     return program, first_graph, proof
 
@@ -186,7 +212,16 @@ def _composed(
     summed = holders(stages, names, pp, lambda rank: stages_of(training, rank, pp))
     if summed != (read := _homes(composed, names, divided.ranks)):
         raise Error("the gradient of a parameter is not summed over its readers", expected=str(read), got=str(summed))
+    kept = read_by_several_stages(stages, names, pp, lambda rank: stages_of(training, rank, pp))
+    if training.zero and kept != (read_twice := _read_twice(composed, names, divided.ranks)):
+        raise Error("a parameter would be in two units of ZeRO", expected=str(read_twice), got=str(kept))
     return composed
+
+
+def _read_twice(composed: Composition, names: Mapping[str, str], ranks: Sequence[int]) -> set[str]:
+    """Returns the parameters that several stages of one pipeline rank read."""
+    homes = {names[place]: [ranks[i] for i in some] for place, some in composed.readers.items() if place in names}
+    return {name for name, where in homes.items() if len(set(where)) < len(where)}
 
 
 def _homes(composed: Composition, names: Mapping[str, str], ranks: Sequence[int]) -> dict[str, tuple[int, ...]]:

@@ -114,7 +114,8 @@ class Report(Shown):
         how = f" (float64, tolerance {self.tolerance:.0e})" if self.gradients else ""
         parts: tuple[Table | tuple[str, ...], ...] = (tuple(_lines(self)),)
         if self.mesh is not None:
-            parts = (*parts, ("",), self.mesh.table())
+            tables = (self.mesh.table(), self.mesh.not_proved())
+            parts = (*parts, ("",), *(table for table in tables if table is not None))
         return Sheet(f"{self._title()}: {self.verdict}{how}", parts, "good" if self.ok else "bad", apart=False)
 
     def _title(self) -> str:

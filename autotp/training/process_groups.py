@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.distributed.mesh import Mesh, new_group, with_number
 from autotp.passes.pipeline.stages import Stage
+from autotp.training.pipeline.schedules import parameters_of_stage
 
 
 def mesh_of(sizes: Mapping[str, int], device: torch.device, timeout: timedelta) -> DeviceMesh:
@@ -59,10 +61,20 @@ def holders(
     home = {i: rank for rank in range(ranks) for i in stages_of(rank)}
     found: dict[str, set[int]] = {}
     for i, stage in enumerate(stages):
-        for node in stage.graph.nodes:
-            if node.op == "placeholder" and node.name in names:
-                found.setdefault(names[node.name], set()).add(home[i])
+        for name in parameters_of_stage(stage, names):
+            found.setdefault(name, set()).add(home[i])
     return {name: tuple(sorted(some)) for name, some in found.items() if len(some) > 1}
+
+
+def read_by_several_stages(
+    stages: Sequence[Stage], names: Mapping[str, str], ranks: int, stages_of: Callable[[int], list[int]]
+) -> set[str]:
+    """Returns the parameters that several stages of one rank read: ZeRO does not divide these, on any rank."""
+    found = set[str]()
+    for rank in range(ranks):
+        reads = Counter(name for i in stages_of(rank) for name in parameters_of_stage(stages[i], names))
+        found |= {name for name, times in reads.items() if times > 1}
+    return found
 
 
 def shared(

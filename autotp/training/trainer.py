@@ -360,10 +360,7 @@ class Trainer(InGraphs, HasHoldings):
         (pipeline,), every = self._pipelines, set(self.parameters())
         whole = dict(self.named_parameters())
         outside = {lies[0] for stage in pipeline.stages.values() for _, lies in stage.places.values()}
-        homes = [
-            (name, self.plan.ranks[i]) for i, stage in enumerate(stages) for name in parameters_of_stage(stage, names)
-        ]
-        several = {name for name, rank in homes if homes.count((name, rank)) > 1}
+        several = groups.read_by_several_stages(stages, names, self.mesh["pp"].size(), self._stages_of)
         for i, work in self._works.items():
             mine = {value_at(place_of(self, name)) for name in parameters_of_stage(stages[i], names) - several}
             mine = {parameter for parameter in mine if parameter.dim()}

@@ -14,7 +14,7 @@ from small_models import gpt
 
 import autotp
 from autotp.diagnostics import mesh_proof
-from autotp.diagnostics.mesh_proof import expect_complete
+from autotp.diagnostics.mesh_proof import NOT_PROVED, expect_complete
 from autotp.errors import Error
 from autotp.estimation.seconds.schedule import Action, actions_of
 from autotp.training.pipeline.schedules import ENGINES
@@ -39,7 +39,10 @@ def test_a_mesh_on_meta() -> None:
     text = str(report)
     assert text.startswith("GPT on tp=3, pp=2, dp=5: proved on 30 ranks; nothing computed, as the model is on meta")
     assert "`wte.weight` on 0, 1, its gradient summed over them" in " ".join(text.split())
-    assert "ZeRO        stage 1: not proved here" in text
+    once = "; the gradient of each is summed over the replicas once"
+    words = " ".join(text.split())
+    assert f"ZeRO stage 1: 52 parameters are divided over 5 replicas, none is whole on each{once}" in words
+    assert words.endswith(f"not proved of fully_shard {NOT_PROVED}")
     assert report.to_dict()["mesh"]["ranks"] == 30
 
 
@@ -99,6 +102,18 @@ def test_a_tied_gradient_that_is_not_summed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(mesh_proof, "holders", lambda *given: {})
     with pytest.raises(Error, match="the gradient of a parameter is not summed over its readers"):
         autotp.verify(on_meta(), 1, pp=2, microbatches=2)
+
+
+def test_zero_leaves_whole_what_several_stages_of_a_rank_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the zero-bubble schedule with a V the first rank has the first and the last stage, and both read the table."""
+    given: dict[str, Any] = {"pp": 2, "dp": 2, "microbatches": 4, "schedule": "zero-bubble-v", "zero": 2}
+    report = autotp.verify(on_meta(), 1, **given)
+    assert report.mesh is not None and report.mesh.whole == ("wte.weight",)
+    assert "divided over 2 replicas, 1 is whole on each" in " ".join(str(report).split())
+    assert autotp.verify(on_meta(), 1, **{**given, "zero": 0}).mesh.whole == ()  # type: ignore[union-attr]
+    monkeypatch.setattr(mesh_proof, "read_by_several_stages", lambda *given: set())
+    with pytest.raises(Error, match="a parameter would be in two units of ZeRO"):
+        autotp.verify(on_meta(), 1, **given)
 
 
 def test_ranks_that_divide_differently(monkeypatch: pytest.MonkeyPatch) -> None:
