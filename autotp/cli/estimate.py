@@ -9,7 +9,19 @@ from typing import Annotated, Any, cast
 import typer
 from torch import nn
 
-from autotp.cli.flags import Attention, Debug, Html, InputsOf, Json, Kwargs, Layers, Model, ModelClass
+from autotp.cli.flags import (
+    PLAIN,
+    Attention,
+    Debug,
+    Html,
+    InputsOf,
+    Json,
+    Kwargs,
+    Layers,
+    Model,
+    ModelClass,
+    ScheduleName,
+)
 from autotp.cli.model_argument import ModelArgument, dtype_named, on_meta, settings_of
 from autotp.cli.output import DIFFERENT, WrongUse, arguments_in_use, expect_writable, show
 from autotp.diagnostics.verify import verify
@@ -24,9 +36,8 @@ from autotp.options import Recompute
 from autotp.page.save_page import save_page, save_trace
 from autotp.training.pipeline.schedules import ENGINES
 
-ScheduleName = Enum("ScheduleName", {name: name for name in ENGINES})  # type: ignore[misc]
 RecomputeName = Enum("RecomputeName", {name: name for name in ("none", "selective", "full")})  # type: ignore[misc]
-PLAIN, NONE = ScheduleName("1F1B"), RecomputeName("none")
+NONE = RecomputeName("none")
 Gpu = Annotated[str, typer.Option("--gpu", metavar="KIND|LINE", help=f"{', '.join(KINDS)}, or a line such as '{LINE}'")]
 Batch = Annotated[int, typer.Option("--batch", help="The rows of a step, over all replicas")]
 Dtype = Annotated[str, typer.Option("--dtype", help="The dtype of computation")]

@@ -14,6 +14,7 @@ from typer.core import TyperCommand
 
 from autotp.api import parallelize
 from autotp.options import DEFAULTS, OPTIONAL, Options
+from autotp.training.pipeline.schedules import ENGINES
 
 Model = Annotated[
     str,
@@ -38,6 +39,8 @@ Evaluation = Annotated[bool, typer.Option("--eval", help="The model in evaluatio
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the page of the result, too")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 Debug = Annotated[bool, typer.Option("--debug", help="Print tracebacks of errors")]
+ScheduleName = Enum("ScheduleName", {name: name for name in ENGINES})  # type: ignore[misc]
+PLAIN = ScheduleName("1F1B")
 
 SEVERAL: dict[str, Callable[[str], bool]] = {"--tp": str.isdigit, "--without": OPTIONAL.__contains__}
 """Option that takes several values, `--tp 2 3 4` -> whether a text is a value of it."""

@@ -10,8 +10,8 @@ import typer
 from rich.text import Text
 from torch import nn
 
-from autotp.cli.estimate import PLAIN, ScheduleName
 from autotp.cli.flags import (
+    PLAIN,
     Attention,
     Debug,
     Evaluation,
@@ -21,12 +21,13 @@ from autotp.cli.flags import (
     Layers,
     Model,
     ModelClass,
+    ScheduleName,
     with_options_of,
 )
 from autotp.cli.model_argument import ModelArgument, on_meta, settings_of, with_values
-from autotp.cli.output import DIFFERENT, console, print_json
+from autotp.cli.output import DIFFERENT, arguments_in_use, console, print_json
 from autotp.diagnostics.bisect import Blame, bisect
-from autotp.diagnostics.verify import Report, compare_calls, verify
+from autotp.diagnostics.verify import Report, compare_calls, expect_blocks, expect_layout, training_of, verify
 from autotp.display.sheet import coloured
 from autotp.errors import within
 from autotp.options import Options
@@ -63,14 +64,21 @@ def verify_command(
 
     Example: autotp verify file.py:factory --tp 2 3 --layers 1
 
-    The exit status is 1 if they are DIFFERENT; then the guilty weight, pass and rule are found by halving. With --pp,
-    --dp or --microbatches, it proves and compares the step that `autotp.distribute` would train:
+    The exit status is 1 if they are DIFFERENT, or the model is refused; 2 if this layout cannot be. Where they are
+    DIFFERENT, the guilty weight, pass and rule are found by halving. With --pp, --dp or --microbatches, it proves and
+    compares the step that `autotp.distribute` would train:
     autotp verify path/to/config.json --tp 8 --pp 16 --dp 64 --microbatches 16 --meta
     """
     argument = ModelArgument(model, settings_of(kwargs), layers, None, attention, model_class, inputs, evaluation)
     settings, given = Options(**chosen), argument.example_inputs()
-    built = on_meta(argument) if meta else with_values(argument)
     mesh = {"pp": pp, "dp": dp, "microbatches": microbatches, "schedule": schedule.value, "zero": zero}
+    training = training_of(settings, microbatches, schedule.value, zero)
+    with arguments_in_use():
+        for size in tp:
+            expect_layout(settings, training, (size, pp, dp))
+    built = on_meta(argument) if meta else with_values(argument)
+    with arguments_in_use():
+        expect_blocks(built, training, pp)
     found: list[Result] = []
     for size in tp:
         if (pp, dp, microbatches) != (1, 1, 1):

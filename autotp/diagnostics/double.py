@@ -64,9 +64,9 @@ def doubled(tensor: Tensor) -> Tensor:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Returns a copy of the model. Computed tensors in it (torch's old weight_norm) become leaves, as torch cannot copy
+    """Returns a copy of the model. Computed tensors in it, such as those of torch's old weight_norm, become leaves.
 
-    others; the next call only uses their values.
+    torch copies no other tensors; the next call only uses their values.
     """
     computed = [x for _, x in everything(model) if isinstance(x, Tensor) and not x.is_leaf]
     return copy.deepcopy(model, {id(x): x.detach().clone().requires_grad_() for x in computed})

@@ -33,6 +33,7 @@ from autotp.diagnostics.report import report
 from autotp.display.progress import Line, progress
 from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import Error, within
+from autotp.estimation.seconds.schedule import actions_of
 from autotp.model_library import keep_activations, recomputes
 from autotp.options import DEFAULTS, Experts, Options, Outputs, Recompute
 from autotp.passes.canonicalize.custom_vjp import fuse
@@ -46,12 +47,13 @@ from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, Listing
 from autotp.passes.capture.pytree import flatten, map_leaves, outcome, states
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.capture.unsupported.function_caches import empty_caches
-from autotp.passes.pipeline.stages import Stage
+from autotp.passes.pipeline.stages import Stage, expect_enough
 from autotp.rules.traits import draws
 from autotp.runtime.build import expect_usable
 from autotp.sharding.layout import Layout
+from autotp.source_location import block_in
 from autotp.training.distribute import expect_training
-from autotp.training.pipeline.schedules import Schedule, Training
+from autotp.training.pipeline.schedules import ENGINES, Schedule, Training, stages_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -476,27 +478,48 @@ def verify(
     """
 
     settings = Options(outputs, experts, sequence_parallel, without, recompute=recompute, cp=cp)
-    training = Training(
-        outputs="local", sequence_parallel=sequence_parallel, recompute=recompute, summed=True, without=without,
-        microbatches=microbatches, schedule=schedule, zero=zero, cp=cp,
-    )  # fmt: skip
+    training = training_of(settings, microbatches, schedule, zero)
 
     def run() -> Report:
         expect_usable("verify", model, tp, settings)
-        expect_training(training, pp, dp, tp)
+        expect_layout(settings, training, (tp, pp, dp))
         if (pp, dp, microbatches) == (1, 1, 1):
-            if schedule != "1F1B" or zero:
-                raise Error(
-                    "schedule and zero are options of distribute, and this is one call of a model",
-                    fix="pp=, dp= or microbatches= beside them, or leave them out",
-                )
             return compare_calls(model, find_inputs(model, example_inputs), tp, settings)
-        if settings.outputs != "auto" or settings.experts != "width":
-            raise Error("outputs and experts are options of parallelize", fix="verify without pp, dp and microbatches")
+        expect_blocks(model, training, pp)
         return compare_mesh(model, find_inputs(model, example_inputs), (tp, pp, dp), training)
 
     sizes = f", cp={cp}" * (cp != 1) + f", pp={pp}, dp={dp}" * ((pp, dp) != (1, 1))
     return within(f"verify({type(model).__name__}, tp={tp}{sizes})", run)
+
+
+def training_of(settings: Options, microbatches: int, schedule: Schedule, zero: Literal[0, 1, 2, 3]) -> Training:
+    """Returns what `distribute` would be asked for with these options."""
+    return Training(
+        outputs="local", sequence_parallel=settings.sequence_parallel, recompute=settings.recompute, summed=True,
+        without=settings.without, microbatches=microbatches, schedule=schedule, zero=zero, cp=settings.cp,
+    )  # fmt: skip
+
+
+def expect_layout(settings: Options, training: Training, sizes: tuple[int, int, int]) -> None:
+    """Raises Error if no model can be trained in this layout of (tp, pp, dp) ranks."""
+    tp, pp, dp = sizes
+    expect_training(training, pp, dp, tp)
+    if (pp, dp, training.microbatches) == (1, 1, 1):
+        if training.schedule != "1F1B" or training.zero:
+            raise Error(
+                "schedule and zero are options of distribute, and this is one call of a model",
+                fix="pp=, dp= or microbatches= beside them, or leave them out",
+            )
+        return
+    if settings.outputs != "auto" or settings.experts != "width":
+        raise Error("outputs and experts are options of parallelize", fix="verify without pp, dp and microbatches")
+    actions_of(ENGINES[training.schedule], pp, training.microbatches)
+
+
+def expect_blocks(model: nn.Module, training: Training, pp: int) -> None:
+    """Raises Error if a model has fewer numbered modules than the pipeline has stages."""
+    blocks = {block_in(name) for name, _ in model.named_modules()} - {""}
+    expect_enough(len(blocks), len([i for rank in range(pp) for i in stages_of(training, rank, pp)]))
 
 
 def compare_mesh(model: nn.Module, inputs: Inputs, sizes: tuple[int, int, int], training: Training) -> Report:

@@ -82,7 +82,7 @@ def capture(
         Error: the model needs values that are not known, or fails on these inputs; names the source line.
     """
     leaves, spec = flatten((args, kwargs))
-    _expect_dense(leaves)
+    _expect_plain_tensors(leaves)
     leaves = [leaf.copy() if isinstance(leaf, numpy.ndarray) else leaf for leaf in leaves]  # Constants of the graph.
     with CAPTURING, empty_caches(skeleton):
         call = _Call(skeleton, leaves, spec, autocast, wanted, symbols)
@@ -108,7 +108,7 @@ def capture(
             opened |= result
 
 
-def _expect_dense(leaves: list[Any]) -> None:
+def _expect_plain_tensors(leaves: list[Any]) -> None:
     """Raises Error for a sparse or nested tensor, whose sizes do not say which numbers it has, or one with own code."""
     for leaf in leaves:
         if isinstance(leaf, Tensor) and computes_by_itself(type(leaf)):

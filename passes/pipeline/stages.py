@@ -88,6 +88,12 @@ def _shares(parts: Sequence[float]) -> list[str]:
     return [f"{part / (sum(parts) or 1):.1%}" for part in parts]
 
 
+def expect_enough(blocks: int, stages: int) -> None:
+    """Raises Error if there are fewer blocks than stages."""
+    if blocks < stages and stages > 1:
+        raise Error(f"{stages} stages, and the model has {blocks} blocks", fix="fewer pipeline ranks")
+
+
 def divided(blocks: Sequence[str], costs: Sequence[Cost], homes: Sequence[int], flights: Sequence[int]) -> Division:
     """Returns the division of the blocks into stages with the smallest cost of the most expensive stage.
 
@@ -100,8 +106,7 @@ def divided(blocks: Sequence[str], costs: Sequence[Cost], homes: Sequence[int], 
     Raises:
         Error: there are fewer blocks than stages.
     """
-    if len(blocks) < len(homes) and len(homes) > 1:
-        raise Error(f"{len(homes)} stages, and the model has {len(blocks)} blocks", fix="fewer pipeline ranks")
+    expect_enough(len(blocks), len(homes))
     total = [Cost(), *itertools.accumulate(costs)]
 
     def work(_: int, run: range) -> float:

@@ -34,8 +34,22 @@ def test_a_mesh(autotp_command, llama: Path) -> None:
     assert report["mesh"]["ranks"] == 12 and report["mesh"]["schedule"] == "GPipe"
     proved = autotp_command("verify", llama, *sizes, "--meta", "--zero", 1)
     assert proved.status == 0 and ": proved on 12 ranks; nothing computed, as the model is on meta" in proved.out
-    refused = autotp_command("verify", llama, "--tp", 2, "--pp", 2, "--layers", 2)
-    assert refused.status == 1 and "this schedule on 2 ranks cannot run 1 microbatches" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--pp", 2), "this schedule on 2 ranks cannot run 1 microbatches"),
+        (("--pp", 3, "--microbatches", 3), "3 stages, and the model has 2 blocks"),
+        (("--zero", 1), "schedule and zero are options of distribute, and this is one call of a model"),
+        (("--dp", 2, "--outputs", "full"), "outputs and experts are options of parallelize"),
+    ],
+    ids=str,
+)
+def test_a_layout_that_cannot_be(autotp_command, llama: Path, given: tuple[object, ...], said: str) -> None:
+    """It is a wrong argument, as for `autotp estimate`; a model that is refused is not."""
+    done = autotp_command("verify", llama, "--tp", 2, "--layers", 2, *given)
+    assert done.status == 2 and said in done.err
 
 
 @pytest.fixture
