@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.text import Text
@@ -72,7 +72,7 @@ def verify_command(
     argument = ModelArgument(model, settings_of(kwargs), layers, None, attention, model_class, inputs, evaluation)
     settings, given = Options(**chosen), argument.example_inputs()
     mesh = {"pp": pp, "dp": dp, "microbatches": microbatches, "schedule": schedule.value, "zero": zero}
-    training = training_of(settings, microbatches, schedule.value, zero)
+    training = training_of(settings, microbatches, schedule.value, cast(Any, zero))
     with arguments_in_use():
         for size in tp:
             expect_layout(settings, training, (size, pp, dp))

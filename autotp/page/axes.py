@@ -15,6 +15,7 @@ from torch import fx
 from autotp.diagnostics.graph_text import dtype_text
 from autotp.page.subject import Subject
 from autotp.passes.check.types import Typed
+from autotp.passes.lower.local_sizes import cut_lengths, renamed
 from autotp.passes.plan.candidate import Candidate
 from autotp.sharding.axis import ONE, Axis, Size, find, leaves, touches
 from autotp.sharding.placement import Copied, Partial
@@ -43,6 +44,7 @@ class PageAxes:
         self._found: list[dict[str, Any]] = []
         self._taken: set[tuple[str, str]] = set()
         self._keep: list[Axis] = []  # An axis that was freed would give its id to another.
+        self._parts = cut_lengths(subject.program.graph)
         self.block = ""
 
     def shape(self, typed: Typed) -> dict[str, Any]:
@@ -104,6 +106,7 @@ class PageAxes:
     def _text(self, size: Size) -> str:
         """Returns a size as text: symbols as letters, b and s."""
         letters = {symbol: LETTERS.get(name, symbol) for symbol, name in symbol_names(self._subject).items()}
+        letters |= {part: renamed(text, letters) for part, text in self._parts.items()}
         parts = [str(size.number)] * (size.number != 1 or not size.symbols)
         return "·".join([*parts, *(letters.get(symbol, symbol) for symbol in size.symbols)])
 

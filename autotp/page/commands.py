@@ -9,7 +9,7 @@ from autotp.training.pipeline.schedules import ENGINES
 def torchrun_line(subject: Subject) -> str:
     """Returns the command that starts all ranks; of several nodes, the one that each node runs."""
     estimate = subject.estimate
-    devices = subject.program.tp if estimate is None else estimate.layout.devices
+    devices = subject.program.tp * subject.program.options.cp if estimate is None else estimate.layout.devices
     node = devices if estimate is None else estimate.device.node
     if devices <= node:
         return f"torchrun --nproc-per-node {devices} train.py"
@@ -22,11 +22,12 @@ def python_line(subject: Subject) -> str:
     """Returns the call of `distribute`, or of `parallelize` for a plan."""
     estimate = subject.estimate
     if estimate is None:
-        along = ", sequence_parallel=True" * subject.program.options.sequence_parallel
+        options = subject.program.options
+        along = f", cp={options.cp}" * (options.cp > 1) + ", sequence_parallel=True" * options.sequence_parallel
         return f"model = autotp.parallelize(model, tp={subject.program.tp}{along})"
     layout = estimate.layout
     given = [f"{name}={getattr(layout, name)}" for name in ("tp", "pp", "dp")]
-    given += [f"microbatches={layout.microbatches}"]
+    given += [f"cp={layout.cp}"] * (layout.cp > 1) + [f"microbatches={layout.microbatches}"]
     given += [f'schedule="{layout.schedule}"'] * (layout.pp > 1 and layout.schedule != "1F1B")
     given += ["sequence_parallel=True"] * layout.sequence_parallel
     given += [f'recompute="{layout.recompute}"'] * (layout.recompute != "none")

@@ -85,23 +85,24 @@
   }
 
   // Ranks.
-  const { tp, dp, pp, stages, parameters, limit, node: inNode, zero } = shown.ranks;
+  const { tp, cp, dp, pp, stages, parameters, limit, node: inNode, zero } = shown.ranks;
+  const wide = tp * cp;  // The ranks of one replica and stage: cp neighbourhoods of tp ranks.
   const REPLICAS = 64, kinds = shown.kinds;
   const grids = document.getElementById("grids"), panel = document.getElementById("rank");
   const cellsOf = [];
   let selected = [0, 0, 0];
   const drawn = Math.min(dp, REPLICAS), most = Math.max(...stages.map((s) => s.total || 1));
-  grids.classList.toggle("big", drawn * tp * pp <= 64 && tp * pp > 1);
+  grids.classList.toggle("big", drawn * wide * pp <= 64 && wide * pp > 1);
   for (let r = 0; r < drawn; r++) {
     const grid = make("div", undefined, "g");
-    grid.style.gridTemplateColumns = `repeat(${tp}, max-content)`;
-    if (dp > 1 && tp * pp > 1) grid.append(make("u", `replica ${r}`));
+    grid.style.gridTemplateColumns = `repeat(${wide}, max-content)`;
+    if (dp > 1 && wide * pp > 1) grid.append(make("u", `replica ${r}`));
     for (let p = 0; p < pp; p++) {
-      for (let t = 0; t < tp; t++) {
+      for (let t = 0; t < wide; t++) {
         const cell = make("b");
         cell.dataset.at = `${p} ${r} ${t}`;
-        cell.title = `rank ${(p * dp + r) * tp + t}`;
-        cell.style.opacity = String(0.25 + 0.75 * ((stages[p].total || 1) / most) * share(t));
+        cell.title = `rank ${(p * dp + r) * wide + t}`;
+        cell.style.opacity = String(0.25 + 0.75 * ((stages[p].total || 1) / most) * share(t % tp));
         cellsOf.push([cell, p, r, t]);
         grid.append(cell);
       }
@@ -121,23 +122,24 @@
     const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
     if (!step) return;
     event.preventDefault();
-    const across = Math.min(drawn * tp - 1, Math.max(0, selected[1] * tp + selected[2] + step[1]));
-    select([Math.min(pp - 1, Math.max(0, selected[0] + step[0])), Math.floor(across / tp), across % tp]);
+    const across = Math.min(drawn * wide - 1, Math.max(0, selected[1] * wide + selected[2] + step[1]));
+    select([Math.min(pp - 1, Math.max(0, selected[0] + step[0])), Math.floor(across / wide), across % wide]);
   });
   function select([p, r, t]) {
     selected = [p, r, t];
     for (const [cell, a, b, c] of cellsOf) {
       const same = [a === p, b === r, c === t];
       cell.classList.toggle("me", same.every(Boolean));
-      cell.classList.toggle("tp", same[0] && same[1] && !same[2]);
+      cell.classList.toggle("tp", same[0] && same[1] && !same[2] && Math.floor(c / tp) === Math.floor(t / tp));
       cell.classList.toggle("dp", same[0] && !same[1] && same[2]);
       cell.classList.toggle("pp", !same[0] && same[1] && same[2]);
     }
-    const rank = (p * dp + r) * tp + t, stage = stages[p];
+    const rank = (p * dp + r) * wide + t, stage = stages[p];
     const where = inNode ? `, device ${rank % inNode} of node ${Math.floor(rank / inNode)}` : "";
-    panel.replaceChildren(make("h3", `rank ${rank}: tensor ${t} of ${tp}, replica ${r} of ${dp}, pipeline ${p} of ${pp}${where}`));
+    const part = cp > 1 ? `, part ${Math.floor(t / tp)} of ${cp} of a sequence` : "";
+    panel.replaceChildren(make("h3", `rank ${rank}: tensor ${t % tp} of ${tp}${part}, replica ${r} of ${dp}, pipeline ${p} of ${pp}${where}`));
     const peers = make("p", undefined, "peer");
-    for (const [name, count, colour] of [["tensor", tp, "--c0"], ["data", dp, "--i"], ["pipeline", pp, "--u"]]) {
+    for (const [name, count, colour] of [["tensor", tp, "--c0"], ["context", cp, "--c1"], ["data", dp, "--i"], ["pipeline", pp, "--u"]]) {
       if (count < 2) continue;
       const dot = make("i");
       dot.style.background = `var(${colour})`;
@@ -147,7 +149,7 @@
     if (peers.childNodes.length) panel.append(peers);
     panel.append(columns);
     if (stage.total) columns.append(memoryOf(stage));
-    columns.append(parametersOf(stage, t));
+    columns.append(parametersOf(stage, t % tp));
   }
   function memoryOf(stage) {
     const part = make("div"), bar = make("div", undefined, "bar"), table = make("table", undefined, "keys");

@@ -86,7 +86,7 @@ def _coloured(axes: list[dict[str, Any]], weighted: Collection[int]) -> list[dic
 def _title(subject: Subject) -> str:
     estimate = subject.estimate
     if estimate is None:
-        return f"{subject.model} on tp={subject.program.tp}"
+        return f"{subject.model} on {subject.plan.sizes}"
     return f"{subject.model} on {estimate.layout.devices:,} x {estimate.device.name}"
 
 
@@ -97,7 +97,8 @@ def _layout(estimate: Estimate) -> list[dict[str, str]]:
     schedule = f"{layout.schedule}{rounds}" if layout.pp > 1 else "none"
     fullest = max(rank.total for rank in estimate.memory)
     cells = (
-        ("GPUs", f"{layout.devices:,}", ""), ("tensor", str(layout.tp), ""), ("pipeline", str(layout.pp), ""),
+        ("GPUs", f"{layout.devices:,}", ""), ("tensor", str(layout.tp), ""),
+        *[("context", str(layout.cp), "")] * (layout.cp > 1), ("pipeline", str(layout.pp), ""),
         ("data", str(layout.dp), ""), ("batch", f"{layout.batch:,}", "rows"),
         ("micro-batch", str(layout.micro_batch), "rows"),
         ("schedule", schedule, ""), ("sequence", "cut" if layout.sequence_parallel else "whole", ""),

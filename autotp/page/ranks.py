@@ -16,7 +16,8 @@ from autotp.source_location import block_in
 def rank_data(subject: Subject, axes: PageAxes, blocks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns the sizes of the grid, the devices of a node, the parameters, and each pipeline rank's blocks and memory.
 
-    Rank numbers are those of `distribute`: tensor-parallel ranks are neighbours, then come replicas, then stages.
+    Rank numbers are those of `distribute`: tensor-parallel ranks are neighbours, then come parts of sequences, then
+    replicas, then stages.
 
     Args:
         blocks: what `block_data` returned: of alike blocks, the parameters of one are listed.
@@ -26,6 +27,7 @@ def rank_data(subject: Subject, axes: PageAxes, blocks: Sequence[dict[str, Any]]
     parameters = _parameters(subject, axes, {one["block"] for one in blocks} | {""})
     return {
         "tp": subject.program.tp,
+        "cp": subject.program.options.cp,
         "dp": 1 if layout is None else layout.dp,
         "pp": 1 if layout is None else layout.pp,
         "zero": 0 if layout is None else layout.zero,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotp.diagnostics.mesh_proof import MeshProof
+from autotp.diagnostics.mesh_proof import NOT_PROVED, MeshProof
 from autotp.diagnostics.verify import Report
 from autotp.errors import Error
 from autotp.page.subject import Subject
@@ -39,14 +39,15 @@ def stamp_data(subject: Subject, report: Report | None = None) -> dict[str, Any]
 
 
 def _rows(mesh: MeshProof) -> list[str]:
-    """Returns the rows of a proof: without the bytes of stages, which are for its small example, and without ZeRO."""
-    rows = [(name, text.partition("; at most")[0]) for name, text, *_ in mesh.table().rows]
-    return [f"{name}: {text}" for name, text in rows if name != "ZeRO"]
+    """Returns the rows of a proof, without the bytes of stages, which are for its small example."""
+    return [f"{name}: {text.partition('; at most')[0]}" for name, text, *_ in mesh.table().rows]
 
 
 def _typed(subject: Subject) -> list[str]:
     """Returns what the checker proves of the captured blocks."""
     tp, captured = subject.program.tp, len({like for _, like in subject.order})
+    if tp == 1 and subject.program.options.cp > 1:
+        return ["The graph of the first part of a sequence computes what one device does, and so do its gradients."]
     if tp == 1:
         return ["One tensor-parallel rank computes what one device does: nothing is cut, and nothing has to be summed."]
     proved = [
@@ -68,12 +69,14 @@ def _open(subject: Subject, report: Report | None = None) -> list[str]:
     found = []
     if report is None or not report.gradients:
         found.append("The numbers. autotp verify compares a model that has values with one device, in float64.")
+    if subject.program.options.cp > 1 and mesh is None:
+        found.append("The graphs of the other parts of a sequence: autotp verify proves those of all.")
     if layout is not None and layout.pp > 1 and mesh is None:
         found.append("What stages send each other, and the order of the schedule: autotp verify proves them.")
     if layout is not None and layout.dp > 1 and mesh is None:
         found.append("The sums of gradients over replicas: autotp verify proves that they are those of the batch.")
     if layout is not None and layout.dp > 1 and layout.zero:
-        found.append(f"What ZeRO {layout.zero} divides among replicas: torch's fully_shard does it.")
+        found.append(f"ZeRO {layout.zero}: {NOT_PROVED}.")
     if layout is not None:
         found.append("Seconds and bytes of memory are estimates, with their error bars.")
     return found
@@ -83,9 +86,10 @@ def expect_same_layout(subject: Subject, report: Report) -> None:
     """Raises Error if a report is not of the layout of a page."""
     layout, mesh = None if subject.estimate is None else subject.estimate.layout, report.mesh
     along = report.plan.along_sequence is not None
-    got: tuple[object, ...] = (report.plan.model, report.plan.tp, along)
-    wanted: tuple[object, ...] = (subject.model, subject.program.tp, subject.program.options.sequence_parallel)
-    names: tuple[str, ...] = ("model", "tp", "sequence_parallel")
+    options = subject.program.options
+    got: tuple[object, ...] = (report.plan.model, report.plan.tp, report.plan.cp, along)
+    wanted: tuple[object, ...] = (subject.model, subject.program.tp, options.cp, options.sequence_parallel)
+    names: tuple[str, ...] = ("model", "tp", "cp", "sequence_parallel")
     if layout is not None:
         names = (*names, "pp", "dp", "microbatches", "schedule", "stages of a rank")
         got += (1, 1, 1) if mesh is None else (mesh.pp, mesh.dp, mesh.microbatches)

@@ -20,6 +20,7 @@ from autotp.passes.lower.local_sizes import Target
 from autotp.passes.pipeline.stages import blocks_in_order
 from autotp.passes.plan.propagate import needs_grad
 from autotp.sharding.axis import Size
+from autotp.sharding.partition import chunk_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,8 @@ def typed_graph(program: Program) -> tuple[fx.Graph, Mapping[fx.Node, tuple[Type
 def _proof(program: Program) -> Error | None:
     """Returns the error of the checker on any rank's graph; it infers the axes of the model anew."""
     try:
-        flat_graphs(program, "fast")
+        for _ in flat_graphs(program, "fast"):
+            pass
     except Error as error:
         return error
     return None
@@ -123,6 +125,9 @@ def _sizes(program: Program, rows: int) -> dict[str, int]:
         for size in node.meta["val"].shape:
             if not isinstance(size, int):
                 found[str(size)] = rows if rows and str(size) in batch else int(size.node.hint or 0)
+    for node in program.graph.nodes:  # The lengths of this rank's parts of sequences.
+        if node.target is chunk_size and (whole := str(node.args[0].meta["val"])) in found:
+            found[str(node.meta["val"])] = chunk_size(found[whole], *node.args[1:])
     return found
 
 

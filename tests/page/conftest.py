@@ -41,6 +41,12 @@ def uneven() -> autotp.Plan:
 
 
 @pytest.fixture(scope="session")
+def in_sequence() -> autotp.Estimate:
+    """tp=2, cp=2, dp=2."""
+    return autotp.estimate(gpt(2), gpu="h100-80gb", batch=4, tp=2, cp=2, dp=2, sequence=32)
+
+
+@pytest.fixture(scope="session")
 def subject(estimate: autotp.Estimate) -> Subject:
     return subject_of(estimate)
 

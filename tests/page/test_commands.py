@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from dataclasses import replace
 from inspect import signature
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import autotp
+from autotp.models.gpt import GPT
 from autotp.page.commands import limits_of, python_line, torchrun_line
 from autotp.page.subject import Subject, subject_of
 
@@ -31,6 +33,15 @@ def test_the_call_of_parallelize(uneven: autotp.Plan) -> None:
     subject = subject_of(uneven)
     assert python_line(subject) == "model = autotp.parallelize(model, tp=2)"
     assert torchrun_line(subject) == "torchrun --nproc-per-node 2 train.py"
+
+
+def test_the_calls_with_cut_sequences(in_sequence: autotp.Estimate, make_gpt: Callable[..., GPT]) -> None:
+    subject = subject_of(in_sequence)
+    assert python_line(subject) == "trainer = autotp.distribute(model, tp=2, pp=1, dp=2, cp=2, microbatches=2)"
+    assert torchrun_line(subject) == "torchrun --nproc-per-node 8 train.py"
+    plan = subject_of(autotp.explain(make_gpt(2), tp=2, cp=2))
+    assert python_line(plan) == "model = autotp.parallelize(model, tp=2, cp=2)"
+    assert torchrun_line(plan) == "torchrun --nproc-per-node 4 train.py"
 
 
 @pytest.mark.parametrize(("dp", "expected"), [(2, "--nproc-per-node 8"), (8, "--nnodes 4 --nproc-per-node 8 --rdzv")])

@@ -51,6 +51,12 @@ def test_axes_that_are_cut_have_colours_of_their_own(estimate: autotp.Estimate) 
     }
 
 
+def test_cut_sequences_are_in_the_row_of_the_layout(in_sequence: autotp.Estimate, make_gpt: Make) -> None:
+    cells = {cell["name"]: cell["value"] for cell in page_data(in_sequence)["layout"]}
+    assert [cells[name] for name in ("GPUs", "tensor", "context", "data")] == ["8", "2", "2", "2"]
+    assert page_data(autotp.explain(make_gpt(2), tp=2, cp=2))["title"] == "GPT on tp=2, cp=2"
+
+
 def test_a_search_shows_its_best_layout_and_why_others_lost(make_gpt: Make) -> None:
     found = autotp.search(make_gpt(), gpus=4, gpu="a100-80gb", batch=16, dtype=torch.bfloat16)
     data = page_data(found)

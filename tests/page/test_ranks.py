@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import autotp
@@ -9,6 +11,7 @@ from autotp.page.axes import PageAxes
 from autotp.page.blocks import block_data
 from autotp.page.ranks import rank_data
 from autotp.page.subject import Subject, subject_of
+from autotp.passes.lower.local_sizes import cut_lengths
 
 
 def test_the_grid_and_the_blocks(subject: Subject, estimate: autotp.Estimate) -> None:
@@ -28,6 +31,18 @@ def test_parameters_have_the_models_own_dtype(subject: Subject) -> None:
     assert [(row["name"], row["whole"], row["shapes"]) for row in rows if row["name"] == "mlp.c_fc.weight"] == [
         ("mlp.c_fc.weight", [256, 64], [[128, 64]])
     ]
+
+
+def test_cut_sequences(in_sequence: autotp.Estimate) -> None:
+    """The part of a sequence has its own length, and is written as such."""
+    subject = subject_of(in_sequence)
+    axes = PageAxes(subject)
+    blocks = block_data(subject, axes)
+    found = rank_data(subject, axes, blocks)
+    assert [found[name] for name in ("tp", "cp", "dp", "pp")] == [2, 2, 2, 1]
+    assert [subject.sizes[part] for part in cut_lengths(subject.program.graph)] == [16]
+    texts = set(re.findall(r"'text': '([^']*)'", str(blocks)))
+    assert "s@cp" in texts and not any(re.fullmatch(r"s\d+", text) for text in texts)
 
 
 def test_uneven_shares_are_listed_for_each_rank(uneven: autotp.Plan) -> None:

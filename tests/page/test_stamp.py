@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import autotp
+from autotp import compiler
 from autotp.diagnostics.verify import Difference
 from autotp.models.gpt import GPT
 from autotp.page import subject as subjects
@@ -39,7 +41,7 @@ def test_the_checker_proves_tensor_parallel_ranks(subject: Subject, uneven: auto
 def test_verify_proves_the_layout(subject: Subject, report: autotp.Report) -> None:
     found = stamp_data(subject, report)
     rows = [line.partition(":")[0] for line in found["proved"]]
-    assert rows == ["types", "stages", "parameters", "schedule", "loss"] and found["by"] == "by autotp.verify"
+    assert rows == ["types", "stages", "parameters", "schedule", "loss", "ZeRO"] and found["by"] == "by autotp.verify"
     assert "MiB" not in found["proved"][1], "those are the bytes of the small example"
     told = " ".join(found["open"])
     assert "stages send" not in told and "sums of gradients" not in told
@@ -52,6 +54,30 @@ def test_the_proof_of_another_layout_is_refused(
 ) -> None:
     with pytest.raises(autotp.Error, match="the proof is of another layout"):
         stamp_data(subject, autotp.verify(make_gpt(), 2, **{**SAME, **other}))
+
+
+def test_each_rank_is_typed(estimate: autotp.Estimate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph of the second rank is refused, and not only that of the first is looked at."""
+    typed = compiler.expect_typed
+
+    def refused(graph: Any, program: Any, to: Any, *rest: Any) -> Any:
+        if to.rank == 1:
+            raise autotp.Error("tp rank 1 of 2: `linear` reads `x`")
+        return typed(graph, program, to, *rest)
+
+    monkeypatch.setattr(compiler, "expect_typed", refused)
+    monkeypatch.setattr(compiler, "_is_typed", lambda *given: False)
+    found = stamp_data(subject_of(estimate))
+    assert found["proved"] == [] and "tp rank 1 of 2" in found["error"]
+
+
+def test_cut_sequences_are_told(in_sequence: autotp.Estimate, make_gpt: Callable[..., GPT]) -> None:
+    subject = subject_of(in_sequence)
+    assert "The graphs of the other parts of a sequence" in " ".join(stamp_data(subject)["open"])
+    given: dict[str, Any] = {"dp": 2, "microbatches": 2, "example_inputs": (torch.zeros(1, 32, dtype=torch.long),) * 2}
+    assert stamp_data(subject, autotp.verify(make_gpt(2), 2, cp=2, **given))["proved"]
+    with pytest.raises(autotp.Error, match="the proof is of another layout"):
+        stamp_data(subject, autotp.verify(make_gpt(2), 2, **given))
 
 
 def test_a_graph_that_is_not_proved_is_not_stamped(estimate: autotp.Estimate, monkeypatch: pytest.MonkeyPatch) -> None:
