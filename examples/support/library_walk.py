@@ -10,8 +10,22 @@ from importlib.metadata import version
 from pathlib import Path
 
 from support.hf_walk import (
-    CRASHED, HEADER, LARGE, REFUSED, RIGHT, SLOW, WRONG, Look, Walked, cell, counts, read, refused, row, walk,
-)  # fmt: skip
+    CRASHED,
+    HEADER,
+    LARGE,
+    REFUSED,
+    RIGHT,
+    SLOW,
+    WRONG,
+    Look,
+    Walked,
+    cell,
+    counts,
+    read,
+    refused,
+    row,
+    walk,
+)
 from support.library_models import LIBRARIES, MODELS, MODULES, built
 from support.rank_checks import Compared, Died, Ranks
 from tqdm import tqdm
@@ -29,8 +43,8 @@ each mode: the example, other values, and another number of rows.
 **{right} of {count} models are right.** {counts}.
 
 {summary}
-
-{reasons}- **cut**: the share of the parameters in numbered blocks (or of all, without blocks) that is cut, the smallest of both
+{reasons}
+- **cut**: the share of the parameters in numbered blocks (or of all, without blocks) that is cut, the smallest of both
   sizes.
 - **refused**: `autotp.Error` says what cannot be made parallel, and what to write instead.
 
@@ -125,7 +139,7 @@ def page(found: Sequence[Walked]) -> str:
         count=len(found),
         counts=counts(found),
         summary="\n".join([SUMMARY, *(_summed(library, rows) for library, rows in of_library.items() if rows)]),
-        reasons="".join([*reasons, "\n"]) if reasons else "",
+        reasons="".join(["\n", *reasons] if reasons else []),
         header=HEADER.replace("class", "model", 1),
         rows="\n".join(map(row, found)),
     )

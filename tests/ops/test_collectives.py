@@ -198,7 +198,8 @@ def test_orders_in_memory_may_differ_between_ranks(native: bool) -> None:
         expected_grads = backward_meaning(name, grads(name, case, 3), case)
         for rank in range(3):
             out, grad = ranks[rank][name, label]
-            torch.testing.assert_close(out, expected[rank], rtol=0, atol=0, msg=lambda m, n=name, k=label: f"{n} {k} {m}")
+            where = f"{name} {label}"
+            torch.testing.assert_close(out, expected[rank], rtol=0, atol=0, msg=lambda m, where=where: f"{where} {m}")
             if grad is not None:
                 torch.testing.assert_close(grad, expected_grads[rank], rtol=0, atol=0)
 
