@@ -1,0 +1,236 @@
+"""Measures how much communication a step waits for, over links of several speeds: "exposed" communication.
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/overlap.py --shapes gpt-30M llama-30M
+
+Two processes of one machine have a link without a speed of its own. `SlowLink` is gloo behind such a link: a collective
+ends when gloo's own ends, and not before the link has carried its bytes. The link carries one collective after the
+other. A thread sleeps for this time, so that the link takes no time of a processor.
+
+First the steps run over a link that takes no time ("free"). The bytes of a step say how fast the link has to be for
+communication to take 10, 25, 50 and 100 % of this time. "hidden" is the part of the link's time that a step does not
+wait for: 1 - (seconds - seconds with a free link) / seconds of the link. All ways have the link on which autotp's
+communication has this share. All times are medians of steps in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from step import FLOORS, HAND, OURS, SHAPES, Shape, Step, build, compare, in_turn, stepper
+from torch import Tensor, nn
+from torch._C._distributed_c10d import _create_work_from_future
+from torch.futures import Future
+
+import autotp
+
+BACKEND = "slowlink"
+SHARES = (0.1, 0.25, 0.5, 1.0)
+"""The time of a step's communication, as a share of the step with a free link."""
+WARM_UP = 3
+
+
+@dataclass
+class Link:
+    """The link of a process: how fast it is, and what it carried.
+
+    Attributes:
+        latency: seconds that each collective takes.
+        seconds_per_byte: 0 for a free link.
+        until: when the link has carried what it was given up to now.
+        bytes: what was sent since the last `reset`.
+    """
+
+    latency: float = 0.0
+    seconds_per_byte: float = 0.0
+    until: float = 0.0
+    bytes: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def carry(self, size: float) -> float:
+        """Returns when the link will have carried `size` more bytes."""
+        with self.lock:
+            self.bytes += size
+            self.until = max(self.until, time.perf_counter()) + self.latency + size * self.seconds_per_byte
+            return self.until
+
+    def reset(self, seconds_per_byte: float = 0.0) -> None:
+        """Makes it a link of this speed, with nothing under way."""
+        self.seconds_per_byte, self.until, self.bytes = seconds_per_byte, 0.0, 0.0
+
+
+LINK = Link()
+"""The link of this process."""
+
+
+class SlowLink(dist.ProcessGroup):
+    """gloo behind `LINK`. Bytes are those of a ring: an all-reduce of n bytes sends 2 n (ranks - 1) / ranks."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.gloo)
+        self._running: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def _run(self) -> None:
+        """Ends collectives, in order."""
+        while True:
+            work, due, future, result, then = self._running.get()
+            try:
+                work.wait()
+                then()
+                time.sleep(max(0.0, due - time.perf_counter()))
+                future.set_result(result)
+            except Exception as error:  # The waiting thread gets it.
+                future.set_exception(error)
+
+    def _started(self, work: Any, size: float, result: Any, then: Any = lambda: None) -> Any:
+        future: Future[Any] = Future()
+        self._running.put((work, LINK.carry(size), future, result, then))
+        return _create_work_from_future(future)
+
+    def _others(self) -> float:
+        return (self.size() - 1) / self.size()
+
+    def allreduce(self, xs: list[Tensor], opts: Any = None) -> Any:
+        size = 2 * sum(x.nbytes for x in xs) * self._others()
+        return self._started(self.gloo.allreduce(xs, opts or dist.AllreduceOptions()), size, xs)
+
+    def allreduce_coalesced(self, xs: list[Tensor], opts: Any = None) -> Any:
+        size = 2 * sum(x.nbytes for x in xs) * self._others()
+        given = opts or dist.AllreduceCoalescedOptions()
+        return self._started(self.gloo.allreduce_coalesced(xs, given), size, xs)
+
+    def _allgather_base(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
+        return self._started(self.gloo._allgather_base(out, x), out.nbytes * self._others(), out)
+
+    def allgather(self, outs: list[list[Tensor]], xs: list[Tensor], opts: Any = None) -> Any:
+        size = sum(x.nbytes for x in outs[0]) * self._others()
+        return self._started(self.gloo.allgather(outs, xs), size, outs)
+
+    def _reduce_scatter_base(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
+        """gloo sums everything; the link carries what a reduce-scatter sends."""
+        total = x.clone()
+        mine = total.view(self.size(), *out.shape)[self.rank()]
+        work = self.gloo.allreduce([total], dist.AllreduceOptions())
+        return self._started(work, x.nbytes * self._others(), out, lambda: out.copy_(mine))
+
+    def broadcast(self, xs: list[Tensor], opts: Any = None) -> Any:
+        return self._started(self.gloo.broadcast(xs, opts or dist.BroadcastOptions()), xs[0].nbytes, xs)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self.gloo.barrier(opts or dist.BarrierOptions())
+
+
+def connect(**given: Any) -> None:
+    """Makes the default process group one of `SlowLink`. `given`: arguments of `init_process_group`."""
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, SlowLink, devices=["cpu"])
+    dist.init_process_group(BACKEND, **given)
+
+
+def ways(config: Shape, batch: int) -> dict[str, nn.Module]:
+    """Returns the models to time: by hand, autotp, and autotp without the pass `overlap`."""
+    made = lambda: build(config, batch, "cpu")[0]  # noqa: E731
+    floor = FLOORS[type(config)](made(), dist.get_rank(), dist.get_world_size())
+    return {
+        HAND: floor,
+        OURS: autotp.parallelize(made(), device="cpu"),
+        "without overlap": autotp.parallelize(made(), device="cpu", without=("overlap",)),
+    }
+
+
+@dataclass(frozen=True)
+class Row:
+    """One shape, one share and one way: its seconds, those of its link, and and what of it is hidden."""
+
+    shape: str
+    way: str
+    share: float
+    free: float
+    seconds: float
+    carried: float
+
+    @property
+    def hidden(self) -> float:
+        return 1 - (self.seconds - self.free) / self.carried
+
+    def __str__(self) -> str:
+        return (
+            f"{self.shape:<12}{self.way:<17}{self.share:>5.0%}{self.free * 1e3:>9.1f}{self.seconds * 1e3:>9.1f}"
+            f"{self.carried * 1e3:>9.1f}{self.hidden:>8.0%}"
+        )
+
+
+HEADER = f"{'shape':<12}{'way':<17}{'share':>5}{'free ms':>9}{'ms':>9}{'link ms':>9}{'hidden':>8}"
+
+
+def measure(name: str, config: Shape, batch: int, rounds: int, shares: Sequence[float] = SHARES) -> list[Row]:
+    """Returns the rows of a shape."""
+    plain, inputs = build(config, batch, "cpu")
+    models = ways(config, batch)
+    LINK.reset()
+    compare(plain, models, inputs)
+    steps = {way: stepper(model, inputs) for way, model in models.items()}
+    sent = {way: _sent(step) for way, step in steps.items()}
+    free = _medians(steps, rounds)
+    rows = []
+    for share in shares:
+        speed = _agreed(share * free[OURS] / sent[OURS])
+        LINK.reset(speed)
+        found = _medians(steps, rounds)
+        rows += [Row(name, way, share, free[way], found[way], sent[way] * speed) for way in steps]
+    LINK.reset()
+    return rows
+
+
+def _sent(step: Step) -> float:
+    """Returns the bytes that a step sends."""
+    for _ in range(WARM_UP):
+        step()
+    LINK.reset()
+    step()
+    return LINK.bytes
+
+
+def _medians(steps: Mapping[str, Step], rounds: int) -> dict[str, float]:
+    return {way: statistics.median(one.wall for one in times) for way, times in in_turn(steps, rounds, "cpu").items()}
+
+
+def _agreed(number: float) -> float:
+    """Returns the number of the first rank."""
+    agreed = torch.tensor(number, dtype=torch.float64)
+    dist.broadcast(agreed, 0)
+    return agreed.item()
+
+
+def main() -> None:
+    """Prints the table on the first rank."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="*", default=["gpt-30M", "bert-small", "llama-30M"], choices=list(SHAPES))
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=10, help="how many steps of each way to time, at each speed")
+    args = parser.parse_args()
+    connect(timeout=timedelta(minutes=5))
+    rows = [row for name in args.shapes for row in measure(name, SHAPES[name], args.batch, args.rounds)]
+    if dist.get_rank() == 0:
+        print(f"torch {torch.__version__}, {dist.get_world_size()} ranks, batch {args.batch}, {args.rounds} rounds",
+              HEADER, *rows, sep="\n")  # fmt: skip
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
