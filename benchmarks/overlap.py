@@ -155,7 +155,7 @@ def ways(config: Shape, batch: int) -> dict[str, nn.Module]:
 
 @dataclass(frozen=True)
 class Row:
-    """One shape, one share and one way: its seconds, those of its link, and and what of it is hidden."""
+    """One shape, one share and one way: its seconds, those of its link, and what of it is hidden."""
 
     shape: str
     way: str
