@@ -77,6 +77,11 @@ class Cut:
     warned: bool = False
 
 
+def _removes(frame: FrameType) -> bool:
+    """True for torch's `zero_grad` of a module: in each step it asks each parameter for its gradient, and removes it."""
+    return frame.f_code is nn.Module.zero_grad.__code__
+
+
 class CutTensor(Tensor):
     """A value that the user's code computed elementwise from a parameter of which this rank holds a part.
 
@@ -91,7 +96,10 @@ class CutTensor(Tensor):
         if torch.compiler.is_compiling():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if (kind := kind_of(func)) is Kind.SIZE:
+        kind = kind_of(func)
+        if kind in (Kind.GRADIENT, Kind.SET) and _removes(sys._getframe(1)):
+            return torch._C._disabled_torch_function_impl(func, types, args, {})
+        if kind is Kind.SIZE:
             _warn_of_size(args[0], func, sys._getframe(1))
         if kind in (Kind.SIZE, Kind.ABOUT):
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})

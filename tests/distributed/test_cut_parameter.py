@@ -550,6 +550,18 @@ def a_step_costs_nothing(rank: int, n: int) -> None:
 
 
 @checks.on(2)
+def zero_grad_of_a_module_looks_for_no_frame(rank: int, n: int) -> None:
+    """It asks each parameter in each step."""
+    parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
+    for to_none in (False, True):
+        parallel(x()).square().sum().backward()
+        with patch("autotp.distributed.cut_parameter._asked", side_effect=AssertionError):
+            parallel.zero_grad(set_to_none=to_none)
+        gradients = [p.grad for p in parallel.parameters()]
+        assert all(g is None if to_none else not g.any() for g in gradients)
+
+
+@checks.on(2)
 def the_users_code_in_a_step_gets_parts(rank: int, n: int) -> None:
     """A closure, and hooks on the step, whenever they are registered: they are warned of norms."""
     parallel = autotp.parallelize(Net(), n, example_inputs=(x(),))
