@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # For editors and mypy. A test compares these lines with the 
     from autotp.rules.registry import rule as rule
     from autotp.runtime.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from autotp.runtime.module import ParallelModule as ParallelModule
+    from autotp.runtime.optim.whole_matrices import whole_matrices as whole_matrices
     from autotp.training.distribute import distribute as distribute
     from autotp.training.sampler import Sampler as Sampler
     from autotp.training.trainer import Trainer as Trainer
@@ -77,6 +78,7 @@ _HOMES = {
     "stages": "diagnostics.stages",
     "verify": "diagnostics.verify",
     "weight_decay_groups": "training.weight_decay_groups",
+    "whole_matrices": "runtime.optim.whole_matrices",
 }
 """Public name -> the module that defines it."""
 

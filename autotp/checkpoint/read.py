@@ -34,6 +34,7 @@ from autotp.distributed.consistency import agree, gather_texts
 from autotp.distributed.mesh import Mesh, gather_ints
 from autotp.errors import Error
 from autotp.runtime.holdings import Holdings
+from autotp.runtime.optim.whole_matrices import WholeMatrices
 from autotp.sharding.boxes import local_of
 from autotp.training.model_settings import differences
 from autotp.training.trainer import Trainer
@@ -159,14 +160,16 @@ def read_state(
             random[kind] = random_state(manifest, entry_key("random", trainer.everyone.rank, kind), kind)
     names = {name: parameter for parameter, name in names_of(optimizer, parts).items()}
     holds = {name: keys for _, held in manifest.about["groups"] for name, keys in held.items()}
-    wanted = [(p, name, key) for name, p in names.items() for key in holds[name]]
+    elsewhere = {p for p in names.values() if isinstance(optimizer, WholeMatrices) and optimizer.owns(p) is False}
+    wanted = [(p, name, key) for name, p in names.items() if p not in elsewhere for key in holds[name]]
     model, moments = dict[str, Tensor](), {p: dict[str, Any]() for p in names.values()}
     with progress(f"reading {manifest.folder}", len(names_held(parts)) + len(wanted)) as line:
         for name in names_held(parts):
             model[name] = _part(manifest, entry_key("model", name), parts, name)
             line.count()
         for parameter, name, key in wanted:
-            moments[parameter][key] = _moment(manifest, parts, name, key)
+            whole = isinstance(optimizer, WholeMatrices)
+            moments[parameter][key] = _moment(manifest, parts, name, key, whole)
             line.count()
     options = _options(manifest, parts, optimizer, of_groups)
     others = {name: manifest.value(manifest.about["more"][name]) for name in more}
@@ -198,12 +201,14 @@ def _part(manifest: Manifest, key: str, parts: Holdings, name: str) -> Tensor:
     return part
 
 
-def _moment(manifest: Manifest, parts: Holdings, name: str, key: str) -> Any:
-    """Reads a value of the optimizer's state."""
+def _moment(manifest: Manifest, parts: Holdings, name: str, key: str, whole: bool) -> Any:
+    """Reads a value of the optimizer's state: this rank's part, or the whole."""
     at = entry_key("optimizer", name, key)
     if at in manifest.about["values"]:
         return manifest.value(manifest.about["values"][at])
     shape = manifest.pieces(at).shape
+    if whole:
+        return manifest.whole(at).to(parts.held[name].device if shape else "cpu")
     if shape not in (parts.shapes[name], ()):
         raise Error(f"{manifest.folder} has {at} of {list(shape)}, and the parameter is {list(parts.shapes[name])}")
     return _part(manifest, at, parts, name) if shape == parts.shapes[name] else manifest.whole(at)

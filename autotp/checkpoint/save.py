@@ -42,6 +42,7 @@ from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import expect_alike, gather_ints
 from autotp.errors import Error, within
 from autotp.runtime.holdings import expect_all_saved, holdings_of
+from autotp.runtime.optim.whole_matrices import WholeMatrices
 from autotp.training.trainer import Trainer
 
 T = TypeVar("T")
@@ -155,6 +156,8 @@ def load_checkpoint(
         parts = holdings_of(trainer, "load_checkpoint")
         expect_all_saved(parts)
         agree(everyone, lambda: expect_same_training(manifest, trainer, parts, learning, more, changed))
+        if isinstance(optimizer, WholeMatrices):
+            optimizer.choose_owners()
         groups = parameter_of_groups(learning, parts, everyone)
         saved = agree(
             everyone,

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from autotp.checkpoint.state_dict import gather_like
 from autotp.distributed.consistency import agree
 from autotp.distributed.live_models import sorted_by_model
-from autotp.distributed.mesh import expect_alike
+from autotp.distributed.mesh import expect_alike, group_of
 from autotp.errors import Error
+from autotp.ops.collectives import naming_lost
 from autotp.runtime.holdings import Holdings, holdings_of
+from autotp.runtime.optim.whole_matrices import OF_RANK, WholeMatrices
 from autotp.runtime.torch_hooks.optimizer_state import not_watched
 
 State = dict[str, Any]
@@ -58,9 +61,14 @@ def whole_state_dict(optimizer: Optimizer) -> State | None:
     if not held:
         return None
     whole = optimizer.state_dict()
+    whole.pop(OF_RANK, None)
     whole["state"] = {i: dict(values) for i, values in whole["state"].items()}
     for model, named in held.items():
         parts = holdings_of(model, "state_dict")
+        if isinstance(optimizer, WholeMatrices):
+            states = _of_owners(parts, {name: optimizer.state.get(p, {}) for name, p in named.items()})
+            whole["state"] |= {numbers[id(named[name])]: values for name, values in states.items()}
+            continue
         kept = {name: optimizer.state.get(p, {}) for name, p in named.items()}
         cut = agree(parts.everyone, partial(_cut_states, optimizer, parts, kept))
         expect_alike(cut, parts.everyone, "has another state of the optimizer", "the same steps of the optimizer")
@@ -71,6 +79,28 @@ def whole_state_dict(optimizer: Optimizer) -> State | None:
         if parts.everyone.rank:
             whole["state"] = {}
     return whole
+
+
+def _of_owners(parts: Holdings, kept: Mapping[str, State]) -> dict[str, State]:
+    """Returns the state of each parameter on the first rank, on the CPU, and nothing on the others.
+
+    Args:
+        kept: this rank's states, of the parameters that it owns.
+    """
+    expect_alike(sorted(kept), parts.everyone, "has other parameters in the optimizer", "the same parameters")
+    first = parts.everyone.rank == 0
+    found, group = dict[str, State](), None if parts.everyone.size == 1 else group_of(parts.everyone)
+    for name in sorted(kept):
+        mine = {key: x.detach().cpu() if isinstance(x, Tensor) else x for key, x in kept[name].items()}
+        every: list[Any] = [None] * parts.everyone.size if first else []
+        if group is None:
+            every = [mine]
+        else:
+            with naming_lost("state_dict", str(parts.everyone.group)):
+                dist.gather_object(mine, every if first else None, group=group, group_dst=0)
+        if values := next(filter(None, every), None):
+            found[name] = values
+    return found
 
 
 def _cut_states(optimizer: Optimizer, parts: Holdings, kept: dict[str, State]) -> list[tuple[str, str]]:

@@ -38,6 +38,7 @@ from autotp.distributed.background_exchange import BackgroundExchange
 from autotp.distributed.mesh import gather_ints
 from autotp.errors import Error
 from autotp.runtime.holdings import Holdings, expect_all_saved, holdings_of
+from autotp.runtime.optim.whole_matrices import OF_RANK, WholeMatrices
 from autotp.sharding.boxes import local_of
 from autotp.training.trainer import Trainer
 
@@ -101,7 +102,7 @@ def _expect_nothing_beside(optimizer: Optimizer) -> None:
     """Raises Error if an optimizer has state that is neither an option nor a parameter's."""
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
     beside: list[Any] = [key for key in optimizer.state if id(key) not in parameters]
-    beside += [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+    beside += [key for key in optimizer.state_dict() if key not in ("state", "param_groups", OF_RANK)]
     if beside:
         key = f"a tensor of {list(beside[0].shape)}" if isinstance(beside[0], Tensor) else f"`{beside[0]}`"
         told = f"{type(optimizer).__name__} keeps {key} beside the state of its parameters"
@@ -177,6 +178,8 @@ def _state(
             values[at] = encode(value, f"`{key}` of `{name}` in the optimizer", keeper(at))
         elif value.dim() == 0 and value.shape != parts.held[name].shape:
             items.append(Item(at, (), (), value.detach().cpu().clone()))
+        elif isinstance(optimizer, WholeMatrices):
+            items.append(Item(at, (0,) * value.dim(), tuple(value.shape), value.detach().to("cpu", copy=True)))
         else:
             items += _items_of(at, parts, name, _as_parameter(value, name, key, parts, optimizer))
     return TrainingState(about, {"more": shared, "tensors": checksums}, groups, values, items)
@@ -192,7 +195,8 @@ def _state_dict(name: str, thing: Any) -> Any:
 def _group(group: Mapping[str, Any], optimizer: Optimizer, parts: Holdings, keep: Callable[[Tensor], str]) -> list[Any]:
     names = names_of(optimizer, parts)
     options = {key: value for key, value in group.items() if key not in PARAMETER_ENTRIES}
-    holds = {names[p]: list(optimizer.state.get(p, {})) for p in group["params"]}
+    elsewhere = {p for p in group["params"] if isinstance(optimizer, WholeMatrices) and optimizer.owns(p) is False}
+    holds = {names[p]: list(optimizer.state.get(p, {})) for p in group["params"] if p not in elsewhere}
     return [encode(options, "a group of the optimizer", keep), holds]
 
 

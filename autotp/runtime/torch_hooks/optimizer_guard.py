@@ -39,6 +39,7 @@ from autotp.distributed.store_gather import store_gather
 from autotp.errors import Error, within
 from autotp.ops.collectives import reduce
 from autotp.runtime.holdings import Holdings, holdings_of
+from autotp.runtime.optim.whole_matrices import WholeMatrices
 from autotp.runtime.shard_parameters import is_left_behind
 from autotp.runtime.torch_hooks.optimizer_state import watch_state
 from autotp.sharding.boxes import local_of
@@ -51,7 +52,7 @@ OF_A_MATRIX = re.compile(
     "muon|scion|dion|shampoo|soap|kron|kfac|galore|apollo|fira|adafactor|adalomo|adammini|came$|sm3|lamb(?!da)|lars"
     "|novograd|stableadam|adamp$|sgdp$|ranger"
 )
-OF_ALL = re.compile("lbfgs|dadapt|prodigy")
+OF_ALL = re.compile("lbfgs|dadapt|prodigy|sam$")
 """Names of optimizers that use a whole matrix or its norm, and of optimizers that use all gradients at once."""
 
 
@@ -106,7 +107,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if parts.everyone.size > 1:
             watch_state(optimizer)
             watched.always |= parts.check == "always"
-            if other and parts.place.size > 1 and parts.check != "never":
+            whole = isinstance(optimizer, WholeMatrices)  # Its states are whole, and it checks them itself.
+            if other and parts.place.size > 1 and parts.check != "never" and not whole:
                 own = partial(_expect_own_state, optimizer, parts, parameters, step)
                 within(f"{type(optimizer).__name__}.step", own)
             compared = due and parts.check != "never"
@@ -137,14 +139,12 @@ def _checked(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Ten
             "a rank of the pipeline has some of the parameters, and this optimizer uses the gradients of all",
             fix="AdamW, SGD, Lion or the like; or pp=1",
         )
-    if cut and (_is(OF_A_MATRIX, optimizer) or _is(OF_ALL, optimizer)):
-        raise Error(
-            f"each rank has a part of `{cut[0]}`, and this optimizer is not elementwise",
-            fix="AdamW, SGD, Lion or the like for parameters that are cut (`model.layouts` lists them)",
-        )
-    for name in cut:
-        _cut_state(optimizer, parameters[name], parts.layout(name), parts.place.rank)
-    foreign = [name for name in cut if _of_another_rank(optimizer, parameters[name], parts.layout(name))]
+    foreign = list[str]()
+    if not isinstance(optimizer, WholeMatrices):
+        _expect_elementwise(optimizer, cut)
+        for name in cut:
+            _cut_state(optimizer, parameters[name], parts.layout(name), parts.place.rank)
+        foreign = [name for name in cut if _of_another_rank(optimizer, parameters[name], parts.layout(name))]
     if not compared:
         return ""
     warning = ""
@@ -157,6 +157,25 @@ def _checked(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Ten
             theirs = foreign if place is parts.place else []
             warning = warning or _differing(optimizer, same, parts_of, place, step, theirs)
     return warning
+
+
+def _expect_elementwise(optimizer: Optimizer, cut: Sequence[str]) -> None:
+    """Raises Error if an optimizer of cut parameters is known not to work element by element."""
+    if not cut:
+        return
+    kind = type(optimizer).__name__
+    elementwise = "AdamW, SGD, Lion or the like for parameters that are cut (`model.layouts` lists them)"
+    if _is(OF_ALL, optimizer):
+        raise Error(
+            f"each rank has a part of `{cut[0]}`, and this optimizer uses the gradients of all parameters",
+            fix=elementwise,
+        )
+    if _is(OF_A_MATRIX, optimizer):
+        raise Error(
+            f"each rank has a part of `{cut[0]}`, and this optimizer is not elementwise",
+            fix=f"autotp.whole_matrices({kind})(parameters, ...), which gathers each matrix on one rank and steps it there",
+            alternative=elementwise,
+        )
 
 
 def _cut_state(optimizer: Optimizer, parameter: Tensor, layout: Layout, rank: int) -> None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from autotp.distributed.cut_parameter import tell_user
 from autotp.distributed.live_models import sorted_by_model
 from autotp.runtime.holdings import Holdings, holdings_of
+from autotp.runtime.optim.whole_matrices import WholeMatrices
 from autotp.source_location import is_users, reads_for_caller
 
 Line = tuple[str, int]
@@ -79,6 +80,8 @@ def _is_between(frame: FrameType) -> bool:
 
 def _missing(optimizer: Optimizer, parts: Holdings, parameters: Mapping[str, Tensor]) -> str:
     """Returns what this rank does not have of the optimizer's state, as text; "" if it has the whole."""
+    if isinstance(optimizer, WholeMatrices):
+        return optimizer.missing()
     kept = [name for name, parameter in parameters.items() if optimizer.state.get(parameter)]
     cut = [name for name in kept if parts.layout(name).dim is not None and parts.place.size > 1]
     if cut:

@@ -1,0 +1,1 @@
+"""Optimizers that step whole matrices: each matrix on one rank, its owner."""

@@ -1,0 +1,103 @@
+"""Raises Error for an optimizer whose step of a parameter depends on other parameters, or on more than its gradient.
+
+Each rank steps the matrices that it owns. This is the step of one device only if an optimizer steps each parameter by
+itself. So, before an optimizer is used, its class steps some small tensors together, and each of them alone; the
+results must be equal. An optimizer that divides by the norm of all gradients is found in this way, whatever its name
+is, and so is one that draws random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autotp.errors import Error
+
+SIZES = (1e3, 1e-3)
+"""The sizes of the gradients in the steps that are compared: some optimizers change only large ones, or small ones."""
+GROUPS = 4
+"""The number of parameter groups that are compared; others have other options at most."""
+ALTERNATIVE = "autotp.parallelize or autotp.distribute with tp=1 and zero=0, where each rank steps whole parameters"
+
+
+def unhooked_step(kind: type[Optimizer]) -> Any:
+    """Returns the `step` of a class without torch's hooks around it."""
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def expect_alone(
+    kind: type[Optimizer], groups: Sequence[tuple[int, Mapping[str, Any]]], args: Any, kwargs: Any, device: torch.device
+) -> None:
+    """Raises Error unless a class of optimizers steps each parameter by itself.
+
+    Args:
+        groups: for each group of parameters a number of dimensions, and its options.
+        args, kwargs: the other arguments of the constructor.
+        device: where the tensors are.
+    """
+    groups = groups[:GROUPS]
+    shapes = [[(4, 3), (3, 5)] if dims == 2 else [(2,) * (dims - 1) + (n,) for n in (3, 4)] for dims, _ in groups]
+    generator = torch.Generator().manual_seed(0)
+    given = [[_drawn(shape if dims else (), generator, device) for shape in some] for (dims, _), some in
+             zip(groups, shapes, strict=True)]
+    options = [its for _, its in groups]
+    try:
+        together = _stepped(kind, options, given, args, kwargs)
+        alone = [
+            [_stepped(kind, options, _only(given, i, j), args, kwargs)[i][0] for j in range(len(some))]
+            for i, some in enumerate(given)
+        ]
+    except Exception as error:
+        raise Error(
+            f"{kind.__name__} does not step a small tensor without a closure: {type(error).__name__}: {error}",
+            fix="an optimizer that uses each gradient once, such as torch.optim.Muon",
+            alternative=ALTERNATIVE,
+        ) from error
+    pairs = [pair for some in zip(together, alone, strict=True) for pair in zip(*some, strict=True)]
+    if not all(torch.allclose(a, b, rtol=1e-9, atol=0, equal_nan=True) for a, b in pairs):
+        raise Error(
+            f"{kind.__name__} steps a parameter in another way beside other parameters than alone: it uses the "
+            "gradients of several parameters at once, or random numbers",
+            fix="an optimizer of each parameter by itself, such as torch.optim.Muon; for the norm of all gradients "
+            "autotp.clip_grad_norm_",
+            alternative=ALTERNATIVE,
+        )
+
+
+Drawn = tuple[Tensor, tuple[Tensor, ...]]
+"""A parameter, and its gradients."""
+
+
+def _drawn(shape: tuple[int, ...], generator: torch.Generator, device: torch.device) -> Drawn:
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, _wide(device)) for _ in range(3)]
+    return drawn[0], tuple(size * each for size, each in zip(SIZES, drawn[1:], strict=True))
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _only(given: Sequence[Sequence[Drawn]], group: int, number: int) -> list[list[Drawn]]:
+    return [[some[number]] if i == group else [] for i, some in enumerate(given)]
+
+
+def _stepped(
+    kind: type[Optimizer], options: Sequence[Mapping[str, Any]], given: Sequence[Sequence[Drawn]], args: Any, kwargs: Any
+) -> list[list[Tensor]]:
+    """Returns the parameters of each group after some steps of a new optimizer."""
+    parameters = [[nn.Parameter(start.clone()) for start, _ in some] for some in given]
+    groups = [{**its, "params": some} for its, some in zip(options, parameters, strict=True)]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        optimizer: Any = kind(groups, *args, **kwargs)
+        for i in range(len(SIZES)):
+            for some, drawn in zip(parameters, given, strict=True):
+                for parameter, (_, gradients) in zip(some, drawn, strict=True):
+                    parameter.grad = gradients[i].clone()
+            unhooked_step(kind)(optimizer)
+    return [[parameter.detach() for parameter in some] for some in parameters]

@@ -1,0 +1,307 @@
+"""The parameters of one parallel model in an optimizer, and the whole matrices that this rank owns of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntFlag
+
+import torch
+from torch import Tensor, nn
+
+from autotp.distributed.consistency import agreed, gather_texts
+from autotp.distributed.mesh import expect_alike, gather_ints
+from autotp.errors import Error
+from autotp.runtime.holdings import Holdings
+from autotp.runtime.optim.exchange import exchange
+from autotp.runtime.optim.owners import Held, Move, Owners, Place, as_text, assign, from_text
+from autotp.sharding.boxes import Box, local_of
+
+
+class Seen(IntFlag):
+    """What a rank sees of a parameter before a step.
+
+    Attributes:
+        GRADIENT: it has a gradient.
+        CHANGED: its values are not those that the owner sent: other code wrote them, or it is the first step.
+        FOREIGN: it has a state that was loaded.
+    """
+
+    GRADIENT = 1
+    CHANGED = 2
+    FOREIGN = 4
+
+
+BITS, PACKED = 3, 20
+"""The bits of `Seen`, and the number of parameters whose bits are in one integer."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What all ranks have seen of this rank's parameters.
+
+    Attributes:
+        active: the names of the parameters with a gradient.
+        changed: those whose values the owner does not know.
+        any_changed: whether there are such parameters on any rank.
+    """
+
+    active: frozenset[str]
+    changed: frozenset[str]
+    any_changed: bool
+
+
+class Matrices:
+    """The parameters of one model in an optimizer.
+
+    Attributes:
+        parameters: name -> this rank's part.
+        wholes: name -> the whole, of each parameter that this rank owns.
+        owners: the owner of each parameter; None before `assign`.
+    """
+
+    def __init__(self, parts: Holdings, parameters: Mapping[str, Tensor], groups: Mapping[str, int]) -> None:
+        self.parts, self.parameters, self.mesh = parts, dict(parameters), parts.everyone
+        self.wholes: dict[str, nn.Parameter] = {}
+        self.owners: Owners | None = None
+        self._groups = groups
+        self._ranks: dict[tuple[str, ...], list[int]] = {}
+        self._filled: dict[str, set[int]] = {}
+        self._sent: dict[str, Tensor] = {}
+        self._boxes = {name: self._places(name) for name in parameters}
+
+    def _places(self, name: str) -> dict[Place, Box]:
+        found = [box for first in (True, False) for box in self.parts.boxes(name, first=first)]
+        return {(box.whole, box.sizes): box for box in found}
+
+    def assign(self, before: Mapping[str, int]) -> None:
+        """Chooses the owners, and makes the whole matrices. Call it on every rank.
+
+        Args:
+            before: the owners of an earlier plan.
+        """
+        held = [self._held(name) for name in self.parameters]
+        every = [from_text(text) for text in gather_texts(as_text(held), self.mesh)]
+        self._ranks, self._filled = {}, {}
+        for rank, some in enumerate(every):
+            self._ranks.setdefault(tuple(one.name for one in some), []).append(rank)
+            for one in some:
+                self._filled.setdefault(one.name, set()).update({rank} if one.boxes else ())
+        self.owners = assign(every, self.mesh.rank, before)
+        expect_alike(sorted(self.owners.owners.items()), self.mesh, "has other owners", "the same groups of parameters")
+        self._sent = {}
+        mine = [name for name in self.parameters if self.owners.owners[name] == self.mesh.rank]
+        self.wholes = {name: self.wholes.get(name) or self._whole(name) for name in mine}
+
+    def _held(self, name: str) -> Held:
+        def places(first: bool) -> tuple[Place, ...]:
+            return tuple((box.whole, box.sizes) for box in self.parts.boxes(name, first=first))
+
+        shape, dtype = tuple(self.parts.shapes[name]), str(self.parameters[name].dtype).removeprefix("torch.")
+        return Held(name, self._groups[name], shape, dtype, places(False), places(True))
+
+    def _whole(self, name: str) -> nn.Parameter:
+        parameter, shape = self.parameters[name], self.parts.shapes[name]
+        part = _plain(parameter)
+        data = part if self._is_whole(name) else torch.empty(shape, dtype=part.dtype, device=part.device)
+        return nn.Parameter(data, parameter.requires_grad)
+
+    def _is_whole(self, name: str) -> bool:
+        """True for a parameter that this rank holds whole: the matrix has the same memory."""
+        return _plain(self.parameters[name]).shape == torch.Size(self.parts.shapes[name])
+
+    # ---- what ranks tell each other before a step
+
+    def tell(self, stale: bool, is_foreign: Callable[[str], bool], problem: Exception | None) -> Told | None:
+        """Returns what all ranks have seen; None if the owners must be chosen first. Call it on every rank.
+
+        Args:
+            stale: whether this rank has other parameters than the owners were chosen for.
+            is_foreign: tells whether a parameter of this name has a state that was loaded.
+            problem: why this rank cannot step.
+
+        Raises:
+            Error: on every rank: a rank has a problem, some holders of a parameter have no gradient of it, or its
+                owner has not loaded a state and another rank has.
+        """
+        stale = stale or self.owners is None
+        seen = [] if stale else self._seen(is_foreign)
+        head = [int(stale), int(problem is not None)]
+        rows = gather_ints([*head, *_packed(seen)], self.mesh)
+        if any(row[1] for row in rows):
+            agreed(problem, self.mesh)
+        if any(row[0] for row in rows):
+            return None
+        return self._told([row[2:] for row in rows])
+
+    def _seen(self, is_foreign: Callable[[str], bool]) -> list[Seen]:
+        assert self.owners is not None
+        learning = [name for name, p in self.parameters.items() if p.grad is not None]
+        followed = [name for name in learning if name in self.owners.sent]
+        now = _fingerprints([_plain(self.parameters[name]) for name in followed])
+        changed = {name for name in followed if name not in self._sent}
+        known = [i for i, name in enumerate(followed) if name in self._sent]
+        if known:
+            before = torch.stack([self._sent[followed[i]] for i in known])
+            differs = (torch.stack([now[i] for i in known]) != before).any(1).tolist()
+            changed |= {followed[i] for i, other in zip(known, differs, strict=True) if other}
+        found = []
+        for name in self.parameters:
+            seen = Seen.GRADIENT if name in set(learning) else Seen(0)
+            seen |= Seen.CHANGED if name in changed else Seen(0)
+            found.append(seen | (Seen.FOREIGN if is_foreign(name) else Seen(0)))
+        return found
+
+    def _told(self, rows: Sequence[Sequence[int]]) -> Told:
+        assert self.owners is not None
+        by_name: dict[str, dict[int, Seen]] = {}
+        for names, ranks in self._ranks.items():
+            alike = all(rows[rank] == rows[ranks[0]] for rank in ranks)
+            for rank in ranks[:1] if alike else ranks:
+                for name, seen in zip(names, _unpacked(rows[rank], len(names)), strict=True):
+                    by_name.setdefault(name, {})[rank] = seen
+        changed, active = set[str](), set[str]()
+        for name, its in by_name.items():
+            filled = [rank for rank in its if rank in self._filled[name]] or its
+            have = {rank: bool(its[rank] & Seen.GRADIENT) for rank in filled}
+            if len(set(have.values())) > 1:
+                raise Error(
+                    f"`{name}` does not have a gradient on all ranks that hold a part of it",
+                    got=f"none on {self.mesh.named([rank for rank, one in have.items() if not one])}",
+                    fix="one backward for all ranks",
+                )
+            self._expect_loaded(name, its)
+            active |= {name} if any(have.values()) else set()
+            changed |= {name} if any(seen & Seen.CHANGED for seen in its.values()) else set()
+        mine = frozenset(self.parameters)
+        return Told(mine & active, mine & changed, bool(changed))
+
+    def _expect_loaded(self, name: str, its: Mapping[int, Seen]) -> None:
+        """Raises Error if a state was loaded on some ranks, and not on the owner, which needs it."""
+        assert self.owners is not None
+        loaded, owner = [rank for rank, seen in its.items() if seen & Seen.FOREIGN], self.owners.owners[name]
+        if loaded and owner in its and owner not in loaded:
+            raise Error(
+                f"the state of `{name}` was loaded on {self.mesh.named(loaded)}, and not on its owner, "
+                f"{self.mesh.named([owner])}",
+                fix="optimizer.load_state_dict(state) on all ranks: the whole state, or what each rank saved",
+                alternative="autotp.save_checkpoint and autotp.load_checkpoint, with autotp.distribute",
+            )
+
+    # ---- a step
+
+    def gather(self, told: Told) -> None:
+        """Gives the matrices of this rank their gradients, and their values where these changed. Call on every rank."""
+        assert self.owners is not None
+        for name in (name for name in self.wholes if name in told.active):
+            whole, parameter = self.wholes[name], self.parameters[name]
+            if self._is_whole(name):
+                whole.data, whole.grad = _plain(parameter), _plain(_gradient(parameter))
+            else:
+                whole.grad = torch.empty_like(whole)
+        if told.any_changed:
+            self._to_owners(told.changed, lambda p: p)
+        self._to_owners(told.active, _gradient)
+
+    def _to_owners(self, names: Collection[str], of: Callable[[Tensor], Tensor]) -> None:
+        assert self.owners is not None
+        exchange(
+            [move for move in self.owners.to_owner if move.name in names and not self._stays(move)],
+            self._dtypes(self.owners.gathered),
+            self.mesh,
+            lambda move: self._part(move, of(self.parameters[move.name])),
+            lambda move: _at(of(self.wholes[move.name]), move),
+        )
+
+    def scatter(self, told: Told) -> None:
+        """Gives all ranks their parts of the matrices that were stepped. Call it on every rank."""
+        assert self.owners is not None
+        exchange(
+            [move for move in self.owners.from_owner if move.name in told.active and not self._stays(move)],
+            self._dtypes(self.owners.scattered),
+            self.mesh,
+            lambda move: _at(self.wholes[move.name], move),
+            lambda move: self._part(move, self.parameters[move.name]),
+        )
+        for whole in self.wholes.values():
+            whole.grad = None
+        names = [name for name in self.parameters if name in told.active and name in self.owners.sent]
+        self._sent |= dict(zip(names, _fingerprints([_plain(self.parameters[name]) for name in names]), strict=True))
+
+    def _stays(self, move: Move) -> bool:
+        """True for a move within this rank of a parameter that it holds whole: both ends are the same memory."""
+        return move.source == move.target and self._is_whole(move.name)
+
+    def _part(self, move: Move, tensor: Tensor) -> Tensor:
+        return self._boxes[move.name][move.start, move.sizes].of(_plain(tensor))
+
+    def _dtypes(self, names: Sequence[str]) -> list[torch.dtype]:
+        return [getattr(torch, name) for name in names]
+
+
+def problem_of(name: str, parameter: Tensor) -> None:
+    """Raises Error if a gradient cannot be gathered."""
+    grad = parameter.grad
+    if grad is None:
+        return
+    if grad.layout is not torch.strided:
+        raise Error(f"the gradient of `{name}` is sparse, and a whole matrix is not", fix="sparse=False in its layer")
+    if grad.dtype != parameter.dtype:
+        raise Error(
+            f"the gradient of `{name}` is {grad.dtype}, and the parameter {parameter.dtype}",
+            fix="gradients of the parameters' dtype",
+        )
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Returns this rank's part as a plain tensor, without a copy."""
+    return local_of(tensor.detach())
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+def _at(whole: Tensor, move: Move) -> Tensor:
+    return whole.detach()[tuple(slice(at, at + size) for at, size in zip(move.start, move.sizes, strict=True))]
+
+
+# ---- values that other code writes
+
+
+FACTOR = 0x9E3779B97F4A7C15 - 2**64
+"""The golden ratio times 2**64: its multiples modulo 2**64 are far apart (Knuth, vol. 3, section 6.4)."""
+
+
+def _fingerprints(parts: Sequence[Tensor]) -> list[Tensor]:
+    return [_fingerprint(part) for part in parts]
+
+
+def _fingerprint(part: Tensor) -> Tensor:
+    """Returns two numbers of a part's bits that change, almost certainly, with any of its elements. [2], int64
+
+    The owner keeps the values of its matrices, so that ranks need not send them in each step. With this number a rank
+    sees that other code has written into its part, also through `.data`, which torch does not count.
+    """
+    if not part.numel():
+        return torch.zeros(2, dtype=torch.int64, device=part.device)
+    bits = part.contiguous().view(part.shape[0] if part.dim() else 1, -1).view(_INTEGERS[part.element_size()])
+    sums = [bits.sum(dim, dtype=torch.int64) for dim in (0, 1)]
+    return torch.stack([(each * _weights(each)).sum() for each in sums])
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def _weights(like: Tensor) -> Tensor:
+    return (torch.arange(1, like.numel() + 1, device=like.device) * FACTOR) | 1
+
+
+def _packed(seen: Sequence[Seen]) -> list[int]:
+    chunks = [seen[i : i + PACKED] for i in range(0, len(seen), PACKED)]
+    return [sum(int(one) << (BITS * i) for i, one in enumerate(chunk)) for chunk in chunks]
+
+
+def _unpacked(words: Sequence[int], count: int) -> list[Seen]:
+    return [Seen(words[i // PACKED] >> (BITS * (i % PACKED)) & (2**BITS - 1)) for i in range(count)]

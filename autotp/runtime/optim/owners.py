@@ -1,0 +1,203 @@
+"""Chooses the rank that steps each parameter, its owner, and lists what moves between the owners and the holders.
+
+Every rank tells what it holds (`Held`), and computes the same plan of this. It works for any way in which ranks hold
+parts: cut unevenly or along a concatenation, several ranks with the same part, ranks without one, rows of a part that
+replicas shard, and a parameter of several stages of a pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from autotp.errors import Error
+
+Place = tuple[tuple[int, ...], tuple[int, ...]]
+"""A box of a parameter: its start in the whole, and its sizes."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of a parameter.
+
+    Attributes:
+        name: its name in the model.
+        group: the number of its group in the optimizer.
+        shape: the shape of the whole.
+        dtype: its dtype, as text.
+        boxes: all boxes that the rank holds.
+        counted: the same without the elements that an earlier tensor-parallel rank holds, too.
+    """
+
+    name: str
+    group: int
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: tuple[Place, ...]
+    counted: tuple[Place, ...]
+
+    @property
+    def elements(self) -> int:
+        """The number of elements that the rank holds."""
+        return sum(prod(sizes) for _, sizes in self.boxes)
+
+
+@dataclass(frozen=True)
+class Move:
+    """A box of a parameter that one rank sends to another, or has for itself."""
+
+    name: str
+    source: int
+    target: int
+    start: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Owners:
+    """The owner of each parameter, and what a rank sends, receives and has for itself.
+
+    Attributes:
+        owners: name -> the rank that steps the parameter.
+        gathered, scattered: the dtypes, as text, of which a gradient, or a new parameter, moves between any ranks.
+        to_owner: the boxes of gradients from and to this rank. Each element comes from one rank.
+        from_owner: the boxes of new parameters from and to this rank, for all ranks that hold them.
+        sent: the names of the parameters of this rank of which some gradient moves between ranks.
+    """
+
+    owners: Mapping[str, int]
+    gathered: tuple[str, ...]
+    scattered: tuple[str, ...]
+    to_owner: tuple[Move, ...]
+    from_owner: tuple[Move, ...]
+    sent: frozenset[str]
+
+
+def as_text(held: Iterable[Held]) -> str:
+    """Returns what a rank holds as text, for the other ranks."""
+    rows = [
+        [one.name, one.group, one.shape, one.dtype, one.boxes, one.counted if one.counted != one.boxes else None]
+        for one in held
+    ]
+    return json.dumps(rows)
+
+
+def from_text(text: str) -> list[Held]:
+    """Returns what another rank holds; the inverse of `as_text`."""
+    found = []
+    for name, group, shape, dtype, boxes, counted in json.loads(text):
+        held = _places(boxes)
+        found.append(Held(name, group, tuple(shape), dtype, held, held if counted is None else _places(counted)))
+    return found
+
+
+def _places(rows: Sequence[Sequence[Sequence[int]]]) -> tuple[Place, ...]:
+    return tuple((tuple(start), tuple(sizes)) for start, sizes in rows)
+
+
+def assign(every: Sequence[Sequence[Held]], rank: int, before: Mapping[str, int] | None = None) -> Owners:
+    """Returns the owners of all parameters, and the moves of `rank`.
+
+    The most expensive parameter is assigned first, to the rank with the least work among those that hold the parameter.
+    Where two ranks hold uneven parts, only the larger part's rank keeps the moves within the bytes of an all-gather.
+
+    Args:
+        every: what each rank holds.
+        before: owners that stay as they are.
+
+    Raises:
+        Error: ranks disagree about a parameter, or do not hold all of it.
+    """
+    holders = _holders(every)
+    owners, load = dict[str, int](), [0] * len(every)
+    order = sorted(holders, key=lambda name: (-_cost(_any(holders[name]).shape), name))
+    for name in sorted(order, key=lambda name: name not in (before or {})):  # Those that stay come first.
+        its = holders[name]
+        candidates = [before[name]] if before and before.get(name) in its else _candidates(its)
+        owners[name] = min(candidates, key=lambda one: (load[one], one))
+        load[owners[name]] += _cost(_any(its).shape)
+    sent = [0] * len(every)
+    to_owner, from_owner, names = list[Move](), list[Move](), set[str]()
+    gathered, scattered = set[str](), set[str]()
+    for name in order:
+        its = holders[name]
+        moves = _gradients(name, its, owners[name], sent)
+        if any(move.source != move.target for move in moves):
+            gathered.add(_any(its).dtype)
+            names |= {name} if rank in its else set()
+        if len(its) > 1:
+            scattered.add(_any(its).dtype)
+        to_owner += [move for move in moves if rank in (move.source, move.target)]
+        for other, held in its.items():
+            if rank in (other, owners[name]):
+                from_owner += [Move(name, owners[name], other, *box) for box in held.boxes]
+    dtypes = tuple(sorted(gathered)), tuple(sorted(scattered))
+    return Owners(owners, *dtypes, tuple(to_owner), tuple(from_owner), frozenset(names))
+
+
+def _holders(every: Sequence[Sequence[Held]]) -> dict[str, dict[int, Held]]:
+    """Returns parameter -> rank -> what it holds; raises Error if they disagree about the parameter."""
+    found: dict[str, dict[int, Held]] = {}
+    for rank, some in enumerate(every):
+        for one in some:
+            found.setdefault(one.name, {})[rank] = one
+    for name, its in found.items():
+        kinds = {(one.group, one.shape, one.dtype) for one in its.values()}
+        if len(kinds) > 1:
+            raise Error(
+                f"`{name}` is not in the same group of the optimizer on all ranks, or has another shape or dtype there",
+                fix="the same groups of parameters on all ranks",
+            )
+    return found
+
+
+def _any(its: Mapping[int, Held]) -> Held:
+    return next(iter(its.values()))
+
+
+def _cost(shape: tuple[int, ...]) -> int:
+    """Returns the multiplications of a product of a matrix with its transpose: what orthogonalization repeats."""
+    return prod(shape) * (min(shape) if len(shape) > 1 else 1)
+
+
+def _candidates(its: Mapping[int, Held]) -> list[int]:
+    """Returns the ranks that may own a parameter.
+
+    With an owner, the moves have no more elements than an all-gather has: each rank receives what it lacks. If no rank
+    fulfils this, for example where all hold the whole, it is all ranks that move the fewest elements.
+    """
+    whole, held = prod(_any(its).shape), sum(one.elements for one in its.values())
+    gathered = len(its) * whole - held
+    moved = {rank: whole + held - 2 * one.elements for rank, one in its.items()}
+    least = max(gathered, min(moved.values()))
+    return [rank for rank, elements in moved.items() if elements <= least]
+
+
+def _gradients(name: str, its: Mapping[int, Held], owner: int, sent: list[int]) -> list[Move]:
+    """Returns the moves of a gradient to its owner; adds to `sent` the elements that each rank sends.
+
+    Of ranks that hold the same box the owner has it for itself, or the rank sends it that sends the fewest elements.
+
+    Raises:
+        Error: the boxes do not make up the whole.
+    """
+    sources: dict[Place, list[int]] = {}
+    for rank, one in its.items():
+        for box in one.counted:
+            sources.setdefault(box, []).append(rank)
+    found, shape = sum(prod(sizes) for _, sizes in sources), _any(its).shape
+    if found != prod(shape):
+        raise Error(
+            f"the ranks that step `{name}` together hold {found:,} of its {prod(shape):,} elements",
+            fix="autotp.distribute(model, tp=..., dp=..., zero=...) in place of fully_shard on a parallel model",
+            alternative="an optimizer with the same parameters on all ranks",
+        )
+    moves = []
+    for (start, sizes), ranks in sources.items():
+        source = owner if owner in ranks else min(ranks, key=lambda rank: (sent[rank], rank))
+        if source != owner:
+            sent[source] += prod(sizes)
+        moves.append(Move(name, source, owner, start, sizes))
+    return moves

@@ -1,0 +1,166 @@
+"""whole_matrices: steps of matrices that ranks hold parts of are those of one device, in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from small_models import gpt
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from trainers import mine
+
+import autotp
+from autotp.models.bert import BERT, BERTConfig
+
+BATCH, STEPS, TOLERANCE = 8, 10, 1e-12
+SIZES: dict[str, Any] = {"block_size": 8, "vocab_size": 97, "n_layer": 4, "n_head": 4, "n_embd": 24}
+
+
+def built(name: str) -> nn.Module:
+    """A model in float64."""
+    torch.manual_seed(0)
+    if name == "gpt":
+        return gpt(**SIZES).double()
+    if name == "gpt-three-heads":
+        return gpt(**SIZES | {"n_head": 3, "n_layer": 2}).double()
+    if name == "bert":
+        return BERT(BERTConfig(**SIZES, dropout=0.0)).double()
+    transformers: Any = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 26, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+    if name == "mixtral":
+        config = transformers.MixtralConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2)
+        return transformers.MixtralForCausalLM(config).double().train()
+    config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=name == "llama-tied")
+    return transformers.LlamaForCausalLM(config).double().train()
+
+
+def batch_of(name: str, step: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    tokens, labels = torch.randint(97, (2, BATCH, 8), generator=draw)
+    if name == "bert":
+        mask = (torch.arange(8) < 8 - torch.arange(BATCH).unsqueeze(-1) % 3).long()
+        following = torch.randint(2, (BATCH,), generator=draw)
+        return {"tokens": tokens, "types": tokens % 2, "mask": mask, "labels": labels, "next_sentence": following}
+    return {"tokens" if name.startswith("gpt") else "input_ids": tokens, "labels": labels}
+
+
+def loss_of(found: Any) -> Tensor:
+    return found if isinstance(found, Tensor) else found[0] if isinstance(found, tuple) else found.loss
+
+
+@contextmanager
+def wide() -> Iterator[None]:
+    """A region in which Muon orthogonalizes in float64: torch rounds to bfloat16, and a last bit changes much there."""
+    from torch.optim import _muon
+
+    before = _muon._zeropower_via_newtonschulz
+
+    def orthogonalized(grad: Tensor, factors: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+        a, b, c = factors
+        x = grad.T if grad.size(0) > grad.size(1) else grad
+        x = x / x.norm().clamp(min=eps)
+        for _ in range(steps):
+            gram = x @ x.T
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        return x.T if grad.size(0) > grad.size(1) else x
+
+    _muon._zeropower_via_newtonschulz = orthogonalized
+    try:
+        yield
+    finally:
+        _muon._zeropower_via_newtonschulz = before
+
+
+def optimizers(parameters: Iterable[nn.Parameter], muon: type[Optimizer]) -> list[Optimizer]:
+    """Muon for matrices, AdamW for all else."""
+    every = list(parameters)
+    rest = [p for p in every if p.dim() != 2]
+    found: list[Optimizer] = [muon([p for p in every if p.dim() == 2], lr=0.02, weight_decay=0.1)]  # type: ignore[call-arg]
+    return found + ([torch.optim.AdamW(rest, lr=1e-3)] if rest else [])
+
+
+def on_one_device(rank: int, n: int, name: str) -> dict[str, Tensor]:
+    """The state of a model after some steps of torch's own optimizers."""
+    model = built(name)
+    some = optimizers(model.parameters(), torch.optim.Muon)
+    with wide():
+        for step in range(STEPS):
+            loss_of(model(**batch_of(name, step))).backward()
+            for optimizer in some:
+                optimizer.step()
+                optimizer.zero_grad()
+    return model.state_dict()
+
+
+def parallel(rank: int, n: int, name: str, tp: int, cp: int) -> dict[str, Tensor]:
+    example = {key: x[:2] for key, x in batch_of(name, 0).items()}
+    model = autotp.parallelize(built(name), tp, cp=cp, example_inputs=example)
+    some = optimizers(model.parameters(), autotp.whole_matrices(torch.optim.Muon))
+    with wide():
+        for step in range(STEPS):
+            loss_of(model(**batch_of(name, step))).backward()
+            for optimizer in some:
+                optimizer.step()
+                optimizer.zero_grad()
+    return autotp.full_state_dict(model)
+
+
+def distributed(rank: int, n: int, name: str, layout: tuple[int, int, int, int], zero: int) -> dict[str, Tensor]:
+    tp, cp, pp, dp = layout
+    parts = 2
+    example = {key: x[: BATCH // (dp * parts)] for key, x in batch_of(name, 0).items()}
+    axes = {"cp": cp} if cp > 1 else {}
+    trainer = autotp.distribute(
+        built(name), tp=tp, pp=pp, dp=dp, microbatches=parts, zero=zero, example_inputs=example, **axes
+    )
+    some = optimizers(trainer.parameters(), autotp.whole_matrices(torch.optim.Muon))
+    with wide():
+        for step in range(STEPS):
+            trainer.step(**mine(batch_of(name, step), trainer.mesh["dp"].get_local_rank(), dp))
+            for optimizer in some:
+                optimizer.step()
+                optimizer.zero_grad()
+    return autotp.full_state_dict(trainer)
+
+
+def expect_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    off = {
+        name: float((found[name] - x).abs().max() / x.abs().max().clamp(min=1e-30))
+        for name, x in expected.items()
+        if x.is_floating_point()
+    }
+    assert set(off) and max(off.values()) <= TOLERANCE, {name: x for name, x in off.items() if x > TOLERANCE}
+
+
+PARALLEL = [
+    ("gpt", 2, 1), ("gpt-three-heads", 2, 1), ("gpt", 3, 1), ("llama-tied", 4, 1), ("llama", 3, 1), ("bert", 2, 1),
+    ("mixtral", 2, 1), ("gpt", 2, 2), ("llama", 2, 2),
+]  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("name", "tp", "cp"), PARALLEL)
+def test_parallel_model(name: str, tp: int, cp: int) -> None:
+    (expected,) = run_ranks(on_one_device, 1, name)
+    expect_same(run_ranks(parallel, tp * cp, name, tp, cp, timeout=250)[0], expected)
+
+
+DISTRIBUTED = [
+    ("gpt", (2, 1, 1, 1), 0), ("gpt", (1, 1, 1, 2), 0), ("gpt", (1, 1, 2, 1), 0), ("gpt", (2, 1, 2, 2), 0),
+    ("gpt", (1, 1, 1, 2), 1), ("gpt", (1, 1, 1, 2), 2), ("gpt", (2, 1, 1, 2), 3), ("llama", (2, 1, 2, 2), 3),
+    ("gpt", (1, 1, 2, 2), 1), ("bert", (2, 1, 2, 1), 0), ("gpt", (2, 2, 1, 2), 1), ("gpt", (3, 1, 1, 2), 3),
+]  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("name", "layout", "zero"), DISTRIBUTED)
+def test_trainer(name: str, layout: tuple[int, int, int, int], zero: int) -> None:
+    tp, cp, pp, dp = layout
+    (expected,) = run_ranks(on_one_device, 1, name)
+    expect_same(run_ranks(distributed, tp * cp * pp * dp, name, layout, zero, timeout=250)[0], expected)
