@@ -64,6 +64,16 @@ def boxes(tensor: Tensor, layout: Layout, rank: int, first: bool = True) -> list
     return [box for box in found if all(size > 0 for size in box.sizes)]
 
 
+def inner(around: Sequence[Box], whole: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
+    """Returns a box of the whole tensor that is within one of the boxes `around`, with its place in the rank's part."""
+    for box in around:
+        start = [at - low for at, low in zip(whole, box.whole, strict=True)]
+        sides = zip(start, sizes, box.sizes, strict=True)
+        if all(0 <= low and low + size <= length for low, size, length in sides):
+            return Box(whole, tuple(at + low for at, low in zip(box.local, start, strict=True)), sizes)
+    raise AssertionError("the box is not in this rank's part")
+
+
 def _rows(tensor: Tensor) -> Range:
     """Returns the rows of its part that a process holds; `fully_shard` partitions as torch.chunk does."""
     if not isinstance(tensor, DTensor):

@@ -8,6 +8,7 @@ is, and so is one that draws random numbers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,9 @@ SIZES = (1e3, 1e-3)
 GROUPS = 4
 """The number of parameter groups that are compared; others have other options at most."""
 ALTERNATIVE = "autotp.parallelize or autotp.distribute with tp=1 and zero=0, where each rank steps whole parameters"
+
+OF_ALL = re.compile("lbfgs|dadapt|prodigy|sam$")
+"""Names of optimizers that use all gradients at once."""
 
 
 def unhooked_step(kind: type[Optimizer]) -> Any:
@@ -53,8 +57,9 @@ def expect_alone(
             for i, some in enumerate(given)
         ]
     except Exception as error:
+        told = str(error).partition("\n")[0]
         raise Error(
-            f"{kind.__name__} does not step a small tensor without a closure: {type(error).__name__}: {error}",
+            f"{kind.__name__} does not step a small tensor without a closure: {type(error).__name__}: {told}",
             fix="an optimizer that uses each gradient once, such as torch.optim.Muon",
             alternative=ALTERNATIVE,
         ) from error

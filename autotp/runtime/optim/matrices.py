@@ -15,7 +15,7 @@ from autotp.errors import Error
 from autotp.runtime.holdings import Holdings
 from autotp.runtime.optim.exchange import exchange
 from autotp.runtime.optim.owners import Held, Move, Owners, Place, as_text, assign, from_text
-from autotp.sharding.boxes import Box, local_of
+from autotp.sharding.boxes import inner, local_of
 
 
 class Seen(IntFlag):
@@ -68,11 +68,7 @@ class Matrices:
         self._ranks: dict[tuple[str, ...], list[int]] = {}
         self._filled: dict[str, set[int]] = {}
         self._sent: dict[str, Tensor] = {}
-        self._boxes = {name: self._places(name) for name in parameters}
-
-    def _places(self, name: str) -> dict[Place, Box]:
-        found = [box for first in (True, False) for box in self.parts.boxes(name, first=first)]
-        return {(box.whole, box.sizes): box for box in found}
+        self._boxes = {name: self.parts.boxes(name, first=False) for name in parameters}
 
     def assign(self, before: Mapping[str, int]) -> None:
         """Chooses the owners, and makes the whole matrices. Call it on every rank.
@@ -233,7 +229,8 @@ class Matrices:
         return move.source == move.target and self._is_whole(move.name)
 
     def _part(self, move: Move, tensor: Tensor) -> Tensor:
-        return self._boxes[move.name][move.start, move.sizes].of(_plain(tensor))
+        """Returns the box of a move in this rank's part."""
+        return inner(self._boxes[move.name], move.start, move.sizes).of(_plain(tensor))
 
     def _dtypes(self, names: Sequence[str]) -> list[torch.dtype]:
         return [getattr(torch, name) for name in names]

@@ -100,8 +100,7 @@ def _places(rows: Sequence[Sequence[Sequence[int]]]) -> tuple[Place, ...]:
 def assign(every: Sequence[Sequence[Held]], rank: int, before: Mapping[str, int] | None = None) -> Owners:
     """Returns the owners of all parameters, and the moves of `rank`.
 
-    The most expensive parameter is assigned first, to the rank with the least work among those that hold the parameter.
-    Where two ranks hold uneven parts, only the larger part's rank keeps the moves within the bytes of an all-gather.
+    The most expensive parameter is assigned first, to the rank with the least work among those that may own it.
 
     Args:
         every: what each rank holds.
@@ -138,7 +137,11 @@ def assign(every: Sequence[Sequence[Held]], rank: int, before: Mapping[str, int]
 
 
 def _holders(every: Sequence[Sequence[Held]]) -> dict[str, dict[int, Held]]:
-    """Returns parameter -> rank -> what it holds; raises Error if they disagree about the parameter."""
+    """Returns parameter -> rank -> what it holds.
+
+    Raises:
+        Error: ranks disagree about the parameter, or do not hold all of it.
+    """
     found: dict[str, dict[int, Held]] = {}
     for rank, some in enumerate(every):
         for one in some:
@@ -149,6 +152,13 @@ def _holders(every: Sequence[Sequence[Held]]) -> dict[str, dict[int, Held]]:
             raise Error(
                 f"`{name}` is not in the same group of the optimizer on all ranks, or has another shape or dtype there",
                 fix="the same groups of parameters on all ranks",
+            )
+        held, whole = sum(prod(sizes) for _, sizes in _sources(its)), prod(_any(its).shape)
+        if held != whole:
+            raise Error(
+                f"the ranks that step `{name}` together hold {held:,} of its {whole:,} elements",
+                fix="autotp.distribute(model, tp=..., dp=..., zero=...) in place of fully_shard on a parallel model",
+                alternative="an optimizer with the same parameters on all ranks",
             )
     return found
 
@@ -163,41 +173,68 @@ def _cost(shape: tuple[int, ...]) -> int:
 
 
 def _candidates(its: Mapping[int, Held]) -> list[int]:
-    """Returns the ranks that may own a parameter.
+    """Returns the ranks that may own a parameter: those that keep the moves within the bytes of an all-gather.
 
-    With an owner, the moves have no more elements than an all-gather has: each rank receives what it lacks. If no rank
-    fulfils this, for example where all hold the whole, it is all ranks that move the fewest elements.
+    Let n ranks hold H of the W elements together, copies included, and a rank h of them. It receives W - h elements as
+    the owner, and sends H - h. An all-gather of a matrix, of which each element is on one rank, moves (n - 1) W. Of two
+    ranks it is the one with the larger part that may own. A rank with an average part always may.
     """
     whole, held = prod(_any(its).shape), sum(one.elements for one in its.values())
-    gathered = len(its) * whole - held
-    moved = {rank: whole + held - 2 * one.elements for rank, one in its.items()}
-    least = max(gathered, min(moved.values()))
-    return [rank for rank, elements in moved.items() if elements <= least]
+    return [rank for rank, one in its.items() if whole + held - 2 * one.elements <= (len(its) - 1) * whole]
 
 
 def _gradients(name: str, its: Mapping[int, Held], owner: int, sent: list[int]) -> list[Move]:
     """Returns the moves of a gradient to its owner; adds to `sent` the elements that each rank sends.
 
-    Of ranks that hold the same box the owner has it for itself, or the rank sends it that sends the fewest elements.
-
-    Raises:
-        Error: the boxes do not make up the whole.
+    What the owner holds it has for itself. Of other ranks that hold the same box the one sends it that sends the fewest
+    elements.
     """
-    sources: dict[Place, list[int]] = {}
+    moves = []
+    for box, ranks in _sources(its).items():
+        inside, outside = _split(box, its[owner].boxes)
+        moves += [Move(name, owner, owner, *place) for place in inside]
+        for place in outside:
+            source = min(ranks, key=lambda rank: (sent[rank], rank))
+            sent[source] += prod(place[1])
+            moves.append(Move(name, source, owner, *place))
+    return moves
+
+
+def _sources(its: Mapping[int, Held]) -> dict[Place, list[int]]:
+    """Returns boxes that make up the whole, each with the ranks that hold it."""
+    found: dict[Place, list[int]] = {}
     for rank, one in its.items():
         for box in one.counted:
-            sources.setdefault(box, []).append(rank)
-    found, shape = sum(prod(sizes) for _, sizes in sources), _any(its).shape
-    if found != prod(shape):
-        raise Error(
-            f"the ranks that step `{name}` together hold {found:,} of its {prod(shape):,} elements",
-            fix="autotp.distribute(model, tp=..., dp=..., zero=...) in place of fully_shard on a parallel model",
-            alternative="an optimizer with the same parameters on all ranks",
-        )
-    moves = []
-    for (start, sizes), ranks in sources.items():
-        source = owner if owner in ranks else min(ranks, key=lambda rank: (sent[rank], rank))
-        if source != owner:
-            sent[source] += prod(sizes)
-        moves.append(Move(name, source, owner, start, sizes))
-    return moves
+            found.setdefault(box, []).append(rank)
+    return found
+
+
+def _split(box: Place, others: Iterable[Place]) -> tuple[list[Place], list[Place]]:
+    """Returns the boxes within some of `others`, and those outside of all, that make up `box`."""
+    inside, outside = list[Place](), [box]
+    for other in others:
+        left = list[Place]()
+        for one in outside:
+            common, rest = _cut_out(one, other)
+            inside += common
+            left += rest
+        outside = left
+    return inside, outside
+
+
+def _cut_out(box: Place, other: Place) -> tuple[list[Place], list[Place]]:
+    """Returns the common box of two, if there is one, and boxes that make up the rest of `box`."""
+    start, stop = list(box[0]), [at + size for at, size in zip(*box, strict=True)]
+    rest = list[Place]()
+    for dim, (low, size) in enumerate(zip(*other, strict=True)):
+        if low >= stop[dim] or low + size <= start[dim]:
+            return [], [box]
+        for a, b in ((start[dim], low), (low + size, stop[dim])):
+            if a < b:
+                rest.append(_between([*start[:dim], a, *start[dim + 1 :]], [*stop[:dim], b, *stop[dim + 1 :]]))
+        start[dim], stop[dim] = max(start[dim], low), min(stop[dim], low + size)
+    return [_between(start, stop)], rest
+
+
+def _between(start: Sequence[int], stop: Sequence[int]) -> Place:
+    return tuple(start), tuple(b - a for a, b in zip(start, stop, strict=True))

@@ -14,7 +14,7 @@ from autotp.distributed.consistency import tried
 from autotp.distributed.live_models import sorted_by_model
 from autotp.errors import Error, within
 from autotp.runtime.holdings import holdings_of
-from autotp.runtime.optim.alone import expect_alone, unhooked_step
+from autotp.runtime.optim.alone import ALTERNATIVE, OF_ALL, expect_alone, unhooked_step
 from autotp.runtime.optim.matrices import Matrices, Told, problem_of
 
 Kind = TypeVar("Kind", bound=Optimizer)
@@ -57,6 +57,12 @@ def _class_of(kind: Any) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         told = repr(kind) if not isinstance(kind, Optimizer) else f"an object of {type(kind).__name__}"
         raise Error(f"{told} is not a class of optimizers", fix="autotp.whole_matrices(torch.optim.Muon)(parameters)")
+    if any(OF_ALL.search(one.__name__.lower().replace("_", "")) for one in kind.__mro__):
+        raise Error(
+            f"{kind.__name__} uses the gradients of all parameters at once, and each rank steps some parameters",
+            fix="an optimizer of each parameter by itself, such as torch.optim.Muon",
+            alternative=ALTERNATIVE,
+        )
     return kind if issubclass(kind, WholeMatrices) else _made(kind)
 
 

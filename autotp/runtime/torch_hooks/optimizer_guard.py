@@ -39,6 +39,7 @@ from autotp.distributed.store_gather import store_gather
 from autotp.errors import Error, within
 from autotp.ops.collectives import reduce
 from autotp.runtime.holdings import Holdings, holdings_of
+from autotp.runtime.optim.alone import OF_ALL
 from autotp.runtime.optim.whole_matrices import WholeMatrices
 from autotp.runtime.shard_parameters import is_left_behind
 from autotp.runtime.torch_hooks.optimizer_state import watch_state
@@ -52,8 +53,7 @@ OF_A_MATRIX = re.compile(
     "muon|scion|dion|shampoo|soap|kron|kfac|galore|apollo|fira|adafactor|adalomo|adammini|came$|sm3|lamb(?!da)|lars"
     "|novograd|stableadam|adamp$|sgdp$|ranger"
 )
-OF_ALL = re.compile("lbfgs|dadapt|prodigy|sam$")
-"""Names of optimizers that use a whole matrix or its norm, and of optimizers that use all gradients at once."""
+"""Names of optimizers that use a whole matrix, or its norm."""
 
 
 @dataclass
