@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autotp.checkpoint.optimizers import Optimizers
 from autotp.errors import Error
 from autotp.runtime.holdings import Holdings
 from autotp.training.trainer import Trainer
@@ -23,9 +23,6 @@ STEPS = 2**63
 
 PARAMETER_ENTRIES = ("params", "param_names")
 """The entries of an optimizer's group that contain its parameters: a checkpoint has these by their names."""
-
-NO_OPTIMIZER: Any = SimpleNamespace(param_groups=[], state={})
-"""An optimizer without parameters, in place of None."""
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -48,8 +45,8 @@ def names_held(parts: Holdings) -> list[str]:
     return [name for name in dict.fromkeys(parts.saved.values()) if name in parts.held]
 
 
-def names_of(optimizer: Optimizer, parts: Holdings) -> dict[nn.Parameter, str]:
-    """Returns the optimizer's parameters with their names; raises Error if one is not the trainer's."""
+def names_of(optimizer: Optimizer | Optimizers, parts: Holdings) -> dict[nn.Parameter, str]:
+    """Returns the optimizers' parameters with their names; raises Error if one is not the trainer's."""
     known = {id(tensor): name for name, tensor in parts.held.items()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(id(p) not in known for p in parameters):

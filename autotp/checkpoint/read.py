@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from autotp.checkpoint.files.checksums import INVALID_CONTENT, invalid_content
 from autotp.checkpoint.keys import (
-    NO_OPTIMIZER,
     PARAMETER_ENTRIES,
     SEPARATOR,
     entry_key,
@@ -29,12 +27,12 @@ from autotp.checkpoint.keys import (
     sizes,
 )
 from autotp.checkpoint.manifest import MANIFEST, Manifest
+from autotp.checkpoint.optimizers import Optimizers
 from autotp.display.progress import progress
 from autotp.distributed.consistency import agree, gather_texts
 from autotp.distributed.mesh import Mesh, gather_ints
 from autotp.errors import Error
 from autotp.runtime.holdings import Holdings
-from autotp.runtime.optim.whole_matrices import WholeMatrices
 from autotp.sharding.boxes import local_of
 from autotp.training.model_settings import differences
 from autotp.training.trainer import Trainer
@@ -72,7 +70,7 @@ def expect_same_training(
     manifest: Manifest,
     trainer: Trainer,
     parts: Holdings,
-    optimizer: Optimizer,
+    optimizers: Optimizers,
     more: Mapping[str, Any],
     changed: Collection[str],
 ) -> None:
@@ -80,12 +78,12 @@ def expect_same_training(
     about, path = manifest.about, manifest.folder
     if path != path_of(path.parent, about["step"]):
         raise Error(f"{path} is of step {about['step']}", fix="the name that it was written under")
-    if optimizer is not NO_OPTIMIZER and about["optimizer"] != type(optimizer).__name__:
-        raise Error(f"{path} has the state of {about['optimizer']}, and this is {type(optimizer).__name__}")
+    if optimizers.each and about["optimizer"] != optimizers.name:
+        raise Error(f"{path} has the state of {about['optimizer']}, and this is {optimizers.name}")
     expect_states(more, ("state_dict", "load_state_dict"))
     if missing := sorted(set(more) - set(about["more"])):
         raise Error(f"{path} has no {', '.join(missing)}", expected=", ".join(about["more"]) or "nothing of this kind")
-    names = names_of(optimizer, parts)
+    names = names_of(optimizers, parts)
     _expect_model(manifest, parts)
     if trainer.everyone.rank == 0 and (found := differences(about["model"], trainer.model_settings, changed)):
         other = list(dict.fromkeys(line.split("`")[1].rpartition(".")[2] for line in found))
@@ -124,23 +122,23 @@ def _expect_state(manifest: Manifest, names: Sequence[str]) -> None:
                 raise Error(f"{manifest.folder / MANIFEST} is not valid: {key} is missing")
 
 
-def parameter_of_groups(optimizer: Optimizer, parts: Holdings, everyone: Mesh) -> list[str]:
+def parameter_of_groups(optimizers: Optimizers, parts: Holdings, everyone: Mesh) -> list[str]:
     """Returns a parameter's name for each group of the optimizer; "" for a group that is empty on all ranks.
 
     A group may be empty on this rank alone: its parameters are in other stages of the pipeline. A schedule changes its
     options, too, so they are loaded as those of the group on the other ranks.
     """
-    names = agree(everyone, lambda: names_of(optimizer, parts))
-    mine = [next((names[p] for p in group["params"]), "") for group in optimizer.param_groups]
+    names = agree(everyone, lambda: names_of(optimizers, parts))
+    mine = [next((names[p] for p in group["params"]), "") for group in optimizers.param_groups]
     every = [json.loads(text) for text in gather_texts(json.dumps(mine), everyone)]
     if any(len(row) != len(mine) for row in every):  # Which groups are the same is unknown.
         return mine
     return [next(filter(None, (name, *others)), "") for name, *others in zip(mine, *every, strict=True)]
 
 
-def unread_state(manifest: Manifest, optimizer: Optimizer, parts: Holdings) -> list[str]:
-    """Returns the parameters of this rank that this optimizer does not have, and whose state is in the checkpoint."""
-    names = set(names_of(optimizer, parts).values())
+def unread_state(manifest: Manifest, optimizers: Optimizers, parts: Holdings) -> list[str]:
+    """Returns the parameters of this rank that these optimizers do not have, and whose state is in the checkpoint."""
+    names = set(names_of(optimizers, parts).values())
     holds = {name: keys for _, held in manifest.about["groups"] for name, keys in held.items()}
     return [name for name in names_held(parts) if holds.get(name) and name not in names]
 
@@ -149,7 +147,7 @@ def read_state(
     manifest: Manifest,
     trainer: Trainer,
     parts: Holdings,
-    optimizer: Optimizer,
+    optimizers: Optimizers,
     more: Mapping[str, Any],
     of_groups: Sequence[str],
 ) -> ReadState:
@@ -158,20 +156,19 @@ def read_state(
     if manifest.about["sizes"] == sizes(trainer):
         for kind in random_states(trainer.place.device):
             random[kind] = random_state(manifest, entry_key("random", trainer.everyone.rank, kind), kind)
-    names = {name: parameter for parameter, name in names_of(optimizer, parts).items()}
+    names = {name: parameter for parameter, name in names_of(optimizers, parts).items()}
     holds = {name: keys for _, held in manifest.about["groups"] for name, keys in held.items()}
-    elsewhere = {p for p in names.values() if isinstance(optimizer, WholeMatrices) and optimizer.owns(p) is False}
-    wanted = [(p, name, key) for name, p in names.items() if p not in elsewhere for key in holds[name]]
+    here = {name: p for name, p in names.items() if not optimizers.is_elsewhere(p)}
+    wanted = [(p, name, key) for name, p in here.items() for key in holds[name]]
     model, moments = dict[str, Tensor](), {p: dict[str, Any]() for p in names.values()}
     with progress(f"reading {manifest.folder}", len(names_held(parts)) + len(wanted)) as line:
         for name in names_held(parts):
             model[name] = _part(manifest, entry_key("model", name), parts, name)
             line.count()
         for parameter, name, key in wanted:
-            whole = isinstance(optimizer, WholeMatrices)
-            moments[parameter][key] = _moment(manifest, parts, name, key, whole)
+            moments[parameter][key] = _moment(manifest, parts, name, key, optimizers.steps_whole(parameter))
             line.count()
-    options = _options(manifest, parts, optimizer, of_groups)
+    options = _options(manifest, parts, optimizers, of_groups)
     others = {name: manifest.value(manifest.about["more"][name]) for name in more}
     return ReadState(model, moments, options, others, random)
 
@@ -223,16 +220,16 @@ def _decoded_options(manifest: Manifest, encoded: Any) -> dict[str, Any]:
 
 
 def _options(
-    manifest: Manifest, parts: Holdings, optimizer: Optimizer, of_groups: Sequence[str]
+    manifest: Manifest, parts: Holdings, optimizers: Optimizers, of_groups: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Returns the saved options for each group of this optimizer: the options that its parameters had.
+    """Returns the saved options for each group of these optimizers: the options that its parameters had.
 
     Raises:
         Error: the parameters of a group had different options in the checkpoint.
     """
     had = {name: options for options, held in manifest.about["groups"] for name in held}
-    names, result = names_of(optimizer, parts), list[dict[str, Any]]()
-    for i, group in enumerate(optimizer.param_groups):
+    names, result = names_of(optimizers, parts), list[dict[str, Any]]()
+    for i, (group, defaults) in enumerate(zip(optimizers.param_groups, optimizers.defaults(), strict=True)):
         known = [names[p] for p in group["params"]] or [name for name in of_groups[i : i + 1] if name in had]
         mine = [_decoded_options(manifest, had[name]) for name in known]
         try:
@@ -242,7 +239,7 @@ def _options(
         if several:
             raise Error(f"{manifest.folder} has the parameters of group {i} in several groups", fix="the saved groups")
         if mine:
-            _expect_options(manifest, mine[0], group, optimizer.defaults)
+            _expect_options(manifest, mine[0], group, defaults)
         result.append(mine[0] if mine else {})
     return result
 
@@ -296,20 +293,21 @@ def load_more(more: Mapping[str, Any], states: Mapping[str, Any], trainer: Train
         raise
 
 
-def load_state(found: ReadState, trainer: Trainer, parts: Holdings, optimizer: Optimizer) -> None:
+def load_state(found: ReadState, trainer: Trainer, parts: Holdings, optimizers: Optimizers) -> None:
     """Loads the state that was read into the model, the optimizer and the random generators."""
     with torch.no_grad():
         for name, tensor in found.model.items():
             parts.held[name].copy_(tensor)
-    optimizer.state.clear()
-    for group, options in zip(optimizer.param_groups, found.options, strict=True):
+    states = dict[nn.Parameter, dict[str, Any]]()
+    for group, options in zip(optimizers.param_groups, found.options, strict=True):
         group.update({key: _on_device_of(group.get(key), value) for key, value in options.items()})
         on_device = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
-            state = found.optimizer[parameter]
-            for key, value in state.items():
-                moved = value.to(trainer.place.device) if on_device and isinstance(value, Tensor) else value
-                optimizer.state[parameter][key] = moved
+            states[parameter] = {
+                key: value.to(trainer.place.device) if on_device and isinstance(value, Tensor) else value
+                for key, value in found.optimizer[parameter].items()
+            }
+    optimizers.replace_states(states)
     if "cpu" in found.random:
         torch.set_rng_state(found.random["cpu"])
     if "cuda" in found.random:

@@ -15,7 +15,7 @@ import threading
 import traceback
 import warnings
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -25,8 +25,9 @@ from uuid import uuid4
 from torch.optim import Optimizer
 
 from autotp.arguments import expect_arguments
-from autotp.checkpoint.keys import NO_OPTIMIZER, STEPS, names_as_text, path_of
+from autotp.checkpoint.keys import STEPS, names_as_text, path_of
 from autotp.checkpoint.manifest import MANIFEST, OF_FORMAT_1, read_manifest
+from autotp.checkpoint.optimizers import optimizers_of
 from autotp.checkpoint.read import (
     expect_same_files,
     expect_same_training,
@@ -42,14 +43,19 @@ from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import expect_alike, gather_ints
 from autotp.errors import Error, within
 from autotp.runtime.holdings import expect_all_saved, holdings_of
-from autotp.runtime.optim.whole_matrices import WholeMatrices
 from autotp.training.trainer import Trainer
 
 T = TypeVar("T")
 
 
 def save_checkpoint(
-    folder: str | Path, trainer: Trainer, optimizer: Optimizer, step: int, *, wait: bool = True, **more: Any
+    folder: str | Path,
+    trainer: Trainer,
+    optimizer: Optimizer | Sequence[Optimizer],
+    step: int,
+    *,
+    wait: bool = True,
+    **more: Any,
 ) -> Future[None]:
     """Writes a training's state into `folder/step-00000100`, and returns a future of the save.
 
@@ -60,7 +66,7 @@ def save_checkpoint(
     Args:
         folder: the folder of the checkpoints; it is made if it does not exist.
         trainer: as `distribute` returned it.
-        optimizer: the optimizer of the trainer's parameters.
+        optimizer: the optimizer of the trainer's parameters; or a list of optimizers, each of other parameters.
         step: the number of steps done.
         wait: False copies the state to the CPU, and writes while training goes on. The next save and `.result()` of the
             future wait for the writing and raise its error. The end of the program also waits; after an error, the exit
@@ -107,7 +113,7 @@ def save_checkpoint(
 def load_checkpoint(
     folder: str | Path,
     trainer: Trainer,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     changed: Collection[str] = (),
     **more: Any,
@@ -120,7 +126,8 @@ def load_checkpoint(
     Args:
         folder: the folder that `save_checkpoint` wrote into.
         trainer: a trainer of the same model. Random states are loaded only if the layout is the saved one.
-        optimizer: an optimizer of the saved class; None loads no optimizer's state, for evaluation.
+        optimizer: an optimizer of the saved class, or a list of optimizers as it was saved; None loads no optimizer's
+            state, for evaluation.
         changed: names of the model's attributes, such as "dropout", that may differ from the saved model's.
         more: name -> object with `load_state_dict` and `state_dict`, into which the state of this name is loaded.
 
@@ -136,14 +143,14 @@ def load_checkpoint(
         >>> autotp.load_checkpoint("empty", trainer, optimizer)
         0
     """
-    learning: Any = NO_OPTIMIZER if optimizer is None else optimizer
 
     def run() -> int:
         _expect_trainer(trainer)
         everyone = trainer.everyone
         agree(everyone, lambda: _finish(trainer))
         at = agree(everyone, lambda: _absolute(load_checkpoint, folder=folder, optimizer=optimizer, changed=changed))
-        arguments = type(optimizer).__name__, sorted(more), sorted(changed)
+        optimizers = agree(everyone, lambda: optimizers_of(optimizer))
+        arguments = optimizers.name, sorted(more), sorted(changed)
         expect_alike(arguments, everyone, "loads something else", "the same arguments of load_checkpoint")
         # The first rank's list decides: on another machine it may lag behind.
         newest = agree(everyone, lambda: _newest_step(at) if everyone.rank == 0 else -1)
@@ -155,22 +162,21 @@ def load_checkpoint(
         expect_same_files(manifest, trainer)
         parts = holdings_of(trainer, "load_checkpoint")
         expect_all_saved(parts)
-        agree(everyone, lambda: expect_same_training(manifest, trainer, parts, learning, more, changed))
-        if isinstance(optimizer, WholeMatrices):
-            optimizer.choose_owners()
-        groups = parameter_of_groups(learning, parts, everyone)
+        agree(everyone, lambda: expect_same_training(manifest, trainer, parts, optimizers, more, changed))
+        optimizers.choose_owners()
+        groups = parameter_of_groups(optimizers, parts, everyone)
         saved = agree(
             everyone,
-            lambda: _unless_removed(path, lambda: read_state(manifest, trainer, parts, learning, more, groups)),
+            lambda: _unless_removed(path, lambda: read_state(manifest, trainer, parts, optimizers, more, groups)),
         )
-        if optimizer is not None and (unread := sorted(set(manifest.about["more"]) - set(more))):
+        if optimizers.each and (unread := sorted(set(manifest.about["more"]) - set(more))):
             told = f"{path} also has {', '.join(unread)}, which is not loaded"
             warnings.warn(f"{told}: load_checkpoint(..., {unread[0]}=...)", stacklevel=4)
-        if optimizer is not None and (left_out := unread_state(manifest, optimizer, parts)):
+        if optimizers.each and (left_out := unread_state(manifest, optimizers, parts)):
             told = f"{path} also has the optimizer's state of {names_as_text(left_out)}, which is not loaded"
             warnings.warn(f"{told}: these parameters are not in the optimizer", stacklevel=4)
         load_more(more, saved.more, trainer)
-        load_state(saved, trainer, parts, learning)
+        load_state(saved, trainer, parts, optimizers)
         trainer.steps = manifest.about["step"]
         return step
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autotp.checkpoint.files.atomic_folder import sync_path
@@ -33,12 +33,12 @@ from autotp.checkpoint.keys import (
     sizes,
 )
 from autotp.checkpoint.manifest import MANIFEST, OF_FORMAT_1, Item, manifest_content
+from autotp.checkpoint.optimizers import Optimizers, optimizers_of
 from autotp.display.progress import progress
 from autotp.distributed.background_exchange import BackgroundExchange
 from autotp.distributed.mesh import gather_ints
 from autotp.errors import Error
 from autotp.runtime.holdings import Holdings, expect_all_saved, holdings_of
-from autotp.runtime.optim.whole_matrices import OF_RANK, WholeMatrices
 from autotp.sharding.boxes import local_of
 from autotp.training.trainer import Trainer
 
@@ -68,16 +68,16 @@ class TrainingState:
 
 
 def state_to_write(
-    folder: Path, trainer: Trainer, optimizer: Optimizer, step: int, more: Mapping[str, Any]
+    folder: Path, trainer: Trainer, optimizer: Optimizer | Sequence[Optimizer], step: int, more: Mapping[str, Any]
 ) -> TrainingState:
     """Returns the state that this rank writes, and locks the folder on the first rank.
 
     Raises:
         Error: as `save_checkpoint`.
     """
-    if not isinstance(optimizer, Optimizer):
-        problem = f"{type(optimizer).__name__} is no optimizer"
-        raise Error(problem, fix="autotp.full_state_dict(trainer) for the parameters alone")
+    optimizers = optimizers_of(optimizer)
+    if not optimizers.each:
+        raise Error("no optimizer is given", fix="autotp.full_state_dict(trainer) for the parameters alone")
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEPS:
         raise Error(f"step={step!r} is not a number of steps", fix="trainer.steps")
     if "changed" in more:
@@ -92,20 +92,17 @@ def state_to_write(
         raise Error(f"{path} is there already", fix=remedy)
     if trainer.everyone.rank == 0:
         _or_error(folder, lambda: _claim(folder))
-    _expect_nothing_beside(optimizer)
+    _expect_nothing_beside(optimizers)
     parts = holdings_of(trainer, "save_checkpoint")
     expect_all_saved(parts)
-    return _state(trainer, parts, optimizer, step, more)
+    return _state(trainer, parts, optimizers, step, more)
 
 
-def _expect_nothing_beside(optimizer: Optimizer) -> None:
+def _expect_nothing_beside(optimizers: Optimizers) -> None:
     """Raises Error if an optimizer has state that is neither an option nor a parameter's."""
-    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    beside: list[Any] = [key for key in optimizer.state if id(key) not in parameters]
-    beside += [key for key in optimizer.state_dict() if key not in ("state", "param_groups", OF_RANK)]
-    if beside:
-        key = f"a tensor of {list(beside[0].shape)}" if isinstance(beside[0], Tensor) else f"`{beside[0]}`"
-        told = f"{type(optimizer).__name__} keeps {key} beside the state of its parameters"
+    for name, beside in optimizers.beside():
+        key = f"a tensor of {list(beside.shape)}" if isinstance(beside, Tensor) else f"`{beside}`"
+        told = f"{name} keeps {key} beside the state of its parameters"
         remedy = "an option of a group, or save_checkpoint(..., name=thing) with a state_dict() of its own"
         raise Error(f"{told}, which a checkpoint cannot hold", fix=remedy)
 
@@ -141,7 +138,7 @@ def same_on_all(trainer: Trainer, mark: int, step: int, more: int) -> int:
 
 
 def _state(
-    trainer: Trainer, parts: Holdings, optimizer: Optimizer, step: int, more: Mapping[str, Any]
+    trainer: Trainer, parts: Holdings, optimizers: Optimizers, step: int, more: Mapping[str, Any]
 ) -> TrainingState:
     rank, items = trainer.everyone.rank, list[Item]()
 
@@ -159,29 +156,29 @@ def _state(
     about = {
         "step": step,
         "sizes": sizes(trainer),
-        "optimizer": type(optimizer).__name__,
+        "optimizer": optimizers.name,
         "model": trainer.model_settings,
     }
     keep = keeper("more")
     shared = {name: encode(_state_dict(name, thing), f"the state of `{name}`", keep) for name, thing in more.items()}
     checksums = {item.key: zlib.crc32(bytes_of(item.tensor)) for item in items}
     keep = keeper(entry_key("group", rank))
-    groups = [_group(group, optimizer, parts, keep) for group in optimizer.param_groups]
+    groups = [_group(group, optimizers, parts, keep) for group in optimizers.param_groups]
     for name, tensor in random_states(trainer.place.device).items():
         items.append(Item(entry_key("random", rank, name), (0,), tuple(tensor.shape), tensor))
     for name in names_held(parts):
         items += _items_of(entry_key("model", name), parts, name, parts.held[name])
     values = {}
-    for name, key, value in _moments(optimizer, parts):
+    for parameter, name, key, value in _moments(optimizers, parts):
         at = entry_key("optimizer", name, key)
         if not isinstance(value, Tensor):
             values[at] = encode(value, f"`{key}` of `{name}` in the optimizer", keeper(at))
         elif value.dim() == 0 and value.shape != parts.held[name].shape:
             items.append(Item(at, (), (), value.detach().cpu().clone()))
-        elif isinstance(optimizer, WholeMatrices):
+        elif optimizers.steps_whole(parameter):
             items.append(Item(at, (0,) * value.dim(), tuple(value.shape), value.detach().to("cpu", copy=True)))
         else:
-            items += _items_of(at, parts, name, _as_parameter(value, name, key, parts, optimizer))
+            items += _items_of(at, parts, name, _as_parameter(value, name, key, parts, optimizers))
     return TrainingState(about, {"more": shared, "tensors": checksums}, groups, values, items)
 
 
@@ -192,11 +189,13 @@ def _state_dict(name: str, thing: Any) -> Any:
         raise Error(f"the state_dict() of `{name}` raised {type(error).__name__}: {error}") from error
 
 
-def _group(group: Mapping[str, Any], optimizer: Optimizer, parts: Holdings, keep: Callable[[Tensor], str]) -> list[Any]:
-    names = names_of(optimizer, parts)
+def _group(
+    group: Mapping[str, Any], optimizers: Optimizers, parts: Holdings, keep: Callable[[Tensor], str]
+) -> list[Any]:
+    names = names_of(optimizers, parts)
     options = {key: value for key, value in group.items() if key not in PARAMETER_ENTRIES}
-    elsewhere = {p for p in group["params"] if isinstance(optimizer, WholeMatrices) and optimizer.owns(p) is False}
-    holds = {names[p]: list(optimizer.state.get(p, {})) for p in group["params"] if p not in elsewhere}
+    here = [p for p in group["params"] if not optimizers.is_elsewhere(p)]
+    holds = {names[p]: list(optimizers.state(p)) for p in here}
     return [encode(options, "a group of the optimizer", keep), holds]
 
 
@@ -209,7 +208,7 @@ def _items_of(key: str, parts: Holdings, name: str, tensor: Tensor) -> Iterator[
         yield Item(key, box.whole, parts.shapes[name], box.of(local).to("cpu", copy=True))
 
 
-def _as_parameter(value: Tensor, name: str, key: str, parts: Holdings, optimizer: Optimizer) -> Tensor:
+def _as_parameter(value: Tensor, name: str, key: str, parts: Holdings, optimizers: Optimizers) -> Tensor:
     """Returns `value`, which is cut like its parameter.
 
     Raises:
@@ -218,16 +217,17 @@ def _as_parameter(value: Tensor, name: str, key: str, parts: Holdings, optimizer
     if value.shape == parts.held[name].shape:
         return value
     raise Error(
-        f"`{key}` of `{name}` is {list(value.shape)} in {type(optimizer).__name__}, and the parameter "
+        f"`{key}` of `{name}` is {list(value.shape)} in {optimizers.name}, and the parameter "
         f"{list(parts.held[name].shape)}: its place in the whole tensor is unknown",
-        fix="an optimizer whose state is shaped as the parameters are, such as AdamW",
+        fix="an optimizer whose state is shaped as the parameters are, such as AdamW; autotp.whole_matrices(...) of "
+        "another one",
     )
 
 
-def _moments(optimizer: Optimizer, parts: Holdings) -> Iterator[tuple[str, str, Any]]:
-    for parameter, name in names_of(optimizer, parts).items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            yield name, key, value
+def _moments(optimizers: Optimizers, parts: Holdings) -> Iterator[tuple[nn.Parameter, str, str, Any]]:
+    for parameter, name in names_of(optimizers, parts).items():
+        for key, value in optimizers.state(parameter).items():
+            yield parameter, name, key, value
 
 
 # ---- writing it, in a thread

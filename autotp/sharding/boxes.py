@@ -69,7 +69,7 @@ def inner(around: Sequence[Box], whole: tuple[int, ...], sizes: tuple[int, ...])
     for box in around:
         start = [at - low for at, low in zip(whole, box.whole, strict=True)]
         sides = zip(start, sizes, box.sizes, strict=True)
-        if all(0 <= low and low + size <= length for low, size, length in sides):
+        if all(low >= 0 and low + size <= length for low, size, length in sides):
             return Box(whole, tuple(at + low for at, low in zip(box.local, start, strict=True)), sizes)
     raise AssertionError("the box is not in this rank's part")
 

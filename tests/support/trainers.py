@@ -66,6 +66,29 @@ def mine(batch: dict[str, Tensor], rank: int, dp: int) -> dict[str, Tensor]:
 
 
 @contextmanager
+def wide_muon() -> Iterator[None]:
+    """A region in which Muon orthogonalizes in float64: torch rounds to bfloat16, and a last bit changes much there."""
+    from torch.optim import _muon
+
+    before = _muon._zeropower_via_newtonschulz
+
+    def orthogonalized(grad: Tensor, factors: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+        a, b, c = factors
+        x = grad.T if grad.size(0) > grad.size(1) else grad
+        x = x / x.norm().clamp(min=eps)
+        for _ in range(steps):
+            gram = x @ x.T
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        return x.T if grad.size(0) > grad.size(1) else x
+
+    _muon._zeropower_via_newtonschulz = orthogonalized  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _muon._zeropower_via_newtonschulz = before
+
+
+@contextmanager
 def changed(file: Path, rank: int, content: bytes | None) -> Iterator[None]:
     """Within, a file has another content, or is gone."""
     before = file.read_bytes()

@@ -22,7 +22,7 @@ SIZES = (1e3, 1e-3)
 """The sizes of the gradients in the steps that are compared: some optimizers change only large ones, or small ones."""
 GROUPS = 4
 """The number of parameter groups that are compared; others have other options at most."""
-ALTERNATIVE = "autotp.parallelize or autotp.distribute with tp=1 and zero=0, where each rank steps whole parameters"
+ALTERNATIVE = "autotp.distribute with tp=1, pp=1 and zero=0, where each rank steps all parameters, whole"
 
 OF_ALL = re.compile("lbfgs|dadapt|prodigy|sam$")
 """Names of optimizers that use all gradients at once."""
@@ -47,8 +47,10 @@ def expect_alone(
     groups = groups[:GROUPS]
     shapes = [[(4, 3), (3, 5)] if dims == 2 else [(2,) * (dims - 1) + (n,) for n in (3, 4)] for dims, _ in groups]
     generator = torch.Generator().manual_seed(0)
-    given = [[_drawn(shape if dims else (), generator, device) for shape in some] for (dims, _), some in
-             zip(groups, shapes, strict=True)]
+    given = [
+        [_drawn(shape if dims else (), generator, device) for shape in some]
+        for (dims, _), some in zip(groups, shapes, strict=True)
+    ]
     options = [its for _, its in groups]
     try:
         together = _stepped(kind, options, given, args, kwargs)
@@ -92,7 +94,11 @@ def _only(given: Sequence[Sequence[Drawn]], group: int, number: int) -> list[lis
 
 
 def _stepped(
-    kind: type[Optimizer], options: Sequence[Mapping[str, Any]], given: Sequence[Sequence[Drawn]], args: Any, kwargs: Any
+    kind: type[Optimizer],
+    options: Sequence[Mapping[str, Any]],
+    given: Sequence[Sequence[Drawn]],
+    args: Any,
+    kwargs: Any,
 ) -> list[list[Tensor]]:
     """Returns the parameters of each group after some steps of a new optimizer."""
     parameters = [[nn.Parameter(start.clone()) for start, _ in some] for some in given]

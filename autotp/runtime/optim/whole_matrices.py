@@ -33,8 +33,8 @@ def whole_matrices(kind: type[Kind]) -> type[Kind]:
     The work is divided among the ranks, and also among replicas of `autotp.distribute`. The state of a parameter is
     whole, and only its owner has it. Checkpoints are as those of any optimizer, also of `kind` on one device.
 
-    Use it for optimizers that look at a matrix, its rows or its norm, such as torch.optim.Muon and torch.optim.Adafactor.
-    Elementwise ones, such as AdamW, need no such class.
+    Use it for optimizers that look at a matrix, its rows or its norm, such as torch.optim.Muon and
+    torch.optim.Adafactor. Elementwise ones, such as AdamW, need no such class.
 
     Args:
         kind: a class of optimizers that steps each parameter by itself, in one call of `step` without a closure.
@@ -67,7 +67,7 @@ def _class_of(kind: Any) -> Any:
 
 
 @cache
-def _made(kind: type[Optimizer]) -> type[Optimizer]:
+def _made(kind: Any) -> Any:
     names = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "kind": kind}
     return type(kind.__name__, (WholeMatrices, kind), names)
 
@@ -117,7 +117,7 @@ class WholeMatrices(Optimizer):
 
     @torch.compiler.disable
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps all parameters, each on its owner; call it on every rank.
 
         Args:

@@ -173,7 +173,7 @@ def _expect_elementwise(optimizer: Optimizer, cut: Sequence[str]) -> None:
     if _is(OF_A_MATRIX, optimizer):
         raise Error(
             f"each rank has a part of `{cut[0]}`, and this optimizer is not elementwise",
-            fix=f"autotp.whole_matrices({kind})(parameters, ...), which gathers each matrix on one rank and steps it there",
+            fix=f"autotp.whole_matrices({kind})(parameters, ...), which steps each whole matrix on one rank",
             alternative=elementwise,
         )
 

@@ -69,14 +69,14 @@ def test_parameters_that_depend_on_each_other(kind: type[Optimizer]) -> None:
         "than alone: it uses the gradients of several parameters at once, or random numbers\n"
         "  try      an optimizer of each parameter by itself, such as torch.optim.Muon; for the norm of all gradients "
         "autotp.clip_grad_norm_\n"
-        "  or       autotp.parallelize or autotp.distribute with tp=1 and zero=0, where each rank steps whole parameters"
+        "  or       autotp.distribute with tp=1, pp=1 and zero=0, where each rank steps all parameters, whole"
     )
 
 
 def test_groups_that_depend_on_each_other() -> None:
     first, second = parameters()
     with pytest.raises(autotp.Error, match="beside other parameters"):
-        whole_matrices(ByAllNorms)([{"params": [first]}, {"params": [second], "lr": 0.2}], lr=0.1)  # type: ignore[call-arg]
+        whole_matrices(ByAllNorms)([{"params": [first]}, {"params": [second], "lr": 0.2}], lr=0.1)
 
 
 def test_a_closure_that_is_needed() -> None:
@@ -84,7 +84,7 @@ def test_a_closure_that_is_needed() -> None:
     assert message(lambda: make(parameters(), lr=0.1)) == (
         "whole_matrices(Twice): Twice does not step a small tensor without a closure: AssertionError: a closure\n"
         "  try      an optimizer that uses each gradient once, such as torch.optim.Muon\n"
-        "  or       autotp.parallelize or autotp.distribute with tp=1 and zero=0, where each rank steps whole parameters"
+        "  or       autotp.distribute with tp=1, pp=1 and zero=0, where each rank steps all parameters, whole"
     )
 
 
@@ -93,12 +93,12 @@ def test_lbfgs() -> None:
 
 
 ACCEPTED: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
-    "muon": lambda p: whole_matrices(torch.optim.Muon)(p, lr=0.02),  # type: ignore[call-arg]
+    "muon": lambda p: whole_matrices(torch.optim.Muon)(p, lr=0.02),
     "adafactor": lambda p: whole_matrices(torch.optim.Adafactor)(p),
-    "adamw": lambda p: whole_matrices(torch.optim.AdamW)(p, lr=1e-3, foreach=True),  # type: ignore[call-arg]
-    "adam-fused": lambda p: whole_matrices(torch.optim.Adam)(p, lr=torch.tensor(1e-3), fused=True),  # type: ignore[call-arg]
+    "adamw": lambda p: whole_matrices(torch.optim.AdamW)(p, lr=1e-3, foreach=True),
+    "adam-fused": lambda p: whole_matrices(torch.optim.Adam)(p, lr=torch.tensor(1e-3), fused=True),
     "adagrad": lambda p: whole_matrices(torch.optim.Adagrad)(p),
-    "groups": lambda p: whole_matrices(torch.optim.SGD)([{"params": p[:1]}, {"params": p[1:], "lr": 1}], lr=0.1),  # type: ignore[call-arg]
+    "groups": lambda p: whole_matrices(torch.optim.SGD)([{"params": p[:1]}, {"params": p[1:], "lr": 1}], lr=0.1),
 }
 
 
@@ -135,5 +135,5 @@ def test_of_tensors_with_other_dimensions() -> None:
             return super().step(closure)
 
     given: list[Tensor] = [nn.Parameter(torch.randn(2, 3, 4, 5))]
-    whole_matrices(Own)(given, lr=0.1)  # type: ignore[call-arg]
+    whole_matrices(Own)(given, lr=0.1)
     assert set(seen) == {4}

@@ -96,7 +96,11 @@ def expect_equal(whole: nn.Module, parallel: Any, tolerance: float = 1e-12) -> N
     for name, p in parallel.named_parameters():
         expected = parallel.layouts[name].take(whole.get_parameter(name).detach(), parallel.mesh.rank)
         torch.testing.assert_close(
-            p.detach().as_subclass(Tensor), expected, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            p.detach().as_subclass(Tensor),
+            expected,
+            rtol=0,
+            atol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
@@ -111,7 +115,7 @@ def message(call: Callable[[], Any]) -> str:
 
 @checks.on(2, 3)
 def other_optimizers_of_matrices(rank: int, n: int) -> None:
-    for name, make in MAKE.items():
+    for make in MAKE.values():
         whole, parallel = pair(n)
         optimizers = [make(lambda kind: kind)(whole.parameters()), make(autotp.whole_matrices)(parallel.parameters())]
         for number in range(10):
@@ -136,11 +140,11 @@ def bytes_sent() -> Iterator[list[int]]:
     """The bytes that each all-to-all of this rank sends to others."""
     sent: list[int] = []
     before = exchange.communicate
-    exchange.communicate = count(sent)  # type: ignore[attr-defined]
+    exchange.communicate = count(sent)
     try:
         yield sent
     finally:
-        exchange.communicate = before  # type: ignore[attr-defined]
+        exchange.communicate = before
 
 
 @checks.on(2, 3, 4)
@@ -257,7 +261,7 @@ def closures_hooks_schedules_and_groups(rank: int, n: int) -> None:
     handle = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: log.append("every"))
     try:
         for model, wrap in ((whole, lambda kind: kind), (parallel, autotp.whole_matrices)):
-            optimizer = wrap(ByRow)([model.up.weight])  # type: ignore[operator]
+            optimizer = wrap(ByRow)([model.up.weight])
             schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
             optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: log.append("before"))
             optimizer.register_step_post_hook(lambda optimizer, args, kwargs: log.append("after"))
@@ -280,7 +284,7 @@ def closures_hooks_schedules_and_groups(rank: int, n: int) -> None:
                 if number == 1:
                     optimizer.add_param_group({"params": [model.down.weight, model.norm.weight], "lr": 0.3})
                     schedule.base_lrs.append(0.3)
-            assert [group["lr"] for group in optimizer.param_groups][0] == 0.1 * 0.5**4
+            assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**4
             if model is parallel:
                 assert log == ["before", "closure", "after", "every"] * 4
             log.clear()
@@ -295,7 +299,7 @@ def what_has_no_gradient_is_left(rank: int, n: int) -> None:
     whole, parallel = pair(n)
     before = parallel.unused.weight.detach().clone()
     for model, wrap in ((whole, lambda kind: kind), (parallel, autotp.whole_matrices)):
-        optimizer = wrap(torch.optim.AdamW)(model.parameters(), lr=0.1, weight_decay=0.5)  # type: ignore[operator]
+        optimizer = wrap(torch.optim.AdamW)(model.parameters(), lr=0.1, weight_decay=0.5)
         step(model, optimizer)
         optimizer.zero_grad()
         optimizer.step()
@@ -328,7 +332,9 @@ def a_state_is_whole_on_its_owner(rank: int, n: int) -> None:
     _, parallel = pair(n)
     optimizer = autotp.whole_matrices(ByRow)([parallel.up.weight, parallel.down.weight])
     step(parallel, optimizer)
-    shapes = {name: optimizer.state[p]["moment"].shape for name, p in parallel.named_parameters() if p in optimizer.state}
+    shapes = {
+        name: optimizer.state[p]["moment"].shape for name, p in parallel.named_parameters() if p in optimizer.state
+    }
     assert shapes == [{"down.weight": (8, 12)}, {"up.weight": (12, 8)}][rank]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -415,7 +421,7 @@ def gradients_that_cannot_be_gathered(rank: int, n: int) -> None:
     optimizer = autotp.whole_matrices(ByRow)(parallel.parameters())
     parallel(X).backward()
     parallel.norm.weight.grad = parallel.norm.weight.grad.to_sparse()
-    with pytest.raises(autotp.Error, match="the gradient of `norm.weight` is sparse, and a whole matrix is not"):
+    with pytest.raises(autotp.Error, match=r"the gradient of `norm.weight` is sparse, and a whole matrix is not"):
         optimizer.step()
 
 

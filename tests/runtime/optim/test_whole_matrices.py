@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from ranks import run_ranks
 from small_models import Mixture, gpt
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from trainers import mine
+from trainers import mine, wide_muon
 
 import autotp
 from autotp.models.bert import BERT, BERTConfig
@@ -81,34 +80,11 @@ def loss_of(found: Any) -> Tensor:
     return found if isinstance(found, Tensor) else found[0] if isinstance(found, tuple) else found.loss
 
 
-@contextmanager
-def wide() -> Iterator[None]:
-    """A region in which Muon orthogonalizes in float64: torch rounds to bfloat16, and a last bit changes much there."""
-    from torch.optim import _muon
-
-    before = _muon._zeropower_via_newtonschulz
-
-    def orthogonalized(grad: Tensor, factors: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-        a, b, c = factors
-        x = grad.T if grad.size(0) > grad.size(1) else grad
-        x = x / x.norm().clamp(min=eps)
-        for _ in range(steps):
-            gram = x @ x.T
-            x = a * x + (b * gram + c * gram @ gram) @ x
-        return x.T if grad.size(0) > grad.size(1) else x
-
-    _muon._zeropower_via_newtonschulz = orthogonalized
-    try:
-        yield
-    finally:
-        _muon._zeropower_via_newtonschulz = before
-
-
 def optimizers(parameters: Iterable[nn.Parameter], muon: type[Optimizer]) -> list[Optimizer]:
     """Muon for matrices, SGD for all else. (Adam would scale the round-off in gradients that are zero.)"""
     every = list(parameters)
     rest = [p for p in every if p.dim() != 2]
-    found: list[Optimizer] = [muon([p for p in every if p.dim() == 2], lr=0.02, weight_decay=0.1)]  # type: ignore[call-arg]
+    found: list[Optimizer] = [muon([p for p in every if p.dim() == 2], lr=0.02, weight_decay=0.1)]
     return found + ([torch.optim.SGD(rest, lr=0.1)] if rest else [])
 
 
@@ -116,7 +92,7 @@ def on_one_device(rank: int, n: int, name: str) -> dict[str, Tensor]:
     """The state of a model after some steps of torch's own optimizers."""
     model = built(name)
     some = optimizers(model.parameters(), torch.optim.Muon)
-    with wide():
+    with wide_muon():
         for step in range(STEPS):
             loss_of(model(**batch_of(name, step))).backward()
             for optimizer in some:
@@ -129,7 +105,7 @@ def parallel(rank: int, n: int, name: str, tp: int, cp: int) -> dict[str, Tensor
     example = {key: x[:2] for key, x in batch_of(name, 0).items()}
     model = autotp.parallelize(built(name), tp, cp=cp, example_inputs=example)
     some = optimizers(model.parameters(), autotp.whole_matrices(torch.optim.Muon))
-    with wide():
+    with wide_muon():
         for step in range(STEPS):
             loss_of(model(**batch_of(name, step))).backward()
             for optimizer in some:
@@ -147,7 +123,7 @@ def distributed(rank: int, n: int, name: str, layout: tuple[int, int, int, int],
         built(name), tp=tp, pp=pp, dp=dp, microbatches=parts, zero=zero, example_inputs=example, **axes
     )
     some = optimizers(trainer.parameters(), autotp.whole_matrices(torch.optim.Muon))
-    with wide():
+    with wide_muon():
         for step in range(STEPS):
             trainer.step(**mine(batch_of(name, step), trainer.mesh["dp"].get_local_rank(), dp))
             for optimizer in some:

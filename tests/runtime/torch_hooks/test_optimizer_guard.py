@@ -125,10 +125,18 @@ def matrix_optimizers_are_refused(rank: int, n: int) -> None:
         optimizer = make([parallel.up.weight, parallel.down.weight])
         parallel(X[FLOAT64]).backward()
         found = message(lambda: optimizer.step(lambda: parallel(X[FLOAT64])))  # noqa: B023
+        kind, fix = (
+            type(optimizer).__name__,
+            "AdamW, SGD, Lion or the like for parameters that are cut (`model.layouts` ",
+        )
+        what = "uses the gradients of all parameters" if kind == "LBFGS" else "is not elementwise"
+        whole = (
+            f"  try      autotp.whole_matrices({kind})(parameters, ...), which steps each whole matrix on one rank\n"
+            f"  or       {fix}lists them)"
+        )
         assert found == (
-            f"{type(optimizer).__name__}.step: each rank has a part of `up.weight`, and this optimizer is not "
-            "elementwise\n"
-            "  try      AdamW, SGD, Lion or the like for parameters that are cut (`model.layouts` lists them)"
+            f"{kind}.step: each rank has a part of `up.weight`, and this optimizer {what}\n"
+            f"{f'  try      {fix}lists them)' if kind == 'LBFGS' else whole}"
         )
         assert all(torch.equal(before[name], p) for name, p in parallel.named_parameters())
 
