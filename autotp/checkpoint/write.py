@@ -77,7 +77,8 @@ def state_to_write(
     """
     optimizers = optimizers_of(optimizer)
     if not optimizers.each:
-        raise Error("no optimizer is given", fix="autotp.full_state_dict(trainer) for the parameters alone")
+        problem = f"{type(optimizer).__name__} is no optimizer"
+        raise Error(problem, fix="autotp.full_state_dict(trainer) for the parameters alone")
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEPS:
         raise Error(f"step={step!r} is not a number of steps", fix="trainer.steps")
     if "changed" in more:

@@ -117,7 +117,7 @@ def refused(rank: int, n: int, folder: Path) -> None:
     ):
         with pytest.raises(autotp.Error, match=text):
             autotp.load_checkpoint(folder, trainer, given)
-    with pytest.raises(autotp.Error, match="no optimizer is given"):
+    with pytest.raises(autotp.Error, match="list is no optimizer"):
         autotp.save_checkpoint(folder, trainer, [], 1)
 
 

@@ -24,7 +24,7 @@ GROUPS = 4
 """The number of parameter groups that are compared; others have other options at most."""
 ALTERNATIVE = "autotp.distribute with tp=1, pp=1 and zero=0, where each rank steps all parameters, whole"
 
-OF_ALL = re.compile("lbfgs|dadapt|prodigy|sam$")
+OF_ALL = re.compile("lbfgs|dadapt|prodigy")
 """Names of optimizers that use all gradients at once."""
 
 

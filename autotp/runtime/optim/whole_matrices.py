@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ def _class_of(kind: Any) -> Any:
             fix="an optimizer of each parameter by itself, such as torch.optim.Muon",
             alternative=ALTERNATIVE,
         )
-    return kind if issubclass(kind, WholeMatrices) else _made(kind)
+    return kind if issubclass(kind, WholeMatrices) else _made(cast(Any, kind))
 
 
 @cache

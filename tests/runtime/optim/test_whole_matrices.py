@@ -142,6 +142,43 @@ def expect_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert set(off) and max(off.values()) <= TOLERANCE, {name: x for name, x in off.items() if x > TOLERANCE}
 
 
+def gradients_and_parameters(
+    rank: int, n: int, name: str, tp: int
+) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """The whole gradients of some steps of torch's own Muon, which rounds to bfloat16, and the state after them."""
+    example = {key: x[:2] for key, x in batch_of(name, 0).items()}
+    model = autotp.parallelize(built(name), tp, example_inputs=example)
+    (muon, rest) = optimizers(model.parameters(), autotp.whole_matrices(torch.optim.Muon))
+    seen = []
+    for step in range(3):
+        loss_of(model(**batch_of(name, step))).backward()
+        seen.append({key: autotp.gather(p.grad).as_subclass(Tensor).clone() for key, p in model.named_parameters()})
+        for optimizer in (muon, rest):
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen, autotp.full_state_dict(model)
+
+
+def given_gradients(rank: int, n: int, name: str, every: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The state of the model on one device after steps of torch's own optimizers on these gradients."""
+    model = built(name)
+    some = optimizers(model.parameters(), torch.optim.Muon)
+    for gradients in every:
+        for key, p in model.named_parameters():
+            p.grad = gradients[key]
+        for optimizer in some:
+            optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(("name", "tp"), [("gpt-three-heads", 2), ("llama-tied", 4)])
+def test_the_same_gradients_give_the_same_bits(name: str, tp: int) -> None:
+    seen, found = run_ranks(gradients_and_parameters, tp, name, tp)[0]
+    (expected,) = run_ranks(given_gradients, 1, name, seen)
+    for key, x in expected.items():
+        assert torch.equal(found[key], x), key
+
+
 PARALLEL = [
     ("gpt", 2, 1), ("gpt-three-heads", 2, 1), ("gpt", 3, 1), ("llama-tied", 4, 1), ("llama", 3, 1), ("bert", 2, 1),
     ("mixture", 2, 1), ("gpt", 2, 2), ("llama", 2, 2),
