@@ -67,6 +67,8 @@ def whole_state_dict(optimizer: Optimizer) -> State | None:
         parts = holdings_of(model, "state_dict")
         if isinstance(optimizer, WholeMatrices):
             states = _of_owners(parts, {name: optimizer.state.get(p, {}) for name, p in named.items()})
+            ours = {numbers[id(p)] for p in named.values()}
+            whole["state"] = {i: values for i, values in whole["state"].items() if i not in ours}
             whole["state"] |= {numbers[id(named[name])]: values for name, values in states.items()}
             continue
         kept = {name: optimizer.state.get(p, {}) for name, p in named.items()}

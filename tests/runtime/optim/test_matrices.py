@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 from ranks import Checks, Collectives
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import autotp
+from autotp.checkpoint.whole_optimizer import whole_state_dicts
 from autotp.ops import collectives
 from autotp.runtime.optim import exchange
 
@@ -381,6 +384,59 @@ OWN_STATE = (
     "each rank loads the optimizer's state that it saved; or autotp.save_checkpoint, with autotp.distribute, saves the "
     "whole for any layout"
 )
+
+
+@checks.on(2, 3)
+def what_trainer_and_accelerate_save(rank: int, n: int) -> None:
+    """The whole state on the first rank, with which torch's class goes on on one device, and the ranks as well."""
+    for kind in (ByRow, torch.optim.Adafactor):
+        whole, parallel = pair(n)
+        optimizer = autotp.whole_matrices(kind)(parallel.parameters(), lr=0.1)
+        for number in range(3):
+            step(parallel, optimizer, number)
+        with whole_state_dicts([optimizer]):
+            kept = [copy.deepcopy(optimizer.state_dict())]
+        assert "of_rank" not in kept[0] and bool(kept[0]["state"]) == (rank == 0)
+        dist.broadcast_object_list(kept, 0)
+        state = [autotp.full_state_dict(parallel)]
+        dist.broadcast_object_list(state, 0)
+        whole.load_state_dict(state[0])
+        one = kind(whole.parameters(), lr=0.1)
+        one.load_state_dict(copy.deepcopy(kept[0]))
+        later = autotp.whole_matrices(kind)(parallel.parameters(), lr=0.1)
+        later.load_state_dict(kept[0])
+        for model, its in ((whole, one), (parallel, later)):
+            step(model, its)
+        expect_equal(whole, parallel)
+
+
+@checks.on(4)
+def replicas_of_ranks(rank: int, n: int) -> None:
+    """DistributedDataParallel over replicas: each replica steps by itself, and all get the same."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    whole = Net().double()
+    parallel = autotp.parallelize(copy.deepcopy(whole), mesh=mesh, example_inputs=X)
+    around = nn.parallel.DistributedDataParallel(
+        parallel, process_group=mesh["dp"].get_group(), find_unused_parameters=True
+    )
+    optimizers = [ByRow(whole.parameters()), autotp.whole_matrices(ByRow)(parallel.parameters())]
+    for number in range(3):
+        for model, optimizer in zip((whole, around), optimizers, strict=True):
+            step(model, optimizer, number)
+    expect_equal(whole, parallel)
+
+
+@checks.on(4)
+def shards_of_fully_shard(rank: int, n: int) -> None:
+    """Over the ranks of other replicas, which an optimizer of one model does not know."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    parallel = autotp.parallelize(Net().double(), mesh=mesh, example_inputs=X)
+    fully_shard(parallel, mesh=mesh["dp"])
+    optimizer = autotp.whole_matrices(ByRow)(parallel.parameters())
+    parallel(X).backward()
+    assert " together hold " in message(optimizer.step)
 
 
 @checks.on(2)
