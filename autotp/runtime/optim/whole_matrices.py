@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autotp.distributed.consistency import tried
+from autotp.distributed.cut_parameter import CutTensor
 from autotp.distributed.live_models import sorted_by_model
 from autotp.errors import Error, within
 from autotp.runtime.holdings import holdings_of
@@ -88,8 +90,8 @@ class WholeMatrices(Optimizer):
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         self._options: list[dict[str, Any]] = []
         self._arguments = args, kwargs
-        self._numbers: list[list[int]] = []
-        self._models: dict[nn.Module, Matrices] = {}
+        self._known: list[Any] = []
+        self._models: WeakKeyDictionary[nn.Module, Matrices] = WeakKeyDictionary()
         self._kept: dict[Tensor, Any] = {}
         self._loaded_of: list[int] | None = None
         self._whole: Any = None
@@ -133,6 +135,14 @@ class WholeMatrices(Optimizer):
         within(f"{type(self).__name__}.step", self._step)
         return loss
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_options" not in self.__dict__:
+            raise Error(
+                f"a {type(self).__name__} of whole matrices cannot be copied or pickled",
+                fix="a new optimizer of the copied model's parameters, and load_state_dict",
+            )
+        super().__setstate__(state)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state: the whole, on all ranks, or what `state_dict()` returned on this rank.
 
@@ -162,12 +172,10 @@ class WholeMatrices(Optimizer):
 
     def _told(self) -> list[tuple[Matrices, Told]]:
         """Returns for each model what all ranks tell of its parameters."""
-        numbers = [[id(p) for p in group["params"]] for group in self.param_groups]
-        stale = numbers != self._numbers
+        known = [[(id(p), p.dtype, p.device) for p in group["params"]] for group in self.param_groups]
+        stale, before = known != self._known, self._models
         if stale:
-            before, self._models = self._models, self._by_model()
-        else:
-            before = self._models
+            self._models = self._by_model()
         found = []
         for model, matrices in self._models.items():
             told = self._agreed(matrices, stale)
@@ -179,14 +187,21 @@ class WholeMatrices(Optimizer):
             found.append((matrices, told))
         if stale or self._whole is None:
             self._make_whole()
-        self._numbers = numbers
+        self._known = known
         return found
 
-    def _by_model(self) -> dict[nn.Module, Matrices]:
+    def _by_model(self) -> WeakKeyDictionary[nn.Module, Matrices]:
+        """Returns the parameters of each parallel model; raises Error for a part of no model."""
         every = [p for group in self.param_groups for p in group["params"]]
         numbers = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        held, _ = sorted_by_model(every)
-        found = {}
+        held, others = sorted_by_model(every)
+        for part in (part for part in others if isinstance(part, CutTensor)):
+            raise Error(
+                f"`{part.autotp_cut.name}` is a part of a parameter, and of no parallel model: a copy, or its model is "
+                "gone",
+                fix="a new optimizer of model.parameters()",
+            )
+        found = WeakKeyDictionary[nn.Module, Matrices]()
         for model, named in held.items():
             groups = {name: numbers[id(p)] for name, p in named.items()}
             found[model] = Matrices(holdings_of(model, "step"), named, groups)

@@ -440,6 +440,50 @@ def shards_of_fully_shard(rank: int, n: int) -> None:
 
 
 @checks.on(2)
+def copies_and_models_that_are_gone(rank: int, n: int) -> None:
+    _, parallel = pair(n)
+    optimizer = autotp.whole_matrices(ByRow)(parallel.parameters())
+    with pytest.raises(autotp.Error, match="a ByRow of whole matrices cannot be copied or pickled"):
+        copy.deepcopy(optimizer)
+    copies = copy.deepcopy([*parallel.parameters()])
+    later = autotp.whole_matrices(ByRow)(copies)
+    for p in copies:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(autotp.Error, match=r"`up.weight` is a part of a parameter, and of no parallel model"):
+        later.step()
+
+
+@checks.on(2)
+def another_dtype_later(rank: int, n: int) -> None:
+    whole, parallel = pair(n)
+    optimizers = [ByRow(whole.parameters()), autotp.whole_matrices(ByRow)(parallel.parameters())]
+    for model, optimizer in zip((whole, parallel), optimizers, strict=True):
+        step(model, optimizer)
+        model.float()
+        optimizer.zero_grad()
+        model(X.float()).backward()
+        optimizer.step()
+    expect_equal(whole, parallel, 1e-6)
+    assert parallel.up.weight.dtype is torch.float32
+
+
+@checks.on(2)
+def compiled_and_scaled_steps(rank: int, n: int) -> None:
+    whole, parallel = pair(n)
+    optimizers = [ByRow(whole.parameters()), autotp.whole_matrices(ByRow)(parallel.parameters())]
+    for model, optimizer in zip((whole, parallel), optimizers, strict=True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        compiled = torch.compile(lambda optimizer=optimizer, scaler=scaler: scaler.step(optimizer), backend="eager")
+        for number in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(X * (1 + number))).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+            compiled()
+            scaler.update()
+    expect_equal(whole, parallel)
+
+
+@checks.on(2)
 def states_of_others(rank: int, n: int) -> None:
     """A state on one rank that is not the owner, and a state of parts."""
     parallel = autotp.parallelize(Net().double(), n, example_inputs=X, check_inputs="never")

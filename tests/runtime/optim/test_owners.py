@@ -18,8 +18,8 @@ from autotp.sharding.boxes import Box, boxes, inner
 from autotp.sharding.layout import Layout
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # in transformers
-USUAL = ("gpt2", "falcon-new", "llama", "deepseek_v3", "bert", "gpt_bigcode", "phi3", "t5")
-"""Fused and separate heads, fewer key/value heads than ranks, experts. The others are rare tests."""
+USUAL = ("gpt2", "llama", "deepseek_v3", "phi3")
+"""Fused and separate heads, fewer key/value heads than ranks, experts. All are rare tests."""
 HALVES = Layout((6, 4), 0, (((0, 4),), ((4, 6),)))
 NONE_ON_THE_LAST = Layout((5, 4), 1, (((0, 2),), ((2, 4),), ()))
 FUSED = Layout((12, 3), 0, (((0, 2), (4, 6), (8, 10)), ((2, 4), (6, 8), (10, 12))))
@@ -83,7 +83,7 @@ def test_case(name: str) -> None:
     expect_moved({"weight": layout}, ranks)
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4, 8])
+@pytest.mark.parametrize("tp", [3, 4])
 @pytest.mark.parametrize("name", USUAL)
 def test_family(name: str, tp: int) -> None:
     expect_moved(_layouts(name, tp), tp)
@@ -102,7 +102,8 @@ def _layouts(name: str, tp: int) -> Mapping[str, Layout]:
 
 
 @pytest.mark.rare
-@pytest.mark.parametrize("tp", [2, 3, 4])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("tp", [2, 3, 4, 8])
 def test_every_family(tp: int) -> None:
     from support.hf_families import FAMILIES
 

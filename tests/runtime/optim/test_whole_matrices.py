@@ -179,28 +179,32 @@ def test_the_same_gradients_give_the_same_bits(name: str, tp: int) -> None:
         assert torch.equal(found[key], x), key
 
 
-PARALLEL = [
-    ("gpt", 2, 1), ("gpt-three-heads", 2, 1), ("gpt", 3, 1), ("llama-tied", 4, 1), ("llama", 3, 1), ("bert", 2, 1),
-    ("mixture", 2, 1), ("gpt", 2, 2), ("llama", 2, 2),
+PARALLEL = [("gpt-three-heads", 2, 1), ("llama-tied", 4, 1), ("gpt", 2, 2)]
+PARALLEL_TOO = [
+    ("gpt", 2, 1), ("gpt", 3, 1), ("llama", 3, 1), ("bert", 2, 1), ("mixture", 2, 1), ("llama", 2, 2), ("gpt", 1, 2),
 ]  # fmt: skip
+RARE = pytest.mark.rare
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("name", "tp", "cp"), PARALLEL)
+@pytest.mark.parametrize(("name", "tp", "cp"), [*PARALLEL, *(pytest.param(*one, marks=RARE) for one in PARALLEL_TOO)])
 def test_parallel_model(name: str, tp: int, cp: int) -> None:
     (expected,) = run_ranks(on_one_device, 1, name)
     expect_same(run_ranks(parallel, tp * cp, name, tp, cp, timeout=250)[0], expected)
 
 
-DISTRIBUTED = [
-    ("gpt", (2, 1, 1, 1), 0), ("gpt", (1, 1, 1, 2), 0), ("gpt", (1, 1, 2, 1), 0), ("gpt", (2, 1, 2, 2), 0),
-    ("gpt", (1, 1, 1, 2), 1), ("gpt", (1, 1, 1, 2), 2), ("gpt", (2, 1, 1, 2), 3), ("llama", (2, 1, 2, 2), 3),
-    ("gpt", (1, 1, 2, 2), 1), ("bert", (2, 1, 2, 1), 0), ("gpt", (2, 2, 1, 2), 1), ("gpt-three-heads", (2, 1, 1, 2), 3),
+DISTRIBUTED = [("gpt", (2, 1, 2, 2), 0), ("gpt", (2, 1, 1, 2), 3), ("llama-tied", (1, 1, 2, 2), 1)]
+DISTRIBUTED_TOO = [
+    ("gpt", (2, 1, 1, 1), 0), ("gpt", (1, 1, 1, 2), 0), ("gpt", (1, 1, 2, 1), 0), ("gpt", (1, 1, 1, 2), 1),
+    ("gpt", (1, 1, 1, 2), 2), ("llama", (2, 1, 2, 2), 3), ("gpt", (1, 1, 2, 2), 1), ("bert", (2, 1, 2, 1), 0),
+    ("gpt", (2, 2, 1, 2), 1), ("gpt-three-heads", (2, 1, 1, 2), 3), ("gpt", (2, 2, 2, 1), 0), ("mixture", (2, 1, 1, 2), 2),
 ]  # fmt: skip
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("name", "layout", "zero"), DISTRIBUTED)
+@pytest.mark.parametrize(
+    ("name", "layout", "zero"), [*DISTRIBUTED, *(pytest.param(*one, marks=RARE) for one in DISTRIBUTED_TOO)]
+)
 def test_trainer(name: str, layout: tuple[int, int, int, int], zero: int) -> None:
     tp, cp, pp, dp = layout
     (expected,) = run_ranks(on_one_device, 1, name)
