@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from autotp.sharding.boxes import boxes, local_of
+from autotp.sharding.boxes import boxes, inner, local_of
 from autotp.sharding.layout import Layout
 
 LAYOUTS = {
@@ -73,3 +74,16 @@ def test_put_together_of_rows_of_parts() -> None:
 def test_a_number() -> None:
     (box,) = boxes(torch.tensor(3.0), Layout(()), 0)
     assert box.of(torch.tensor(3.0)) == 3
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_box_within_others(name: str) -> None:
+    """Each element of each box is found in the part, alone; what the rank does not hold is a mistake of the caller."""
+    layout = LAYOUTS[name]
+    for rank in range(2) if layout.pieces else (0,):
+        part = layout.take(whole(layout), rank)
+        for box in (held := boxes(part, layout, rank, first=False)):
+            for at in itertools.product(*(range(a, a + n) for a, n in zip(box.whole, box.sizes, strict=True))):
+                assert inner(held, at, (1,) * len(at)).of(part).item() == whole(layout)[at]
+        with pytest.raises(AssertionError):
+            inner(held, (0,) * len(layout.shape), tuple(n + 1 for n in layout.shape))
