@@ -15,6 +15,7 @@ THROUGH_A_PUBLIC_CALL = {
     "checkpoint/conversion/formats": "cli/test_convert",
     "checkpoint/conversion/megatron_arguments": "checkpoint/conversion/test_megatron_files",
     "checkpoint/conversion/megatron_names": "checkpoint/conversion/test_megatron_files",
+    "checkpoint/optimizers": "runtime/optim/test_whole_states",
     "checkpoint/whole_optimizer": "hf/loops/test_trainer_calls",
     "checkpoint/write": "checkpoint/test_saving_ends",
     "cli/app": "cli/test_main",

@@ -247,7 +247,7 @@ def test_the_loops_of_distributed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     sizes = GPTConfig(block_size=8, vocab_size=31, n_layer=2, n_head=2, n_embd=16)
     loader = torch.utils.data.DataLoader
     names = {"torch": torch, "autotp": autotp, "DataLoader": loader, "dataset": Rows(), "model": GPT(sizes)}
-    first, second, _ = (block.code for block in blocks("distributed") if block.language == "python")
+    first, second, muon, _ = (block.code for block in blocks("distributed") if block.language == "python")
     alone = [re.sub(r"\b(tp|pp|dp)=\d", r"\1=1", code) for code in (first, second)]
     alone[1] = alone[1].replace("GradScaler()", 'GradScaler("cpu")')
     try:
@@ -255,6 +255,8 @@ def test_the_loops_of_distributed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             exec(alone[0], names)
         assert names["trainer"].steps == 2  # type: ignore[attr-defined]
         exec(alone[1], names | {"model": GPT(sizes)})
+        exec(muon, {})
+        assert (tmp_path / "muon").is_dir()
     finally:
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""optimizers: checkpoints of several of them, and of those of whole matrices; any layout goes on from any other."""
+"""Checkpoints of optimizers of whole matrices, and of several optimizers: any layout goes on from any other."""
 
 from __future__ import annotations
 
