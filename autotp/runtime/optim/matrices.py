@@ -13,7 +13,7 @@ from autotp.distributed.consistency import agreed, gather_texts
 from autotp.distributed.mesh import expect_alike, gather_ints
 from autotp.errors import Error
 from autotp.runtime.holdings import Holdings
-from autotp.runtime.optim.exchange import exchange
+from autotp.runtime.optim.moves import exchange
 from autotp.runtime.optim.owners import Held, Move, Owners, Place, as_text, assign, from_text
 from autotp.sharding.boxes import inner, local_of
 

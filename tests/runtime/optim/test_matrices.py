@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import autotp
 from autotp.checkpoint.whole_optimizer import whole_state_dicts
 from autotp.ops import collectives
-from autotp.runtime.optim import exchange
+from autotp.runtime.optim import moves
 
 checks = Checks()
 FLOAT64 = torch.float64
@@ -142,12 +142,12 @@ def count(number: list[int]) -> Callable[..., Any]:
 def bytes_sent() -> Iterator[list[int]]:
     """The bytes that each all-to-all of this rank sends to others."""
     sent: list[int] = []
-    before = exchange.communicate
-    exchange.communicate = count(sent)
+    before = moves.communicate
+    moves.communicate = count(sent)
     try:
         yield sent
     finally:
-        exchange.communicate = before
+        moves.communicate = before
 
 
 @checks.on(2, 3, 4)

@@ -1,4 +1,4 @@
-"""exchange: boxes of several dtypes reach their places, in one collective for each dtype."""
+"""moves: boxes of several dtypes reach their places, in one collective for each dtype."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from ranks import Checks, Collectives
 
 from autotp.distributed.mesh import make_mesh
-from autotp.runtime.optim.exchange import exchange
+from autotp.runtime.optim.moves import exchange
 from autotp.runtime.optim.owners import Move
 
 checks = Checks()
