@@ -20,15 +20,20 @@ Cut = tuple[int, tuple[int, int, int], Sequence[tuple[int, int]]]
 ranges of the cut one."""
 
 
-def exact_dropout(input: Tensor, p: float, shape: Sequence[int], cuts: Sequence[Cut]) -> Tensor:
+def exact_dropout(
+    input: Tensor, p: float, shape: Sequence[int], cuts: Sequence[Cut], order: Sequence[int]
+) -> Tensor:
     """Dropout with the mask of one device: draws it for the global shape, and keeps this rank's part.
 
     Args:
         input: this rank's part.
         shape: the global shape.
         cuts: one for each mesh axis; a later one is a cut of the part that the earlier ones leave.
+        order: the dimensions of the whole in their order in memory, when the model was captured. It counts where this
+            rank has one position of a dimension, or none: strides do not say where such a dimension lies.
     """
-    order = memory_order(input)
+    if all(n > 1 or whole == 1 for n, whole in zip(input.shape, shape, strict=True)):
+        order = memory_order(input)
     ones = torch.ones([shape[d] for d in order], dtype=input.dtype, device=input.device)
     noise = F.dropout(ones, p, True).permute([order.index(d) for d in range(len(order))])
     for dim, sizes, ranges in cuts:
@@ -81,7 +86,7 @@ def exact_attention(
 ) -> Tensor:  # fmt: skip
     """Attention that drops the same weights as one device; `shape` is the shape of all heads' weights."""
     weights, value = _weights(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    return exact_dropout(weights, dropout_p, shape, cuts) @ value
+    return exact_dropout(weights, dropout_p, shape, cuts, range(weights.dim())) @ value
 
 
 def fast_attention(

@@ -10,9 +10,18 @@ from torch import Tensor
 
 def memory_order(x: Tensor) -> list[int]:
     """Returns the dimensions in their order in memory, outermost first; equal strides keep their order."""
-    strides = x.stride()
+    return _by_strides(x.stride())
+
+
+def order_at_capture(x: Tensor) -> list[int]:
+    """Returns the same for an example value with symbolic sizes, and assumes nothing about other sizes."""
+    hints = (n.node.hint if isinstance(n, torch.SymInt) else n for n in x.stride())
+    return _by_strides([1 if hint is None else hint for hint in hints])  # A size that depends on values may be any.
+
+
+def _by_strides(strides: Sequence[int]) -> list[int]:
     order: list[int] = []
-    for d in range(x.dim()):  # Not `sorted`: torch.compile cannot trace its key of symbolic strides.
+    for d in range(len(strides)):  # Not `sorted`: torch.compile cannot trace its key of symbolic strides.
         order.insert(len([other for other in order if strides[other] >= strides[d]]), d)
     return order
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from autotp.ops.dropout import exact_dropout
 from autotp.passes.check.erase import FORMS, SDPA, SLICE, SPLIT, family
 from autotp.passes.check.types import OperatorCut
 from autotp.passes.lower.local_sizes import Target
@@ -23,6 +24,7 @@ from autotp.sharding.axis import Axis, Size, find, is_major, open_product, touch
 from autotp.sharding.grid import part_of
 from autotp.sharding.layout import Range, ranges
 from autotp.sharding.partition import chunk_size, chunk_start, chunk_stop
+from autotp.sharding.strides import order_at_capture
 
 
 def local_length(to: Target, axis: Axis, leaf: Axis | None) -> Size:
@@ -117,6 +119,7 @@ def _form(
     if only:
         drawn = _drawn(of, ins)
         given += [to.rank] if only == "fast" else [[find(axis).size for axis in drawn], (_mask(to, drawn, leaf),)]
+        given += [order_at_capture(outputs_of(arguments["input"])[0])] if form is exact_dropout else []
     return form, dict(zip(inspect.signature(form).parameters, given, strict=False))  # `fresh` comes later
 
 

@@ -27,6 +27,7 @@ from autotp.rules.traits import draws, has, size_argument
 from autotp.sharding.axis import ONE, Axis, find, is_major, open_product, touches
 from autotp.sharding.layout import ranges
 from autotp.sharding.partition import chunk_start, chunk_stop
+from autotp.sharding.strides import order_at_capture
 from autotp.source_location import line_of
 
 aten = torch.ops.aten
@@ -151,11 +152,12 @@ def _start(local: Local, node: fx.Node, axis: Axis, leaf: Axis) -> Any:
 
 
 def _dropout(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
-    x, p = local.builder.env[node.args[0]], node.args[1]  # type: ignore[index]
+    given, p = node.args[:2]
+    x, value = local.builder.env[given], given.meta["val"]  # type: ignore[index, union-attr]
     if local.to.randomness == "fast":
         return dropout.fast_dropout, (x, p, local.to.rank)
-    sizes = [local.size(n) for n in node.meta["val"].shape]
-    return dropout.exact_dropout, (x, p, sizes, (_cut(local, axes.of(node), leaf),))
+    sizes = [local.size(n) for n in value.shape]
+    return dropout.exact_dropout, (x, p, sizes, (_cut(local, axes.of(node), leaf),), order_at_capture(value))
 
 
 ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -189,9 +191,9 @@ def _fast_again(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
 
 def _exact_again(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     """An exact form that is cut over another mesh axis already: this cut is one of that part."""
-    *shared, cuts = local.builder.map(node.args)
+    given = local.builder.map(arguments_of(node))
     dims = axes.of(node) if node.target is dropout.exact_dropout else _weights(node, axes)
-    return node.target, (*shared, (*cuts, _cut(local, dims, leaf)))
+    return node.target, tuple((given | {"cuts": (*given["cuts"], _cut(local, dims, leaf))}).values())
 
 
 def _weights(node: fx.Node, axes: Axes) -> tuple[Axis, ...]:

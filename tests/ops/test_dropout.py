@@ -40,7 +40,18 @@ def test_parts_of_two_axes_have_the_mask_of_one_device(dims: tuple[int, int, int
         ((first, (1, (1, 3, 1), ())), whole[:, :0]),
     ):
         torch.manual_seed(0)
-        assert torch.equal(exact_dropout(ones(*expected.shape), 0.5, (2, 5, 12), cuts), expected)
+        assert torch.equal(exact_dropout(ones(*expected.shape), 0.5, (2, 5, 12), cuts, dims), expected)
+
+
+@pytest.mark.parametrize("positions", [0, 1])
+def test_a_part_with_one_position_has_the_mask_of_one_device(positions: int) -> None:
+    """Its strides do not say that the positions of the whole are outermost in memory."""
+    torch.manual_seed(0)
+    whole = torch.nn.functional.dropout(torch.ones(5, 2, 12).transpose(0, 1), 0.5)
+    torch.manual_seed(0)
+    cut = (1, (1, 5, 1), ((4, 4 + positions),))
+    found = exact_dropout(torch.ones(2, positions, 12), 0.5, (2, 5, 12), (cut,), (1, 0, 2))
+    assert torch.equal(found, whole[:, 4 : 4 + positions])
 
 
 def test_fast_dropout_under_transforms() -> None:
