@@ -20,9 +20,7 @@ Cut = tuple[int, tuple[int, int, int], Sequence[tuple[int, int]]]
 ranges of the cut one."""
 
 
-def exact_dropout(
-    input: Tensor, p: float, shape: Sequence[int], cuts: Sequence[Cut], order: Sequence[int]
-) -> Tensor:
+def exact_dropout(input: Tensor, p: float, shape: Sequence[int], cuts: Sequence[Cut], order: Sequence[int]) -> Tensor:
     """Dropout with the mask of one device: draws it for the global shape, and keeps this rank's part.
 
     Args:
