@@ -296,8 +296,8 @@ def _from_device_mesh(
     if not isinstance(mesh, DeviceMesh):
         raise Error(f"mesh is a {type(mesh).__name__}, not a DeviceMesh", fix=_mesh_line(tp or 2, 1))
     names = mesh.mesh_dim_names or ()
-    if mesh.ndim > 1 and "tp" not in names:
-        shape = tuple(mesh.shape)
+    if "tp" not in names and (mesh.ndim > 1 or "cp" in names):
+        shape = tuple(mesh.shape) if mesh.ndim > 1 else (mesh.size(), 1)
         raise Error(
             f"no dimension of the mesh is named tp: {names or 'none has a name'}",
             fix=f'init_device_mesh("{mesh.device_type}", {shape}, mesh_dim_names=(..., "tp"))',

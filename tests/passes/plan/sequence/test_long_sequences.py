@@ -206,6 +206,9 @@ def asks_too_much(rank: int, n: int) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "tp"))
     with pytest.raises(autotp.Error, match="cp=1, but the mesh has cp=2"):
         autotp.parallelize(gpt(seed=0, **SIZES), mesh=mesh, cp=1)
+    alone = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with pytest.raises(autotp.Error, match=r"no dimension of the mesh is named tp: \('cp',\)(.|\n)*\(2, 1\)"):
+        autotp.parallelize(gpt(seed=0, **SIZES), mesh=alone)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         autotp.parallelize(gpt(seed=0, **SIZES), cp=2)
