@@ -526,6 +526,24 @@ LOWER = (
 
 # ---- all stages
 
+
+class Captures:
+    """What was captured of a model, for programs of one call that differ only in how the model is cut.
+
+    These programs share the symbols of sizes, and what passes assume of them, which is true of this call. So they are
+    for calls of one size, as those of `autotp.search`. Where sequences are cut, passes assume more: see `equal_inputs`.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Captured] = {}
+
+    def of(self, key: Any, capture: Callable[[], Captured]) -> Captured:
+        """Returns what was captured for a key; captures it if nothing was."""
+        if key not in self._known:
+            self._known[key] = capture()
+        return self._known[key]
+
+
 TESTED_TORCH = "2.13."
 """The beginning of the version of torch with which all tests run."""
 
@@ -539,6 +557,7 @@ def analyse(
     call: CallState = FIRST_CALL,
     amend: Amend | None = None,
     cp_rank: int = 0,
+    captures: Captures | None = None,
 ) -> Program:
     """Captures `skeleton` on these arguments and decides what is cut on `tp` ranks.
 
@@ -548,18 +567,20 @@ def analyse(
         call: the state around the call.
         amend: changes the program after a pass, to find out what a difference comes from (`bisect.py`).
         cp_rank: the rank on the axis `cp`, if `options.cp` is more than 1.
+        captures: takes what is captured, and has what was captured for another number of ranks.
     """
     with uncollected(), progress(f"capture of {type(skeleton).__name__}") as line:
-        program = captured_program(skeleton, args, kwargs, tp, options, call)
+        program = captured_program(skeleton, args, kwargs, tp, options, call, captures=captures)
         by_capture = len(size_assumptions(program.graph))
         while _needs_fewer_symbols(program, amend):
             symbols = FEWER[program.captured.symbols]
-            program = captured_program(skeleton, args, kwargs, tp, options, call, symbols)
+            program = captured_program(skeleton, args, kwargs, tp, options, call, symbols, captures)
             by_capture = len(size_assumptions(program.graph))
         if program.captured.symbolic and not _is_lowered(program, amend):
             values = replace(call.values, places=call.values.places | program.captured.symbolic)
             symbols = program.captured.symbols
-            program = captured_program(skeleton, args, kwargs, tp, options, replace(call, values=values), symbols)
+            call = replace(call, values=values)
+            program = captured_program(skeleton, args, kwargs, tp, options, call, symbols, captures)
             by_capture = len(size_assumptions(program.graph))
         program = replace(program, cp_rank=cp_rank)
         for each, later in programs_after_passes(program, amend):
@@ -619,27 +640,35 @@ def captured_program(
     options: Options = DEFAULTS,
     call: CallState = FIRST_CALL,
     symbols: Symbols = "all",
+    captures: Captures | None = None,
 ) -> Program:
     """Captures `skeleton` on these arguments; returns the program before the first pass. Arguments as for `analyse`.
 
     Args:
         symbols: the dimensions of inputs that are symbols at most.
+        captures: as for `analyse`.
     """
     once = options.optional("repeats")
     _warn_of_untested_torch()
 
-    def captured() -> Captured:
+    def one_call() -> Captured:
         return capture(skeleton, args, kwargs, call.autocast, once, call.opened, call.wanted, call.values, symbols)
 
-    found = captured()
-    if options.summed and (found.changes or found.sets) and not found.computes_changes:
+    def captured() -> Captured:
+        found = one_call()
+        if not options.summed or not (found.changes or found.sets) or found.computes_changes:
+            return found
         # Changes that only a first call makes, for example the kind of labels.
         changes, modules = [x for x in found.changes if isinstance(x, Change)], dict(skeleton.named_modules())
         apply_changes(changes, modules, lambda x: x)
         add_hooks(found.hooks, modules, lambda module, _: vars(module))
         for name, value in found.sets:
             name.scope.put(name.name, value)
-        found = captured()
+        return one_call()
+
+    state = call.autocast, call.opened, call.wanted, call.values, symbols
+    key = skeleton, once, options.summed, options.cp > 1, state
+    found = captured() if captures is None else captures.of(key, captured)
     return Program(captured=found, graph=found.graph, tp=tp, options=options, training=skeleton.training, call=call)
 
 

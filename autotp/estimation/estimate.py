@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.arguments import expect_arguments
 from autotp.errors import Error, within
-from autotp.estimation.counts.pieces import CAPTURED_ROWS, Lowered, lowered
+from autotp.estimation.counts.pieces import CAPTURED_ROWS, Capturing, Lowered, lowered
 from autotp.estimation.layout import AUTOTP, COMPILED, Layout
 from autotp.estimation.price import Prices, price
 from autotp.estimation.result import Estimate
@@ -112,23 +112,32 @@ def captured(
     Raises:
         Error: as `estimate`.
     """
+    return lowered_for(call_of(model, sequence, given), layout, without)
+
+
+def call_of(model: nn.Module, sequence: int | None, given: Any = None) -> Capturing:
+    """Returns the call of a model that is estimated. Arguments and errors as of `captured`."""
     expect_ordinary(model, "estimate the original model")
+    arguments = find_inputs(model, given)
+    if given is None or sequence is not None:
+        arguments = of_length(arguments, _length(model, arguments, sequence))
+    return Capturing(model, of_rows(arguments, CAPTURED_ROWS))
+
+
+def lowered_for(call: Capturing, layout: Layout, without: tuple[str, ...] = ()) -> Lowered:
+    """Returns the model of a call, for a layout's tensor-parallel ranks. Arguments and errors as of `captured`."""
     schedule: Any = layout.schedule
     training = Training(
         outputs="local", sequence_parallel=layout.sequence_parallel, recompute=layout.recompute, summed=True,
         schedule=schedule, compute_dtype=layout.dtype, without=without, cp=layout.cp,
     )  # fmt: skip
     expect_choices(training)
-    arguments = find_inputs(model, given)
-    if given is None or sequence is not None:
-        arguments = of_length(arguments, _length(model, arguments, sequence))
-    arguments = of_rows(arguments, CAPTURED_ROWS)
     try:
-        return lowered(model, arguments, layout.tp, training)
+        return lowered(call, layout.tp, training)
     except Error:
         if layout.pp > 1:
             raise
-    return lowered(model, arguments, layout.tp, replace(training, summed=False))  # As under `parallelize`.
+    return lowered(call, layout.tp, replace(training, summed=False))  # As under `parallelize`.
 
 
 def _length(model: nn.Module, arguments: Any, sequence: int | None) -> int | None:

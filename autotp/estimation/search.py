@@ -1,8 +1,8 @@
 """`search`: the fastest layouts of a model on a number of devices, and why the obvious ones are not among them.
 
-Each number of tensor-parallel and context-parallel ranks is captured once, and each micro-batch recorded once. All
-layouts get a rough price from these records; the best of them are priced as `estimate` does, until five are found that
-fit.
+The model is captured once, and lowered once for each number of tensor-parallel and context-parallel ranks; then each
+micro-batch is recorded once. All layouts get a rough price from these records; the best of them are priced as
+`estimate` does, until five are found that fit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from autotp.arguments import expect_arguments
 from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import Error, within
-from autotp.estimation.estimate import captured
+from autotp.estimation.estimate import call_of, lowered_for
 from autotp.estimation.layout import AUTOTP, COMPILED, Layout, Practice
 from autotp.estimation.price import Prices, price
 from autotp.estimation.result import Estimate
@@ -166,28 +166,29 @@ class Layouts:
         given: Any,
     ) -> None:  # fmt: skip
         self.device, self.dtype = device, dtype
-        self._call = model, practice, sequence, given
+        self._practice, self._call = practice, call_of(model, sequence, given)
         self._prices: dict[tuple[int, int, Recompute], Prices] = {}
         self._rough: dict[tuple[int, int, Recompute], RoughPrices] = {}
         self.pipelines = True
 
     def prices(self, tp: int, cp: int, recompute: Recompute) -> Prices:
         """Returns the prices of numbers of tensor-parallel and context-parallel ranks, with a way of recomputation."""
-        model, practice, sequence, given = self._call
         if (tp, cp, "none") not in self._prices:
             layout = Layout(batch=1, tp=tp, cp=cp, pp=1 + self.pipelines, sequence_parallel=tp > 1, dtype=self.dtype)
             try:
-                found = captured(model, layout, sequence, given)
+                found = lowered_for(self._call, layout)
             except Error:
                 self.pipelines = False  # As `distribute`; without a pipeline it may be that `parallelize` can.
-                found = captured(model, replace(layout, pp=1), sequence, given)
+                found = lowered_for(self._call, replace(layout, pp=1))
             known = next(iter(self._prices.values()), None)  # The FLOPs of a row are those of any number of ranks.
             flops = None if known is None else known.flops(1)
-            self._prices[tp, cp, "none"] = Prices(found, self.device, practice, scaled=True, flops=flops)
+            self._prices[tp, cp, "none"] = Prices(found, self.device, self._practice, scaled=True, flops=flops)
         if (tp, cp, recompute) not in self._prices:
             plain = self._prices[tp, cp, "none"]
             again = replace(plain.model, training=replace(plain.model.training, recompute=recompute))
-            self._prices[tp, cp, recompute] = Prices(again, self.device, practice, scaled=True, flops=plain.flops(1))
+            self._prices[tp, cp, recompute] = Prices(
+                again, self.device, self._practice, scaled=True, flops=plain.flops(1)
+            )
         return self._prices[tp, cp, recompute]
 
     def price(self, layout: Layout) -> Estimate:

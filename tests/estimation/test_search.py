@@ -10,6 +10,8 @@ from errors import message
 from torch import nn
 
 import autotp
+from autotp import compiler
+from autotp.estimation.counts import pieces
 from autotp.models.gpt import GPT, GPTConfig
 
 SMALL_DEVICE = "312TF 2TB/s 6GiB node=4x300GB/s net=25GB/s"
@@ -116,3 +118,33 @@ def test_long_sequences_may_be_cut() -> None:
     given = torch.ones(2, 9000, 4)
     plain = autotp.search(without_attention, gpus=2, gpu="a100-80gb", batch=2, example_inputs=given)
     assert all(est.layout.cp == 1 for est in plain.best)
+
+
+def test_the_model_is_captured_once_for_all_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is lowered once for each tp, and the pieces of a rank are emitted once for all micro-batches."""
+    captures, lowerings, emissions = list[Any](), list[int](), list[Any]()
+    capture, lowered, emitted = compiler.capture, pieces.analyse_microbatch, pieces.emitted
+    monkeypatch.setattr(compiler, "capture", lambda *given: captures.append(given) or capture(*given))
+    monkeypatch.setattr(pieces, "analyse_microbatch", lambda *given: lowerings.append(given[3]) or lowered(*given))
+    monkeypatch.setattr(pieces, "emitted", lambda graph, *given: emissions.append(graph) or emitted(graph, *given))
+    found = searched()
+    assert {est.layout.micro_batch for est in found.best} and found.tried > 50
+    assert len(captures) == 1 and sorted(lowerings) == [1, 2, 4, 8]
+    kinds = 4  # The first block, one in the middle, the one before the last, and the last.
+    assert len(emissions) <= kinds * (2 * len(lowerings) + 1)  # With and without recomputation; and for the FLOPs.
+
+
+def test_a_shared_capture_changes_no_number(found: autotp.Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranked layouts, seconds and bytes are those of a search that captures the model for each number of ranks."""
+    monkeypatch.setattr(compiler.Captures, "of", lambda self, key, capture: capture())
+    again = searched()
+    assert again.to_dict() == found.to_dict()
+
+
+def test_a_shared_capture_of_cut_sequences_changes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {"gpus": 4, "batch": 8, "gpu": "a100-80gb"}
+    monkeypatch.setattr("autotp.estimation.search.LONG", 1024)
+    found = searched(**given)
+    assert any("cp=" in str(layout) for layout in [*(est.layout for est in found.best), *found.lost])
+    monkeypatch.setattr(compiler.Captures, "of", lambda self, key, capture: capture())
+    assert searched(**given).to_dict() == found.to_dict()

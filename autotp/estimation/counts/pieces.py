@@ -7,12 +7,13 @@ After:  3 records: the first block with the embedding, a block, the last block w
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, fx, nn
 
-from autotp.compiler import Program, emitted, rank_graph
+from autotp.compiler import Captures, Program, emitted, rank_graph
 from autotp.errors import Error
 from autotp.estimation.counts.depth import renamed, shorten, whole_order
 from autotp.estimation.counts.record import META, Reads, Record, Value, record
@@ -98,6 +99,11 @@ class Lowered:
         """The names of the blocks of the whole model, in order."""
         return tuple(name for name, _ in self.order)
 
+    @cached_property
+    def divided(self) -> Divided:
+        """The graph in pieces."""
+        return _divided(self, self.graph)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
@@ -107,38 +113,56 @@ class Recorded:
     records: tuple[Record, ...]
 
 
-def lowered(model: nn.Module, arguments: Any, tp: int, training: Training) -> Lowered:
-    """Captures a model and lowers it for the first of `tp` ranks. Of blocks that are alike it captures a few.
+class Capturing:
+    """A model and a call of it, which are captured once for all numbers of ranks.
 
     Args:
         model: an ordinary model; may be on `meta`.
         arguments: args and kwargs of a call, of any batch.
+    """
+
+    def __init__(self, model: nn.Module, arguments: Any) -> None:
+        self.model, self.arguments, self.captures = model, arguments, Captures()
+
+    @cached_property
+    def short(self) -> tuple[nn.Module, dict[str, int]]:
+        """The model on `meta` with a few of the blocks that are alike; path of a list -> its number of blocks."""
+        skeleton = skeleton_of(self.model)
+        return skeleton, shorten(skeleton)
+
+    @cached_property
+    def whole(self) -> nn.Module:
+        """The model on `meta` with all blocks."""
+        return skeleton_of(self.model)
+
+
+def lowered(call: Capturing, tp: int, training: Training) -> Lowered:
+    """Captures a model and lowers it for the first of `tp` ranks. Of blocks that are alike it captures a few.
 
     Raises:
         Error: as `distribute`.
     """
-    skeleton = skeleton_of(model)
-    if lengths := shorten(skeleton):
+    skeleton, lengths = call.short
+    if lengths:
         try:
-            found = _lowered(model, skeleton, lengths, arguments, tp, training)
+            found = _lowered(call, skeleton, lengths, tp, training)
         except Exception:  # A model that counts on its number of blocks: captured whole, it says what is wrong.
             found = None
         if found is not None and _middles_are_alike(found, lengths):
             return found
-    return _lowered(model, skeleton_of(model), {}, arguments, tp, training)
+    return _lowered(call, call.whole, {}, tp, training)
 
 
-def _lowered(
-    model: nn.Module, skeleton: nn.Module, lengths: Mapping[str, int], arguments: Any, tp: int, training: Training
-) -> Lowered:
-    whole = dict(model.named_parameters())
+def _lowered(call: Capturing, skeleton: nn.Module, lengths: Mapping[str, int], tp: int, training: Training) -> Lowered:
+    model, whole = call.model, dict(call.model.named_parameters())
     for tensor in skeleton.parameters() if training.compute_dtype else ():
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(training.compute_dtype)
-    args, kwargs = cast_arguments(signature_of(model).by_name(*arguments), training.compute_dtype)
+    args, kwargs = cast_arguments(signature_of(model).by_name(*call.arguments), training.compute_dtype)
     tensors = batch_tensors(args, kwargs)
     last = training.cp - 1  # Its queries read the most keys.
-    program = analyse_microbatch(skeleton, args, kwargs, tp, training, None, places_of_rows(tensors, []), last)
+    rows = places_of_rows(tensors, [])
+    program = analyse_microbatch(skeleton, args, kwargs, tp, training, None, rows, last, call.captures)
     graph = rank_graph(program, 0, training.randomness)
     blocks = blocks_in_order(graph, list(program.captured.parameters))
     order = whole_order(blocks, lengths)
@@ -159,9 +183,8 @@ def _lowered(
 
 def _middles_are_alike(model: Lowered, lengths: Mapping[str, int]) -> bool:
     """True if in each shortened list the second block computes what the third does."""
-    parameters = model.program.captured.parameters
-    cut = staged(model.graph, [[name] for name in model.captured_blocks] or [[]], list(parameters))
-    texts = {next(iter(stage.blocks), ""): _text(stage) for stage in cut}
+    divided = model.divided
+    texts = {next(iter(stage.blocks), ""): text for stage, text in zip(divided.stages, divided.texts, strict=True)}
     return all(texts.get(f"{path}.1") == texts.get(f"{path}.2") is not None for path in lengths)
 
 
@@ -189,13 +212,13 @@ def recorded(model: Lowered, rows: int, on_gpu: bool = True, early_stop: bool = 
 
     A piece that is like an earlier one is not run again. The last two arguments are those of `record`.
     """
-    return _recorded(model, model.graph, rows, on_gpu, early_stop)
+    return _recorded(model, model.divided, rows, on_gpu, early_stop)
 
 
 def whole_flops(model: Lowered, rows: int) -> float:
     """Returns the FLOPs of products of a microbatch on one device with the whole model, without what is recomputed."""
     one = replace(model, program=replace(model.program, layouts=_uncut(model.program)))
-    found = _recorded(one, model.program.whole or model.program.graph, rows, True)
+    found = _recorded(one, _divided(one, model.program.whole or model.program.graph), rows, True)
     counts = [sum(op.flops for op in each.ops if op.phase != "again") for each in found.records]
     return sum(counts[piece.kind] for piece in found.pieces)
 
@@ -204,24 +227,51 @@ def _uncut(program: Program) -> dict[str, Layout]:
     return {name: Layout(layout.shape) for name, layout in program.layouts.items()}
 
 
-def _recorded(model: Lowered, graph: fx.Graph, rows: int, on_gpu: bool, early_stop: bool = True) -> Recorded:
+@dataclass(frozen=True, kw_only=True)
+class Divided:
+    """A rank's graph in pieces, for any microbatch.
+
+    Attributes:
+        stages: the pieces.
+        texts: of each piece, what `_text` returns.
+        shared: of each piece, the names of what `_shared` returns.
+        learns: the names of the values that a gradient flows through.
+        modules: (number of a piece, on a GPU) -> its emitted graph, once it was needed.
+    """
+
+    stages: tuple[Stage, ...]
+    texts: tuple[tuple[str, ...], ...]
+    shared: tuple[tuple[str, ...], ...]
+    learns: frozenset[str]
+    modules: dict[tuple[int, bool], fx.GraphModule] = field(default_factory=dict)
+
+
+def _divided(model: Lowered, graph: fx.Graph) -> Divided:
     names = model.program.captured.parameters
     learners = {place for place, name in names.items() if model.parameters[name].learns}
     learns = needs_grad(graph, frozenset(n for n in graph.nodes if n.name in learners))
     cut = staged(graph, [[name] for name in model.captured_blocks] or [[]], list(names))
+    return Divided(
+        stages=tuple(cut), texts=tuple(map(_text, cut)), learns=frozenset(n.name for n in learns),
+        shared=tuple(tuple(n.name for n in _shared(stage.graph, model.arguments)) for stage in cut),
+    )  # fmt: skip
+
+
+def _recorded(model: Lowered, divided: Divided, rows: int, on_gpu: bool, early_stop: bool = True) -> Recorded:
+    names = model.program.captured.parameters
     known: dict[Any, int] = {}
     records: list[Record] = []
     pieces: list[Piece] = []
     values: dict[str, Value] = {}
     given = _inputs(model, rows)
-    for stage in cut:
-        read = [(n, *_value(n, model, {n.name for n in learns}, values, given)) for n in _placeholders(stage.graph)]
-        key = _digest(stage, read)
+    for i, stage in enumerate(divided.stages):
+        read = [(n, *_value(n, model, divided.learns, values, given)) for n in _placeholders(stage.graph)]
+        key = tuple((value, reads) for _, value, reads in read), divided.texts[i]
         if key not in known:
             known[key] = len(records)
-            records.append(_run(stage, model, given, read, on_gpu, early_stop))
+            records.append(_run(i, divided, model, read, on_gpu, early_stop))
         kind = known[key]
-        sent = [node.name for node in (*returned(stage.graph), *_shared(stage.graph, given))]
+        sent = [*(node.name for node in returned(stage.graph)), *divided.shared[i]]
         values.update(zip(sent, records[kind].sent, strict=False))
         places = tuple(n.name for n in _placeholders(stage.graph))
         own = tuple(names[place] for place in places if place in names)
@@ -269,7 +319,7 @@ def _inputs(model: Lowered, rows: int) -> dict[str, Value]:
 
 
 def _value(
-    node: fx.Node, model: Lowered, learns: set[str], values: Mapping[str, Value], given: Mapping[str, Value]
+    node: fx.Node, model: Lowered, learns: Collection[str], values: Mapping[str, Value], given: Mapping[str, Value]
 ) -> tuple[Value, Reads]:
     """Returns what a placeholder of a piece reads."""
     captured, example = model.program.captured, node.meta.get("val")
@@ -288,11 +338,6 @@ def _value(
     assert isinstance(example, Tensor), node.name
     kind: Reads = "input" if node.name.startswith(TOTAL) else "held"
     return Value(shape=tuple(int(n) for n in example.shape), dtype=example.dtype, learns=False), kind
-
-
-def _digest(stage: Stage, read: Sequence[tuple[fx.Node, Value, Reads]]) -> Any:
-    """Returns a key that pieces of one kind share: the operators, and what they read."""
-    return tuple((value, reads) for _, value, reads in read), _text(stage)
 
 
 def _shared(graph: fx.Graph, given: Collection[str]) -> list[fx.Node]:
@@ -320,14 +365,18 @@ def _returning_too(graph: fx.Graph, names: Collection[str]) -> fx.Graph:
 
 
 def _run(
-    stage: Stage, model: Lowered, given: Collection[str], read: Sequence[tuple[fx.Node, Value, Reads]], on_gpu: bool,
+    i: int, divided: Divided, model: Lowered, read: Sequence[tuple[fx.Node, Value, Reads]], on_gpu: bool,
     early_stop: bool,
 ) -> Record:  # fmt: skip
+    stage = divided.stages[i]
     groups = _groups(stage.graph, {"tp": model.program.tp, "cp": model.training.cp})
-    graph = _returning_too(stage.graph, [n.name for n in _shared(stage.graph, given)])
-    module = emitted(graph, model.program, model.training, META, {axis: axis for axis in groups})
+    if (i, on_gpu) not in divided.modules:
+        graph = _returning_too(stage.graph, divided.shared[i])
+        module = emitted(graph, model.program, model.training, META, {axis: axis for axis in groups})
+        divided.modules[i, on_gpu] = module
     try:
-        return record(module, [(value, reads) for _, value, reads in read], groups, on_gpu, early_stop)
+        values = [(value, reads) for _, value, reads in read]
+        return record(divided.modules[i, on_gpu], values, groups, on_gpu, early_stop)
     except NotImplementedError as error:
         raise Error(
             f"an operator of `{'`, `'.join(stage.blocks)}` cannot run on meta: {str(error).splitlines()[0]}",

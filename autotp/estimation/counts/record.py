@@ -124,21 +124,24 @@ def _recorded(module: nn.Module, values: Sequence[tuple[Value, Reads]], on_gpu: 
     given = [torch.empty(v.shape, dtype=v.dtype, device=META, requires_grad=v.learns) for v, _ in values]
     _use_fused(module, FUSED if on_gpu else ON_CPU)
     recorder = _Recorder(views=not on_gpu)
-    for part in module.children():
-        part.register_forward_pre_hook(recorder.enter_block)
-        part.register_forward_hook(recorder.leave_block)
+    hooks_of_blocks = [part.register_forward_pre_hook(recorder.enter_block) for part in module.children()]
+    hooks_of_blocks += [part.register_forward_hook(recorder.leave_block) for part in module.children()]
     memories = [recorder.memory_of(x) for x in given]
     held = {m for m, (_, reads) in zip(memories, values, strict=True) if reads != "input"}
     hooks = torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda x: x)
-    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass(), recorder:
-        with hooks:
-            found = module(*given)
-        found = tuple(found) if isinstance(found, tuple | list) else (found,)
-        recorder.phase = "backward"
-        ends = [x for x in found if isinstance(x, Tensor) and x.requires_grad]
-        learners = [x for x in given if x.requires_grad]
-        if ends and learners:
-            torch.autograd.grad(ends, learners, [torch.empty_like(x) for x in ends], allow_unused=True)
+    try:
+        with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass(), recorder:
+            with hooks:
+                found = module(*given)
+            found = tuple(found) if isinstance(found, tuple | list) else (found,)
+            recorder.phase = "backward"
+            ends = [x for x in found if isinstance(x, Tensor) and x.requires_grad]
+            learners = [x for x in given if x.requires_grad]
+            if ends and learners:
+                torch.autograd.grad(ends, learners, [torch.empty_like(x) for x in ends], allow_unused=True)
+    finally:
+        for hook in hooks_of_blocks:
+            hook.remove()
     tensors = [x for x in found if isinstance(x, Tensor)]
     inputs = {m: i for i, (m, (_, reads)) in enumerate(zip(memories, values, strict=True)) if reads == "input"}
     return Record(
@@ -157,11 +160,13 @@ def _use_fused(module: nn.Module, kinds: Mapping[Any, Callable[..., Tensor]]) ->
     """Makes a module call operators that GPUs have: on `meta` torch would take others."""
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
+            before = [node.target for node in part.graph.nodes]
             for node in part.graph.nodes:
                 node.target = kinds.get(node.target, node.target)
                 if is_grouped(node.target) and node.target is not aten._grouped_mm.default:
                     node.target = even_groups  # On a device it loops over the groups, which are numbers.
-            part.recompile()
+            if [node.target for node in part.graph.nodes] != before:
+                part.recompile()
 
 
 def even_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

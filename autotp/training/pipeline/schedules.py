@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
-from autotp.compiler import CallState, Program, analyse
+from autotp.compiler import CallState, Captures, Program, analyse
 from autotp.errors import Error
 from autotp.options import Options
 from autotp.passes.canonicalize.gradient_flow import with_gradient
@@ -286,12 +286,13 @@ def analyse_microbatch(
     layouts: Mapping[str, Layout] | None,
     rows: frozenset[int],
     cp_rank: int = 0,
+    captures: Captures | None = None,
 ) -> Program:
     """Returns the program of a microbatch; its parameters are cut as `layouts` says, if there are layouts.
 
     Args:
         rows: as `places_of_rows` returns them.
-        cp_rank: as for `analyse`.
+        cp_rank, captures: as for `analyse`.
 
     Raises:
         Error: as `expect_products_of_one_dtype`.
@@ -301,7 +302,7 @@ def analyse_microbatch(
     if len(batch_tensors(args, kwargs)[0]) == 1:  # One row does not show whether rows depend on each other.
         two = map_rows((args, kwargs), rows, repeat_rows)
         analyse(skeleton, two[0], two[1], tp, training, call, cp_rank=cp_rank)
-    analysis = analyse(skeleton, args, kwargs, tp, training, call, cp_rank=cp_rank)
+    analysis = analyse(skeleton, args, kwargs, tp, training, call, cp_rank=cp_rank, captures=captures)
     if training.compute_dtype:
         expect_products_of_one_dtype(analysis)
     return analysis
