@@ -1,6 +1,7 @@
 """rough: a price of a layout from a few numbers, to find out which layouts are worth a full price.
 
-All stages are taken to be alike, and the bubble is the formula's (Narayanan et al. 2021, section 2.2).
+All stages are taken to be alike, and the bubble is the formula's (Narayanan et al. 2021, section 2.2; of the schedules
+in two halves that of Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import cached_property
 from autotp.estimation.counts.activations import StageMemory, stage_memory
 from autotp.estimation.layout import Layout
 from autotp.estimation.price import Prices, beside_times, cast_seconds, exchange_seconds, itemsize_of, update_seconds
+from autotp.estimation.seconds.schedule import engine_of
 from autotp.estimation.seconds.times import Times
 
 
@@ -69,13 +71,15 @@ class RoughPrices:
 
     def rough(self, layout: Layout) -> Rough:
         """Returns the rough price of a layout."""
-        rows, rounds = self._of_rows(layout.micro_batch), layout.interleave or 1
+        rows, kind = self._of_rows(layout.micro_batch), engine_of(layout.schedule, layout.interleave)
+        rounds = kind.rounds if layout.pp > 1 else 1
         count = math.ceil(self._blocks / (layout.pp * rounds)) * rounds
         again = rows.times.forward * (layout.recompute == "full")
         whole = rows.times.forward + rows.times.backward + again
         work = (whole * count / self._blocks + self._beside(layout, count)) * layout.microbatches
         work += self._cast(layout, count)
-        idle = (layout.pp - 1) / rounds * whole / layout.pp
+        filled = rows.times.weights * kind.halves * (2 + kind.folded)  # Weights' gradients are computed meanwhile.
+        idle = (layout.pp - 1) / rounds * max(0.0, whole - filled) / layout.pp
         exchange, update = self._once(layout, count)
         exchange = max(0.0, exchange - work) if layout.zero == 3 else exchange
         return Rough(work + idle + exchange + update, self._memory(layout, count, rows))

@@ -24,6 +24,7 @@ from autotp.estimation.result import Estimate
 from autotp.estimation.rough import Rough, RoughPrices
 from autotp.estimation.seconds.hardware import GIB, Hardware, hardware_of
 from autotp.options import Recompute
+from autotp.training.pipeline.schedules import ENGINES
 
 MICRO_BATCHES = (1, 2, 4, 8)
 CONTEXTS = (1, 2, 4, 8)
@@ -113,7 +114,7 @@ def search(
 
     It tries all numbers of tensor-parallel ranks that divide `gpus`, up to two nodes; all numbers of stages and
     replicas; for sequences of 8,192 tokens or more, 2, 4 and 8 context-parallel ranks; micro-batches of 1 to 8 rows;
-    the schedules 1F1B and interleaved; recomputation; and ZeRO 0, 1 and 3.
+    the schedules 1F1B, interleaved and zero-bubble; recomputation; and ZeRO 0, 1 and 3.
     Sequence parallelism is on wherever there are tensor-parallel ranks: over NCCL it sends as many bytes, and saves
     memory.
 
@@ -167,14 +168,21 @@ class Layouts:
     ) -> None:  # fmt: skip
         self.device, self.dtype = device, dtype
         self._practice, self._call = practice, call_of(model, sequence, given)
-        self._prices: dict[tuple[int, int, Recompute], Prices] = {}
+        self._prices: dict[tuple[int, int, Recompute, bool], Prices] = {}
         self._rough: dict[tuple[int, int, Recompute], RoughPrices] = {}
         self.pipelines = True
 
-    def prices(self, tp: int, cp: int, recompute: Recompute) -> Prices:
-        """Returns the prices of numbers of tensor-parallel and context-parallel ranks, with a way of recomputation."""
-        if (tp, cp, "none") not in self._prices:
-            layout = Layout(batch=1, tp=tp, cp=cp, pp=1 + self.pipelines, sequence_parallel=tp > 1, dtype=self.dtype)
+    def prices(self, tp: int, cp: int, recompute: Recompute, halves: bool = False) -> Prices:
+        """Returns the prices of numbers of tensor-parallel and context-parallel ranks, with a way of recomputation.
+
+        Args:
+            halves: whether backward runs in two halves: then no sum over ranks runs beside products.
+        """
+        if (tp, cp, "none", halves) not in self._prices:
+            layout = Layout(
+                batch=1, tp=tp, cp=cp, pp=1 + self.pipelines, sequence_parallel=tp > 1, dtype=self.dtype,
+                schedule="zero-bubble" if halves else "1F1B",
+            )  # fmt: skip
             try:
                 found = lowered_for(self._call, layout)
             except Error:
@@ -182,18 +190,19 @@ class Layouts:
                 found = lowered_for(self._call, replace(layout, pp=1))
             known = next(iter(self._prices.values()), None)  # The FLOPs of a row are those of any number of ranks.
             flops = None if known is None else known.flops(1)
-            self._prices[tp, cp, "none"] = Prices(found, self.device, self._practice, scaled=True, flops=flops)
-        if (tp, cp, recompute) not in self._prices:
-            plain = self._prices[tp, cp, "none"]
+            self._prices[tp, cp, "none", halves] = Prices(found, self.device, self._practice, scaled=True, flops=flops)
+        if (tp, cp, recompute, halves) not in self._prices:
+            plain = self._prices[tp, cp, "none", halves]
             again = replace(plain.model, training=replace(plain.model.training, recompute=recompute))
-            self._prices[tp, cp, recompute] = Prices(
+            self._prices[tp, cp, recompute, halves] = Prices(
                 again, self.device, self._practice, scaled=True, flops=plain.flops(1)
             )
-        return self._prices[tp, cp, recompute]
+        return self._prices[tp, cp, recompute, halves]
 
     def price(self, layout: Layout) -> Estimate:
         """Returns the estimate of a layout."""
-        return price(self.prices(layout.tp, layout.cp, layout.recompute), layout)
+        halves = layout.pp > 1 and ENGINES[layout.schedule].halves
+        return price(self.prices(layout.tp, layout.cp, layout.recompute, halves), layout)
 
     def ranks(self, gpus: int) -> list[int]:
         """Returns the numbers of tensor-parallel ranks: up to two nodes."""
@@ -221,7 +230,7 @@ class Layouts:
         return ("none", "selective", "full") if scores else ("none", "full")
 
     def rough_prices(self, tp: int, cp: int, recompute: Recompute) -> RoughPrices:
-        """Returns the rough prices for what `prices` takes."""
+        """Returns the rough prices for what `prices` takes; they serve for halves of backward, too."""
         which: Recompute = "selective" if recompute == "selective" else "none"
         if (tp, cp, which) not in self._rough:
             self._rough[tp, cp, which] = RoughPrices(self.prices(tp, cp, which))
@@ -252,6 +261,10 @@ def _schedules(pp: int, blocks: int, microbatches: int) -> Iterator[tuple[str, i
     for interleave in INTERLEAVES if pp > 1 else ():
         if pp * interleave <= blocks and microbatches % max(1, microbatches // pp) == 0:
             yield "interleaved", interleave
+    if 1 < pp <= min(microbatches, blocks // 2):
+        yield "zero-bubble-v", None
+        if microbatches % (microbatches // pp) == 0:
+            yield "zero-bubble", None
 
 
 def _searched(layouts: Layouts, gpus: int, batch: int, memory: float) -> Search:

@@ -21,8 +21,9 @@ def prices() -> Prices:
 
 
 @pytest.mark.parametrize(
-    "given", [{}, {"dp": 4}, {"pp": 4}, {"pp": 4, "schedule": "interleaved", "interleave": 2}, {"dp": 4, "zero": 3}],
-    ids=lambda given: "-".join(given) or "one",
+    "given", [{}, {"dp": 4}, {"pp": 4}, {"pp": 4, "schedule": "interleaved", "interleave": 2}, {"dp": 4, "zero": 3},
+     {"pp": 4, "schedule": "zero-bubble"}, {"pp": 4, "schedule": "zero-bubble-v"}],
+    ids=lambda given: "-".join(map(str, given.values())) or "one",
 )  # fmt: skip
 def test_a_rough_price_is_near_the_full_one(prices: Prices, given: dict[str, int]) -> None:
     layout = Layout(batch=64, tp=2, micro_batch=2, dtype=BF16, **given)  # type: ignore[arg-type]

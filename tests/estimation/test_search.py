@@ -12,6 +12,10 @@ from torch import nn
 import autotp
 from autotp import compiler
 from autotp.estimation.counts import pieces
+from autotp.estimation.layout import AUTOTP
+from autotp.estimation.search import Layouts
+from autotp.estimation.seconds.hardware import hardware_of
+from autotp.estimation.seconds.schedule import actions_of, engine_of
 from autotp.models.gpt import GPT, GPTConfig
 
 SMALL_DEVICE = "312TF 2TB/s 6GiB node=4x300GB/s net=25GB/s"
@@ -121,7 +125,7 @@ def test_long_sequences_may_be_cut() -> None:
 
 
 def test_the_model_is_captured_once_for_all_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is lowered once for each tp, and the pieces of a rank are emitted once for all micro-batches."""
+    """It is lowered once for each tp and kind of backward, and the pieces of a rank are emitted once for all micro-batches."""
     captures, lowerings, emissions = list[Any](), list[int](), list[Any]()
     capture, lowered, emitted = compiler.capture, pieces.analyse_microbatch, pieces.emitted
     monkeypatch.setattr(compiler, "capture", lambda *given: captures.append(given) or capture(*given))
@@ -129,9 +133,22 @@ def test_the_model_is_captured_once_for_all_numbers_of_ranks(monkeypatch: pytest
     monkeypatch.setattr(pieces, "emitted", lambda graph, *given: emissions.append(graph) or emitted(graph, *given))
     found = searched()
     assert {est.layout.micro_batch for est in found.best} and found.tried > 50
-    assert len(captures) == 1 and sorted(lowerings) == [1, 2, 4, 8]
+    assert len(captures) == 1 and sorted(set(lowerings)) == [1, 2, 4, 8]
+    assert len(lowerings) <= 2 * 4  # Schedules in two halves are lowered without `overlap`.
     kinds = 4  # The first block, one in the middle, the one before the last, and the last.
     assert len(emissions) <= kinds * (2 * len(lowerings) + 1)  # With and without recomputation; and for the FLOPs.
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "zero-bubble-v"])
+def test_schedules_in_two_halves_are_tried(schedule: str) -> None:
+    """Their prices are those of `estimate`, which lowers them without the pass `overlap`."""
+    layouts = Layouts(gpt(), hardware_of(SMALL_DEVICE), AUTOTP, torch.bfloat16, None, None)
+    layout = next(x for x in layouts.legal(8, 32) if (x.schedule, x.tp, x.pp) == (schedule, 2, 2))
+    assert layouts.price(layout).seconds == pytest.approx(
+        autotp.estimate(gpt(), gpu=SMALL_DEVICE, **vars(layout)).seconds
+    )
+    for one in layouts.legal(8, 32):
+        actions_of(engine_of(one.schedule, one.interleave), one.pp, one.microbatches)
 
 
 def test_a_shared_capture_changes_no_number(found: autotp.Search, monkeypatch: pytest.MonkeyPatch) -> None:
