@@ -125,7 +125,7 @@ def test_long_sequences_may_be_cut() -> None:
 
 
 def test_the_model_is_captured_once_for_all_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is lowered once for each tp and kind of backward, and the pieces of a rank are emitted once for all micro-batches."""
+    """It is lowered once for each tp and kind of backward, and pieces are emitted once for all micro-batches."""
     captures, lowerings, emissions = list[Any](), list[int](), list[Any]()
     capture, lowered, emitted = compiler.capture, pieces.analyse_microbatch, pieces.emitted
     monkeypatch.setattr(compiler, "capture", lambda *given: captures.append(given) or capture(*given))
