@@ -39,6 +39,14 @@ def test_a_step_of_22b() -> None:
     assert est.seconds == pytest.approx(1.10, rel=0.06) and est.fits
 
 
+def test_search_finds_no_slower_layout_than_the_published_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small row like those of Narayanan 2021, table 1; `estimates.py search1` has the ten."""
+    monkeypatch.setattr(estimates, "SCALING", ((0.1, 8, 1024, 8, 2, 2, 8, 64, 0),))
+    (row,) = shown(monkeypatch, "search1")
+    assert row.ours <= row.published and row.error <= 0
+    assert row.note == "the published layout" or ": " in row.note
+
+
 def test_an_error_is_in_percent_or_in_points() -> None:
     assert Row("", 10, 11).error == pytest.approx(10) and Row("", 77, 75, points=True).error == -2
 
