@@ -198,7 +198,13 @@ def parameters_are_sent_where_other_code_wrote_them(rank: int, n: int) -> None:
                     p.data.clamp_(-0.2, 0.2)
     assert seen == [2, 3, 2]
     expect_equal(whole, parallel)
-    state = {name: torch.roll(x, 1, 0) for name, x in whole.state_dict().items()}  # Rows in another order.
+    whole.up.weight.data[:2] = whole.up.weight.data[:2].flip(0)
+    if rank == 0:  # Two rows in another order.
+        parallel.up.weight.data[:2] = parallel.up.weight.data[:2].flip(0)
+    for model, optimizer in zip((whole, parallel), optimizers, strict=True):
+        step(model, optimizer)
+    expect_equal(whole, parallel)
+    state = {name: torch.roll(x, 1, 0) for name, x in whole.state_dict().items()}
     whole.load_state_dict(state)
     autotp.load_full_state_dict(parallel, state)
     for model, optimizer in zip((whole, parallel), optimizers, strict=True):
