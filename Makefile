@@ -43,7 +43,7 @@ bench: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/growth.py benchmarks/growth.png
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 benchmarks/memory.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 benchmarks/zero.py
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 benchmarks/bubble.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 benchmarks/predicted/bubble.py
 
 # In virtual environments of its own. `docs/versions.py --help` says how to run some rows only.
 versions:

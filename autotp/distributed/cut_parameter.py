@@ -78,7 +78,7 @@ class Cut:
 
 
 def _removes(frame: FrameType) -> bool:
-    """True for torch's `zero_grad` of a module: in each step it asks each parameter for its gradient, and removes it."""
+    """True for torch's `zero_grad` of a module: in each step it asks each parameter for its gradient, to remove it."""
     return frame.f_code is nn.Module.zero_grad.__code__
 
 

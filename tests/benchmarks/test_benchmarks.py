@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import activations
-import bubble
 import capture
 import checkpoint
 import gpu
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 import zero
 from peers import megatron
+from predicted import bubble
 from ranks import run_ranks
 
 import passes
@@ -235,7 +235,7 @@ def test_failed_rank_ends_the_wait(tmp_path):
     assert found == [gpu.Found(0, 1), "rank 1 died with exit code -9", "took too long"]
 
 
-# --- bubble.py and zero.py
+# --- predicted/bubble.py and zero.py
 
 
 def bytes_held(rank: int, n: int) -> dict[tuple[int, str], tuple[float, float]]:

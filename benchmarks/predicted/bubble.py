@@ -1,6 +1,6 @@
 """Compares the idle time of pipeline ranks with the formulas, on a model whose blocks only sleep.
 
-    torchrun --nproc-per-node 4 benchmarks/bubble.py
+    torchrun --nproc-per-node 4 benchmarks/predicted/bubble.py
 
 A block sleeps in forward, and for the same time in backward. "Ideal" is the time that a rank sleeps in a step; "idle"
 is the rest of the step. Source of the formulas, (p-1)/m and (p-1)/(m v): Narayanan et al. 2021, section 2.2.
