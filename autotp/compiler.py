@@ -342,7 +342,7 @@ def _context_parallel(p: Program) -> Program:
         return p  # A call with one token, in generation: every rank computes it.
     if cut is None:
         raise Error(
-            "the model has no sequence that can be cut over cp: no attention reads one",
+            "the model has no sequence that can be cut over cp: no attention has it in its queries and in its keys",
             fix="cp=1, and more tensor-parallel ranks",
         )
     graph, axes, decision = cut.graph, cut.axes, cut.decision
