@@ -47,7 +47,7 @@ def test_types_have_placements(stages: autotp.Stages) -> None:
 def test_types_have_the_cuts_over_both_mesh_axes() -> None:
     found = autotp.stages(gpt(n_layer=2, n_head=4, n_embd=32, vocab_size=64), 2, cp=2)
     lines = [line.strip() for line in found["check"].splitlines()]
-    assert "scatter = scatter(tokens, 'cp', 1, s): i64[b, s@cp]" in lines
+    assert "scatter = scatter(zigzag, 'cp', 1, s): i64[b, s@cp]" in lines
     assert "gelu = gelu(add4, approximate='tanh'): f32[b, s@cp, 128@tp]" in lines
     assert "linear2 = linear(gelu, copy4): f32[b, s@cp, 32]{+tp}" in lines or "s@cp, 32]{+tp}" in found["check"]
     assert "reduce = reduce(embedding, 'tp'): f32[b, s@cp, 32]" in found["lower"]
