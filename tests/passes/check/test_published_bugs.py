@@ -220,7 +220,7 @@ def test_a_bug_is_named(name: str) -> None:
 
 OF_CUT_SEQUENCES = {
     "attention does not sum the gradients of keys that it gathered": Bug(
-        "llama", is_call(collectives.all_gather), gathered_alone, "`causal_rows` reads `apart`",
+        "llama", is_call(collectives.all_gather), gathered_alone, "`zigzag_rows` reads `in_order`",
         "Copied f64[s87, 4, s85, 4]{cp}", "Replicate f64[s87, 4, s85, 4]",
     ),
     "a loss that is scaled by the number of parts": Bug(
