@@ -1,6 +1,6 @@
 """Measures how much communication a step waits for, over links of several speeds: "exposed" communication.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/overlap.py --shapes gpt-30M llama-30M
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/overlap.py --shape llama-30M
 
 Two processes of one machine have a link without a speed of its own. `SlowLink` is gloo behind such a link: a collective
 ends when gloo's own ends, and not before the link has carried its bytes. The link carries one collective after the
@@ -220,12 +220,12 @@ def _agreed(number: float) -> float:
 def main() -> None:
     """Prints the table on the first rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="*", default=["gpt-30M", "bert-small", "llama-30M"], choices=list(SHAPES))
+    parser.add_argument("--shape", default="gpt-30M", choices=list(SHAPES))
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=10, help="how many steps of each way to time, at each speed")
     args = parser.parse_args()
     connect(timeout=timedelta(minutes=5))
-    rows = [row for name in args.shapes for row in measure(name, SHAPES[name], args.batch, args.rounds)]
+    rows = measure(args.shape, SHAPES[args.shape], args.batch, args.rounds)
     if dist.get_rank() == 0:
         print(f"torch {torch.__version__}, {dist.get_world_size()} ranks, batch {args.batch}, {args.rounds} rounds",
               HEADER, *rows, sep="\n")  # fmt: skip
