@@ -38,6 +38,7 @@ from autotp.passes.capture.guards.python_state import GradientsWanted
 from autotp.passes.capture.guards.values import NO_VALUES, KnownValues, shown
 from autotp.passes.capture.unsupported.long_sizes import FEWER, Symbols
 from autotp.passes.check.check import check
+from autotp.passes.check.sequence_order import expect_sequence_order
 from autotp.passes.check.types import Typed
 from autotp.passes.emit.bind import COMMUNICATING, bind
 from autotp.passes.emit.recompute import recompute
@@ -352,6 +353,9 @@ def _context_parallel(p: Program) -> Program:
     balanced = Balanced(graph, axes, decision)
     if p.options.optional("balance"):
         balanced = balance(graph, axes, decision, p.options.cp, p.options.randomness)
+        cuts = balanced.decision.cuts
+        if balanced.sequences:
+            expect_sequence_order(graph, balanced.graph, balanced.axes, cuts, balanced.sequences, p.options.cp)
     graph, axes, decision = balanced.graph, balanced.axes, balanced.decision
     differentiable = needs_grad(graph, _sources_of(p, graph))
     have = propagate(graph, axes, decision.cuts, decision.held)

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torch.utils import _pytree as pytree
 
-from autotp.ops.attention.zigzag import in_order, like, rows_like, zigzag, zigzag_rows
+from autotp.ops.attention.zigzag import in_order, zigzag, zigzag_like, zigzag_rows, zigzag_rows_like
 from autotp.ops.channels import conv_transpose, conv_transpose_like, convolution, convolution_like
 
 META = ("val", "stack_trace", "nn_module_stack")
@@ -27,9 +27,9 @@ RESULTS: WeakKeyDictionary[FakeTensorMode, dict[Any, Any]] = WeakKeyDictionary()
 SIZES: dict[Any, Callable[..., Any]] = {
     convolution: convolution_like,
     conv_transpose: conv_transpose_like,
-    zigzag: like,
-    in_order: like,
-    zigzag_rows: rows_like,
+    zigzag: zigzag_like,
+    in_order: zigzag_like,
+    zigzag_rows: zigzag_rows_like,
 }
 """Functions whose example values another function makes, which assumes nothing about sizes."""
 

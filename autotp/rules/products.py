@@ -120,11 +120,9 @@ def attention(call: Call) -> Rule | None:
     if call.get("enable_gqa") and Size.of(query.shape[-3]) != Size.of(key.shape[-3]):
         kv, heads, sizes = [*heads[:-1], f"k{mark}"], [*heads[:-1], f"(k{mark} g{mark})"], {"k": key.shape[-3]}
     causal = ("^" if mark else "!") if call.get("is_causal") else mark
-    s = f"s{causal}"
-    if "start" in call.arguments or call.arguments.get("rank") is not None:
-        s = "s^"
-    elif "parts" in call.arguments:
-        s = "s!"
+    if "parts" in call.arguments:  # `zigzag_rows`, of all ranks or of one.
+        causal = "!" if call["rank"] is None else "^"
+    s = "s^" if "start" in call.arguments else f"s{causal}"
     terms = [[*heads, s, "d^"], [*kv, "t^", "d^"], [*kv, "t^", "e"], *[[*heads, s, "t^"]] * len(mask)]
     terms = [term[len(term) - operand.dim() :] for term, operand in zip(terms, present(call), strict=True)]
     return Rule.of(spell(terms, [[*heads, s, "e"]]), () if mark else ((2,),), **sizes)

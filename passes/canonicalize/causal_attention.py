@@ -22,6 +22,8 @@ from autotp.sharding.axis import Size
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
+WIDE = (torch.int32, torch.int64)
+"""The dtypes that hold every position."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ Given = dict[str, Any]
 
 
 def _counted(value: Tensor, given: Given) -> Fact | None:
-    counts = given.get("start", 0) == 0 and given.get("step", 1) == 1 and not value.is_floating_point()
+    counts = given.get("start", 0) == 0 and given.get("step", 1) == 1 and value.dtype in WIDE
     return Positions(-1, Size.of(value.shape[0])) if counts else None
 
 
@@ -147,8 +149,8 @@ def _shifted(value: Tensor, given: Given, sign: int) -> Fact | None:
 
 def _same(value: Tensor, given: Given) -> Fact | None:
     x = given["self"]
-    wide = value.dtype in (torch.int32, torch.int64) if isinstance(x, Positions) else value.dtype == torch.bool
-    return x if wide else None
+    holds = value.dtype in WIDE if isinstance(x, Positions) else value.dtype == torch.bool
+    return x if holds else None
 
 
 def _unsqueezed(value: Tensor, given: Given) -> Fact | None:

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import CALLS, bools, r
+from graphs import CALLS, bools, draft, r
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from autotp.ops import dropout
+from autotp.ops.attention.causal_rows import causal_rows
+from autotp.ops.attention.zigzag import zigzag_rows
 from autotp.passes.lower.prove_rules import prove
 from autotp.passes.plan.infer_axes import infer_axes
 from autotp.rules.call import Call
@@ -148,6 +151,27 @@ def test_any_attention(data: st.DataObject, tp: int) -> None:
     causal = mask is None and data.draw(st.booleans())
     options = {"attn_mask": mask, "is_causal": causal, "enable_gqa": grouped}
     assert prove(aten.scaled_dot_product_attention.default, (query, key, value), options, tp) == []
+
+
+@pytest.mark.parametrize(
+    ("operator", "more", "mark"),
+    [
+        (aten.scaled_dot_product_attention.default, (), ""),
+        (aten.scaled_dot_product_attention.default, (None, 0.0, True), "!"),
+        (aten.scaled_dot_product_attention.default, (None, 0.1, False), "!"),
+        (dropout.fast_attention, (None, 0.1, False, None, False, 1), "!"),
+        (causal_rows, (0, None, False), "^"),
+        (zigzag_rows, (2, None, None, False), "!"),
+        (zigzag_rows, (2, 1, None, False), "^"),
+    ],
+)
+def test_whether_the_queries_of_an_attention_can_be_cut(operator: Any, more: tuple[Any, ...], mark: str) -> None:
+    """As they are, in a parallel form, or not: those of one rank have positions of their own."""
+    x = r(2, 3, 5, 4)
+    graph = draft(lambda call, q, k, v: call(operator, q, k, v, *more), q=x, k=x / 2, v=x / 3)
+    node = next(node for node in graph.nodes if node.target is operator)
+    (rows,) = (f for f in infer_axes(graph).bound[node].factors if f.ins.get(0) == 2)
+    assert rows.mark == mark
 
 
 @settings(deadline=None)

@@ -579,3 +579,23 @@ class Bare(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(size))
+
+
+class TwoStreams(nn.Module):
+    """Two causal streams, and a table of both that each of them reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 12), nn.Linear(4, 12)
+
+    def forward(self, x: Tensor, y: Tensor, table: Tensor) -> Tensor:
+        """x: [batch heads s 4], y: [batch heads t 4], table: [batch heads s t]"""
+        p = F.scaled_dot_product_attention(*self.a(x).chunk(3, -1), is_causal=True)
+        q = F.scaled_dot_product_attention(*self.b(y).chunk(3, -1), is_causal=True)
+        scores = torch.einsum("bhsd,bhtd->bhst", p, q) * table
+        return scores.square().mean() + (p.mean(-1) * table.sum(-1)).sum() + (q.mean(-1) * table.sum(-2)).sum()
+
+
+def two_streams() -> tuple[Tensor, ...]:
+    """Inputs of `TwoStreams`."""
+    return tuple(torch.randn(1, 2, *sizes, dtype=torch.float64) for sizes in ((6, 4), (9, 4), (6, 9)))

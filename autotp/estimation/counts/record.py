@@ -226,12 +226,8 @@ def fused_zigzag_rows(
     """
     bounds = pieces(key.shape[-2], parts, rank)
     rows = query.split([stop - start for start, stop in bounds], -2)
-    found = [
-        fused_causal_rows(x, key, value, start, scale, enable_gqa)
-        for x, (start, stop) in zip(rows, bounds, strict=True)
-        if stop > start
-    ]
-    return torch.cat(found, -2)
+    both = zip(rows, bounds, strict=True)
+    return torch.cat([fused_causal_rows(x, key, value, at[0], scale, enable_gqa) for x, at in both], -2)
 
 
 FUSED: dict[Any, Callable[..., Tensor]] = {

@@ -17,7 +17,6 @@ from torch.nn.attention.bias import causal_lower_right
 aten = torch.ops.aten
 FUSED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-
 Pieces = Sequence[tuple[int, int]]
 """The (start, stop) positions of consecutive rows."""
 
@@ -73,9 +72,9 @@ def alone(query: Tensor) -> Tensor:
 def _fused(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None, gqa: bool) -> Tensor:
     found = []
     for rows, (start, stop) in zip(query.split([b - a for a, b in pieces], -2), pieces, strict=True):
-        mask = causal_lower_right(stop - start, stop)
-        keys, values = key.narrow(-2, 0, stop), value.narrow(-2, 0, stop)
         if stop > start:
+            mask = causal_lower_right(stop - start, stop)
+            keys, values = key.narrow(-2, 0, stop), value.narrow(-2, 0, stop)
             found.append(F.scaled_dot_product_attention(rows, keys, values, mask, scale=scale, enable_gqa=gqa))
     return torch.cat(found, -2) if len(found) > 1 else found[0]
 

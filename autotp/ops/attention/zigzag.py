@@ -68,11 +68,11 @@ def zigzag_rows(
 # ---- example values, which assume nothing of lengths
 
 
-def like(x: Tensor, dim: int, parts: int) -> Tensor:
+def zigzag_like(x: Tensor, dim: int, parts: int) -> Tensor:
     """Returns a tensor without values, of the shape that `zigzag` and `in_order` return."""
     return x.new_empty(x.shape)
 
 
-def rows_like(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Tensor:
+def zigzag_rows_like(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Tensor:
     """Returns a tensor without values, of the shape that `zigzag_rows` returns."""
     return query.new_empty((*query.shape[:-1], value.shape[-1]))

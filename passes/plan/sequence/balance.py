@@ -42,6 +42,7 @@ class Balanced:
         graph: the graph.
         axes: its axes.
         decision: which operators are cut along which sequence.
+        sequences: those in the order of `zigzag`.
         keys: the operators that bring keys and values in order.
         balanced: the number of causal attentions with equal work on all ranks.
         reasons: why the others have not: a sentence for each.
@@ -50,6 +51,7 @@ class Balanced:
     graph: fx.Graph
     axes: Axes
     decision: Decision
+    sequences: tuple[Axis, ...] = ()
     keys: frozenset[fx.Node] = frozenset()
     balanced: int = 0
     reasons: tuple[str, ...] = ()
@@ -57,15 +59,15 @@ class Balanced:
 
 @dataclass(frozen=True)
 class Reading:
-    """An operator that reads a value in an order.
+    """An operator that reads a value.
 
     Attributes:
         operand: the value.
-        moved: True if it is brought into this order first.
+        order: the sequence in whose order the operator reads it; None for the model's order.
     """
 
     operand: fx.Node
-    moved: bool
+    order: Axis | None
 
 
 def balance(graph: fx.Graph, axes: Axes, decision: Decision, parts: int, randomness: str) -> Balanced:
@@ -79,7 +81,7 @@ def balance(graph: fx.Graph, axes: Axes, decision: Decision, parts: int, randomn
     have = propagate(graph, axes, decision.cuts, decision.held)
     attentions = [node for node in decision.cuts if _is_causal(node, axes, decision)]
     leaves = list(dict.fromkeys(find(decision.cuts[node]) for node in attentions))
-    against = {leaf: next(_needs_order(leaf, axes, decision, have, randomness), "") for leaf in leaves}
+    against = {leaf: next(_needs_order(graph, leaf, axes, decision, have, randomness), "") for leaf in leaves}
     chosen = [leaf for leaf in leaves if not against[leaf]]
     reasons = tuple(dict.fromkeys(filter(None, against.values())))
     if not chosen:
@@ -88,7 +90,9 @@ def balance(graph: fx.Graph, axes: Axes, decision: Decision, parts: int, randomn
     for node in graph.nodes:
         writing.visit(node)
     count = sum(_among(decision.cuts[node], chosen) is not None for node in attentions)
-    return Balanced(writing.builder.graph, writing.new_axes, writing.new, frozenset(writing.keys), count, reasons)
+    return Balanced(
+        writing.builder.graph, writing.new_axes, writing.new, tuple(chosen), frozenset(writing.keys), count, reasons
+    )
 
 
 def _is_causal(node: fx.Node, axes: Axes, decision: Decision) -> bool:
@@ -102,7 +106,9 @@ def _causal(node: fx.Node) -> bool:
     return bool(arguments.get("is_causal")) and not arguments.get("dropout_p")
 
 
-def _needs_order(leaf: Axis, axes: Axes, decision: Decision, have: Have, randomness: str) -> Iterator[str]:
+def _needs_order(
+    graph: fx.Graph, leaf: Axis, axes: Axes, decision: Decision, have: Have, randomness: str
+) -> Iterator[str]:
     """Yields why a sequence has to keep its order."""
     for node, cut in decision.cuts.items():
         factor = axes.bound[node].cuttable(cut)
@@ -118,10 +124,13 @@ def _needs_order(leaf: Axis, axes: Axes, decision: Decision, have: Have, randomn
                 yield f"{_name(node)} reads a sequence inside of a larger dimension"
         elif (factor.mark and not draws(node)) or not factor.ins:
             yield f"{_name(node)} depends on the order of rows"
-    for node in have:
-        for one in _readings(node, axes, decision, have, [leaf]):
-            if one.moved and _dim(axes, one.operand, leaf) is None:
-                yield f"{_name(node)} reads a sequence inside of a larger dimension"
+    for node in graph.nodes:
+        readings = list(_readings(node, axes, decision, have, [leaf]))
+        moved = [one for one in readings if one.order is not _order(one.operand, have, [leaf])]
+        if any(_dim(axes, one.operand, leaf) is None for one in moved):
+            yield f"{_name(node)} reads a sequence inside of a larger dimension"
+        if len({one.operand for one in readings}) < len(set(readings)):
+            yield f"{_name(node)} reads one value in two orders"
 
 
 def _name(node: fx.Node) -> str:
@@ -129,17 +138,16 @@ def _name(node: fx.Node) -> str:
 
 
 def _readings(node: fx.Node, axes: Axes, decision: Decision, have: Have, leaves: list[Axis]) -> Iterator[Reading]:
-    """Yields each operand of a node, and whether it is moved into another order before the node reads it."""
+    """Yields each operand of a node, with the order in which the node reads it."""
     leaf, bound = decision.cuts.get(node), axes.bound.get(node)
     if bound is None:  # A size is the same in each order, and an item of a tuple is in the order of the tuple.
-        reads = node.op == "output" or not isinstance(node.meta.get("val"), torch.Tensor | list | tuple)
+        keeps = node.op != "output" and isinstance(node.meta.get("val"), torch.Tensor | list | tuple)
         for operand in node.all_input_nodes if node.target is not aten.sym_size.int else ():
-            yield Reading(operand, reads and _order(operand, have, leaves) is not None)
+            yield Reading(operand, _order(operand, have, leaves) if keeps else None)
         return
     factor = bound.cuttable(leaf) if leaf is not None else None
     for i, operand in enumerate(bound.operands):
-        wanted = _among(leaf, leaves) if factor is not None and i in factor.ins else None
-        yield Reading(operand, _order(operand, have, leaves) is not wanted)
+        yield Reading(operand, _among(leaf, leaves) if factor is not None and i in factor.ins else None)
 
 
 def _order(node: fx.Node, have: Have, leaves: list[Axis]) -> Axis | None:
@@ -162,7 +170,7 @@ class _Writing:
     """The new graph, its axes and its decision.
 
     Attributes:
-        moved: (old node, order) -> its value in that order.
+        moved: (old node, sequence) -> its value in the order of this sequence, or of the model (None).
         keys: the operators that bring keys and values in order.
     """
 
@@ -172,7 +180,7 @@ class _Writing:
         self.axes, self.decision, self.have, self.leaves, self.parts = axes, decision, have, leaves, parts
         self.builder, self.new_axes = Builder(fake_mode_of(graph)), Axes()
         self.new = Decision(chosen=decision.chosen)
-        self.moved: dict[fx.Node, fx.Node] = {}
+        self.moved: dict[tuple[fx.Node, Axis | None], fx.Node] = {}
         self.keys: list[fx.Node] = []
 
     def visit(self, node: fx.Node) -> None:
@@ -180,9 +188,9 @@ class _Writing:
         if node.target is apart and (leaf := _order(node.args[0], self.have, self.leaves)) is not None:  # type: ignore[arg-type]
             self._apart(node, leaf)
             return
-        swapped = {one.operand: self._in_other_order(one.operand, node) for one in self._readings(node) if one.moved}
-        before = {operand: self.builder.env[operand] for operand in swapped}
-        self.builder.env.update(swapped)
+        readings = list(_readings(node, self.axes, self.decision, self.have, self.leaves))
+        before = {one.operand: self.builder.env[one.operand] for one in readings}
+        self.builder.env.update({one.operand: self._in(one.order, one.operand) for one in readings})
         leaf = _among(self.decision.cuts.get(node), self.leaves)
         if leaf is not None and node.target is ATTENTION and _causal(node):
             self._attention(node, leaf)
@@ -190,17 +198,19 @@ class _Writing:
             carry(self.builder.copy(node), node, self.axes, self.new_axes, self.decision, self.new)
         self.builder.env.update(before)
 
-    def _readings(self, node: fx.Node) -> Iterator[Reading]:
-        return _readings(node, self.axes, self.decision, self.have, self.leaves)
-
-    def _in_other_order(self, operand: fx.Node, reader: fx.Node) -> fx.Node:
-        """Returns a value in the order in which its operator does not leave it, moved once for all readers."""
-        if operand not in self.moved:
-            order = _order(operand, self.have, self.leaves)
-            leaf = order if order is not None else self.decision.cuts[reader]
-            move, dim = zigzag if order is None else in_order, _dim(self.axes, operand, leaf)
-            self.moved[operand] = self._called(move, self.builder.env[operand], dim, self.parts)
-        return self.moved[operand]
+    def _in(self, order: Axis | None, operand: fx.Node) -> fx.Node:
+        """Returns a value in an order. It is moved once for all readers."""
+        have = _order(operand, self.have, self.leaves)
+        if order is have:
+            return self.builder.env[operand]
+        if (operand, order) not in self.moved:
+            if order is None:
+                move, leaf, read = in_order, have, self.builder.env[operand]
+            else:
+                move, leaf, read = zigzag, order, self._in(None, operand)
+            assert leaf is not None
+            self.moved[operand, order] = self._called(move, read, _dim(self.axes, operand, leaf), self.parts)
+        return self.moved[operand, order]
 
     def _called(self, target: Any, *args: Any) -> fx.Node:
         new = self.builder.call(target, *args)

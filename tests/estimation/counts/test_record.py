@@ -3,10 +3,12 @@
 import torch
 from graphs import recorded_run as run
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from autotp.estimation.counts.record import Record
+from autotp.estimation.counts.record import Record, fused_zigzag_rows
 from autotp.ops import collectives
 from autotp.ops.async_linear import async_linear
+from autotp.sharding.partition import chunk_size
 
 
 def names(found: Record, *phases: str) -> list[str]:
@@ -42,6 +44,19 @@ def test_attention_is_one_operator_where_it_is_fused() -> None:
     (forward,) = [op for op in found.ops if op.phase == "forward"]
     assert forward.flops == 2 * 2 * 8 * 16 * 16 * 8 and forward.share == 0.5
     assert sum(op.flops for op in found.ops if op.phase == "backward") == 2 * forward.flops
+
+
+def test_causal_attention_of_a_balanced_part_reads_half_of_the_keys() -> None:
+    """The same for each rank; also where a rank has no rows, or a piece is empty."""
+
+    def flops(rank: int, length: int, parts: int) -> float:
+        q, k, v = (torch.empty(2, 4, n, 8, device="meta") for n in (chunk_size(length, parts, rank), length, length))
+        with FlopCounterMode(display=False) as counter:
+            fused_zigzag_rows(q, k, v, parts, rank, None, False)
+        return counter.get_total_flops()
+
+    assert [flops(rank, 32, 4) for rank in range(4)] == [2 * 2 * 8 * 8 * 16 * 8] * 4
+    assert [flops(rank, 3, 4) > 0 for rank in range(4)] == [True, True, True, False]
 
 
 def test_a_cpu_has_its_own_attention_and_views_take_time() -> None:

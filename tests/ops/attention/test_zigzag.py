@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autotp.ops.attention.zigzag import in_order, like, pieces, positions, rows_like, zigzag, zigzag_rows
+from autotp.ops.attention.zigzag import in_order, pieces, positions, zigzag, zigzag_like, zigzag_rows, zigzag_rows_like
 from autotp.sharding.partition import chunk_sizes
 
 LENGTHS = [0, 1, 2, 3, 5, 7, 8, 13, 24]
@@ -90,5 +90,5 @@ def test_both_pieces_keep_one_copy_of_repeated_keys() -> None:
 
 def test_example_values_have_the_shapes_of_results() -> None:
     q, k, v = inputs(6)
-    assert like(q, -2, 2).shape == zigzag(q, -2, 2).shape
-    assert rows_like(q[..., :3, :], k, v[..., :5], 2, 0, None, False).shape == (2, 4, 3, 5)
+    assert zigzag_like(q, -2, 2).shape == zigzag(q, -2, 2).shape
+    assert zigzag_rows_like(q[..., :3, :], k, v[..., :5], 2, 0, None, False).shape == (2, 4, 3, 5)

@@ -67,6 +67,9 @@ OTHERS = {
     "one-query-for-all": lambda x: (positions(x)[:1][:, None] <= positions(x)[:, None]).expand(-1, x.shape[-2]),
     "numbers": lambda x: torch.zeros(x.shape[-2], x.shape[-2], dtype=x.dtype).masked_fill(~below(x), -9.0),
     "by-twos": lambda x: (positions(x) * 2)[None] <= positions(x)[:, None],
+    "bytes": lambda x: (
+        torch.arange(x.shape[-2], dtype=torch.uint8)[None] <= torch.arange(x.shape[-2], dtype=torch.uint8)[:, None]
+    ),
     "halves": lambda x: torch.arange(x.shape[-2])[None] // 2 <= torch.arange(x.shape[-2])[:, None] // 2,
 }
 

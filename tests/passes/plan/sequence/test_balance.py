@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import gpt
+from small_models import TwoStreams, gpt, two_streams
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
@@ -61,10 +61,10 @@ def test_any_length(cp: int, length: int) -> None:
 class Attends(nn.Module):
     """Causal attention between linear layers, and something done to the rows."""
 
-    def __init__(self, rows: Any = lambda x: x, keys: int | None = None) -> None:
+    def __init__(self, rows: Any = lambda x: x) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
-        self.rows, self.keys = rows, keys
+        self.rows = rows
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch seq 12]"""
@@ -133,6 +133,39 @@ def test_the_plan_says_what_is_balanced_and_why_the_rest_is_not() -> None:
     assert plan.to_dict()["unbalanced"] == [why] and plan.to_dict()["balanced"] == 0
     assert f"balance     the last rank has the most work in causal attention: {why}" in str(plan)
     assert compare_calls(Across().double(), (given, {}), 1, Options(cp=2)).ok
+
+
+class Returns(Attends):
+    """Returns its rows in several shapes."""
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = (t.unflatten(-1, (4, 3)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        y = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.rows(y)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(lambda y: y, id="rows"),
+        pytest.param(lambda y: y.transpose(0, 1), id="transposed"),
+        pytest.param(lambda y: y.flatten(0, 1), id="rows-of-a-batch"),
+        pytest.param(lambda y: (y, y.flatten()), id="both"),
+    ],
+)
+def test_outputs_are_in_order(rows: Any) -> None:
+    model = Returns(rows).double()
+    report = compare_calls(model, find_inputs(model, INPUTS), 1, Options(cp=2, outputs="full"))
+    assert report.ok and report.worst.error < 1e-12, report
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+def test_two_sequences_that_read_each_other(cp: int) -> None:
+    """A value in the order of one is read in that of the other."""
+    model = TwoStreams().double()
+    report = compare_calls(model, (two_streams(), {}), 1, Options(cp=cp))
+    assert report.ok and report.worst.error < 1e-12, report
+    assert program(model, cp, *two_streams()).balanced == 2
 
 
 def test_a_graph_without_causal_attention_stays_as_it_is() -> None:
