@@ -18,7 +18,7 @@ from autotp.diagnostics.report import report
 from autotp.distributed.consistency import agree
 from autotp.distributed.mesh import make_mesh
 from autotp.errors import within
-from autotp.options import CheckInputs, Experts, Options, Outputs, Recompute
+from autotp.options import CheckInputs, Experts, Options, Outputs, Overlap, Recompute
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.runtime.build import build, expect_usable
@@ -39,6 +39,7 @@ def parallelize(
     experts: Experts = "width",
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
+    overlap: Overlap = "none",
     cp: int | None = None,
     without: Collection[str] = (),
     timeout: timedelta | None = None,
@@ -76,6 +77,8 @@ def parallelize(
             over gloo, which has no reduce-scatter).
         recompute: "full" keeps only the inputs of each numbered block for backward, and computes the block again there;
             "selective" computes the scores of attention again, where attention is not fused; "none" keeps everything.
+        overlap: "batch" computes a batch in two halves that take turns: while the partial sums of one half are added
+            over the ranks, the other half computes, in forward and in backward. A batch of one row is not divided.
         cp: context parallelism: the number of ranks that sequences are cut over. `tp * cp` ranks hold the model
             together and get the same batch; each computes a part of every sequence, and attention gathers keys and
             values. None means the size of the mesh's dimension "cp", or 1.
@@ -97,7 +100,7 @@ def parallelize(
         torch.Size([3, 4])
     """
     size = "".join(f", {name}={n}" for name, n in {"tp": tp, "cp": cp}.items() if n is not None)
-    settings = Options(outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute)
+    settings = Options(outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute, overlap)
 
     def run() -> ParallelModule:
         place = make_mesh(tp, mesh, device, timeout, cp)
@@ -115,6 +118,7 @@ def explain(
     outputs: Outputs = "auto",
     experts: Experts = "width",
     sequence_parallel: bool = False,
+    overlap: Overlap = "none",
     cp: int = 1,
     without: Collection[str] = (),
 ) -> Plan:
@@ -125,7 +129,7 @@ def explain(
     Args:
         model: an ordinary single-device model.
         tp: the number of ranks.
-        example_inputs, outputs, experts, sequence_parallel, cp, without: as for `parallelize`.
+        example_inputs, outputs, experts, sequence_parallel, overlap, cp, without: as for `parallelize`.
 
     Raises:
         Error: `parallelize` could not use the model or an option either.
@@ -140,7 +144,7 @@ def explain(
         2.weight [4, 16@tp]
     """
 
-    options = Options(outputs, experts, sequence_parallel, without, cp=cp)
+    options = Options(outputs, experts, sequence_parallel, without, overlap=overlap, cp=cp)
 
     def run() -> Plan:
         expect_usable("explain", model, tp, options)

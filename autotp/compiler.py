@@ -41,6 +41,7 @@ from autotp.passes.check.check import check
 from autotp.passes.check.sequence_order import expect_sequence_order
 from autotp.passes.check.types import Typed
 from autotp.passes.emit.bind import COMMUNICATING, bind
+from autotp.passes.emit.interleave import interleave
 from autotp.passes.emit.recompute import recompute
 from autotp.passes.lower.bucket import bucket
 from autotp.passes.lower.dce import dce
@@ -58,6 +59,8 @@ from autotp.passes.plan.candidate import Candidate
 from autotp.passes.plan.choose import Decision, choose, choose_as
 from autotp.passes.plan.decouple import decouple
 from autotp.passes.plan.experts import experts
+from autotp.passes.plan.halves.two_halves import AXIS as HALVES
+from autotp.passes.plan.halves.two_halves import batch_axes, merged
 from autotp.passes.plan.hoist import hoist
 from autotp.passes.plan.infer_axes import Axes, Factor, infer_axes
 from autotp.passes.plan.match import match
@@ -72,11 +75,13 @@ from autotp.passes.plan.propagate import Have, needs_grad, propagate
 from autotp.passes.plan.sequence.balance import Balanced, balance
 from autotp.passes.plan.sequence.causal_masks import causal_masks
 from autotp.passes.plan.sequence.context_parallel import context_parallel
+from autotp.passes.plan.sequence.cut_along import computed_whole, cut_along
 from autotp.passes.plan.sequence.equal_inputs import equal_inputs
 from autotp.passes.plan.sequence.separate_keys import joined_again
 from autotp.passes.plan.sequence.sequence_parallel import sequence_parallel
 from autotp.rules.call import operand_nodes, returned
 from autotp.rules.registry import USER_RULES
+from autotp.rules.traits import draws
 from autotp.sharding.axis import Axis
 from autotp.sharding.layout import Layout
 
@@ -127,11 +132,13 @@ class Program:
         tp: number of ranks.
         options: the user's options.
         cp_rank: the rank on the axis `cp`, whose graph is made, if sequences are cut over this axis.
-        whole: then, the graph before they are cut.
+        whole: then, or if the batch is computed in halves, the graph before they are cut.
         in_sequence: then, the number of operators that are cut.
         needs_sequence: then, the operators that need whole sequences, and compute on every rank.
         balanced: then, the number of causal attentions in which all ranks have equal work.
         unbalanced: then, why other causal attentions are not so: a sentence for each reason.
+        in_halves: the number of operators that compute the batch in halves.
+        needs_batch: then, the operators that need the whole batch.
         training: whether the model was in training.
         call: the state around the captured call.
         updated: placeholder names of the buffers whose new values `graph` returns last (functionalize).
@@ -161,6 +168,8 @@ class Program:
     needs_sequence: tuple[fx.Node, ...] = ()
     balanced: int = 0
     unbalanced: tuple[str, ...] = ()
+    in_halves: int = 0
+    needs_batch: tuple[fx.Node, ...] = ()
     updated: Sequence[str] = ()
     counts: fx.Graph | None = None
     by_rows: tuple[str, ...] = ()
@@ -395,6 +404,32 @@ def _row_independence(p: Program) -> Program:
     return p
 
 
+def _two_halves(p: Program) -> Program:
+    """Returns the program with a graph that computes the batch in two halves: NOTE [Halves are two ranks]."""
+    graph, axes = p.graph, p.axes
+    along = batch_axes(graph, axes, p.rows)
+    if not along:
+        return p  # A batch of one row.
+
+    def has_halves(node: fx.Node, factor: Factor, leaf: Axis) -> bool:
+        return _has_form(node, factor, leaf) and (p.options.randomness == "fast" or not draws(node))
+
+    learnt = needs_grad(graph, _sources_of(p, graph))
+    decision = cut_along(graph, axes, along, learnt, has_halves)
+    divided, needs_batch = len(decision.cuts), tuple(computed_whole(axes, decision, along, learnt))
+    graph, axes, decision = decompose(graph, axes, decision)
+    if p.options.optional("defer_reductions"):
+        graph, axes, decision = defer_reductions(graph, axes, decision)
+    differentiable = needs_grad(graph, _sources_of(p, graph))
+    graphs = []
+    for half in (0, 1):
+        to = Target(HALVES, 2, half, p.options.randomness)
+        graphs.append(dce(lower(graph, axes, decision, differentiable, to)))
+        check(graphs[-1], graph, {}, [*p.captured.parameters, *p.captured.inputs], to, {})
+    whole = p.whole or p.graph
+    return _decouple(replace(p, graph=dce(merged(graphs)), whole=whole, in_halves=divided, needs_batch=needs_batch))
+
+
 def _experts(p: Program) -> Program:
     graph, axes = experts(p.graph, p.axes, p.captured.parameters, p.tp)
     return replace(p, graph=graph, axes=axes)
@@ -470,12 +505,13 @@ def _outputs(p: Program) -> Program:
 
 
 PLAN = (
-    Pass("plan", "equal_inputs", _equal_inputs, _cuts_sequences),
+    Pass("plan", "equal_inputs", _equal_inputs, lambda options: options.cp > 1 or options.overlap == "batch"),
     Pass("plan", "causal_masks", lambda p: replace(p, graph=causal_masks(p.graph)), _cuts_sequences),
     Pass("plan", "context_parallel", _context_parallel, _cuts_sequences),
     Pass("plan", "decouple", _decouple),
     Pass("pipeline", "row_independence", _row_independence, lambda options: options.summed),
     Pass("plan", "experts", _experts, lambda options: options.experts == "expert"),
+    Pass("plan", "two_halves", _two_halves, lambda options: options.overlap == "batch"),
     Pass("lower", "prove_rules", _prove_rules),
     Pass("plan", "match", _match),
     Pass("plan", "choose", _choose),
@@ -783,6 +819,8 @@ def emitted(
         groups: mesh axis -> name of the process group; empty for a simulation.
     """
     bound = bind(graph, device, groups, program.captured.owned, settings.optional("in_place"))
+    if settings.overlap == "batch":
+        bound = interleave(bound)
     if not settings.optional("outline"):
         return fx.GraphModule(nn.Module(), bound)
     return recompute(bound, settings.recompute, program.updated)

@@ -14,6 +14,7 @@ Experts = Literal["width", "expert"]
 Randomness = Literal["fast", "exact"]
 CheckInputs = Literal["always", "first", "never"]
 Recompute = Literal["none", "selective", "full"]
+Overlap = Literal["none", "batch"]
 OPTIONAL = (
     "repeats", "cse", "balance", "defer_reductions", "hoist", "fuse_bias", "bucket", "overlap", "in_place", "outline",
 )  # fmt: skip
@@ -32,6 +33,7 @@ class Options:
         randomness: whether dropout draws the numbers of one device.
         check_inputs: when ranks compare their inputs.
         recompute: the values that backward computes again.
+        overlap: "batch": the two halves of a batch take turns, and one computes while the other communicates.
         cp: the number of context-parallel ranks, over which sequences are cut.
         summed: whether the graph returns only the loss, as a sum over the batch (`passes/pipeline/loss_totals.py`).
     """
@@ -43,6 +45,7 @@ class Options:
     randomness: Randomness = "fast"
     check_inputs: CheckInputs = "first"
     recompute: Recompute = "none"
+    overlap: Overlap = "none"
     cp: int = field(default=1, kw_only=True)
     summed: bool = field(default=False, kw_only=True)
 
@@ -73,11 +76,18 @@ def expect_choices(options: Options, more: Mapping[str, tuple[Any, ...]] = Mappi
         "experts": ("width", "expert"),
         "sequence_parallel": (True, False),
         "recompute": ("none", "selective", "full"),
+        "overlap": ("none", "batch"),
     }  # fmt: skip
     for name, value in vars(options).items():
         if name in allowed and value not in allowed[name]:
             raise Error(f"{name}={value!r}", expected=", ".join(map(repr, allowed[name])))
     if unknown := [name for name in options.without if name not in OPTIONAL]:
         raise Error(f"without={unknown}: there is no such pass", expected=", ".join(map(repr, OPTIONAL)))
+    if options.overlap == "batch" and options.sequence_parallel:
+        raise Error(
+            'overlap="batch" with sequence_parallel=True: no sum would run beside the other half of the batch',
+            fix='overlap="none"',
+            alternative="sequence_parallel=False",
+        )
     if "outline" in options.without and options.recompute != "none":
         raise Error("without=('outline',): recompute needs blocks, which outline makes", fix='recompute="none"')

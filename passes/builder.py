@@ -16,7 +16,9 @@ from torch.utils import _pytree as pytree
 from autotp.ops.attention.zigzag import in_order, zigzag, zigzag_like, zigzag_rows, zigzag_rows_like
 from autotp.ops.channels import conv_transpose, conv_transpose_like, convolution, convolution_like
 
-META = ("val", "stack_trace", "nn_module_stack")
+HALF = "half"
+"""The key of `node.meta` that tells which half of the batch an operator computes, 0 or 1; others compute the whole."""
+META = ("val", "stack_trace", "nn_module_stack", HALF)
 """The keys of `node.meta` that passes carry over; `val` is the example value."""
 
 

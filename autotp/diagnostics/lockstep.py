@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from autotp.compiler import Program, emitted
 from autotp.ops import collectives, custom_vjp
 from autotp.ops.async_linear import async_linear, products
+from autotp.ops.batch_halves.turns import finish, start_copy, start_reduce, wait_in_backward
 from autotp.ops.coalesced import together
 from autotp.ops.custom_vjp import Vjp
 from autotp.options import Options
@@ -195,11 +196,11 @@ class _Conjugate(torch.autograd.Function):
 
 def _conjugate(kind: str) -> Callable[..., Ranks]:
     def run(*xs: Tensor, rest: tuple[Any, ...]) -> Ranks:
-        if kind == "reduce" and rest == ("max",):
+        if kind == "reduce" and rest[:1] == ("max",):
             most = torch.stack([x.detach() for x in xs]).amax(0)
             return tuple(most.clone() for _ in xs)
-        if not rest:
-            return _Conjugate.apply(kind, rest, *xs)
+        if kind in ("copy", "reduce"):
+            return _Conjugate.apply(kind, (), *xs)
         moved = _Conjugate.apply(kind, (rest[0] % xs[0].dim(), *rest[1:]), *xs)
         return tuple(laid_out(y, order_of(x)) for x, y in zip(xs, moved, strict=True))
 
@@ -253,6 +254,10 @@ def _async_linear(arguments: Sequence[Sequence[Any]]) -> Sequence[tuple[Tensor, 
 
 COLLECTIVES: dict[Any, Callable[..., Any]] = {
     **{getattr(collectives, kind): _conjugate(kind) for kind in FORWARDS},
+    start_reduce: _conjugate("reduce"),
+    start_copy: _conjugate("copy"),
+    finish: lambda *xs, rest: xs,
+    wait_in_backward: lambda *xs, rest: xs,
     collectives.share: _share,
     together: _together,
     async_linear: _async_linear,

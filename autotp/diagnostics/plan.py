@@ -116,6 +116,7 @@ class Plan(Shown):
         in_sequence: the number of operators that are cut along a sequence over these.
         balanced: the number of causal attentions in which all of them have equal work (`balance`).
         unbalanced: why other causal attentions have not.
+        in_halves: the number of operators that compute the batch in halves; None without `overlap="batch"`.
         types: the types of the values that these operators return, such as `[b, s@cp, 3072@tp]` -> how many have it.
         source: the captured model, which `save_page` draws; only in what `explain` returns, and not a part of what is
             compared, copied by pickle or printed.
@@ -144,6 +145,7 @@ class Plan(Shown):
     in_sequence: int = 0
     balanced: int = 0
     unbalanced: tuple[str, ...] = ()
+    in_halves: int | None = None
     types: Mapping[str, int] = field(default_factory=dict)
     source: Any = field(default=None, compare=False)
 
@@ -193,6 +195,7 @@ class Plan(Shown):
             "in_sequence": self.in_sequence,
             "balanced": self.balanced,
             "unbalanced": list(self.unbalanced),
+            "in_halves": self.in_halves,
             "types": dict(self.types),
             "along_sequence": self.along_sequence,
             "outputs_that_stay_cut": [str(layout).replace("-1", "?") for layout in self.outputs],
@@ -240,6 +243,9 @@ def _totals(plan: Plan) -> Iterator[str]:
         alike = Counter(str(layout).replace("-1", "?") for layout in plan.outputs)
         held = ", ".join(f"{n} x {text}" if n > 1 else text for text, n in alike.items())
         yield f'outputs     {held} stay cut: autotp.gather makes them whole, or outputs="full"'
+    if plan.in_halves is not None:
+        taken = f"{plan.in_halves} operators compute the batch in halves, which take turns"
+        yield f"overlap     {taken if plan.in_halves else 'nothing: a batch of one row is not divided'}"
     if plan.cp > 1:
         yield f"over cp     {plan.in_sequence} operators are cut along the sequence, and parameters are whole"
         if plan.balanced:

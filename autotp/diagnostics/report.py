@@ -58,11 +58,12 @@ def report(analysis: Program, model: str, first: fx.Graph | None = None) -> Plan
     ranks = [sum(_count(lay.local_shape(r)) * dtypes[n] for n, lay in layouts) for r in range(analysis.tp)]
     count = traffic(first or flat_graph(analysis, 0, "fast"), analysis)
     outputs = tuple(layout for _, layout in sorted(analysis.local_outputs.items()))
-    everything = (*whole, *_unknown(analysis), *_needs_sequence(analysis))
+    everything = (*whole, *_unknown(analysis), *_needs_whole(analysis))
     return Plan(
         model, analysis.tp, cuts, everything, total, max(ranks), count, _along_sequence(analysis), outputs,
         cp=analysis.options.cp, in_sequence=analysis.in_sequence, types=_types_along_sequences(analysis),
         balanced=analysis.balanced, unbalanced=analysis.unbalanced,
+        in_halves=analysis.in_halves if analysis.options.overlap == "batch" else None,
     )  # fmt: skip
 
 
@@ -226,13 +227,15 @@ def _is_reduced(value: fx.Node, analysis: Program) -> bool:
     return factor is not None and not factor.outs and factor.summed
 
 
-def _needs_sequence(analysis: Program) -> Iterator[WholeRow]:
-    """Yields the operators that are not cut along the sequence, although a gradient flows through them."""
-    for node in analysis.needs_sequence:
+def _needs_whole(analysis: Program) -> Iterator[WholeRow]:
+    """Yields the operators that are not cut along the sequence or the batch, although a gradient flows through them."""
+    sequences = [(node, "it needs whole sequences: on every cp rank") for node in analysis.needs_sequence]
+    batches = [(node, "it needs the whole batch: the halves wait for each other") for node in analysis.needs_batch]
+    for node, why in (*sequences, *batches):
         value = node.meta["val"]
         shape = tuple(n if isinstance(n, int) else n.node.hint for n in getattr(value, "shape", ()))
         name = f"{layer_of(node)} {node.target}".strip()
-        yield WholeRow(name, shape, line_of(node), "it needs whole sequences: on every cp rank", operator=True)
+        yield WholeRow(name, shape, line_of(node), why, operator=True)
 
 
 def _unknown(analysis: Program) -> Iterator[WholeRow]:

@@ -16,7 +16,7 @@ from autotp.diagnostics.graph_text import INDENT, graph_text, size_text, sizes_o
 from autotp.diagnostics.report import report
 from autotp.errors import within
 from autotp.ops.eager_mode import uncollected
-from autotp.options import Experts, Options, Outputs, Recompute
+from autotp.options import Experts, Options, Outputs, Overlap, Recompute
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.pytree import signature_of, states
 from autotp.passes.capture.skeleton import skeleton_of
@@ -60,6 +60,7 @@ def stages(
     experts: Experts = "width",
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
+    overlap: Overlap = "none",
     cp: int = 1,
     without: Collection[str] = (),
 ) -> Stages:
@@ -73,7 +74,7 @@ def stages(
     Args:
         model: an ordinary single-device model.
         tp: the number of ranks.
-        example_inputs, outputs, experts, sequence_parallel, recompute, cp, without: as for `parallelize`.
+        example_inputs, outputs, experts, sequence_parallel, recompute, overlap, cp, without: as for `parallelize`.
 
     Raises:
         Error: as `parallelize`.
@@ -87,7 +88,7 @@ def stages(
         return [linear]
     """
 
-    options = Options(outputs, experts, sequence_parallel, without, recompute=recompute, cp=cp)
+    options = Options(outputs, experts, sequence_parallel, without, recompute=recompute, overlap=overlap, cp=cp)
 
     def run() -> Stages:
         expect_usable("stages", model, tp, options)

@@ -35,7 +35,7 @@ from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import Error, within
 from autotp.estimation.seconds.schedule import actions_of
 from autotp.model_library import keep_activations, recomputes
-from autotp.options import DEFAULTS, Experts, Options, Outputs, Recompute
+from autotp.options import DEFAULTS, Experts, Options, Outputs, Overlap, Recompute
 from autotp.passes.canonicalize.custom_vjp import fuse
 from autotp.passes.capture.captured import Captured, InputSize, OutputAt, contradicted
 from autotp.passes.capture.example_inputs import Inputs
@@ -448,6 +448,7 @@ def verify(
     experts: Experts = "width",
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
+    overlap: Overlap = "none",
     cp: int = 1,
     without: Collection[str] = (),
 ) -> Report:
@@ -466,7 +467,7 @@ def verify(
         tp: the number of ranks.
         pp, dp, microbatches, schedule, zero: as for `distribute`. The step that is compared is made of the rows of the
             example inputs, which are those of a microbatch. What torch's `fully_shard` does is not verified.
-        example_inputs, outputs, experts, sequence_parallel, recompute, cp, without: as for `parallelize`.
+        example_inputs, outputs, experts, sequence_parallel, recompute, overlap, cp, without: as for `parallelize`.
 
     Raises:
         Error: as `parallelize` or `distribute`; or the model is parallel already.
@@ -477,7 +478,7 @@ def verify(
         >>> assert report.ok, report
     """
 
-    settings = Options(outputs, experts, sequence_parallel, without, recompute=recompute, cp=cp)
+    settings = Options(outputs, experts, sequence_parallel, without, recompute=recompute, overlap=overlap, cp=cp)
     training = training_of(settings, microbatches, schedule, zero)
 
     def run() -> Report:
@@ -497,6 +498,7 @@ def training_of(settings: Options, microbatches: int, schedule: Schedule, zero: 
     return Training(
         outputs="local", sequence_parallel=settings.sequence_parallel, recompute=settings.recompute, summed=True,
         without=settings.without, microbatches=microbatches, schedule=schedule, zero=zero, cp=settings.cp,
+        overlap=settings.overlap,
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ from autotp.hf.files.configuration import (
     transformers_module,
 )
 from autotp.hf.processor_files import copy_beside
-from autotp.options import CheckInputs, Experts, Options, Outputs, Recompute
+from autotp.options import CheckInputs, Experts, Options, Outputs, Overlap, Recompute
 from autotp.runtime.build import build
 from autotp.runtime.holdings import parallel_of
 from autotp.runtime.module import ParallelModule
@@ -85,6 +85,7 @@ def from_pretrained(
     experts: Experts = "width",
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
+    overlap: Overlap = "none",
     cp: int | None = None,
     without: Collection[str] = (),
     timeout: timedelta | None = None,
@@ -104,7 +105,7 @@ def from_pretrained(
             raises Error.
         unexpected: "ignore" leaves out tensors that the model has no parameter for; "error" raises Error.
         tp, mesh, device, example_inputs, outputs, randomness, strict, check_inputs, experts, sequence_parallel,
-            recompute, cp, without, timeout: as for `parallelize`.
+            recompute, overlap, cp, without, timeout: as for `parallelize`.
 
     Raises:
         Error: on every rank. The folder has no checkpoint, or its configuration names code; a file is truncated,
@@ -123,7 +124,7 @@ def from_pretrained(
     """
     size = "" if tp is None else f", tp={tp}"
     given = {"path": path, "dtype": dtype, "model_class": model_class, "config": config, "strict": strict}
-    settings = Options(outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute)
+    settings = Options(outputs, experts, sequence_parallel, without, randomness, check_inputs, recompute, overlap)
     wanted = ModelArguments(dtype, model_class, config or {}, missing, unexpected)
 
     def run() -> ParallelModule:

@@ -16,6 +16,7 @@ from autotp.ops import channels, collectives, custom_vjp, dropout, lookup, place
 from autotp.ops import experts as routing
 from autotp.ops.attention.causal_rows import causal_rows
 from autotp.ops.attention.zigzag import in_order, zigzag, zigzag_rows
+from autotp.ops.batch_halves import halves
 from autotp.ops.grouped_mm import OPERATOR
 from autotp.ops.losses import cross_entropy, ctc_loss
 from autotp.rules import common as f
@@ -248,6 +249,8 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     dropout.fast_attention: Row(p.attention, T.RANDOM | T.ATTENTION),
     causal_rows: Row(p.attention, T.ATTENTION),
     zigzag_rows: Row(p.attention, T.ATTENTION),
+    halves.halves: Row(c.divided),
+    halves.joined: Row(c.joined),
     zigzag: Row(c.held),
     in_order: Row(c.held),
     dropout.empty_attention: Row(traits=T.ATTENTION),

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autotp.arguments import expect_arguments
 from autotp.distributed.mesh import TIMEOUT, expect_timeout, start, world_size
 from autotp.errors import Error, within
-from autotp.options import Recompute, expect_choices
+from autotp.options import Overlap, Recompute, expect_choices
 from autotp.runtime.build import expect_ordinary
 from autotp.runtime.torch_hooks.install import watched
 from autotp.training.pipeline.schedules import ENGINES, Schedule, Training
@@ -37,6 +37,7 @@ def distribute(
     randomness: Literal["fast", "exact"] = "fast",
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
+    overlap: Overlap = "none",
     zero: Literal[0, 1, 2, 3] = 0,
     compute_dtype: torch.dtype | None = None,
     loss_scaler: GradScaler | None = None,
@@ -58,8 +59,8 @@ def distribute(
         schedule: the order in which microbatches go through the pipeline, named as torch's schedules. Under
             "interleaved", "zero-bubble" and "zero-bubble-v" each rank has two stages.
         example_inputs: as for `parallelize`; tensors are those of one microbatch, [batch/dp/microbatches ...].
-        randomness, sequence_parallel, recompute: as for `parallelize`. Replicas, stages and microbatches draw masks of
-            their own, so that "exact" draws those of one device only where `tp` alone is larger than 1.
+        randomness, sequence_parallel, recompute, overlap: as for `parallelize`. Replicas, stages and microbatches draw
+            masks of their own, so that "exact" draws those of one device only where `tp` alone is larger than 1.
         zero: the stage of ZeRO (Rajbhandari et al. 2020), which says of which tensors a replica keeps only a part.
             1: the optimizer's state. 2: also the gradients between microbatches (in a pipeline torch's schedules reduce
             them once a step). 3: also the parameters between uses. With 1 to 3, parameters are `DTensor`s over "dp", as
@@ -92,6 +93,7 @@ def distribute(
     training = Training(
         outputs="local", sequence_parallel=sequence_parallel, randomness=randomness, recompute=recompute, summed=True,
         microbatches=microbatches, schedule=schedule, zero=zero, compute_dtype=compute_dtype, cp=cp,
+        overlap=overlap,
     )  # fmt: skip
 
     def run() -> Trainer:
@@ -112,6 +114,11 @@ def expect_training(training: Training, pp: int, dp: int, tp: int) -> None:
     for name, size in {"pp": pp, "dp": dp, "tp": tp, "cp": training.cp, "microbatches": training.microbatches}.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise Error(f"{name}={size!r} is not a whole number of 1 or more", fix=f"{name}=2")
+    if training.overlap == "batch" and ENGINES[training.schedule].halves:
+        raise Error(
+            f'overlap="batch" with schedule="{training.schedule}", which computes the gradients of weights later',
+            fix='overlap="none", or schedule="1F1B"',
+        )
 
 
 def _mesh(sizes: dict[str, int], timeout: timedelta) -> DeviceMesh:

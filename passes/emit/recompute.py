@@ -11,12 +11,15 @@ Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tra
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import nullcontext
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from autotp.ops.batch_halves.turns import recomputation
 from autotp.ops.eager_mode import is_plain
 from autotp.options import Recompute
 from autotp.passes.emit.outline import blocks, outlined
@@ -39,7 +42,15 @@ class Recomputed(nn.Module):
         plain = all(is_plain(x) for x in args if isinstance(x, Tensor)) or torch.compiler.is_compiling()
         if not plain or not torch.is_grad_enabled():
             return self.inner(*args)
-        return checkpoint(self._run, *args, use_reentrant=False, preserve_rng_state=self.draws)
+        if torch.compiler.is_compiling():
+            return checkpoint(self._run, *args, use_reentrant=False, preserve_rng_state=self.draws)
+        calls = count()
+
+        def run(*args: Any) -> Any:
+            with recomputation() if next(calls) else nullcontext():
+                return self._run(*args)
+
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=self.draws)
 
     def _run(self, *args: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():  # As around forward: backward calls this from outside of it.

@@ -86,7 +86,8 @@ def _mean_loss(op: Any, builder: Builder, args: dict[str, Any]) -> fx.Node:
 
 
 def _widened(builder: Builder, value: Any, dtype: torch.dtype) -> Any:
-    floating = isinstance(value, fx.Node) and value.meta["val"].is_floating_point()
+    example = value.meta["val"] if isinstance(value, fx.Node) else None
+    floating = isinstance(example, torch.Tensor) and example.is_floating_point()
     return builder.cast(value, dtype) if floating else value
 
 

@@ -115,6 +115,9 @@ class _Lowering:
         pieces = self.forms[source][placement]
         new = self.builder.raw(operator.getitem, (pieces, at))
         new.meta["val"] = pieces.meta["val"][at]
+        leaf = placement.axis if isinstance(placement, Shard) else None
+        cut = [d for d, axis in enumerate(self.axes.of(node)) if leaf is not None and touches(axis, leaf)]
+        self.local.learn(new, node.meta["val"], cut)
         self._give(node, new, placement)
 
     def _plain(self, node: fx.Node) -> None:

@@ -20,6 +20,7 @@ from torch import fx
 
 from autotp.errors import Error
 from autotp.ops.channels import conv_transpose, convolution
+from autotp.passes.builder import HALF
 from autotp.passes.plan.candidate import ATTENTION, MLP, Candidate, contracts, cut_values, maker, readers, root
 from autotp.passes.plan.infer_axes import Axes
 from autotp.sharding.axis import Axis, Size, find, leaves, touches
@@ -198,7 +199,8 @@ def _places(weight: fx.Node, candidate: Candidate, axes: Axes) -> float:
     for node, _ in candidate.nodes:
         operands = axes.bound[node].operands
         if _convolves(node, axes) and root(operands[1]) is weight:
-            return max(elements(node) // _channels(node), 1)
+            halves = 2 if HALF in node.meta else 1
+            return max(halves * elements(node) // _channels(node), 1)
     return float(NOMINAL**2)
 
 
@@ -247,12 +249,13 @@ def _cost(
 
 
 def elements(node: fx.Node) -> int:
-    """Returns the number of elements of a node's value at nominal batch and sequence."""
+    """Returns the number of elements of a node's value at nominal batch and sequence; of a half, half as many."""
     value = node.meta["val"]
     total = 0
     for tensor in value if isinstance(value, list | tuple) else [value]:
         size = Size.of(1)
         for n in tensor.shape if isinstance(tensor, torch.Tensor) else ():
             size = size * Size.of(n)
-        total += size.number * NOMINAL ** len(size.symbols)
+        halves = 2 if size.symbols and HALF in node.meta else 1
+        total += size.number * NOMINAL ** len(size.symbols) // halves
     return total

@@ -195,14 +195,15 @@ class Language(nn.Module):
 
 CUTS = [name for name in OPTIONAL if name != "outline"]
 """Those that a rank's graph is made by."""
-SEQUENCE = "sequence"
-PASSES = [*CUTS, SEQUENCE]
-PAIRS = list(itertools.combinations(PASSES, 2))
+SEQUENCE, BATCH = "sequence", "batch"
+PASSES = [*CUTS, SEQUENCE, BATCH]
+PAIRS = [pair for pair in itertools.combinations(PASSES, 2) if set(pair) != {SEQUENCE, BATCH}]
 
 
 def only(names: Collection[str]) -> dict[str, Any]:
     """The choices with these passes and no others of those that may be left out."""
-    return {"sequence_parallel": SEQUENCE in names, "without": tuple(name for name in CUTS if name not in names)}
+    choices = {"sequence_parallel": SEQUENCE in names, "overlap": "batch" if BATCH in names else "none"}
+    return {**choices, "without": tuple(name for name in CUTS if name not in names)}
 
 
 # ---- calls of operators: name -> operator, arguments, and perhaps a dictionary of keyword arguments

@@ -1,0 +1,194 @@
+"""Collectives in two steps, so that other work runs between the start of a sum and its end.
+
+In forward `start_reduce` starts a sum, and `finish` waits for it. In backward `start_copy` starts the sum of a
+gradient, and `wait_in_backward`, which stands before it in forward, waits for it. In compiled code and under transforms
+of torch.func the first of each pair does both steps.
+
+NOTE [When backward waits]
+Autograd runs, of the operators that are ready, the one that was recorded last. It would run a wait at once, before the
+backward of work that was recorded earlier and could run meanwhile. So `wait_in_backward` takes the place in this order
+of its `anchor`, the first operator of that work: then it runs after all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotp.ops.collectives import _seat, copy, naming_lost, reduce
+from autotp.ops.eager_mode import apply_plain, is_plain
+
+
+def start_reduce(x: Tensor, group: str | None, op: str = "sum", outside: bool = False, fresh: bool = False) -> Tensor:
+    """Starts `reduce`: returns a tensor that only `finish` may read. x: [...]
+
+    Args:
+        outside: whether another block has the `finish`; where a block is recomputed, nothing is started for it.
+    """
+    if _waits_at_once(x, group):
+        return reduce(x, group, op, fresh)
+    if outside and _recomputed:
+        return x
+    if op == "max":
+        return start(x.detach(), group, op)
+    started: Tensor = apply_plain(StartedReduce, x, group, fresh)
+    return started
+
+
+def finish(x: Tensor, group: str | None) -> Tensor:
+    """Returns the sum that `start_reduce` started. x: [...]"""
+    if torch.compiler.is_compiling() and group is not None and _seat(group)[1] > 1:
+        awaited: Tensor = Finished.apply(x, group)  # Code that is not compiled may have started the sum.
+        return awaited
+    if _waits_at_once(x, group):
+        return x
+    if not x.requires_grad:
+        return wait(x, group)
+    finished: Tensor = apply_plain(Finished, x, group)
+    return finished
+
+
+def start_copy(x: Tensor, group: str | None, fresh: bool = False) -> Tensor:
+    """Returns `copy(x)`, whose backward starts a sum that only `wait_in_backward` may read. x: [...]"""
+    if _waits_at_once(x, group) or not is_awaited(x):
+        return copy(x, group, fresh)
+    copied: Tensor = apply_plain(StartedCopy, x, group, fresh)
+    return copied
+
+
+def wait_in_backward(x: Tensor, group: str | None, anchor: Tensor) -> Tensor:
+    """Returns `x`; its backward waits for the sum of the gradient, after the backward of `anchor`'s turn. x: [...]
+
+    Args:
+        anchor: NOTE [When backward waits].
+    """
+    if _waits_at_once(x, group) or not x.requires_grad or (before := anchor.grad_fn) is None:
+        return x
+    waiting: Tensor = apply_plain(WaitInBackward, x, group, before._sequence_nr())
+    return waiting
+
+
+def _waits_at_once(x: Tensor, group: str | None) -> bool:
+    return group is None or not is_plain(x) or _seat(group)[1] == 1
+
+
+def is_awaited(x: Tensor) -> bool:
+    """True for a result of `wait_in_backward`: the sum of its gradient may be running when it is handed back."""
+    return isinstance(x.grad_fn, WaitInBackward._backward_cls)
+
+
+def start(x: Tensor, group: str | None, op: str = "sum", fresh: bool = False) -> Tensor:
+    """Starts an all-reduce; returns the tensor of its result, which is not there yet."""
+    name = "all_reduce_" if fresh and x.is_contiguous() else "all_reduce"
+    with naming_lost(name, str(group)):
+        started = _sent(name, x, op, group)
+    if _recomputed:
+        _recomputed[-1].append((started, group))
+    return started
+
+
+_recomputed: list[list[tuple[Tensor, str | None]]] = []
+"""For each recomputation that runs, the sums that it has started."""
+
+
+@contextmanager
+def recomputation() -> Iterator[None]:
+    """A region that computes a block again, and may end early: at its end it waits for all that it has started."""
+    _recomputed.append([])
+    try:
+        yield
+    finally:
+        for started, group in _recomputed.pop():
+            wait(started, group)
+
+
+def wait(x: Tensor, group: str | None) -> Tensor:
+    """Waits until a running collective has made `x`, and returns it."""
+    if torch.compiler.is_compiling():
+        return _received(x)
+    with naming_lost("all_reduce", str(group)):
+        return _received(x)
+
+
+def _sent(name: str, x: Tensor, op: str, group: str | None) -> Tensor:
+    started: Tensor = getattr(torch.ops._c10d_functional, name)(x, op, group)
+    return started
+
+
+def _received(x: Tensor) -> Tensor:
+    received: Tensor = torch.ops._c10d_functional.wait_tensor(x)  # It returns at once if nothing runs for `x`.
+    return received
+
+
+class StartedReduce(torch.autograd.Function):
+    """The start of an all-reduce; its backward is `copy`."""
+
+    @staticmethod
+    def forward(x: Tensor, group: str, fresh: bool) -> Tensor:
+        return start(x, group, "sum", fresh)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Tensor) -> None:
+        ctx.group = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return (copy(grad, ctx.group) if torch.is_grad_enabled() else grad), None, None
+
+
+class Finished(torch.autograd.Function):
+    """The end of an all-reduce; its backward is the identity."""
+
+    @staticmethod
+    def forward(x: Tensor, group: str) -> Tensor:
+        return wait(x, group).view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class StartedCopy(torch.autograd.Function):
+    """The identity, whose backward starts an all-reduce."""
+
+    @staticmethod
+    def forward(x: Tensor, group: str, fresh: bool) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Tensor) -> None:
+        ctx.group, ctx.fresh = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return (reduce(grad, ctx.group) if waits_now() else start(grad, ctx.group, fresh=ctx.fresh)), None, None
+
+
+class WaitInBackward(torch.autograd.Function):
+    """The identity, whose backward waits for a running all-reduce."""
+
+    @staticmethod
+    def forward(x: Tensor, group: str, number: int) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Tensor) -> None:
+        ctx.group = inputs[1]
+        ctx._set_sequence_nr(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return (grad if waits_now() else wait(grad, ctx.group)), None, None
+
+
+def waits_now() -> bool:
+    """True in a backward in which others read gradients at once: one that is differentiated, or searched for NaN."""
+    return torch.is_grad_enabled() or torch.is_anomaly_enabled()

@@ -1,0 +1,208 @@
+"""interleave: lets the halves of a batch take turns, so that one computes while the other communicates.
+
+    Before: r0 = reduce(linear(x0, w)); r1 = reduce(linear(x1, w)); y0 = norm(r0); y1 = norm(r1)
+    After:  p0 = start_reduce(linear(x0, w)); p1 = start_reduce(linear(x1, w))
+            y0 = norm(finish(p0)); y1 = norm(finish(p1))
+
+A turn is the operators of one half up to the first that reads a sum which this turn has started. Then the other half
+has its turn, while the sum runs. In backward the turns come in reverse order: a product's gradient is summed while the
+turn before it has its backward (`autotp/ops/batch_halves/turns.py`).
+
+The operators and what they read stay as they are. Random draws of one half keep their order, and an operator that
+writes into its input stays behind the others that read it. A turn that ends one block and begins another belongs to
+the other, so that the operators of a block follow one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.ops import collectives
+from autotp.ops.async_linear import async_linear
+from autotp.ops.batch_halves.turns import finish, start_copy, start_reduce, wait_in_backward
+from autotp.passes.builder import HALF
+from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
+from autotp.rules.row import Trait
+from autotp.rules.traits import draws, has
+from autotp.source_location import block_of
+
+
+def interleave(graph: fx.Graph) -> fx.Graph:
+    """Returns the same function, in which the halves take turns. Its nodes are those of a bound graph."""
+    if any(node.target in (enter_autocast, exit_autocast) for node in graph.nodes):
+        return graph
+    turns = list(_Turns(graph).all())
+    _name_blocks(turns)
+    writing = _Writing()
+    for turn in turns:
+        writing.turn(turn)
+    return writing.graph
+
+
+Turn = list[fx.Node]
+
+
+class _Turns:
+    """The order of a graph's operators.
+
+    Attributes:
+        halves: the operators of each half that have not had a turn, in order.
+        behind: node -> other nodes that must run before it.
+        done: the nodes that have had a turn.
+        started: the sums that the present turn has started.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.halves = [[n for n in reversed(graph.nodes) if n.meta.get(HALF) == half] for half in (0, 1)]
+        self.behind = dict(_order(graph))
+        self.done = set[fx.Node]()
+        self.started = set[fx.Node]()
+
+    def all(self) -> Iterator[Turn]:
+        """Yields the turns; their operators in this order are the graph's."""
+        stored = [node for node in self.graph.nodes if node.op in ("placeholder", "get_attr")]
+        self.done.update(stored)
+        yield stored
+        half = 0
+        while any(self.halves):
+            if turn := self._turn(half):
+                yield turn
+            half = 1 - half
+        yield [node for node in self.graph.nodes if node not in self.done]
+
+    def _turn(self, half: int) -> Turn:
+        """Returns the operators up to the first that reads what this turn has started, if the other half has work."""
+        turn: Turn = []
+        self.started.clear()
+        left, others = self.halves[half], self.halves[1 - half]
+        while left:
+            needed = self._needed(left[-1])
+            if others and any(n in self.started for node in needed for n in node.all_input_nodes):
+                break
+            left.pop()
+            turn += needed
+            self.done.update(needed)
+            self.started |= {node for node in needed if _is_sum(node)}
+        return turn
+
+    def _needed(self, node: fx.Node) -> list[fx.Node]:
+        """Returns a node and all that must run before it, in an order in which they can run."""
+        found, stack = dict[fx.Node, None](), [(node, False)]
+        while stack:
+            one, ready = stack.pop()
+            if one in self.done or one in found:
+                continue
+            if ready:
+                found[one] = None
+            else:
+                stack.append((one, True))
+                stack += [(before, False) for before in (*one.all_input_nodes, *self.behind.get(one, ()))]
+        return list(found)
+
+
+def _order(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+    """Yields nodes with other nodes that must run before them although they do not read these."""
+    at = {node: i for i, node in enumerate(graph.nodes)}
+    drawn: dict[int | None, fx.Node] = {}
+    for node in graph.nodes:
+        before = [user for x in _overwritten(node) for user in x.users if at[user] < at[node]]
+        if draws(node):
+            half = node.meta.get(HALF)
+            before += [one for key, one in drawn.items() if half is None or key in (half, None)]
+            drawn[half] = node
+        if before:
+            yield node, before
+
+
+def _overwritten(node: fx.Node) -> Iterator[fx.Node]:
+    """Yields the values that an operator writes into, and those that they are views of."""
+    mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    if not mutable and not node.kwargs.get("fresh"):
+        return
+    x = node.args[0]
+    while isinstance(x, fx.Node):
+        yield x
+        x = x.args[0] if has(x.target, Trait.RESHAPE) and x.args else None
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """True for a sum over ranks of one half, which can run while the other half computes."""
+    return node.target is collectives.reduce and HALF in node.meta
+
+
+def _name_blocks(turns: Collection[Turn]) -> None:
+    """Gives the operators of a turn the block of its last operator."""
+    for turn in turns:
+        halves = [node for node in turn if HALF in node.meta]
+        if halves and len({block_of(node) for node in halves}) > 1:
+            stack = halves[-1].meta.get("nn_module_stack")
+            for node in turn:
+                if node.op == "call_function":
+                    node.meta["nn_module_stack"] = stack
+
+
+class _Writing:
+    """The new graph.
+
+    Attributes:
+        env: old node -> new node.
+        running: the sums that no operator has waited for.
+        anchor, first: in the turn before and in this turn, the first value that may have a gradient.
+    """
+
+    def __init__(self) -> None:
+        self.graph, self.env = fx.Graph(), dict[fx.Node, fx.Node]()
+        self.running = set[fx.Node]()
+        self.anchor: fx.Node | None = None
+        self.first: fx.Node | None = None
+
+    def turn(self, turn: Turn) -> None:
+        """Writes the operators of a turn."""
+        self.anchor, self.first = self.first, None
+        for node in turn:
+            for x in node.all_input_nodes:
+                if x in self.running:
+                    self.running.remove(x)
+                    started = self.env[x]
+                    if block_of(node) != block_of(started):
+                        started.args = (*started.args, "sum", True)[:4]
+                    self.env[x] = self._call(finish, node, x, started, x.args[1])
+            self._write(node)
+
+    def _write(self, node: fx.Node) -> None:
+        new = self.env[node] = self.graph.node_copy(node, lambda old: self.env[old])
+        if _is_sum(node):
+            new.target = start_reduce
+            self.running.add(node)
+        elif _sums_in_backward(node) and self.anchor is not None:
+            x: Any = node.args[0]
+            with self.graph.inserting_before(new):
+                read = self._call(wait_in_backward, node, x, self.env[x], node.args[1], self.anchor)
+            new.args = (read, *new.args[1:])
+            new.target = start_copy if node.target is collectives.copy else new.target
+        elif self.first is None and HALF in node.meta and _is_floating(node):
+            self.first = new
+
+    def _call(self, target: Callable[..., Any], reader: fx.Node, x: fx.Node, *args: Any) -> fx.Node:
+        """Writes a call in the block of its reader, with the example value of `x`."""
+        new = self.graph.call_function(target, args)
+        new.meta = {**reader.meta, "val": x.meta["val"]}
+        if self.first is None:
+            self.first = new
+        return new
+
+
+def _sums_in_backward(node: fx.Node) -> bool:
+    """True for an operator of one half whose backward adds a gradient over ranks."""
+    copies = node.target is collectives.copy or (node.target is async_linear and node.args[2] is None)
+    return copies and HALF in node.meta and _is_floating(node.args[0])
+
+
+def _is_floating(node: Any) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()

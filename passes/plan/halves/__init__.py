@@ -1,0 +1,1 @@
+"""Computes a batch in two halves, so that one computes while the other communicates."""

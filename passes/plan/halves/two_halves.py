@@ -1,0 +1,191 @@
+"""two_halves: computes a batch in two halves, in one graph.
+
+    Before: y = linear(x, w); z = gelu(y); loss = mean(z)
+    After:  x0, x1 = halves(x, 0); y0 = linear(x0, w); y1 = linear(x1, w); z0 = gelu(y0); z1 = gelu(y1)
+            loss = mean(joined(z0, z1, 0))
+
+NOTE [Halves are two ranks of one process]
+The batch is cut as over a mesh axis with two ranks that share one process and its parameters. So the same functions
+plan, lower and check the two ranks' graphs, and `merged` makes one graph of both. There a scatter is `halves`, a gather
+is `joined`, and a sum over the two ranks is an addition. What both ranks compute of the same values is computed once.
+Autograd adds the gradients of a value that both halves read: a copy needs nothing. An operator that mixes rows (a batch
+norm, a mean with a divisor) reads the whole batch, so no proof of independent rows is needed.
+
+Random numbers are drawn for the whole batch, in the order of one device.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.errors import Error
+from autotp.ops.batch_halves.halves import halves, joined
+from autotp.ops.collectives import all_gather, copy, gather, reduce, reduce_scatter, scatter
+from autotp.ops.placement_moves import first
+from autotp.passes.builder import HALF, Builder, fake_mode_of
+from autotp.passes.plan.infer_axes import Axes
+from autotp.sharding.axis import Axis, leaves
+from autotp.source_location import line_of
+
+aten = torch.ops.aten
+AXIS = "half"
+"""The name of the mesh axis whose two ranks are the halves."""
+
+
+def batch_axes(graph: fx.Graph, axes: Axes, rows: Collection[str]) -> list[Axis]:
+    """Returns the axes of the batch.
+
+    Args:
+        rows: placeholder names of the inputs that are a batch, along their first dimension.
+    """
+    given = [node for node in graph.nodes if node.op == "placeholder" and node.name in rows]
+    return list(dict.fromkeys(next(leaves(axes.of(node)[0])) for node in given if node.meta["val"].shape[0] != 1))
+
+
+def merged(graphs: Sequence[fx.Graph]) -> fx.Graph:
+    """Returns one graph of the graphs of both halves.
+
+    Args:
+        graphs: the lowered graphs of the two ranks of the axis `AXIS`.
+    """
+    merging = _Merging(Builder(fake_mode_of(graphs[0])))
+    for pair in zip(*(graph.nodes for graph in graphs), strict=True):
+        merging.visit(pair)
+    return merging.builder.graph
+
+
+Pair = tuple[fx.Node, fx.Node]
+
+
+@dataclass
+class _Merging:
+    """The graph of both halves.
+
+    Attributes:
+        env: for each half: node of its graph -> node of the new graph.
+    """
+
+    builder: Builder
+
+    def __post_init__(self) -> None:
+        self.env: tuple[dict[fx.Node, fx.Node], dict[fx.Node, fx.Node]] = {}, {}
+
+    def visit(self, pair: Pair) -> None:
+        """Writes an operator of both halves."""
+        self.builder.origin = pair[0]
+        if any(node.op != pair[0].op or node.target is not pair[0].target for node in pair) and not _is_named(pair[0]):
+            raise Error(f"the halves of a batch are computed by other operators: {pair}", at=line_of(pair[0]))
+        if pair[0].target in MOVES and pair[0].args[1] == AXIS:
+            self._give(pair, *MOVES[pair[0].target](self, pair))
+            return
+        given = [self._mapped(half, (node.args, node.kwargs)) for half, node in enumerate(pair)]
+        if _typed(given[0]) == _typed(given[1]) or _is_one_size(pair):
+            new = self._written(pair[0], given[0], None)
+            self._give(pair, new, new)
+        else:
+            self._give(pair, *(self._written(node, given[half], half) for half, node in enumerate(pair)))
+
+    def _written(self, node: fx.Node, given: tuple[Any, Any], half: int | None) -> fx.Node:
+        new = self.builder.graph.create_node(node.op, node.target, *given, name=node.name)
+        new.meta = dict(node.meta) if half is None else {**node.meta, HALF: half}
+        return new
+
+    def _mapped(self, half: int, value: Any) -> Any:
+        return fx.map_arg(value, lambda node: self.env[half][node])
+
+    def _give(self, pair: Pair, a: fx.Node, b: fx.Node) -> None:
+        self.env[0][pair[0]], self.env[1][pair[1]] = a, b
+
+    def operands(self, pair: Pair) -> tuple[fx.Node, fx.Node]:
+        """Returns the first operands of an operator in the new graph."""
+        return self.env[0][pair[0].args[0]], self.env[1][pair[1].args[0]]  # type: ignore[index]
+
+    def call(self, like: fx.Node | None, target: Callable[..., Any], *args: Any) -> fx.Node:
+        """Writes a call, with the example value of `like`."""
+        new = self.builder.raw(target, args)
+        if like is not None:
+            new.meta["val"] = like.meta["val"]
+        return new
+
+    def divided(self, pair: Pair, x: fx.Node, dim: int, block: int) -> tuple[fx.Node, fx.Node]:
+        """Writes the halves of a tensor."""
+        both = self.call(None, halves, x, dim, block)
+        both.meta["val"] = [node.meta["val"] for node in pair]
+        a, b = (self.call(node, operator.getitem, both, i) for i, node in enumerate(pair))
+        return a, b
+
+
+def _is_one_size(pair: Pair) -> bool:
+    """True for the size of an undivided dimension, which each half reads off a value of its own."""
+    a, b = (node.meta.get("val") for node in pair)
+    return isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt) and a.node.expr == b.node.expr
+
+
+def _is_named(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "output")
+
+
+def _typed(value: Any) -> Any:
+    """Returns arguments as a key, in which 1, 1.0 and True differ."""
+    if isinstance(value, tuple | list):
+        return tuple(_typed(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((name, _typed(item)) for name, item in value.items())
+    return type(value), str(value) if isinstance(value, slice) else value
+
+
+def _where(pair: Pair) -> tuple[int, int]:
+    """Returns the dimension along which a conjugate moves a value, and the number of positions that stay together."""
+    _, _, dim, _, block = (*pair[0].args, 1)[:5]
+    return dim % pair[0].args[0].meta["val"].dim(), block  # type: ignore[union-attr, return-value]
+
+
+def _same(merging: _Merging, pair: Pair) -> tuple[fx.Node, fx.Node]:
+    """A copy: both halves read it. A `first`: both have the same numbers, and one gets the gradient."""
+    a, b = merging.operands(pair)
+    return (a, b) if pair[0].target is copy else (a, a)
+
+
+def _scattered(merging: _Merging, pair: Pair) -> tuple[fx.Node, fx.Node]:
+    a, b = merging.operands(pair)
+    if a is not b:
+        raise Error("a value that both halves compute for themselves cannot be divided", at=line_of(pair[0]))
+    return merging.divided(pair, a, *_where(pair))
+
+
+def _gathered(merging: _Merging, pair: Pair) -> tuple[fx.Node, fx.Node]:
+    new = merging.call(pair[0], joined, *merging.operands(pair), _where(pair)[0])
+    return new, new
+
+
+def _summed(merging: _Merging, pair: Pair) -> fx.Node:
+    a, b = merging.operands(pair)
+    most = (*pair[0].args, "sum")[2] == "max" and pair[0].target is reduce
+    return merging.call(pair[0].args[0], aten.maximum.default if most else aten.add.Tensor, a, b)  # type: ignore[arg-type]
+
+
+def _reduced(merging: _Merging, pair: Pair) -> tuple[fx.Node, fx.Node]:
+    new = _summed(merging, pair)
+    return new, new
+
+
+def _reduce_scattered(merging: _Merging, pair: Pair) -> tuple[fx.Node, fx.Node]:
+    return merging.divided(pair, _summed(merging, pair), *_where(pair))
+
+
+MOVES: dict[Any, Callable[[_Merging, Pair], tuple[fx.Node, fx.Node]]] = {
+    copy: _same,
+    first: _same,
+    scatter: _scattered,
+    gather: _gathered,
+    all_gather: _gathered,
+    reduce: _reduced,
+    reduce_scatter: _reduce_scattered,
+}
+"""What a conjugate of two ranks is in the graph of both."""

@@ -1,0 +1,360 @@
+"""interleave: halves take turns, sums run beside the other half, and nothing reads a sum that still runs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from small_models import gpt as small
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autotp
+from autotp.compiler import analyse, rank_graph
+from autotp.ops import collectives
+from autotp.ops.batch_halves import turns
+from autotp.ops.batch_halves.turns import finish, start_reduce, wait_in_backward
+from autotp.options import Options
+from autotp.passes.builder import HALF
+from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.emit.bind import bind
+from autotp.passes.emit.interleave import interleave
+from autotp.rules.traits import draws
+from autotp.source_location import block_of
+
+
+def gpt(layers: int = 2, dropout: float = 0.0) -> nn.Module:
+    return small(0, n_layer=layers, n_head=4, n_embd=16, vocab_size=28, dropout=dropout)
+
+
+TOKENS = torch.randint(27, (4, 7), generator=torch.Generator().manual_seed(0))
+CALL = {"tokens": TOKENS, "labels": TOKENS}
+
+
+def bound(model: nn.Module, call: dict[str, Any] = CALL, tp: int = 2) -> fx.Graph:
+    """The bound graph of the first rank, whose halves are side by side."""
+    options = Options(overlap="batch")
+    program = analyse(skeleton_of(model), (), call, tp, options)
+    return bind(rank_graph(program, 0, "fast"), torch.device("cpu"), {"tp": "tp"})
+
+
+def test_the_same_operators_on_the_same_operands() -> None:
+    before = bound(gpt(dropout=0.1))
+    after = interleave(before)
+    assert [n.name for n in before.nodes if n.op == "placeholder"] == [
+        n.name for n in after.nodes if n.op == "placeholder"
+    ]
+    new = {node.name: node for node in after.nodes}
+
+    def operands(node: fx.Node) -> list[str]:
+        """Names of operands, without the waits between."""
+        found = []
+        for x in node.all_input_nodes:
+            while x.target in (finish, wait_in_backward):
+                x = x.args[0]  # type: ignore[assignment]
+            found.append(x.name)
+        return found
+
+    assert len(new) - len(before.nodes) == sum(n.target in (finish, wait_in_backward) for n in after.nodes) > 0
+    for node in before.nodes:
+        assert operands(new[node.name]) == operands(node), node
+
+
+def test_each_sum_runs_beside_the_other_half() -> None:
+    """Between the start of a half's sum and its end there is a product of the other half, but for the embedding."""
+    nodes = list(interleave(bound(gpt(layers=3))).nodes)
+    at = {node: i for i, node in enumerate(nodes)}
+    starts = [node for node in nodes if node.target is start_reduce and len(node.args) == 2]
+    starts += [node for node in nodes if node.target is start_reduce and len(node.args) == 4 and node.args[2] == "sum"]
+    beside = 0
+    for start in starts:
+        (end,) = start.users
+        between = nodes[at[start] : at[end]]
+        products = [n for n in between if "linear" in str(n.target) and n.meta.get(HALF) == 1 - start.meta[HALF]]
+        beside += bool(products)
+    assert beside >= 2 * (2 * 3)  # Attention and MLP of three blocks, in both halves.
+
+
+def test_operators_of_a_block_follow_one_another() -> None:
+    nodes = [n for n in interleave(bound(gpt(layers=3))).nodes if HALF in n.meta]
+    names = [block_of(node) for node in nodes]
+    changes = [b for a, b in pairwise(names) if a != b]
+    assert len(changes) == len(set(changes)) <= 4, changes
+
+
+def test_random_draws_keep_their_order() -> None:
+    before = bound(gpt(dropout=0.1))
+    for half in (0, 1, None):
+        drawn = [
+            [n.name for n in g.nodes if draws(n) and n.meta.get(HALF) == half] for g in (before, interleave(before))
+        ]
+        assert drawn[0] == drawn[1]
+
+
+def test_an_operator_that_overwrites_stays_behind_other_readers() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.ops.aten.linear.default, (x, x))
+    z = graph.call_function(torch.ops.aten.mul.Tensor, (y, y))
+    w = graph.call_function(collectives.reduce, (y, "0"), {"fresh": True})
+    graph.output((z, w))
+    for node in (y, z, w):
+        node.meta.update({"val": torch.empty(2, 2, device="meta"), HALF: 0 if node is not z else 1})
+    order = [node.name for node in interleave(graph).nodes]
+    assert order.index(z.name) < order.index(w.name)
+
+
+class Marked(TorchDispatchMode):
+    """Records the starts and ends of sums, and the work of blocks that is not a product with a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        marks = {"all_reduce": "start", "wait_tensor": "end", "gelu": "work", "attention": "work"}
+        self.seen += [mark for part, mark in marks.items() if part in str(op)][:1]
+        return op(*args, **(kwargs or {}))
+
+
+def exposed(seen: list[str]) -> int:
+    """How many sums have no such work between their start and their end; sums end in order."""
+    running: list[bool] = []
+    found = 0
+    for mark in seen:
+        if mark == "start":
+            running.append(False)
+        elif mark == "end" and running:
+            found += not running.pop(0)
+        elif mark == "work":
+            running = [True] * len(running)
+    return found
+
+
+def traced(rank: int, n: int, layers: int, given: dict[str, Any]) -> list[str]:
+    model = autotp.parallelize(gpt(layers), **given)
+    with Marked() as marked:
+        model(**CALL).backward()
+    return marked.seen
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_sums_run_beside_the_other_half_in_forward_and_backward(layers: int) -> None:
+    """Alone is the last sum of forward, of the second half's last block, and the last of backward."""
+    seen, plain = (run_ranks(traced, 2, layers, {"overlap": how})[0] for how in ("batch", "none"))
+    assert seen.count("start") == 2 * plain.count("start") == 2 * 4 * layers
+    assert exposed(plain) == 4 * layers
+    assert exposed(seen) == 2
+
+
+def test_a_recomputation_sends_no_sum_that_is_for_the_next_block() -> None:
+    """Of the sums of forward, it sends again that of attention only."""
+    for how, halves in (("batch", 2), ("none", 1)):
+        seen = run_ranks(traced, 2, 2, {"overlap": how, "recompute": "full"})[0]
+        assert seen.count("start") == halves * (4 * 2 + 2)
+
+
+# ---- numbers, where the tensor of a running sum is full of NaN
+
+
+def end_late() -> None:
+    """Makes the result of each sum NaN until it is waited for. (In a process of its own.)"""
+    sums: dict[int, Tensor] = {}
+
+    def sent(name: str, x: Tensor, op: str, group: str) -> Tensor:
+        total = collectives.communicate("all_reduce", x, op, group)
+        out = x if name.endswith("_") else torch.empty_like(x)
+        out.data.fill_(float("nan"))
+        sums[out.data_ptr()] = total
+        return out
+
+    def received(x: Tensor) -> Tensor:
+        if x.data_ptr() in sums:
+            x.data.copy_(sums.pop(x.data_ptr()))
+        return x
+
+    turns._sent, turns._received = sent, received
+
+
+def stepped(rank: int, n: int, given: dict[str, Any], dtype: torch.dtype) -> list[float]:
+    """The largest differences of loss and gradients from one device, in five steps of other sizes."""
+    end_late()
+    whole, model = (gpt(layers=2).to(dtype) for _ in range(2))
+    model = autotp.parallelize(model, overlap="batch", **given)
+    optimizers = [torch.optim.AdamW(each.parameters(), 1e-2) for each in (whole, model)]
+    found = []
+    for rows, length in ((4, 7), (3, 5), (1, 6), (5, 3), (2, 8)):
+        tokens = torch.randint(27, (rows, length), generator=torch.Generator().manual_seed(rows))
+        losses = [each(tokens=tokens, labels=tokens) for each in (whole, model)]
+        for loss in losses:
+            loss.backward()
+        found.append(abs(losses[0] - losses[1]).item())
+        pairs = zip(whole.parameters(), model.parameters(), strict=True)
+        found += [(p.grad - autotp.gather(q.grad)).abs().max().item() for p, q in pairs]  # type: ignore[arg-type]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"recompute": "full"}, {"recompute": "selective"}, {"without": ("overlap",)}, {"without": ("outline",)}],
+    ids=str,
+)
+def test_five_steps_equal_those_of_one_device(given: dict[str, Any]) -> None:
+    for found in run_ranks(stepped, 2, given, torch.float64, alone=True):
+        assert max(found) < 1e-10
+
+
+def test_five_steps_in_float32() -> None:
+    for found in run_ranks(stepped, 2, {}, torch.float32, alone=True):
+        assert max(found) < 1e-5
+
+
+class Block(nn.Module):
+    """An MLP beside a residual stream. It can be differentiated twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.up(x)))  # type: ignore[no-any-return]
+
+
+class Rows(nn.Module):
+    """Two blocks. The last one ends with sums whose results backward does not need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Net(Rows):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).pow(2).mean()
+
+
+def net() -> Net:
+    torch.manual_seed(1)
+    return Net().double()
+
+
+X = torch.randn(4, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def penalty(model: nn.Module) -> None:
+    """A gradient penalty: backward of a backward."""
+    x = X.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(model(x), x, create_graph=True)
+    grad.pow(2).sum().backward()
+
+
+def offloaded(model: nn.Module) -> None:
+    with torch.autograd.graph.save_on_cpu():
+        model(X).backward()
+
+
+def in_anomaly_mode(model: nn.Module) -> None:
+    with torch.autograd.detect_anomaly(check_nan=True):
+        model(X).backward()
+
+
+def twice(model: nn.Module) -> None:
+    loss = model(X)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def two_calls(model: nn.Module) -> None:
+    (model(X) + model(X[:3])).backward()
+
+
+def frozen(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    model(X).backward()
+
+
+def with_input_gradient(model: nn.Module) -> None:
+    model(X.clone().requires_grad_()).backward()
+
+
+def after_no_grad(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(X)
+    model(X).backward()
+
+
+WAYS: dict[str, Callable[[nn.Module], None]] = {
+    f.__name__: f
+    for f in (penalty, offloaded, in_anomaly_mode, twice, two_calls, frozen, with_input_gradient, after_no_grad)
+}
+
+
+def differences(rank: int, n: int, given: dict[str, Any]) -> dict[str, float]:
+    end_late()
+    warnings.simplefilter("ignore")  # of the anomaly mode
+    found = {}
+    for name, way in WAYS.items():
+        whole, model = net(), autotp.parallelize(net(), overlap="batch", example_inputs=X, **given)
+        for each in (whole, model):
+            with sdpa_kernel(SDPBackend.MATH):
+                way(each)
+        pairs = [(p.grad, q.grad) for p, q in zip(whole.parameters(), model.parameters(), strict=True)]
+        assert all((a is None) == (b is None) for a, b in pairs), name
+        found[name] = max((a - autotp.gather(b)).abs().max().item() for a, b in pairs if a is not None)  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize("given", [{}, {"recompute": "full"}], ids=str)
+def test_ways_to_train(given: dict[str, Any]) -> None:
+    for found in run_ranks(differences, 2, given, alone=True):
+        assert {name: d for name, d in found.items() if not d < 1e-12} == {}
+
+
+def unwaited(rank: int, n: int) -> int:
+    """How many sums nobody waited for after two steps that recompute."""
+    model = autotp.parallelize(Rows().double(), overlap="batch", recompute="full", example_inputs=X)
+    for _ in range(2):
+        model(X).sum().backward()
+    return int(torch._C._distributed_c10d._get_work_registry_size())
+
+
+def test_every_sum_is_waited_for() -> None:
+    """A recomputation ends when backward has what it needs."""
+    assert run_ranks(unwaited, 2) == [0, 0]
+
+
+def compiled(rank: int, n: int) -> list[float]:
+    whole, model = (gpt(layers=2).double() for _ in range(2))
+    model = autotp.parallelize(model, overlap="batch")
+    model.compile_blocks(backend="aot_eager")
+    found = []
+    for rows in (4, 4, 3):
+        tokens = TOKENS[:rows]
+        for each in (whole, model):
+            each(tokens=tokens, labels=tokens).backward()
+        pairs = zip(whole.parameters(), model.parameters(), strict=True)
+        found += [(p.grad - autotp.gather(q.grad)).abs().max().item() for p, q in pairs]  # type: ignore[arg-type]
+        for each in (whole, model):
+            each.zero_grad()
+    return found
+
+
+def test_compiled_blocks_wait_for_sums_that_other_code_started() -> None:
+    for found in run_ranks(compiled, 2):
+        assert max(found) < 1e-12

@@ -1,0 +1,190 @@
+"""two_halves: the batch is computed in two halves, with the numbers of one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from small_models import gpt
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autotp
+from autotp.compiler import analyse
+from autotp.errors import Error
+from autotp.ops.batch_halves.halves import halves, joined
+from autotp.options import Options
+from autotp.passes.builder import HALF
+from autotp.passes.capture.skeleton import skeleton_of
+from autotp.passes.check.check import check
+from autotp.passes.plan.halves import two_halves
+
+aten = torch.ops.aten
+
+
+def small(**given: Any) -> nn.Module:
+    return gpt(0, **{"n_head": 4, "n_embd": 16, "vocab_size": 28} | given)
+
+
+def call(rows: int, length: int = 5) -> dict[str, Tensor]:
+    tokens = torch.arange(rows * length).view(rows, length) % 28
+    return {"tokens": tokens, "labels": tokens}
+
+
+def program(model: nn.Module, given: Any, **options: Any) -> Any:
+    args, kwargs = ((), given) if isinstance(given, dict) else ((given,), {})
+    return analyse(skeleton_of(model), args, kwargs, 2, Options(overlap="batch", **options))
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5])
+@pytest.mark.parametrize("tp", [2, 3])
+def test_a_gpt(rows: int, tp: int) -> None:
+    report = autotp.verify(small(), tp, example_inputs=call(rows), overlap="batch")
+    assert report.ok, report
+
+
+def test_the_same_bytes_in_twice_as_many_collectives() -> None:
+    """The embedding, the loss and each block; and the same parameters are cut."""
+    plain, divided = (autotp.explain(small(), 2, example_inputs=call(4), overlap=how) for how in ("none", "batch"))
+    assert [cut.name for cut in divided.cuts] == [cut.name for cut in plain.cuts]
+    for way in ("forward", "backward"):
+        assert getattr(divided.traffic, way)["all-reduce"] == 2 * getattr(plain.traffic, way)["all-reduce"]
+        assert getattr(divided.traffic, f"{way}_bytes") == getattr(plain.traffic, f"{way}_bytes")
+
+
+def test_a_batch_of_one_row_is_not_divided() -> None:
+    plan = autotp.explain(small(), 2, example_inputs=call(1), overlap="batch")
+    assert plan.in_halves == 0 and "a batch of one row is not divided" in str(plan)
+
+
+class Mixing(nn.Module):
+    """A batch norm between two layers: its statistics are of the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)) for _ in range(2)])
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.norm(self.layers[0](x))).pow(2).mean()  # type: ignore[no-any-return]
+
+
+def test_what_mixes_rows_reads_the_whole_batch_and_is_listed() -> None:
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+    report = autotp.verify(Mixing().train(), 2, example_inputs=x, overlap="batch")
+    assert report.ok, report
+    assert any("it needs the whole batch" in row.reason for row in report.plan.whole)
+
+
+class Sorted(nn.Module):
+    """Operators on rows that no half can do by itself, and outputs of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, weights: Tensor) -> dict[str, Tensor]:
+        y = self.down(F.gelu(self.up(x)))
+        order = weights.argsort()
+        similarity = y @ y.T
+        return {
+            "loss": F.cross_entropy(similarity, order) + (y * weights[:, None]).cumsum(0).mean(),
+            "rows": y,
+            "sorted": y[order],
+            "last": y[-1],
+            "count": torch.arange(len(x)) + 0 * weights,
+        }
+
+
+@pytest.mark.parametrize("rows", [2, 3, 6])
+def test_rows_that_read_each_other(rows: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    given = {"x": torch.randn(rows, 6, generator=generator), "weights": torch.rand(rows, generator=generator)}
+    report = autotp.verify(Sorted(), 2, example_inputs=given, overlap="batch")
+    assert report.ok, report
+
+
+def test_random_numbers() -> None:
+    """Masks of one device are drawn for the whole batch; masks of one rank for each half."""
+    exact, fast = (program(small(dropout=0.1), call(4), randomness=how).graph for how in ("exact", "fast"))
+    for graph, of_a_half in ((exact, False), (fast, True)):
+        drawn = [n for n in graph.nodes if "dropout" in str(n.target) or "attention" in str(n.target)]
+        assert drawn and all((HALF in node.meta) is of_a_half for node in drawn)
+
+
+def test_what_both_halves_read_is_computed_once() -> None:
+    graph = program(small(), call(4)).graph
+    counted = [node for node in graph.nodes if node.target is aten.arange.default]
+    assert len(counted) == 1 and HALF not in counted[0].meta
+    assert {node.meta.get(HALF) for node in counted[0].users} <= {None}
+
+
+def test_a_graph_runs_as_the_graph_before() -> None:
+    """The merged graph itself, before anything is cut over tp."""
+    model = small().double()
+    found = program(model, call(5))
+    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    names = {**found.captured.parameters, **found.captured.buffers}
+
+    def run(graph: Any) -> Tensor:
+        given = iter(call(5).values())
+        feed = [
+            values[names[n.name]] if n.name in names
+            else found.captured.constants[n.name] if n.name in found.captured.constants else next(given)
+            for n in graph.nodes if n.op == "placeholder"
+        ]  # fmt: skip
+        return torch.fx.GraphModule(nn.Module(), graph)(*feed)[0]  # type: ignore[no-any-return]
+
+    assert any(node.target is halves for node in found.graph.nodes)
+    torch.testing.assert_close(run(found.graph), run(found.whole), rtol=1e-12, atol=0)
+
+
+def test_sequences_over_cp() -> None:
+    report = autotp.verify(small(), 2, example_inputs=call(3, 8), overlap="batch", cp=2)
+    assert report.ok, report
+
+
+def test_sequence_parallel_is_refused() -> None:
+    with pytest.raises(Error, match="no sum would run beside the other half"):
+        autotp.explain(small(), 2, example_inputs=call(4), overlap="batch", sequence_parallel=True)
+
+
+# ---- faults that the check refuses
+
+
+@pytest.mark.parametrize("fault", ["rows", "sum", "order"])
+def test_a_wrong_half_is_refused(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph of each half is checked before they are merged."""
+
+    def broken(lowered: Any, *given: Any) -> Any:
+        for node in list(lowered.nodes):
+            name = getattr(node.target, "__name__", "")
+            if fault == "sum" and name == "reduce":
+                node.replace_all_uses_with(node.args[0])
+            if fault == "rows" and name == "scatter":
+                node.replace_all_uses_with(node.args[0])
+            if fault == "order" and name == "gather":
+                node.replace_all_uses_with(node.args[0])
+        return check(lowered, *given)
+
+    monkeypatch.setattr("autotp.compiler.check", broken)
+    model: nn.Module = Mixing() if fault == "order" else small()
+    given: Any = torch.randn(4, 6) if fault == "order" else call(4)
+    with pytest.raises(Error):
+        program(model, given)
+
+
+def test_halves_of_other_operators_are_refused() -> None:
+    graphs = [program(small(), call(4)).whole for _ in range(2)]
+    node = next(node for node in graphs[1].nodes if node.target is aten.gelu.default)
+    node.target = aten.relu.default
+    with pytest.raises(Error, match="the halves of a batch are computed by other operators"):
+        two_halves.merged(graphs)
+
+
+def test_options_are_kept() -> None:
+    found = program(small(), call(4))
+    assert replace(found.options, overlap="none") == Options()
+    assert any(node.target is joined for node in program(Mixing().train(), torch.randn(4, 6)).graph.nodes)
