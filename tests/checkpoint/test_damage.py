@@ -166,9 +166,7 @@ def in_the_wrong_place(rank: int, n: int, root: str, layout: Layout, whole: bool
     for name in sorted(path.name for path in (folders["good"] / "step-00000002").iterdir()):
         for what, change in replaced_by(step / name, others):
             damaged_by(change)
-            with pytest.raises(
-                autotp.Error, match=rf"step-00000002.*({name}| is another model's| is of step )?"
-            ) as told:
+            with pytest.raises(autotp.Error, match="step-00000002") as told:
                 load()
             assert name in str(told.value) or name == "manifest.json", (what, told.value)
             assert all_that_is_loaded(trainer, optimizers, thing) == before, what
@@ -194,14 +192,15 @@ class Kept:
         self.tensor = state["tensor"]
 
 
+@pytest.mark.rare
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("layout", "whole", "more"),
     [
         ((2, 1, 1), True, {}),
-        pytest.param((1, 2, 1), False, {}, marks=pytest.mark.rare),
-        pytest.param((1, 1, 2), False, {"zero": 3}, marks=pytest.mark.rare),
-        pytest.param((1, 1, 2), True, {"zero": 1}, marks=pytest.mark.rare),
+        ((1, 2, 1), False, {}),
+        ((1, 1, 2), False, {"zero": 3}),
+        ((1, 1, 2), True, {"zero": 1}),
     ],
     ids=["tp-whole", "pp", "zero3", "zero1-whole"],
 )
